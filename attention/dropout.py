@@ -1,0 +1,153 @@
+"""One dropout mask for every implementation: Philox 4x32-7, addressed by what an attention weight *is*.
+
+A kept weight is a pure function of (seed, step, layer, sequence, head, query position, key position).
+Nothing of how the work is cut (tile sizes, micro-batches, ranks, devices) enters, so naive, tiled and
+flash drop exactly the same entries, and the backward pass replays the mask without having stored it.
+
+The generator is Philox 4x32 with 7 rounds, the fewest that pass BigCrush (Salmon, Moraes, Dror, Shaw:
+"Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). It maps a 128-bit counter and a 64-bit key to
+128 random bits. Every coordinate has a field of its own, so no two weights ever share random bits:
+
+    key      k0 = seed                    k1 = step
+    counter  c0 = sequence                c2 = layer << 16 | head
+             c1 = column group C(j)       c3 = row group R(i)
+
+One call serves 16 weights, a byte each, of query rows {i, i + 8} and eight key columns 8 apart: those
+that one thread holds of a 16 x 64 piece of a score tile on a tensor core. With the bits of a query row i
+and a key column j numbered from 0:
+
+    R(i) = i without bit 3                   = (i >> 4) * 8 + (i & 7)
+    C(j) = j without bits 3, 4, 5            = (j >> 6) * 8 + (j & 7)
+    word = bits 4 and 5 of j                 = (j >> 4) & 3
+    byte = 3 - (2 * bit3(i) + bit3(j))         (the most significant byte is byte 3)
+
+so that a kernel finds its 16 bytes in the registers of the thread that needs them, for tiles whose rows
+start at multiples of 16 and whose columns start at multiples of 64. Rows enter in c3 and columns in c1,
+which Philox's first round only xors: the first three of seven rounds then work on rows and columns
+apart, and only the last four cost one evaluation for each pair.
+
+A weight is kept iff its byte >= round(256 p): p is realised in steps of 1/256, and kept weights are
+rescaled by the exact inverse of the realised keep probability, so the expectation is unbiased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+N_ROUNDS = 7
+MIN_RATE, MAX_RATE = 1 / 256, 255 / 256
+
+_MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_UINT32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """What the masks of one call are a function of; each field an int or a 0-dim int64 tensor.
+
+    seed             of the run, below 2**32
+    step             of training, below 2**32
+    layer            below 2**16
+    first_sequence   index in the global batch of the call's first sequence, below 2**32
+
+    Tensors let the key change every step without recompiling and without a host synchronisation.
+    """
+
+    seed: int | Tensor
+    step: int | Tensor
+    layer: int | Tensor
+    first_sequence: int | Tensor
+
+    def at_layer(self, layer: int) -> DropoutKey:
+        """The same key for another layer."""
+        return replace(self, layer=layer)
+
+    def pack(self, device: torch.device) -> Tensor:
+        """(4,) int64 on `device`: seed, step, layer, first_sequence. Kernels read it from there."""
+        fields = (self.seed, self.step, self.layer, self.first_sequence)
+        return torch.stack(
+            [
+                f.to(device, torch.int64)
+                if isinstance(f, Tensor)
+                else torch.full((), f, dtype=torch.int64, device=device)
+                for f in fields
+            ]
+        )
+
+
+def drop_threshold(p: float) -> int:
+    """The number of the 256 byte values that are dropped at probability p: round(256 p)."""
+    return round(256 * p)
+
+
+def keep_scale(p: float) -> float:
+    """What kept weights are multiplied by: the inverse of the keep probability that is realised."""
+    return 256 / (256 - drop_threshold(p))
+
+
+def philox(counter: Sequence[Tensor], key: Sequence[Tensor], rounds: int = N_ROUNDS) -> list[Tensor]:
+    """Philox 4x32: four words of counter and two of key to four random words.
+
+    All are int64 tensors that hold values in [0, 2**32), of shapes that broadcast together.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        # A 64-bit product may wrap into the sign bit; masking after the shift restores the unsigned high word.
+        product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
+        c0, c1, c2, c3 = (
+            (product_1 >> 32 & _UINT32) ^ c1 ^ k0,
+            product_1 & _UINT32,
+            (product_0 >> 32 & _UINT32) ^ c3 ^ k1,
+            product_0 & _UINT32,
+        )
+        k0, k1 = k0 + _WEYL_0 & _UINT32, k1 + _WEYL_1 & _UINT32
+    return list(torch.broadcast_tensors(c0, c1, c2, c3))
+
+
+def keep_mask(
+    key: DropoutKey,
+    p: float,
+    B: int,
+    H: int,
+    T: int,
+    S: int,
+    *,
+    rows: tuple[int, int] | None = None,
+    columns: tuple[int, int] | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The attention weights that dropout keeps: (B, H, T, S) bool, True with probability 1 - round(256 p) / 256.
+
+    `rows` and `columns`, each (start, stop), cut a tile out of the mask without computing the rest; the
+    tile may start anywhere. The result is the same bits on every device.
+    """
+    row_start, row_stop = rows or (0, T)
+    column_start, column_stop = columns or (0, S)
+    seed, step, layer, first_sequence = key.pack(torch.device(device or "cpu"))
+
+    # The smallest aligned piece that covers the tile: 16 rows and 64 columns a call.
+    first_row, first_column = row_start // 16 * 16, column_start // 64 * 64
+    R = torch.arange(first_row // 2, -(-row_stop // 16) * 8, device=device)
+    C = torch.arange(first_column // 8, -(-column_stop // 64) * 8, device=device)
+
+    sequence = first_sequence + torch.arange(B, device=device)
+    head = (layer << 16) + torch.arange(H, device=device)
+    words = philox(
+        (sequence[:, None, None, None], C, head[:, None, None], R[:, None]),
+        (seed, step),
+    )  # 4 x (B, H, R, C)
+    shifts = torch.tensor([24, 16, 8, 0], device=device)
+    random_bytes = torch.stack(words, dim=-1)[..., None] >> shifts & 0xFF  # (B, H, R, C, word, 4)
+
+    keep = (random_bytes >= drop_threshold(p)).view(B, H, len(R) // 8, 8, len(C) // 8, 8, 4, 2, 2)
+    #   (B, H, i >> 4, i & 7, j >> 6, j & 7, bits 5-4 of j, bit 3 of i, bit 3 of j) -> rows x columns
+    keep = keep.permute(0, 1, 2, 7, 3, 4, 6, 8, 5).reshape(B, H, 2 * len(R), 8 * len(C))
+    return keep[
+        :, :, row_start - first_row : row_stop - first_row, column_start - first_column : column_stop - first_column
+    ]
