@@ -1,0 +1,44 @@
+# Two commands are enough: `make train` and `make test` set everything up by themselves.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check format clean
+
+help: ## show this list
+	@awk 'BEGIN { FS = ":.*## "; print "make <target>\n" } \
+	     /^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "Training takes overrides:  $(BIN)/python train.py attention=tiled seq_len=512"
+	@echo "All of them:               $(BIN)/python train.py --help"
+
+# The stamp is newer than pyproject.toml exactly when the environment holds what it asks for.
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	    { echo "error: Python 3.11 to 3.13 is needed; name one with: make PYTHON=python3.12 setup" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.installed ## make .venv with everything the project needs (a minute or two)
+
+train: setup ## train a small GPT on the Python standard library's source (about two minutes on a CPU)
+	$(BIN)/python train.py
+
+test: setup ## run the tests (minutes; what needs a GPU is skipped without one)
+	$(BIN)/python -m pytest
+
+check: setup ## formatter, linter, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup ## let the formatter and the linter repair what they can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove the environment, caches and prepared data; runs in outputs/ and multirun/ stay
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	find . -name __pycache__ -type d -not -path './outputs/*' -prune -exec rm -rf {} +
