@@ -1,0 +1,1 @@
+"""The GPT that is trained, and its loss. Knows attention's interface only."""

@@ -1,0 +1,350 @@
+"""A GPT in the manner of GPT-2 and nanoGPT, handed the attention it computes with.
+
+    x = wte[tokens] + wpe[positions]
+    x = x + proj(attend(q, k, v)),      q, k, v = c_attn(ln_1(x))          for each of n_layers
+    x = x + c_proj(gelu(c_fc(ln_2(x))))
+    logits = ln_f(x) wte^T
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Submodules bear GPT-2's names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from attention.dropout import DropoutKey
+from attention.interface import Attention, AttentionShape
+from errors import UserError
+from model.loss import LossKind, cross_entropy
+
+# Matrix products over the vocabulary are fastest when its rows fill whole tiles.
+VOCAB_MULTIPLE = 64
+ROTARY_BASE = 10_000.0
+
+
+class Positions(Enum):
+    """How the model knows where a token stands."""
+
+    learned = "learned"  # a vector added to each embedding
+    rotary = "rotary"  # queries and keys turned by an angle that grows with the position
+
+
+class Recompute(Enum):
+    """What the backward pass computes again instead of having stored it."""
+
+    none = "none"
+    attention = "attention"  # each attention sub-layer, from the residual stream
+    block = "block"  # each block
+
+
+@dataclass
+class GPTConfig:
+    """What a user chooses under `model.*`.
+
+    name        of the preset, for tables and legends
+    n_layers    blocks
+    n_heads     query heads of n_embd / n_heads channels each
+    n_kv_heads  key/value heads, a divisor of n_heads; None: as many as n_heads
+    n_embd      channels of the residual stream
+    dropout     of the embedding and of each sub-layer's output (attention.dropout drops attention weights)
+    bias        biases in linear layers and norms, as GPT-2 has them
+    positions   learned or rotary
+    """
+
+    name: str = "tiny"
+    n_layers: int = 4
+    n_heads: int = 4
+    n_kv_heads: int | None = None
+    n_embd: int = 128
+    dropout: float = 0.0
+    bias: bool = False
+    positions: Positions = Positions.learned
+
+
+class ModelError(UserError, ValueError):
+    """A model that cannot be built or fed as asked; the message says what to change."""
+
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin of each position's angles, (T, D / 2) each
+
+
+def rotation_table(seq_len: int, head_dim: int) -> Rotation:
+    """Angles m * base^(-2i / D) of position m and channel pair i: Su et al. 2021, "RoFormer", eq. 15."""
+    frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2) / head_dim)  # (D / 2,)
+    angles = torch.outer(torch.arange(seq_len), frequencies)  # (T, D / 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn the pairs (i, i + D / 2) of each head's channels by their position's angles: (B, T, H, D) in and out."""
+    cos, sin = (r[:, None, :] for r in rotation)  # (T, 1, D / 2)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def call(recompute: bool, function: Callable[..., Tensor], *inputs: object) -> Tensor:
+    """function(*inputs), storing only the inputs for the backward pass if `recompute`.
+
+    Residual dropout is replayed from the generator's saved state; attention dropout from its key.
+    """
+    return checkpoint(function, *inputs, use_reentrant=False) if recompute else function(*inputs)
+
+
+class SelfAttention(nn.Module):
+    """Fused projection to queries, keys and values; the given attention; projection back."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.n_kv_heads = config.n_kv_heads or config.n_heads
+        self.head_dim = config.n_embd // config.n_heads
+        self.c_attn = nn.Linear(config.n_embd, (self.n_heads + 2 * self.n_kv_heads) * self.head_dim, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, attend: Attention, key: DropoutKey | None) -> Tensor:
+        B, T, C = x.shape
+        heads = self.c_attn(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2 H_kv, D)
+        q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        # Views: an attention takes any strides, so nothing is copied on the way in.
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, H_kv, T, D) twice
+        out = attend(q, k, v, causal=True, dropout_key=key)  # (B, H, T, D)
+        return self.c_proj(out.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """Four times wider in between, with GPT-2's GELU: the tanh approximation."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Two sub-layers, each normalised on the way in, dropped out on the way out and added to the stream."""
+
+    def __init__(self, config: GPTConfig, recompute_attention: bool) -> None:
+        super().__init__()
+        self.recompute_attention = recompute_attention
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = SelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, attend: Attention, key: DropoutKey | None) -> Tensor:
+        def attention(x: Tensor) -> Tensor:
+            return self.drop(self.attn(self.ln_1(x), rotation, attend, key))
+
+        x = x + call(self.recompute_attention, attention, x)
+        return x + self.drop(self.mlp(self.ln_2(x)))
+
+
+class GPT(nn.Module):
+    """The model of the recipe: tokens in, logits or loss out."""
+
+    cos: Tensor  # (seq_len, D / 2), with rotary positions only
+    sin: Tensor
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        vocab_size: int,
+        seq_len: int,
+        attend: Attention,
+        recompute: Recompute = Recompute.none,
+        loss: LossKind = LossKind.auto,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Build with GPT-2's initialisation, in fp32 on the CPU: a seed gives the same weights for every device.
+
+        vocab_size     of the tokenizer; embedding rows are padded to a multiple of 64 that stay zero
+        seq_len        the longest input
+        attend         the attention every layer calls
+        device, dtype  where the model will be moved and what it will compute in: what `attend` must be able to serve
+
+        Raises ModelError where the sizes do not fit together, UnsupportedAttention where `attend` cannot serve them.
+        """
+        super().__init__()
+        check_config(config)
+        self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
+        self.attend, self.recompute, self.loss = attend, recompute, loss
+        n_kv_heads = config.n_kv_heads or config.n_heads
+        head_dim = config.n_embd // config.n_heads
+        attend.check(AttentionShape(head_dim, config.n_heads, n_kv_heads, dtype, torch.device(device)))
+
+        self.wte = nn.Embedding(-(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, config.n_embd)
+        if config.positions is Positions.learned:
+            self.wpe = nn.Embedding(seq_len, config.n_embd)
+        else:
+            cos, sin = rotation_table(seq_len, head_dim)
+            self.register_buffer("cos", cos, persistent=False)
+            self.register_buffer("sin", sin, persistent=False)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config, recompute is Recompute.attention) for _ in range(config.n_layers))
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.apply(self.initialise)
+
+    @torch.no_grad()
+    def initialise(self, module: nn.Module) -> None:
+        """GPT-2's: normal with deviation 0.02; projections into the residual stream, 2 n_layers in all, smaller."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, SelfAttention | MLP):  # visited after its children
+            module.c_proj.weight.div_(math.sqrt(2 * self.config.n_layers))
+        if module is self.wte:
+            self.wte.weight[self.vocab_size :].zero_()
+
+    def hidden(self, tokens: Tensor, dropout_key: DropoutKey | None = None, attend: Attention | None = None) -> Tensor:
+        """The residual stream after the final norm.
+
+        tokens       (B, T)   int64, T <= seq_len
+        dropout_key  of attention dropout: required in training mode where the attention drops, unused in evaluation
+        attend       another attention for this call
+
+        Returns (B, T, C). Raises ModelError.
+        """
+        attend = attend or self.attend
+        if tokens.shape[1] > self.seq_len:
+            raise ModelError(
+                f"{tokens.shape[1]} tokens are more than seq_len={self.seq_len}; raise seq_len or cut them."
+            )
+        if not self.training:
+            dropout_key = None
+        elif attend.dropout > 0 and dropout_key is None:
+            raise ModelError(
+                f"attention.dropout={attend.dropout} needs a dropout_key in training mode; pass one or call eval()."
+            )
+
+        T = tokens.shape[1]
+        x = self.wte(tokens)  # (B, T, C)
+        rotation = None
+        if self.config.positions is Positions.learned:
+            x = x + self.wpe.weight[:T]
+        else:
+            rotation = (self.cos[:T], self.sin[:T])
+        x = self.drop(x)
+        for layer, block in enumerate(self.h):
+            key = dropout_key and dropout_key.at_layer(layer)
+            x = call(self.recompute is Recompute.block, block, x, rotation, attend, key)
+        return self.ln_f(x)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        dropout_key: DropoutKey | None = None,
+        attend: Attention | None = None,
+    ) -> Tensor:
+        """Logits (B, T, vocab_size) or, with targets (B, T), their mean cross-entropy: a scalar in fp32.
+
+        Targets of -100 are left out of the mean. For the other arguments and what is raised see `hidden`.
+        """
+        hidden = self.hidden(tokens, dropout_key, attend)
+        if targets is None:
+            return F.linear(hidden, self.wte.weight)[..., : self.vocab_size]
+        return cross_entropy(hidden, self.wte.weight, targets, self.vocab_size, self.loss)
+
+    def generate(
+        self, tokens: Sequence[int], max_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
+    ) -> Iterator[int]:
+        """Continue `tokens`, one id at a time, for `max_tokens` of them.
+
+        temperature  divides the logits; 0 always takes the likeliest token
+        top_k        draw among the k likeliest tokens only
+        seed         of the draws, which are made on the CPU: the same on every device up to rounding of the logits
+
+        The model sees the last `seq_len` tokens and computes each time from scratch. Raises ModelError.
+        """
+        if not tokens:
+            raise ModelError("The prompt has no tokens; give at least one.")
+        if temperature < 0 or (top_k is not None and top_k < 1):
+            raise ModelError(f"temperature={temperature} must not be negative and top_k={top_k} must be at least 1.")
+        return self._generate(list(tokens), max_tokens, temperature, top_k, torch.Generator().manual_seed(seed))
+
+    def _generate(
+        self, tokens: list[int], max_tokens: int, temperature: float, top_k: int | None, generator: torch.Generator
+    ) -> Iterator[int]:
+        device, was_training = self.wte.weight.device, self.training
+        for _ in range(max_tokens):
+            self.eval()
+            with torch.inference_mode():
+                hidden = self.hidden(torch.tensor([tokens[-self.seq_len :]], device=device))[:, -1]  # (1, C)
+                logits = F.linear(hidden, self.wte.weight)[0, : self.vocab_size].float().cpu()  # (vocab_size,)
+            self.train(was_training)
+            if top_k is not None and top_k < self.vocab_size:
+                logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
+            if temperature == 0:
+                token = int(logits.argmax())
+            else:
+                token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+            tokens.append(token)
+            yield token
+
+    def num_parameters(self) -> int:
+        """Trained numbers: the tied embedding once, without its padding."""
+        padding = self.wte.num_embeddings - self.vocab_size
+        return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
+
+    def flops_per_token(self, seq_len: int, causal: bool) -> float:
+        """Floating-point operations of training on one token, forward and backward.
+
+            6 N + 12 L C T         causal: 6 N + 6 L C T
+
+        N is the number of parameters that enter matrix products: linear layers and the vocabulary's head, not
+        the lookup of tokens and positions, biases or norms. Each is one multiplication and one addition in the
+        forward and twice that in the backward pass. Attention's two products take 4 C T per layer and token in the
+        forward (scores over T keys, and their sum of values), and twice that backward: 12 L C T. A causal query
+        sees half of the keys on average. (PaLM, Chowdhery et al. 2022, appendix B.) Recomputation is not counted.
+        """
+        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        N = matrices + self.vocab_size * self.config.n_embd
+        attention = 12 * self.config.n_layers * self.config.n_embd * seq_len
+        return 6 * N + (attention / 2 if causal else attention)
+
+
+def check_config(config: GPTConfig) -> None:
+    """Raise ModelError where a model's sizes do not fit together."""
+    for name in ("n_layers", "n_heads", "n_embd"):
+        if getattr(config, name) < 1:
+            raise ModelError(f"model.{name}={getattr(config, name)} must be at least 1.")
+    if config.n_embd % config.n_heads:
+        raise ModelError(
+            f"model.n_embd={config.n_embd} is not a multiple of model.n_heads={config.n_heads}; "
+            f"choose model.n_heads among {divisors(config.n_embd)}."
+        )
+    if config.n_kv_heads is not None and (config.n_kv_heads < 1 or config.n_heads % config.n_kv_heads):
+        raise ModelError(
+            f"model.n_heads={config.n_heads} is not a multiple of model.n_kv_heads={config.n_kv_heads}; "
+            f"choose model.n_kv_heads among {divisors(config.n_heads)}."
+        )
+    if not 0 <= config.dropout < 1:
+        raise ModelError(f"model.dropout={config.dropout} must be at least 0 and less than 1.")
+    if config.positions is Positions.rotary and config.n_embd // config.n_heads % 2:
+        raise ModelError(
+            f"model.positions=rotary turns pairs of channels, and heads of {config.n_embd // config.n_heads} channels "
+            f"(model.n_embd={config.n_embd} / model.n_heads={config.n_heads}) are odd; use model.positions=learned."
+        )
+
+
+def divisors(n: int) -> str:
+    """The divisors of n up to 64, for error messages."""
+    return ", ".join(str(d) for d in range(1, min(n, 64) + 1) if n % d == 0)
