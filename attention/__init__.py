@@ -15,6 +15,8 @@ from attention.interface import (
     UnsupportedAttention,
 )
 from attention.naive import NaiveAttention
+from attention.sdpa import SDPAAttention
+from attention.tiled import TiledAttention
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -30,7 +32,7 @@ __all__ = [
     "keep_mask",
 ]
 
-IMPLEMENTATIONS: dict[str, type[Attention]] = {cls.name: cls for cls in (NaiveAttention,)}
+IMPLEMENTATIONS: dict[str, type[Attention]] = {cls.name: cls for cls in (NaiveAttention, TiledAttention, SDPAAttention)}
 
 
 def build_attention(config: AttentionConfig) -> Attention:

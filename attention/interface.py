@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import ClassVar, Literal, overload
 
@@ -60,6 +60,8 @@ class AttentionConfig:
     ablate     leave out one line of the online softmax (tiled)
     backend    which of torch's kernels to use (sdpa)
     allow_tf32 let fp32 matrix products round their inputs to TF32 (flash)
+
+    Every implementation reads `name` and `dropout`; an option it does not read is refused unless left at its default.
     """
 
     name: str = "naive"
@@ -94,9 +96,17 @@ class Attention(ABC):
     """
 
     name: ClassVar[str]
+    options: ClassVar[frozenset[str]] = frozenset()  # what it reads of AttentionConfig beside name and dropout
 
     def __init__(self, config: AttentionConfig) -> None:
         """Raises UnsupportedAttention where the configuration asks for what this class does not do."""
+        for option in fields(AttentionConfig):
+            chosen = getattr(config, option.name)
+            if option.name not in {"name", "dropout", *self.options} and chosen != option.default:
+                raise UnsupportedAttention(
+                    f"attention.{option.name}={printable(chosen)} has no effect with attention={self.name}; "
+                    f"leave it at {printable(option.default)} or choose {' or '.join(readers(option.name))}."
+                )
         if config.dropout != 0 and not MIN_RATE <= config.dropout <= MAX_RATE:
             raise UnsupportedAttention(
                 f"attention.dropout={config.dropout} must be 0 or between 1/256 and 255/256, "
@@ -164,7 +174,9 @@ class Attention(ABC):
         check_shapes(q, k, v)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         key = dropout_key if self.dropout > 0 else None
-        out, lse = self.attend(q, k, v, causal, scale, key)
+        # The precision is that of q, k and v: what an implementation computes in fp32 stays so under autocast.
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = self.attend(q, k, v, causal, scale, key)
         if not return_lse:
             return out
         if lse is None:
@@ -183,6 +195,16 @@ class Attention(ABC):
         """
 
 
+def printable(option: object) -> object:
+    """An option as one writes it on the command line."""
+    return option.value if isinstance(option, Enum) else option
+
+
+def readers(option: str) -> list[str]:
+    """The implementations that read an option, as one writes them on the command line."""
+    return [f"attention={cls.name}" for cls in Attention.__subclasses__() if option in cls.options]
+
+
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless q is (B, H, T, D) and k, v are (B, H_kv, S, D) of the same dtype and device."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
@@ -198,8 +220,18 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k, v must share dtype and device; got {q.dtype}, {k.dtype}, {v.dtype}.")
 
 
-def causal_mask(T: int, S: int, device: torch.device | str | None = None) -> Tensor:
-    """(T, S) bool, True where query i sees key j: j <= i + S - T."""
-    i = torch.arange(T, device=device)[:, None]
-    j = torch.arange(S, device=device)[None, :]
+def causal_mask(
+    T: int,
+    S: int,
+    *,
+    rows: tuple[int, int] | None = None,
+    columns: tuple[int, int] | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """(T, S) bool, True where query i sees key j: j <= i + S - T.
+
+    `rows` and `columns`, each (start, stop), cut out a tile.
+    """
+    i = torch.arange(*(rows or (0, T)), device=device)[:, None]
+    j = torch.arange(*(columns or (0, S)), device=device)[None, :]
     return j <= i + (S - T)

@@ -28,9 +28,11 @@ class NaiveAttention(Attention):
         k = k.repeat_interleave(group, dim=1)  # (B, H, S, D)
         v = v.repeat_interleave(group, dim=1)
 
-        scores = (q @ k.transpose(-2, -1)).float() * scale  # (B, H, T, S), fp32 from here to the probabilities
+        # Scaled before the product, not after it: q k^T alone overflows fp16 where the scores do not.
+        scores = (q * scale) @ k.transpose(-2, -1)  # (B, H, T, S)
+        scores = scores.to(torch.promote_types(q.dtype, torch.float32))  # at least fp32 up to the probabilities
         if causal:
-            scores = scores.masked_fill(~causal_mask(T, S, q.device), -torch.inf)
+            scores = scores.masked_fill(~causal_mask(T, S, device=q.device), -torch.inf)
         lse = scores.logsumexp(dim=-1)  # (B, H, T)
         # A row that sees nothing has lse = -inf, and exp(-inf - -inf) would be NaN where it has to be zero.
         p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
