@@ -1,0 +1,342 @@
+"""Checkpoints that are whole or absent.
+
+    checkpoints/
+      step-00000500/        the state after 500 updates
+        model.safetensors     state["model"]; readable by anything that reads safetensors
+        training.pt           the rest of the state: optimizer, loss scaler, ...; tensors and plain values only
+        manifest.json         format, step, metadata, and each file's size and SHA-256
+      best -> step-00000400  the lowest validation loss so far
+
+A checkpoint is written into a hidden folder beside, brought to the disk (files, then folder), and renamed: a
+kill at any moment leaves the earlier ones as they were, and what it left behind goes with the next save.
+The best checkpoint is a fact about the manifests; the link to it is a convenience for people.
+
+    path = save_checkpoint(folder, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step=500,
+                           keep_last=2, metadata={"val_loss": 1.83, "config": {...}})
+    path, rejected = newest_valid(folder)
+    state = load_checkpoint(path, map_location=device)
+    manifest = read_manifest(path)          # .step, .metadata
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from errors import UserError
+from training.files import plain, sync, to_json
+
+FORMAT = 1
+WEIGHTS, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+
+_PARTIAL = ".partial-"  # being written or being removed: worth nothing
+_REPLACED = ".replaced-"  # a whole checkpoint, moved aside while another of the same step takes its name
+
+
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint that cannot be written, found or trusted; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    step      number of updates done
+    metadata  what `save_checkpoint` was given
+    files     name -> {"bytes": size, "sha256": digest in hex}
+    aliases   weights stored once under another's name (tied embeddings): name -> the name stored
+    """
+
+    step: int
+    metadata: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+    aliases: dict[str, str]
+
+    @property
+    def val_loss(self) -> float | None:
+        """The validation loss of these weights; None where it was not measured or is not finite."""
+        value = self.metadata.get("val_loss")
+        return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def save_checkpoint(
+    folder: Path, state: dict[str, Any], step: int, *, keep_last: int, metadata: dict[str, Any]
+) -> Path:
+    """Save the state after `step` updates as `folder`/step-XXXXXXXX, and return that path.
+
+    state      {"model": name -> tensor, and whatever else resuming needs}: tensors, numbers, strings, None, and
+               dicts, lists and tuples of these, so that loading never executes anything
+    keep_last  how many of the newest to keep, at least 1; the best one is kept besides
+    metadata   plain values; "val_loss", where present, is the validation loss of exactly these weights, and decides
+               which checkpoint is the best (of equals, the earliest)
+
+    Raises CheckpointError where the disk is full or cannot be written: the checkpoints that were there are
+    untouched, and nothing half-written stays. TypeError for a state that could not be loaded again.
+    """
+    if keep_last < 1:
+        raise CheckpointError(f"training.keep_last={keep_last} would keep no checkpoint; it must be at least 1.")
+    _check_plain(state, "state")
+    path = folder / f"step-{step:08d}"
+    partial = folder / f"{_PARTIAL}{path.name}"
+    with _explained(path, partial):
+        folder.mkdir(parents=True, exist_ok=True)
+        _clean(folder)
+        _write(partial, state, step, metadata)
+        _publish(partial, path)
+        _link_best(folder)
+        _prune(folder, step, keep_last)
+    return path
+
+
+def newest_valid(folder: Path) -> tuple[Path, list[str]]:
+    """The newest undamaged checkpoint in `folder`, and a sentence for each newer one that was passed over.
+
+    Raises CheckpointError where there is none.
+    """
+    rejected = []
+    for _, path in sorted(_checkpoints(folder).items(), reverse=True):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            rejected.append(str(error))
+        else:
+            return path, rejected
+    raise CheckpointError(" ".join([f"There is no checkpoint to load in {folder}.", *rejected]))
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint with the lowest validation loss, by the manifests; None where none was measured."""
+    best: tuple[float, int, Path] | None = None
+    for step, path in _checkpoints(folder).items():
+        try:
+            val_loss = read_manifest(path).val_loss
+        except CheckpointError:
+            continue  # damaged: whoever loads it is told so
+        if val_loss is not None and (best is None or (val_loss, step) < best[:2]):
+            best = val_loss, step, path
+    return best[2] if best else None
+
+
+def load_checkpoint(path: Path, map_location: torch.device | str = "cpu") -> dict[str, Any]:
+    """The state that was saved, its tensors on `map_location`. Nothing in the files is executed.
+
+    Raises CheckpointError where the checkpoint is damaged.
+    """
+    manifest = verify(path)
+    device = torch.device(map_location)
+    weights = safetensors.torch.load_file(path / WEIGHTS, device=str(device))
+    weights |= {alias: weights[name] for alias, name in manifest.aliases.items()}
+    try:
+        rest = torch.load(path / TRAINING, map_location=device, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path / TRAINING} holds more than tensors and plain values; it was not loaded."
+        ) from error
+    return {"model": weights, **rest}
+
+
+def verify(path: Path) -> Manifest:
+    """The manifest, after comparing every file's size and SHA-256 with it. Raises CheckpointError."""
+    manifest = read_manifest(path)
+    for name, expected in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path} is damaged: {name} is missing.")
+        if (size := file.stat().st_size) != expected["bytes"]:
+            raise CheckpointError(f"{path} is damaged: {name} has {size} bytes instead of {expected['bytes']}.")
+        with file.open("rb") as opened:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
+                raise CheckpointError(f"{path} is damaged: the content of {name} has changed since it was written.")
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest alone, without looking at the files it names. Raises CheckpointError."""
+    try:
+        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        digest, written_in = content.pop("digest"), content.pop("format")
+    except OSError as error:
+        raise CheckpointError(f"{path} is no checkpoint: its {MANIFEST} cannot be read ({error.strerror}).") from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not one.") from error
+    if written_in != FORMAT:
+        raise CheckpointError(f"{path} is of checkpoint format {written_in}, and this version reads format {FORMAT}.")
+    if digest != _digest(content):
+        raise CheckpointError(f"{path} is damaged: the content of {MANIFEST} has changed since it was written.")
+    return Manifest(**content)
+
+
+class _HashedFile:
+    """A file that counts and hashes what passes, so that the manifest tells what was meant to be on the disk."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.bytes, self.sha256 = file, 0, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.file.write(data)
+        self.sha256.update(data)
+        self.bytes += (size := memoryview(data).nbytes)
+        return size
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _write(partial: Path, state: dict[str, Any], step: int, metadata: dict[str, Any]) -> None:
+    """Write a complete checkpoint into the new folder `partial` and bring it to the disk."""
+    partial.mkdir()
+    weights, aliases = _without_aliases(state["model"])
+    rest = {name: value for name, value in state.items() if name != "model"}
+    content = {
+        "step": step,
+        "metadata": plain(metadata),
+        "aliases": aliases,
+        "files": {
+            WEIGHTS: _write_file(partial / WEIGHTS, lambda file: file.write(safetensors.torch.save(weights))),
+            TRAINING: _write_file(partial / TRAINING, lambda file: torch.save(rest, file)),
+        },
+    }
+    manifest = to_json({"format": FORMAT, **content, "digest": _digest(content)}, indent=2)
+    _write_file(partial / MANIFEST, lambda file: file.write(manifest.encode()))
+    sync(partial)
+
+
+def _write_file(path: Path, write: Any) -> dict[str, Any]:
+    with path.open("wb") as opened:
+        file = _HashedFile(opened)
+        write(file)
+        file.flush()
+        os.fsync(opened.fileno())
+    return {"bytes": file.bytes, "sha256": file.sha256.hexdigest()}
+
+
+def _publish(partial: Path, path: Path) -> None:
+    """Give the finished folder its name. Where the name is taken, the old checkpoint stays findable throughout."""
+    aside = path.with_name(f"{_REPLACED}{path.name}")
+    if path.exists():
+        path.rename(aside)
+    partial.rename(path)
+    sync(path.parent)
+    _remove(aside)
+
+
+def _link_best(folder: Path) -> None:
+    best = best_checkpoint(folder)
+    link, fresh = folder / "best", folder / f"{_PARTIAL}best"
+    if best is None or (link.is_symlink() and link.readlink() == Path(best.name)):
+        return
+    try:
+        fresh.symlink_to(best.name)
+        fresh.replace(link)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):  # a file system without links
+            raise
+
+
+def _prune(folder: Path, step: int, keep_last: int) -> None:
+    """Keep the newest `keep_last` up to `step`, and the best. Later ones are damaged, or another run's to judge."""
+    kept = sorted(s for s in _checkpoints(folder) if s <= step)[-keep_last:]
+    best = best_checkpoint(folder)
+    for old, path in _checkpoints(folder).items():
+        if old < kept[0] and path != best:
+            doomed = folder / f"{_PARTIAL}{path.name}"
+            path.rename(doomed)  # first the name: a removal that is interrupted must not look like a damaged checkpoint
+            _remove(doomed)
+
+
+def _clean(folder: Path) -> None:
+    """Remove what a killed save has left, and put back a checkpoint that it had only moved aside."""
+    for aside in folder.glob(f"{_REPLACED}*"):
+        original = aside.with_name(aside.name.removeprefix(_REPLACED))
+        if original.exists():
+            _remove(aside)
+        else:
+            aside.rename(original)
+    for partial in folder.glob(f"{_PARTIAL}*"):
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """Step -> checkpoint, undamaged or not. One that was moved aside counts while nothing has taken its name."""
+    found = {}
+    for path in sorted(folder.glob("*step-*")):  # '.' sorts before 's', so that the proper name wins
+        if match := re.fullmatch(rf"(?:{re.escape(_REPLACED)})?step-(\d+)", path.name):
+            found[int(match[1])] = path
+    return found
+
+
+@contextmanager
+def _explained(path: Path, partial: Path) -> Iterator[None]:
+    """Remove `partial` on any failure, and turn the operating system's into a CheckpointError."""
+    try:
+        yield
+    except BaseException as error:
+        _remove(partial)
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__  # torch.save covers the writer's error with one of its own
+        if cause is None:
+            raise
+        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "Free some space" if full else "Make the folder writable"
+        raise CheckpointError(
+            f"The checkpoint {path} could not be written ({cause.strerror}); those that were there are untouched. "
+            f"{advice}, and continue with resume={path.parents[1]}."
+        ) from cause
+
+
+def _without_aliases(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Each weight once, contiguous and sharing memory with no other; and name -> stored name of the tied ones."""
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in weights.items():
+        tensor = tensor.detach()
+        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and identity in first:
+            aliases[name] = first[identity]
+        else:
+            first[identity] = name
+            whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+            stored[name] = tensor.contiguous() if whole else tensor.clone(memory_format=torch.contiguous_format)
+    return stored, aliases
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """Refuse, while the run is alive, what torch.load(weights_only=True) would refuse when it is resumed."""
+    if type(value) in (dict, OrderedDict):
+        for key, item in value.items():
+            _check_plain(key, f"a key of {where}")
+            _check_plain(item, f"{where}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            _check_plain(item, f"{where}[{index}]")
+    elif not (value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str, bytes)):
+        raise TypeError(f"{where} is a {type(value).__name__}; a checkpoint holds tensors and plain values only.")
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(content, sort_keys=True).encode()).hexdigest()
