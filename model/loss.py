@@ -1,23 +1,38 @@
 """Next-token cross-entropy over a vocabulary that is padded for the hardware's sake.
 
-loss = mean over i with target_i != -100 of  logsumexp_j(h_i w_j) - h_i w_{target_i},   j < vocab_size
+    loss = mean over i with target_i != -100 of  lse_i - x_{i, target_i}
+    x_ij = h_i w_j,      lse_i = log sum_j exp(x_ij),      j < vocab_size
+    dx_ij = exp(x_ij - lse_i) - [j = target_i]
+
+With 50,304 classes the logits x are the largest tensor of a step: 6 GiB in fp32 for 32,768 tokens, and autograd keeps
+several of their kind. `chunked` takes some rows of h at a time, turns their logits into dx in place while they are
+at hand, and keeps only dx w and dx^T h, so that no more than one chunk of logits ever exists. Computing the gradients
+in the forward pass is the idea of Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024).
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE_INDEX = -100
 
+# Rows of logits that exist at once: enough to fill the GPU with tiles of the three matrix products, which are as
+# narrow as the model.
+CHUNK_ROWS = 8192
+# Fewer classes than this make logits no larger than a block's activations, and plain code is as fast.
+LARGE_VOCABULARY = 8192
+
 
 class LossKind(Enum):
     """How the loss over the vocabulary is computed."""
 
-    auto = "auto"
+    auto = "auto"  # chunked on a GPU for vocabularies of 8,192 tokens and more, else plain
     plain = "plain"  # all logits in memory, in fp32
+    chunked = "chunked"  # the logits of 8,192 tokens at a time, in the precision of the matrix products
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, kind: LossKind) -> Tensor:
@@ -27,5 +42,93 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: i
     weight      (V, C)     V >= vocab_size rows; those beyond it never enter the softmax
     targets     (...)      int64; -100 is left out of the mean
     """
-    logits = F.linear(hidden, weight)[..., :vocab_size]
-    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX)
+    if kind is LossKind.auto:
+        kind = LossKind.chunked if hidden.is_cuda and vocab_size >= LARGE_VOCABULARY else LossKind.plain
+    if kind is LossKind.plain:
+        logits = F.linear(hidden, weight)[..., :vocab_size]
+        return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX)
+
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    total, _, _ = chunked_cross_entropy(hidden.flatten(0, -2), weight, targets.flatten(), vocab_size, with_gradients)
+    return total / (targets != IGNORE_INDEX).sum()
+
+
+@torch.library.custom_op("gpt::chunked_cross_entropy", mutates_args=())
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed cross-entropy of hidden (N, C), in whose dtype the products are taken, and its gradients.
+
+    The weight (V, C) is cast here, so that its gradient never passes through a narrower type.
+
+    Returns the sum, a scalar in fp32; d_hidden (N, C) in hidden's dtype; d_weight (V, C) in fp32. Without gradients
+    the latter two are empty.
+    """
+    N, V = len(hidden), len(weight)
+    rows = min(N, CHUNK_ROWS)
+    losses = hidden.new_empty(N, dtype=torch.float32)
+    d_hidden = torch.empty_like(hidden) if with_gradients else hidden.new_empty(0)
+    d_weight = weight.new_zeros(weight.shape if with_gradients else 0, dtype=torch.float32)
+    with torch.autocast(hidden.device.type, enabled=False):
+        w = weight.to(hidden.dtype)
+        buffer = hidden.new_empty(rows, V)
+        for start in range(0, N, rows):
+            chunk = slice(start, min(start + rows, N))
+            h = hidden[chunk]
+            x = torch.mm(h, w.T, out=buffer[: len(h)])
+            losses[chunk] = softmax_gradient_(x, targets[chunk], vocab_size)
+            if with_gradients:
+                torch.mm(x, w, out=d_hidden[chunk])
+                add_product_(d_weight, x.T, h)
+    return losses.sum(), d_hidden, d_weight
+
+
+@chunked_cross_entropy.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_hidden = torch.empty_like(hidden) if with_gradients else hidden.new_empty(0)
+    d_weight = weight.new_empty(weight.shape if with_gradients else 0, dtype=torch.float32)
+    return hidden.new_empty((), dtype=torch.float32), d_hidden, d_weight
+
+
+def _keep_gradients(ctx, inputs, output) -> None:
+    _, d_hidden, d_weight = output
+    ctx.mark_non_differentiable(d_hidden, d_weight)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(d_hidden, d_weight)
+
+
+def _scale_gradients(ctx, upstream: Tensor, *_: None) -> tuple[Tensor, Tensor, None, None, None]:
+    d_hidden, d_weight = ctx.saved_tensors
+    return (d_hidden * upstream).to(d_hidden.dtype), d_weight * upstream, None, None, None
+
+
+chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+def softmax_gradient_(x: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Turn logits (rows, V) into the gradient of their summed loss, in place; returns the losses (rows,) in fp32."""
+    if x.is_cuda:
+        from model.softmax_kernel import launch_softmax_gradient  # Triton is there where CUDA is
+
+        return launch_softmax_gradient(x, targets, vocab_size)
+    logits = x[:, :vocab_size].float()
+    kept = (targets != IGNORE_INDEX)[:, None]  # (rows, 1)
+    target = targets[:, None].clamp(min=0)
+    lse = logits.logsumexp(dim=-1, keepdim=True)
+    losses = (lse - logits.gather(1, target)) * kept
+    dx = (logits - lse).exp_().scatter_add_(1, target, -torch.ones_like(lse)) * kept
+    x[:, :vocab_size] = dx.to(x.dtype)
+    x[:, vocab_size:] = 0
+    return losses[:, 0]
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b in fp32, whatever the dtype of a and b."""
+    if total.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
