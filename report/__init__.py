@@ -1,0 +1,1 @@
+"""The comparison report: run folders in, a verdict, figures and tables out. Needs neither torch nor a GPU."""

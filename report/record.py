@@ -1,0 +1,153 @@
+"""What one run says, as plain data: its settings, its metrics over steps, and its summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps at which it was logged, in order: (n,) int64 and (n,) float64."""
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def last(self) -> float | None:
+        """The last value, or None where nothing was logged."""
+        return float(self.values[-1]) if len(self) else None
+
+
+EMPTY = Series(np.zeros(0, np.int64), np.zeros(0))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run folder says.
+
+    name       the folder's path below the sweep
+    label      the implementation, with the options that set it apart from others of its name ("tiled 16x16")
+    status     completed, interrupted, failed, out_of_memory; unfinished where no summary was written
+    config     nested, as composed
+    metrics    by name, as in metrics.jsonl
+    texts      the last value of metrics that are words (parity/worst_parameter)
+    notes      what had to be read around, one sentence each
+    """
+
+    folder: Path
+    name: str
+    label: str
+    status: str
+    config: Mapping[str, Any]
+    metrics: Mapping[str, Series] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """A setting by its dotted name: `run.option("training.steps")`."""
+        value: Any = self.config
+        for part in name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    def series(self, metric: str) -> Series:
+        """A metric over steps; empty where it was never logged."""
+        return self.metrics.get(metric, EMPTY)
+
+    @property
+    def attention(self) -> str:
+        return str(self.option("attention.name", self.summary.get("attention", "unknown")))
+
+    @property
+    def seed(self) -> int:
+        return int(self.option("seed", 0))
+
+    @property
+    def seq_len(self) -> int:
+        return int(self.option("seq_len", 0))
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        logged = [int(s.steps[-1]) for s in self.metrics.values() if len(s)]
+        return int(self.summary.get("step") or max(logged, default=0))
+
+    @property
+    def precision(self) -> str:
+        return str(self.summary.get("precision") or self.option("training.precision", "auto"))
+
+    @property
+    def device(self) -> str:
+        """The device in words, with the number of ranks where there are several."""
+        device = self.summary.get("device")
+        if not isinstance(device, Mapping):
+            return str(self.option("device", "unknown"))
+        name, count = str(device.get("name") or device.get("type") or "unknown"), device.get("count") or 1
+        return f"{count} x {name}" if count > 1 else name
+
+    @property
+    def commit(self) -> str:
+        """Abbreviated, with `+` where the tree had uncommitted changes; empty where unknown."""
+        git = self.summary.get("git") or {}
+        commit = str(git.get("commit") or "")[:7]
+        return f"{commit}+" if commit and git.get("dirty") else commit
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.status == "out_of_memory"
+
+    def median(self, metric: str) -> float | None:
+        """The run's median of a throughput metric: the summary's, else over the latter half of what was logged."""
+        value = number((self.summary.get("median") or {}).get(metric))
+        if value is None and len(series := self.series(metric)):
+            value = float(np.nanmedian(series.values[len(series) // 2 :]))
+        return value
+
+    def peak(self, metric: str = "memory/peak_allocated_gib") -> float | None:
+        """The run's peak of a memory metric, GiB."""
+        value = number((self.summary.get("peak") or {}).get(metric))
+        if value is None and len(series := self.series(metric)):
+            value = float(np.nanmax(series.values))
+        return value
+
+    def final(self, metric: str) -> float | None:
+        """The last value of `train/loss` or `val/loss`."""
+        value = number(self.summary.get(metric.replace("/", "_")))
+        return self.series(metric).last() if value is None else value
+
+    def best_val_loss(self) -> float | None:
+        value = number(self.summary.get("best_val_loss"))
+        if value is None and len(series := self.series("val/loss")):
+            value = float(np.nanmin(series.values))
+        return value
+
+    def tokens(self) -> float | None:
+        """Tokens trained on."""
+        return number(self.summary.get("tokens"))
+
+    def diverged(self) -> int | None:
+        """The first step at which a logged loss is not finite."""
+        bad = [int(s.steps[i]) for s in map(self.series, ("train/loss", "val/loss")) for i in _not_finite(s)[:1]]
+        return min(bad, default=None)
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _not_finite(series: Series) -> list[int]:
+    return list(np.flatnonzero(~np.isfinite(series.values)))
