@@ -1,0 +1,72 @@
+"""What one layer's attention allocates, counted tensor by tensor.
+
+A GPU's allocator keeps the peak of a whole process; the CPU's keeps nothing. There, and wherever the attention
+alone is of interest, every operator is watched: what it returns counts until the last reference to it is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attention import Attention, AttentionShape, DropoutKey
+
+
+class AllocationMeter(TorchDispatchMode):
+    """While active, `peak` is the most bytes that tensors made since the start have held at once.
+
+    What an operator allocates and frees inside itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                self._known.add(tensor.untyped_storage())  # made before the start, or counted already
+        out = func(*args, **kwargs)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:  # a view, or an operator that works in place
+            return
+        self._known.add(storage)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, storage.nbytes())
+
+    def _free(self, n_bytes: int) -> None:
+        self.live -= n_bytes
+
+
+def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> int:
+    """Bytes that a causal forward and backward pass of `attend` over B sequences of T tokens takes at its peak,
+    above q, k, v and the output's gradient: what it keeps, what it works with, its output and its gradients.
+
+    Dropout is as `attend` was configured. Leaves the generators alone.
+    """
+    generator = torch.Generator(shape.device).manual_seed(0)
+
+    def random(heads: int) -> Tensor:
+        x = torch.randn(B, heads, T, shape.head_dim, generator=generator, device=shape.device)
+        return x.to(shape.dtype).requires_grad_()
+
+    q, k, v = random(shape.n_heads), random(shape.n_kv_heads), random(shape.n_kv_heads)
+    dout = torch.ones_like(q)
+    meter = AllocationMeter()
+    with torch.random.fork_rng(devices=[]), meter:
+        out = attend(q, k, v, dropout_key=DropoutKey(seed=0, step=0, layer=0, first_sequence=0))
+        torch.autograd.grad(out, (q, k, v), dout)
+    return meter.peak

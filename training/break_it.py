@@ -1,0 +1,98 @@
+"""Where the online softmax goes wrong when one of its lines is left out, and how far.
+
+attention=tiled visits the keys tile by tile, and after each tile its output is attention over the keys seen so
+far. Called with the keys cut off behind tile j, it therefore shows what it had made of a tile of queries i when it
+was done with tile (i, j); each such state is compared with the textbook formula in fp64.
+
+Queries and keys are drawn so that scores grow along the keys, from nothing to beyond what exp can hold in fp32. The
+line that keeps exp in range is then missed at a certain tile: in fp16, whose probabilities end at 65504 = exp(11.1),
+well before fp32, whose largest number is exp(88.7). The line that takes earlier tiles to a new maximum is missed at
+the second tile of every row, in any precision.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attention import Ablation, Attention, AttentionConfig, build_attention
+
+TILES = 4  # in each direction
+HEAD_DIM = 64
+STEEPEST = 40.0  # standard deviation of the last key's scores: of 64 keys a few stand beyond 88, none beyond 200
+# The intact algorithm's own error, times this, is what a row may be off.
+MARGIN = 8.0
+
+
+@dataclass(frozen=True)
+class Broken:
+    """How an ablated algorithm fails in one precision: an entry of `ablation` in summary.json.
+
+    first_bad_tile  (i, j) of queries and keys, in the order in which tiles are visited; None: all are right
+    first_bad_row   the query, counted from the start of the sequence
+    max_error       of the finished output's finite entries against fp64; None where none is finite
+    non_finite      whether the finished output has inf or NaN
+    """
+
+    ablate: str
+    dtype: str
+    first_bad_tile: tuple[int, int] | None
+    first_bad_row: int | None
+    max_error: float | None
+    non_finite: bool
+
+
+def measure(config: AttentionConfig) -> list[dict[str, object]]:
+    """The `ablation` entry of a run with `config.ablate`, in fp16 and in fp32; empty where nothing is left out."""
+    if config.ablate is Ablation.none:
+        return []
+    config = replace(config, dropout=0.0)
+    return [asdict(broken(config, dtype)) for dtype in (torch.float16, torch.float32)]
+
+
+def broken(config: AttentionConfig, dtype: torch.dtype) -> Broken:
+    """Find the first tile and row at which `config` is further off than the intact algorithm ever is."""
+    attend, intact = build_attention(config), build_attention(replace(config, ablate=Ablation.none))
+    exact = build_attention(AttentionConfig(name="naive"))
+    q, k, v = growing_scores(TILES * config.block_q, TILES * config.block_k)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+
+    stops = range(config.block_k, k.shape[2] + 1, config.block_k)
+    tolerance = MARGIN * max(row_errors(intact, exact, q, k[:, :, :s], v[:, :, :s]).max().item() for s in stops)
+    first_tile, first_row = None, None
+    for i in range(TILES):
+        rows = slice(i * config.block_q, (i + 1) * config.block_q)
+        for j in range(TILES):
+            seen = slice(0, (j + 1) * config.block_k)
+            bad = row_errors(attend, exact, q[:, :, rows], k[:, :, seen], v[:, :, seen]) > tolerance
+            if first_tile is None and bad.any():
+                first_tile, first_row = (i, j), rows.start + int(bad.int().argmax())
+
+    out = attend(q, k, v, causal=False).double()
+    error = (out - exact(q.double(), k.double(), v.double(), causal=False)).abs()
+    finite = error[error.isfinite()]
+    return Broken(
+        ablate=config.ablate.value,
+        dtype={torch.float16: "fp16", torch.float32: "fp32"}[dtype],
+        first_bad_tile=first_tile,
+        first_bad_row=first_row,
+        max_error=finite.max().item() if len(finite) else None,
+        non_finite=not out.isfinite().all().item(),
+    )
+
+
+def row_errors(attend: Attention, exact: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The largest error of each query's output, (T,); inf where it is not finite."""
+    out = attend(q, k, v, causal=False).double()
+    error = (out - exact(q.double(), k.double(), v.double(), causal=False)).abs()
+    return error.nan_to_num(nan=math.inf).amax(dim=(0, 1, 3))
+
+
+def growing_scores(T: int, S: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q (1, 1, T, D) and k, v (1, 1, S, D) whose scores at key j are normal with deviation STEEPEST * (j + 1) / S."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, length, HEAD_DIM, generator=generator) for length in (T, S, S))
+    return q, k * STEEPEST * torch.arange(1, S + 1)[:, None] / S, v
