@@ -281,8 +281,8 @@ def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
         return None
 
     def size(check: Mapping[str, Any], name: str) -> float:
-        value = check[f"parity/{name}"]
-        return math.inf if value is None or math.isnan(value) else value
+        value = float(check[f"parity/{name}"])  # metrics.jsonl has "nan" and "inf" as text
+        return math.inf if math.isnan(value) else value
 
     def worst(name: str) -> float:
         return max(checks, key=lambda check: size(check, name))[f"parity/{name}"]

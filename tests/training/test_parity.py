@@ -266,3 +266,6 @@ def test_summary_is_the_worst_of_every_check():
         "tokens": "4x32",
     }
     assert summarise([{"step": 2, "train/loss": 3.0}]) is None
+    broken = summarise([line(1, 0.2, "wte"), line(2, 0.3, "wpe") | {"parity/grad_rel_err": "nan"}])
+    assert broken is not None
+    assert (broken["worst_grad_rel_err"], broken["worst_parameter"]) == ("nan", "wpe")
