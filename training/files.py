@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return plain(value.value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     if value is None or isinstance(value, bool | int | float | str):

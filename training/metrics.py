@@ -1,0 +1,101 @@
+"""metrics.jsonl: a line of strict JSON for each logged step, whatever else fails.
+
+    {"step": 10, "train/loss": 4.1, "optim/lr": 0.0001, ...}
+
+A loss that is not finite stands there as "nan", "inf" or "-inf", which `float` reads. A line reaches the operating
+system before `append` returns, so that a killed process loses none, and the disk within half a minute.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+from training.files import to_json, write_atomically
+
+SECONDS_BETWEEN_SYNCS = 30.0
+
+
+class TrackingError(UserError, RuntimeError):
+    """A run whose metrics cannot be recorded; the message says why and what to do."""
+
+
+class MetricsFile:
+    """The metrics of one run, written a line at a time."""
+
+    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+        """Begin a new file, or, with `resume_step`, keep of the old one what was logged up to that step.
+
+        Raises TrackingError where a new run would mix its lines with those of another.
+        """
+        self.path = path
+        if resume_step is not None:
+            kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
+            write_atomically(path, "".join(to_json(record) + "\n" for record in kept))
+            self.last_step = kept[-1]["step"] if kept else -1
+        elif path.exists() and path.stat().st_size:
+            raise TrackingError(
+                f"{path} holds the metrics of another run; continue that one with resume={path.parent}, "
+                "or choose another hydra.run.dir."
+            )
+        else:
+            self.last_step = -1
+        self.file = path.open("ab", buffering=0)
+        self.synced = time.monotonic()
+
+    def append(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Log `metrics` after `step` updates. A second line of the same step adds to the first.
+
+        Raises TrackingError where it cannot be written, ValueError for a step before the last one.
+        """
+        if step < self.last_step:
+            raise ValueError(f"step {step} is logged after step {self.last_step}")
+        line = (to_json({"step": step, **metrics}) + "\n").encode()
+        try:
+            if self.file.write(line) != len(line):  # a file system with room for a part of it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if time.monotonic() - self.synced > SECONDS_BETWEEN_SYNCS:
+                self.sync()
+        except OSError as error:
+            raise TrackingError(
+                f"{self.path} could not be written ({error.strerror}); free some space, and continue with "
+                f"resume={self.path.parent}."
+            ) from error
+        self.last_step = step
+
+    def sync(self) -> None:
+        """Wait until every line is on the disk."""
+        os.fsync(self.file.fileno())
+        self.synced = time.monotonic()
+
+    def close(self) -> None:
+        """Bring the file to the disk. More than one call does no harm."""
+        if not self.file.closed:
+            self.sync()
+            self.file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records in `path` by rising step, each step once; none where there is no file.
+
+    A line that is not whole is left out: the last one of a process that was killed. Of a step that was logged more
+    than once, the later values count.
+    """
+    records: dict[int, dict[str, Any]] = {}
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    for line in lines:
+        try:
+            record = json.loads(line)
+            records.setdefault(int(record["step"]), {}).update(record)
+        except (ValueError, TypeError, KeyError):
+            continue
+    return [records[step] for step in sorted(records)]

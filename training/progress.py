@@ -1,0 +1,97 @@
+"""How far a run is: a live bar in a terminal, a line every few seconds in a log."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+# The rate of the recent past tells the remaining time; the first steps, with their compilation, soon drop out.
+MARKS = 20
+
+
+class ProgressLine:
+    """Step, losses, tokens/s and remaining time.
+
+    Redrawn when `update` is called and at no other time, so that no thread competes with the training.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        first_step: int = 0,
+        *,
+        console: Console | None = None,
+        seconds_between_lines: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.steps, self.clock, self.seconds_between_lines = steps, clock, seconds_between_lines
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.marks = deque([(clock(), first_step)], maxlen=MARKS)
+        self.latest: dict[str, float] = {}
+        self.printed = -float("inf")
+        self.bar: Progress | None = None
+        if self.console.is_terminal:
+            self.bar = Progress(
+                BarColumn(bar_width=24), TextColumn("{task.description}"), console=self.console, auto_refresh=False
+            )
+            self.task = self.bar.add_task("starting", total=steps, completed=first_step)
+            self.bar.start()
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show that `step` updates are done. Without a terminal: every few seconds, each evaluation, and the last."""
+        self.marks.append((self.clock(), step))
+        self.latest |= {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step, description=self.line(step), refresh=True)
+            return
+        now = self.marks[-1][0]
+        if now - self.printed >= self.seconds_between_lines or "val/loss" in metrics or step >= self.steps:
+            self.printed = now
+            self.print(self.line(step))
+
+    def line(self, step: int) -> str:
+        """ "step  200/2000  loss 2.6013  val 2.5911  61.3k tokens/s  1:32 left", as far as known."""
+        parts = [f"step {step:>{len(str(self.steps))}}/{self.steps}"]
+        for name, label in (("train/loss", "loss"), ("val/loss", "val")):
+            if name in self.latest:
+                parts.append(f"{label} {self.latest[name]:.4f}")
+        if "throughput/tokens_per_s" in self.latest:
+            parts.append(f"{count(self.latest['throughput/tokens_per_s'])} tokens/s")
+        seconds = remaining_seconds(list(self.marks), self.steps)
+        if seconds is not None and step < self.steps:
+            parts.append(f"{duration(seconds)} left")
+        return "  ".join(parts)
+
+    def print(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        self.console.print(text, markup=False)
+
+    def close(self) -> None:
+        """Leave the bar as it stands. More than one call does no harm."""
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def remaining_seconds(marks: list[tuple[float, int]], steps: int) -> float | None:
+    """From (time, steps done) at some points, the oldest first: seconds to `steps` at that rate; None without one."""
+    (start, first), (now, done) = marks[0], marks[-1]
+    return None if done <= first else (now - start) / (done - first) * (steps - done)
+
+
+def duration(seconds: float) -> str:
+    """1:05 or 2:03:04."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def count(number: float) -> str:
+    """950, 61.3k or 1.23M."""
+    if number < 1e3:
+        return f"{number:.0f}"
+    return f"{number / 1e3:.1f}k" if number < 1e6 else f"{number / 1e6:.2f}M"

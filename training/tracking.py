@@ -1,0 +1,162 @@
+"""What a run tells the world: metrics.jsonl, the progress line, W&B, and at the end summary.json and the loss curve.
+
+    tracker = Tracker(run_folder, config.tracking, run_config=as_plain_dicts, steps=2000, resume_step=None,
+                      environment=environment(device))
+    with tracker:                                  # whatever happens, no process or terminal state is left behind
+        tracker.log(step, {"train/loss": 2.3, ...})    # after `step` updates; metrics.jsonl first, then the rest
+        tracker.print("a line above the progress bar")
+        tracker.finish({"status": "completed", ...})   # writes summary.json as given, draws, says where to look
+
+Log before saving the checkpoint of the same step: a resumed run keeps the lines up to its checkpoint's step, and
+writes the later ones itself.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from training.files import plain, write_atomically
+from training.metrics import MetricsFile, TrackingError, read_metrics
+from training.progress import ProgressLine
+from training.summary import draw_loss_curve, write_summary
+from training.wandb_mirror import WandbMirror
+
+__all__ = ["Tracker", "TrackingConfig", "TrackingError", "TrackingMode"]
+
+# How long the end of a run may wait for W&B: an upload takes longer than writing a file.
+SECONDS_TO_FINISH = {"online": 60.0, "offline": 30.0}
+SECONDS_TO_LEAVE = 10.0  # where the run breaks off without `finish`
+
+
+class TrackingMode(Enum):
+    """Where W&B keeps the run."""
+
+    online = "online"  # on its server
+    offline = "offline"  # in the run folder; `wandb sync` uploads it
+    disabled = "disabled"  # nowhere
+
+
+@dataclass
+class TrackingConfig:
+    """What a user chooses under `tracking.*`.
+
+    mode     online, offline or disabled
+    project  of W&B
+    group    of W&B, shared by the runs of a sweep
+    """
+
+    mode: TrackingMode = TrackingMode.offline
+    project: str = "gpt-attention"
+    group: str | None = None
+
+
+class Tracker:
+    """Records one run; see the module's docstring."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        config: TrackingConfig,
+        *,
+        run_config: Mapping[str, Any],
+        steps: int,
+        resume_step: int | None = None,
+        environment: Mapping[str, Any] | None = None,
+        progress: ProgressLine | None = None,
+    ) -> None:
+        """
+        run_config   recorded in W&B as the run's configuration
+        steps        that the run is going to have done at its end
+        resume_step  the step it goes on from; None for a new run
+        environment  versions, device and git commit, recorded beside the configuration
+
+        Raises TrackingError where the run folder belongs to another run.
+        """
+        self.run_folder, self.config = run_folder, config
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self.metrics = MetricsFile(run_folder / "metrics.jsonl", resume_step)
+        (run_folder / "summary.json").unlink(missing_ok=True)  # it tells how a run ended, and this one is running
+        self.progress = progress or ProgressLine(steps, resume_step or 0)
+        self.mirror: WandbMirror | None = None
+        if config.mode is not TrackingMode.disabled:
+            self.mirror = WandbMirror(
+                run_folder,
+                {
+                    "mode": config.mode.value,
+                    "project": config.project,
+                    "group": config.group,
+                    "name": "-".join(run_folder.absolute().parts[-2:]),
+                    "id": self._wandb_id(),
+                    "resume": "allow" if config.mode is TrackingMode.online else None,
+                    "config": plain({**run_config, **(environment or {})}),
+                },
+            )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record `metrics` after `step` updates: numbers, or words where the name says so.
+
+        Raises TrackingError where metrics.jsonl cannot be written, and for nothing else.
+        """
+        self.metrics.append(step, metrics)
+        self.progress.update(step, metrics)
+        if self.mirror is not None:
+            self._complain(self.mirror.poll())
+
+    def print(self, text: str) -> None:
+        """A line on the terminal, above the progress bar where there is one."""
+        self.progress.print(text)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write summary.json, draw loss.png, close W&B, and say where all of it is.
+
+        Raises TrackingError where the run folder cannot be written.
+        """
+        self.metrics.close()
+        self.progress.close()
+        try:
+            write_summary(self.run_folder / "summary.json", summary)
+            draw_loss_curve(read_metrics(self.metrics.path), self.run_folder / "loss.png", str(self.run_folder))
+        except OSError as error:
+            raise TrackingError(
+                f"{self.run_folder} could not be written ({error.strerror}); free some space."
+            ) from error
+        if self.mirror is not None:
+            self._complain(self.mirror.finish(SECONDS_TO_FINISH[self.config.mode.value]))
+        self._say_where()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.close()
+        self.metrics.close()
+        if self.mirror is not None:
+            self.mirror.end(SECONDS_TO_LEAVE)
+
+    def _wandb_id(self) -> str:
+        """The run's id in W&B, the same after a resume."""
+        path = self.run_folder / "wandb" / "run-id"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, secrets.token_hex(4))
+        return path.read_text(encoding="utf-8")
+
+    def _complain(self, reason: str | None) -> None:
+        if reason is not None:
+            self.print(f"warning: W&B has stopped ({reason}); the run is recorded in {self.metrics.path} all the same.")
+
+    def _say_where(self) -> None:
+        lines = {"run folder": self.run_folder, "metrics": "metrics.jsonl, summary.json", "loss curve": "loss.png"}
+        if self.mirror is not None and self.mirror.location is not None:
+            online = self.config.mode is TrackingMode.online
+            lines["W&B"] = self.mirror.location if online else f"wandb sync {self.mirror.location}"
+        for label, value in lines.items():
+            self.print(f"{label:<12}{value}")
