@@ -286,12 +286,12 @@ class GPT(nn.Module):
         device, was_training = self.wte.weight.device, self.training
         for _ in range(max_tokens):
             self.eval()
-            with torch.inference_mode():
+            with torch.no_grad():
                 hidden = self.hidden(torch.tensor([tokens[-self.seq_len :]], device=device))[:, -1]  # (1, C)
                 logits = F.linear(hidden, self.wte.weight)[0, : self.vocab_size].float().cpu()  # (vocab_size,)
             self.train(was_training)
             if top_k is not None and top_k < self.vocab_size:
-                logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
+                logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
             if temperature == 0:
                 token = int(logits.argmax())
             else:

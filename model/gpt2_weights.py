@@ -1,0 +1,186 @@
+"""GPT-2's weights in Hugging Face's naming, read and written.
+
+The names are the model's own behind the prefix `transformer.`. What differs: Hugging Face keeps the matrices of
+linear layers transposed (its Conv1D computes x W + b), the vocabulary unpadded and biases always there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from errors import UserError
+from model.gpt import GPT, Positions
+
+PREFIX = "transformer."
+WEIGHTS = "model.safetensors"
+TRANSPOSED = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
+# The causal mask, which old files carry as a buffer, and the head, which is the tied embedding.
+NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|^lm_head\.weight)$")
+
+# What a GPT-2 configuration may say that this model does not compute, and the only value it can have here.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "tie_word_embeddings": (True,),
+    "add_cross_attention": (False,),
+}
+
+
+class WeightsError(UserError, ValueError):
+    """Weights that cannot be read into, or written from, this model; the message says why."""
+
+
+def load_gpt2(model: GPT, source: str) -> None:
+    """Overwrite the model's parameters with those of GPT-2.
+
+    source   a folder with config.json and model.safetensors, or a model's name on the Hugging Face hub
+
+    Positions beyond the model's seq_len are left out; a model without biases takes weights whose biases are all zero.
+    Raises WeightsError where the source cannot be read or describes another model.
+    """
+    folder = find(source)
+    config = read_config(folder, source)
+    require_same_model(model, config, source)
+    tensors = {
+        name.removeprefix(PREFIX): tensor
+        for name, tensor in read_tensors(folder, source).items()
+        if not NOT_WEIGHTS.search(name.removeprefix(PREFIX))
+    }
+    if not model.config.bias:
+        biases = {name for name in tensors if name.endswith(".bias")}
+        if any(tensors.pop(name).any() for name in biases):
+            raise WeightsError(f"init_from={source} has biases and the model has none; set model.bias=true.")
+
+    parameters = dict(model.named_parameters())
+    if tensors.keys() != parameters.keys():
+        missing, unknown = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
+        raise WeightsError(f"init_from={source} lacks the weights {missing[:3]} or has unknown ones {unknown[:3]}.")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            tensor = tensors[name].T if TRANSPOSED.search(name) else tensors[name]
+            if name == "wpe.weight":
+                tensor = tensor[: model.seq_len]
+            used = parameter[: model.vocab_size] if name == "wte.weight" else parameter
+            if used.shape != tensor.shape:
+                raise WeightsError(
+                    f"{name} of init_from={source} has the shape {tuple(tensor.shape)} where its config.json promises "
+                    f"{tuple(used.shape)}."
+                )
+            used.copy_(tensor)
+
+
+def export_gpt2(model: GPT, folder: Path) -> None:
+    """Write config.json and model.safetensors that transformers' GPT2LMHeadModel.from_pretrained(folder) reads.
+
+    A model without biases gets biases of zero. Raises WeightsError for rotary positions or grouped heads, which GPT-2
+    does not have.
+    """
+    config = model.config
+    if config.positions is not Positions.learned or (config.n_kv_heads or config.n_heads) != config.n_heads:
+        raise WeightsError(
+            f"GPT-2 has learned positions and as many key/value heads as query heads; model.positions="
+            f"{config.positions.value} with model.n_kv_heads={config.n_kv_heads} cannot be exported."
+        )
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        used = parameter[: model.vocab_size] if name == "wte.weight" else parameter
+        # A copy each: safetensors refuses tensors that share memory, and views of the padded embedding do.
+        tensors[PREFIX + name] = (used.T if TRANSPOSED.search(name) else used).detach().cpu().clone().contiguous()
+        if not config.bias and name != "wte.weight" and name != "wpe.weight":
+            bias = PREFIX + name.removesuffix("weight") + "bias"
+            tensors[bias] = torch.zeros(len(parameter), dtype=parameter.dtype)
+    description = {
+        "architectures": ["GPT2LMHeadModel"],
+        **{key: values[0] for key, values in FIXED.items()},
+        "vocab_size": model.vocab_size,
+        "n_positions": model.seq_len,
+        "n_embd": config.n_embd,
+        "n_layer": config.n_layers,
+        "n_head": config.n_heads,
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "attn_pdrop": model.attend.dropout,
+        "initializer_range": 0.02,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+def find(source: str) -> Path:
+    """The folder that `source` is, or the one its files were fetched to from the hub."""
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, allow_patterns=["config.json", WEIGHTS]))
+    except (OSError, ValueError) as error:  # the hub's errors all derive from these
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise WeightsError(
+            f"init_from={source} is no folder here, and the Hugging Face hub did not give a model of this name "
+            f"({reason.rstrip('.')}); give a folder with config.json and {WEIGHTS}, or a name such as gpt2."
+        ) from error
+
+
+def read_config(folder: Path, source: str) -> dict[str, Any]:
+    """config.json, with GPT-2's defaults where it is silent."""
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"init_from={source} needs a readable config.json in {folder}: {error}.") from error
+
+
+def read_tensors(folder: Path, source: str) -> dict[str, Tensor]:
+    """Every tensor of model.safetensors."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        found = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".safetensors", ".pt")))
+        raise WeightsError(
+            f"init_from={source} needs one {WEIGHTS} in {folder}, which has {found or 'no weights'}; sharded or "
+            "pickled weights can be rewritten with transformers' save_pretrained(folder, max_shard_size='100GB')."
+        )
+    try:
+        return load_file(path)
+    except Exception as error:  # safetensors raises its own type for a damaged file
+        raise WeightsError(f"init_from={source}: {path} cannot be read ({error}); copy or fetch it again.") from error
+
+
+def require_same_model(model: GPT, config: dict[str, Any], source: str) -> None:
+    """Raise WeightsError unless the model is the GPT-2 that config.json describes."""
+    for key, accepted in FIXED.items():
+        if (value := config.get(key, accepted[0])) not in accepted:
+            raise WeightsError(f"init_from={source} has {key}={value}; this model computes {key}={accepted[0]}.")
+    ours = model.config
+    n_embd, n_positions = config.get("n_embd", 768), config.get("n_positions", 1024)
+    if (n_inner := config.get("n_inner") or 4 * n_embd) != 4 * n_embd:
+        raise WeightsError(f"init_from={source} has n_inner={n_inner}; this model's is 4 n_embd = {4 * n_embd}.")
+    for name, mine, theirs in (
+        ("model.n_layers", ours.n_layers, config.get("n_layer", 12)),
+        ("model.n_heads", ours.n_heads, config.get("n_head", 12)),
+        ("model.n_kv_heads", ours.n_kv_heads or ours.n_heads, config.get("n_head", 12)),
+        ("model.n_embd", ours.n_embd, n_embd),
+        ("model.positions", ours.positions.value, Positions.learned.value),
+    ):
+        if mine != theirs:
+            raise WeightsError(f"init_from={source} has {name}={theirs}, and the model {mine}; set {name}={theirs}.")
+    if model.vocab_size != (vocab_size := config.get("vocab_size", 50257)):
+        raise WeightsError(
+            f"init_from={source} has a vocabulary of {vocab_size} tokens, and the data's tokenizer {model.vocab_size}; "
+            "GPT-2's own is data.tokenizer=gpt2."
+        )
+    if model.seq_len > n_positions:
+        raise WeightsError(
+            f"init_from={source} has {n_positions} positions, fewer than seq_len={model.seq_len}; lower it."
+        )

@@ -1,0 +1,301 @@
+"""The model against independent references: FLOP counting, complex rotations, expanded key/value heads, autograd."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from attention import AttentionConfig, build_attention
+from attention.dropout import DropoutKey
+from attention.interface import AttentionShape, UnsupportedAttention
+from attention.naive import NaiveAttention
+from model.gpt import GPT, GPTConfig, ModelError, Positions, Recompute, rotate, rotation_table
+from model.loss import LossKind
+
+SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
+KEY = DropoutKey(seed=1, step=2, layer=0, first_sequence=3)
+
+
+def build(config: GPTConfig = SMALL, *, attention_dropout: float = 0.0, name: str = "naive", **options) -> GPT:
+    torch.manual_seed(0)
+    attend = build_attention(AttentionConfig(name=name, dropout=attention_dropout))
+    return GPT(
+        config, vocab_size=options.pop("vocab_size", 100), seq_len=options.pop("seq_len", 16), attend=attend, **options
+    )
+
+
+def window(B: int = 2, T: int = 16, vocab_size: int = 100) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(vocab_size, (B, T + 1), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_initialisation_is_gpt2s():
+    model = build(GPTConfig(n_layers=8, n_heads=4, n_embd=128, bias=True), vocab_size=2000)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any()
+        elif ".ln_" in name or name.startswith("ln_"):
+            assert (parameter == 1).all()
+        else:
+            std = 0.02 / math.sqrt(16) if name.endswith("c_proj.weight") else 0.02
+            assert parameter[:2000].std().item() == pytest.approx(std, rel=0.06), name
+    assert build().forward(*window()).item() == pytest.approx(math.log(100), abs=0.1)
+
+
+def test_number_of_parameters_is_gpt2s():
+    config = GPTConfig(n_layers=12, n_heads=12, n_embd=768, bias=True)
+    with torch.device("meta"):
+        model = build(config, vocab_size=50257, seq_len=1024)
+    assert model.num_parameters() == 124_439_808  # transformers' GPT2LMHeadModel("gpt2").num_parameters()
+
+
+@pytest.mark.parametrize("n_kv_heads", [None, 2])
+def test_flops_per_token_are_those_that_torch_counts(n_kv_heads):
+    model = build(replace(SMALL, n_kv_heads=n_kv_heads), vocab_size=128, loss=LossKind.plain)
+    tokens, targets = window(B=3)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, targets).backward()
+    assert counter.get_total_flops() == tokens.numel() * model.flops_per_token(16, causal=False)
+    attention = model.flops_per_token(16, causal=False) - model.flops_per_token(0, causal=False)
+    assert model.flops_per_token(16, causal=True) == model.flops_per_token(0, causal=True) + attention / 2
+
+
+@pytest.mark.parametrize("positions", Positions)
+def test_no_token_sees_its_successors(positions):
+    model = build(replace(SMALL, positions=positions))
+    tokens, _ = window()
+    changed = tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 100
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_grouped_heads_equal_full_heads_with_repeated_weights():
+    grouped = build(replace(SMALL, n_kv_heads=2, bias=True))
+    full = build(replace(SMALL, bias=True))
+    state = copy.deepcopy(grouped.state_dict())
+    for name in [n for n in state if "c_attn" in n]:
+        q, k, v = state[name].unflatten(0, (8, 8)).split([4, 2, 2])  # (heads, D, ...)
+        state[name] = torch.cat([q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)]).flatten(0, 1)
+    full.load_state_dict(state)
+    torch.testing.assert_close(grouped(window()[0]), full(window()[0]))
+
+
+def test_rotation_is_multiplication_by_a_unit_complex_number():
+    T, D = 7, 6
+    x = torch.randn(2, T, 3, D)
+    angle = torch.arange(T)[:, None] * 10_000.0 ** (-torch.arange(0, D, 2) / D)
+    turned = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    expected = torch.cat([turned.real, turned.imag], dim=-1)
+    torch.testing.assert_close(rotate(x, rotation_table(T, D)), expected)
+
+
+class Spy(NaiveAttention):
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(AttentionConfig())
+        self.shapes: list[AttentionShape] = []
+        self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.keys: list[DropoutKey | None] = []
+
+    def check(self, shape: AttentionShape) -> None:
+        self.shapes.append(shape)
+
+    def attend(self, q, k, v, causal, scale, dropout_key):
+        self.calls.append((q, k, v))
+        self.keys.append(dropout_key)
+        return super().attend(q, k, v, causal, scale, dropout_key)
+
+
+def test_attention_receives_views_of_the_fused_projection():
+    spy = Spy()
+    GPT(replace(SMALL, n_kv_heads=2), 100, 16, spy)(window()[0])
+    assert len(spy.calls) == SMALL.n_layers
+    for q, k, v in spy.calls:
+        assert (q.shape, k.shape, v.shape) == ((2, 4, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8))
+        assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        assert q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1
+
+
+def test_attention_is_asked_when_the_model_is_built():
+    spy = Spy()
+    GPT(replace(SMALL, n_kv_heads=2), 100, 16, spy, device="cuda", dtype=torch.bfloat16)
+    assert spy.shapes == [AttentionShape(8, 4, 2, torch.bfloat16, torch.device("cuda"))]
+
+    class Refuses(Spy):
+        def check(self, shape: AttentionShape) -> None:
+            raise UnsupportedAttention("no")
+
+    with pytest.raises(UnsupportedAttention):
+        GPT(SMALL, 100, 16, Refuses())
+
+
+def test_attention_can_be_replaced_for_one_call():
+    model, spy = build(name="tiled"), Spy()
+    torch.testing.assert_close(model(*window(), attend=spy), model(*window()))
+    assert len(spy.calls) == SMALL.n_layers
+
+
+def test_attention_dropout_is_a_function_of_the_key_and_of_nothing_else():
+    model = build(attention_dropout=0.2)
+    loss = model(*window(), dropout_key=KEY)
+    torch.manual_seed(77)
+    assert torch.equal(loss, model(*window(), dropout_key=KEY))
+    assert not torch.equal(loss, model(*window(), dropout_key=replace(KEY, step=3)))
+    model.eval()
+    assert torch.equal(model(*window(), dropout_key=KEY), model(*window()))
+
+
+def test_each_layer_has_its_own_mask():
+    spy = Spy()
+    spy.dropout = 0.5
+    GPT(SMALL, 100, 16, spy)(window()[0], dropout_key=KEY)
+    assert spy.keys == [replace(KEY, layer=0), replace(KEY, layer=1)]
+
+
+def test_residual_dropout_follows_the_default_generator():
+    model = build(replace(SMALL, dropout=0.2))
+    losses = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        losses.append(model(*window()).item())
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_attention_dropout_without_a_key_is_refused_in_training():
+    with pytest.raises(ModelError, match="needs a dropout_key in training mode"):
+        build(attention_dropout=0.1)(*window())
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled"])
+def test_recomputation_changes_no_bit_and_stores_less(name):
+    stored, results = {}, {}
+    for recompute in Recompute:
+        model = build(replace(SMALL, dropout=0.1), attention_dropout=0.1, name=name, recompute=recompute)
+        tensors: dict[int, int] = {}
+
+        def keep(tensor: Tensor, tensors: dict[int, int] = tensors) -> Tensor:
+            tensors[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(*window(), dropout_key=KEY)
+        loss.backward()
+        stored[recompute] = sum(tensors.values())
+        results[recompute] = [loss.detach(), *(p.grad for p in model.parameters())]
+    for recompute in (Recompute.attention, Recompute.block):
+        assert all(torch.equal(a, b) for a, b in zip(results[Recompute.none], results[recompute], strict=True))
+    assert stored[Recompute.none] > stored[Recompute.attention] > stored[Recompute.block]
+
+
+@pytest.mark.parametrize("loss", [LossKind.plain, LossKind.chunked])
+def test_padding_rows_of_the_embedding_stay_zero(loss):
+    model = build(loss=loss)
+    assert model.wte.weight.shape == (128, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(*window()).backward()
+        optimizer.step()
+    assert not model.wte.weight[100:].any()
+    assert model(window()[0]).shape == (2, 16, 100)
+
+
+def test_compiles_into_one_graph_that_serves_every_step():
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    model = build(
+        replace(SMALL, dropout=0.1, n_kv_heads=2, positions=Positions.rotary),
+        attention_dropout=0.1,
+        recompute=Recompute.block,
+        loss=LossKind.chunked,
+    )
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for step in range(3):
+        key = DropoutKey(torch.tensor(1), torch.tensor(step), 0, torch.tensor(4 * step))
+        torch.manual_seed(step)
+        loss = compiled(*window(), dropout_key=key)
+        loss.backward()
+        torch.manual_seed(step)
+        torch.testing.assert_close(loss, model(*window(), dropout_key=key))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"n_embd": 30}, r"model.n_embd=30 is not a multiple of model.n_heads=4; choose model.n_heads among 1, 2, 3"),
+        ({"n_kv_heads": 3}, r"model.n_heads=4 is not a multiple of model.n_kv_heads=3; .* among 1, 2, 4\."),
+        ({"n_kv_heads": 0}, r"model.n_kv_heads=0"),
+        ({"n_layers": 0}, r"model.n_layers=0 must be at least 1"),
+        ({"dropout": 1.0}, r"model.dropout=1.0 must be"),
+        ({"n_embd": 36, "positions": Positions.rotary}, r"heads of 9 channels .* use model.positions=learned"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change, sentence):
+    with pytest.raises(ModelError, match=sentence):
+        build(replace(SMALL, **change))
+
+
+def test_more_tokens_than_seq_len_are_refused():
+    with pytest.raises(ModelError, match="17 tokens are more than seq_len=16; raise seq_len"):
+        build()(torch.zeros(1, 17, dtype=torch.long))
+
+
+def test_generation_is_a_function_of_the_seed():
+    model = build()
+    drawn = [list(model.generate([1, 2, 3], 12, seed=seed)) for seed in (4, 4, 5)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert all(0 <= token < 100 for token in drawn[0])
+
+
+def test_generation_at_temperature_zero_takes_the_likeliest_token_of_the_last_seq_len():
+    model = build().eval()
+    tokens = list(range(14))
+    for token in model.generate(tokens, 6, temperature=0.0):
+        assert token == model(torch.tensor([tokens[-16:]]))[0, -1].argmax()
+        tokens.append(token)
+    assert list(model.generate(range(14), 6, top_k=1, seed=9)) == tokens[14:]
+
+
+def test_generation_draws_from_the_tempered_top_k():
+    model = build().eval()
+    logits = model(torch.tensor([[1, 2, 3]]))[0, -1].double()
+    expected = torch.zeros(100, dtype=torch.double)
+    top = logits.topk(5)
+    expected[top.indices] = (top.values / 0.1).softmax(-1)
+    n = 400
+    drawn = [next(model.generate([1, 2, 3], 1, temperature=0.1, top_k=5, seed=seed)) for seed in range(n)]
+    observed = torch.bincount(torch.tensor(drawn), minlength=100) / n
+    assert (observed - expected).abs().max() < 5 * 0.5 / math.sqrt(n)
+    assert not observed[expected == 0].any()
+
+
+def test_generation_leaves_the_training_mode_alone():
+    model = build(replace(SMALL, dropout=0.5), attention_dropout=0.5)
+    tokens = model.generate([1], 3)
+    assert next(tokens) >= 0
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"tokens": []}, "The prompt has no tokens"),
+        ({"temperature": -1.0}, "temperature=-1.0 must not be negative"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+    ],
+)
+def test_generation_refuses_what_it_cannot_mean(arguments, sentence):
+    with pytest.raises(ModelError, match=sentence):
+        build().generate(**{"tokens": [1], "max_tokens": 3, **arguments})

@@ -1,0 +1,144 @@
+"""Weights to and from Hugging Face's GPT-2, against transformers itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, build_attention
+from model import gpt2_weights
+from model.gpt import GPT, GPTConfig, Positions
+from model.gpt2_weights import WeightsError, export_gpt2, load_gpt2
+
+transformers = pytest.importorskip("transformers")
+
+CONFIG = GPTConfig(n_layers=3, n_heads=4, n_embd=64, bias=True)
+VOCAB, POSITIONS = 487, 32  # as GPT-2's 50,257, no multiple of 64
+
+
+def build(config: GPTConfig = CONFIG, vocab_size: int = VOCAB, seq_len: int = POSITIONS) -> GPT:
+    return GPT(config, vocab_size, seq_len, build_attention(AttentionConfig())).eval()
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    """A small GPT-2 of transformers, every parameter random: fresh ones have biases of zero and norms of one."""
+    torch.manual_seed(0)
+    shape = transformers.GPT2Config(n_layer=3, n_head=4, n_embd=64, vocab_size=VOCAB, n_positions=POSITIONS)
+    model = transformers.GPT2LMHeadModel(shape).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(gpt2, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("gpt2")
+    gpt2.save_pretrained(path)
+    return path
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCAB, (2, POSITIONS), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_loaded_weights_give_the_logits_of_transformers(gpt2, folder):
+    model = build()
+    load_gpt2(model, str(folder))
+    theirs = gpt2(tokens()).logits
+    assert theirs.std() > 0.5
+    torch.testing.assert_close(model(tokens()), theirs, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_transformers_gives_the_logits_of_exported_weights(gpt2, folder, tmp_path):
+    model = build()
+    load_gpt2(model, str(folder))
+    export_gpt2(model, tmp_path)
+    again, notes = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(notes.values()), notes
+    torch.testing.assert_close(again.eval()(tokens()).logits, model(tokens()), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), gpt2.parameters(), strict=True))
+
+
+@torch.no_grad()
+def test_a_model_without_biases_survives_the_round_trip(tmp_path):
+    model, copy = build(replace(CONFIG, bias=False)), build(replace(CONFIG, bias=False))
+    export_gpt2(model, tmp_path)
+    load_gpt2(copy, str(tmp_path))
+    assert torch.equal(copy(tokens()), model(tokens()))
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(theirs(tokens()).logits, model(tokens()), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_shorter_model_takes_the_first_positions(gpt2, folder):
+    model = build(seq_len=8)
+    load_gpt2(model, str(folder))
+    torch.testing.assert_close(model(tokens()[:, :8]), gpt2(tokens()[:, :8]).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ({"config": replace(CONFIG, n_layers=2)}, r"model.n_layers=3, and the model 2; set model.n_layers=3\."),
+        ({"config": replace(CONFIG, n_heads=8)}, r"set model.n_heads=4\."),
+        ({"config": replace(CONFIG, n_kv_heads=2)}, r"set model.n_kv_heads=4\."),
+        ({"config": replace(CONFIG, n_embd=128)}, r"set model.n_embd=64\."),
+        ({"config": replace(CONFIG, bias=False)}, r"set model.bias=true\."),
+        ({"config": replace(CONFIG, positions=Positions.rotary)}, r"set model.positions=learned\."),
+        ({"vocab_size": 257}, r"487 tokens, and the data's tokenizer 257; GPT-2's own is data.tokenizer=gpt2\."),
+        ({"seq_len": 64}, r"32 positions, fewer than seq_len=64"),
+    ],
+)
+def test_weights_of_another_model_are_refused_with_the_override_that_fits(folder, model, sentence):
+    with pytest.raises(WeightsError, match=sentence):
+        load_gpt2(build(**model), str(folder))
+
+
+def test_a_gpt2_that_computes_something_else_is_refused(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    for change, named in (({"activation_function": "relu"}, "activation_function=relu"), ({"n_inner": 7}, "n_inner=7")):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(WeightsError, match=named):
+            load_gpt2(build(), str(tmp_path))
+
+
+def test_missing_damaged_and_pickled_weights_are_named(folder, tmp_path):
+    with pytest.raises(WeightsError, match="needs a readable config"):
+        load_gpt2(build(), str(tmp_path))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(WeightsError, match=r"which has pytorch_model\.bin;"):
+        load_gpt2(build(), str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(WeightsError, match="cannot be read"):
+        load_gpt2(build(), str(tmp_path))
+
+
+def test_a_name_that_the_hub_does_not_give_is_named(monkeypatch):
+    def no_network(*_, **__):
+        raise ConnectionError("Cannot reach the hub\nlong advice")
+
+    monkeypatch.setattr(gpt2_weights, "snapshot_download", no_network)
+    with pytest.raises(WeightsError, match=r"init_from=gpt2 is no folder here.*\(Cannot reach the hub\)"):
+        load_gpt2(build(), "gpt2")
+
+
+def test_a_name_is_fetched_from_the_hub(folder, monkeypatch):
+    monkeypatch.setattr(gpt2_weights, "snapshot_download", lambda name, **_: {"small-gpt2": str(folder)}[name])
+    load_gpt2(build(), "small-gpt2")
+
+
+def test_what_gpt2_does_not_have_is_not_exported(tmp_path):
+    for config in (replace(CONFIG, n_kv_heads=2), replace(CONFIG, positions=Positions.rotary)):
+        with pytest.raises(WeightsError, match="cannot be exported"):
+            export_gpt2(build(config), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

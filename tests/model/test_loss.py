@@ -1,0 +1,142 @@
+"""The chunked loss against the plain one, gradients included."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import loss as loss_module
+from model.loss import LossKind, chunked_cross_entropy, cross_entropy, softmax_gradient_
+
+VOCAB, PADDED, C = 100, 128, 24
+Inputs = tuple[Tensor, Tensor, Tensor]  # hidden, weight, targets
+
+
+@pytest.fixture
+def inputs() -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 21, C, generator=generator, requires_grad=True)
+    weight = torch.randn(PADDED, C, generator=generator, requires_grad=True)
+    targets = torch.randint(VOCAB, (2, 21), generator=generator)
+    targets[0, 3:6] = -100
+    return hidden, weight, targets
+
+
+def autocast(dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    return torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+
+def with_gradients(hidden: Tensor, weight: Tensor, targets: Tensor, kind: LossKind) -> tuple[Tensor, ...]:
+    loss = cross_entropy(hidden, weight, targets, VOCAB, kind)
+    return loss.detach(), *torch.autograd.grad(3 * loss, (hidden, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 42, 1000])
+def test_chunked_equals_plain_for_every_chunk_size(inputs: Inputs, rows: int, monkeypatch) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_ROWS", rows)
+    plain, chunked = (with_gradients(*inputs, kind) for kind in (LossKind.plain, LossKind.chunked))
+    torch.testing.assert_close(chunked, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chunked_is_as_exact_as_plain_under_autocast(inputs: Inputs, dtype: torch.dtype, monkeypatch) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_ROWS", 16)
+    hidden, weight, targets = inputs
+    reference = with_gradients(hidden.double(), weight.double(), targets, LossKind.plain)
+    with autocast(dtype):
+        plain, chunked = (with_gradients(*inputs, kind) for kind in (LossKind.plain, LossKind.chunked))
+    for ours, theirs, exact in zip(chunked, plain, reference, strict=True):
+        assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm() + 1e-6 * exact.norm()
+        assert ours.dtype == torch.float32
+
+
+def test_weight_gradient_is_summed_over_chunks_in_fp32(monkeypatch) -> None:
+    # Each of 4,096 rows adds a gradient of the same sign: a bf16 sum would stand still at a fraction of it.
+    monkeypatch.setattr(loss_module, "CHUNK_ROWS", 8)
+    hidden = torch.ones(4096, 4, dtype=torch.bfloat16)
+    weight = torch.zeros(64, 4, requires_grad=True)
+    loss = cross_entropy(hidden, weight, torch.zeros(4096, dtype=torch.long), 64, LossKind.chunked)
+    (gradient,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(gradient[0], torch.full((4,), 1 / 64 - 1), rtol=2e-3, atol=0)
+
+
+def test_no_more_than_a_chunk_of_logits_exists(inputs: Inputs, monkeypatch) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_ROWS", 16)
+    chunks = []
+
+    def spy(x: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        chunks.append((x.shape, x.data_ptr()))
+        return softmax_gradient_(x, targets, vocab_size)
+
+    monkeypatch.setattr(loss_module, "softmax_gradient_", spy)
+    with_gradients(*inputs, LossKind.chunked)
+    assert [shape for shape, _ in chunks] == [(16, PADDED), (16, PADDED), (10, PADDED)]
+    assert len({pointer for _, pointer in chunks}) == 1
+
+
+def test_evaluation_computes_no_gradients(inputs: Inputs, monkeypatch) -> None:
+    monkeypatch.setattr(loss_module, "add_product_", None)
+    with torch.no_grad():
+        chunked, plain = (cross_entropy(*inputs, VOCAB, kind) for kind in (LossKind.chunked, LossKind.plain))
+    torch.testing.assert_close(chunked, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunked_compiles_without_a_graph_break(inputs: Inputs, dtype: torch.dtype) -> None:
+    hidden, weight, _ = inputs
+
+    def f(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        with autocast(dtype):
+            return cross_entropy(F.layer_norm(hidden, (C,)), weight, targets, VOCAB, LossKind.chunked)
+
+    results = []
+    for function in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
+        loss = function(*inputs)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
+    torch.testing.assert_close(*results, rtol=1e-2 if dtype is torch.bfloat16 else 1.3e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_custom_op_passes_opcheck(inputs: Inputs, with_gradients: bool) -> None:
+    hidden, weight, targets = inputs
+    hidden = hidden.detach().flatten(0, 1).requires_grad_(with_gradients)
+    weight = weight.detach().requires_grad_(with_gradients)
+    torch.library.opcheck(chunked_cross_entropy, (hidden, weight, targets.flatten(), VOCAB, with_gradients))
+
+
+def test_auto_is_plain_on_the_cpu(inputs: Inputs, monkeypatch) -> None:
+    monkeypatch.setattr(loss_module, "LARGE_VOCABULARY", 1)
+    monkeypatch.setattr(loss_module, "chunked_cross_entropy", None)
+    assert cross_entropy(*inputs, VOCAB, LossKind.auto).isfinite()
+
+
+def test_kernel_equals_its_plain_form():
+    """In Triton's interpreter, which has to be chosen before Triton is imported: hence a process of its own."""
+    script = """
+import torch
+from model.loss import softmax_gradient_
+from model.softmax_kernel import launch_softmax_gradient
+
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    logits = (5 * torch.randn(6, 9024)).to(dtype)  # more than two blocks
+    targets = torch.tensor([0, 5, 4096, -100, 8999, 17])
+    expected = logits.clone()
+    expected_losses = softmax_gradient_(expected, targets, 9000)
+    losses = launch_softmax_gradient(logits, targets, 9000)
+    torch.testing.assert_close(losses, expected_losses)
+    torch.testing.assert_close(logits, expected)
+outside = launch_softmax_gradient(torch.randn(1, 64), torch.tensor([63]), 50)
+assert outside.isnan().all(), "a target outside the vocabulary must not pass for a loss"
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
