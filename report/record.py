@@ -26,6 +26,11 @@ class Series:
         """The last value, or None where nothing was logged."""
         return float(self.values[-1]) if len(self) else None
 
+    def finite(self) -> Series:
+        """Without what is not a number, or infinite."""
+        keep = np.isfinite(self.values)
+        return Series(self.steps[keep], self.values[keep])
+
 
 EMPTY = Series(np.zeros(0, np.int64), np.zeros(0))
 
@@ -39,7 +44,7 @@ class Run:
     status     completed, interrupted, failed, out_of_memory; unfinished where no summary was written
     config     nested, as composed
     metrics    by name, as in metrics.jsonl
-    texts      the last value of metrics that are words (parity/worst_parameter)
+    texts      metrics that are words (parity/worst_parameter), by name and step
     notes      what had to be read around, one sentence each
     """
 
@@ -49,7 +54,7 @@ class Run:
     status: str
     config: Mapping[str, Any]
     metrics: Mapping[str, Series] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -112,15 +117,15 @@ class Run:
     def median(self, metric: str) -> float | None:
         """The run's median of a throughput metric: the summary's, else over the latter half of what was logged."""
         value = number((self.summary.get("median") or {}).get(metric))
-        if value is None and len(series := self.series(metric)):
-            value = float(np.nanmedian(series.values[len(series) // 2 :]))
+        if value is None and len(finite := self.series(metric).finite()):
+            value = float(np.median(finite.values[len(finite) // 2 :]))
         return value
 
     def peak(self, metric: str = "memory/peak_allocated_gib") -> float | None:
         """The run's peak of a memory metric, GiB."""
         value = number((self.summary.get("peak") or {}).get(metric))
-        if value is None and len(series := self.series(metric)):
-            value = float(np.nanmax(series.values))
+        if value is None and len(finite := self.series(metric).finite()):
+            value = float(np.max(finite.values))
         return value
 
     def final(self, metric: str) -> float | None:
@@ -130,8 +135,8 @@ class Run:
 
     def best_val_loss(self) -> float | None:
         value = number(self.summary.get("best_val_loss"))
-        if value is None and len(series := self.series("val/loss")):
-            value = float(np.nanmin(series.values))
+        if value is None and len(finite := self.series("val/loss").finite()):
+            value = float(np.min(finite.values))
         return value
 
     def tokens(self) -> float | None:
@@ -140,14 +145,10 @@ class Run:
 
     def diverged(self) -> int | None:
         """The first step at which a logged loss is not finite."""
-        bad = [int(s.steps[i]) for s in map(self.series, ("train/loss", "val/loss")) for i in _not_finite(s)[:1]]
-        return min(bad, default=None)
+        losses = [self.series("train/loss"), self.series("val/loss")]
+        return min((int(step) for s in losses for step in s.steps[~np.isfinite(s.values)]), default=None)
 
 
 def number(value: Any) -> float | None:
     """A finite number, or None."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _not_finite(series: Series) -> list[int]:
-    return list(np.flatnonzero(~np.isfinite(series.values)))

@@ -130,9 +130,9 @@ def _read_yaml(path: Path, kind: type, name: str, notes: list[str]) -> Any:
     return kind()
 
 
-def _read_metrics(path: Path, name: str, notes: list[str]) -> tuple[dict[str, Series], dict[str, str]]:
+def _read_metrics(path: Path, name: str, notes: list[str]) -> tuple[dict[str, Series], dict[str, dict[int, str]]]:
     values: dict[str, dict[int, float]] = {}
-    texts: dict[str, str] = {}
+    texts: dict[str, dict[int, str]] = {}
     damaged: list[int] = []
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -151,7 +151,7 @@ def _read_metrics(path: Path, name: str, notes: list[str]) -> tuple[dict[str, Se
             if metric != "step" and (value is None or isinstance(value, int | float)):
                 values.setdefault(metric, {})[step] = math.nan if value is None else float(value)
             elif isinstance(value, str):
-                texts[metric] = value
+                texts.setdefault(metric, {})[step] = value
     if damaged == [len(lines) - 1]:
         notes.append(f"{name}: the last line of metrics.jsonl is cut off and was left out.")
     elif damaged:

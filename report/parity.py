@@ -1,0 +1,221 @@
+"""Is an implementation the reference, up to rounding? A verdict, from what report/evidence.py measures.
+
+    verdict = judge(find_runs([sweep]).runs)
+    print(verdict.holds, verdict.sentence)
+
+Parity holds when all three were measured and none objects; it is broken when one objects; else it is open, and the
+verdict names what was not measured and is therefore not claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from report.evidence import (
+    MEASURES,
+    Band,
+    CurveEvidence,
+    FinalEvidence,
+    ProbeEvidence,
+    curve_evidence,
+    final_evidence,
+    probe_evidence,
+    rounding_of_a_step,
+    seed_band,
+)
+from report.groups import Group, group_runs
+from report.record import Run
+
+
+class Outcome(Enum):
+    """What the measurements allow to say."""
+
+    holds = "holds"
+    broken = "broken"
+    open = "open"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One implementation against the reference, in one group of comparable runs."""
+
+    label: str
+    group: Group
+    outcome: Outcome
+    probe: ProbeEvidence | None
+    curve: CurveEvidence | None
+    final: FinalEvidence | None
+    objections: tuple[str, ...]  # why it is broken
+    missing: tuple[str, ...]  # why it is open
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return self.curve.seeds if self.curve else ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`holds` is True where every judgement holds, False where one is broken, else None; `sentence` says why."""
+
+    holds: bool | None
+    sentence: str
+    judgements: tuple[Judgement, ...]
+
+
+def judge(runs: Sequence[Run], reference: str = "naive") -> Verdict:
+    """Judge every implementation among `runs` against `reference`, wherever runs may be compared.
+
+    runs       of one or several sweeps, from report.runs.find_runs
+    reference  the label of the implementation to compare with
+    """
+    judgements = tuple(judgement for group in group_runs(runs) for judgement in judge_group(group, reference))
+    outcomes = {judgement.outcome for judgement in judgements}
+    holds = False if Outcome.broken in outcomes else True if outcomes == {Outcome.holds} else None
+    return Verdict(holds, _sentence(judgements, runs, reference), judgements)
+
+
+def judge_group(group: Group, reference: str = "naive") -> list[Judgement]:
+    """The implementations of one group; empty without a run of the reference."""
+    references = group.of(reference)
+    if not references:
+        return []
+    band = seed_band(list(references.values()))
+    return [_judge(group, label, references, band) for label in group.labels() if label != reference]
+
+
+def _judge(group: Group, label: str, references: Mapping[int, Run], band: Band | None) -> Judgement:
+    runs = group.of(label)
+    reference = next(iter(references.values())).label
+    pairs = [(run, references[seed]) for seed, run in runs.items() if seed in references]
+    objections = [sentence for pair in pairs if (sentence := _divergence(*pair))]
+    missing: list[str] = []
+
+    if group.runs and _draws_its_own_masks(next(iter(runs.values()))):
+        missing.append(f"{label} draws dropout masks of its own (attention.rng=torch)")
+        return Judgement(label, group, Outcome.open, None, None, None, (), tuple(missing))
+
+    probe = probe_evidence(list(runs.values()), reference)
+    curve = curve_evidence(pairs, band)
+    final = final_evidence(pairs, band, rounding_of_a_step([*runs.values(), *references.values()], reference))
+
+    if probe is None:
+        missing.append("no probe ran (parity.every), so that a difference is rounding is not claimed")
+    elif not probe.agrees:
+        where = f" in {probe.parameter}" if probe.parameter and probe.measure == "grad_rel_err" else ""
+        objections.append(
+            f"at the same weights its {MEASURES[probe.measure]}{where} are off by {times(probe.ratio)} "
+            f"{reference}'s own rounding (step {probe.step})"
+        )
+    if not pairs:
+        missing.append(f"it shares no seed with {reference}")
+    elif band is None:
+        missing.append(f"no band could be measured from a single seed of {reference}")
+    if curve and curve.agrees is False:
+        objections.append(
+            f"its training loss is {curve.largest:.2g} from {reference}'s of the same seed at step {curve.step}, "
+            f"{times(curve.ratio or 0)} the distance between seeds"
+        )
+    if final and final.agrees is False:
+        words = f"final {_LOSSES[final.metric]} differs by {final.difference:.2g} where {final.allowed:.2g} is allowed"
+        # Without a band, training's amplification of rounding has no measure, and an excess proves nothing.
+        (objections if band else missing).append(f"its {words}")
+    outcome = Outcome.broken if objections else Outcome.open if missing else Outcome.holds
+    return Judgement(label, group, outcome, probe, curve, final, tuple(objections), tuple(missing))
+
+
+def times(ratio: float) -> str:
+    """A factor in words a reader can weigh: 0.04, 3.2, 170, 25,000 times."""
+    if not np.isfinite(ratio):
+        return "infinitely many times"
+    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.2g} times"
+
+
+_LOSSES = {"val/loss": "validation loss", "train/loss": "training loss"}
+
+
+def _draws_its_own_masks(run: Run) -> bool:
+    return bool(run.option("attention.dropout", 0.0)) and run.option("attention.rng", "replay") == "torch"
+
+
+def _divergence(run: Run, reference: Run) -> str | None:
+    """That a run came to NaN or infinity where the reference of the same seed did not."""
+    step = run.diverged()
+    if step is None and run.status == "failed" and "finite" in str(run.summary.get("message")):
+        step = run.step
+    fine = reference.series("train/loss").finite()
+    theirs = reference.diverged()
+    if step is None or not len(fine) or (theirs is not None and theirs <= step):
+        return None
+    return f"its loss is not finite at step {step} with seed {run.seed}, where {reference.label}'s is"
+
+
+def _sentence(judgements: Sequence[Judgement], runs: Sequence[Run], reference: str) -> str:
+    if not judgements:
+        others = {run.label for run in runs} - {reference}
+        if not others:
+            return f"There is no verdict: {reference} ran alone, with nothing to compare it with."
+        return f"There is no verdict: no run of {reference} shares its configuration with {_words(sorted(others))}."
+    by: dict[Outcome, list[Judgement]] = {outcome: [] for outcome in Outcome}
+    for judgement in judgements:
+        by[judgement.outcome].append(judgement)
+    clauses = []
+    if by[Outcome.broken]:
+        worst = [f"{_named(j, judgements)}: {', and '.join(j.objections)}" for j in by[Outcome.broken]]
+        clauses.append(f"Parity is broken for {'; for '.join(worst)}")
+    if by[Outcome.holds]:
+        names = _words([_named(j, judgements) for j in by[Outcome.holds]])
+        lead = "it holds for" if clauses else "Parity holds for"
+        clauses.append(f"{lead} {names}: {_how_close(by[Outcome.holds], reference)}")
+    if by[Outcome.open]:
+        names = _words([_named(j, judgements) for j in by[Outcome.open]])
+        reasons = list(dict.fromkeys(reason for j in by[Outcome.open] for reason in j.missing))
+        lead = "it is open for" if clauses else "Parity is open for"
+        close = _how_close(by[Outcome.open], reference)
+        clauses.append(f"{lead} {names}: {', and '.join(reasons)}{f'; as far as measured, {close}' if close else ''}")
+    return f"{'; '.join(clauses)}."
+
+
+def _how_close(judgements: Sequence[Judgement], reference: str) -> str:
+    """The worst of each measurement over some judgements."""
+    parts = []
+    curves = [j.curve for j in judgements if j.curve and j.curve.ratio is not None]
+    bands = [band for j in judgements if (band := seed_band(list(j.group.of(reference).values())))]
+    if curves:
+        seeds = {len(band.seeds) for band in bands}
+        apart = float(np.median(np.concatenate([band.train.values for band in bands])))
+        parts.append(
+            f"at every step the training loss is closer to {reference}'s of the same seed than {reference}'s "
+            f"{f'{min(seeds)} ' if len(seeds) == 1 else ''}seeds are to each other "
+            f"(at most {max(curve.ratio or 0 for curve in curves):.2g} of their distance, {apart:.2g} in the median)"
+        )
+    else:
+        largest = [j.curve.largest for j in judgements if j.curve]
+        if largest:
+            parts.append(
+                f"the training loss is never further than {max(largest):.2g} from {reference}'s of the same seed"
+            )
+    finals = [j.final for j in judgements if j.final]
+    if finals:
+        worst = max(finals, key=lambda final: final.difference / final.allowed if final.allowed else final.difference)
+        limit = f" where {worst.allowed:.2g} is allowed" if worst.allowed is not None else ""
+        parts.append(f"the final {_LOSSES[worst.metric]} differs by at most {worst.difference:.2g}{limit}")
+    probes = [j.probe.ratio for j in judgements if j.probe]
+    if probes:
+        parts.append(f"at the same weights the difference is {max(probes):.2g} of {reference}'s own rounding")
+    return _words(parts)
+
+
+def _named(judgement: Judgement, judgements: Sequence[Judgement]) -> str:
+    several = len({id(j.group) for j in judgements}) > 1
+    return f"{judgement.label} at seq_len {judgement.group.seq_len:,}" if several else judgement.label
+
+
+def _words(parts: Sequence[Any]) -> str:
+    """One, two and three."""
+    words = [str(part) for part in parts]
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

@@ -1,0 +1,174 @@
+"""Run folders as train.py leaves them, made up: what a loss curve is made of, and nothing of how the report reads it.
+
+A curve is a decay that all runs share, a slow wander that belongs to the seed, the noise of the batch (the seed's
+and the step's), and what the implementation adds: rounding that training amplifies, or an error.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROUNDING = {"fp32": (2e-7, 3e-6, 1e-6), "bf16": (2e-4, 0.03, 0.012)}  # of one step: loss, largest logit, gradient
+
+# What a wrong implementation does to the loss in the end, and to logits and gradients at the same weights at first.
+ERRORS = {
+    "mask_off_by_one": (0.01, 1.0, 0.5),
+    "scale": (0.014, 0.5, 0.3),
+    "no_rescaling": (0.02, 0.05, 0.1),
+    "mask_ignores_layer": (0.003, 0.3, 0.2),
+}
+
+
+def write_run(
+    folder: Path,
+    attention: str = "naive",
+    seed: int = 1,
+    *,
+    steps: int = 400,
+    log_every: int = 10,
+    seq_len: int = 256,
+    batch_size: int = 12,
+    precision: str = "bf16",
+    device: str = "NVIDIA H200",
+    status: str = "completed",
+    stop: int | None = None,
+    message: str | None = None,
+    error: str | None = None,
+    chaos: float = 1.0,
+    probe_every: int = 100,
+    tokens_per_s: float = 4e5,
+    peak_gib: float | None = 9.0,
+    overrides: dict[str, Any] | None = None,
+    summary: dict[str, Any] | None = None,
+) -> Path:
+    """Write one run folder.
+
+    stop      the last step done, where that is not all of them
+    error     the name of what is wrong with the implementation, of ERRORS
+    chaos     how much training amplifies rounding: 1 is tame; 1000 makes strangers of two runs in bf16
+    """
+    loss_noise, logit_noise, grad_noise = ROUNDING[precision]
+    done = steps if stop is None else stop
+    n = np.arange(steps + 1)
+    shared = 2.6 + 8.2 * (1 + n / 12) ** -0.75
+    of_seed = np.random.default_rng([seed, 1])
+    wander = 0.008 * np.cumsum(of_seed.normal(size=steps + 1)) / np.sqrt(1 + n) * np.minimum(1, n / 50)
+    batch = 0.06 * of_seed.normal(size=steps + 1)
+
+    of_implementation = np.random.default_rng([seed, *attention.encode()])
+    drift = np.cumsum(of_implementation.normal(size=steps + 1)) * loss_noise * 0.1 * chaos
+    if attention == "naive" and error is None:
+        drift[:] = 0
+    drift = np.clip(drift, -0.006, 0.006)
+    bias, logit_error, grad_error = ERRORS[error] if error else (0.0, 0.0, 0.0)
+    smooth = shared + wander + drift + bias * n / steps
+    train, val = smooth + batch, smooth + 0.02
+
+    config = {
+        "seed": seed,
+        "seq_len": seq_len,
+        "device": "auto",
+        "resume": None,
+        "init_from": None,
+        "attention": {
+            "name": attention,
+            "dropout": 0.0,
+            "rng": "replay",
+            "block_q": 64,
+            "block_k": 64,
+            "ablate": "none",
+        },
+        "model": {"name": "gpt2", "n_layers": 12, "n_heads": 12, "n_embd": 768, "dropout": 0.0},
+        "data": {"name": "stdlib", "tokenizer": "gpt2", "val_fraction": 0.1},
+        "optimizer": {"name": "adamw", "lr": 6e-4},
+        "schedule": {"name": "cosine", "warmup_steps": 100},
+        "training": {
+            "steps": steps,
+            "batch_size": batch_size,
+            "batch_tokens": None,
+            "precision": "auto",
+            "eval_every": 50,
+        },
+        "parity": {"every": probe_every, "reference": "naive"},
+        "tracking": {"mode": "disabled", "project": "gpt-attention", "group": None},
+    }
+    changed = [f"attention={attention}", f"seed={seed}", f"seq_len={seq_len}"]
+    for name, value in (overrides or {}).items():
+        part, _, option = name.rpartition(".")
+        (config[part] if part else config)[option] = value  # type: ignore[index]
+        changed.append(f"{name}={value}")
+
+    lines = []
+    for step in range(done + 1):
+        line: dict[str, Any] = {}
+        if step % 50 == 0 or step == done:
+            line["val/loss"] = val[step]
+        if step and (step % log_every == 0 or step == done):
+            line |= {
+                "train/loss": train[step],
+                "optim/lr": 6e-4,
+                "optim/grad_norm": 1.0,
+                "throughput/tokens_per_s": tokens_per_s * of_seed.uniform(0.98, 1.02),
+                "throughput/step_ms": 1e3 * batch_size * seq_len / tokens_per_s,
+                "throughput/mfu_full": tokens_per_s * 9e8 / 989e12,
+                "throughput/elapsed_s": step * batch_size * seq_len / tokens_per_s,
+            }
+        if probe_every and step and step % probe_every == 0 and (error or attention != "naive"):
+            wobble = of_implementation.lognormal(0, 0.25, size=6)
+            line |= {
+                "parity/loss_diff": abs(of_implementation.normal()) * loss_noise,
+                "parity/logits_max_diff": logit_noise * wobble[0] + logit_error,
+                "parity/grad_rel_err": grad_noise * wobble[1] + grad_error,
+                "parity/worst_parameter": "h.3.attn.c_attn.weight",
+                "parity/noise_loss_diff": abs(of_implementation.normal()) * loss_noise,
+                "parity/noise_logits_max_diff": logit_noise * wobble[2],
+                "parity/noise_grad_rel_err": grad_noise * wobble[3],
+                "parity/tokens": f"{batch_size}x{seq_len}",
+            }
+        if line:
+            lines.append(json.dumps({"step": step} | line))
+
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in changed))
+    (folder / ".hydra" / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    content = {
+        "status": status,
+        "message": message,
+        "attention": attention,
+        "config": config,
+        "overrides": changed,
+        "step": done,
+        "steps": steps,
+        "train_loss": train[done] if done else None,
+        "val_loss": val[done] if done else None,
+        "best_val_loss": val[: done + 1].min() if done else None,
+        "best_val_step": int(val[: done + 1].argmin()) if done else None,
+        "median": {
+            "throughput/tokens_per_s": tokens_per_s,
+            "throughput/step_ms": 1e3 * batch_size * seq_len / tokens_per_s,
+            "throughput/data_ms": 0.1,
+            "throughput/mfu_full": tokens_per_s * 9e8 / 989e12,
+            "throughput/mfu_causal": tokens_per_s * 8e8 / 989e12,
+        }
+        if done
+        else {},
+        "peak": {"memory/peak_allocated_gib": peak_gib, "memory/peak_reserved_gib": peak_gib and 1.1 * peak_gib},
+        "memory_source": "cuda",
+        "parity": None,
+        "wall_time_s": done * batch_size * seq_len / tokens_per_s,
+        "tokens": done * batch_size * seq_len,
+        "parameters": 124_000_000,
+        "device": {"type": "cuda", "name": device, "count": 1},
+        "precision": precision,
+        "versions": {"python": "3.12", "torch": "2.11.0", "triton": "3.6.0", "cuda": "12.8"},
+        "git": {"commit": "0123456789abcdef", "dirty": False},
+        "started": f"2026-11-20T10:{seed:02d}:00+00:00",
+        "finished": f"2026-11-20T10:{seed:02d}:40+00:00",
+    }
+    (folder / "summary.json").write_text(json.dumps(content | (summary or {})))
+    return folder
