@@ -1,0 +1,20 @@
+"""Text to batches: corpora, tokenisers, prepared tokens, and the batch as a function of the step."""
+
+from data.batches import Batches, Prefetcher, eval_batches
+from data.corpora import DataError
+from data.prepare import DataConfig, PreparedData, TokenFile, prepare
+from data.tokenizers import TokenizerName, load_tokenizer, save_tokenizer
+
+__all__ = [
+    "Batches",
+    "DataConfig",
+    "DataError",
+    "Prefetcher",
+    "PreparedData",
+    "TokenFile",
+    "TokenizerName",
+    "eval_batches",
+    "load_tokenizer",
+    "prepare",
+    "save_tokenizer",
+]

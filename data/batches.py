@@ -1,0 +1,191 @@
+"""Batches as a pure function of (seed, step, micro-step, rank), and a thread that fetches them ahead of time.
+
+A window is seq_len + 1 successive tokens: the inputs and, shifted by one, the targets. An epoch cuts the tokens
+into n windows side by side, at a random offset of its own, and visits them in a random order:
+
+    sequence g of a run  ->  epoch e = g // n,  window (offset_e + seq_len * order_e[g % n])
+
+Sequences are numbered over the whole run, through micro-batches and ranks, so that how a global batch is cut
+does not change what is in it, and a step in mid-epoch needs nothing of the steps before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from torch import Tensor
+
+from data.corpora import DataError
+
+
+class Batches:
+    """The training batches of one rank.
+
+    tokens       1-D unsigned
+    seq_len      tokens of a sequence, T
+    batch_size   sequences of a micro-batch on one rank, B
+    seed         of the order
+    micro_steps  micro-batches of a step on one rank; a step has batch_size * world_size * micro_steps sequences
+
+    Raises DataError when the tokens do not fill one window.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        micro_steps: int = 1,
+    ):
+        self.windows = _windows(tokens, seq_len, "training")
+        self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
+        self.rank, self.world_size, self.micro_steps = rank, world_size, micro_steps
+        # The last window's worth of tokens is what the offset moves in; a very short text has one window and no phase.
+        self.n_windows = max(1, (len(tokens) - seq_len) // seq_len)
+        self.n_offsets = min(seq_len, len(self.windows) - (self.n_windows - 1) * seq_len)
+        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # two: a batch may straddle
+
+    def first_sequence(self, micro_step: int) -> int:
+        """Index within a step's global batch of the first sequence that this rank takes in a micro-step."""
+        return (micro_step * self.world_size + self.rank) * self.batch_size
+
+    def starts(self, step: int, micro_step: int = 0) -> np.ndarray:
+        """Where the micro-batch's windows begin: (B,) int64."""
+        global_batch = self.batch_size * self.world_size * self.micro_steps
+        sequence = step * global_batch + self.first_sequence(micro_step) + np.arange(self.batch_size)
+        epochs, places = np.divmod(sequence, self.n_windows)
+        starts = np.empty(self.batch_size, np.int64)
+        for epoch in np.unique(epochs):
+            offset, order = self._epoch(int(epoch))
+            here = epochs == epoch
+            starts[here] = offset + self.seq_len * order[places[here]]
+        return starts
+
+    def window(self, step: int, micro_step: int = 0) -> np.ndarray:
+        """The micro-batch as it lies in the file: (B, T + 1), of the tokens' own type."""
+        return self.windows[self.starts(step, micro_step)]
+
+    def batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
+        """Inputs and targets on the CPU, each (B, T) int64."""
+        return _split(torch.from_numpy(self.window(step, micro_step)))
+
+    def _draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
+        # Philox's raw output is the same on every platform and in every version of numpy, which shuffle() is not.
+        draws = np.random.Philox(np.random.SeedSequence((self.seed, epoch))).random_raw(self.n_windows + 1)
+        return int(draws[0] % np.uint64(self.n_offsets)), np.argsort(draws[1:], kind="stable")
+
+
+def eval_batches(tokens: np.ndarray, seq_len: int, batch_size: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    """The same for every run: at most `count` full batches of windows, evenly spaced and never overlapping.
+
+    Each is (inputs, targets), (B, T) int64 on the CPU; a text of fewer than batch_size windows gives one smaller batch.
+    Raises DataError when the tokens do not fill one window.
+    """
+    windows = _windows(tokens, seq_len, "validation")
+    available = (len(tokens) - 1) // seq_len
+    n = min(count * batch_size, available)
+    n = n // batch_size * batch_size or n
+    starts = np.arange(n) * (len(windows) - 1) // max(n - 1, 1)
+    return [_split(torch.from_numpy(windows[starts[i : i + batch_size]])) for i in range(0, n, batch_size)]
+
+
+class Prefetcher:
+    """Iterates over a run's device batches in the order of (step, micro-step), prepared by a thread `depth` ahead.
+
+    On CUDA the tokens travel in their small type from pinned memory, on a stream of their own, and widen to int64
+    there. An exception of the thread reaches the consumer. Iteration ends with close() only.
+    """
+
+    def __init__(self, batches: Batches, device: torch.device | str, start_step: int = 0, depth: int = 3):
+        self._batches, self._device, self._step = batches, torch.device(device), start_step
+        self._ready: SimpleQueue[tuple[Tensor, Tensor, torch.cuda.Event | None] | BaseException] = SimpleQueue()
+        self._room = threading.Semaphore(depth)
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="prefetcher", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        if self._closed:
+            raise StopIteration
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            self._ready.put(item)  # for whoever asks again
+            raise item
+        self._room.release()
+        inputs, targets, arrived = item
+        if arrived is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(arrived)
+            # Made on the other stream, which must not reuse their memory before this one has read it.
+            inputs.record_stream(stream)
+            targets.record_stream(stream)
+        return inputs, targets
+
+    def close(self) -> None:
+        """Ends the thread; safe to call twice."""
+        self._closed = True
+        self._room.release()
+        self._thread.join()
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        try:
+            stream = None
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+                stream = torch.cuda.Stream(self._device)
+            for step in itertools.count(self._step):
+                for micro_step in range(self._batches.micro_steps):
+                    self._room.acquire()
+                    if self._closed:
+                        return
+                    window = torch.from_numpy(self._batches.window(step, micro_step))
+                    self._ready.put(self._move(window, stream))
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _move(self, window: Tensor, stream: torch.cuda.Stream | None) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+        if stream is None:
+            return *_split(window.to(self._device)), None
+        with torch.cuda.stream(stream):
+            inputs, targets = _split(window.pin_memory().to(self._device, non_blocking=True))
+            arrived = torch.cuda.Event()
+            arrived.record(stream)
+        return inputs, targets, arrived
+
+
+def _windows(tokens: np.ndarray, seq_len: int, split: str) -> np.ndarray:
+    """Every window of the tokens, overlapping ones included, as a view: (len(tokens) - seq_len, seq_len + 1)."""
+    if len(tokens) <= seq_len:
+        raise DataError(
+            f"the {split} split has {len(tokens)} tokens and a window takes seq_len + 1 = {seq_len + 1}: "
+            "lower seq_len, give more text, or change data.val_fraction"
+        )
+    return sliding_window_view(tokens, seq_len + 1)
+
+
+def _split(window: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T + 1) of any integer type -> inputs and targets, each (B, T) int64 and contiguous."""
+    inputs, targets = (
+        part.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+        for part in (window[:, :-1], window[:, 1:])
+    )
+    return inputs, targets

@@ -1,0 +1,133 @@
+"""Text to tokens and back, always by a `tiktoken.Encoding`, whatever it was made from.
+
+bytes   the 256 bytes and an end-of-text token; nothing to fetch, nothing to train
+gpt2    GPT-2's 50,257 tokens, fetched once by tiktoken
+bpe     byte-pair encoding, learned from the training split (Sennrich et al. 2016, over bytes as in GPT-2)
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable, Iterable
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import tiktoken
+
+from data.corpora import DataError, brief
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+FILE = "tokenizer.json"
+
+# How GPT-2 cuts text before it merges bytes (Radford et al. 2019), in tiktoken's form that never backtracks far.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+class TokenizerName(Enum):
+    """What text is cut into."""
+
+    bytes = "bytes"
+    gpt2 = "gpt2"
+    bpe = "bpe"
+
+
+def bytes_tokenizer() -> tiktoken.Encoding:
+    """Token i is byte i; token 256 ends a text."""
+    return _encoding("bytes", r"[\s\S]", [bytes([b]) for b in range(256)])
+
+
+def gpt2_tokenizer() -> tiktoken.Encoding:
+    """GPT-2's own tokens. Raises DataError where they are neither cached nor to be fetched."""
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # tiktoken passes on what requests, the file system and its hash check raise
+        raise DataError(
+            f"could not fetch the tokens of data.tokenizer=gpt2 ({brief(error)}): set TIKTOKEN_CACHE_DIR to a folder "
+            "that holds them, go online once, or use data.tokenizer=bytes or data.tokenizer=bpe"
+        ) from error
+
+
+def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
+    """Learns at most `vocab_size` tokens from the texts, end-of-text included; the same texts give the same tokens."""
+    return as_encoding(train_bpe(texts, vocab_size - 1))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Byte-level BPE by the `tokenizers` library, without special tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    model.train_from_iterator(texts, trainer)
+    return model
+
+
+def as_encoding(model: tokenizers.Tokenizer) -> tiktoken.Encoding:
+    """The same tokens, ids and merges in tiktoken: a token's id is its merge rank in both."""
+    # GPT-2 writes bytes as printable characters: those that print stand for themselves, the others follow 255.
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    vocab = sorted(model.get_vocab().items(), key=lambda item: item[1])
+    return _encoding("bpe", GPT2_PATTERN, [bytes(byte_of[c] for c in token) for token, _ in vocab])
+
+
+def encoder(tokenizer: tiktoken.Encoding) -> Callable[[str], np.ndarray]:
+    """text -> its tokens, 1-D unsigned, with no special ones among them; safe and parallel in threads."""
+    if tokenizer.name == "bytes":
+        return lambda text: np.frombuffer(text.encode("utf-8"), np.uint8)
+
+    def encode(text: str) -> np.ndarray:
+        try:
+            return tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
+        except ValueError as error:
+            raise DataError(
+                f"data.tokenizer={tokenizer.name} gave up on the text that begins with {text[:40]!r} ({brief(error)}): "
+                "take long runs of blanks out of it or use data.tokenizer=bytes"
+            ) from error
+
+    return encode
+
+
+def save_tokenizer(tokenizer: tiktoken.Encoding, folder: Path | str) -> None:
+    """Writes all that the encoding consists of to `folder`/tokenizer.json."""
+    ranks = tokenizer._mergeable_ranks
+    content = {
+        "name": tokenizer.name,
+        "pattern": tokenizer._pat_str,
+        "tokens": [base64.b64encode(token).decode() for token in sorted(ranks, key=ranks.__getitem__)],
+    }
+    with (Path(folder) / FILE).open("w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load_tokenizer(folder: Path | str) -> tiktoken.Encoding:
+    """The encoding that save_tokenizer wrote to a folder, without network. Raises DataError where there is none."""
+    path = Path(folder) / FILE
+    try:
+        content = json.loads(path.read_text())
+        return _encoding(content["name"], content["pattern"], [base64.b64decode(t) for t in content["tokens"]])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} holds no tokenizer ({brief(error)}): name a folder that train.py wrote") from error
+
+
+def _encoding(name: str, pattern: str, tokens: list[bytes]) -> tiktoken.Encoding:
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    return tiktoken.Encoding(
+        name,
+        pat_str=pattern,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: len(ranks)},
+        explicit_n_vocab=len(ranks) + 1,
+    )
