@@ -41,7 +41,8 @@ from torch import Tensor
 N_ROUNDS = 7
 MIN_RATE, MAX_RATE = 1 / 256, 255 / 256
 
-_MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+# The multipliers less 2**32: a product with 32 bits then never overflows int64, which compilers take as a licence.
+_MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _UINT32 = 0xFFFFFFFF
 
@@ -98,12 +99,12 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor], rounds: int = N_ROU
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # A 64-bit product may wrap into the sign bit; masking after the shift restores the unsigned high word.
+        # c * (M - 2**32) = c * M - c * 2**32 has the low word of c * M, and its high word less c.
         product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0, c1, c2, c3 = (
-            (product_1 >> 32 & _UINT32) ^ c1 ^ k0,
+            (product_1 >> 32) + c2 ^ c1 ^ k0,
             product_1 & _UINT32,
-            (product_0 >> 32 & _UINT32) ^ c3 ^ k1,
+            (product_0 >> 32) + c0 ^ c3 ^ k1,
             product_0 & _UINT32,
         )
         k0, k1 = k0 + _WEYL_0 & _UINT32, k1 + _WEYL_1 & _UINT32
@@ -142,10 +143,10 @@ def keep_mask(
         (sequence[:, None, None, None], C, head[:, None, None], R[:, None]),
         (seed, step),
     )  # 4 x (B, H, R, C)
-    shifts = torch.tensor([24, 16, 8, 0], device=device)
-    random_bytes = torch.stack(words, dim=-1)[..., None] >> shifts & 0xFF  # (B, H, R, C, word, 4)
+    random_bytes = torch.stack([word.to(torch.int32) for word in words], dim=-1).view(torch.uint8)  # (B, H, R, C, 16)
 
-    keep = (random_bytes >= drop_threshold(p)).view(B, H, len(R) // 8, 8, len(C) // 8, 8, 4, 2, 2)
+    # Bytes lie in memory from the least significant, where both bits 3 are set, to the most: hence the flip.
+    keep = (random_bytes >= drop_threshold(p)).view(B, H, len(R) // 8, 8, len(C) // 8, 8, 4, 2, 2).flip(-1, -2)
     #   (B, H, i >> 4, i & 7, j >> 6, j & 7, bits 5-4 of j, bit 3 of i, bit 3 of j) -> rows x columns
     keep = keep.permute(0, 1, 2, 7, 3, 4, 6, 8, 5).reshape(B, H, 2 * len(R), 8 * len(C))
     return keep[
