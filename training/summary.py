@@ -7,15 +7,15 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from training.files import to_json, write_atomically
 from training.meters import device_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TRAIN_COLOUR, VAL_COLOUR, INK, GRID = "#8da9c4", "#c8553d", "#333333", "#e6e6e6"
 
@@ -62,6 +62,8 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 def draw_loss_curve(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw train and validation loss over steps as PNG. Values that are not finite leave a gap."""
+    from matplotlib.figure import Figure  # half a second to import, which the start of a run need not wait for
+
     train, val = _series(records, "train/loss"), _series(records, "val/loss")
     figure = Figure(figsize=(7.2, 4.2), dpi=144, layout="constrained")
     axes = figure.add_subplot()
@@ -82,16 +84,17 @@ def _series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[f
 
 
 def _note_lowest(axes: Axes, loss: float, step: int) -> None:
-    axes.annotate(
-        f"{loss:.4f}", (step, loss), xytext=(0, -13), textcoords="offset points", ha="center", color=VAL_COLOUR
-    )
+    # A validation curve leaves the space above its lowest point free.
+    axes.annotate(f"{loss:.4f}", (step, loss), xytext=(0, 8), textcoords="offset points", ha="center", color=VAL_COLOUR)
 
 
 def _style(axes: Axes, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_title(title, loc="left", fontsize=10, color=INK)
     axes.set_xlabel("step", color=INK)
     axes.set_ylabel("loss (nats per token)", color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

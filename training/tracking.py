@@ -79,6 +79,7 @@ class Tracker:
         Raises TrackingError where the run folder belongs to another run.
         """
         self.run_folder, self.config = run_folder, config
+        self.name = "/".join(run_folder.absolute().parts[-2:])  # <date>/<time>-<attention>, or <time>/<job> of a sweep
         run_folder.mkdir(parents=True, exist_ok=True)
         self.metrics = MetricsFile(run_folder / "metrics.jsonl", resume_step)
         (run_folder / "summary.json").unlink(missing_ok=True)  # it tells how a run ended, and this one is running
@@ -91,7 +92,7 @@ class Tracker:
                     "mode": config.mode.value,
                     "project": config.project,
                     "group": config.group,
-                    "name": "-".join(run_folder.absolute().parts[-2:]),
+                    "name": self.name,
                     "id": self._wandb_id(),
                     "resume": "allow" if config.mode is TrackingMode.online else None,
                     "config": plain({**run_config, **(environment or {})}),
@@ -121,7 +122,7 @@ class Tracker:
         self.progress.close()
         try:
             write_summary(self.run_folder / "summary.json", summary)
-            draw_loss_curve(read_metrics(self.metrics.path), self.run_folder / "loss.png", str(self.run_folder))
+            draw_loss_curve(read_metrics(self.metrics.path), self.run_folder / "loss.png", self.name)
         except OSError as error:
             raise TrackingError(
                 f"{self.run_folder} could not be written ({error.strerror}); free some space."
