@@ -1,8 +1,9 @@
 """Text to batches: corpora, tokenisers, prepared tokens, and the batch as a function of the step."""
 
 from data.batches import Batches, Prefetcher, eval_batches
-from data.corpora import DataError
-from data.prepare import DataConfig, PreparedData, TokenFile, prepare
+from data.errors import DataError
+from data.prepare import DataConfig, check_data, prepare
+from data.store import PreparedData, TokenFile
 from data.tokenizers import TokenizerName, load_tokenizer, save_tokenizer
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "PreparedData",
     "TokenFile",
     "TokenizerName",
+    "check_data",
     "eval_batches",
     "load_tokenizer",
     "prepare",

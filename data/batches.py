@@ -22,7 +22,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
-from data.corpora import DataError
+from data.errors import DataError
 
 
 class Batches:
@@ -176,8 +176,8 @@ def _windows(tokens: np.ndarray, seq_len: int, split: str) -> np.ndarray:
     """Every window of the tokens, overlapping ones included, as a view: (len(tokens) - seq_len, seq_len + 1)."""
     if len(tokens) <= seq_len:
         raise DataError(
-            f"the {split} split has {len(tokens)} tokens and a window takes seq_len + 1 = {seq_len + 1}: "
-            "lower seq_len, give more text, or change data.val_fraction"
+            f"the {split} split has {len(tokens)} tokens and a window takes seq_len + 1 = {seq_len + 1}; "
+            "lower seq_len, give more text, or change data.val_fraction."
         )
     return sliding_window_view(tokens, seq_len + 1)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tiktoken
 
-from data.corpora import DataError, brief
+from data.errors import DataError, brief
 
 if TYPE_CHECKING:
     import tokenizers
@@ -49,8 +49,8 @@ def gpt2_tokenizer() -> tiktoken.Encoding:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken passes on what requests, the file system and its hash check raise
         raise DataError(
-            f"could not fetch the tokens of data.tokenizer=gpt2 ({brief(error)}): set TIKTOKEN_CACHE_DIR to a folder "
-            "that holds them, go online once, or use data.tokenizer=bytes or data.tokenizer=bpe"
+            f"could not fetch the tokens of data.tokenizer=gpt2 ({brief(error)}); set TIKTOKEN_CACHE_DIR to a folder "
+            "that holds them, go online once, or use data.tokenizer=bytes or data.tokenizer=bpe."
         ) from error
 
 
@@ -91,8 +91,8 @@ def encoder(tokenizer: tiktoken.Encoding) -> Callable[[str], np.ndarray]:
             return tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
         except ValueError as error:
             raise DataError(
-                f"data.tokenizer={tokenizer.name} gave up on the text that begins with {text[:40]!r} ({brief(error)}): "
-                "take long runs of blanks out of it or use data.tokenizer=bytes"
+                f"data.tokenizer={tokenizer.name} gave up on the text that begins with {text[:40]!r} ({brief(error)}); "
+                "take long runs of blanks out of it or use data.tokenizer=bytes."
             ) from error
 
     return encode
@@ -119,7 +119,7 @@ def load_tokenizer(folder: Path | str) -> tiktoken.Encoding:
         content = json.loads(path.read_text())
         return _encoding(content["name"], content["pattern"], [base64.b64decode(t) for t in content["tokens"]])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} holds no tokenizer ({brief(error)}): name a folder that train.py wrote") from error
+        raise DataError(f"{path} holds no tokenizer ({brief(error)}); name a folder that train.py wrote.") from error
 
 
 def _encoding(name: str, pattern: str, tokens: list[bytes]) -> tiktoken.Encoding:

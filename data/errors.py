@@ -1,0 +1,13 @@
+"""How data fails: in one sentence."""
+
+from errors import UserError
+
+
+class DataError(UserError):
+    """Data that cannot be found, read, tokenised or cut into windows."""
+
+
+def brief(error: BaseException) -> str:
+    """An exception of another library in a few words, to stand in brackets."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

@@ -1,0 +1,115 @@
+"""Local files to rows: plain text in pieces, .jsonl and .parquet row by row through `datasets`."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError, brief
+
+Row = dict[str, Any]
+BLOCK = 1 << 22  # bytes of plain text read at a time
+TABLES = {".jsonl": "json", ".parquet": "parquet"}  # suffix -> what `datasets` calls it
+TEXT_SUFFIXES = (".txt", *TABLES)
+
+# After a printable character and before a lone space or newline, GPT-2's pattern always ends a piece, so that
+# a document cut there has the tokens of the whole. Both neighbours are ASCII, so no character is cut either.
+_LAST_CUT = re.compile(rb".*[!-~](?=[ \n][!-~])", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a file, bound for a split: from byte to byte of plain text, from row to row of a table."""
+
+    path: str
+    split: str
+    start: int
+    stop: int
+
+
+def read_spans(spans: list[Span], text_field: str) -> Iterator[Row]:
+    """The rows of the spans, one after the other."""
+    for span in spans:
+        path = Path(span.path)
+        if path.suffix in TABLES:
+            for row in islice(table_rows(path), span.start, span.stop):
+                if text := text_of(row, text_field, span.path):
+                    yield {"split": span.split, "text": text, "opens": True}
+        else:
+            for i, text in enumerate(pieces(path, span.start, span.stop)):
+                yield {"split": span.split, "text": text, "opens": i == 0}
+
+
+def pieces(path: Path, start: int, stop: int) -> Iterator[str]:
+    """A file's text from byte to byte, in pieces that have the same tokens apart as together."""
+    piece, offset = b"", start
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            while block := file.read(min(BLOCK, stop - offset - len(piece))):
+                piece += block
+                if cut := _LAST_CUT.match(piece):
+                    yield _decode(piece[: cut.end()], path, offset)
+                    piece, offset = piece[cut.end() :], offset + cut.end()
+    except OSError as error:
+        raise DataError(
+            f"could not read {path} ({brief(error)}); make it readable or set another data.path."
+        ) from error
+    if piece:
+        yield _decode(piece, path, offset)
+
+
+def table_rows(path: Path) -> Iterator[Row]:
+    """The rows of a .jsonl or .parquet file."""
+    import datasets  # takes a second, which only those pay who read rows
+
+    try:
+        # Escaped, because `datasets` takes the brackets of a file name for a pattern.
+        data_files = glob.escape(str(path))
+        yield from datasets.load_dataset(TABLES[path.suffix], data_files=data_files, split="train", streaming=True)
+    except Exception as error:
+        raise DataError(f"could not read {path} ({brief(error)}); repair it or set another data.path.") from error
+
+
+def text_of(row: Row, field: str, where: str) -> str:
+    """The text in a row's field, empty for null."""
+    if field not in row:
+        raise DataError(f"{where} has no field {field!r} but {listed(row)}; choose one with data.text_field=...")
+    text = row[field]
+    if text is not None and not isinstance(text, str):
+        raise DataError(
+            f"{where} holds a {type(text).__name__} in {field!r}; choose a field of text with data.text_field=..."
+        )
+    return text or ""
+
+
+def character_boundary(path: Path, offset: int) -> int:
+    """The first byte from `offset` on that begins a UTF-8 character, or the file's end."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        while (byte := file.read(1)) and 0x80 <= byte[0] < 0xC0:
+            offset += 1
+    return offset
+
+
+def listed(names: Iterable[object]) -> str:
+    """At most five names, and that there are more."""
+    first = [str(name) for name in islice(names, 6)]
+    return ", ".join(first[:5] + ["..."] * (len(first) > 5))
+
+
+def _decode(piece: bytes, path: Path, offset: int) -> str:
+    if (zero := piece.find(0)) >= 0:
+        raise DataError(f"{path} is binary (byte {offset + zero} is zero); take it away or set another data.path.")
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 (byte {offset + error.start} is 0x{piece[error.start]:02x}); "
+            "convert it, for instance with iconv, or set another data.path."
+        ) from None
