@@ -1,0 +1,108 @@
+"""How far a sweep is: a live bar in a terminal, a line at each job's start and end in a log."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from training.progress import duration
+from training.sweep import Job, too_long, varied
+
+
+class SweepProgress:
+    """What the jobs of a sweep are doing, and what became of them."""
+
+    def __init__(self, jobs: Sequence[Job], console: Console | None = None) -> None:
+        self.jobs, self.names = jobs, varied(jobs)
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.began: dict[Job, float] = {}
+        self.codes: dict[Job, int] = {}
+        self.bar = Progress(
+            BarColumn(bar_width=24), TextColumn("{task.description}"), console=self.console, auto_refresh=False
+        )
+        self.task = self.bar.add_task("", total=float(len(jobs)))
+
+    def __enter__(self) -> SweepProgress:
+        done = sum(job.done for job in self.jobs)
+        skipped = f", {done} of them done already" if done else ""
+        self.say(f"{len(self.jobs)} jobs{skipped}")
+        if self.console.is_terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        self.console.print(text, markup=False)
+
+    def started(self, job: Job) -> None:
+        self.began[job] = time.monotonic()
+        self.say(f"{self.place(job)}  {self.names[job.number]}")
+
+    def passed_over(self, job: Job, shorter: Job) -> None:
+        self.say(f"{self.place(job)}  {self.names[job.number]}: passed over, as job {shorter.number} ran out of memory")
+
+    def ended(self, job: Job, code: int) -> None:
+        """`code` is the process's exit status, negative for a signal."""
+        self.codes[job] = code
+        took = duration(time.monotonic() - self.began[job])
+        self.say(f"{self.place(job)}  {self.names[job.number]}: {self.outcome(job)}, {took}")
+
+    def refresh(self, running: Sequence[Job]) -> None:
+        """Redraw the bar."""
+        if not self.console.is_terminal:
+            return
+        lines, share = [], 0.0
+        for job in running:
+            latest = job.latest()
+            step, loss = latest.get("step", 0), latest.get("train/loss")
+            share += step / job.steps
+            told = f"step {step}/{job.steps}" + (f"  loss {float(loss):.4f}" if loss is not None else "")
+            lines.append(f"{self.place(job)}  {self.names[job.number]}  {told}")
+        finished = sum(1 for job in self.jobs if job not in running and (job.done or job in self.codes))
+        self.bar.update(self.task, completed=finished + share, description="  |  ".join(lines), refresh=True)
+
+    def place(self, job: Job) -> str:
+        """ "[3/9]", counted from 1."""
+        return f"[{list(self.jobs).index(job) + 1}/{len(self.jobs)}]"
+
+    def outcome(self, job: Job) -> str:
+        """In a few words."""
+        summary, status = job.summary(), job.status
+        if status == "completed":
+            loss = summary.get("val_loss") or summary.get("train_loss")
+            return f"loss {float(loss):.4f}" if loss is not None else "completed"
+        if job.done:
+            return "out of memory" if status == "out_of_memory" else "loss not finite, as may be without a line"
+        if too_long(job, self.jobs):
+            return "passed over: a shorter one ran out of memory"
+        if job in self.codes:
+            return "interrupted" if status == "interrupted" else "failed"
+        return "not run"
+
+    def reason(self, job: Job) -> str:
+        """Why a job failed, in one sentence."""
+        code = self.codes.get(job, 0)
+        if code < 0 and job.status != "failed":
+            memory = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+            return f"it was ended by {signal.Signals(-code).name}{memory}."
+        return job.sentence()
+
+    def table(self) -> None:
+        """What became of every job."""
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for heading in ("job", "overrides", "outcome", "run folder"):
+            table.add_column(heading, overflow="fold")
+        for job in self.jobs:
+            table.add_row(str(job.number), self.names[job.number], self.outcome(job), str(job.folder))
+        self.console.print(table, markup=False)
