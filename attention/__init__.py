@@ -5,6 +5,7 @@
 """
 
 from attention.dropout import DropoutKey, keep_mask
+from attention.flash import FlashAttention
 from attention.interface import (
     Ablation,
     Attention,
@@ -32,7 +33,9 @@ __all__ = [
     "keep_mask",
 ]
 
-IMPLEMENTATIONS: dict[str, type[Attention]] = {cls.name: cls for cls in (NaiveAttention, TiledAttention, SDPAAttention)}
+IMPLEMENTATIONS: dict[str, type[Attention]] = {
+    cls.name: cls for cls in (NaiveAttention, TiledAttention, SDPAAttention, FlashAttention)
+}
 
 
 def build_attention(config: AttentionConfig) -> Attention:

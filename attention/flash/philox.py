@@ -1,0 +1,131 @@
+"""The keep mask of attention/dropout.py, drawn inside the kernels: the same bits, in the registers that need them.
+
+A score tile on a tensor core leaves each thread with rows {i, i + 8} and columns {j, j + 1, j + 8, j + 9, ...}. The
+mask's layout hands one Philox call 16 weights of exactly that shape, so for S (the forward and dq) no bit ever moves
+between threads. For the transposed tiles of dk and dv, a thread holds one word of a call and its neighbours the other
+three; there the 32-bit words, a quarter of the weights in number, change hands once through shared memory.
+
+A mask is kept as 16 set or cleared bits a weight. That is what two instructions a pair of weights can apply: `prmt`
+spreads a byte's sign bit over a half-word, `and` clears what is dropped, where a comparison and a select would each
+cost one a weight (and the predicates, 16 a call, do not fit the predicate registers).
+"""
+
+import triton
+import triton.language as tl
+
+from attention.flash.tiles import INTERPRET
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox 4x32-7: counter and key of broadcastable uint32 to four random words (see attention/dropout.py)."""
+    for _ in tl.static_range(7):
+        # One wide product is one instruction; the high and the low half apart would be two.
+        product_0 = c0.to(tl.uint64) * 0xD2511F53
+        product_1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = product_1.to(tl.uint32)
+        c2 = (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = product_0.to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def load_key(p_key, i_b, i_h):
+    """What all weights of one head share: counter words c0 (sequence) and c2 (layer, head), key words k0 and k1."""
+    seed, step = tl.load(p_key), tl.load(p_key + 1)
+    layer, first_sequence = tl.load(p_key + 2), tl.load(p_key + 3)
+    sequence, head = first_sequence + i_b, (layer << 16) + i_h
+    return sequence.to(tl.uint32), head.to(tl.uint32), seed.to(tl.uint32), step.to(tl.uint32)
+
+
+@triton.jit
+def keep_bytes(b_w, THRESHOLD: tl.constexpr):
+    """A mask of 16 bits, all set or all clear, for each byte of a word, the most significant byte first."""
+    if INTERPRET:  # which knows no inline assembly
+        m_3 = tl.where(b_w >= THRESHOLD << 24, -1, 0).to(tl.int16)
+        m_2 = tl.where((b_w << 8) >= THRESHOLD << 24, -1, 0).to(tl.int16)
+        m_1 = tl.where((b_w << 16) >= THRESHOLD << 24, -1, 0).to(tl.int16)
+        m_0 = tl.where((b_w << 24) >= THRESHOLD << 24, -1, 0).to(tl.int16)
+        return m_3, m_2, m_1, m_0
+    # byte >= THRESHOLD iff byte + C carries out of its 8 bits, C = 256 - THRESHOLD. Four bytes at once: the sum of the
+    # low seven bits carries into bit 7, which C's own bit 7 lets through if either (or: both) of the two is set.
+    C: tl.constexpr = 256 - THRESHOLD
+    LOW: tl.constexpr = (C & 0x7F) * 0x01010101
+    CARRY: tl.constexpr = "or" if C >= 0x80 else "and"
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 x, y;
+        and.b32 x, $4, 0x7f7f7f7f;
+        and.b32 y, $5, 0x7f7f7f7f;
+        add.u32 x, x, {LOW};
+        add.u32 y, y, {LOW};
+        {CARRY}.b32 x, x, $4;
+        {CARRY}.b32 y, y, $5;
+        prmt.b32 $0, x, y, 0xffbb;
+        prmt.b32 $1, x, y, 0xeeaa;
+        prmt.b32 $2, x, y, 0xdd99;
+        prmt.b32 $3, x, y, 0xcc88;
+        }}""",
+        "=r,=r,=r,=r,r,r",
+        [b_w],
+        dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def keep_tile(key, i_m, i_n, THRESHOLD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """The mask of query rows [i_m, i_m + M) and key columns [i_n, i_n + N), int16: -1 where kept, 0 where dropped.
+
+    i_m is a multiple of 16, i_n one of 64, and so are M and N. (M, N), or (N, M) if TRANSPOSED.
+    """
+    c0, c2, k0, k1 = key
+    o_r = (i_m // 2 + tl.arange(0, M // 2)).to(tl.uint32)
+    o_c = (i_n // 8 + tl.arange(0, N // 8)).to(tl.uint32)
+    # 4 x (M/2, N/8)
+    b_w0, b_w1, b_w2, b_w3 = philox(c0, o_c[None, :], c2, o_r[:, None], k0, k1)
+    # (M/2, N/64, j & 7, bit 4 of j, bit 5 of j) -> (M/2, N/2): a word for every four weights
+    b_w = tl.join(tl.join(b_w0, b_w1), tl.join(b_w2, b_w3)).reshape(M // 2, N // 64, 8, 2, 2)
+    if TRANSPOSED:
+        # The leading axis of length 1 is where the compiler hoists the exchange between threads to: onto the words.
+        b_w = b_w.permute(1, 4, 3, 2, 0).reshape(N // 2, M // 2)[None, :, :]
+        m_3, m_2, m_1, m_0 = keep_bytes(b_w, THRESHOLD)
+        # (j >> 4, j & 7, i >> 4, i & 7, bit 3 of i, bit 3 of j) -> (N, M)
+        b_keep = tl.join(tl.join(m_3, m_1), tl.join(m_2, m_0)).reshape(N // 16, 8, M // 16, 8, 2, 2)
+        b_keep = b_keep.permute(0, 5, 1, 2, 4, 3).reshape(N, M)
+    else:
+        b_w = b_w.permute(0, 1, 4, 3, 2).reshape(M // 2, N // 2)
+        m_3, m_2, m_1, m_0 = keep_bytes(b_w, THRESHOLD)
+        # (i >> 4, i & 7, j >> 4, j & 7, bit 3 of i, bit 3 of j) -> (M, N)
+        b_keep = tl.join(tl.join(m_3, m_1), tl.join(m_2, m_0)).reshape(M // 16, 8, N // 16, 8, 2, 2)
+        b_keep = b_keep.permute(0, 4, 1, 2, 5, 3).reshape(M, N)
+    return b_keep
+
+
+@triton.jit
+def drop(b_x, b_keep):
+    """b_x where b_keep is set, zero elsewhere."""
+    if INTERPRET:
+        return tl.where(b_keep != 0, b_x, 0.0).to(b_x.dtype)
+    if b_x.dtype == tl.float32:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x, y;
+            prmt.b32 x, $4, 0, 0x9999;
+            prmt.b32 y, $4, 0, 0xbbbb;
+            and.b32 $0, $2, x;
+            and.b32 $1, $3, y;
+            }""",
+            "=r,=r,r,r,r",
+            [b_x, b_keep],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    return tl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;", "=r,r,r", [b_x, b_keep], dtype=b_x.dtype, is_pure=True, pack=2
+    )
