@@ -152,7 +152,8 @@ class Tracker:
 
     def _complain(self, reason: str | None) -> None:
         if reason is not None:
-            self.print(f"warning: W&B has stopped ({reason}); the run is recorded in {self.metrics.path} all the same.")
+            log = self.run_folder / "wandb" / "mirror.log"
+            self.print(f"warning: W&B has stopped ({reason}; see {log}); metrics.jsonl goes on and holds everything.")
 
     def _say_where(self) -> None:
         lines = {"run folder": self.run_folder, "metrics": "metrics.jsonl, summary.json", "loss curve": "loss.png"}

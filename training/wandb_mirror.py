@@ -124,7 +124,8 @@ def mirror(folder: Path, pid: int, options: dict[str, Any], orders: IO[bytes], s
     """Copy `folder`/metrics.jsonl into a W&B run until `orders` say to finish, or end."""
     import wandb
 
-    settings = wandb.Settings(silent=True, console="off", disable_code=True, x_stats_pid=pid)
+    # `console`: this process prints nothing worth keeping; `x_stats_pid`: whose load to record.
+    settings = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=30, x_stats_pid=pid)
     run = wandb.init(dir=str(folder), settings=settings, **options)
     location = run.url or str(Path(run.dir).parent)
     status.write(json.dumps({"location": location}) + "\n")
