@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from attention.dropout import DropoutKey
@@ -98,6 +100,11 @@ def call(recompute: bool, function: Callable[..., Tensor], *inputs: object) -> T
     return checkpoint(function, *inputs, use_reentrant=False) if recompute else function(*inputs)
 
 
+def labelled(name: str) -> AbstractContextManager[object]:
+    """Name a part of the step for a profiler. The compiler, which fuses across such borders, does not see it."""
+    return nullcontext() if torch.compiler.is_compiling() else record_function(name)
+
+
 class SelfAttention(nn.Module):
     """Fused projection to queries, keys and values; the given attention; projection back."""
 
@@ -117,7 +124,8 @@ class SelfAttention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         # Views: an attention takes any strides, so nothing is copied on the way in.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, H_kv, T, D) twice
-        out = attend(q, k, v, causal=True, dropout_key=key)  # (B, H, T, D)
+        with labelled("attention"):
+            out = attend(q, k, v, causal=True, dropout_key=key)  # (B, H, T, D)
         return self.c_proj(out.transpose(1, 2).reshape(B, T, C))
 
 
@@ -261,7 +269,8 @@ class GPT(nn.Module):
         hidden = self.hidden(tokens, dropout_key, attend)
         if targets is None:
             return F.linear(hidden, self.wte.weight)[..., : self.vocab_size]
-        return cross_entropy(hidden, self.wte.weight, targets, self.vocab_size, self.loss)
+        with labelled("loss"):
+            return cross_entropy(hidden, self.wte.weight, targets, self.vocab_size, self.loss)
 
     def generate(
         self, tokens: Sequence[int], max_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
@@ -276,8 +285,10 @@ class GPT(nn.Module):
         """
         if not tokens:
             raise ModelError("The prompt has no tokens; give at least one.")
-        if temperature < 0 or (top_k is not None and top_k < 1):
-            raise ModelError(f"temperature={temperature} must not be negative and top_k={top_k} must be at least 1.")
+        if temperature < 0:
+            raise ModelError(f"temperature={temperature} must be at least 0.")
+        if top_k is not None and top_k < 1:
+            raise ModelError(f"top_k={top_k} must be at least 1; null draws among all tokens.")
         return self._generate(list(tokens), max_tokens, temperature, top_k, torch.Generator().manual_seed(seed))
 
     def _generate(

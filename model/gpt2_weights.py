@@ -112,8 +112,8 @@ def export_gpt2(model: GPT, folder: Path) -> None:
         "resid_pdrop": config.dropout,
         "attn_pdrop": model.attend.dropout,
         "initializer_range": 0.02,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        "bos_token_id": model.vocab_size - 1,  # every tokenizer of the recipe ends with its end-of-text token
+        "eos_token_id": model.vocab_size - 1,
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

@@ -292,7 +292,7 @@ def test_generation_leaves_the_training_mode_alone():
     ("arguments", "sentence"),
     [
         ({"tokens": []}, "The prompt has no tokens"),
-        ({"temperature": -1.0}, "temperature=-1.0 must not be negative"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
     ],
 )

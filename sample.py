@@ -1,0 +1,177 @@
+"""Continue a prompt with a trained model, or write its weights as a GPT-2.
+
+python sample.py run=outputs/2026-11-21/10-00-00-flash prompt="def " tokens=200 temperature=0.8 top_k=50
+python sample.py run=outputs/2026-11-21/10-00-00-flash export=my-gpt2
+
+run          the run folder to take the model from
+prompt       the text to continue; a fresh text if empty
+tokens       how many to add at most; an end-of-text token ends the text earlier
+temperature  divides the logits: 0 always takes the likeliest token, 1 draws from the model as it is
+top_k        draw among so many likeliest tokens; null: among all
+seed         of the draws
+checkpoint   best (by validation loss, where one was measured) or newest
+attention    an implementation other than the run's own, for a device that the latter cannot use
+device       auto, cpu, cuda, cuda:1
+export       a folder to write model.safetensors and config.json to, in Hugging Face's naming, instead
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+
+import tiktoken
+import torch
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from attention import AttentionConfig, build_attention
+from cli import fail
+from config import Config, ConfigError, suggestion
+from data import load_tokenizer
+from errors import UserError
+from model.gpt import GPT
+from model.gpt2_weights import export_gpt2
+from training.checkpoint import CheckpointError, best_checkpoint, load_checkpoint, newest_valid
+from training.device import resolve_device, resolve_precision
+
+
+class Which(Enum):
+    """The checkpoint to take."""
+
+    best = "best"
+    newest = "newest"
+
+
+@dataclass
+class SampleConfig:
+    """The arguments; the module's docstring says what each does."""
+
+    run: str = MISSING
+    prompt: str = ""
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int | None = 50
+    seed: int = 1337
+    checkpoint: Which = Which.best
+    attention: str | None = None
+    device: str = "auto"
+    export: str | None = None
+
+
+def parse(arguments: list[str]) -> SampleConfig:
+    """key=value arguments, typed. The value is taken as it is: spaces at the end of a prompt matter.
+
+    Raises ConfigError for a key that does not exist or a value of the wrong type.
+    """
+    known = [f.name for f in fields(SampleConfig)]
+    config = OmegaConf.structured(SampleConfig)
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if not separator or key not in known:
+            raise ConfigError(
+                f"{argument} is not an argument{suggestion(key, known) or '; python sample.py --help lists them.'}"
+            )
+        text = key in ("run", "prompt", "export")
+        try:
+            config[key] = None if value == "null" and not text else value
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{argument} is not possible: {str(error).splitlines()[0]}.") from error
+    if OmegaConf.is_missing(config, "run"):
+        raise ConfigError("run=<folder> is missing; name the run folder that train.py printed.")
+    return OmegaConf.to_object(config)  # type: ignore[return-value]
+
+
+def read_config(run: Path) -> Config:
+    """The composed configuration that the run was made from. Raises ConfigError."""
+    path = run / ".hydra" / "config.yaml"
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))  # type: ignore
+    except OSError as error:
+        raise ConfigError(f"run={run} is not a run folder: {path} cannot be read ({error.strerror}).") from error
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path} is not a configuration of this version: {reason}.") from error
+
+
+def load_weights(model: GPT, run: Path, which: Which) -> None:
+    """Load a checkpoint of the run and say which. A damaged best one is named, and the newest whole one taken."""
+    folder = run / "checkpoints"
+    path = best_checkpoint(folder) if which is Which.best else None
+    state = None
+    if path is not None:
+        try:
+            state = load_checkpoint(path)
+        except CheckpointError as error:
+            print(error, file=sys.stderr)
+    if path is None or state is None:
+        path, rejected = newest_valid(folder)
+        print(*rejected, sep="\n", end="\n" if rejected else "", file=sys.stderr)
+        state = load_checkpoint(path)
+    print(f"{path}:", file=sys.stderr)
+    model.load_state_dict(state["model"])
+
+
+def stream(
+    model: GPT,
+    tokenizer: tiktoken.Encoding,
+    prompt: str,
+    tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 1337,
+) -> Iterator[str]:
+    """The continuation of a prompt, in pieces of whole characters, up to the end of the text."""
+    # A character may be spread over several tokens: it appears when its last byte does.
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    start = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
+    for token in model.generate(start, tokens, temperature, top_k, seed):
+        if token == tokenizer.eot_token:
+            break
+        yield decoder.decode(tokenizer.decode_single_token_bytes(token))
+    yield decoder.decode(b"", final=True)
+
+
+def main(arguments: list[str]) -> None:
+    """Everything the command line does. Raises UserError."""
+    config = parse(arguments)
+    run = Path(config.run)
+    trained = read_config(run)
+    device = resolve_device(config.device)
+    dtype = resolve_precision(trained.training.precision, device).dtype
+    attention = trained.attention if config.attention is None else AttentionConfig(name=config.attention)
+    tokenizer = load_tokenizer(run)
+    model = GPT(
+        trained.model, tokenizer.n_vocab, trained.seq_len, build_attention(attention), device=device, dtype=dtype
+    )
+    load_weights(model, run, config.checkpoint)
+    model.eval().to(device)
+    if config.export is not None:
+        export_gpt2(model, Path(config.export))
+        print(f"wrote {config.export}", file=sys.stderr)
+        return
+    text = stream(model, tokenizer, config.prompt, config.tokens, config.temperature, config.top_k, config.seed)
+    print(config.prompt, end="", flush=True)
+    with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
+        for piece in text:
+            print(piece, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        sys.exit()
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,130 @@
+"""Sampling from a run folder, made by hand so that no training is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import sample
+from attention import AttentionConfig, build_attention
+from config import Config, ConfigError
+from data import save_tokenizer
+from data.tokenizers import bytes_tokenizer
+from model.gpt import GPT, GPTConfig
+from sample import SampleConfig, Which, main, parse, stream
+from training.checkpoint import save_checkpoint
+
+TOKENIZER = bytes_tokenizer()
+MODEL = GPTConfig(n_layers=1, n_heads=2, n_embd=32)
+
+
+def fresh(seed: int) -> GPT:
+    torch.manual_seed(seed)
+    model = GPT(MODEL, TOKENIZER.n_vocab, 16, build_attention(AttentionConfig()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    return model
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run folder with the best checkpoint at step 5 and the newest at step 9."""
+    config = Config(seq_len=16, device="cpu", model=MODEL, attention=AttentionConfig(dropout=0.1))
+    (tmp_path / ".hydra").mkdir()
+    OmegaConf.save(OmegaConf.structured(config), tmp_path / ".hydra" / "config.yaml")
+    save_tokenizer(TOKENIZER, tmp_path)
+    for step, val_loss in ((5, 1.0), (9, 2.0)):
+        state = {"model": fresh(step).state_dict()}
+        save_checkpoint(tmp_path / "checkpoints", state, step, keep_last=2, metadata={"val_loss": val_loss})
+    return tmp_path
+
+
+def expected(step: int, prompt: str, tokens: int) -> str:
+    drawn = fresh(step).eval().generate(TOKENIZER.encode_ordinary(prompt), tokens, 0.5, 20, seed=3)
+    kept = list(drawn)
+    kept = kept[: kept.index(256)] if 256 in kept else kept
+    return prompt + bytes(kept).decode("utf-8", errors="replace") + "\n"
+
+
+@pytest.mark.parametrize("checkpoint", ["best", "newest"])
+def test_prompt_and_continuation_come_from_the_chosen_checkpoint(run, capsys, checkpoint):
+    arguments = ["prompt=def ", "tokens=40", "temperature=0.5", "top_k=20", "seed=3", f"checkpoint={checkpoint}"]
+    main([f"run={run}", "device=cpu", *arguments])
+    assert capsys.readouterr().out == expected({"best": 5, "newest": 9}[checkpoint], "def ", 40)
+
+
+def test_a_damaged_best_checkpoint_is_named_and_the_newest_taken(run, capsys):
+    with (run / "checkpoints" / "step-00000005" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    main([f"run={run}", "prompt=a", "tokens=5", "temperature=0.5", "top_k=20", "seed=3"])
+    captured = capsys.readouterr()
+    assert captured.out == expected(9, "a", 5)
+    assert "step-00000005" in captured.err
+    assert "step-00000009" in captured.err
+
+
+def test_characters_of_several_tokens_are_never_split(monkeypatch):
+    text = "déjà vu — 木 🦜"
+    model = fresh(5)
+    monkeypatch.setattr(model, "generate", lambda *_: iter(text.encode()))
+    pieces = list(stream(model, TOKENIZER, "", tokens=100))
+    assert "".join(pieces) == text
+    assert all("�" not in piece for piece in pieces)
+    monkeypatch.setattr(model, "generate", lambda *_: iter("木".encode()[:2]))
+    assert "".join(stream(model, TOKENIZER, "", tokens=100)) == "�"
+
+
+def test_the_text_ends_at_its_end_token_and_an_empty_prompt_starts_after_one(monkeypatch):
+    model, prompts = fresh(5), []
+    monkeypatch.setattr(model, "generate", lambda start, *_: prompts.append(start) or iter([104, 105, 256, 104]))
+    assert "".join(stream(model, TOKENIZER, "", tokens=9)) == "hi"
+    assert prompts == [[256]]
+
+
+def test_weights_are_exported_for_transformers(run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    main([f"run={run}", f"export={tmp_path / 'gpt2'}"])
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2").eval()
+    tokens = torch.arange(16)[None]
+    torch.testing.assert_close(theirs(tokens).logits, fresh(5).eval()(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():
+    given = ["run=x y", "prompt= a=[1, 2]: ", "tokens=7", "temperature=0", "top_k=null", "checkpoint=newest"]
+    assert parse(given) == SampleConfig(
+        run="x y", prompt=" a=[1, 2]: ", tokens=7, temperature=0.0, top_k=None, checkpoint=Which.newest
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "run=<folder> is missing"),
+        (["run=x", "tokns=3"], "tokns=3 is not an argument; did you mean tokens?"),
+        (["run=x", "hello"], "hello is not an argument"),
+        (["run=x", "tokens=many"], "tokens=many is not possible: .*many"),
+        (["run=x", "checkpoint=last"], "checkpoint=last is not possible: .*best, newest"),
+        (["run=/no/where"], "run=/no/where is not a run folder"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused_in_one_sentence(arguments, sentence):
+    with pytest.raises(ConfigError, match=sentence) as raised:
+        main(arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_failures_end_the_program_with_one_sentence(run):
+    script = Path(sample.__file__)
+    done = subprocess.run(
+        [sys.executable, script, f"run={run}", "top_k=0"], capture_output=True, text=True, cwd=script.parent
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: top_k=0 must be at least 1; null draws among all tokens."
+    assert "Traceback" not in done.stderr
