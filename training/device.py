@@ -1,0 +1,93 @@
+"""Where a run computes, in what precision, and beside which other ranks: each decided once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+
+from errors import UserError
+
+
+class DeviceError(UserError, ValueError):
+    """A device, precision or number of ranks that this machine does not have; the message says what to change."""
+
+
+class Precision(Enum):
+    """What the model computes in. Weights, moments and the loss are fp32 throughout."""
+
+    auto = "auto"  # bf16 on a GPU, fp32 on a CPU
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"  # with a scaled loss
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype; `auto` has none."""
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.value]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that `device=name` means here: auto, cpu, cuda or cuda:N. Raises DeviceError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdecimal())):
+        raise DeviceError(f"device={name} is not known; choose one of auto, cpu, cuda, cuda:0, cuda:1 and so on.")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise DeviceError(f"device={name} needs a CUDA GPU, and torch finds none here; use device=cpu.")
+    number = int(index) if index else World.from_environment().local_rank
+    if number >= count:
+        raise DeviceError(
+            f"device={name} is more than the {count} GPUs that torch finds here (cuda:0 to cuda:{count - 1})."
+        )
+    return torch.device("cuda", number)
+
+
+def resolve_precision(precision: Precision, device: torch.device) -> Precision:
+    """What `auto` means on `device`."""
+    if precision is not Precision.auto:
+        return precision
+    return Precision.bf16 if device.type == "cuda" else Precision.fp32
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of one run, as torchrun says it."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """From RANK, WORLD_SIZE and LOCAL_RANK; alone where they are not set."""
+        return cls(
+            *(
+                int(os.environ.get(name, default))
+                for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+            )
+        )
+
+
+@contextmanager
+def joined(world: World, device: torch.device) -> Iterator[None]:
+    """Let the ranks find each other for the length of the block; nothing to do for one alone."""
+    if world.size == 1:
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,141 @@
+"""The loop: updates, and between them what is logged, evaluated, compared and saved."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from errors import UserError
+from training.meters import StepMeter
+from training.optimizer import learning_rate
+from training.parity import ParityProbe
+from training.step import Batch, Trainer
+
+
+class OutOfMemory(UserError, RuntimeError):
+    """The run did not fit into memory; the message says what makes it smaller."""
+
+
+class Interruption:
+    """SIGINT and SIGTERM, kept until the step is finished; a second one acts as it would have without this.
+
+    number  of the signal that came, else None
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        self.__exit__()
+
+    def agreed(self, trainer: Trainer, asking: bool) -> bool:
+        """Whether to stop after this step. Several ranks have to stop after the same one: they ask each other, which
+        costs a synchronisation, at the steps where `asking`."""
+        if trainer.world.size > 1 and asking:
+            number = torch.tensor(self.number or 0, device=trainer.device)
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+            self.number = int(number) or None
+        return self.number is not None and (trainer.world.size == 1 or asking)
+
+
+def fit(
+    trainer: Trainer,
+    batches: Iterator[Batch],
+    windows: Sequence[Batch],
+    *,
+    meter: StepMeter,
+    probe: ParityProbe | None,
+    log: Callable[[int, dict[str, Any]], None],
+    save: Callable[[int, float | None], None],
+    interruption: Interruption,
+    start: int = 0,
+) -> int:
+    """Train from `start` updates to `training.steps`, or until `interruption`, and return the updates done.
+
+    batches  on the device, in the order of (step, micro-step) from (start, 0) on
+    windows  what the validation loss is measured on
+    log      called with n and metrics, n updates being done
+    save     called with n and, where it was measured after n updates, the validation loss
+
+    Raises NonFiniteError, with what was saved before as it was.
+    """
+    config = trainer.training
+    if start == 0 and config.eval_every:
+        log(0, {"val/loss": trainer.evaluate(windows)})
+    for step in range(start, config.steps):
+        n = step + 1  # updates done when this one is
+
+        def due(every: int, n: int = n) -> bool:
+            return every > 0 and (n % every == 0 or n == config.steps)
+
+        meter.step_start()
+        with meter.waiting_for_data():
+            micro_batches = [next(batches) for _ in range(trainer.micro_steps)]
+        metrics: dict[str, Any] = {}
+        if probe is not None and probe.due(step):
+            with meter.paused():
+                metrics = compare(probe, trainer, step, micro_batches[0])
+            meter.step_start()
+        loss, norm = trainer.update(step, micro_batches)
+        meter.step_end()
+
+        stopping = interruption.agreed(trainer, due(config.log_every))
+        if not (metrics or stopping or any(map(due, (config.log_every, config.eval_every, config.checkpoint_every)))):
+            continue
+        trainer.raise_failure()  # before these weights are measured or saved
+        lr = learning_rate(step, config.steps, trainer.peak_lr, trainer.schedule)
+        metrics |= {"train/loss": loss.item(), "optim/lr": lr, "optim/grad_norm": norm.item(), **meter.interval()}
+        with meter.paused():
+            if due(config.eval_every):
+                metrics["val/loss"] = trainer.evaluate(windows)
+            log(n, metrics)
+            if due(config.checkpoint_every) or (stopping and config.checkpoint_every):
+                save(n, metrics.get("val/loss"))
+        if stopping:
+            return n
+    return config.steps
+
+
+def compare(probe: ParityProbe, trainer: Trainer, step: int, batch: Batch) -> dict[str, Any]:
+    """What the parity probe measures on the step's first micro-batch, with the dropout masks it will train with."""
+    again = partial(trainer.keyed, step, 0)
+    return probe.measure(trainer.model, *batch, again(), again, trainer.scale.item())
+
+
+@contextmanager
+def explained_memory(trainer: Trainer) -> Iterator[None]:
+    """Turn running out of memory into OutOfMemory, with what would make this run smaller."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if (
+            isinstance(error, RuntimeError)
+            and "out of memory" not in str(error)
+            and "allocate memory" not in str(error)
+        ):
+            raise
+        model, training = trainer.model, trainer.training
+        raise OutOfMemory(
+            f"attention={model.attend.name} with seq_len={model.seq_len} and training.batch_size={training.batch_size} "
+            f"does not fit the memory of {trainer.device}; use an attention whose memory is linear in seq_len "
+            "(attention=tiled or sdpa), training.recompute=block, or a smaller training.batch_size with "
+            "training.batch_tokens to keep the tokens of a step."
+        ) from error

@@ -1,0 +1,146 @@
+"""AdamW and its learning rate: a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from errors import UserError
+
+
+class OptimizerError(UserError, ValueError):
+    """Hyperparameters that cannot train; the message says what to change."""
+
+
+@dataclass
+class OptimizerConfig:
+    """What a user chooses under `optimizer.*`.
+
+    name          adamw
+    lr            the peak of the schedule
+    weight_decay  per step, times the learning rate, of matrices and embeddings only
+    betas         decay of the running means of the gradient and of its square
+    eps           added to the root of the second
+    clip          largest norm of the gradient over all parameters; 0: any
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    clip: float = 1.0
+
+
+@dataclass
+class ScheduleConfig:
+    """What a user chooses under `schedule.*`.
+
+    name            cosine, wsd (warmup-stable-decay) or constant
+    warmup_steps    steps of linear growth from (almost) zero
+    min_lr_ratio    what is left of the learning rate at the end, as a part of its peak (cosine, wsd)
+    decay_fraction  part of all steps that the final decay takes (wsd)
+    """
+
+    name: str = "cosine"
+    warmup_steps: int = 100
+    min_lr_ratio: float = 0.1
+    decay_fraction: float = 0.2
+
+
+def cosine(step: int, steps: int, config: ScheduleConfig) -> float:
+    """Half a cosine from 1 down to min_lr_ratio: Loshchilov and Hutter 2017, "SGDR", eq. 5, without restarts."""
+    progress = (step - config.warmup_steps) / max(steps - config.warmup_steps, 1)
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def wsd(step: int, steps: int, config: ScheduleConfig) -> float:
+    """1, then down over the last steps as 1 - sqrt: Hägele et al. 2024, "Scaling Laws ... Beyond Fixed Training"."""
+    decay_steps = config.decay_fraction * steps
+    progress = max(step - (steps - decay_steps), 0) / max(decay_steps, 1)
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 - math.sqrt(progress))
+
+
+def constant(step: int, steps: int, config: ScheduleConfig) -> float:
+    """1."""
+    return 1.0
+
+
+SCHEDULES: dict[str, Callable[[int, int, ScheduleConfig], float]] = {f.__name__: f for f in (cosine, wsd, constant)}
+
+
+def learning_rate(step: int, steps: int, peak: float, config: ScheduleConfig) -> float:
+    """The learning rate of the update after `step` of `steps` updates: linear warm-up, then the schedule."""
+    warmup = min(1.0, (step + 1) / (config.warmup_steps + 1))
+    return peak * (warmup if warmup < 1 else SCHEDULES[config.name](step, steps, config))
+
+
+def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019) that decays matrices and embeddings, not biases and norms.
+
+    The learning rate is a tensor on the parameters' device, to be filled before each step, so that neither a
+    compiled nor a captured step has to be made anew for it.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    lr = torch.tensor(config.lr, device=parameters[0].device)
+    beta1, beta2 = config.betas
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.AdamW]] = {"adamw": build_adamw}
+
+
+def gradient_norm(optimizer: torch.optim.AdamW) -> Tensor:
+    """Euclidean norm of all gradients together, 0-dim fp32."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients).float()
+
+
+def update_parameters(optimizer: torch.optim.AdamW, lr: float, divisor: Tensor, skip: Tensor) -> None:
+    """One update from gradients / divisor or, where `skip`, none: decided on the device, the host waits for nothing.
+
+    divisor  0-dim: scaling and clipping in one
+    skip     0-dim bool: leave weights, moments and their step count as they are
+    """
+    for group in optimizer.param_groups:
+        group["lr"].fill_(lr)
+    # The fused kernel divides by `grad_scale` as it reads the gradients, and returns at once where `found_inf` is 1:
+    # clipping and stopping cost no pass of their own.
+    optimizer.grad_scale, optimizer.found_inf = divisor, skip.float()  # type: ignore[attr-defined]
+    optimizer.step()
+
+
+def check_optimizer(config: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> None:
+    """Raise OptimizerError for a value that cannot train."""
+    if config.name not in OPTIMIZERS:
+        raise OptimizerError(f"optimizer.name={config.name} is not known; choose one of {', '.join(OPTIMIZERS)}.")
+    if schedule.name not in SCHEDULES:
+        raise OptimizerError(f"schedule.name={schedule.name} is not known; choose one of {', '.join(SCHEDULES)}.")
+    if not (len(config.betas) == 2 and all(0 <= beta < 1 for beta in config.betas)):
+        raise OptimizerError(f"optimizer.betas={list(config.betas)} must be two numbers in [0, 1), such as [0.9,0.99].")
+    if not (config.eps > 0 and math.isfinite(config.lr) and config.lr > 0):
+        raise OptimizerError(
+            f"optimizer.lr={config.lr} and optimizer.eps={config.eps} must be above 0 and finite, such as "
+            "optimizer.lr=1e-3 and optimizer.eps=1e-8."
+        )
+    if not (config.weight_decay >= 0 and config.clip >= 0):
+        raise OptimizerError(
+            f"optimizer.weight_decay={config.weight_decay} and optimizer.clip={config.clip} must not be negative; "
+            "0 turns either off."
+        )
+    if not 0 <= schedule.warmup_steps <= steps:
+        raise OptimizerError(
+            f"schedule.warmup_steps={schedule.warmup_steps} must lie between 0 and training.steps={steps}; "
+            f"use schedule.warmup_steps={steps // 10}."
+        )
+    for name in ("min_lr_ratio", "decay_fraction"):
+        if not 0 <= getattr(schedule, name) <= 1:
+            raise OptimizerError(f"schedule.{name}={getattr(schedule, name)} must lie between 0 and 1.")

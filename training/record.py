@@ -1,0 +1,158 @@
+"""What is kept of a run while it lasts: its lines, its checkpoints and, on the way out, how it ended."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from attention import AttentionShape
+from errors import UserError
+from training.attention_memory import attention_peak
+from training.break_it import measure as measure_ablation
+from training.checkpoint import save_checkpoint
+from training.loop import Interruption, OutOfMemory
+from training.meters import GIB, StepMeter
+from training.metrics import read_metrics
+from training.parity import summarise
+from training.step import Trainer
+from training.summary import environment
+from training.tracking import Tracker, TrackingConfig
+
+
+class Bystander:
+    """The record of a rank that leaves recording to the first one, and what any record can do."""
+
+    def print(self, text: str) -> None:
+        """A line for the user."""
+
+    def log(self, n: int, metrics: dict[str, Any]) -> None:
+        """Metrics after n updates."""
+
+    def save(self, n: int, val_loss: float | None) -> None:
+        """A checkpoint after n updates, with the validation loss of exactly these weights where it was measured."""
+
+    def __enter__(self) -> Bystander:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """The run is over, by `error` or in peace."""
+
+
+class Record(Bystander):
+    """Keeps a run folder, and writes its summary.json when the `with` block is left, whatever it is left by."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tracking: TrackingConfig,
+        trainer: Trainer,
+        meter: StepMeter,
+        interruption: Interruption,
+        *,
+        config: dict[str, Any],
+        overrides: list[str],
+        shape: AttentionShape,
+        identity: str,
+        start: int,
+        again: bool,
+    ) -> None:
+        """
+        config     the run's, as plain values
+        overrides  of the command line
+        shape      what the model asks of its attention
+        identity   of the prepared tokens
+        start      updates done already
+        again      whether the folder is this run's own: lines logged beyond `start` are then made anew
+        """
+        self.folder, self.trainer, self.meter, self.interruption = folder, trainer, meter, interruption
+        self.config, self.overrides, self.shape, self.identity = config, overrides, shape, identity
+        self.environment = environment(trainer.device, trainer.world.size)
+        if again and start == 0:
+            (folder / "metrics.jsonl").unlink(missing_ok=True)
+        self.tracker = Tracker(
+            folder,
+            tracking,
+            run_config=config,
+            steps=trainer.training.steps,
+            resume_step=start or None,
+            environment=self.environment,
+        )
+        self.step, self.started = start, datetime.now(UTC)
+        lines = read_metrics(folder / "metrics.jsonl")
+        before = lines[-1]["throughput/elapsed_s"] if lines else 0.0  # what the run took until it was resumed
+        self.clock_zero = time.monotonic() - before
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that the run has taken, those before it was resumed included."""
+        return time.monotonic() - self.clock_zero
+
+    def print(self, text: str) -> None:
+        self.tracker.print(text)
+
+    def log(self, n: int, metrics: dict[str, Any]) -> None:
+        self.step = n
+        self.tracker.log(n, metrics | {"throughput/elapsed_s": self.elapsed})
+
+    def save(self, n: int, val_loss: float | None) -> None:
+        metadata = {"val_loss": val_loss, "config": self.config, "data": self.identity}
+        keep_last = self.trainer.training.keep_last
+        save_checkpoint(self.folder / "checkpoints", self.trainer.state(), n, keep_last=keep_last, metadata=metadata)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, OutOfMemory):
+            status = "out_of_memory"
+        elif isinstance(error, KeyboardInterrupt) or (error is None and self.interruption.number):
+            status = "interrupted"
+        else:
+            status = "completed" if error is None else "failed"
+        sentence = None if error is None else str(error) if isinstance(error, UserError) else repr(error)
+        with self.tracker:
+            self.tracker.finish(self.summary(status, sentence))
+
+    def summary(self, status: str, message: str | None) -> dict[str, Any]:
+        """summary.json; the losses are those of all lines, also of those before a resume."""
+        trainer, lines = self.trainer, read_metrics(self.folder / "metrics.jsonl")
+        evaluated = [(float(line["val/loss"]), line["step"]) for line in lines if "val/loss" in line]
+        best_val_loss, best_val_step = min((e for e in evaluated if math.isfinite(e[0])), default=(None, None))
+        memory_source, peak = self._memory(finished=status in ("completed", "interrupted"))
+        return {
+            "status": status,
+            "message": message,
+            "attention": trainer.model.attend.name,
+            "config": self.config,
+            "overrides": self.overrides,
+            "step": self.step,
+            "steps": trainer.training.steps,
+            "train_loss": next((line["train/loss"] for line in reversed(lines) if "train/loss" in line), None),
+            "val_loss": evaluated[-1][0] if evaluated else None,
+            "best_val_loss": best_val_loss,
+            "best_val_step": best_val_step,
+            "median": self.meter.medians(),
+            "peak": peak,
+            "memory_source": memory_source,
+            "parity": summarise(lines),
+            "ablation": measure_ablation(trainer.model.attend.config),
+            "wall_time_s": self.elapsed,
+            "tokens": self.step * self.meter.tokens_per_step,
+            "parameters": trainer.model.num_parameters(),
+            "precision": trainer.training.precision.value,
+            **self.environment,
+            "started": self.started.isoformat(timespec="seconds"),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+
+    def _memory(self, finished: bool) -> tuple[str | None, dict[str, float]]:
+        """Where the peak was measured, and the peak. A process on a CPU has none to ask for, so there the attention's
+        own allocations are counted."""
+        if self.shape.device.type != "cpu":
+            return "cuda", self.meter.peaks()
+        if not finished:
+            return None, {}
+        model = self.trainer.model
+        measured = attention_peak(model.attend, self.shape, self.trainer.training.batch_size, model.seq_len)
+        return "attention", {"memory/peak_allocated_gib": measured / GIB}

@@ -1,0 +1,234 @@
+"""A training step as a pure function of its number.
+
+Everything random in a step comes from counters: the batch from (seed, step), attention's dropout masks from
+(seed, step, layer, sequence), every other draw from a generator seeded afresh from (seed, step, micro-step, rank).
+Weights, moments and a step number are therefore all there is to a checkpoint.
+
+Nothing in a step waits for the device: losses stay there until a step is logged, and the decision to leave the
+weights alone when a loss or gradient is not finite is taken there too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from attention import DropoutKey
+from errors import UserError
+from model.gpt import GPT, Recompute
+from model.loss import LossKind
+from training.device import Precision, World
+from training.optimizer import (
+    OPTIMIZERS,
+    OptimizerConfig,
+    ScheduleConfig,
+    gradient_norm,
+    learning_rate,
+    update_parameters,
+)
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) int64 each
+
+# fp16's loss scale: halved by an overflow, doubled after so many steps without one.
+FIRST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2000
+
+
+class TrainingError(UserError, ValueError):
+    """Settings that cannot train; the message says what to change."""
+
+
+class NonFiniteError(UserError, RuntimeError):
+    """A loss or gradient that became inf or NaN; the weights are those of the step before."""
+
+
+@dataclass
+class TrainingConfig:
+    """What a user chooses under `training.*`.
+
+    steps             updates of the weights
+    batch_size        sequences that one rank takes at once: a micro-batch
+    batch_tokens      tokens of one step over all ranks, gathered from micro-batches; None: one micro-batch a rank
+    precision         of the model's computations
+    compile           torch.compile the model
+    recompute         what the backward pass computes again: less memory, more time
+    loss              how the loss over the vocabulary is computed
+    log_every         steps between two lines of metrics.jsonl
+    eval_every        steps between two evaluations, the first before training, the last after it; 0: none
+    eval_batches      micro-batches of one evaluation
+    checkpoint_every  steps between two checkpoints, the last after training; 0: none
+    keep_last         checkpoints that are kept, besides the best
+    sample_tokens     tokens of text to print after training; 0: none
+    """
+
+    steps: int = 2000
+    batch_size: int = 12
+    batch_tokens: int | None = None
+    precision: Precision = Precision.auto
+    compile: bool = False
+    recompute: Recompute = Recompute.none
+    loss: LossKind = LossKind.auto
+    log_every: int = 10
+    eval_every: int = 200
+    eval_batches: int = 20
+    checkpoint_every: int = 500
+    keep_last: int = 2
+    sample_tokens: int = 200
+
+    def micro_steps(self, seq_len: int, world_size: int) -> int:
+        """Micro-batches of one step on each rank."""
+        tokens = self.batch_size * seq_len * world_size
+        return 1 if self.batch_tokens is None else self.batch_tokens // tokens
+
+
+def check_training(config: TrainingConfig, seq_len: int, world: World) -> None:
+    """Raise TrainingError for a value that cannot train."""
+    lowest = {"steps": 1, "batch_size": 1, "log_every": 1, "eval_every": 0, "eval_batches": 1}
+    lowest |= {"checkpoint_every": 0, "keep_last": 1, "sample_tokens": 0}
+    for name, least in lowest.items():
+        if getattr(config, name) < least:
+            raise TrainingError(f"training.{name}={getattr(config, name)} must be at least {least}.")
+    micro_batch = config.batch_size * seq_len * world.size
+    if config.batch_tokens is not None and (config.batch_tokens < 1 or config.batch_tokens % micro_batch):
+        nearest = max(1, round(config.batch_tokens / micro_batch)) * micro_batch
+        ranks = f" * {world.size} ranks" if world.size > 1 else ""
+        raise TrainingError(
+            f"training.batch_tokens={config.batch_tokens} is not a multiple of the {micro_batch} tokens of a "
+            f"micro-batch (training.batch_size={config.batch_size} * seq_len={seq_len}{ranks}); "
+            f"use training.batch_tokens={nearest}."
+        )
+
+
+def reseed(seed: int, step: int, micro_step: int, rank: int) -> None:
+    """Seed torch's default generators, on every device, for one micro-step: what residual dropout draws from."""
+    torch.manual_seed(int(np.random.SeedSequence((seed, step, micro_step, rank)).generate_state(1, np.uint64)[0]))
+
+
+class Trainer:
+    """A model, its optimizer, and the two things done with them: `update` and `evaluate`."""
+
+    def __init__(
+        self,
+        model: GPT,
+        optimizer: OptimizerConfig,
+        schedule: ScheduleConfig,
+        training: TrainingConfig,
+        seed: int,
+        device: torch.device,
+        world: World,
+    ) -> None:
+        """Move `model` to `device`. `training.precision` is resolved, not auto."""
+        self.training, self.schedule, self.peak_lr, self.clip = training, schedule, optimizer.lr, optimizer.clip
+        self.seed, self.device, self.world = seed, device, world
+        self.micro_steps = training.micro_steps(model.seq_len, world.size)
+        self.dtype = training.precision.dtype
+        self.model = model.to(device)
+        self.optimizer = OPTIMIZERS[optimizer.name](self.model, optimizer)
+        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True) if world.size > 1 else None
+        self.network: Callable[..., Tensor] = self.ddp or self.model
+        if training.compile:
+            self.network = torch.compile(self.network)
+
+        # The loss is multiplied by `scale`, which only fp16 moves away from 1; `quiet_steps` counts since it moved.
+        self.scale = torch.tensor(FIRST_SCALE if self.dtype is torch.float16 else 1.0, device=device)
+        self.quiet_steps = torch.zeros((), dtype=torch.int64, device=device)
+        # Step, loss and gradient norm of the first update that was not finite; step -1: none.
+        self.failure = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64, device=device)
+        # Device tensors, so that a new step neither recompiles the model nor makes it wait.
+        self.step, self.first_sequence = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        self.key = DropoutKey(torch.tensor(seed, device=device), self.step, 0, self.first_sequence)
+
+    def keyed(self, step: int, micro_step: int) -> DropoutKey:
+        """Seed residual dropout for a micro-step, and return the key of its attention dropout, valid until the next."""
+        reseed(self.seed, step, micro_step, self.world.rank)
+        self.step.fill_(step)
+        self.first_sequence.fill_((micro_step * self.world.size + self.world.rank) * self.training.batch_size)
+        return self.key
+
+    def update(self, step: int, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """The update after `step` updates, from its micro-batches on the device.
+
+        Returns the mean loss over all ranks and the gradient's norm before clipping, on the device. Where one of
+        them is not finite, this update and every later one leaves weights and moments alone; see `raise_failure`.
+        """
+        loss = torch.zeros((), device=self.device)
+        for micro_step, (inputs, targets) in enumerate(batches):
+            key = self.keyed(step, micro_step)
+            with self._accumulating(last=micro_step == len(batches) - 1):
+                with self.autocast():
+                    micro_loss = self.network(inputs, targets, dropout_key=key) / len(batches)
+                (micro_loss * self.scale).backward()
+            loss += micro_loss.detach()
+        if self.world.size > 1:
+            dist.all_reduce(loss.div_(self.world.size))
+
+        norm = gradient_norm(self.optimizer) / self.scale
+        overflow = ~norm.isfinite()
+        # An overflow in fp16 is not a failure as long as a smaller scale can avoid it.
+        failed = ~loss.isfinite() | (overflow & (self.scale <= 1))
+        now = torch.stack([torch.full_like(loss, step).double(), loss.double(), norm.double()])
+        self.failure.copy_(torch.where(failed & (self.failure[0] < 0), now, self.failure))
+        divisor = self.scale * (norm / self.clip).clamp(min=1) if self.clip else self.scale
+        lr = learning_rate(step, self.training.steps, self.peak_lr, self.schedule)
+        update_parameters(self.optimizer, lr, divisor, skip=overflow | (self.failure[0] >= 0))
+        self.optimizer.zero_grad()
+        if self.dtype is torch.float16:
+            self._move_scale(overflow)
+        return loss, norm
+
+    def raise_failure(self) -> None:
+        """Raise NonFiniteError, which names the step, if an update was not finite. Waits for the device."""
+        step, loss, norm = self.failure.tolist()
+        if step >= 0:
+            raise NonFiniteError(
+                f"Step {step + 1:.0f} was not finite (loss {loss:.4g}, gradient norm {norm:.4g}) and was not taken; "
+                "resume from the last checkpoint with a lower optimizer.lr, or start with more schedule.warmup_steps."
+            )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Mean loss over `batches`, which the ranks share out, without dropout."""
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for inputs, targets in batches[self.world.rank :: self.world.size]:
+            with self.autocast():
+                total += self.network(inputs.to(self.device), targets.to(self.device))
+        self.model.train()
+        if self.world.size > 1:
+            dist.all_reduce(total)
+        return total.item() / len(batches)
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint holds besides the step."""
+        return {
+            "model": self.model.state_dict(),
+            "moments": self.optimizer.state_dict()["state"],
+            "scale": self.scale,
+            "quiet_steps": self.quiet_steps,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned. Hyperparameters stay those of this run's configuration."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state["moments"]})
+        self.scale.copy_(state["scale"])
+        self.quiet_steps.copy_(state["quiet_steps"])
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
+
+    def _accumulating(self, last: bool) -> contextlib.AbstractContextManager:
+        """Between ranks, gradients are exchanged once a step: with its last micro-batch."""
+        return contextlib.nullcontext() if last or self.ddp is None else self.ddp.no_sync()
+
+    def _move_scale(self, overflow: Tensor) -> None:
+        self.quiet_steps.copy_(torch.where(overflow, 0, (self.quiet_steps + 1) % STEPS_TO_DOUBLE))
+        grow = ~overflow & (self.quiet_steps == 0)
+        self.scale.mul_(torch.where(overflow, 0.5, torch.where(grow, 2.0, 1.0)))
