@@ -7,7 +7,6 @@ wrote its summary is data too. What had to be read around is kept as a note, one
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,13 +144,14 @@ def _read_metrics(path: Path, name: str, notes: list[str]) -> tuple[dict[str, Se
         except (ValueError, TypeError, KeyError):
             damaged += [n] if line.strip() else []
             continue
-        for metric, value in record.items():
-            # A run that was resumed logs some steps again: the later line is the one its weights came from.
-            # JSON has no NaN: a null is a value that was not finite.
-            if metric != "step" and (value is None or isinstance(value, int | float)):
-                values.setdefault(metric, {})[step] = math.nan if value is None else float(value)
-            elif isinstance(value, str):
-                texts.setdefault(metric, {})[step] = value
+        # A run that was resumed logs some steps again: the later line is the one its weights came from.
+        for metric, logged in record.items():
+            if metric == "step":
+                continue
+            if (value := _float(logged)) is not None:
+                values.setdefault(metric, {})[step] = value
+            elif isinstance(logged, str):
+                texts.setdefault(metric, {})[step] = logged
     if damaged == [len(lines) - 1]:
         notes.append(f"{name}: the last line of metrics.jsonl is cut off and was left out.")
     elif damaged:
@@ -164,6 +164,13 @@ def _read_metrics(path: Path, name: str, notes: list[str]) -> tuple[dict[str, Se
         metric: Series(np.array([s for s, _ in points], np.int64), np.array([v for _, v in points]))
         for metric, points in series.items()
     }, texts
+
+
+def _float(value: Any) -> float | None:
+    """A number, also one that strict JSON spells as a word: nan, inf, -inf."""
+    if isinstance(value, int | float) or value in ("nan", "inf", "-inf"):
+        return float(value)
+    return None
 
 
 def label_runs(runs: Iterable[Run]) -> list[Run]:

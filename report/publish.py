@@ -1,0 +1,77 @@
+"""The report in Weights & Biases: a summary run in the group of the runs, with the figures and the tables.
+
+W&B works in a process of its own with a time limit: whatever becomes of it, the report on disk is complete.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from report.record import Run
+
+MODES = ("online", "offline", "disabled")
+SECONDS = 90
+
+
+def mode_of(runs: Sequence[Run]) -> str:
+    """What most of the runs had as tracking.mode; offline where none recorded it."""
+    modes = Counter(str(run.option("tracking.mode", "disabled")) for run in runs)
+    mode = modes.most_common(1)[0][0] if modes else "disabled"
+    return mode if mode in MODES else "disabled"
+
+
+def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
+    """Log the report in `out` to W&B; a sentence on what became of it, never an exception.
+
+    The run joins the group that the runs share, so that their workspace shows the comparison.
+    """
+    groups = Counter(str(group) for run in runs if (group := run.option("tracking.group")))
+    request = {
+        "out": str(out.resolve()),
+        "mode": mode,
+        "project": str(runs[0].option("tracking.project", "gpt-attention")),
+        "group": groups.most_common(1)[0][0] if groups else None,
+    }
+    command = [sys.executable, "-m", "report.publish", json.dumps(request)]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return f"W&B did not answer within {SECONDS} s; the report on disk is complete."
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return f"W&B could not take the report ({reason}); the report on disk is complete."
+    return f"W&B: {done.stdout.strip().splitlines()[-1]}"
+
+
+def main(out: Path, mode: Any, project: str, group: str | None) -> None:
+    """Log what `write_report` wrote into `out`."""
+    import wandb
+
+    settings = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=30)
+    run = wandb.init(
+        project=project, group=group, job_type="report", name="report", mode=mode, dir=str(out), settings=settings
+    )
+    for figure in sorted((out / "figures").glob("*.png")):
+        if not figure.stem.endswith("-dark"):
+            run.log({f"report/{figure.stem}": wandb.Image(str(figure))}, step=0)
+    with (out / "runs.csv").open(encoding="utf-8", newline="") as file:
+        head, *rows = csv.reader(file)
+    run.log({"report/runs": wandb.Table(columns=list(head), data=rows)}, step=0)
+    run.log({"report/page": wandb.Html(str(out / "index.html"))}, step=0)
+    location = run.url or str(Path(run.dir).parent)
+    run.finish()
+    print(location)
+
+
+if __name__ == "__main__":
+    request = json.loads(sys.argv[1])
+    main(Path(request.pop("out")), **request)

@@ -1,0 +1,147 @@
+"""What changes with the sequence length: memory and its prediction, the crossover with the reference, the wall."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from report.groups import Family
+from report.record import Run
+
+GIB = 2**30
+# fp32 weights, their gradients, and AdamW's two moments.
+STATIC_BYTES_PER_PARAMETER = 16
+
+
+@dataclass(frozen=True)
+class Point:
+    """One implementation at one length: medians over its seeds, None where not measured."""
+
+    label: str
+    seq_len: int
+    sequences: int  # per micro-batch and rank
+    out_of_memory: bool
+    tokens_per_s: float | None
+    step_ms: float | None
+    mfu_full: float | None
+    mfu_causal: float | None
+    memory_gib: float | None
+    val_loss: float | None
+    tokens: float | None
+    n_runs: int
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Where an implementation overtakes the reference.
+
+    seq_len  interpolated between the measured lengths around it; None where there is none
+    first    the shortest measured length at which it is as fast or faster; None where it never is
+    speedup  over the reference at the longest length that both were measured at
+    longest  that length
+    """
+
+    label: str
+    seq_len: float | None
+    first: int | None
+    speedup: float
+    longest: int
+
+
+def points(family: Family) -> dict[str, list[Point]]:
+    """The measurements of each label by rising length."""
+    table: dict[str, list[Point]] = {label: [] for label in family.labels()}
+    for group in family.groups:
+        for label in group.labels():
+            runs = list(group.of(label).values())
+            table[label].append(_point(label, group.seq_len, runs))
+    return table
+
+
+def _point(label: str, seq_len: int, runs: Sequence[Run]) -> Point:
+    done = [run for run in runs if not run.out_of_memory]
+
+    def middle(values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if known else None
+
+    return Point(
+        label=label,
+        seq_len=seq_len,
+        sequences=int(runs[0].option("training.batch_size", 1)),
+        out_of_memory=not done,
+        tokens_per_s=middle([run.median("throughput/tokens_per_s") for run in done]),
+        step_ms=middle([run.median("throughput/step_ms") for run in done]),
+        mfu_full=middle([run.median("throughput/mfu_full") for run in done]),
+        mfu_causal=middle([run.median("throughput/mfu_causal") for run in done]),
+        memory_gib=middle([run.peak() for run in done]),
+        val_loss=middle([run.final("val/loss") for run in done]),
+        tokens=middle([run.tokens() for run in done]),
+        n_runs=len(runs),
+    )
+
+
+def quadratic(run: Run) -> bool:
+    """Whether the implementation keeps all scores: naive, and SDPA's math backend."""
+    return run.attention == "naive" or (run.attention == "sdpa" and run.option("attention.backend") == "math")
+
+
+def predicted_memory(family: Family, label: str) -> list[tuple[int, float]]:
+    """(seq_len, GiB) at every length of the family, from the shortest ones measured.
+
+    Peak memory is taken to be constant + a * tokens + b * scores, tokens = B T and scores = B T^2: the constant is
+    16 bytes a parameter, a and b follow from the two shortest lengths, and b is 0 for tiles, where one length is
+    enough. Empty where there are not enough. Where the attention alone was measured, the constant is 0.
+    """
+    measured = [point for point in points(family)[label] if point.memory_gib is not None]
+    run = next(run for run in family.runs if run.label == label)
+    needed = 2 if quadratic(run) else 1
+    if len(measured) <= needed:
+        return []
+    static = 0.0
+    if run.summary.get("memory_source") != "attention":
+        static = STATIC_BYTES_PER_PARAMETER * float(run.summary.get("parameters") or 0) / GIB
+    first, second = measured[0], measured[1]
+    tokens, second_tokens = (point.sequences * point.seq_len for point in (first, second))
+    known, second_known = (max(0.0, (point.memory_gib or 0.0) - static) for point in (first, second))
+    if needed == 2:
+        # known = a tokens + b tokens T at both lengths, neither a nor b negative.
+        per_token, second_per_token = known / tokens, second_known / second_tokens
+        b = max(0.0, (second_per_token - per_token) / (second.seq_len - first.seq_len))
+        b = min(b, per_token / first.seq_len)
+        a = second_per_token - b * second.seq_len
+    else:
+        a, b = known / tokens, 0.0
+    shapes = {group.seq_len: int(group.runs[0].option("training.batch_size", 1)) for group in family.groups}
+    return [(T, static + B * T * (a + b * T)) for T, B in sorted(shapes.items())]
+
+
+def crossovers(family: Family, reference: str = "naive") -> list[Crossover]:
+    """Where each implementation overtakes `reference` in step time; those that share no length with it are left out."""
+    times = {
+        label: {point.seq_len: point.step_ms for point in found if point.step_ms}
+        for label, found in points(family).items()
+    }
+    theirs = times.get(reference, {})
+    found = []
+    for label, ours in times.items():
+        shared = sorted(ours.keys() & theirs.keys())
+        if label == reference or not shared:
+            continue
+        gains = [math.log(theirs[T] / ours[T]) for T in shared]
+        at = None
+        for (T0, g0), (T1, g1) in zip(
+            zip(shared, gains, strict=True), zip(shared[1:], gains[1:], strict=True), strict=False
+        ):
+            if g0 < 0 <= g1:  # straight lines in the logarithms of time and length
+                at = math.exp(math.log(T0) + (math.log(T1) - math.log(T0)) * -g0 / (g1 - g0))
+        first = next((T for T, gain in zip(shared, gains, strict=True) if gain >= 0), None)
+        found.append(Crossover(label, at, first, math.exp(gains[-1]), shared[-1]))
+    return found
+
+
+def longest_that_fits(found: Sequence[Point]) -> int | None:
+    """The longest length that was trained without running out of memory."""
+    return max((point.seq_len for point in found if not point.out_of_memory and point.n_runs), default=None)

@@ -1,0 +1,325 @@
+"""The numbers of the report as tables of words, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from report.draw import power_of_ten, short_length
+from report.evidence import MARGIN
+from report.groups import Family, flatten
+from report.parity import Judgement, Outcome
+from report.record import Run, number
+from report.scaling import crossovers, longest_that_fits, points, predicted_memory
+
+DASH = "-"
+WORDS = {Outcome.holds: "holds", Outcome.broken: "broken", Outcome.open: "open"}
+STATUS = {"out_of_memory": "out of memory"}
+_NOT_IN_TABLES = ("seed", "attention.name", "tracking", "parity", "hydra", "resume", "device")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of words under columns; `numeric` columns are aligned right."""
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: frozenset[int]
+    caption: str = ""
+
+
+def table(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
+    """A table whose columns of numbers are found by looking."""
+    numeric = {
+        n
+        for n in range(len(columns))
+        if any(any(c.isdigit() for c in row[n]) for row in rows) and all(row[n][:1] in "0123456789-" for row in rows)
+    }
+    return Table(name, title, tuple(columns), tuple(tuple(row) for row in rows), frozenset(numeric), caption)
+
+
+def judgement_table(judgements: Sequence[Judgement], reference: str) -> Table:
+    """What each measurement says of each implementation."""
+    several = len({j.group.seq_len for j in judgements}) > 1
+    rows = []
+    for j in judgements:
+        curve, final = j.curve, j.final
+        rows.append(
+            [
+                j.label,
+                *([short_length(j.group.seq_len)] if several else []),
+                WORDS[j.outcome],
+                f"{times(j.probe.ratio)} ({j.probe.checks} checks)" if j.probe else "not probed",
+                f"{curve.ratio:.2g}" if curve and curve.ratio is not None else "no band",
+                f"{size(final.difference)} of {size(final.allowed)}" if final else DASH,
+                ", ".join(str(seed) for seed in j.seeds) or "none shared",
+            ]
+        )
+    columns = [
+        "implementation",
+        *(["seq_len"] if several else []),
+        "parity",
+        f"same weights (≤ {MARGIN:g})",
+        "curve (< 1)",
+        "final loss, of allowed",
+        "seeds",
+    ]
+    caption = (
+        f"Same weights: the worst difference of logits or gradients to {reference}, in units of {reference}'s own "
+        f"rounding. Curve: the largest distance to {reference} of the same seed, as a share of the distance between "
+        f"{reference}'s seeds. Final loss: the largest difference, and what rounding explains."
+    )
+    return table("parity", "Verdict by implementation", columns, rows, caption)
+
+
+def run_table(runs: Sequence[Run]) -> Table:
+    """Every run with the settings in which it differs."""
+    differing = differing_options(runs)
+    rows = [
+        [
+            run.name,
+            run.label,
+            str(run.seed),
+            *(show(flatten(run.config).get(name, DASH)) for name in differing),
+            STATUS.get(run.status, run.status) + (f" at step {run.step:,}" if run.status != "completed" else ""),
+            loss(run.final("train/loss")),
+            loss(run.final("val/loss")),
+            loss(run.best_val_loss()),
+            count(run.median("throughput/tokens_per_s")),
+            gib(run.peak()),
+            duration(number(run.summary.get("wall_time_s"))),
+        ]
+        for run in runs
+    ]
+    columns = ["run", "implementation", "seed", *differing, "status", "train loss", "val loss", "best val loss"]
+    return table("runs", "All runs", [*columns, "tokens/s", "peak GiB", "wall time"], rows)
+
+
+def differing_options(runs: Sequence[Run]) -> list[str]:
+    """The settings, by dotted name, that not all runs share."""
+    flat = [flatten(run.config) for run in runs if run.config]
+    names = sorted({name for config in flat for name in config})
+    return [
+        name
+        for name in names
+        if len({repr(config.get(name)) for config in flat}) > 1
+        and not any(name == skipped or name.startswith(f"{skipped}.") for skipped in _NOT_IN_TABLES)
+    ]
+
+
+def wall_table(family: Family) -> Table | None:
+    """The longest length that fits, the first that does not, and what was predicted for it."""
+    found = points(family)
+    if not any(point.out_of_memory for label in found for point in found[label]):
+        return None
+    rows = []
+    for label, measured in found.items():
+        failed = [point.seq_len for point in measured if point.out_of_memory]
+        predicted = dict(predicted_memory(family, label))
+        longest = longest_that_fits(measured)
+        at = next((point for point in measured if point.seq_len == longest), None)
+        rows.append(
+            [
+                label,
+                f"{longest:,}" if longest else DASH,
+                gib(at.memory_gib) if at else DASH,
+                f"{min(failed):,}" if failed else DASH,
+                gib(predicted.get(min(failed))) if failed else DASH,
+            ]
+        )
+    columns = ["implementation", "longest that fits", "its peak GiB", "out of memory at", "GiB predicted there"]
+    return table("memory_wall", "The memory wall", columns, rows)
+
+
+def crossover_table(family: Family, reference: str) -> Table | None:
+    """Where each implementation overtakes the reference."""
+    rows = []
+    for crossing in crossovers(family, reference):
+        if crossing.seq_len:
+            where = f"about {crossing.seq_len:,.0f}"
+        elif crossing.first:
+            where = f"at {crossing.first:,} or below"
+        else:
+            where = "not up to " + f"{crossing.longest:,}"
+        rows.append([crossing.label, where, f"{crossing.speedup:.2f} times at {crossing.longest:,}"])
+    columns = ["implementation", f"overtakes {reference}", f"as fast as {reference}"]
+    return table("crossover", f"Where each overtakes {reference}", columns, rows) if rows else None
+
+
+def block_table(family: Family, reference: str) -> Table | None:
+    """Tile sizes of one implementation beside each other."""
+    labels = [label for label in family.labels() if any(word.replace("x", "").isdigit() for word in label.split()[1:])]
+    rows = []
+    for group in family.groups:
+        references = group.of(reference)
+        for label in [label for label in group.labels() if label in labels]:
+            runs = group.of(label)
+            apart = [
+                abs(a - b)
+                for seed, run in runs.items()
+                if seed in references
+                and (a := run.final("train/loss")) is not None
+                and (b := references[seed].final("train/loss")) is not None
+            ]
+            point = next(point for point in points(family)[label] if point.seq_len == group.seq_len)
+            rows.append(
+                [
+                    label,
+                    short_length(group.seq_len),
+                    loss(point.val_loss),
+                    size(max(apart)) if apart else DASH,
+                    milliseconds(point.step_ms),
+                    count(point.tokens_per_s),
+                    gib(point.memory_gib),
+                ]
+            )
+    columns = ["tiles", "seq_len", "val loss", f"train loss, from {reference}'s", "step", "tokens/s", "peak GiB"]
+    return table("block_size", "Tile sizes", columns, rows) if len(rows) > 1 else None
+
+
+def context_table(family: Family) -> Table | None:
+    """Validation loss over context length."""
+    found = points(family)
+    trained = [point for label in found for point in found[label] if point.val_loss is not None]
+    if len({point.seq_len for point in trained}) < 2:
+        return None
+    trained.sort(key=lambda point: point.seq_len)
+    totals = [point.tokens for point in trained if point.tokens]
+    equal = bool(totals) and max(totals) <= 1.02 * min(totals)
+    rows = [
+        [point.label, f"{point.seq_len:,}", loss(point.val_loss), count(point.tokens), count(point.tokens_per_s)]
+        for point in trained
+    ]
+    caption = (
+        "All were trained on the same number of tokens."
+        if equal
+        else "They were trained on different numbers of tokens, so the losses do not compare contexts alone."
+    )
+    columns = ["implementation", "seq_len", "val loss", "tokens", "tokens/s"]
+    return table("context_length", "Validation loss over context length", columns, rows, caption)
+
+
+def ablation_table(runs: Sequence[Run], reference: str) -> Table | None:
+    """What breaks, where, by how much, and what training with it came to: from `ablation` in the summaries."""
+    intact = {run.seed: run.final("val/loss") for run in runs if run.label == reference}
+    rows = []
+    for run in runs:
+        for entry in run.summary.get("ablation") or ():
+            if not isinstance(entry, Mapping):
+                continue
+            tile, row = entry.get("first_bad_tile"), entry.get("first_bad_row")
+            final, theirs = run.final("val/loss"), intact.get(run.seed)
+            if run.diverged() is not None or run.status == "failed":
+                effect = f"stopped after step {run.step:,}: {run.summary.get('message') or 'not finite'}"
+            elif final is not None and theirs is not None:
+                effect = f"{final:.4f}, {final - theirs:+.4f} from {reference}'s"
+            else:
+                effect = loss(final)
+            rows.append(
+                [
+                    str(entry.get("ablate", DASH)),
+                    str(entry.get("dtype", DASH)),
+                    f"({tile[0]}, {tile[1]})" if isinstance(tile, Sequence) and len(tile) == 2 else "none",
+                    str(row) if row is not None else "none",
+                    "inf or NaN" if entry.get("non_finite") else "finite",
+                    size(number(entry.get("max_error"))),
+                    effect,
+                ]
+            )
+    columns = ["left out", "dtype", "first wrong tile", "row", "output", "largest finite error", "val loss of training"]
+    caption = "Tiles are (block of queries, block of keys) in the order visited; rows are counted over the sequence."
+    return table("break_it", "What the left-out line was for", columns, rows, caption) if rows else None
+
+
+def runs_csv(runs: Sequence[Run]) -> str:
+    """One line a run, numbers unrounded."""
+    differing = differing_options(runs)
+    head = [
+        "run", "implementation", "attention", "seed", "seq_len", *[n for n in differing if n != "seq_len"], "status",
+        "step", "train_loss", "val_loss", "best_val_loss", "tokens_per_s", "step_ms", "mfu_full", "mfu_causal",
+        "peak_allocated_gib", "peak_reserved_gib", "wall_time_s", "tokens", "parameters", "precision", "device",
+        "commit", "started",
+    ]  # fmt: skip
+    rows = []
+    for run in runs:
+        flat = flatten(run.config)
+        rows.append(
+            [
+                run.name, run.label, run.attention, run.seed, run.seq_len,
+                *[show(flat.get(n)) for n in differing if n != "seq_len"], run.status, run.step,
+                run.final("train/loss"), run.final("val/loss"), run.best_val_loss(),
+                *[run.median(f"throughput/{m}") for m in ("tokens_per_s", "step_ms", "mfu_full", "mfu_causal")],
+                *[run.peak(f"memory/{m}") for m in ("peak_allocated_gib", "peak_reserved_gib")],
+                run.summary.get("wall_time_s"), run.tokens(), run.summary.get("parameters"), run.precision, run.device,
+                run.commit, run.summary.get("started"),
+            ]
+        )  # fmt: skip
+    return _csv(head, rows)
+
+
+def curves_csv(runs: Sequence[Run]) -> str:
+    """One line a logged value: run, implementation, seed, seq_len, step, metric, value."""
+    rows = (
+        [run.name, run.label, run.seed, run.seq_len, int(step), metric, float(value)]
+        for run in runs
+        for metric, series in sorted(run.metrics.items())
+        for step, value in zip(series.steps, series.values, strict=True)
+    )
+    return _csv(["run", "implementation", "seed", "seq_len", "step", "metric", "value"], rows)
+
+
+def _csv(head: Sequence[str], rows: Any) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def show(value: Any) -> str:
+    """A setting as one would write it in an override."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def loss(value: float | None) -> str:
+    return DASH if value is None else f"{value:.4f}"
+
+
+def count(value: float | None) -> str:
+    return DASH if value is None else f"{value:,.0f}"
+
+
+def gib(value: float | None) -> str:
+    if value is None:
+        return DASH
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.01 else f"{value:.1g}"
+
+
+def milliseconds(value: float | None) -> str:
+    return DASH if value is None else f"{value:.3g} ms"
+
+
+def size(value: float | None) -> str:
+    """A small number: 0.0014, 3·10⁻⁷."""
+    if value is None:
+        return DASH
+    return f"{value:.2g}" if value == 0 or abs(value) >= 1e-4 else power_of_ten(value)
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return DASH
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
