@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,12 @@ def test_characters_of_several_tokens_are_never_split(monkeypatch):
 
 def test_the_text_ends_at_its_end_token_and_an_empty_prompt_starts_after_one(monkeypatch):
     model, prompts = fresh(5), []
-    monkeypatch.setattr(model, "generate", lambda start, *_: prompts.append(start) or iter([104, 105, 256, 104]))
+
+    def generate(start: list[int], *_: object) -> Iterator[int]:
+        prompts.append(start)
+        yield from (104, 105, 256, 104)
+
+    monkeypatch.setattr(model, "generate", generate)
     assert "".join(stream(model, TOKENIZER, "", tokens=9)) == "hi"
     assert prompts == [[256]]
 
