@@ -171,6 +171,7 @@ def stdlib(config: DataConfig) -> Corpus:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - left_out
         files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files = [file for file in files if file.stat().st_size]  # empty __init__.py are nothing to report
     if not files:
         raise DataError(f"this Python has no source text in {root}; use data=text data.path=<file or folder>.")
     return FileCorpus(config, root, files)

@@ -238,6 +238,6 @@ def _in_threads(tokenizer: tiktoken.Encoding, rows: Iterable[Row]) -> Iterator[t
 def _progress(console: Console, corpus: Corpus, config: DataConfig) -> Progress:
     """A bar over the characters of the text or, where these are unknown or limited, over the tokens asked for."""
     columns = (SpinnerColumn(), TextColumn(f"data={config.name}"), BarColumn(), TextColumn("{task.description}"))
-    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
     bar.add_task("", total=config.max_tokens or corpus.size)
     return bar

@@ -1,0 +1,183 @@
+"""The batch is a function of the step, whatever cuts it, fetches it or came before it."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from data.batches import Batches, Prefetcher, eval_batches
+from data.errors import DataError
+
+TOKENS = np.arange(1003, dtype=np.uint16)
+
+
+def make(tokens=TOKENS, seq_len=16, batch_size=4, seed=1, **cut):
+    return Batches(tokens, seq_len, batch_size, seed, **cut)
+
+
+def epoch_starts(batches: Batches, epoch: int) -> np.ndarray:
+    """The starts of an epoch's windows, read one sequence at a time."""
+    n = batches.n_windows
+    return np.concatenate([batches.starts(step) for step in range(epoch * n, (epoch + 1) * n)])
+
+
+def test_targets_follow_the_inputs():
+    inputs, targets = make().batch(3)
+    assert inputs.shape == targets.shape == (4, 16)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(inputs + 1, targets)  # the tokens count up
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+@pytest.mark.parametrize("length", [17, 18, 32, 33, 34, 48, 49, 200, 1003])
+@pytest.mark.parametrize("epoch", [0, 1, 7])
+def test_an_epoch_visits_every_window_once(length, epoch):
+    batches = make(TOKENS[:length], batch_size=1)
+    starts = np.sort(epoch_starts(batches, epoch))
+    assert len(starts) >= (length - 1) // 16 - 1  # all but what the offset moves in
+    assert np.array_equal(np.diff(starts), np.full(len(starts) - 1, 16))  # side by side: no token twice, none left out
+    assert starts[0] >= 0
+    assert starts[-1] + 16 + 1 <= length
+
+
+def test_epochs_differ_in_order_and_in_phase():
+    batches = make(batch_size=1)
+    epochs = [epoch_starts(batches, epoch) for epoch in range(40)]
+    assert len({tuple(starts) for starts in epochs}) == 40
+    assert len({starts.min() for starts in epochs}) > 10
+    assert max(starts.min() for starts in epochs) <= 15
+
+
+@pytest.mark.parametrize("cut", [(12, 2, 1), (12, 1, 2), (4, 2, 3), (4, 3, 2), (1, 8, 3), (1, 1, 24)])
+def test_the_cut_into_micro_batches_and_ranks_does_not_change_the_global_batch(cut):
+    batch_size, world_size, micro_steps = cut
+    whole = make(batch_size=24)
+    for step in (0, 1, 2, 5, 1000):  # 61 windows an epoch: steps 2 and 5 straddle two of them
+        parts = [
+            make(batch_size=batch_size, rank=rank, world_size=world_size, micro_steps=micro_steps).window(
+                step, micro_step
+            )
+            for micro_step in range(micro_steps)
+            for rank in range(world_size)
+        ]
+        assert np.array_equal(np.concatenate(parts), whole.window(step))
+
+
+def test_first_sequence_is_the_place_in_the_global_batch():
+    batches = make(batch_size=4, rank=1, world_size=2, micro_steps=3)
+    assert [batches.first_sequence(m) for m in range(3)] == [4, 12, 20]
+
+
+def test_a_step_needs_nothing_of_the_steps_before_it():
+    used = make(batch_size=7)
+    sequential = [used.window(step) for step in range(60)]
+    for step in (59, 13, 0, 31):
+        assert np.array_equal(make(batch_size=7).window(step), sequential[step])
+        assert np.array_equal(used.window(step), sequential[step])
+
+
+def test_a_batch_larger_than_several_epochs_takes_each_in_turn():
+    batches = make(TOKENS[:60], batch_size=8)
+    assert batches.n_windows == 2
+    assert np.abs(np.diff(batches.starts(0).reshape(4, 2))).tolist() == [[16]] * 4  # an epoch a row
+    one_by_one = make(TOKENS[:60], batch_size=1)
+    assert np.array_equal(batches.starts(3), np.concatenate([one_by_one.starts(24 + i) for i in range(8)]))
+
+
+def test_the_seed_decides_the_order():
+    assert not np.array_equal(make(seed=1).starts(0), make(seed=2).starts(0))
+
+
+def test_the_order_is_the_same_on_every_platform():
+    assert make(seed=1337, batch_size=8).starts(0).tolist() == [315, 187, 123, 635, 843, 427, 43, 171]
+    assert make(seed=1337, batch_size=8).starts(100).tolist() == [150, 102, 870, 326, 374, 342, 598, 454]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_every_token_type_becomes_int64(dtype):
+    tokens = (TOKENS % 200).astype(dtype)
+    top = np.iinfo(dtype).max
+    tokens[:] = np.where(tokens % 2, top, tokens)
+    inputs, _ = make(tokens).batch(0)
+    assert inputs.dtype == torch.int64
+    assert inputs.min() >= 0
+    assert inputs.max() == top
+
+
+def test_too_few_tokens_for_a_window_say_so():
+    with pytest.raises(DataError, match=r"the training split has 16 tokens .* seq_len \+ 1 = 17; lower seq_len"):
+        make(TOKENS[:16])
+    with pytest.raises(DataError, match=r"the validation split has 16 tokens .* seq_len \+ 1 = 17; lower seq_len"):
+        eval_batches(TOKENS[:16], 16, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "sizes"), [(1003, 5, [4] * 5), (1003, 99, [4] * 15), (60, 2, [3]), (17, 2, [1])]
+)
+def test_evaluation_windows_are_evenly_spaced_and_apart(length, count, sizes):
+    batches = eval_batches(TOKENS[:length], 16, 4, count)
+    assert [len(inputs) for inputs, _ in batches] == sizes
+    assert all(torch.equal(inputs + 1, targets) for inputs, targets in batches)
+    starts = torch.cat([inputs[:, 0] for inputs, _ in batches])
+    gaps = starts.diff()
+    assert starts[0] == 0
+    if len(starts) > 1:
+        assert starts[-1] == length - 17
+        assert gaps.min() >= 16
+        assert gaps.max() - gaps.min() <= 1
+
+
+def test_the_prefetcher_yields_every_batch_in_order_from_any_step():
+    batches = make(batch_size=2, micro_steps=3)
+    with Prefetcher(batches, "cpu", start_step=5) as prefetcher:
+        for step in (5, 6, 7):
+            for micro_step in range(3):
+                inputs, targets = next(prefetcher)
+                expected = batches.batch(step, micro_step)
+                assert torch.equal(inputs, expected[0])
+                assert torch.equal(targets, expected[1])
+
+
+def test_an_error_of_the_thread_reaches_the_consumer():
+    class Broken(Batches):
+        def window(self, step, micro_step=0):
+            if step == 2:
+                raise OSError("the file went away")
+            return super().window(step, micro_step)
+
+    with Prefetcher(Broken(TOKENS, 16, 4, 1), "cpu") as prefetcher:
+        next(prefetcher), next(prefetcher)
+        for _ in range(2):
+            with pytest.raises(OSError, match="the file went away"):
+                next(prefetcher)
+
+
+def test_the_prefetcher_runs_ahead_by_its_depth_and_no_further():
+    asked: list[int] = []
+
+    class Watched(Batches):
+        def window(self, step, micro_step=0):
+            asked.append(step)
+            return super().window(step, micro_step)
+
+    with Prefetcher(Watched(TOKENS, 16, 4, 1), "cpu", depth=3) as prefetcher:
+        next(prefetcher)
+        deadline = time.monotonic() + 10
+        while len(asked) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert asked == [0, 1, 2, 3]
+
+
+def test_closing_ends_the_thread_and_the_iteration():
+    before = threading.active_count()
+    prefetcher = Prefetcher(make(), "cpu")
+    next(prefetcher)
+    start = time.monotonic()
+    prefetcher.close()
+    prefetcher.close()
+    assert time.monotonic() - start < 2
+    assert threading.active_count() == before
+    assert list(prefetcher) == []

@@ -1,0 +1,226 @@
+"""What text a corpus holds, how it is split, and how it fails."""
+
+import gzip
+import json
+import sysconfig
+from pathlib import Path
+
+import datasets
+import pytest
+
+from data.corpora import CORPORA
+from data.errors import DataError
+from data.prepare import DataConfig, prepare
+
+SHAKESPEARE = Path(__file__).parents[2] / "../shared/data/tinyshakespeare.txt"
+
+
+def documents(config: DataConfig) -> dict[str, list[str]]:
+    """The documents of each split, put together from the rows."""
+    found: dict[str, list[str]] = {"train": [], "val": []}
+    for stream in CORPORA[config.name](config).streams():
+        for row in stream.rows:
+            if row["opens"]:
+                found[row["split"]].append("")
+            found[row["split"]][-1] += row["text"]
+    return found
+
+
+def of_text(path: Path, **options) -> DataConfig:
+    return DataConfig(name="text", path=str(path), **options)
+
+
+def write_jsonl(path: Path, rows: list) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_one_file_gives_its_last_tenth_to_validation(tmp_path):
+    text = "".join(f"line {i} of the text\n" for i in range(1000))
+    (tmp_path / "a.txt").write_text(text)
+    cut = len(text) * 9 // 10
+    assert documents(of_text(tmp_path / "a.txt")) == {"train": [text[:cut]], "val": [text[cut:]]}
+    assert documents(of_text(tmp_path)) == documents(of_text(tmp_path / "a.txt"))
+
+
+def test_the_cut_of_a_file_spares_characters_and_line_ends(tmp_path):
+    text = "漢字\r\n" * 101
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    for fraction in (0.1, 0.25, 0.333, 0.5):
+        found = documents(of_text(tmp_path, val_fraction=fraction))
+        assert found["train"][0] + found["val"][0] == text
+        assert len(found["val"][0]) / len(text) == pytest.approx(fraction, abs=0.01)
+
+
+def test_many_files_hold_out_whole_files(tmp_path):
+    texts = {}
+    for i in range(60):
+        path = tmp_path / f"{i % 7}" / f"{i}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"file {i} " * (10 + i))
+        texts[path.read_text()] = path.relative_to(tmp_path).as_posix()
+    found = documents(of_text(tmp_path))
+    assert {*found["train"], *found["val"]} == set(texts)
+    assert not {*found["train"]} & {*found["val"]}
+    assert [texts[t] for t in found["train"]] == sorted(texts[t] for t in found["train"])
+    held = sum(map(len, found["val"])) / sum(map(len, texts))
+    assert 0.07 < held <= 0.1
+    assert documents(of_text(tmp_path)) == found
+
+
+def test_a_file_more_or_less_leaves_most_others_in_their_split(tmp_path):
+    for i in range(100):
+        (tmp_path / f"{i}.txt").write_text(f"{i:04}" * 100)
+    before = set(documents(of_text(tmp_path))["val"])
+    (tmp_path / "100.txt").write_text("0100" * 100)
+    after = set(documents(of_text(tmp_path))["val"])
+    assert len(before & after) >= len(before) - 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "held"),
+    [
+        ([100, 100], 100),  # none fits in a tenth
+        ([100, 100, 100, 100, 100, 1], 100),  # one fits, but is next to nothing
+        ([1000, 1], 1),  # half the text or more is never held out
+        ([500, 300, 80, 20, 100], 100),
+    ],
+)
+def test_few_files_hold_out_what_comes_nearest(tmp_path, sizes, held):
+    for i, size in enumerate(sizes):
+        (tmp_path / f"{i}.txt").write_text(f"{i}" * size)
+    found = documents(of_text(tmp_path))
+    assert sum(map(len, found["val"])) == held
+    assert sum(map(len, found["train"])) == sum(sizes) - held
+
+
+def test_stdlib_is_the_source_text_of_this_python():
+    found = documents(DataConfig(val_fraction=0.1))
+    root = Path(sysconfig.get_path("stdlib"))
+    texts = set(found["train"] + found["val"])
+    assert {(root / "argparse.py").read_bytes().decode(), (root / "json/decoder.py").read_bytes().decode()} <= texts
+    assert Path(pytest.__file__).read_text() not in texts
+    assert sum(map(len, set(found["train"]) & set(found["val"]))) < 1000  # some tiny modules are there twice
+    assert 0.08 < sum(map(len, found["val"])) / sum(map(len, texts)) < 0.12
+    assert max(map(len, found["val"])) < sum(map(len, found["val"])) / 4
+
+
+def test_rows_are_documents(tmp_path):
+    folder = tmp_path / "brackets [1] and spaces"  # which `datasets` would take for a pattern
+    folder.mkdir()
+    texts = [f"document {i}" for i in range(50)]
+    write_jsonl(
+        folder / "a.jsonl", [{"text": t, "n": 1} for t in texts] + [{"text": "", "n": 2}, {"text": None, "n": 2}]
+    )
+    assert documents(of_text(folder / "a.jsonl")) == {"train": texts[:46], "val": texts[46:]}
+    datasets.Dataset.from_dict({"body": texts}).to_parquet(folder / "b.parquet")
+    found = documents(of_text(folder / "b.parquet", text_field="body", val_fraction=0.5))
+    assert found == {"train": texts[:25], "val": texts[25:]}
+
+
+def test_kinds_of_files_mix_in_a_folder(tmp_path):
+    (tmp_path / "a.txt").write_text("plain")
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "row 1"}, {"text": "row 2"}])
+    (tmp_path / "c.md").write_text("neither")
+    (tmp_path / ".hidden.txt").write_text("nor this")
+    found = documents(of_text(tmp_path))
+    assert sorted(found["train"] + found["val"]) == ["plain", "row 1", "row 2"]
+
+
+def test_a_stream_holds_out_documents_spread_evenly(monkeypatch):
+    texts = [f"document {i}" for i in range(1000)]
+    monkeypatch.setattr("data.corpora._hub_rows", lambda *names: ({"text": t} for t in texts))
+    found = documents(DataConfig(name="fineweb_edu", hub="owner/name", val_fraction=0.05))
+    assert found["val"] == texts[::20]
+    assert found["train"] == [t for i, t in enumerate(texts) if i % 20]
+
+
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare is not at hand")
+def test_shakespeare_is_cut_as_nanogpt_cuts_it(monkeypatch):
+    text = SHAKESPEARE.read_text()
+    parts = [text[:1003854], text[1003854:1059624], text[1059624:]]  # the splits of the data set on the hub
+    monkeypatch.setattr("data.corpora._hub_rows", lambda *names: ({"text": t} for t in parts))
+    found = documents(DataConfig(name="shakespeare", hub="owner/name"))
+    assert found == {"train": [text[: int(len(text) * 0.9)]], "val": [text[int(len(text) * 0.9) :]]}
+    assert [len(found["train"][0]), len(found["val"][0])] == [1003854, 111540]
+
+
+def test_without_network_a_sentence_says_what_to_do(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"could not stream owner/name .*data=stdlib or data=text data\.path="):
+        documents(DataConfig(name="fineweb_edu", hub="owner/name"))
+
+
+def test_a_loading_script_is_replaced_by_the_hubs_conversion(monkeypatch):
+    def load(hub, subset, *, split, revision, streaming):
+        if revision != "refs/convert/parquet":
+            raise RuntimeError("Dataset scripts are no longer supported, but found name.py")
+        return [{"text": split}]
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *args, **options: None)
+    monkeypatch.setattr("datasets.load_dataset", load)
+    found = documents(DataConfig(name="openwebtext", hub="owner/name", hub_split="train+test"))
+    assert found == {"train": ["test"], "val": ["train"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", r"a\.txt: nothing but empty files"),
+        (b"GIF89a\x00\x01", r"a\.txt is binary \(byte 6 is zero\)"),
+        ("naïve".encode("latin-1"), r"a\.txt is not UTF-8 \(byte 2 is 0xef\)"),
+        (gzip.compress(b"text" * 100), r"a\.txt is (binary|not UTF-8) \(byte \d"),
+    ],
+)
+def test_unreadable_text_is_named(tmp_path, content, sentence):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=sentence):
+        documents(of_text(tmp_path))
+
+
+def test_a_bad_byte_is_named_by_its_place_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.files.BLOCK", 100)
+    (tmp_path / "a.txt").write_bytes(b"some words " * 1000 + b"\xff" + b" some words" * 1000)
+    with pytest.raises(DataError, match="byte 11000 is 0xff"):
+        documents(of_text(tmp_path))
+
+
+def test_empty_files_beside_others_are_known(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.txt").write_text("text " * 100)
+    assert CORPORA["text"](of_text(tmp_path)).empty == (tmp_path / "a.txt",)
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ('{"text": "a"}\n{"text": \n', r"could not read .*a\.jsonl \("),
+        ('{"body": "a", "title": "b"}\n' * 9, r"no field 'text' but body, title; choose one with data\.text_field"),
+        ('{"text": 17}\n' * 9, r"holds a int in 'text'"),
+    ],
+)
+def test_unreadable_rows_are_named(tmp_path, lines, sentence):
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(DataError, match=sentence):
+        documents(of_text(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"name": "wikipedia"}, r"data\.name=wikipedia is not a corpus; choose data=stdlib or"),
+        ({"val_fraction": 0.0}, r"data\.val_fraction=0 must lie between 0 and 1"),
+        ({"val_fraction": 1.0}, r"data\.val_fraction=1 must lie between 0 and 1"),
+        ({"max_tokens": 0}, r"data\.max_tokens=0 must be positive"),
+        ({"bpe_vocab_size": 256}, r"data\.bpe_vocab_size=256 must be 257 or more"),
+        ({"path": "x"}, r"data\.path=x has no effect with data=stdlib; leave it out or choose data=text"),
+        ({"name": "text", "path": "x", "hub": "a/b"}, r"data\.hub=a/b has no effect with data=text"),
+        ({"name": "text"}, r"set data\.path="),
+        ({"name": "text", "path": "/nowhere/at/all"}, r"data\.path=/nowhere/at/all does not exist"),
+        ({"name": "text", "path": __file__}, r"must end in one of \.txt, \.jsonl, \.parquet"),
+        ({"name": "text", "path": str(Path(__file__).parent)}, r"holds no file that ends in one of \.txt"),
+        ({"name": "openwebtext"}, r"set data\.hub="),
+    ],
+)
+def test_a_configuration_that_cannot_serve_is_refused(options, sentence):
+    with pytest.raises(DataError, match=sentence):
+        prepare(DataConfig(**options))

@@ -1,0 +1,279 @@
+"""Tokens on disk: what they are, prepared once, whole or not there."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+from filelock import FileLock
+
+from data import DataConfig, DataError, PreparedData, TokenizerName, load_tokenizer, prepare
+
+ROOT = Path(__file__).parents[2]
+TIKTOKEN_CACHE = ROOT / "../shared/data/tiktoken_cache"
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Twelve files of differing length, in a folder."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"{i:02}.txt").write_text(f"This is document {i}, naïve and short.\n" * (i + 3))
+    return folder
+
+
+@pytest.fixture
+def config(corpus, tmp_path):
+    return DataConfig(name="text", path=str(corpus), cache=str(tmp_path / "cache"))
+
+
+def contents(folder: str | Path) -> set[str]:
+    return {path.name for path in Path(folder).iterdir() if not path.name.endswith(".lock")}
+
+
+def text_of(data: PreparedData) -> str:
+    return data.tokenizer.decode([*data.train.tokens.tolist(), *data.val.tokens.tolist()])
+
+
+def run(code: str, config: DataConfig) -> subprocess.Popen:
+    """A process of its own, in which `config` is this config and `module` is data.prepare."""
+    setup = f"""
+        import importlib, sys
+        from data import DataConfig, prepare
+        module = importlib.import_module("data.prepare")  # the package's own `prepare` is the function
+        config = DataConfig(name="text", path={config.path!r}, cache={config.cache!r})
+        """
+    program = textwrap.dedent(setup) + textwrap.dedent(code)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+def test_documents_are_their_bytes_with_end_of_text_between(config, corpus):
+    data = prepare(config)
+    files = {path.read_bytes() for path in corpus.iterdir()}
+    found = []
+    for split in (data.train, data.val):
+        documents = np.split(split.tokens, split.documents[1:])
+        assert all(document[-1] == 256 for document in documents[:-1])
+        assert 256 not in documents[-1]
+        found += [bytes(document[document < 256].astype(np.uint8)) for document in documents]
+    assert len(found) == 12
+    assert set(found) == files
+    assert data.vocab_size == 257
+    assert data.train.tokens.dtype == np.uint16
+
+
+def test_bpe_is_learned_from_the_training_split_alone(config, corpus):
+    config.tokenizer, config.bpe_vocab_size = TokenizerName.bpe, 300
+    data = prepare(config)
+    for split in (data.train, data.val):
+        for text in data.tokenizer.decode(split.tokens.tolist()).split("<|endoftext|>"):
+            assert text.encode() in {path.read_bytes() for path in corpus.iterdir()}
+    before = data.tokenizer._mergeable_ranks
+    for document in data.tokenizer.decode(data.val.tokens.tolist()).split("<|endoftext|>"):
+        [path] = [path for path in corpus.iterdir() if path.read_text() == document]
+        path.write_bytes(bytes(byte ^ 1 if byte > 32 and byte < 128 else byte for byte in path.read_bytes()))
+    assert prepare(config).tokenizer._mergeable_ranks == before
+
+
+@pytest.mark.skipif(not TIKTOKEN_CACHE.exists(), reason="no cached GPT-2 tokens at hand")
+def test_gpt2_tokens_are_tiktokens(config, corpus, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(TIKTOKEN_CACHE))
+    config.tokenizer = TokenizerName.gpt2
+    data = prepare(config)
+    gpt2 = tiktoken.get_encoding("gpt2")
+    texts = {tuple(gpt2.encode_ordinary(path.read_text())) for path in corpus.iterdir()}
+    for split in (data.train, data.val):
+        for document in np.split(split.tokens, split.documents[1:]):
+            assert tuple(document[document != 50256].tolist()) in texts
+    assert data.vocab_size == 50257
+
+
+def test_prepared_tokens_are_opened_without_reading_text(config, monkeypatch, capsys):
+    first = prepare(config)
+    assert "prepared data=text with data.tokenizer=bytes" in capsys.readouterr().err
+    monkeypatch.setattr("data.corpora.read_spans", None)
+    again = prepare(config)
+    assert again.manifest == first.manifest
+    assert np.array_equal(again.train.tokens, first.train.tokens)
+    assert load_tokenizer(again.folder).n_vocab == 257
+    assert capsys.readouterr().err == ""
+
+
+def test_each_recipe_has_a_folder_of_its_own(config):
+    folders = {prepare(config).folder}
+    config.val_fraction = 0.3
+    folders.add(prepare(config).folder)
+    config.max_tokens = 1000
+    folders.add(prepare(config).folder)
+    config.tokenizer = TokenizerName.bpe
+    folders.add(prepare(config).folder)
+    assert len(folders) == 4
+
+
+def test_the_identity_follows_the_tokens_and_not_the_place(config, corpus, tmp_path):
+    here = prepare(config).manifest["identity"]
+    moved = corpus.rename(tmp_path / "elsewhere")
+    config.path, config.cache = str(moved), str(tmp_path / "another cache")
+    assert prepare(config).manifest["identity"] == here
+    (moved / "05.txt").write_text("other text")
+    assert prepare(config).manifest["identity"] != here
+
+
+def test_changed_text_is_prepared_again(config, corpus, capsys):
+    before = prepare(config)
+    (corpus / "03.txt").write_text("Something else.")
+    after = prepare(config)
+    assert after.folder == before.folder
+    assert (
+        b"Something else."
+        in after.train.tokens.astype(np.uint8).tobytes() + after.val.tokens.astype(np.uint8).tobytes()
+    )
+    assert "again: the text or the format of the tokens has changed." in capsys.readouterr().err
+    assert len(contents(config.cache)) == 1
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "train.documents", "tokenizer.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_damage_is_noticed_and_repaired(config, name, damage, capsys):
+    sound = prepare(config)
+    path = sound.folder / name
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle] ^= 0x80
+    if damage == "flip":
+        path.write_bytes(content)
+    elif damage == "truncate":
+        path.write_bytes(content[:middle])
+    else:
+        path.unlink()
+    repaired = prepare(config)
+    assert repaired.manifest == sound.manifest
+    assert path.read_bytes() != content
+    assert f"preparing {sound.folder} again: " in capsys.readouterr().err
+
+
+def test_two_processes_at_once_prepare_once(config):
+    code = "data = prepare(config); print(data.manifest['identity'], data.train.tokens.sum())"
+    processes = [run(code, config) for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0][0] == outputs[1][0] != ""
+    assert sum(err.count("prepared data=text") for _, err in outputs) == 1
+    assert len(contents(config.cache)) == 1
+
+
+def test_who_comes_second_waits_and_says_so(config, capsys):
+    folder = prepare(config).folder
+    (folder / "manifest.json").unlink()
+    capsys.readouterr()
+    with ThreadPoolExecutor() as pool, FileLock(folder.with_name(f".{folder.name}.lock")):
+        second = pool.submit(prepare, config)
+        told = ""
+        while "waiting for another process that prepares" not in told:
+            assert not second.done()
+            told += capsys.readouterr().err
+        assert not second.done()
+    assert second.result(timeout=60).folder == folder
+
+
+def test_a_killed_process_leaves_nothing_that_looks_prepared(config):
+    process = run(
+        """
+        module.write_manifest = lambda *args: (print("tokens written", flush=True), sys.stdin.readline())
+        prepare(config)
+        """,
+        config,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "tokens written\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    [left] = contents(config.cache)
+    assert left.startswith(".")
+    assert not (Path(config.cache) / left / "manifest.json").exists()
+    data = prepare(config)
+    assert contents(config.cache) == {data.folder.name}
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_full_disk_ends_in_a_sentence_and_leaves_what_was_there(config, corpus, monkeypatch, number):
+    before = prepare(config)
+    tokens = np.array(before.train.tokens)
+    (corpus / "00.txt").write_text("More text.")
+    written: list[str] = []
+
+    def write_to_disk(file):
+        written.append(file.name)
+        if len(written) > number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("data.store.to_disk", write_to_disk)
+    with pytest.raises(DataError, match=r"\(the disk is full\); make room, .*data\.cache=.*data\.max_tokens="):
+        prepare(config)
+    assert contents(config.cache) == {before.folder.name}
+    assert json.loads((before.folder / "manifest.json").read_text()) == before.manifest
+    assert np.array_equal(before.train.tokens, tokens)
+    monkeypatch.undo()
+    assert "More text." in text_of(prepare(config))
+
+
+def test_a_cache_that_cannot_be_written_is_named(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    config.cache = str(tmp_path / "file" / "cache")
+    with pytest.raises(DataError, match=r"could not write tokens to data\.cache=.*file/cache \(NotADirectoryError"):
+        prepare(config)
+
+
+@pytest.mark.parametrize("max_tokens", [10, 500, 1001])
+def test_max_tokens_bounds_both_splits_together(config, max_tokens):
+    whole = prepare(config)
+    config.max_tokens = max_tokens
+    data = prepare(config)
+    sizes = len(data.train.tokens), len(data.val.tokens)
+    assert max_tokens - 2 <= sum(sizes) <= max_tokens
+    assert sizes[1] == pytest.approx(max_tokens / 10, abs=1)
+    assert np.array_equal(data.train.tokens, whole.train.tokens[: sizes[0]])
+    assert np.array_equal(data.val.tokens, whole.val.tokens[: sizes[1]])
+    assert data.train.documents.max() < sizes[0]
+
+
+def test_max_tokens_ends_a_stream(config, monkeypatch):
+    read = []
+
+    def rows(*names):
+        for i in range(100_000):
+            read.append(i)
+            yield {"text": "ten bytes."}
+
+    monkeypatch.setattr("data.corpora._hub_rows", rows)
+    data = prepare(
+        DataConfig(name="fineweb_edu", hub="owner/name", cache=config.cache, max_tokens=1000, val_fraction=0.1)
+    )
+    assert len(data.train.tokens) + len(data.val.tokens) == 1000
+    assert len(data.val.tokens) == pytest.approx(100, abs=15)
+    assert len(read) < 1000
+
+
+def test_a_split_without_text_is_named(config):
+    config.max_tokens = 3
+    with pytest.raises(
+        DataError, match=r"leaves nothing for the val split at data\.val_fraction=0\.1 and data\.max_tokens=3"
+    ):
+        prepare(config)
+    assert contents(config.cache) == set()
+
+
+def test_empty_files_are_reported(config, corpus, capsys):
+    (corpus / "empty.txt").write_text("")
+    prepare(config)
+    assert f"left out, because they are empty: {corpus / 'empty.txt'}." in capsys.readouterr().err
