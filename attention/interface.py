@@ -177,13 +177,9 @@ class Attention(ABC):
         # The precision is that of q, k and v: what an implementation computes in fp32 stays so under autocast.
         with torch.autocast(q.device.type, enabled=False):
             out, lse = self.attend(q, k, v, causal, scale, key)
-        if not return_lse:
-            return out
-        if lse is None:
-            raise UnsupportedAttention(
-                f"attention={self.name} does not return the log-sum-exp; use attention=naive, tiled or flash."
-            )
-        return out, lse.detach()
+            if not return_lse:
+                return out
+            return out, (self.lse(q, k, causal, scale) if lse is None else lse).detach()
 
     @abstractmethod
     def attend(
@@ -191,8 +187,15 @@ class Attention(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """The implementation's part of `__call__`: checked shapes in, (out, lse) out.
 
-        `dropout_key` is None where nothing is to be dropped, else `self.dropout` > 0.
+        `dropout_key` is None where nothing is to be dropped, else `self.dropout` > 0. lse is None where it does not
+        fall out on the way.
         """
+
+    def lse(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+        """The log-sum-exp that `__call__` describes, for an implementation whose `attend` does not come by it."""
+        raise UnsupportedAttention(
+            f"attention={self.name} does not return the log-sum-exp; use attention=naive, tiled or flash."
+        )
 
 
 def printable(option: object) -> object:
@@ -235,3 +238,8 @@ def causal_mask(
     i = torch.arange(*(rows or (0, T)), device=device)[:, None]
     j = torch.arange(*(columns or (0, S)), device=device)[None, :]
     return j <= i + (S - T)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What sums of `dtype` are made in: fp32 for bf16, fp16 and fp32, and fp64 for fp64, which gradcheck uses."""
+    return torch.promote_types(dtype, torch.float32)

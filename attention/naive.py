@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.dropout import DropoutKey, keep_mask, keep_scale
-from attention.interface import Attention, causal_mask
+from attention.interface import Attention, accumulator, causal_mask
 
 
 class NaiveAttention(Attention):
@@ -21,22 +21,23 @@ class NaiveAttention(Attention):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout_key: DropoutKey | None
-    ) -> tuple[Tensor, Tensor]:
-        B, H, T, _ = q.shape
-        S = k.shape[2]
-        group = H // k.shape[1]
-        k = k.repeat_interleave(group, dim=1)  # (B, H, S, D)
-        v = v.repeat_interleave(group, dim=1)
-
-        # Scaled before the product, not after it: q k^T alone overflows fp16 where the scores do not.
-        scores = (q * scale) @ k.transpose(-2, -1)  # (B, H, T, S)
-        scores = scores.to(torch.promote_types(q.dtype, torch.float32))  # at least fp32 up to the probabilities
-        if causal:
-            scores = scores.masked_fill(~causal_mask(T, S, device=q.device), -torch.inf)
-        lse = scores.logsumexp(dim=-1)  # (B, H, T)
-        # A row that sees nothing has lse = -inf, and exp(-inf - -inf) would be NaN where it has to be zero.
-        p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    ) -> tuple[Tensor, None]:
+        (B, H, T, _), S = q.shape, k.shape[2]
+        p = masked_scores(q, k, causal, scale).softmax(dim=-1, dtype=accumulator(q.dtype))  # (B, H, T, S)
+        if causal and T > S:  # rows that see nothing: a softmax over nothing is NaN, and should be zero
+            p = p.masked_fill(~causal_mask(T, S, device=q.device), 0.0)
         if dropout_key is not None:
             keep = keep_mask(dropout_key, self.dropout, B, H, T, S, device=q.device)
             p = torch.where(keep, p * keep_scale(self.dropout), 0.0)
-        return p.to(q.dtype) @ v, lse
+        return p.to(q.dtype) @ v.repeat_interleave(H // v.shape[1], dim=1), None
+
+    def lse(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+        return masked_scores(q, k, causal, scale).to(accumulator(q.dtype)).logsumexp(dim=-1)
+
+
+def masked_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """scale * q k^T, (B, H, T, S), -inf where the query does not see the key."""
+    (_, H, T, _), S = q.shape, k.shape[2]
+    k = k.repeat_interleave(H // k.shape[1], dim=1)  # (B, H, S, D)
+    scores = (q * scale) @ k.mT  # scaled before the product: q k^T alone overflows fp16 where the scores do not
+    return scores.masked_fill(~causal_mask(T, S, device=q.device), -torch.inf) if causal else scores

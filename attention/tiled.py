@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attention.dropout import DropoutKey, keep_mask, keep_scale
-from attention.interface import Ablation, Attention, AttentionConfig, UnsupportedAttention, causal_mask
+from attention.interface import Ablation, Attention, AttentionConfig, UnsupportedAttention, accumulator, causal_mask
 
 Range = tuple[int, int]  # start, stop
 
@@ -195,11 +195,6 @@ def keep_tile(key: Tensor, dropout: float, q: Tensor, S: int, rows: Range, colum
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product as a tensor core makes it: operands in their own precision, sums in fp32."""
     return a.to(accumulator(a.dtype)) @ b.to(accumulator(b.dtype))
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What is summed in `dtype` is summed in fp32 (or in fp64, which gradcheck uses)."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def grouped(x: Tensor, H_kv: int) -> Tensor:
