@@ -6,9 +6,10 @@ scheme, so that one file serves both; PNG is drawn once with each column of the 
 
 from __future__ import annotations
 
+import colorsys
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 # role: (light, dark). An implementation looks the same in every figure.
 COLOURS: dict[str, tuple[str, str]] = {
@@ -34,9 +35,23 @@ COLOURS: dict[str, tuple[str, str]] = {
     "bad": ("#cf3f3f", "#ff7b7b"),
 }
 IMPLEMENTATIONS = ("naive", "tiled", "sdpa", "flash")
+# Variants of an implementation (tile sizes, backends) keep near its hue: turns of the colour wheel, and lightness.
+_TINTS = ((-0.035, -0.12), (0.045, 0.08), (-0.07, 0.06), (0.02, -0.2))
+
+
+def _tint(colour: str, turn: float, lighter: float) -> str:
+    red, green, blue = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
+    hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
+    tinted = colorsys.hls_to_rgb((hue + turn) % 1, min(0.9, max(0.1, lightness + lighter)), saturation)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in tinted)
+
+
+for _name in (*IMPLEMENTATIONS, "other"):
+    for _n, _shift in enumerate(_TINTS, start=1):
+        COLOURS[f"{_name}-{_n}"] = (_tint(COLOURS[_name][0], *_shift), _tint(COLOURS[_name][1], *_shift))
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
 # Inches at 72 to the inch make the units of the SVG: about a phone's width, so that 9.5 is a readable size there.
-WIDTH, HEIGHT = 5.2, 3.4
+WIDTH, HEIGHT = 4.8, 3.2
 SIZE = 9.5
 LINES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.4, 1.2, 1.4)))
 MARKERS = ("o", "s", "D", "^")
@@ -83,11 +98,6 @@ class Chart:
     height: float = HEIGHT
 
 
-def colour_of(label: str, palette: Palette) -> str:
-    """The colour of a label's implementation, or of a role."""
-    return palette.get(label.split(" ")[0], palette["other"])
-
-
 def styles(labels: list[str], palette: Palette) -> dict[str, Style]:
     """One style a label. Lines grow thinner in order, so that curves that coincide all show."""
     namesakes: dict[str, int] = {}
@@ -96,11 +106,13 @@ def styles(labels: list[str], palette: Palette) -> dict[str, Style]:
         name = label.split(" ")[0]
         variant = namesakes[name] = namesakes.get(name, -1) + 1
         first = IMPLEMENTATIONS.index(name) if name in IMPLEMENTATIONS else len(IMPLEMENTATIONS)
+        role = name if name in IMPLEMENTATIONS else "other"
+        tint = (variant - 1) % len(_TINTS) + 1
         styled[label] = Style(
-            colour_of(label, palette),
+            palette[f"{role}-{tint}" if variant else role],
             LINES[variant % len(LINES)] if variant else LINES[0],
             MARKERS[(first + variant) % len(MARKERS)],
-            max(1.2, 3.4 - 0.7 * n),
+            max(1.2, 4.4 - 1.1 * n),
         )
     return styled
 
@@ -179,19 +191,11 @@ def legend(figure: Figure, axes: Axes, palette: Palette) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
-    columns = 4 if max(map(len, labels)) < 14 else 2
+    columns = legend_columns(labels)
     figure.legend(
         handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=palette["ink"],
         handlelength=1.6, handletextpad=0.5, columnspacing=1.4, borderaxespad=0.2,
     )  # fmt: skip
-
-
-def lengths(axes: Axes, seq_lens: list[int]) -> None:
-    """A logarithmic axis of sequence lengths with those measured as its ticks: 512, 1k, 2k."""
-    axes.set_xscale("log", base=2)
-    step = max(1, -(-len(seq_lens) // 8))
-    axes.set_xticks(seq_lens[::step], [short_length(n) for n in seq_lens[::step]])
-    axes.minorticks_off()
 
 
 def short_length(n: float) -> str:
@@ -199,10 +203,25 @@ def short_length(n: float) -> str:
     return f"{int(n) // 1024}k" if n >= 1024 and n % 1024 == 0 else f"{n:,.0f}"
 
 
-def plain_numbers(axes: Axes) -> None:
-    """Ticks of a logarithmic y axis as numbers a reader says aloud."""
+def legend_columns(labels: Sequence[str]) -> int:
+    """How many fit beside each other."""
+    longest = max((len(label) for label in labels), default=0)
+    return 4 if longest < 14 else 3 if longest < 20 else 2
+
+
+def height_for(labels: Sequence[str]) -> float:
+    """Inches for a figure whose legend names all labels, in as many rows as it takes."""
+    return HEIGHT + 0.2 * (-(-len(labels) // legend_columns(labels)) - 1)
+
+
+def log_axis(axes: Axes, low: float, high: float) -> None:
+    """A logarithmic y axis from `low` to `high` with ticks a reader says aloud: 1, 2, 5, or powers of ten alone."""
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    steps = (1.0, 2.0, 5.0) if high / low < 300 else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps, numticks=8))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
 def short_number(value: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from report.record import Run
+from report.record import UNKNOWN, Run
 
 # Settings in which runs may differ and still be compared step by step. Everything else has to be equal.
 _FREE = ("seed", "resume", "device", "model.name", "data.cache", "hydra", "parity", "tracking", "attention")
@@ -97,11 +97,26 @@ def comparison_key(run: Run) -> dict[str, str]:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs that may be compared step by step, in order of their sequence length."""
+    """Runs that may be compared step by step, in order of their sequence length.
+
+    A run that was killed recorded neither device nor precision; it belongs to the runs it shares the rest with,
+    if those agree among themselves.
+    """
     groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(json.dumps(comparison_key(run), sort_keys=True), []).append(run)
+    for run in sorted(runs, key=lambda run: run.device == UNKNOWN):
+        key = comparison_key(run)
+        if run.device == UNKNOWN:
+            alike = [members for members in groups.values() if _without_device(members[0]) == _without_device(run)]
+            if len(alike) == 1:
+                alike[0].append(run)
+                continue
+        groups.setdefault(json.dumps(key, sort_keys=True), []).append(run)
     return sorted((Group(tuple(members)) for members in groups.values()), key=lambda group: group.seq_len)
+
+
+def _without_device(run: Run) -> dict[str, str]:
+    key = comparison_key(run)
+    return {name: value for name, value in key.items() if name not in ("device", "training.precision")}
 
 
 def family_runs(runs: Sequence[Run]) -> list[Family]:

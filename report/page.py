@@ -14,7 +14,7 @@ from report.draw import Chart, css_variables, render_png, render_svg, standalone
 from report.evidence import MARGIN, NEGLIGIBLE, STRANGERS, WINDOW
 from report.figures import charts
 from report.groups import Family, differing_settings, family_runs
-from report.parity import Verdict, judge
+from report.parity import Verdict, judge_groups
 from report.record import Run
 from report.runs import RunSet
 from report.tables import (
@@ -71,8 +71,8 @@ def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
     reference  the label of the implementation that the others are compared with
     """
     runs = found.runs
-    verdict = judge(runs, reference)
     families = family_runs(runs)
+    verdict = judge_groups([group for family in families for group in family.groups], reference)
     (out / "figures").mkdir(parents=True, exist_ok=True)
     sections = tuple(
         _section(family, verdict, reference, f"{n}-" if len(families) > 1 else "", out)
@@ -111,11 +111,10 @@ def _environment(autoescape: bool) -> jinja2.Environment:
 
 
 def _section(family: Family, verdict: Verdict, reference: str, prefix: str, out: Path) -> Section:
-    members = {id(run) for run in family.runs}
-    judgements = [j for j in verdict.judgements if id(j.group.runs[0]) in members]
+    judgements = [j for j in verdict.judgements if any(j.group is group for group in family.groups)]
     drawings = [_draw(chart, out) for chart in charts(family, judgements, reference, prefix)]
     tables = [
-        judgement_table(judgements, reference) if judgements else None,
+        judgement_table(telling, reference) if (telling := [j for j in judgements if j.telling]) else None,
         ablation_table(family.runs, reference),
         wall_table(family),
         crossover_table(family, reference) if len(family.groups) > 1 else None,
@@ -163,16 +162,16 @@ def _method(reference: str) -> list[tuple[str, str]]:
     return [
         (
             "Same weights",
-            f"The probe inside a run sends a training batch once more through the same weights with {reference} and the "
-            f"same dropout masks. Logits and gradients may differ by {MARGIN:g} times what rounding does to {reference} "
-            f"itself, measured against {reference} in a higher precision. This is what tells a wrong implementation from "
-            "a right one.",
+            f"The probe inside a run sends a training batch once more through the same weights with {reference} and "
+            f"the same dropout masks. Logits and gradients may differ by {MARGIN:g} times what rounding does to "
+            f"{reference} itself, measured against {reference} in a higher precision. This is what tells a wrong "
+            "implementation from a right one.",
         ),
         (
             "Curves",
-            f"At every step the training loss must be closer to {reference}'s of the same seed than {reference}'s seeds "
-            f"are to each other: root mean squares over a window of {100 * WINDOW:g} % of the run. Seeds draw different "
-            "batches, so this band is wide.",
+            f"At every step the training loss must be closer to {reference}'s of the same seed than {reference}'s "
+            f"seeds are to each other: root mean squares over a window of {100 * WINDOW:g} % of the run. Seeds draw "
+            "different batches, so this band is wide.",
         ),
         (
             "Final losses",

@@ -57,6 +57,11 @@ class Judgement:
     def seeds(self) -> tuple[int, ...]:
         return self.curve.seeds if self.curve else ()
 
+    @property
+    def telling(self) -> bool:
+        """Whether anything was measured that could decide: a probe, or a curve beside a band."""
+        return bool(self.objections or self.probe or (self.curve and self.curve.ratio is not None))
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -73,10 +78,15 @@ def judge(runs: Sequence[Run], reference: str = "naive") -> Verdict:
     runs       of one or several sweeps, from report.runs.find_runs
     reference  the label of the implementation to compare with
     """
-    judgements = tuple(judgement for group in group_runs(runs) for judgement in judge_group(group, reference))
+    return judge_groups(group_runs(runs), reference)
+
+
+def judge_groups(groups: Sequence[Group], reference: str = "naive") -> Verdict:
+    """The verdict over runs that are grouped already."""
+    judgements = tuple(judgement for group in groups for judgement in judge_group(group, reference))
     outcomes = {judgement.outcome for judgement in judgements}
     holds = False if Outcome.broken in outcomes else True if outcomes == {Outcome.holds} else None
-    return Verdict(holds, _sentence(judgements, runs, reference), judgements)
+    return Verdict(holds, _sentence(judgements, groups, reference), judgements)
 
 
 def judge_group(group: Group, reference: str = "naive") -> list[Judgement]:
@@ -132,7 +142,7 @@ def times(ratio: float) -> str:
     """A factor in words a reader can weigh: 0.04, 3.2, 170, 25,000 times."""
     if not np.isfinite(ratio):
         return "infinitely many times"
-    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.2g} times"
+    return f"{float(f'{ratio:.2g}'):,.0f} times" if ratio >= 10 else f"{ratio:.2g} times"
 
 
 _LOSSES = {"val/loss": "validation loss", "train/loss": "training loss"}
@@ -154,9 +164,9 @@ def _divergence(run: Run, reference: Run) -> str | None:
     return f"its loss is not finite at step {step} with seed {run.seed}, where {reference.label}'s is"
 
 
-def _sentence(judgements: Sequence[Judgement], runs: Sequence[Run], reference: str) -> str:
+def _sentence(judgements: Sequence[Judgement], groups: Sequence[Group], reference: str) -> str:
     if not judgements:
-        others = {run.label for run in runs} - {reference}
+        others = {label for group in groups for label in group.labels()} - {reference}
         if not others:
             return f"There is no verdict: {reference} ran alone, with nothing to compare it with."
         return f"There is no verdict: no run of {reference} shares its configuration with {_words(sorted(others))}."
@@ -165,14 +175,14 @@ def _sentence(judgements: Sequence[Judgement], runs: Sequence[Run], reference: s
         by[judgement.outcome].append(judgement)
     clauses = []
     if by[Outcome.broken]:
-        worst = [f"{_named(j, judgements)}: {', and '.join(j.objections)}" for j in by[Outcome.broken]]
+        worst = [f"{_named([j], judgements)}: {j.objections[0]}" for j in by[Outcome.broken]]
         clauses.append(f"Parity is broken for {'; for '.join(worst)}")
     if by[Outcome.holds]:
-        names = _words([_named(j, judgements) for j in by[Outcome.holds]])
-        lead = "it holds for" if clauses else "Parity holds for"
-        clauses.append(f"{lead} {names}: {_how_close(by[Outcome.holds], reference)}")
+        names = _named(by[Outcome.holds], judgements)
+        close = _how_close(by[Outcome.holds], reference)
+        clauses.append(f"it holds for {names}" if clauses else f"Parity holds for {names}: {close}")
     if by[Outcome.open]:
-        names = _words([_named(j, judgements) for j in by[Outcome.open]])
+        names = _named(by[Outcome.open], judgements)
         reasons = list(dict.fromkeys(reason for j in by[Outcome.open] for reason in j.missing))
         lead = "it is open for" if clauses else "Parity is open for"
         close = _how_close(by[Outcome.open], reference)
@@ -206,16 +216,27 @@ def _how_close(judgements: Sequence[Judgement], reference: str) -> str:
         parts.append(f"the final {_LOSSES[worst.metric]} differs by at most {worst.difference:.2g}{limit}")
     probes = [j.probe.ratio for j in judgements if j.probe]
     if probes:
-        parts.append(f"at the same weights the difference is {max(probes):.2g} of {reference}'s own rounding")
+        parts.append(f"at the same weights it is off by {times(max(probes))} {reference}'s own rounding")
     return _words(parts)
 
 
-def _named(judgement: Judgement, judgements: Sequence[Judgement]) -> str:
-    several = len({id(j.group) for j in judgements}) > 1
-    return f"{judgement.label} at seq_len {judgement.group.seq_len:,}" if several else judgement.label
+def _named(found: Sequence[Judgement], judgements: Sequence[Judgement]) -> str:
+    """The labels of some judgements, with their lengths where all the judgements are over several."""
+    every = {j.group.seq_len for j in judgements}
+    at: dict[str, list[int]] = {}
+    for j in found:
+        at.setdefault(j.label, []).append(j.group.seq_len)
+    if len(every) == 1:
+        return _words(list(at))
+    together: dict[str, list[str]] = {}
+    for label, seq_lens in at.items():
+        where = f"seq_len {seq_lens[0]:,}" if len(seq_lens) == 1 else f"{len(seq_lens)} of {len(every)} lengths"
+        together.setdefault(f"all {len(every)} lengths" if len(seq_lens) == len(every) else where, []).append(label)
+    return _words([f"{_words(labels)} at {where}" for where, labels in together.items()])
 
 
 def _words(parts: Sequence[Any]) -> str:
-    """One, two and three."""
+    """One, two and three; with a comma before the last where the parts have commas or brackets of their own."""
     words = [str(part) for part in parts]
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+    joint = ", and " if any("(" in word or "," in word for word in words) else " and "
+    return joint.join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+UNKNOWN = "unknown device"
+
 
 @dataclass(frozen=True)
 class Series:
@@ -96,11 +98,11 @@ class Run:
 
     @property
     def device(self) -> str:
-        """The device in words, with the number of ranks where there are several."""
+        """The device in words, with the number of ranks where there are several; UNKNOWN without a summary."""
         device = self.summary.get("device")
         if not isinstance(device, Mapping):
-            return str(self.option("device", "unknown"))
-        name, count = str(device.get("name") or device.get("type") or "unknown"), device.get("count") or 1
+            return UNKNOWN
+        name, count = str(device.get("name") or device.get("type") or UNKNOWN), device.get("count") or 1
         return f"{count} x {name}" if count > 1 else name
 
     @property

@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from errors import UserError
-from report.record import Run, Series
+from report.record import UNKNOWN, Run, Series
 
 _SKIPPED_FOLDERS = {"checkpoints", "wandb", "report", ".hydra", ".submitit"}
 
@@ -210,7 +210,7 @@ def _provenance_notes(runs: Sequence[Run]) -> list[str]:
     for what, found in {
         "commits": {run.commit.rstrip("+") for run in runs},
         "torch versions": {str((run.summary.get("versions") or {}).get("torch") or "") for run in runs},
-        "devices": {run.device for run in runs if run.summary},
+        "devices": {run.device for run in runs} - {UNKNOWN},
     }.items():
         if len(known := sorted(found - {""})) > 1:
             notes.append(f"The runs come from different {what}: {', '.join(known)}.")

@@ -145,3 +145,10 @@ def crossovers(family: Family, reference: str = "naive") -> list[Crossover]:
 def longest_that_fits(found: Sequence[Point]) -> int | None:
     """The longest length that was trained without running out of memory."""
     return max((point.seq_len for point in found if not point.out_of_memory and point.n_runs), default=None)
+
+
+def same_tokens(family: Family) -> bool:
+    """Whether runs of several lengths were trained on equally many tokens, so that their losses compare contexts."""
+    trained = [point for found in points(family).values() for point in found if point.val_loss is not None]
+    totals = [point.tokens or 0.0 for point in trained]
+    return len({point.seq_len for point in trained}) > 1 and 0 < max(totals) <= 1.02 * min(totals)

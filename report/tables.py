@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from report.evidence import MARGIN
 from report.groups import Family, flatten
 from report.parity import Judgement, Outcome
 from report.record import Run, number
-from report.scaling import crossovers, longest_that_fits, points, predicted_memory
+from report.scaling import crossovers, longest_that_fits, points, predicted_memory, same_tokens
 
 DASH = "-"
 WORDS = {Outcome.holds: "holds", Outcome.broken: "broken", Outcome.open: "open"}
@@ -37,7 +38,7 @@ def table(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence
     """A table whose columns of numbers are found by looking."""
     numeric = {
         n
-        for n in range(len(columns))
+        for n in range(1, len(columns))
         if any(any(c.isdigit() for c in row[n]) for row in rows) and all(row[n][:1] in "0123456789-" for row in rows)
     }
     return Table(name, title, tuple(columns), tuple(tuple(row) for row in rows), frozenset(numeric), caption)
@@ -55,7 +56,7 @@ def judgement_table(judgements: Sequence[Judgement], reference: str) -> Table:
                 *([short_length(j.group.seq_len)] if several else []),
                 WORDS[j.outcome],
                 f"{times(j.probe.ratio)} ({j.probe.checks} checks)" if j.probe else "not probed",
-                f"{curve.ratio:.2g}" if curve and curve.ratio is not None else "no band",
+                size(curve.ratio) if curve and curve.ratio is not None else "no band",
                 f"{size(final.difference)} of {size(final.allowed)}" if final else DASH,
                 ", ".join(str(seed) for seed in j.seeds) or "none shared",
             ]
@@ -153,7 +154,7 @@ def crossover_table(family: Family, reference: str) -> Table | None:
 
 def block_table(family: Family, reference: str) -> Table | None:
     """Tile sizes of one implementation beside each other."""
-    labels = [label for label in family.labels() if any(word.replace("x", "").isdigit() for word in label.split()[1:])]
+    labels = [label for label in family.labels() if re.fullmatch(r"\w+ \d+x\d+", label)]
     rows = []
     for group in family.groups:
         references = group.of(reference)
@@ -183,25 +184,16 @@ def block_table(family: Family, reference: str) -> Table | None:
 
 
 def context_table(family: Family) -> Table | None:
-    """Validation loss over context length."""
-    found = points(family)
-    trained = [point for label in found for point in found[label] if point.val_loss is not None]
-    if len({point.seq_len for point in trained}) < 2:
+    """Validation loss over context length, where all lengths saw equally many tokens."""
+    if not same_tokens(family):
         return None
-    trained.sort(key=lambda point: point.seq_len)
-    totals = [point.tokens for point in trained if point.tokens]
-    equal = bool(totals) and max(totals) <= 1.02 * min(totals)
+    trained = [point for found in points(family).values() for point in found if point.val_loss is not None]
     rows = [
         [point.label, f"{point.seq_len:,}", loss(point.val_loss), count(point.tokens), count(point.tokens_per_s)]
-        for point in trained
+        for point in sorted(trained, key=lambda point: point.seq_len)
     ]
-    caption = (
-        "All were trained on the same number of tokens."
-        if equal
-        else "They were trained on different numbers of tokens, so the losses do not compare contexts alone."
-    )
     columns = ["implementation", "seq_len", "val loss", "tokens", "tokens/s"]
-    return table("context_length", "Validation loss over context length", columns, rows, caption)
+    return table("context_length", "Validation loss over context length", columns, rows)
 
 
 def ablation_table(runs: Sequence[Run], reference: str) -> Table | None:
@@ -314,7 +306,7 @@ def size(value: float | None) -> str:
 
 
 def times(ratio: float) -> str:
-    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+    return f"{float(f'{ratio:.2g}'):,.0f}" if 10 <= ratio < float("inf") else f"{ratio:.2g}"
 
 
 def duration(seconds: float | None) -> str:
