@@ -108,6 +108,8 @@ class Prefetcher:
 
     def __init__(self, batches: Batches, device: torch.device | str, start_step: int = 0, depth: int = 3):
         self._batches, self._device, self._step = batches, torch.device(device), start_step
+        if self._device.type == "cuda" and self._device.index is None:  # the thread has a current device of its own
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._ready: SimpleQueue[tuple[Tensor, Tensor, torch.cuda.Event | None] | BaseException] = SimpleQueue()
         self._room = threading.Semaphore(depth)
         self._closed = False

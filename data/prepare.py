@@ -135,9 +135,10 @@ def _recipe(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
 
 
 def _folder_name(config: DataConfig, recipe: dict[str, Any]) -> str:
-    # Without the fingerprint of the files: text that changed is prepared again in the place of the old.
+    # Without format and fingerprint: text or code that changed is prepared again in the place of the old.
+    lasting = {key: value for key, value in recipe.items() if key not in ("format", "source")}
     source = {key: value for key, value in recipe["source"].items() if key != "fingerprint"}
-    return f"{config.name}-{config.tokenizer.value}-{digest({**recipe, 'source': source})[:10]}"
+    return f"{config.name}-{config.tokenizer.value}-{digest([lasting, source])[:10]}"
 
 
 def _locked(folder: Path, console: Console) -> AbstractContextManager[Any]:

@@ -142,6 +142,15 @@ def test_changed_text_is_prepared_again(config, corpus, capsys):
     assert len(contents(config.cache)) == 1
 
 
+def test_tokens_of_another_format_are_prepared_again(config, monkeypatch, capsys):
+    before = prepare(config)
+    monkeypatch.setattr(sys.modules["data.prepare"], "FORMAT", 0)
+    after = prepare(config)
+    assert after.folder == before.folder
+    assert after.manifest["recipe"]["format"] == 0
+    assert "again: the text or the format of the tokens has changed." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "train.documents", "tokenizer.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_damage_is_noticed_and_repaired(config, name, damage, capsys):
