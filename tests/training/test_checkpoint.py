@@ -145,11 +145,13 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Pa
         assert is_state(load_checkpoint(newest), read_manifest(newest).step)
         best = best_checkpoint(folder)
         assert best is not None
-        verify(best)
+        for path in (best, *folder.glob("step-*")):
+            verify(path)
+        if step == 300:  # the link to a checkpoint that is itself being replaced dangles for a moment
+            verify(folder / "best")
 
         save(folder, 400, keep_last=1)
         assert not [name for name in names(folder) if name.startswith(".")], "leftovers are cleaned by the next save"
-        assert (folder / "best" / "manifest.json").exists()
         shutil.rmtree(folder)
     assert moment > 15, "a save has more file operations than that"
 
@@ -290,6 +292,23 @@ def test_a_limit_of_the_operating_system_is_treated_like_a_full_disk(tmp_path: P
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert_nothing_changed(tmp_path)
+
+
+def test_a_kill_and_then_a_full_disk_leave_the_checkpoint_that_was_being_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 100).rename(tmp_path / ".replaced-step-00000100")  # as a kill between the two renames leaves it
+    assert is_state(load_checkpoint(newest_valid(tmp_path)[0]), 100)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint._HashedFile, "write", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            save(tmp_path, 100)
+    assert newest_valid(tmp_path) == (tmp_path / "step-00000100", [])
+    assert names(tmp_path) == {"step-00000100"}
 
 
 def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

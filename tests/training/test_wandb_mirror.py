@@ -12,6 +12,7 @@ import pytest
 
 from training import tracking
 from training.tracking import Tracker, TrackingConfig, TrackingMode
+from training.wandb_mirror import complete_lines
 
 STAND_IN = """
 import json, os, sys, time
@@ -222,6 +223,16 @@ def test_a_resumed_online_run_is_sent_what_it_lacks(
     assert read(notes, "init")[0]["options"]["resume"] == "allow"
     assert [entry["step"] for entry in read(notes, "log")] == [3, 4]
     assert capfd.readouterr().out.splitlines()[-1].split() == ["W&B", "https://wandb.example/run"]
+
+
+def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb", buffering=0) as writer, path.open("rb") as reader:
+        writer.write(b'{"step": 1}\n{"step": 2, "a"')
+        assert list(complete_lines(reader)) == [{"step": 1}]
+        assert list(complete_lines(reader)) == []
+        writer.write(b": 3}\n")
+        assert list(complete_lines(reader)) == [{"step": 2, "a": 3}]
 
 
 def test_runs_of_one_process_share_nothing(tmp_path: Path, notes: Path) -> None:

@@ -1,0 +1,97 @@
+"""The meters on a real GPU: device time without waiting for the device, and peaks that forget."""
+
+import time
+
+import pytest
+import torch
+
+from training.meters import GIB, StepMeter, device_name
+from training.peaks import peak_flops
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def meter(device: torch.device) -> StepMeter:
+    return StepMeter(
+        device,
+        tokens_per_step=1000,
+        flops_per_token_full=2e6,
+        flops_per_token_causal=1e6,
+        precision="bf16",
+        warmup_steps=2,
+    )
+
+
+def test_steps_are_timed_on_the_device_while_the_host_runs_ahead(device: torch.device) -> None:
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    m = meter(device)
+    for _ in range(2):
+        m.step_start()
+        a @ a
+        m.step_end()
+    torch.cuda.synchronize()
+
+    start = time.perf_counter()
+    for _ in range(20):
+        m.step_start()
+        for _ in range(5):
+            a @ a
+        m.step_end()
+    asked = time.perf_counter() - start
+    torch.cuda.synchronize()
+    done = time.perf_counter() - start
+
+    measured = 20 * m.interval()["throughput/step_ms"] / 1e3
+    assert asked < done / 2, "the meter made the host wait"
+    assert measured == pytest.approx(done, rel=0.15)
+
+
+def test_mfu_of_a_matrix_product_lies_below_one(device: torch.device) -> None:
+    if peak_flops(device_name(device), "bf16") is None:
+        pytest.skip(f"no peak of {device_name(device)} is on record")
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    flops = 2 * 8192**3
+    m = StepMeter(
+        device,
+        tokens_per_step=1,
+        flops_per_token_full=flops,
+        flops_per_token_causal=flops / 2,
+        precision="bf16",
+    )
+    for _ in range(30):
+        m.step_start()
+        a @ a
+        m.step_end()
+    m.interval()
+    medians = m.medians()
+    assert 0.3 < medians["throughput/mfu_full"] < 1
+    assert medians["throughput/mfu_causal"] == pytest.approx(medians["throughput/mfu_full"] / 2)
+
+
+def test_memory_peaks_are_of_the_interval_and_leave_pauses_out(device: torch.device) -> None:
+    m = meter(device)
+    base = torch.cuda.memory_allocated(device) / GIB
+
+    def step(gib: float) -> None:
+        m.step_start()
+        torch.empty(int(gib * GIB), dtype=torch.uint8, device=device)
+        m.step_end()
+
+    def peak() -> float:
+        return m.interval()["memory/peak_allocated_gib"] - base
+
+    step(1.0)
+    assert peak() == pytest.approx(1.0, abs=0.01)
+    step(0.25)
+    with m.paused():
+        torch.empty(2 * GIB, dtype=torch.uint8, device=device)
+    step(0.5)
+    assert peak() == pytest.approx(0.5, abs=0.01)
+    peaks = m.peaks()
+    assert peaks["memory/peak_allocated_gib"] - base == pytest.approx(1.0, abs=0.01)
+    assert peaks["memory/peak_reserved_gib"] >= peaks["memory/peak_allocated_gib"]
