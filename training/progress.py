@@ -36,8 +36,9 @@ class ProgressLine:
         self.printed = -float("inf")
         self.bar: Progress | None = None
         if self.console.is_terminal:
+            # A bar of 10 leaves room for the whole line in a terminal of 80 columns.
             self.bar = Progress(
-                BarColumn(bar_width=24), TextColumn("{task.description}"), console=self.console, auto_refresh=False
+                BarColumn(bar_width=10), TextColumn("{task.description}"), console=self.console, auto_refresh=False
             )
             self.task = self.bar.add_task("starting", total=steps, completed=first_step)
             self.bar.start()

@@ -224,9 +224,9 @@ def test_numbers_are_written_for_people() -> None:
     assert [count(n) for n in (950, 61_300, 1_234_000)] == ["950", "61.3k", "1.23M"]
 
 
-def progress_line(terminal: bool, clock: Callable[[], float]) -> tuple[ProgressLine, io.StringIO]:
+def progress_line(terminal: bool, clock: Callable[[], float], width: int = 120) -> tuple[ProgressLine, io.StringIO]:
     output = io.StringIO()
-    console = Console(file=output, force_terminal=terminal, width=120, highlight=False, _environ={})
+    console = Console(file=output, force_terminal=terminal, width=width, highlight=False, _environ={})
     return ProgressLine(200, console=console, clock=clock), output
 
 
@@ -244,6 +244,14 @@ def test_a_log_gets_a_line_every_few_seconds_and_for_each_evaluation() -> None:
     assert shown[1] == "step  50/200  loss 2.0000  val 2.2500  61.3k tokens/s  0:15 left"
     assert shown[-1] == "step 200/200  loss 2.0000  val 2.2500  61.3k tokens/s"
     assert [text.split()[1] for text in shown] == ["10/200", "50/200", "150/200", "200/200"]
+
+
+def test_the_whole_line_fits_a_terminal_of_80_columns() -> None:
+    line, output = progress_line(terminal=True, clock=iter([0.0, 6.0]).__next__, width=80)
+    line.steps = 2000
+    line.update(200, {"train/loss": 2.6, "val/loss": 2.5, "throughput/tokens_per_s": 61_300})
+    line.close()
+    assert "step  200/2000  loss 2.6000  val 2.5000  61.3k tokens/s  0:54 left" in output.getvalue()
 
 
 def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
