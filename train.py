@@ -24,9 +24,10 @@ from model.gpt import GPT
 from model.gpt2_weights import load_gpt2
 from sample import stream
 from training.checkpoint import load_checkpoint, newest_valid, read_manifest
-from training.device import World, joined, resolve_device, resolve_precision
+from training.device import Precision, World, joined, resolve_device, resolve_precision
 from training.loop import Interruption, explained_memory, fit
 from training.meters import StepMeter
+from training.profile import Profiler
 from training.record import Bystander, Record
 from training.step import Trainer
 
@@ -51,7 +52,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
 
     with joined(world, device):
         data = prepare(config.data, progress=world.rank == 0)
-        model = build_model(config, data.vocab_size)
+        model = build_model(config, data.vocab_size, device, training.precision)
         trainer = Trainer(model, config.optimizer, config.schedule, training, config.seed, device, world)
         start = go_on(trainer, config, folder, data)
         if start >= training.steps and (folder / "summary.json").exists():
@@ -83,6 +84,15 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
                 start=start,
                 again=config.resume is not None,
             )
+        profiler = Profiler(
+            folder,
+            device,
+            profile=training.profile and world.rank == 0,
+            memory_snapshot=training.memory_snapshot and world.rank == 0,
+            start=start,
+            steps=training.steps,
+            print=record.print,
+        )
         with record, explained_memory(trainer), interruption, Prefetcher(batches, device, start) as prefetched:
             record.print(greeting(config, trainer, folder))
             fit(
@@ -91,6 +101,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
                 eval_batches(data.val.tokens, T, B, training.eval_batches),
                 meter=meter,
                 probe=build_probe(config, shape),
+                profiler=profiler,
                 log=record.log,
                 save=record.save,
                 interruption=interruption,
@@ -103,11 +114,20 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
     return 128 + interruption.number if interruption.number else 0
 
 
-def build_model(config: Config, vocab_size: int) -> GPT:
+def build_model(config: Config, vocab_size: int, device: torch.device, precision: Precision) -> GPT:
     """The model with its first weights: drawn from the seed, or those of `init_from`."""
     attend, training = build_attention(config.attention), config.training
     torch.manual_seed(config.seed)
-    model = GPT(config.model, vocab_size, config.seq_len, attend, training.recompute, training.loss)
+    model = GPT(
+        config.model,
+        vocab_size,
+        config.seq_len,
+        attend,
+        training.recompute,
+        training.loss,
+        device=device,
+        dtype=precision.dtype,
+    )
     if config.init_from is not None:
         load_gpt2(model, config.init_from)
     return model

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from errors import UserError
 from training.meters import StepMeter
 from training.optimizer import learning_rate
 from training.parity import ParityProbe
+from training.profile import Profiler
 from training.step import Batch, Trainer
 
 
@@ -63,6 +65,7 @@ def fit(
     *,
     meter: StepMeter,
     probe: ParityProbe | None,
+    profiler: Profiler,
     log: Callable[[int, dict[str, Any]], None],
     save: Callable[[int, float | None], None],
     interruption: Interruption,
@@ -86,8 +89,11 @@ def fit(
         def due(every: int, n: int = n) -> bool:
             return every > 0 and (n % every == 0 or n == config.steps)
 
+        if step == profiler.first:
+            with meter.paused():
+                profiler.start()
         meter.step_start()
-        with meter.waiting_for_data():
+        with meter.waiting_for_data(), record_function("data"):
             micro_batches = [next(batches) for _ in range(trainer.micro_steps)]
         metrics: dict[str, Any] = {}
         if probe is not None and probe.due(step):
@@ -96,6 +102,9 @@ def fit(
             meter.step_start()
         loss, norm = trainer.update(step, micro_batches)
         meter.step_end()
+        if step == profiler.last:
+            with meter.paused():
+                metrics |= profiler.stop()
 
         stopping = interruption.agreed(trainer, due(config.log_every))
         if not (metrics or stopping or any(map(due, (config.log_every, config.eval_every, config.checkpoint_every)))):

@@ -2,9 +2,11 @@
 
     profiler = Profiler(run_folder, device, profile=True, memory_snapshot=False, start=start, steps=steps)
     for step in range(start, steps):
-        profiler.before(step)
+        if step == profiler.first:
+            profiler.start()
         ...                                     # the step
-        metrics |= profiler.after(step)         # once: {"profile/attention_percent": 19.2, ...}
+        if step == profiler.last:
+            metrics |= profiler.stop()          # {"profile/attention_percent": 19.2, ...}
 
 A few steps, after compilation and warm-up, are recorded by torch's profiler. `profile/trace.json.gz` in the run
 folder opens in chrome://tracing or ui.perfetto.dev; `profile/table.txt` sums it up. `memory_snapshot` writes
@@ -17,7 +19,7 @@ import gzip
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -66,26 +68,41 @@ class ProfileError(UserError, ValueError):
 
 
 class Profiler:
-    """Records some steps of a run, once; does nothing where nothing is asked for."""
+    """Records some steps of a run, once.
+
+    first, last   the steps to record; None where nothing is asked for
+    """
 
     def __init__(
-        self, folder: Path, device: torch.device, *, profile: bool, memory_snapshot: bool, start: int, steps: int
+        self,
+        folder: Path,
+        device: torch.device,
+        *,
+        profile: bool,
+        memory_snapshot: bool,
+        start: int,
+        steps: int,
+        print: Callable[[str], None] = print,
     ) -> None:
-        """The steps recorded are PROFILED_STEPS after WARMUP_STEPS, or earlier in a run of fewer `steps`."""
+        """The steps recorded are PROFILED_STEPS after WARMUP_STEPS, or earlier in a run of fewer `steps`.
+
+        Raises ProfileError for a memory snapshot without a GPU.
+        """
         if memory_snapshot and device.type != "cuda":
             raise ProfileError(
-                "training.memory_snapshot=true records a GPU's allocator; use device=cuda or leave it out."
+                f"training.memory_snapshot=true records a GPU's allocator, and device={device} has none; leave it out."
             )
-        self.folder, self.device = folder / "profile", device
+        self.folder, self.device, self.print = folder / "profile", device, print
         self.profile, self.memory_snapshot = profile, memory_snapshot
-        self.first = max(start, min(start + WARMUP_STEPS, steps - PROFILED_STEPS))
-        self.last = min(self.first + PROFILED_STEPS, steps) - 1
+        self.first: int | None = None
+        self.last: int | None = None
+        if profile or memory_snapshot:
+            self.first = max(start, min(start + WARMUP_STEPS, steps - PROFILED_STEPS))
+            self.last = min(self.first + PROFILED_STEPS, steps) - 1
         self.recording = ExitStack()
 
-    def before(self, step: int) -> None:
-        """Start recording, at the first of the steps."""
-        if step != self.first or not (self.profile or self.memory_snapshot):
-            return
+    def start(self) -> None:
+        """Start recording, before the step `first`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.memory_snapshot:
             torch.cuda.memory._record_memory_history()
@@ -96,27 +113,29 @@ class Profiler:
             self._wait()
             self.recording.enter_context(record_function(WINDOW))
 
-    def after(self, step: int) -> dict[str, float]:
-        """Stop recording, at the last of the steps; write and print what was seen.
+    def stop(self) -> dict[str, float]:
+        """Stop recording, after the step `last`; write and print what was seen.
 
-        Returns the percentage of the step each category took, as metrics; empty at every other step.
+        Returns the percentage of the step that each category took, as metrics.
         """
-        if step != self.last:
-            return {}
-        if self.memory_snapshot:
-            torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
-            print(f"memory snapshot: {self.folder / 'memory.pickle'} (open it at pytorch.org/memory_viz)")
-        if not self.profile:
-            return {}
+        assert self.first is not None
+        assert self.last is not None
         self._wait()
         self.recording.close()
+        if self.memory_snapshot:
+            path = self.folder / "memory.pickle"
+            torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self.print(f"memory snapshot: {path} (open it at pytorch.org/memory_viz)")
+        if not self.profile:
+            return {}
         path = self.folder / "trace.json.gz"
         self.profiler.export_chrome_trace(str(path))
-        times = {name: us / (self.last - self.first + 1) / 1e3 for name, us in summarise(read_trace(path)).items()}
+        steps = self.last - self.first + 1
+        times = {name: us / steps / 1e3 for name, us in summarise(read_trace(path)).items()}
         table = format_table(times)
         (self.folder / "table.txt").write_text(table)
-        print(f"{table}trace: {path} (open it at ui.perfetto.dev)")
+        self.print(f"{table}trace: {path} (open it at ui.perfetto.dev)")
         total = sum(times.values())
         return {f"profile/{name}_percent": 100 * ms / total for name, ms in times.items()}
 

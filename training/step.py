@@ -66,6 +66,8 @@ class TrainingConfig:
     checkpoint_every  steps between two checkpoints, the last after training; 0: none
     keep_last         checkpoints that are kept, besides the best
     sample_tokens     tokens of text to print after training; 0: none
+    profile           record where the time of a few steps goes
+    memory_snapshot   record every allocation of these steps on a GPU
     """
 
     steps: int = 2000
@@ -81,6 +83,8 @@ class TrainingConfig:
     checkpoint_every: int = 500
     keep_last: int = 2
     sample_tokens: int = 200
+    profile: bool = False
+    memory_snapshot: bool = False
 
     def micro_steps(self, seq_len: int, world_size: int) -> int:
         """Micro-batches of one step on each rank."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,36 +113,43 @@ def test_names_tell_their_category(name, category):
     assert category_of(name) == category
 
 
-def test_a_run_is_recorded_once_and_its_step_is_accounted_for(tmp_path, capsys):
+def test_a_run_is_recorded_once_and_its_step_is_accounted_for(tmp_path):
     attend = build_attention(AttentionConfig())
     model = GPT(GPTConfig(n_layers=2), 100, 64, attend)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(100, (4, 64))
-    profiler = Profiler(tmp_path, CPU, profile=True, memory_snapshot=False, start=3, steps=10)
-    logged = []
+    printed: list[str] = []
+    profiler = Profiler(
+        tmp_path, CPU, profile=True, memory_snapshot=False, start=3, steps=10, print=printed.append
+    )  # fmt: skip
+    assert (profiler.first, profiler.last) == (5, 9)
+    metrics: dict[str, float] = {}
     for step in range(3, 10):
-        profiler.before(step)
+        if step == profiler.first:
+            profiler.start()
         model(tokens, tokens).backward()
         optimizer.step()
-        logged.append(profiler.after(step))
-    assert [step for step, metrics in enumerate(logged, 3) if metrics] == [9]  # the last five of seven steps
-    metrics = logged[-1]
+        if step == profiler.last:
+            metrics = profiler.stop()
     assert list(metrics) == [f"profile/{name}_percent" for name in CATEGORIES]
     assert sum(metrics.values()) == pytest.approx(100)
     assert all(metrics[f"profile/{name}_percent"] > 1 for name in ("attention", "matmul", "loss", "optimizer", "other"))
     steps = [e for e in read_trace(tmp_path / "profile" / "trace.json.gz") if e["name"].startswith("Optimizer.step")]
     assert len(steps) == 5
-    assert (tmp_path / "profile" / "table.txt").read_text() in capsys.readouterr().out
+    assert printed[0].startswith((tmp_path / "profile" / "table.txt").read_text())
+
+
+@pytest.mark.parametrize(("start", "steps", "window"), [(0, 100, (10, 14)), (40, 100, (50, 54)), (0, 3, (0, 2))])
+def test_the_steps_recorded_follow_the_warm_up_where_there_are_enough(tmp_path, start, steps, window):
+    profiler = Profiler(tmp_path, CPU, profile=True, memory_snapshot=False, start=start, steps=steps)
+    assert (profiler.first, profiler.last) == window
 
 
 def test_nothing_is_recorded_unasked(tmp_path):
-    profiler = Profiler(tmp_path, CPU, profile=False, memory_snapshot=False, start=0, steps=5)
-    for step in range(5):
-        profiler.before(step)
-        assert profiler.after(step) == {}
-    assert not list(tmp_path.iterdir())
+    profiler = Profiler(tmp_path, CPU, profile=False, memory_snapshot=False, start=0, steps=50)
+    assert (profiler.first, profiler.last) == (None, None)
 
 
-def test_a_memory_snapshot_without_a_gpu_is_refused(tmp_path: Path):
+def test_a_memory_snapshot_without_a_gpu_is_refused(tmp_path):
     with pytest.raises(ProfileError, match=r"training\.memory_snapshot=true records a GPU's allocator"):
         Profiler(tmp_path, CPU, profile=False, memory_snapshot=True, start=0, steps=5)

@@ -1,0 +1,224 @@
+"""The speed and memory of whole training steps: the recipe itself, beside nanoGPT.
+
+    python -m bench.train_step                                       all of the table, about 25 minutes on an H200
+    python -m bench.train_step --attention flash --shapes 32x1024    some of it; the rest of the file stays as it was
+    python -m bench.train_step --recompute attention block --shapes 4x8192 --attention flash --dropout 0
+    python -m bench.train_step --profile ...                         and where the time of each step goes
+    python -m bench.train_step -- training.precision=fp32            further overrides for train.py
+
+Every cell is a run of train.py in a process of its own, with its data loading, logging and clipping, in 124M
+parameters and 32,768 tokens a step, of which the median step counts. Running out of memory is a result. Results go
+to bench/results/train_step-<device>.json, which is written after each cell, and are drawn beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from report.draw import Chart, Palette, dress, legend, render_png, render_svg, short_length, standalone_svg, styles
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+SHAPES = ("32x1024", "16x2048", "8x4096", "4x8192", "2x16384")
+ATTENTIONS = ("flash", "sdpa", "naive")
+DROPOUTS = (0.0, 0.1)
+
+# nanoGPT's own bench.py (124M parameters, torch.compile, SDPA, no data loading) on one NVIDIA H200 with torch 2.11:
+# sequence length -> tokens/s without and with dropout 0.1 (attention and residual), and peak memory in GiB.
+NANOGPT_DEVICE = "NVIDIA H200"
+NANOGPT = {
+    1024: (514_000, 478_000, 21.3),
+    2048: (474_000, 428_000, 21.3),
+    4096: (413_000, 355_000, 21.3),
+    8192: (331_000, 262_000, 21.4),
+    16384: (239_000, 174_000, 21.5),
+}
+
+Row = dict[str, Any]
+
+
+def overrides(attention: str, shape: str, dropout: float, recompute: str, steps: int, profile: bool) -> list[str]:
+    """What train.py is told for one cell."""
+    batch, seq_len = shape.split("x")
+    given = [
+        "model=gpt2", f"attention={attention}", f"seq_len={seq_len}", f"training.batch_size={batch}",
+        f"attention.dropout={dropout}", f"model.dropout={dropout}", "data.tokenizer=gpt2", "training.compile=true",
+        f"training.recompute={recompute}", f"training.steps={steps}", "schedule.warmup_steps=10", "training.log_every=10", "training.eval_every=0",
+        "training.checkpoint_every=0", "training.sample_tokens=0", f"training.profile={str(profile).lower()}",
+    ]  # fmt: skip
+    if attention == "sdpa" and dropout:
+        given.append("attention.rng=torch")  # which cannot replay its masks
+    return given
+
+
+def measure(cell: Row, steps: int, profile: bool) -> Row:
+    """Run one cell and return it with what was measured."""
+    given = overrides(cell["attention"], cell["shape"], cell["dropout"], cell["recompute"], steps, profile)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "train.py", *given, *cell["extra"], f"hydra.run.dir={folder}"]
+        begin = time.monotonic()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        wall = time.monotonic() - begin
+        try:
+            summary = json.loads((Path(folder) / "summary.json").read_text())
+        except OSError:
+            return cell | {"status": "failed", "message": (done.stderr.strip() or done.stdout.strip())[-2000:]}
+        table = Path(folder) / "profile" / "table.txt"
+        row = cell | {
+            "status": summary["status"],
+            "message": summary["message"],
+            **{name.split("/")[1]: value for name, value in (summary["median"] | summary["peak"]).items()},
+            "wall_s": round(wall, 1),
+            "device": summary["device"]["name"],
+            "versions": summary["versions"],
+            "commit": summary["git"]["commit"],
+            "dirty": summary["git"]["dirty"],
+            "measured": summary["finished"],
+        }
+        return row | ({"profile": table.read_text()} if table.exists() else {})
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """What makes two rows the same measurement."""
+    return (row["attention"], row["shape"], row["dropout"], row["recompute"], *row["extra"])
+
+
+def result(row: Row) -> str:
+    """tokens/s, or why there are none."""
+    if row["status"] == "completed":
+        return f"{row['tokens_per_s']:,.0f}"
+    return str(row["status"]).replace("_", " ")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: a row for each shape, dropout and recomputation, the implementations beside nanoGPT."""
+    names = [name for name in ATTENTIONS if any(row["attention"] == name for row in rows)]
+    head = ["batch x seq_len", "dropout", "recompute", "nanoGPT", *names, "flash / nanoGPT", "MFU", "flash, GiB"]
+    lines = [head, ["---"] * len(head)]
+    found = {key(row): row for row in rows if not row["extra"]}
+    for shape, dropout, recompute in sorted(
+        {k[1:4] for k in found}, key=lambda k: (k[1], int(k[0].split("x")[1]), k[2] != "none", k[2])
+    ):
+        cells = {name: found.get((name, shape, dropout, recompute)) for name in names}
+        flash = cells.get("flash") or {}
+        on_same = any(row and row.get("device") == NANOGPT_DEVICE for row in cells.values())
+        nanogpt = nanogpt_speed(int(shape.split("x")[1]), dropout) if on_same and recompute == "none" else 0
+        speed, memory, mfu = (flash.get(n) for n in ("tokens_per_s", "peak_allocated_gib", "mfu_causal"))
+        lines.append(
+            [
+                shape.replace("x", " x "), f"{dropout:g}", recompute, f"{nanogpt:,}" if nanogpt else "",
+                *(result(row) if row else "" for row in cells.values()),
+                f"{speed / nanogpt:.2f}" if speed and nanogpt else "",
+                f"{100 * mfu:.0f} %" if mfu else "", f"{memory:.1f}" if memory else "",
+            ]
+        )  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def nanogpt_speed(seq_len: int, dropout: float) -> int:
+    """nanoGPT's tokens/s, 0 where it was not measured."""
+    if seq_len not in NANOGPT or dropout not in DROPOUTS:
+        return 0
+    without, with_dropout, _ = NANOGPT[seq_len]
+    return with_dropout if dropout else without
+
+
+def draw(figure: Figure, palette: Palette, rows: Sequence[Row], dropout: float) -> None:
+    """Tokens/s and peak memory over sequence length."""
+    speed, memory = figure.subplots(1, 2)
+    names = [name for name in ATTENTIONS if any(row["attention"] == name for row in rows)]
+    styled = styles([*names, "nanoGPT"], palette)
+    for name in names:
+        done = [r for r in rows if r["attention"] == name and r["status"] == "completed"]
+        done.sort(key=lambda r: int(r["shape"].split("x")[1]))
+        T, style = [int(r["shape"].split("x")[1]) for r in done], styled[name]
+        look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "markersize": 5, "linewidth": 1.8}
+        speed.plot(T, [r["tokens_per_s"] / 1e3 for r in done], label=name, **look)
+        memory.plot(T, [r.get("peak_allocated_gib", 0) for r in done], **look)
+    if any(row.get("device") == NANOGPT_DEVICE for row in rows):
+        look = {"color": palette["muted"], "linestyle": "--", "linewidth": 1.4}
+        speed.plot(list(NANOGPT), [nanogpt_speed(T, dropout) for T in NANOGPT], label="nanoGPT", **look)
+        memory.plot(list(NANOGPT), [peak for *_, peak in NANOGPT.values()], **look)
+    for axes, title in ((speed, "thousand tokens/s"), (memory, "GiB at the peak")):
+        dress(axes, palette, title, "seq_len")
+        over_lengths(axes)
+        axes.set_ylim(bottom=0)
+    legend(figure, speed, palette)
+
+
+def over_lengths(axes: Axes) -> None:
+    """A logarithmic axis of sequence lengths."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(list(NANOGPT)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda T, _: short_length(T)))
+
+
+def publish(rows: Sequence[Row], path: Path) -> None:
+    """Write the rows as JSON to `path`, and a figure for each dropout beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(sorted(rows, key=lambda row: [str(part) for part in key(row)]), indent=1) + "\n")
+    for dropout in DROPOUTS:
+        shown = [r for r in rows if r["dropout"] == dropout and r["recompute"] == "none" and not r["extra"]]
+        if any(row["status"] == "completed" for row in shown):
+            chart = Chart(
+                f"train-step-dropout-{dropout:g}",
+                f"Training GPT-2 (124M), 32,768 tokens a step, dropout {dropout:g}",
+                "Median of the steps of a run; nanoGPT by its own benchmark.",
+                partial(draw, rows=shown, dropout=dropout),
+            )
+            stem = path.with_name(f"{path.stem}-dropout-{dropout:g}")
+            stem.with_name(f"{stem.name}.png").write_bytes(render_png(chart, dark=False))
+            stem.with_name(f"{stem.name}.svg").write_text(standalone_svg(render_svg(chart)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the cells that were asked for, printing each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attention", nargs="+", default=ATTENTIONS, choices=ATTENTIONS)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="BATCHxSEQ_LEN")
+    parser.add_argument("--dropout", nargs="+", default=DROPOUTS, type=float)
+    parser.add_argument("--recompute", nargs="+", default=["none"], choices=["none", "attention", "block"])
+    parser.add_argument("--steps", default=60, type=int)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--results", default=RESULTS, type=Path, help="folder for the JSON and the figures")
+    parser.add_argument("overrides", nargs="*", help="for train.py, after --")
+    args = parser.parse_args(arguments)
+    cells = [
+        {"attention": attention, "shape": shape, "dropout": dropout, "recompute": recompute, "extra": args.overrides}
+        for attention in args.attention for dropout in args.dropout for shape in args.shapes
+        for recompute in args.recompute
+    ]  # fmt: skip
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    path = args.results / f"train_step-{re.sub('[^a-z0-9]+', '-', device.lower())}.json"
+    rows = {key(old): old for old in json.loads(path.read_text())} if path.exists() else {}
+    for n, cell in enumerate(cells, 1):
+        row = measure(cell, args.steps, args.profile)
+        rows[key(row)] = row
+        where = " ".join(map(str, key(row)))
+        print(
+            f"[{n}/{len(cells)}] {where}: {result(row)} tokens/s, {row.get('peak_allocated_gib', 0):.1f} GiB",
+            flush=True,
+        )
+        print(row.get("profile") or row.get("message") or "", end="\n" if row["status"] == "failed" else "")
+        publish(list(rows.values()), path)
+    print(table(list(rows.values())))
+
+
+if __name__ == "__main__":
+    main()
