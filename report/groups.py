@@ -11,7 +11,16 @@ from report.record import UNKNOWN, Run
 
 # Settings in which runs may differ and still be compared step by step. Everything else has to be equal.
 _FREE = ("seed", "resume", "device", "model.name", "data.cache", "hydra", "parity", "tracking", "attention")
-_FREE_TRAINING = ("log_every", "eval_every", "checkpoint_every", "keep_last", "profile", "memory_snapshot")
+_FREE_TRAINING = (
+    "log_every",
+    "eval_every",
+    "checkpoint_every",
+    "keep_last",
+    "profile",
+    "memory_snapshot",
+    "sample_tokens",
+    "cpu_memory_gib",
+)
 # What a sweep over lengths changes along with seq_len, to keep the tokens of a step or of a run equal.
 _WITH_LENGTH = (
     "seq_len",
@@ -140,17 +149,33 @@ def family_runs(runs: Sequence[Run]) -> list[Family]:
     return families
 
 
-def _key_without(group: Group, names: Sequence[str]) -> str:
-    key = comparison_key(group.runs[0])
-    return json.dumps({name: value for name, value in key.items() if name not in names}, sort_keys=True)
-
-
 def differing_settings(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """The settings in which groups differ, each with its values."""
+    """The settings in which groups differ, each with the value of every group, in order.
+
+    Where seq_len is one of them, what goes with it is left out.
+    """
     keys = [comparison_key(group.runs[0]) for group in groups]
     names = sorted({name for key in keys for name in key})
     values = {name: [key.get(name, "default").strip('"') for key in keys] for name in names}
-    return {name: list(dict.fromkeys(found)) for name, found in values.items() if len(set(found)) > 1}
+    differing = {name: found for name, found in values.items() if len(set(found)) > 1}
+    if "seq_len" in differing:
+        return {name: found for name, found in differing.items() if name == "seq_len" or name not in _WITH_LENGTH}
+    return differing
+
+
+def describe(groups: Sequence[Group]) -> list[str]:
+    """What sets each group apart from the others, in words: "seq_len 512, model.n_layers 6"; one alone gets none."""
+    differing = differing_settings(groups)
+    return [", ".join(f"{name} {_readable(found[n])}" for name, found in differing.items()) for n in range(len(groups))]
+
+
+def _readable(value: str) -> str:
+    return f"{int(value):,}" if value.isdigit() else value
+
+
+def _key_without(group: Group, names: Sequence[str]) -> str:
+    key = comparison_key(group.runs[0])
+    return json.dumps({name: value for name, value in key.items() if name not in names}, sort_keys=True)
 
 
 def _furthest(run: Run) -> tuple[bool, int, str]:

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from report.draw import Chart, css_variables, render_png, render_svg, standalone_svg
 from report.evidence import MARGIN, NEGLIGIBLE, STRANGERS, WINDOW
 from report.figures import charts
+from report.findings import findings
 from report.groups import Family, differing_settings, family_runs
 from report.parity import Verdict, judge_groups
 from report.record import Run
@@ -49,6 +50,7 @@ class Section:
 
     title: str
     subtitle: str
+    findings: tuple[str, ...]
     drawings: tuple[Drawing, ...]
     tables: tuple[Table, ...]
 
@@ -80,7 +82,7 @@ def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
     )
     report = Report(
         verdict=verdict,
-        word={True: "Parity holds", False: "Parity is broken", None: "No verdict on parity"}[verdict.holds],
+        word=_word(verdict),
         sections=sections,
         notes=(*_family_notes(families), *found.notes, *(note for run in runs for note in run.notes)),
         runs=run_table(runs),
@@ -118,7 +120,7 @@ def _section(family: Family, verdict: Verdict, reference: str, prefix: str, out:
         ablation_table(family.runs, reference),
         wall_table(family),
         crossover_table(family, reference) if len(family.groups) > 1 else None,
-        block_table(family, reference),
+        block_table(family, judgements),
         context_table(family),
     ]
     run = family.runs[0]
@@ -133,7 +135,14 @@ def _section(family: Family, verdict: Verdict, reference: str, prefix: str, out:
         run.device,
     ]
     title = f"{run.option('model.name', 'model')} on {run.option('data.name', 'data')}"
-    return Section(title, " · ".join(subtitle), tuple(drawings), tuple(table for table in tables if table))
+    found = tuple(findings(family, reference))
+    return Section(title, " · ".join(subtitle), found, tuple(drawings), tuple(table for table in tables if table))
+
+
+def _word(verdict: Verdict) -> str:
+    if verdict.holds is None:
+        return "Parity is open" if any(j.telling for j in verdict.judgements) else "Parity was not measured"
+    return "Parity holds" if verdict.holds else "Parity is broken"
 
 
 def _draw(chart: Chart, out: Path) -> Drawing:
@@ -150,7 +159,9 @@ def _family_notes(families: Sequence[Family]) -> list[str]:
     if len(families) < 2:
         return []
     differing = differing_settings([family.groups[0] for family in families])
-    settings = "; ".join(f"{name}: {', '.join(values)}" for name, values in differing.items() if name != "seq_len")
+    settings = "; ".join(
+        f"{name}: {', '.join(dict.fromkeys(values))}" for name, values in differing.items() if name != "seq_len"
+    )
     return [
         f"The runs have {len(families)} configurations that should not be compared with each other, so each has a "
         f"section of its own ({settings})."

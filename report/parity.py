@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from report.evidence import (
     rounding_of_a_step,
     seed_band,
 )
-from report.groups import Group, group_runs
+from report.groups import Group, describe, group_runs
 from report.record import Run
 
 
@@ -90,22 +89,21 @@ def judge_groups(groups: Sequence[Group], reference: str = "naive") -> Verdict:
 
 
 def judge_group(group: Group, reference: str = "naive") -> list[Judgement]:
-    """The implementations of one group; empty without a run of the reference."""
+    """The implementations of one group; empty where neither a run of the reference nor a probe speaks of them."""
     references = group.of(reference)
-    if not references:
+    if not references and rounding_of_a_step(group.runs, reference) is None:
         return []
     band = seed_band(list(references.values()))
-    return [_judge(group, label, references, band) for label in group.labels() if label != reference]
+    return [_judge(group, label, reference, references, band) for label in group.labels() if label != reference]
 
 
-def _judge(group: Group, label: str, references: Mapping[int, Run], band: Band | None) -> Judgement:
+def _judge(group: Group, label: str, reference: str, references: Mapping[int, Run], band: Band | None) -> Judgement:
     runs = group.of(label)
-    reference = next(iter(references.values())).label
     pairs = [(run, references[seed]) for seed, run in runs.items() if seed in references]
     objections = [sentence for pair in pairs if (sentence := _divergence(*pair))]
     missing: list[str] = []
 
-    if group.runs and _draws_its_own_masks(next(iter(runs.values()))):
+    if _draws_its_own_masks(next(iter(runs.values()))):
         missing.append(f"{label} draws dropout masks of its own (attention.rng=torch)")
         return Judgement(label, group, Outcome.open, None, None, None, (), tuple(missing))
 
@@ -121,7 +119,9 @@ def _judge(group: Group, label: str, references: Mapping[int, Run], band: Band |
             f"at the same weights its {MEASURES[probe.measure]}{where} are off by {times(probe.ratio)} "
             f"{reference}'s own rounding (step {probe.step})"
         )
-    if not pairs:
+    if not references:
+        missing.append(f"{reference} did not run, so there is no curve to compare with")
+    elif not pairs:
         missing.append(f"it shares no seed with {reference}")
     elif band is None:
         missing.append(f"no band could be measured from a single seed of {reference}")
@@ -170,9 +170,7 @@ def _sentence(judgements: Sequence[Judgement], groups: Sequence[Group], referenc
         if not others:
             return f"There is no verdict: {reference} ran alone, with nothing to compare it with."
         return f"There is no verdict: no run of {reference} shares its configuration with {_words(sorted(others))}."
-    by: dict[Outcome, list[Judgement]] = {outcome: [] for outcome in Outcome}
-    for judgement in judgements:
-        by[judgement.outcome].append(judgement)
+    by = {outcome: [j for j in judgements if j.outcome is outcome] for outcome in Outcome}
     clauses = []
     if by[Outcome.broken]:
         worst = [f"{_named([j], judgements)}: {j.objections[0]}" for j in by[Outcome.broken]]
@@ -193,22 +191,20 @@ def _sentence(judgements: Sequence[Judgement], groups: Sequence[Group], referenc
 def _how_close(judgements: Sequence[Judgement], reference: str) -> str:
     """The worst of each measurement over some judgements."""
     parts = []
-    curves = [j.curve for j in judgements if j.curve and j.curve.ratio is not None]
+    curves = [j.curve for j in judgements if j.curve]
+    shares = [curve.ratio for curve in curves if curve.ratio is not None]
     bands = [band for j in judgements if (band := seed_band(list(j.group.of(reference).values())))]
-    if curves:
+    if shares and bands:
         seeds = {len(band.seeds) for band in bands}
         apart = float(np.median(np.concatenate([band.train.values for band in bands])))
         parts.append(
             f"at every step the training loss is closer to {reference}'s of the same seed than {reference}'s "
             f"{f'{min(seeds)} ' if len(seeds) == 1 else ''}seeds are to each other "
-            f"(at most {max(curve.ratio or 0 for curve in curves):.2g} of their distance, {apart:.2g} in the median)"
+            f"(at most {max(shares):.2g} of their distance, {apart:.2g} in the median)"
         )
-    else:
-        largest = [j.curve.largest for j in judgements if j.curve]
-        if largest:
-            parts.append(
-                f"the training loss is never further than {max(largest):.2g} from {reference}'s of the same seed"
-            )
+    elif curves:
+        largest = max(curve.largest for curve in curves)
+        parts.append(f"the training loss is never further than {largest:.2g} from {reference}'s of the same seed")
     finals = [j.final for j in judgements if j.final]
     if finals:
         worst = max(finals, key=lambda final: final.difference / final.allowed if final.allowed else final.difference)
@@ -221,22 +217,25 @@ def _how_close(judgements: Sequence[Judgement], reference: str) -> str:
 
 
 def _named(found: Sequence[Judgement], judgements: Sequence[Judgement]) -> str:
-    """The labels of some judgements, with their lengths where all the judgements are over several."""
-    every = {j.group.seq_len for j in judgements}
-    at: dict[str, list[int]] = {}
-    for j in found:
-        at.setdefault(j.label, []).append(j.group.seq_len)
-    if len(every) == 1:
-        return _words(list(at))
+    """The labels of some judgements; of which groups, where all the judgements have a label in several."""
+    groups = list({id(j.group): j.group for j in judgements}.values())
+    places = dict(zip(map(id, groups), describe(groups), strict=True))
+    noun = "lengths" if all(place.startswith("seq_len") and "," not in place[12:] for place in places.values()) else ""
     together: dict[str, list[str]] = {}
-    for label, seq_lens in at.items():
-        where = f"seq_len {seq_lens[0]:,}" if len(seq_lens) == 1 else f"{len(seq_lens)} of {len(every)} lengths"
-        together.setdefault(f"all {len(every)} lengths" if len(seq_lens) == len(every) else where, []).append(label)
-    return _words([f"{_words(labels)} at {where}" for where, labels in together.items()])
+    for label in dict.fromkeys(j.label for j in found):
+        here, everywhere = ([j for j in some if j.label == label] for some in (found, judgements))
+        if len(everywhere) == 1:
+            where = ""
+        elif len(here) == 1:
+            where = f" at {places[id(here[0].group)]}"
+        else:
+            counted = "all" if len(here) == len(everywhere) else f"{len(here)} of"
+            where = f" at {counted} {len(everywhere)} {noun or 'configurations'}"
+        together.setdefault(where, []).append(label)
+    return _words([f"{_words(labels)}{where}" for where, labels in together.items()])
 
 
-def _words(parts: Sequence[Any]) -> str:
+def _words(parts: Sequence[str]) -> str:
     """One, two and three; with a comma before the last where the parts have commas or brackets of their own."""
-    words = [str(part) for part in parts]
-    joint = ", and " if any("(" in word or "," in word for word in words) else " and "
-    return joint.join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+    joint = ", and " if any("(" in part or "," in part for part in parts) else " and "
+    return joint.join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)

@@ -46,6 +46,7 @@ def find_runs(folders: Sequence[Path]) -> RunSet:
         found = sorted(_run_folders(folder), key=lambda path: [_natural(part) for part in path.parts])
         if not found:
             notes.append(f"{folder} holds no run and was left out.")
+        notes += _missing_jobs(folder, len(found))
         for path in found:
             name = path.relative_to(folder).as_posix() if path != folder else path.name
             runs.append(read_run(path, name if len(folders) == 1 or path == folder else f"{folder.name}/{name}"))
@@ -67,6 +68,15 @@ def _run_folders(folder: Path) -> Iterable[Path]:
     for child in folder.iterdir():
         if child.is_dir() and not child.is_symlink() and child.name not in _SKIPPED_FOLDERS:
             yield from _run_folders(child)
+
+
+def _missing_jobs(folder: Path, found: int) -> list[str]:
+    """Whether a sweep, which notes its jobs in sweep.json when it starts, has got to all of them."""
+    try:
+        jobs = len(json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["jobs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [f"{folder.name} is a sweep of {jobs} jobs, of which {found} have a run folder."] if found < jobs else []
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:

@@ -63,24 +63,26 @@ def points(family: Family) -> dict[str, list[Point]]:
 def _point(label: str, seq_len: int, runs: Sequence[Run]) -> Point:
     done = [run for run in runs if not run.out_of_memory]
 
-    def middle(values: list[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return statistics.median(known) if known else None
-
     return Point(
         label=label,
         seq_len=seq_len,
         sequences=int(runs[0].option("training.batch_size", 1)),
         out_of_memory=not done,
-        tokens_per_s=middle([run.median("throughput/tokens_per_s") for run in done]),
-        step_ms=middle([run.median("throughput/step_ms") for run in done]),
-        mfu_full=middle([run.median("throughput/mfu_full") for run in done]),
-        mfu_causal=middle([run.median("throughput/mfu_causal") for run in done]),
-        memory_gib=middle([run.peak() for run in done]),
-        val_loss=middle([run.final("val/loss") for run in done]),
-        tokens=middle([run.tokens() for run in done]),
+        tokens_per_s=median_of([run.median("throughput/tokens_per_s") for run in done]),
+        step_ms=median_of([run.median("throughput/step_ms") for run in done]),
+        mfu_full=median_of([run.median("throughput/mfu_full") for run in done]),
+        mfu_causal=median_of([run.median("throughput/mfu_causal") for run in done]),
+        memory_gib=median_of([run.peak() for run in done]),
+        val_loss=median_of([run.final("val/loss") for run in done]),
+        tokens=median_of([run.tokens() for run in done]),
         n_runs=len(runs),
     )
+
+
+def median_of(values: Sequence[float | None]) -> float | None:
+    """The median of what is known; None where nothing is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def quadratic(run: Run) -> bool:

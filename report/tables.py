@@ -14,7 +14,7 @@ from report.evidence import MARGIN
 from report.groups import Family, flatten
 from report.parity import Judgement, Outcome
 from report.record import Run, number
-from report.scaling import crossovers, longest_that_fits, points, predicted_memory, same_tokens
+from report.scaling import crossovers, longest_that_fits, median_of, points, predicted_memory, same_tokens
 
 DASH = "-"
 WORDS = {Outcome.holds: "holds", Outcome.broken: "broken", Outcome.open: "open"}
@@ -152,34 +152,28 @@ def crossover_table(family: Family, reference: str) -> Table | None:
     return table("crossover", f"Where each overtakes {reference}", columns, rows) if rows else None
 
 
-def block_table(family: Family, reference: str) -> Table | None:
-    """Tile sizes of one implementation beside each other."""
-    labels = [label for label in family.labels() if re.fullmatch(r"\w+ \d+x\d+", label)]
+def block_table(family: Family, judgements: Sequence[Judgement]) -> Table | None:
+    """Tile sizes of one implementation beside each other: equal to rounding, at different cost."""
+    found = points(family)
     rows = []
     for group in family.groups:
-        references = group.of(reference)
-        for label in [label for label in group.labels() if label in labels]:
-            runs = group.of(label)
-            apart = [
-                abs(a - b)
-                for seed, run in runs.items()
-                if seed in references
-                and (a := run.final("train/loss")) is not None
-                and (b := references[seed].final("train/loss")) is not None
-            ]
-            point = next(point for point in points(family)[label] if point.seq_len == group.seq_len)
+        for label in group.labels():
+            if not re.fullmatch(r"\w+ \d+x\d+", label):
+                continue
+            point = next(point for point in found[label] if point.seq_len == group.seq_len)
+            probe = next((j.probe for j in judgements if j.label == label and j.group is group), None)
             rows.append(
                 [
                     label,
-                    short_length(group.seq_len),
-                    loss(point.val_loss),
-                    size(max(apart)) if apart else DASH,
+                    f"{group.seq_len:,}",
+                    loss(median_of([run.final("train/loss") for run in group.of(label).values()]), digits=6),
+                    f"{times(probe.ratio)} times rounding" if probe else "not probed",
                     milliseconds(point.step_ms),
                     count(point.tokens_per_s),
                     gib(point.memory_gib),
                 ]
             )
-    columns = ["tiles", "seq_len", "val loss", f"train loss, from {reference}'s", "step", "tokens/s", "peak GiB"]
+    columns = ["tiles", "seq_len", "train loss", "same weights", "step", "tokens/s", "peak GiB"]
     return table("block_size", "Tile sizes", columns, rows) if len(rows) > 1 else None
 
 
@@ -280,8 +274,8 @@ def show(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def loss(value: float | None) -> str:
-    return DASH if value is None else f"{value:.4f}"
+def loss(value: float | None, digits: int = 4) -> str:
+    return DASH if value is None else f"{value:.{digits}f}"
 
 
 def count(value: float | None) -> str:

@@ -1,0 +1,71 @@
+"""What the runs show beside parity, a sentence each: what fits, what is faster, what a longer context gives."""
+
+from __future__ import annotations
+
+from report.groups import Family
+from report.scaling import Point, crossovers, longest_that_fits, points, same_tokens
+
+
+def findings(family: Family, reference: str = "naive") -> list[str]:
+    """The sentences that a family of runs allows."""
+    table = points(family)
+    if len(family.groups) == 1:
+        return _costs([found[0] for found in table.values() if found], reference)
+    return [*_wall(table), *_crossings(family, reference), *(_contexts(table) if same_tokens(family) else [])]
+
+
+def _costs(every: list[Point], reference: str) -> list[str]:
+    theirs = next((point for point in every if point.label == reference), None)
+    sentences = []
+    for point in every:
+        if theirs is None or point is theirs or not (point.tokens_per_s and theirs.tokens_per_s):
+            continue
+        memory = ""
+        if point.memory_gib and theirs.memory_gib:
+            memory = f", in {point.memory_gib / theirs.memory_gib:.2g} of its memory"
+        sentences.append(
+            f"{point.label} trains {point.tokens_per_s / theirs.tokens_per_s:.2g} times as fast as {reference}{memory}."
+        )
+    return sentences
+
+
+def _wall(table: dict[str, list[Point]]) -> list[str]:
+    fits = {label: longest_that_fits(found) for label, found in table.items()}
+    sentences = []
+    for label, found in table.items():
+        failed = [point.seq_len for point in found if point.out_of_memory]
+        if failed:
+            fit = f"{label} fits up to {fits[label]:,} tokens and runs" if fits[label] else f"{label} runs"
+            sentences.append(f"{fit} out of memory at {min(failed):,}.")
+    unbroken = [label for label, found in table.items() if not any(point.out_of_memory for point in found)]
+    if sentences and unbroken:
+        longest = max(fits[label] or 0 for label in unbroken)
+        sentences.append(f"The longest that was tried, {longest:,} tokens, fits with {' and '.join(unbroken)}.")
+    return sentences
+
+
+def _crossings(family: Family, reference: str) -> list[str]:
+    sentences = []
+    for crossing in crossovers(family, reference):
+        if crossing.seq_len:
+            where = f"overtakes {reference} at about {crossing.seq_len:,.0f} tokens"
+        elif crossing.first:
+            where = f"is faster than {reference} from the shortest length measured, {crossing.first:,} tokens,"
+        else:
+            where = f"does not overtake {reference} up to {crossing.longest:,} tokens"
+        sentences.append(
+            f"{crossing.label} {where} and is {crossing.speedup:.2g} times as fast at {crossing.longest:,}."
+        )
+    return sentences
+
+
+def _contexts(table: dict[str, list[Point]]) -> list[str]:
+    sentences = []
+    for label, found in table.items():
+        known = [point for point in found if point.val_loss is not None]
+        if len(known) > 1:
+            sentences.append(
+                f"{label}: the validation loss goes from {known[0].val_loss:.3f} at {known[0].seq_len:,} tokens of "
+                f"context to {known[-1].val_loss:.3f} at {known[-1].seq_len:,}, after equally many tokens."
+            )
+    return sentences
