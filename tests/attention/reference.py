@@ -6,7 +6,7 @@ attention/dropout.py's docstring, evaluated weight by weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -71,7 +71,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, keep: Tensor | Non
     return p @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
-def philox_word(counter: tuple, key: tuple, rounds: int = 7) -> tuple:
+def philox_words(counter: Sequence, key: Sequence, rounds: int = 7) -> tuple:
     """Philox 4x32 as Salmon et al. write it, on numpy uint64 arrays or scalars below 2**32."""
     c0, c1, c2, c3 = (np.asarray(c, dtype=np.uint64) for c in counter)
     k0, k1 = (np.asarray(k, dtype=np.uint64) for k in key)
@@ -87,7 +87,7 @@ def philox_word(counter: tuple, key: tuple, rounds: int = 7) -> tuple:
 def reference_mask(key: DropoutKey, p: float, B: int, H: int, T: int, S: int) -> Tensor:
     """The mask of attention/dropout.py's docstring, one Philox call for every single weight: (B, H, T, S) bool."""
     b, h, i, j = np.meshgrid(*(np.arange(n) for n in (B, H, T, S)), indexing="ij", sparse=True)
-    words = philox_word(
+    words = philox_words(
         (key.first_sequence + b, (j >> 6) * 8 + (j & 7), key.layer << 16 | h, (i >> 4) * 8 + (i & 7)),
         (key.seed, key.step),
     )
@@ -96,11 +96,10 @@ def reference_mask(key: DropoutKey, p: float, B: int, H: int, T: int, S: int) ->
     return torch.from_numpy(word >> (8 * byte).astype(np.uint64) & np.uint64(255) >= round(256 * p))
 
 
-def gradients(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
-) -> dict[str, Tensor]:
-    """out and the gradients of q, k and v, in fp64."""
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+def gradients(attend: Callable[..., Tensor], *tensors: Tensor) -> dict[str, Tensor]:
+    """out and the gradients of q, k and v, in fp64, for the tensors q, k, v and dout."""
+    *inputs, dout = tensors
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
     out = attend(q, k, v)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     return {name: x.detach().double() for name, x in {"out": out, "dq": dq, "dk": dk, "dv": dv}.items()}

@@ -1,0 +1,126 @@
+"""The keep mask against Philox's published vectors, against its own docstring, and against chance."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention import DropoutKey, keep_mask
+from attention.dropout import drop_threshold, keep_scale, philox
+from tests.attention.reference import KEY, philox_words, reference_mask
+
+# Random123's kat_vectors, "philox4x32 7": counter, key, result.
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
+]
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+def sigmas(count: torch.Tensor | int, trials: int, probability: float) -> torch.Tensor:
+    """How many standard deviations a binomial count lies from its mean."""
+    return (torch.as_tensor(count) - trials * probability) / (trials * probability * (1 - probability)) ** 0.5
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
+def test_philox_gives_the_published_words(counter, key, result):
+    got = philox([torch.tensor(c) for c in words(counter)], [torch.tensor(k) for k in words(key)])
+    assert [int(word) for word in got] == words(result)
+    assert [int(word) for word in philox_words(words(counter), words(key))] == words(result)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [KEY, DropoutKey(seed=2**32 - 1, step=2**32 - 2, layer=2**16 - 1, first_sequence=2**32 - 3)],
+    ids=["ordinary", "largest"],
+)
+def test_mask_is_the_scheme_of_the_docstring(key):
+    assert torch.equal(keep_mask(key, 0.17, 3, 2, 75, 150), reference_mask(key, 0.17, 3, 2, 75, 150))
+
+
+def test_a_key_of_tensors_gives_the_same_mask_as_a_key_of_numbers():
+    tensors = DropoutKey(*(torch.tensor(n) for n in (KEY.seed, KEY.step, KEY.layer, KEY.first_sequence)))
+    assert torch.equal(keep_mask(tensors, 0.3, 2, 2, 20, 20), keep_mask(KEY, 0.3, 2, 2, 20, 20))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [((0, 16), (0, 64)), ((5, 40), (61, 131)), ((74, 75), (149, 150))])
+def test_a_tile_is_cut_from_the_mask_wherever_it_starts(rows, columns):
+    tile = keep_mask(KEY, 0.4, 2, 3, 75, 150, rows=rows, columns=columns)
+    assert torch.equal(tile, keep_mask(KEY, 0.4, 2, 3, 75, 150)[:, :, slice(*rows), slice(*columns)])
+
+
+def test_mask_does_not_depend_on_the_length_of_the_sequence():
+    assert torch.equal(keep_mask(KEY, 0.4, 1, 2, 40, 33), keep_mask(KEY, 0.4, 1, 2, 75, 150)[:, :, :40, :33])
+
+
+def test_mask_does_not_depend_on_how_the_batch_is_cut():
+    whole = keep_mask(KEY, 0.4, 6, 2, 30, 70)
+    parts = [
+        keep_mask(replace(KEY, first_sequence=KEY.first_sequence + start), 0.4, 2, 2, 30, 70) for start in (0, 2, 4)
+    ]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def test_every_coordinate_draws_a_mask_of_its_own():
+    p, agreement = 0.5, 0.5  # two independent fair masks agree in half of their places
+    masks = [keep_mask(KEY, p, 2, 2, 64, 128)[b, h] for b in (0, 1) for h in (0, 1)]
+    for field in ("seed", "step", "layer"):
+        masks.append(keep_mask(replace(KEY, **{field: getattr(KEY, field) + 1}), p, 1, 1, 64, 128)[0, 0])
+    for i, mask in enumerate(masks):
+        for other in masks[:i]:
+            assert sigmas((mask == other).sum(), mask.numel(), agreement).abs() < 5
+
+
+@pytest.mark.parametrize("p", [1 / 256, 0.1, 0.17, 0.5, 255 / 256])
+def test_weights_are_kept_as_often_as_the_rescaling_assumes(p):
+    keep = keep_mask(KEY, p, 4, 4, 256, 256)
+    assert sigmas(keep.sum(), keep.numel(), 1 / keep_scale(p)).abs() < 4
+    assert abs(1 - 1 / keep_scale(p) - p) <= 1 / 512  # realised in steps of 1/256
+
+
+def test_every_position_is_kept_equally_often():
+    p, masks = 0.25, 512
+    keep = keep_mask(KEY, p, masks // 4, 4, 48, 128).flatten(0, 1).sum(0)  # (T, S), of 512 masks
+    z = sigmas(keep, masks, 1 - p)
+    assert z.abs().max() < 5.5
+    assert 0.95 < z.square().mean() < 1.05  # and they scatter as much as chance makes them
+
+
+@pytest.mark.parametrize("field", ["step", "layer", "seed"])
+def test_a_position_is_kept_equally_often_over(field):
+    p, draws = 0.25, 400
+    keep = sum(keep_mask(replace(KEY, **{field: n}), p, 1, 1, 16, 64).int() for n in range(draws))
+    assert sigmas(keep, draws, 1 - p).abs().max() < 5
+
+
+@pytest.mark.parametrize("shift", [(0, 1), (1, 0), (0, 8), (8, 0), (8, 8), (0, 16), (16, 0), (0, 64), (8, 16)], ids=str)
+def test_neighbours_are_uncorrelated(shift):
+    rows, columns = shift
+    keep = keep_mask(KEY, 0.5, 8, 8, 128, 128)
+    near, far = keep[:, :, : 128 - rows, : 128 - columns], keep[:, :, rows:, columns:]
+    assert sigmas((near == far).sum(), near.numel(), 0.5).abs() < 4.5
+
+
+def test_sequences_and_heads_are_uncorrelated():
+    keep = keep_mask(KEY, 0.5, 9, 9, 64, 128)
+    for near, far in ((keep[1:], keep[:-1]), (keep[:, 1:], keep[:, :-1])):
+        assert sigmas((near == far).sum(), near.numel(), 0.5).abs() < 4.5
+
+
+def test_rescaling_by_the_realised_probability_leaves_the_expectation_alone():
+    for p in (0.1, 0.17, 0.3):
+        byte = torch.arange(256)
+        assert (keep_scale(p) * (byte >= drop_threshold(p))).mean(dtype=torch.float64).item() == pytest.approx(1)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
+def test_the_compiled_mask_has_the_same_bits():
+    compiled = torch.compile(keep_mask, fullgraph=True)
+    assert torch.equal(compiled(KEY, 0.17, 2, 2, 75, 150), keep_mask(KEY, 0.17, 2, 2, 75, 150))

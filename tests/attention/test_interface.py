@@ -1,0 +1,155 @@
+"""What the contract refuses, and that a refusal says what to change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention import (
+    IMPLEMENTATIONS,
+    Ablation,
+    AttentionConfig,
+    AttentionShape,
+    DropoutRng,
+    SDPABackend,
+    UnsupportedAttention,
+    build_attention,
+    keep_mask,
+)
+from attention.interface import causal_mask
+from errors import UserError
+from tests.attention.reference import KEY, Case
+
+
+def shape(device: str = "cpu", dtype: torch.dtype = torch.float32, **options: int) -> AttentionShape:
+    return AttentionShape(
+        **({"head_dim": 32, "n_heads": 4, "n_kv_heads": 2} | options), dtype=dtype, device=torch.device(device)
+    )
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(UnsupportedAttention, match=r"attention=flesh is not known; choose one of naive, tiled, sdpa"):
+        build_attention(AttentionConfig("flesh"))
+    assert issubclass(UnsupportedAttention, UserError)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "instead"),
+    [
+        ("naive", "block_q", 32, "leave it at 64 or choose attention=tiled"),
+        ("sdpa", "block_k", 128, "leave it at 64 or choose attention=tiled"),
+        ("naive", "ablate", Ablation.no_rescaling, "leave it at none or choose attention=tiled"),
+        ("sdpa", "ablate", Ablation.no_max_subtraction, "leave it at none or choose attention=tiled"),
+        ("tiled", "backend", SDPABackend.math, "leave it at auto or choose attention=sdpa"),
+        ("naive", "rng", DropoutRng.torch, "leave it at replay or choose attention=sdpa"),
+        ("tiled", "rng", DropoutRng.torch, "leave it at replay or choose attention=sdpa"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(name, option, value, instead):
+    chosen = getattr(value, "value", value)
+    with pytest.raises(UnsupportedAttention) as refusal:
+        build_attention(AttentionConfig(name, **{option: value}))
+    assert str(refusal.value) == f"attention.{option}={chosen} has no effect with attention={name}; {instead}."
+
+
+@pytest.mark.parametrize("p", [-0.1, 0.001, 0.999, 1.0])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_dropout_that_the_mask_cannot_realise_is_refused(name, p):
+    with pytest.raises(UnsupportedAttention, match=rf"attention.dropout={p} must be 0 or between 1/256 and 255/256"):
+        build_attention(AttentionConfig(name, dropout=p))
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "complaint"),
+    [
+        ((2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 9, 16), "takes q"),
+        ((4, 8, 16), (4, 8, 16), (4, 8, 16), "takes q"),
+        ((2, 4, 8, 16), (1, 4, 8, 16), (1, 4, 8, 16), "agree in batch and head size"),
+        ((2, 4, 8, 16), (2, 4, 8, 32), (2, 4, 8, 32), "agree in batch and head size"),
+        ((2, 4, 8, 16), (2, 3, 8, 16), (2, 3, 8, 16), "4 query heads are not a multiple of 3"),
+    ],
+)
+def test_tensors_that_do_not_fit_together_are_refused(q, k, v, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        build_attention(AttentionConfig("naive"))(torch.zeros(q), torch.zeros(k), torch.zeros(v))
+
+
+def test_tensors_of_different_precision_are_refused():
+    q = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="must share dtype and device"):
+        build_attention(AttentionConfig("naive"))(q, q.half(), q)
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled"])
+def test_nothing_is_dropped_without_a_key(name):
+    q, k, v, _ = Case(1, 2, 2, 30, 30, 8).tensors(torch.float32)
+    evaluated = build_attention(AttentionConfig(name, dropout=0.5))(q, k, v)
+    assert torch.equal(evaluated, build_attention(AttentionConfig(name))(q, k, v))
+
+
+def test_a_tile_of_the_causal_mask_is_a_cut_of_the_whole():
+    whole = causal_mask(20, 33)
+    assert whole[0].sum() == 14  # the first query sees the keys that the 19 after it do not
+    assert whole[-1].all()
+    assert torch.equal(causal_mask(20, 33, rows=(3, 9), columns=(10, 30)), whole[3:9, 10:30])
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [1, 33, 256])
+def test_naive_and_tiled_take_any_head_size_and_precision(name, dtype, head_dim):
+    build_attention(AttentionConfig(name)).check(shape(dtype=dtype, head_dim=head_dim))
+
+
+class TestSDPA:
+    def test_dropout_needs_torch_s_own_generator(self):
+        with pytest.raises(UnsupportedAttention, match=r"attention.dropout=0.1; set attention.rng=torch"):
+            build_attention(AttentionConfig("sdpa", dropout=0.1))
+
+    def test_dropout_of_torch_keeps_the_expectation_and_needs_a_key(self):
+        q, k, v, _ = Case(64, 8, 8, 32, 32, 8).tensors(torch.float32)
+        attend = build_attention(AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch))
+        exact = build_attention(AttentionConfig("sdpa"))(q, k, torch.ones_like(v))
+        assert torch.equal(attend(q, k, torch.ones_like(v)), exact)
+        torch.manual_seed(0)
+        dropped = attend(q, k, torch.ones_like(v), dropout_key=KEY)
+        assert not torch.equal(dropped, exact)
+        assert dropped.mean().item() == pytest.approx(1.0, abs=0.02)
+
+    def test_the_log_sum_exp_is_not_to_be_had(self):
+        q, k, v, _ = Case(1, 1, 1, 4, 4, 8).tensors(torch.float32)
+        with pytest.raises(UnsupportedAttention, match=r"use attention=naive, tiled or flash"):
+            build_attention(AttentionConfig("sdpa"))(q, k, v, return_lse=True)
+
+    @pytest.mark.parametrize("backend", [SDPABackend.auto, SDPABackend.flash, SDPABackend.math])
+    def test_backends_that_the_device_has_pass_the_check(self, backend):
+        build_attention(AttentionConfig("sdpa", backend=backend)).check(shape())
+
+    @pytest.mark.parametrize("backend", [SDPABackend.efficient, SDPABackend.cudnn])
+    def test_backends_that_the_device_lacks_are_refused_when_the_model_is_built(self, backend):
+        with pytest.raises(
+            UnsupportedAttention, match=f"attention.backend={backend.value} .*use attention.backend=auto"
+        ):
+            build_attention(AttentionConfig("sdpa", backend=backend)).check(shape())
+
+    def test_the_check_leaves_the_generator_alone(self):
+        before = torch.get_rng_state()
+        config = AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch, backend=SDPABackend.math)
+        build_attention(config).check(shape())
+        assert torch.equal(torch.get_rng_state(), before)
+
+    @pytest.mark.parametrize("backend", [SDPABackend.flash, SDPABackend.math])
+    def test_the_backend_does_the_work(self, backend):
+        q, k, v, _ = Case(1, 2, 2, 16, 16, 8).tensors(torch.float32)
+        with torch.profiler.profile() as profile:
+            build_attention(AttentionConfig("sdpa", backend=backend))(q, k, v)
+        called = {event.key for event in profile.key_averages()}
+        assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in called) == (backend is SDPABackend.flash)
+
+
+def test_naive_drops_by_the_mask_of_its_key():
+    identity = torch.eye(16).expand(2, 2, 16, 16)
+    attend = build_attention(AttentionConfig("naive", dropout=0.4))
+    zeros = torch.zeros(2, 2, 16, 16)
+    weights = attend(zeros, zeros, identity, causal=False, dropout_key=KEY)
+    assert torch.equal(weights > 0, keep_mask(KEY, 0.4, 2, 2, 16, 16))

@@ -1,0 +1,160 @@
+"""What tiled is for: one tile of scores at a time, the same result for every tile size, linear memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import attention.tiled
+from attention import Ablation, AttentionConfig, UnsupportedAttention, build_attention
+from tests.attention.reference import KEY, Case, formula, gradients
+
+
+def tiled(block_q: int = 16, block_k: int = 16, **options):
+    return build_attention(AttentionConfig("tiled", block_q=block_q, block_k=block_k, **options))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watches every operation and keeps the size of the largest tensor that one returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("blocks", [(3, 5), (16, 64), (64, 16), (7, 33), (50, 100), (1000, 1000)], ids=str)
+@pytest.mark.parametrize(("T", "S"), [(40, 71), (71, 40)])
+def test_result_is_independent_of_tile_size_with_dropout_on(blocks, T, S):
+    case = Case(2, 4, 2, T, S, 12)
+    config = AttentionConfig("tiled", dropout=0.2, block_q=blocks[0], block_k=blocks[1])
+    got, expected = (
+        gradients(partial(build_attention(c), dropout_key=KEY), *case.tensors(torch.float64))
+        for c in (config, AttentionConfig("naive", dropout=0.2))
+    )
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "causal", "visited"), [(64, 64, True, 10), (64, 64, False, 16), (32, 64, True, 7), (64, 32, True, 3)]
+)
+def test_tiles_above_the_diagonal_are_never_visited(monkeypatch, T, S, causal, visited):
+    tiles = []
+    original = attention.tiled.score_tile
+
+    def spy(b_q, b_k, rows, columns, *rest):
+        tiles.append((rows, columns))
+        return original(b_q, b_k, rows, columns, *rest)
+
+    monkeypatch.setattr(attention.tiled, "score_tile", spy)
+    gradients(lambda q, k, v: tiled()(q, k, v, causal=causal), *Case(1, 1, 1, T, S, 4).tensors(torch.float32))
+    assert len(tiles) == 2 * visited  # forward and backward
+    assert len(set(tiles)) == visited
+
+
+def test_only_inputs_output_and_log_sum_exp_are_kept_for_the_backward():
+    q, k, v, _ = (x.requires_grad_() for x in Case(2, 4, 2, 300, 300, 8).tensors(torch.float32))
+    kept: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x
+
+    with saved_tensors_hooks(keep, lambda x: x):
+        out, lse = tiled(dropout=0.1)(q, k, v, dropout_key=KEY, return_lse=True)
+    expected = {"q": q.shape, "k": k.shape, "v": v.shape, "out": out.shape, "lse": lse.shape, "key": (4,)}
+    assert sorted(tuple(x.shape) for x in kept) == sorted(tuple(shape) for shape in expected.values())
+
+
+def test_nothing_of_the_size_of_the_scores_is_ever_allocated():
+    q, k, v, dout = Case(1, 2, 2, 192, 192, 16).tensors(torch.float32)
+    with LargestTensor() as largest:
+        gradients(lambda q, k, v: tiled(32, 32, dropout=0.1)(q, k, v, dropout_key=KEY), q, k, v, dout)
+    assert largest.elements == q.numel()
+    with LargestTensor() as largest:
+        gradients(build_attention(AttentionConfig("naive")), q, k, v, dout)
+    assert largest.elements == 2 * 192 * 192
+
+
+def test_activation_checkpointing_draws_the_same_mask_again():
+    attend = tiled(dropout=0.3)
+    q, k, v, dout = Case(1, 2, 1, 40, 40, 8).tensors(torch.float32)
+
+    def recomputed(q, k, v):
+        return checkpoint(lambda q, k, v: attend(q, k, v, dropout_key=KEY), q, k, v, use_reentrant=False)
+
+    got = gradients(recomputed, q, k, v, dout)
+    expected = gradients(lambda q, k, v: attend(q, k, v, dropout_key=KEY), q, k, v, dout)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_compiles_to_one_operation_that_a_new_key_does_not_recompile():
+    attend = tiled(dropout=0.3)
+    q, k, v, dout = Case(2, 4, 2, 40, 50, 8).tensors(torch.float32)
+
+    def run(attend, step):
+        return gradients(lambda q, k, v: attend(q, k, v, dropout_key=replace(KEY, step=step)), q, k, v, dout)
+
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend.__call__, fullgraph=True, backend=graphs)
+    for step in (torch.tensor(0), torch.tensor(1)):
+        got, expected = run(compiled, step), run(attend, step)
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert graphs.frame_count == 1
+    nodes = sum(len(m.graph.nodes) for m in graphs.graphs[0].modules() if isinstance(m, torch.fx.GraphModule))
+    assert nodes < 50  # the loops, unrolled, would be hundreds
+
+
+@pytest.mark.parametrize("key", [None, KEY.pack(torch.device("cpu"))], ids=["plain", "dropout"])
+def test_custom_operations_are_described_truthfully(key):
+    q, k, v, dout = Case(1, 4, 2, 20, 30, 8).tensors(torch.bfloat16)
+    settings = (True, 0.3, 0.25, 16, 16)
+    torch.library.opcheck(attention.tiled.forward_op, (q, k, v, key, *settings, "none"))
+    out, lse = attention.tiled.forward(q, k, v, key, *settings, "none")
+    torch.library.opcheck(attention.tiled.backward_op, (dout, q, k, v, out, lse, key, *settings))
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong():
+    q, k, v, dout = (x.requires_grad_() for x in Case(1, 1, 1, 8, 8, 4).tensors(torch.float32))
+    (dq,) = torch.autograd.grad(tiled()(q, k, v), q, dout, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+def test_without_max_subtraction_the_first_large_score_overflows():
+    q, k, v, _ = Case(1, 1, 1, 64, 64, 16, spread=4.0).tensors(torch.float32)
+    ablated = tiled(ablate=Ablation.no_max_subtraction)
+    torch.testing.assert_close(ablated(q, k, v), formula(q, k, v, causal=True))  # harmless where exp holds the scores
+    q[0, 0, 40] *= 100
+    out = ablated(q, k, v)
+    assert not out[0, 0, 40].isfinite().any()
+    assert out[0, 0, :40].isfinite().all()
+    assert tiled()(q, k, v).isfinite().all()
+
+
+def test_without_rescaling_rows_are_finite_and_wrong_from_the_second_tile_on():
+    q, k, v, _ = Case(1, 1, 1, 64, 64, 16, spread=4.0).tensors(torch.float32)
+    out, exact = tiled(ablate=Ablation.no_rescaling)(q, k, v), formula(q, k, v, causal=True)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[:, :, :16], exact[:, :, :16])  # one tile: there is nothing to rescale
+    assert (out - exact)[:, :, 16:].abs().max() > 0.1
+
+
+def test_tiles_have_at_least_one_row_and_column():
+    for blocks, message in {(0, 16): "attention.block_q=0", (16, -1): "attention.block_k=-1"}.items():
+        with pytest.raises(UnsupportedAttention, match=f"{message} must be at least 1"):
+            tiled(*blocks)
