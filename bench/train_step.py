@@ -58,7 +58,8 @@ def overrides(attention: str, shape: str, dropout: float, recompute: str, steps:
     given = [
         "model=gpt2", f"attention={attention}", f"seq_len={seq_len}", f"training.batch_size={batch}",
         f"attention.dropout={dropout}", f"model.dropout={dropout}", "data.tokenizer=gpt2", "training.compile=true",
-        f"training.recompute={recompute}", f"training.steps={steps}", "schedule.warmup_steps=10", "training.log_every=10", "training.eval_every=0",
+        f"training.recompute={recompute}", f"training.steps={steps}", "schedule.warmup_steps=10",
+        "training.log_every=10", "training.eval_every=0",
         "training.checkpoint_every=0", "training.sample_tokens=0", f"training.profile={str(profile).lower()}",
     ]  # fmt: skip
     if attention == "sdpa" and dropout:
