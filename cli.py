@@ -37,16 +37,24 @@ OUTPUTS = Path("outputs")
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Call `main`, decorated with hydra.main, on the checked command line. Failures a user can act on end in one
-    sentence and status 1."""
+    """Call `main`, decorated with hydra.main, on the checked command line."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would otherwise print over several lines
     register()
     launcher.register()
-    try:
+    with one_sentence():
         sys.argv[1:] = prepare(sys.argv[1:])
         main()
-    except (UserError, HydraException, OmegaConfBaseException) as error:
-        fail(error if isinstance(error, UserError) else explain(error))
+
+
+@contextlib.contextmanager
+def one_sentence() -> Iterator[None]:
+    """End the process with one sentence and status 1 for a failure that a user can act on."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        fail(explain(error))
+    except UserError as error:
+        fail(error)
 
 
 def fail(error: Exception) -> NoReturn:
@@ -76,9 +84,9 @@ def prepare(arguments: list[str]) -> list[str]:
 
 
 def composed(overrides: list[str]) -> DictConfig:
-    """The configuration that Hydra composes, with its own under `hydra`. Raises ConfigError for an unknown key."""
+    """The configuration that Hydra composes, with its own under `hydra`."""
     for override in OverridesParser.create().parse_overrides(overrides):
-        refuse_unknown_key(override)
+        refuse_mistake(override)
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
         return compose("config", overrides, return_hydra_config=True)
 
@@ -100,7 +108,8 @@ def jobs(overrides: list[str]) -> list[list[str]]:
 
 def unswept(overrides: list[str]) -> list[str]:
     """The overrides that have one value."""
-    return [o.input_line for o in OverridesParser.create().parse_overrides(overrides) if not o.is_sweep_override()]
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    return [line for line, o in zip(overrides, parsed, strict=True) if not o.is_sweep_override()]
 
 
 def resumed(overrides: list[str]) -> list[str]:
@@ -128,7 +137,7 @@ def resumed(overrides: list[str]) -> list[str]:
     recorded = by_key(list(OmegaConf.load(folder / ".hydra" / "overrides.yaml")))
     quoted = "'" + str(folder).replace("\\", "\\\\").replace("'", "\\'") + "'"
     last = by_key([f"resume={quoted}", f"hydra.run.dir={quoted}", "hydra.mode=RUN"])
-    return [override.input_line for override in (recorded | given | last).values()]
+    return [str(override.input_line) for override in (recorded | given | last).values()]
 
 
 def newest_run() -> Path:
@@ -185,13 +194,21 @@ def groups() -> list[str]:
     return sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "hydra")
 
 
-def refuse_unknown_key(override: Override) -> None:
-    """Raise ConfigError for an override of something that does not exist, with what was probably meant."""
+def refuse_mistake(override: Override) -> None:
+    """Raise ConfigError for an override that Hydra would misread or explain at length, with what was meant."""
     key, known = override.key_or_group, [*groups(), *keys()]
-    if not (override.is_hydra_override() or key.startswith("hydra/") or key in known):
+    if override.is_hydra_override() or key.startswith("hydra/"):
+        return
+    if override.is_sweep_override():
+        raise ConfigError(f"{override.input_line} is more than one value; add -m for a run with each.")
+    if override.is_delete():
+        raise ConfigError(f"{override.input_line} would leave {key} without a value; write {key}=<value>.")
+    if key not in known:
+        hint = suggestion(key, known) or "; python train.py --help lists what there is."
+        raise ConfigError(f"{override.input_line} overrides nothing, as there is no {key}{hint}")
+    if key in groups() and not isinstance(override.value(), str | None):
         raise ConfigError(
-            f"{override.input_line} overrides nothing, as there is no {key}"
-            f"{suggestion(key, known) or '; python train.py --help lists what there is.'}"
+            f"{override.input_line} has to name a file of conf/{key}/; single values are {key}.<name>=..."
         )
 
 
@@ -200,13 +217,14 @@ def explain(error: Exception) -> ConfigError:
     cause = error.__cause__ or error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
-        choices = ", ".join(error.options)
-        return ConfigError(f"{group}={choice} is not known; choose one of {choices}{suggestion(choice, error.options)}")
+        hint = suggestion(choice, list(error.options)) or "."
+        return ConfigError(f"{group}={choice} is not known; choose one of {', '.join(error.options)}{hint}")
     if isinstance(error, OverrideParseException):
         return ConfigError(
-            f"{error.override} is not an override; write key=value, and quote special characters: 'key=\"a b\"'."
+            f"{error.override} is not an override; write key=value, and quote a value with special characters twice: "
+            "'key=\"a b\"'."
         )
-    if isinstance(cause, ValidationError) and cause.full_key in keys():
+    if isinstance(cause, ValidationError) and cause.full_key is not None and cause.full_key in keys():
         return ConfigError(f"{cause.full_key}={cause.value} is not {expected(cause.full_key)}.")
     return ConfigError(" ".join(" ".join(str(e).split()) for e in dict.fromkeys((error, cause))))
 

@@ -12,6 +12,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 
 from attention import AttentionConfig, AttentionShape, build_attention
+from data.corpora import CORPORA
 from data.prepare import DataConfig, check_data
 from errors import UserError
 from model.gpt import GPTConfig, check_config
@@ -86,6 +87,7 @@ def check(config: Config) -> None:
     check_optimizer(config.optimizer, config.schedule, config.training.steps)
     check_config(config.model)
     check_data(config.data)
+    CORPORA[config.data.name](config.data)  # finds the files, and reads none
     shape = attention_shape(config, resolve_device(config.device))
     build_attention(config.attention).check(shape)
     build_probe(config, shape)

@@ -37,7 +37,7 @@ def main(cfg: DictConfig) -> None:
     """A job of Hydra's. Ends with status 128 + n where signal n stopped it."""
     job = HydraConfig.get()
     folder = Path(os.path.relpath(job.runtime.output_dir))
-    with cli.held(folder):
+    with cli.one_sentence(), cli.held(folder):
         status = train(cli.to_config(cfg), folder, list(job.overrides.task))
     if status:
         sys.exit(status)
