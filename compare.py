@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from errors import UserError
+from report.groups import label_order
 from report.page import write_report
 from report.publish import MODES, mode_of, publish
 from report.runs import ReportError, find_runs
@@ -33,8 +34,12 @@ def main(arguments: list[str]) -> None:
         return
     folders, options = parse(arguments)
     found = find_runs(folders)
+    reference = options.get("reference", "naive")
+    labels = sorted({run.label for run in found.runs}, key=label_order)
+    if "reference" in options and reference not in labels:
+        raise ReportError(f"reference={reference} is not among the runs; there are {', '.join(labels)}.")
     out = Path(options.get("out") or (folders[0] / "report" if len(folders) == 1 else "report-out"))
-    report = write_report(found, out, options.get("reference", "naive"))
+    report = write_report(found, out, reference)
     for note in report.notes:
         print(f"note: {note}")
     print(report.verdict.sentence)

@@ -10,7 +10,7 @@ from report.evidence import MARGIN
 from report.groups import Family, Group
 from report.length_figures import draw_costs, draw_crossover, draw_memory, draw_mfu, draw_points
 from report.parity import Judgement
-from report.scaling import Point, crossovers, points, same_tokens
+from report.scaling import Point, attention_alone, crossovers, points, same_tokens
 
 
 def charts(family: Family, judgements: Sequence[Judgement], reference: str = "naive", prefix: str = "") -> list[Chart]:
@@ -82,10 +82,10 @@ def _length_charts(family: Family, reference: str) -> list[Chart]:
         )
 
     if any(point.memory_gib for point in every):
-        attention_only = any(run.summary.get("memory_source") == "attention" for run in family.runs)
+        attention_only = attention_alone(family.runs)
         add(
             "memory",
-            "Memory of the attention" if attention_only else "Peak memory",
+            "Memory of one attention layer" if attention_only else "Peak memory",
             "Marks are measured, dashes predicted from the shortest lengths: linear for tiles, quadratic where scores "
             "are kept."
             + (" Counted are the attention's own allocations, not the process's." if attention_only else ""),
@@ -126,9 +126,13 @@ def _cost_charts(family: Family) -> list[Chart]:
     every = [found[0] for found in points(family).values() if found]
     if len(every) < 2 or not any(point.tokens_per_s or point.memory_gib for point in every):
         return []
-    caption = "Median throughput and peak memory; the median over the seeds."
-    draw = lambda figure, palette: draw_costs(figure, palette, every)  # noqa: E731
-    return [Chart("cost", "What it costs", caption, draw, height=max(1.9, 0.8 + 0.34 * len(every)))]
+    alone = attention_alone(family.runs)
+    memory = "one attention layer" if alone else "peak memory"
+    caption = "Medians over the seeds." + (
+        " Memory is what one attention layer allocates in training." if alone else ""
+    )
+    draw = lambda figure, palette: draw_costs(figure, palette, every, memory)  # noqa: E731
+    return [Chart("cost", "What it costs", caption, draw, height=max(2.6, 0.8 + 0.34 * len(every)))]
 
 
 def _tokens_per_s(point: Point) -> float | None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from report.groups import Family
-from report.scaling import Point, crossovers, longest_that_fits, points, same_tokens
+from report.scaling import Point, attention_alone, crossovers, longest_that_fits, points, same_tokens
 
 
 def findings(family: Family, reference: str = "naive") -> list[str]:
     """The sentences that a family of runs allows."""
     table = points(family)
     if len(family.groups) == 1:
-        return _costs([found[0] for found in table.values() if found], reference)
+        memory = "the attention's memory" if attention_alone(family.runs) else "the memory"
+        return _costs([found[0] for found in table.values() if found], reference, memory)
     return [*_wall(table), *_crossings(family, reference), *(_contexts(table) if same_tokens(family) else [])]
 
 
-def _costs(every: list[Point], reference: str) -> list[str]:
+def _costs(every: list[Point], reference: str, whose: str) -> list[str]:
     theirs = next((point for point in every if point.label == reference), None)
     sentences = []
     for point in every:
@@ -22,7 +23,7 @@ def _costs(every: list[Point], reference: str) -> list[str]:
             continue
         memory = ""
         if point.memory_gib and theirs.memory_gib:
-            memory = f", in {point.memory_gib / theirs.memory_gib:.2g} of its memory"
+            memory = f", in {point.memory_gib / theirs.memory_gib:.2g} of {whose}"
         sentences.append(
             f"{point.label} trains {point.tokens_per_s / theirs.tokens_per_s:.2g} times as fast as {reference}{memory}."
         )

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter
 
 from report.draw import Palette, dress, legend, log_axis, short_length, short_number, styles
 from report.groups import Family
-from report.scaling import Point, crossovers, points, predicted_memory
+from report.scaling import Point, crossovers, memory_unit, points, predicted_memory
 
 Table = dict[str, list[Point]]
 
@@ -19,11 +19,13 @@ def draw_memory(figure: Figure, palette: Palette, family: Family) -> None:
     """Peak memory over length, measured and predicted, both axes logarithmic."""
     axes = figure.add_subplot()
     table = points(family)
-    _plot(axes, palette, table, lambda point: point.memory_gib)
+    unit, factor = memory_unit([point.memory_gib for found in table.values() for point in found])
+    _plot(axes, palette, table, lambda point: None if point.memory_gib is None else factor * point.memory_gib)
     for label, style in styles(list(table), palette).items():
-        if predicted := predicted_memory(family, label):
+        predicted = [(seq_len, factor * gib) for seq_len, gib in predicted_memory(family, label)]
+        if predicted:
             axes.plot(*zip(*predicted, strict=True), color=style.colour, ls=(0, (4, 2)), lw=1.1, zorder=1)
-    _finish(figure, axes, palette, family, "GiB", log=True)
+    _finish(figure, axes, palette, family, unit, log=True)
     _mark_out_of_memory(axes, palette, table)
 
 
@@ -78,11 +80,12 @@ def draw_crossover(figure: Figure, palette: Palette, family: Family, reference: 
             )  # fmt: skip
 
 
-def draw_costs(figure: Figure, palette: Palette, every: Sequence[Point]) -> None:
-    """Throughput and memory as bars side by side, one row a label."""
+def draw_costs(figure: Figure, palette: Palette, every: Sequence[Point], memory: str) -> None:
+    """Throughput and memory as bars side by side, one row a label; `memory` says whose."""
+    unit, factor = memory_unit([point.memory_gib for point in every])
     left, right = figure.subplots(1, 2, sharey=True)
     _bars(left, palette, every, lambda point: point.tokens_per_s, "tokens a second")
-    _bars(right, palette, every, lambda point: point.memory_gib, "peak memory, GiB")
+    _bars(right, palette, every, lambda point: factor * (point.memory_gib or 0), f"{memory}, {unit}")
 
 
 def _bars(

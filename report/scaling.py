@@ -85,6 +85,16 @@ def median_of(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
+def memory_unit(every: Sequence[float | None]) -> tuple[str, float]:
+    """The unit in which amounts given in GiB are best read, and how many of it make a GiB."""
+    return ("GiB", 1.0) if max((value or 0.0 for value in every), default=1.0) >= 0.5 else ("MiB", 1024.0)
+
+
+def attention_alone(runs: Sequence[Run]) -> bool:
+    """Whether memory is that of one attention layer, as measured on a CPU, and not the device's."""
+    return any(run.summary.get("memory_source") == "attention" for run in runs)
+
+
 def quadratic(run: Run) -> bool:
     """Whether the implementation keeps all scores: naive, and SDPA's math backend."""
     return run.attention == "naive" or (run.attention == "sdpa" and run.option("attention.backend") == "math")
@@ -103,7 +113,7 @@ def predicted_memory(family: Family, label: str) -> list[tuple[int, float]]:
     if len(measured) <= needed:
         return []
     static = 0.0
-    if run.summary.get("memory_source") != "attention":
+    if not attention_alone([run]):
         static = STATIC_BYTES_PER_PARAMETER * float(run.summary.get("parameters") or 0) / GIB
     first, second = measured[0], measured[1]
     tokens, second_tokens = (point.sequences * point.seq_len for point in (first, second))

@@ -14,7 +14,7 @@ from report.evidence import MARGIN
 from report.groups import Family, flatten
 from report.parity import Judgement, Outcome
 from report.record import Run, number
-from report.scaling import crossovers, longest_that_fits, median_of, points, predicted_memory, same_tokens
+from report.scaling import crossovers, longest_that_fits, median_of, memory_unit, points, predicted_memory, same_tokens
 
 DASH = "-"
 WORDS = {Outcome.holds: "holds", Outcome.broken: "broken", Outcome.open: "open"}
@@ -92,13 +92,13 @@ def run_table(runs: Sequence[Run]) -> Table:
             loss(run.final("val/loss")),
             loss(run.best_val_loss()),
             count(run.median("throughput/tokens_per_s")),
-            gib(run.peak()),
+            memory(run.peak()),
             duration(number(run.summary.get("wall_time_s"))),
         ]
         for run in runs
     ]
     columns = ["run", "implementation", "seed", *differing, "status", "train loss", "val loss", "best val loss"]
-    return table("runs", "All runs", [*columns, "tokens/s", "peak GiB", "wall time"], rows)
+    return table("runs", "All runs", [*columns, "tokens/s", "peak memory", "wall time"], rows)
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
@@ -128,12 +128,12 @@ def wall_table(family: Family) -> Table | None:
             [
                 label,
                 f"{longest:,}" if longest else DASH,
-                gib(at.memory_gib) if at else DASH,
+                memory(at.memory_gib) if at else DASH,
                 f"{min(failed):,}" if failed else DASH,
-                gib(predicted.get(min(failed))) if failed else DASH,
+                memory(predicted.get(min(failed))) if failed else DASH,
             ]
         )
-    columns = ["implementation", "longest that fits", "its peak GiB", "out of memory at", "GiB predicted there"]
+    columns = ["implementation", "longest that fits", "peak memory there", "out of memory at", "predicted there"]
     return table("memory_wall", "The memory wall", columns, rows)
 
 
@@ -170,10 +170,10 @@ def block_table(family: Family, judgements: Sequence[Judgement]) -> Table | None
                     f"{times(probe.ratio)} times rounding" if probe else "not probed",
                     milliseconds(point.step_ms),
                     count(point.tokens_per_s),
-                    gib(point.memory_gib),
+                    memory(point.memory_gib),
                 ]
             )
-    columns = ["tiles", "seq_len", "train loss", "same weights", "step", "tokens/s", "peak GiB"]
+    columns = ["tiles", "seq_len", "train loss", "same weights", "step", "tokens/s", "peak memory"]
     return table("block_size", "Tile sizes", columns, rows) if len(rows) > 1 else None
 
 
@@ -282,10 +282,12 @@ def count(value: float | None) -> str:
     return DASH if value is None else f"{value:,.0f}"
 
 
-def gib(value: float | None) -> str:
-    if value is None:
+def memory(gib: float | None) -> str:
+    if gib is None:
         return DASH
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.01 else f"{value:.1g}"
+    unit, factor = memory_unit([gib])
+    amount = factor * gib
+    return f"{amount:,.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
 
 
 def milliseconds(value: float | None) -> str:

@@ -1,0 +1,215 @@
+"""Run folders in every state that a run, a full disk or an impatient user can leave them in."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from report.groups import comparison_key, describe, family_runs, group_runs
+from report.runs import ReportError, find_runs, read_run
+from tests.report.synthetic import write_run
+
+
+def test_a_run_says_what_its_files_say(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", "flash", 7, steps=100, seq_len=512, peak_gib=11.5))
+    assert (run.attention, run.seed, run.seq_len, run.status, run.step) == ("flash", 7, 512, "completed", 100)
+    assert (run.device, run.precision, run.commit) == ("NVIDIA H200", "bf16", "0123456")
+    assert list(run.series("train/loss").steps) == list(range(10, 101, 10))
+    assert list(run.series("val/loss").steps) == [0, 50, 100]
+    assert run.final("val/loss") == run.series("val/loss").values[-1]
+    assert run.peak() == 11.5
+    assert run.texts["parity/worst_parameter"] == {100: "h.3.attn.c_attn.weight"}
+    assert run.overrides == ("attention=flash", "seed=7", "seq_len=512")
+    assert run.notes == ()
+
+
+def test_half_a_last_line_is_left_out_and_noted(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
+    content = path.read_text()
+    for cut in (3, 30, len(content.splitlines()[-1])):
+        path.write_text(content[:-cut])
+        run = read_run(path.parent)
+        assert run.series("train/loss").steps[-1] == 90
+        assert [note for note in run.notes if "last line of metrics.jsonl is cut off" in note]
+    path.write_text(content[:-1])  # the line break alone is missing: nothing is lost
+    assert read_run(path.parent).series("train/loss").steps[-1] == 100
+    assert read_run(path.parent).notes == ()
+
+
+def test_damaged_lines_within_are_counted(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    lines[3], lines[5] = b"\xff\x00\xfe", b'["step", 5]'
+    path.write_bytes(b"\n".join(lines) + b"\n\n")
+    run = read_run(path.parent)
+    assert "run: 2 damaged lines of metrics.jsonl left out (first: line 4)." in run.notes
+    assert 30 not in run.series("train/loss").steps
+
+
+def test_a_run_without_summary_is_read_from_its_lines_and_config(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "flash", 3, steps=200, stop=120, tokens_per_s=1000.0)
+    (folder / "summary.json").unlink()
+    run = read_run(folder)
+    assert (run.status, run.step, run.attention, run.seed) == ("unfinished", 120, "flash", 3)
+    assert "run wrote no summary: it is still running, or was killed after step 120." in run.notes
+    assert run.median("throughput/tokens_per_s") == pytest.approx(1000, rel=0.02)
+    assert run.final("train/loss") == run.series("train/loss").values[-1]
+    assert run.best_val_loss() == run.series("val/loss").values.min()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"status": "comp'])
+def test_a_damaged_summary_is_passed_over(tmp_path: Path, content: str) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "summary.json").write_text(content)
+    run = read_run(folder)
+    assert run.status == "unfinished"
+    assert "run: summary.json cannot be read and was passed over." in run.notes
+    assert run.attention == "naive"  # from .hydra/config.yaml
+
+
+def test_steps_logged_again_after_a_resume_count_once_with_the_later_value(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({"step": 50, "train/loss": 1.25}) + "\n")
+    run = read_run(path.parent)
+    series = run.series("train/loss")
+    assert list(series.steps) == list(range(10, 101, 10))
+    assert series.values[4] == 1.25
+
+
+def test_losses_that_are_not_finite_are_read_as_such(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 110, "train/loss": "nan"}\n{"step": 120, "train/loss": "inf"}\n')
+    run = read_run(path.parent)
+    assert math.isnan(run.series("train/loss").values[-2])
+    assert run.series("train/loss").values[-1] == math.inf
+    assert run.diverged() == 110
+
+
+def test_how_runs_ended_is_noted(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", status="failed", stop=20, message="disk full.")
+    write_run(tmp_path / "b", status="out_of_memory", stop=0, message="CUDA out of memory")
+    write_run(tmp_path / "c", status="interrupted", stop=50)
+    notes = [note for run in find_runs([tmp_path]).runs for note in run.notes]
+    assert notes == [
+        "a failed: disk full.",
+        "b ran out of memory: CUDA out of memory.",
+        "c was interrupted after 50 of 400 steps.",
+    ]
+
+
+def test_runs_are_found_at_any_depth_and_in_natural_order(tmp_path: Path) -> None:
+    for n in (10, 2, 1):
+        write_run(tmp_path / "sweep" / str(n))
+    (tmp_path / "sweep" / "1" / "checkpoints" / "step-00000500").mkdir(parents=True)
+    (tmp_path / "sweep" / "notes").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"jobs": [["seed=1"]] * 5}))
+    found = find_runs([tmp_path / "sweep"])
+    assert [run.name for run in found.runs] == ["1", "2", "10"]
+    assert found.notes == ("sweep is a sweep of 5 jobs, of which 3 have a run folder.",)
+    assert len(find_runs([tmp_path]).runs) == 3
+    assert [run.name for run in find_runs([tmp_path / "sweep" / "2"]).runs] == ["2"]
+
+
+def test_a_folder_given_twice_counts_once_and_one_without_runs_is_noted(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    found = find_runs([tmp_path / "run", tmp_path / "run", tmp_path / "empty"])
+    assert len(found.runs) == 1
+    assert found.notes == (f"{tmp_path / 'empty'} holds no run and was left out.",)
+
+
+def test_no_runs_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"no runs found in .*; a run folder holds metrics\.jsonl"):
+        find_runs([tmp_path])
+    with pytest.raises(ReportError, match="missing is not a folder"):
+        find_runs([tmp_path / "missing"])
+
+
+def test_dirty_trees_mixed_commits_and_devices_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", summary={"git": {"commit": "a" * 40, "dirty": True}})
+    write_run(tmp_path / "b", summary={"git": {"commit": "b" * 40, "dirty": False}}, device="cpu")
+    assert find_runs([tmp_path]).notes == (
+        "1 run came from a tree with uncommitted changes (a).",
+        "The runs come from different commits: aaaaaaa, bbbbbbb.",
+        "The runs come from different devices: NVIDIA H200, cpu.",
+    )
+
+
+def test_labels_tell_variants_of_an_implementation_apart(tmp_path: Path) -> None:
+    write_run(tmp_path / "1", "naive")
+    write_run(tmp_path / "2", "tiled", overrides={"attention.block_q": 16, "attention.block_k": 16})
+    write_run(tmp_path / "3", "tiled", overrides={"attention.block_q": 128, "attention.block_k": 32})
+    write_run(tmp_path / "4", "tiled", overrides={"attention.ablate": "no_rescaling"})
+    write_run(tmp_path / "5", "sdpa", overrides={"attention.backend": "math"})
+    labels = [run.label for run in find_runs([tmp_path]).runs]
+    assert labels == ["naive", "tiled 16x16", "tiled 128x32", "tiled 64x64 no_rescaling", "sdpa"]
+
+
+def test_only_implementation_seed_and_bookkeeping_may_differ_within_a_group(tmp_path: Path) -> None:
+    alike = {"seed": 2, "attention.block_q": 16, "training.eval_every": 5, "parity.every": 7, "tracking.group": "x"}
+    apart = {
+        "model.n_layers": 6,
+        "data.name": "text",
+        "optimizer.lr": 1e-4,
+        "seq_len": 512,
+        "attention.dropout": 0.1,
+        "training.steps": 500,
+    }
+    write_run(tmp_path / "base")
+    for n, (name, value) in enumerate(alike.items()):
+        write_run(tmp_path / f"alike-{n}", overrides={name: value})
+    assert len(group_runs(find_runs([tmp_path]).runs)) == 1
+    for n, (name, value) in enumerate(apart.items()):
+        write_run(tmp_path / f"apart-{n}", overrides={name: value})
+    assert len(group_runs(find_runs([tmp_path]).runs)) == 1 + len(apart)
+
+
+def test_devices_and_precisions_are_compared_apart(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", device="cpu")
+    write_run(tmp_path / "c", precision="fp32")
+    groups = group_runs(find_runs([tmp_path]).runs)
+    assert len(groups) == 3
+    assert all("device" in where or "precision" in where for where in describe(groups))
+
+
+def test_a_killed_run_joins_those_it_shares_its_settings_with(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "naive")
+    (write_run(tmp_path / "b", "flash") / "summary.json").unlink()
+    (group,) = group_runs(find_runs([tmp_path]).runs)
+    assert group.labels() == ["naive", "flash"]
+    write_run(tmp_path / "c", "naive", device="cpu")  # now nobody knows on which of the two it ran
+    assert len(group_runs(find_runs([tmp_path]).runs)) == 3
+
+
+def test_of_several_tries_the_one_that_came_furthest_stands_for_its_seed(tmp_path: Path) -> None:
+    write_run(tmp_path / "1", status="interrupted", stop=390)
+    write_run(tmp_path / "2")
+    write_run(tmp_path / "3", status="failed", stop=10)
+    (group,) = group_runs(find_runs([tmp_path]).runs)
+    assert group.of("naive")[1].name == "2"
+
+
+def test_lengths_with_equal_tokens_are_one_family_and_mixed_batches_are_not(tmp_path: Path) -> None:
+    for seq_len, batch_size in ((256, 8), (512, 4), (1024, 2)):
+        write_run(tmp_path / f"{seq_len}-{batch_size}", seq_len=seq_len, batch_size=batch_size)
+    (family,) = family_runs(find_runs([tmp_path]).runs)
+    assert [group.seq_len for group in family.groups] == [256, 512, 1024]
+    for seq_len in (256, 512):
+        write_run(tmp_path / f"{seq_len}-2", seq_len=seq_len, batch_size=2)
+    families = family_runs(find_runs([tmp_path]).runs)
+    assert sorted([group.seq_len for group in f.groups] for f in families) == [[256], [256, 512, 1024], [512]]
+
+
+def test_the_comparison_key_does_not_depend_on_the_order_of_settings(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    run = read_run(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["config"] = dict(reversed(summary["config"].items()))
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert comparison_key(read_run(folder)) == comparison_key(run)

@@ -1,0 +1,161 @@
+"""compare.py as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import compare
+from report import publish
+from report.runs import ReportError
+from tests.report.synthetic import write_run
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_compare(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "compare.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    for attention in ("naive", "flash"):
+        write_run(tmp_path / "sweep" / attention, attention, steps=60)
+    return tmp_path / "sweep"
+
+
+def test_one_command_writes_the_report_into_the_sweep(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare.main([str(sweep)])
+    out = capsys.readouterr().out
+    assert "Parity is open for flash" in out
+    assert f"report: {sweep / 'report' / 'index.html'}" in out
+    assert (sweep / "report" / "index.html").is_file()
+    compare.main([str(sweep)])  # a second time reads the runs, not the report
+
+
+def test_several_folders_are_compared_in_a_folder_of_their_own(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    compare.main(["sweep/naive", "sweep/flash"])
+    assert (tmp_path / "report-out" / "report.md").is_file()
+    compare.main(["sweep/naive", "sweep/flash", "out=elsewhere", "reference=flash"])
+    assert "flash" in (tmp_path / "elsewhere" / "report.md").read_text()
+
+
+def test_torch_is_not_needed(sweep: Path) -> None:
+    """Importing torch, training or wandb fails here, and the report is written all the same."""
+    blocked = (
+        "import sys; sys.modules.update({name: None for name in ('torch', 'training', 'model', 'wandb', 'hydra')})"
+    )
+    code = f"{blocked}; import compare; compare.main([{str(sweep)!r}])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (sweep / "report" / "index.html").is_file()
+
+
+def test_failures_are_one_sentence_and_a_status(tmp_path: Path) -> None:
+    done = run_compare(tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no runs found in ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["missing"], "missing is not a folder"),
+        (["."], "no runs found"),
+        (["outt=x"], "outt=x is not an option of compare.py; there are out, reference, wandb"),
+        (["out=x"], "needs a folder of runs"),
+        ([".", "wandb=maybe"], "wandb=maybe is not a mode; choose one of online, offline, disabled"),
+    ],
+)
+def test_mistakes_are_named(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ReportError, match=sentence):
+        compare.main(arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reference_that_did_not_run_is_named(sweep: Path) -> None:
+    with pytest.raises(ReportError, match="reference=navie is not among the runs; there are naive, flash"):
+        compare.main([str(sweep), "reference=navie"])
+
+
+def test_help_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    compare.main(["--help"])
+    assert "python compare.py multirun/" in capsys.readouterr().out
+
+
+FAKE_WANDB = """
+import json, pathlib
+def Image(path): return {"image": pathlib.Path(path).name}
+def Table(columns, data): return {"columns": columns, "rows": len(data)}
+def Html(path): return {"html": pathlib.Path(path).name}
+def Settings(**kwargs): return kwargs
+class Run:
+    url = "https://wandb.example/run"
+    def __init__(self, options): self.told = {"options": options, "logged": {}}
+    def log(self, values, step): self.told["logged"].update(values)
+    def finish(self): pathlib.Path(self.told["options"]["dir"], "told.json").write_text(json.dumps(self.told))
+def init(**options): return Run({key: value for key, value in options.items() if key != "settings"})
+"""
+
+
+def test_the_report_joins_the_group_of_its_runs_in_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracked = {"tracking.mode": "offline", "tracking.group": "sweep-1", "tracking.project": "mine"}
+    for attention in ("naive", "flash"):
+        write_run(tmp_path / "sweep" / attention, attention, steps=60, overrides=tracked)
+    install(FAKE_WANDB, tmp_path, monkeypatch)
+    compare.main([str(tmp_path / "sweep")])
+    assert "W&B: https://wandb.example/run" in capsys.readouterr().out
+    told = json.loads((tmp_path / "sweep" / "report" / "told.json").read_text())
+    assert told["options"]["group"] == "sweep-1"
+    assert told["options"]["project"] == "mine"
+    assert told["options"]["mode"] == "offline"
+    assert told["logged"]["report/loss"] == {"image": "loss.png"}
+    assert told["logged"]["report/runs"]["rows"] == 2
+    assert told["logged"]["report/page"] == {"html": "index.html"}
+
+
+@pytest.mark.parametrize(
+    ("wandb", "sentence"),
+    [
+        ("raise RuntimeError('no such server')", r"W&B could not take the report \(RuntimeError: no such server\)"),
+        ("import time; time.sleep(60)", "W&B did not answer within 1 s"),
+        ("import os; os._exit(3)", "W&B could not take the report"),
+    ],
+)
+def test_a_wandb_that_fails_costs_a_sentence(
+    wandb: str, sentence: str, sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(wandb, tmp_path, monkeypatch)
+    monkeypatch.setattr(publish, "SECONDS", 1 if "sleep" in wandb else 60)
+    runs = compare.find_runs([sweep]).runs
+    assert re.search(sentence, publish.publish(runs, sweep, "online"))
+
+
+def test_wandb_is_asked_as_the_runs_asked_it(tmp_path: Path) -> None:
+    for n, mode in enumerate(("disabled", "offline", "offline")):
+        write_run(tmp_path / str(n), steps=20, overrides={"tracking.mode": mode})
+    assert publish.mode_of(compare.find_runs([tmp_path]).runs) == "offline"
+    assert publish.mode_of(compare.find_runs([tmp_path / "0"]).runs) == "disabled"
+
+
+def install(wandb: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let child processes import this text as wandb."""
+    (folder / "fake").mkdir()
+    (folder / "fake" / "wandb.py").write_text(wandb)
+    monkeypatch.setenv("PYTHONPATH", str(folder / "fake"))
