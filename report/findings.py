@@ -23,7 +23,7 @@ def _costs(every: list[Point], reference: str, whose: str) -> list[str]:
             continue
         memory = ""
         if point.memory_gib and theirs.memory_gib:
-            memory = f", in {point.memory_gib / theirs.memory_gib:.2g} of {whose}"
+            memory = f" and takes {100 * point.memory_gib / theirs.memory_gib:.0f} % of {whose}"
         sentences.append(
             f"{point.label} trains {point.tokens_per_s / theirs.tokens_per_s:.2g} times as fast as {reference}{memory}."
         )
@@ -61,12 +61,11 @@ def _crossings(family: Family, reference: str) -> list[str]:
 
 
 def _contexts(table: dict[str, list[Point]]) -> list[str]:
-    sentences = []
-    for label, found in table.items():
-        known = [point for point in found if point.val_loss is not None]
-        if len(known) > 1:
-            sentences.append(
-                f"{label}: the validation loss goes from {known[0].val_loss:.3f} at {known[0].seq_len:,} tokens of "
-                f"context to {known[-1].val_loss:.3f} at {known[-1].seq_len:,}, after equally many tokens."
-            )
-    return sentences
+    """Of the implementation that reaches furthest; the others have the same losses or a broken parity."""
+    known = {label: [point for point in found if point.val_loss is not None] for label, found in table.items()}
+    label, found = max(known.items(), key=lambda item: len(item[1]))
+    first, last = found[0], found[-1]
+    return [
+        f"After equally many tokens, {label}'s validation loss is {first.val_loss:.3f} with {first.seq_len:,} tokens "
+        f"of context and {last.val_loss:.3f} with {last.seq_len:,}."
+    ]

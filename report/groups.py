@@ -108,14 +108,14 @@ def comparison_key(run: Run) -> dict[str, str]:
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Runs that may be compared step by step, in order of their sequence length.
 
-    A run that was killed recorded neither device nor precision; it belongs to the runs it shares the rest with,
-    if those agree among themselves.
+    A run that was killed recorded neither device nor precision, and its settings as composed, with references in
+    them unresolved; it belongs to the runs it shares the rest with, if those agree among themselves.
     """
     groups: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.device == UNKNOWN):
         key = comparison_key(run)
         if run.device == UNKNOWN:
-            alike = [members for members in groups.values() if _without_device(members[0]) == _without_device(run)]
+            alike = [members for members in groups.values() if _agree(key, comparison_key(members[0]))]
             if len(alike) == 1:
                 alike[0].append(run)
                 continue
@@ -123,9 +123,10 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return sorted((Group(tuple(members)) for members in groups.values()), key=lambda group: group.seq_len)
 
 
-def _without_device(run: Run) -> dict[str, str]:
-    key = comparison_key(run)
-    return {name: value for name, value in key.items() if name not in ("device", "training.precision")}
+def _agree(killed: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether the settings that a killed run did record are those of the other."""
+    known = {name for name, value in killed.items() if "${" not in value} - {"device", "training.precision"}
+    return all(killed[name] == other.get(name) for name in known)
 
 
 def family_runs(runs: Sequence[Run]) -> list[Family]:

@@ -60,7 +60,8 @@ class Report:
     """Everything the templates show."""
 
     verdict: Verdict
-    word: str
+    headline: str
+    tone: str
     sections: tuple[Section, ...]
     notes: tuple[str, ...]
     runs: Table
@@ -80,9 +81,11 @@ def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
         _section(family, verdict, reference, f"{n}-" if len(families) > 1 else "", out)
         for n, family in enumerate(families, start=1)
     )
+    headline, tone = _headline(verdict, families)
     report = Report(
         verdict=verdict,
-        word=_word(verdict),
+        headline=headline,
+        tone=tone,
         sections=sections,
         notes=(*_family_notes(families), *found.notes, *(note for run in runs for note in run.notes)),
         runs=run_table(runs),
@@ -139,10 +142,14 @@ def _section(family: Family, verdict: Verdict, reference: str, prefix: str, out:
     return Section(title, " · ".join(subtitle), found, tuple(drawings), tuple(table for table in tables if table))
 
 
-def _word(verdict: Verdict) -> str:
-    if verdict.holds is None:
-        return "Parity is open" if any(j.telling for j in verdict.judgements) else "Parity was not measured"
-    return "Parity holds" if verdict.holds else "Parity is broken"
+def _headline(verdict: Verdict, families: Sequence[Family]) -> tuple[str, str]:
+    """What the page says first, and its tone: holds, broken, open, or none where parity was not what was measured."""
+    if verdict.holds is not None:
+        return ("Parity holds", "holds") if verdict.holds else ("Parity is broken", "broken")
+    if any(judgement.telling for judgement in verdict.judgements):
+        return "Parity is open", "open"
+    lengths = any(len(family.groups) > 1 for family in families)
+    return ("Over the sequence length", "none") if lengths else ("Parity was not measured", "open")
 
 
 def _draw(chart: Chart, out: Path) -> Drawing:

@@ -80,11 +80,16 @@ class Run:
 
     @property
     def seed(self) -> int:
-        return int(self.option("seed", 0))
+        return int(number(self.option("seed")) or 0)
 
     @property
     def seq_len(self) -> int:
-        return int(self.option("seq_len", 0))
+        return int(number(self.option("seq_len")) or 0)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that a device takes at once."""
+        return int(number(self.option("training.batch_size")) or 1)
 
     @property
     def step(self) -> int:

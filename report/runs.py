@@ -106,10 +106,9 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         notes.append(f"{name} wrote no summary: it is still running, or was killed after step {run.step}.")
     elif run.status == "interrupted":
         notes.append(f"{name} was interrupted after {run.step} of {summary.get('steps', '?')} steps.")
-    elif run.status in ("failed", "out_of_memory"):
-        words = {"failed": "failed", "out_of_memory": "ran out of memory"}[run.status]
+    elif run.status == "failed":
         message = str(summary.get("message") or "").strip().rstrip(".")
-        notes.append(f"{name} {words}{f': {message}' if message else ''}.")
+        notes.append(f"{name} failed after step {run.step}{f': {message}' if message else ''}.")
     return replace(run, label=run.attention, notes=tuple(notes))
 
 
@@ -215,6 +214,8 @@ def _variant(run: Run) -> dict[str, Any]:
 
 def _provenance_notes(runs: Sequence[Run]) -> list[str]:
     notes = []
+    if full := [run.name for run in runs if run.out_of_memory]:
+        notes.append(f"{_count(full, 'run')} ran out of memory, which is a result too ({listing(full)}).")
     if dirty := [run.name for run in runs if run.commit.endswith("+")]:
         notes.append(f"{_count(dirty, 'run')} came from a tree with uncommitted changes ({listing(dirty)}).")
     for what, found in {

@@ -66,7 +66,7 @@ def _point(label: str, seq_len: int, runs: Sequence[Run]) -> Point:
     return Point(
         label=label,
         seq_len=seq_len,
-        sequences=int(runs[0].option("training.batch_size", 1)),
+        sequences=runs[0].sequences,
         out_of_memory=not done,
         tokens_per_s=median_of([run.median("throughput/tokens_per_s") for run in done]),
         step_ms=median_of([run.median("throughput/step_ms") for run in done]),
@@ -126,7 +126,7 @@ def predicted_memory(family: Family, label: str) -> list[tuple[int, float]]:
         a = second_per_token - b * second.seq_len
     else:
         a, b = known / tokens, 0.0
-    shapes = {group.seq_len: int(group.runs[0].option("training.batch_size", 1)) for group in family.groups}
+    shapes = {group.seq_len: group.runs[0].sequences for group in family.groups}
     return [(T, static + B * T * (a + b * T)) for T, B in sorted(shapes.items())]
 
 

@@ -136,7 +136,7 @@ def test_a_report_of_nothing_but_failures_is_still_a_report(tmp_path: Path) -> N
     (write_run(tmp_path / "b", "flash", status="failed", stop=0) / "metrics.jsonl").write_text("")
     report = write_report(find_runs([tmp_path]), tmp_path / "report")
     assert report.verdict.holds is None
-    assert "a failed: no such file." in report.notes
+    assert "a failed after step 0: no such file." in report.notes
 
 
 def test_numbers_are_written_as_one_says_them() -> None:
@@ -153,7 +153,7 @@ addEventListener("load", () => {{
     const page = frame.contentDocument, root = page.documentElement;
     const box = node => node.getBoundingClientRect();
     return {{
-      width: frame.clientWidth,
+      width: root.clientWidth,
       scrollWidth: root.scrollWidth,
       verdict: page.querySelector("#verdict")?.textContent,
       figures: [...page.querySelectorAll("figure > svg")].map(svg => [box(svg).width, box(svg).height]),
@@ -180,7 +180,8 @@ def open_in_browser(page: str, folder: Path, *flags: str) -> tuple[list[dict[str
     file.write_text(FRAMES.format(frames=frames))
     command = [
         str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
+        "--hide-scrollbars", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
         f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000", *flags, "--dump-dom", file.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

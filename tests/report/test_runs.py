@@ -94,10 +94,10 @@ def test_how_runs_ended_is_noted(tmp_path: Path) -> None:
     write_run(tmp_path / "a", status="failed", stop=20, message="disk full.")
     write_run(tmp_path / "b", status="out_of_memory", stop=0, message="CUDA out of memory")
     write_run(tmp_path / "c", status="interrupted", stop=50)
-    notes = [note for run in find_runs([tmp_path]).runs for note in run.notes]
-    assert notes == [
-        "a failed: disk full.",
-        "b ran out of memory: CUDA out of memory.",
+    found = find_runs([tmp_path])
+    assert found.notes == ("1 run ran out of memory, which is a result too (b).",)
+    assert [note for run in found.runs for note in run.notes] == [
+        "a failed after step 20: disk full.",
         "c was interrupted after 50 of 400 steps.",
     ]
 
@@ -183,6 +183,11 @@ def test_a_killed_run_joins_those_it_shares_its_settings_with(tmp_path: Path) ->
     (write_run(tmp_path / "b", "flash") / "summary.json").unlink()
     (group,) = group_runs(find_runs([tmp_path]).runs)
     assert group.labels() == ["naive", "flash"]
+    killed = tmp_path / "b" / ".hydra" / "config.yaml"
+    config = json.loads(killed.read_text())
+    config["training"]["batch_size"] = "${divide:${training.batch_tokens},${seq_len}}"
+    killed.write_text(json.dumps(config))
+    assert len(group_runs(find_runs([tmp_path]).runs)) == 1
     write_run(tmp_path / "c", "naive", device="cpu")  # now nobody knows on which of the two it ran
     assert len(group_runs(find_runs([tmp_path]).runs)) == 3
 
