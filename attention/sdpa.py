@@ -63,7 +63,8 @@ class SDPAAttention(Attention):
             try:
                 self(q, k, k, dropout_key=key).sum().backward()
             except RuntimeError as error:
-                why = "; ".join(str(reason.message).split(" (Triggered")[0].rstrip(". ") for reason in reasons)
+                told = [str(reason.message).split(" (Triggered")[0].rstrip(". ") for reason in reasons]
+                why = "; ".join(reason for reason in told if not reason.endswith(":"))  # less the headings
                 raise UnsupportedAttention(
                     f"attention.backend={self.config.backend.value} cannot serve {shape.n_heads} heads "
                     f"({shape.n_kv_heads} for keys) of size {shape.head_dim} in {shape.dtype} on {shape.device} "

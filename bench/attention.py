@@ -1,0 +1,277 @@
+"""Attention against its peers: forward, backward, memory and error over the sequence length.
+
+    python -m bench.attention                        all of it: about ten minutes on an H200
+    python -m bench.attention --quick                1k, 4k and 16k tokens, causal: about two minutes
+    python -m bench.attention --only flash sdpa-cudnn --lengths 4096 --heads 128 --dropout 0.1
+    python -m bench.attention --plot-only bench/results/attention-nvidia-h200.json
+
+The length grows while the tokens of a batch stay the same, as does the hidden size; a sequence longer than the batch
+is a batch by itself. FLOPs are 4 B H T T D for a forward pass, half of that with the causal mask, and 2.5 times as
+much for a backward pass. Memory is the peak of one forward and backward pass above its inputs: output and gradients
+are part of it. Errors are relative, ||x - x_fp32|| / ||x_fp32||, of the first head of the first sequence. Running out
+of memory is a result, and so is being too slow to wait for.
+
+Results go to bench/results/attention-<device>.json, written anew after each problem, with the figures beside it;
+what was not measured whole goes to attention-<device>-selection.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from attention import AttentionConfig, UnsupportedAttention, build_attention
+from bench.attention_views import notes, publish, tables
+from bench.measure import RESULTS, environment, interleaved, peak_bytes, release, slug, synchronise, write
+from bench.peers import KEY, PACKAGES, Attend, Contestant, Problem, contestants
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+QUICK_LENGTHS = (1024, 4096, 16384)
+HEAD_SIZES = (64, 128)
+DROPOUTS = (0.0, 0.1)
+MASKS = ("causal", "full")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The size of the work, which a CPU gets less of.
+TOKENS, HIDDEN = {"cuda": 16384, "cpu": 1024}, {"cuda": 2048, "cpu": 256}
+
+Row = dict[str, Any]
+
+
+def problems(args: argparse.Namespace) -> Iterator[Problem]:
+    """Every combination that was asked for, each series from short to long."""
+    for head_size, dropout, mask, length in product(args.heads, args.dropout, args.masks, sorted(args.lengths)):
+        yield Problem(
+            B=max(1, args.tokens // length),
+            H=max(1, args.hidden // head_size),
+            T=length,
+            D=head_size,
+            causal=mask == "causal",
+            dropout=dropout,
+            dtype=DTYPES[args.dtype],
+            device=torch.device(args.device),
+        )
+
+
+def solve(problem: Problem, chosen: dict[str, Contestant], seconds: float, patience: Patience) -> list[Row]:
+    """Measure every contestant on one problem, with `seconds` of timing for each and each pass."""
+    q, k, v, dout = problem.tensors()
+    inputs = (q, k, v)
+    expected = reference(problem, q, k, v, dout)
+    rows: dict[str, Row] = {}
+    able: dict[str, Attend] = {}
+    for name, contestant in chosen.items():
+        rows[name] = {"name": name, "label": contestant.label, "ours": contestant.ours} | describe(problem)
+        try:
+            patience.check(rows[name])
+            attend = contestant.build(problem)
+            known = expected if not problem.dropout or contestant.replays else None
+            rows[name] |= try_out(attend, inputs, dout, known, problem.device)
+            able[name] = attend
+        except Exception as error:  # a peer may fail in any way; the others go on
+            rows[name] |= failure(error)
+        release(problem.device)
+
+    def forward(attend: Attend) -> Callable[[], object]:
+        return lambda: attend(*inputs)
+
+    def backward(attend: Attend) -> Callable[[], object]:
+        out = attend(*inputs)
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    for direction, prepare, flops in zip(("forward", "backward"), (forward, backward), problem.flops(), strict=True):
+        turns = {name: partial(prepare, attend) for name, attend in able.items()}
+        timings = interleaved(turns, problem.device, seconds)
+        for name, timing in timings.items():
+            rows[name][direction] = timing.as_dict() | {"tflops": flops / timing.ms / 1e9}
+    patience.learn(rows.values())
+    return with_ratios(list(rows.values()))
+
+
+def describe(problem: Problem) -> Row:
+    """The problem as it stands in a row."""
+    return {
+        "batch": problem.B,
+        "heads": problem.H,
+        "length": problem.T,
+        "head_size": problem.D,
+        "causal": problem.causal,
+        "dropout": problem.dropout,
+        "dtype": str(problem.dtype).removeprefix("torch."),
+    }
+
+
+def try_out(
+    attend: Attend,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    expected: list[Tensor] | None,
+    device: torch.device,
+) -> Row:
+    """Run a contestant once for its errors and compilation, and once for its memory."""
+    out = attend(*inputs)
+    gradients = torch.autograd.grad(out, inputs, dout)
+    row: Row = {"status": "measured", "error": None}
+    if expected is not None:
+        heads = [x.detach()[:1, :1].float() for x in (out, *gradients)]
+        errors = [((x - e).norm() / e.norm()).item() for x, e in zip(heads, expected, strict=True)]
+        row["error"] = dict(zip(("out", "dq", "dk", "dv"), errors, strict=True))
+    del out, gradients
+    begin = time.perf_counter()
+    row["extra_bytes"] = peak_bytes(lambda: torch.autograd.grad(attend(*inputs), inputs, dout), device)
+    synchronise(device)
+    row["step_s"] = time.perf_counter() - begin
+    return row
+
+
+def reference(problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor] | None:
+    """out, dq, dk, dv of the first head of the first sequence in fp32, by the formula; None where they do not fit.
+
+    Heads and sequences do not know of each other, and neither do their masks.
+    """
+    attend = build_attention(AttentionConfig("naive", dropout=problem.dropout))
+    try:
+        q, k, v = (x.detach()[:1, :1].float().requires_grad_() for x in (q, k, v))
+        out = attend(q, k, v, causal=problem.causal, dropout_key=KEY)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout[:1, :1].float())]
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        release(problem.device)
+
+
+def failure(error: Exception) -> Row:
+    """Why there is no measurement, as `status` and `message`."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return {"status": "out of memory", "message": str(error).split(". ")[0]}
+    if isinstance(error, TooSlow):
+        return {"status": "too slow", "message": str(error)}
+    if isinstance(error, UnsupportedAttention):
+        return {"status": "refused", "message": str(error)}
+    return {"status": "failed", "message": f"{type(error).__name__}: {error}"[:500]}
+
+
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """Add to each row its speed over that of the fastest peer, of one problem: others' implementations only."""
+    for direction in ("forward", "backward"):
+        peers = [row[direction]["tflops"] for row in rows if direction in row and not row["ours"]]
+        for row in rows:
+            if direction in row and peers:
+                row[direction]["of_fastest_peer"] = row[direction]["tflops"] / max(peers)
+    return rows
+
+
+class TooSlow(Exception):
+    """Not tried, because it would take too long."""
+
+
+class Patience:
+    """Foresees from shorter lengths how long a step will take: work grows with the length squared at most."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.seen: dict[tuple[Any, ...], tuple[int, float]] = {}
+
+    def learn(self, rows: Iterable[Row]) -> None:
+        """Remember what was measured."""
+        for row in rows:
+            if "step_s" in row:
+                self.seen[self.series(row)] = (row["length"], row["step_s"])
+
+    def check(self, row: Row) -> None:
+        """Raise TooSlow if a step of what the row describes is likely to take longer than the limit."""
+        length, step_s = self.seen.get(self.series(row), (row["length"], 0.0))
+        expected_s = step_s * (row["length"] / length) ** 2
+        if expected_s > self.limit_s:
+            raise TooSlow(
+                f"one step took {step_s:.2g} s at {length} tokens and may take {expected_s:.2g} s here, "
+                f"more than --limit {self.limit_s:g}"
+            )
+
+    @staticmethod
+    def series(row: Row) -> tuple[Any, ...]:
+        return tuple(row[field] for field in ("name", "head_size", "causal", "dropout"))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; what depends on the device is filled in."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = list(contestants())
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="T", help=f"tokens of a sequence: {LENGTHS}")
+    parser.add_argument("--heads", nargs="+", type=int, metavar="D", help=f"channels of a head: {HEAD_SIZES}")
+    parser.add_argument("--dropout", nargs="+", type=float, metavar="P", help=f"default {DROPOUTS}")
+    parser.add_argument("--masks", nargs="+", choices=MASKS, help=f"default {MASKS}")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of {', '.join(names)}")
+    parser.add_argument("--quick", action="store_true", help=f"lengths {QUICK_LENGTHS} and the causal mask alone")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--tokens", type=int, help=f"of a batch: {TOKENS}")
+    parser.add_argument("--hidden", type=int, help=f"size, all heads together: {HIDDEN}")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of timing for each implementation and pass")
+    parser.add_argument("--limit", type=float, default=1.0, help="seconds that one step may take")
+    parser.add_argument("--out", type=Path, help="JSON file; the figures go beside it")
+    parser.add_argument("--plot-only", type=Path, metavar="JSON", help="draw an earlier result again")
+    args = parser.parse_args(arguments)
+
+    asked = {"lengths", "heads", "dropout", "masks", "only", "tokens", "hidden"}
+    selection = args.quick or args.dtype != "bf16" or any(getattr(args, name) is not None for name in asked)
+    args.lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
+    args.heads = args.heads or HEAD_SIZES
+    args.dropout = DROPOUTS if args.dropout is None else args.dropout
+    args.masks = args.masks or (MASKS[:1] if args.quick else MASKS)
+    args.only = args.only or names
+    args.tokens = args.tokens or TOKENS[args.device]
+    args.hidden = args.hidden or HIDDEN[args.device]
+    if args.out is None:
+        device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+        args.out = RESULTS / f"attention-{slug(device)}{'-selection' if selection else ''}.json"
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what was asked for, print it, and write it with its figures."""
+    args = parse(arguments)
+    console = Console()
+    if args.plot_only:
+        result = json.loads(args.plot_only.read_text())
+        show(console, result["rows"], args.plot_only)
+        return
+
+    everyone = contestants()
+    chosen = {name: everyone[name] for name in args.only}
+    result = environment(torch.device(args.device), [package for _, _, package, _ in PACKAGES.values()])
+    result |= {"tokens": args.tokens, "hidden": args.hidden, "rows": []}
+    patience = Patience(args.limit)
+    todo = list(problems(args))
+    console.print(f"{result['device']}: {len(todo)} problems, {', '.join(chosen)}")
+    begin = time.monotonic()
+    with console.status("") as status:
+        for n, problem in enumerate(todo):
+            left = f", {(time.monotonic() - begin) / n * (len(todo) - n):.0f} s left" if n else ""
+            status.update(f"{n + 1}/{len(todo)}: head size {problem.D}, dropout {problem.dropout:g}, {problem.T}{left}")
+            result["rows"] += solve(problem, chosen, args.seconds, patience)
+            write(args.out, json.dumps(result, indent=1) + "\n")
+            release(problem.device)
+    show(console, result["rows"], args.out)
+    console.print(f"{time.monotonic() - begin:.0f} s, {args.out}")
+
+
+def show(console: Console, rows: Sequence[Row], path: Path) -> None:
+    """Print the tables and what stands in the way of the missing cells; draw the figures beside `path`."""
+    console.print(*tables(rows), *notes(rows), sep="\n")
+    publish(rows, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Who takes part in bench/attention.py: this project's implementations and their peers, each behind one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from attention import (
+    AttentionConfig,
+    AttentionShape,
+    DropoutKey,
+    DropoutRng,
+    SDPABackend,
+    UnsupportedAttention,
+    build_attention,
+)
+
+KEY = DropoutKey(seed=1337, step=1, layer=0, first_sequence=0)
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v to out, all (B, H, T, D)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One size of attention: B sequences of T tokens, H heads of D channels."""
+
+    B: int
+    H: int
+    T: int
+    D: int
+    causal: bool
+    dropout: float
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of out, (B, H, T, D) as a model has them: views of (B, T, H, D) in memory."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        shape = (self.B, self.T, self.H, self.D)
+        q, k, v, dout = (
+            torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device).transpose(1, 2)
+            for _ in range(4)
+        )
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+    def flops(self) -> tuple[float, float]:
+        """Floating-point operations of a forward and of a backward pass: causality leaves half of the scores, and the
+        backward pass has five products for the forward's two."""
+        forward = 4 * self.B * self.H * self.T**2 * self.D / (2 if self.causal else 1)
+        return forward, 2.5 * forward
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An implementation to be measured.
+
+    label   for tables and figures
+    build   the call for a problem; raises UnsupportedAttention with the reason where there is none
+    ours    of this project, and so none of its own peers
+    replays drops by this project's mask, so that its error with dropout can be told
+    """
+
+    label: str
+    build: Callable[[Problem], Attend]
+    ours: bool = False
+    replays: bool = False
+
+
+def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
+    """An implementation of attention/, under the contract's own checks."""
+
+    def build(problem: Problem) -> Attend:
+        rng = DropoutRng.torch if config.name == "sdpa" and problem.dropout else DropoutRng.replay
+        attend = build_attention(AttentionConfig(config.name, problem.dropout, rng, backend=config.backend))
+        attend.check(AttentionShape(problem.D, problem.H, problem.H, problem.dtype, problem.device))
+        return lambda q, k, v: attend(q, k, v, causal=problem.causal, dropout_key=KEY)
+
+    return build
+
+
+def build_flex(problem: Problem) -> Attend:
+    """FlexAttention, compiled for the problem's very shape."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if problem.dropout:
+        raise UnsupportedAttention("FlexAttention has no dropout")
+    if problem.device.type != "cuda":
+        raise UnsupportedAttention("FlexAttention has no backward pass on this device")
+    mask = None
+    if problem.causal:
+        mask = create_block_mask(
+            lambda b, h, i, j: i >= j, None, None, problem.T, problem.T, device=problem.device.type
+        )
+    torch._dynamo.reset()  # after a number of shapes dynamo stops compiling new ones, and flex runs unfused
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+
+def from_package(module: str, has_dropout: bool) -> Callable[[Problem], Attend]:
+    """`flash_attn_func` of one of FlashAttention's own packages, which take (B, T, H, D)."""
+
+    def build(problem: Problem) -> Attend:
+        if problem.dropout and not has_dropout:
+            raise UnsupportedAttention(f"{module} has no dropout")
+        flash_attn_func = import_module(module).flash_attn_func
+        options = {"causal": problem.causal, "softmax_scale": 1 / math.sqrt(problem.D)}
+        if has_dropout:
+            options["dropout_p"] = problem.dropout
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+        return attend
+
+    return build
+
+
+# name on the command line -> module and PyPI name of FlashAttention's packages, and whether they have dropout
+PACKAGES = {
+    "fa2": ("FlashAttention-2", "flash_attn", "flash-attn", True),
+    "fa3": ("FlashAttention-3", "flash_attn_interface", "flash-attn-3", False),
+    "fa4": ("FlashAttention-4", "flash_attn.cute", "flash-attn-4", False),
+}
+
+
+def contestants() -> dict[str, Contestant]:
+    """Everyone who could take part here, by the name used on the command line."""
+    found = {
+        name: Contestant(name, from_registry(AttentionConfig(name)), ours=True, replays=True)
+        for name in ("naive", "tiled", "flash")
+    }
+    for backend in (SDPABackend.flash, SDPABackend.efficient, SDPABackend.cudnn, SDPABackend.math):
+        build = from_registry(AttentionConfig("sdpa", backend=backend))
+        found[f"sdpa-{backend.value}"] = Contestant(f"sdpa {backend.value}", build)
+    found["flex"] = Contestant("FlexAttention", build_flex)
+    for name, (label, module, _, has_dropout) in PACKAGES.items():
+        if installed(module):
+            found[name] = Contestant(label, from_package(module, has_dropout))
+    return found
+
+
+def installed(module: str) -> bool:
+    """Whether a module could be imported."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False
