@@ -18,7 +18,7 @@ ROUNDING = {"fp32": (2e-7, 3e-6, 1e-6), "bf16": (2e-4, 0.03, 0.012)}  # of one s
 ERRORS = {
     "mask_off_by_one": (0.01, 1.0, 0.5),
     "scale": (0.014, 0.5, 0.3),
-    "no_rescaling": (0.02, 0.05, 0.1),
+    "no_rescaling": (0.02, 0.05, 0.25),
     "mask_ignores_layer": (0.003, 0.3, 0.2),
 }
 

@@ -44,7 +44,7 @@ def test_a_wrong_implementation_is_caught(tmp_path: Path, error: str, precision:
         verdict = sweep(tmp_path / str(n), (n, n + 10), error=error, precision=precision)
         assert verdict.holds is False
         assert verdict.sentence.startswith("Parity is broken for flash: at the same weights")
-        assert only(verdict).probe.ratio > 4  # type: ignore[union-attr]
+        assert only(verdict).probe.ratio > 10  # type: ignore[union-attr]
 
 
 def test_the_verdict_names_its_numbers(tmp_path: Path) -> None:

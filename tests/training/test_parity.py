@@ -14,38 +14,12 @@ import attention
 from attention import AttentionConfig, AttentionShape, DropoutKey, DropoutRng, build_attention
 from attention.naive import NaiveAttention
 from model.gpt import GPT, GPTConfig, Recompute
+from tests.wrong_attention import CLASSES, WRONG
 from training import parity
-from training.parity import ParityConfig, ParityError, ParityProbe, beyond_rounding, forward_backward, summarise
+from training.parity import ParityConfig, ParityError, ParityProbe, beyond_rounding, summarise
+from training.passes import forward_backward
 
 VOCABULARY, T, B = 65, 32, 4
-
-
-class MaskOffByOne(NaiveAttention):
-    """Query i sees key i + 1."""
-
-    name = "mask_off_by_one"
-
-    def attend(self, q, k, v, causal, scale, dropout_key):
-        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1))[:, :, 1:] for x in (k, v))
-        return super().attend(q, k, v, causal, scale, dropout_key)
-
-
-class ScaleByHeadSize(NaiveAttention):
-    """Scores divided by D where the formula has its root."""
-
-    name = "scale_by_head_size"
-
-    def attend(self, q, k, v, causal, scale, dropout_key):
-        return super().attend(q, k, v, causal, 1 / q.shape[-1], dropout_key)
-
-
-class SameMaskEveryLayer(NaiveAttention):
-    """Dropout that ignores the layer."""
-
-    name = "same_mask_every_layer"
-
-    def attend(self, q, k, v, causal, scale, dropout_key):
-        return super().attend(q, k, v, causal, scale, dropout_key and dropout_key.at_layer(0))
 
 
 class KeysBackwards(NaiveAttention):
@@ -76,7 +50,7 @@ class TooLarge(NaiveAttention):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cls in (MaskOffByOne, ScaleByHeadSize, SameMaskEveryLayer, KeysBackwards, TooLarge):
+    for cls in (*CLASSES, KeysBackwards, TooLarge):
         monkeypatch.setitem(attention.IMPLEMENTATIONS, cls.name, cls)
 
 
@@ -175,18 +149,19 @@ def test_a_pass_gives_the_loss_and_gradients_of_training(recompute: Recompute, d
         torch.testing.assert_close(measured.gradients[name], p.grad, rtol=1e-5, atol=1e-7)
 
 
-WRONG = {
-    "mask_off_by_one": AttentionConfig(name="mask_off_by_one"),
-    "scale_by_head_size": AttentionConfig(name="scale_by_head_size"),
-    "same_mask_every_layer": AttentionConfig(name="same_mask_every_layer", dropout=0.1),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    # The rescaling that is left out matters little while scores are small, and bf16 rounds away what it does.
+    [
+        (name, dtype)
+        for name in WRONG
+        for dtype in (torch.float32, torch.bfloat16)
+        if (name, dtype) != ("no_rescaling", torch.bfloat16)
+    ],
+)
 def test_a_wrong_implementation_is_beyond_rounding(name: str, dtype: torch.dtype):
     model = small_gpt(WRONG[name])
-    train(model, seed=1, steps=10)
+    train(model, seed=1, steps=40)
     found = beyond_rounding(probe_for(WRONG[name], dtype).measure(model, *next(batches(2, 1))))
     assert found is not None
     assert "differs from the reference's" in found

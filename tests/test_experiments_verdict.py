@@ -1,0 +1,125 @@
+"""From a run to the report's verdict: wrong implementations are caught, right ones are not accused.
+
+Runs are trained here, small, step by step as train.py does, and judged by what report/ reads from their folders.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import attention
+from attention import AttentionConfig, AttentionShape, build_attention
+from config import Config, as_plain
+from data import Batches, eval_batches
+from model.gpt import GPT, GPTConfig
+from report.parity import Verdict, judge
+from report.runs import find_runs
+from tests.wrong_attention import CLASSES, WRONG
+from training.device import Precision, World
+from training.loop import compare
+from training.metrics import MetricsFile
+from training.optimizer import OptimizerConfig, ScheduleConfig
+from training.parity import ParityConfig, ParityProbe
+from training.step import Trainer, TrainingConfig
+
+STEPS, B, T = 20, 4, 32
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    with pytest.MonkeyPatch.context() as patch:
+        for cls in CLASSES:
+            patch.setitem(attention.IMPLEMENTATIONS, cls.name, cls)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    """This repository's attention, byte by byte."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(attention.__file__).parent.glob("*.py")))
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).numpy()
+
+
+def train(config: Config, folder: Path, tokens) -> None:
+    """A run folder with what the report reads."""
+    (folder / ".hydra").mkdir(parents=True)
+    torch.manual_seed(config.seed)
+    model = GPT(config.model, 256, T, build_attention(config.attention))
+    trainer = Trainer(model, config.optimizer, config.schedule, config.training, config.seed, CPU, World())
+    shape = AttentionShape(
+        config.model.n_embd // config.model.n_heads, config.model.n_heads, config.model.n_heads, torch.float32, CPU
+    )
+    held_out = len(tokens) // 10
+    batches = Batches(tokens[:-held_out], T, B, config.seed)
+    windows = eval_batches(tokens[-held_out:], T, B, 2)
+    probe = ParityProbe(config.parity, config.attention, shape)
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    for step in range(STEPS):
+        batch = batches.batch(step, 0)
+        measured = compare(probe, trainer, step, batch) if probe.due(step) else {}
+        loss, _ = trainer.update(step, [batch])
+        if (step + 1) % 10 == 0:
+            measured["val/loss"] = trainer.evaluate(windows)
+        metrics.append(step + 1, {"train/loss": loss.item(), **measured})
+    metrics.close()
+    summary = {
+        "status": "completed",
+        "step": STEPS,
+        "config": as_plain(config),
+        "attention": config.attention.name,
+        "precision": "fp32",
+        "device": {"type": "cpu", "name": "cpu", "count": 1},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def configured(attend: AttentionConfig, seed: int) -> Config:
+    return Config(
+        seed=seed,
+        seq_len=T,
+        attention=attend,
+        model=GPTConfig(n_layers=2, n_heads=2, n_embd=32),
+        optimizer=OptimizerConfig(lr=3e-3),
+        schedule=ScheduleConfig(warmup_steps=5),
+        training=TrainingConfig(
+            steps=STEPS,
+            batch_size=B,
+            precision=Precision.fp32,
+            log_every=1,
+            eval_every=10,
+            eval_batches=2,
+            checkpoint_every=0,
+        ),
+        parity=ParityConfig(every=10),
+    )
+
+
+def sweep(folder: Path, attends: list[AttentionConfig], seeds: range, tokens) -> Verdict:
+    for i, attend in enumerate(attends):
+        for seed in seeds:
+            train(configured(attend, seed), folder / f"{i}-{seed}", tokens)
+    return judge(find_runs([folder]).runs)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_verdict_catches_a_wrong_implementation(name: str, tmp_path: Path, tokens):
+    wrong = WRONG[name]
+    verdict = sweep(tmp_path, [AttentionConfig(dropout=wrong.dropout), wrong], range(1, 4), tokens)
+    assert verdict.holds is False
+    assert verdict.sentence.startswith("Parity is broken for")
+    judgement = next(j for j in verdict.judgements)
+    assert judgement.probe is not None
+    assert judgement.probe.ratio > 100
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_verdict_does_not_accuse_a_right_implementation(dropout: float, tmp_path: Path, tokens):
+    tiled = AttentionConfig(name="tiled", block_q=16, block_k=16, dropout=dropout)
+    verdict = sweep(tmp_path, [AttentionConfig(dropout=dropout), tiled], range(20), tokens)
+    assert verdict.holds is True, verdict.sentence
+    assert verdict.judgements[0].seeds == tuple(range(20))

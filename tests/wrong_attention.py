@@ -1,0 +1,45 @@
+"""Attention with the mistakes one makes, for tests that have to catch them."""
+
+from __future__ import annotations
+
+from torch.nn.functional import pad
+
+from attention import Ablation, AttentionConfig
+from attention.naive import NaiveAttention
+
+
+class MaskOffByOne(NaiveAttention):
+    """Query i sees key i + 1."""
+
+    name = "mask_off_by_one"
+
+    def attend(self, q, k, v, causal, scale, dropout_key):
+        k, v = (pad(x, (0, 0, 0, 1))[:, :, 1:] for x in (k, v))
+        return super().attend(q, k, v, causal, scale, dropout_key)
+
+
+class ScaleByHeadSize(NaiveAttention):
+    """Scores divided by D where the formula has its root."""
+
+    name = "scale_by_head_size"
+
+    def attend(self, q, k, v, causal, scale, dropout_key):
+        return super().attend(q, k, v, causal, 1 / q.shape[-1], dropout_key)
+
+
+class MaskIgnoresLayer(NaiveAttention):
+    """The same dropout mask in every layer."""
+
+    name = "mask_ignores_layer"
+
+    def attend(self, q, k, v, causal, scale, dropout_key):
+        return super().attend(q, k, v, causal, scale, dropout_key and dropout_key.at_layer(0))
+
+
+CLASSES = (MaskOffByOne, ScaleByHeadSize, MaskIgnoresLayer)
+WRONG = {
+    "mask_off_by_one": AttentionConfig(name="mask_off_by_one"),
+    "scale_by_head_size": AttentionConfig(name="scale_by_head_size"),
+    "no_rescaling": AttentionConfig(name="tiled", block_q=8, block_k=8, ablate=Ablation.no_rescaling),
+    "mask_ignores_layer": AttentionConfig(name="mask_ignores_layer", dropout=0.1),
+}

@@ -1,0 +1,142 @@
+"""One forward and backward pass beside the training, and how far two of them are apart: what the probe is made of."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention import Attention, DropoutKey
+from model.gpt import GPT
+from model.loss import IGNORE_INDEX
+
+
+@dataclass
+class Pass:
+    """What one forward and backward pass gives."""
+
+    loss: Tensor  # scalar
+    logits: Tensor  # (B, T, vocab_size)
+    gradients: dict[str, Tensor]
+
+
+@dataclass
+class Differences:
+    """Two passes compared: |loss difference|, the largest |logit difference|, and each parameter's relative error of
+    the gradient, ||a - b|| / ||b||."""
+
+    loss: float
+    logits: float
+    gradients: dict[str, float]
+
+
+def forward_backward(
+    model: GPT,
+    inputs: Tensor,
+    targets: Tensor,
+    key: DropoutKey | None,
+    attend: Attention,
+    dtype: torch.dtype,
+    loss_scale: float = 1.0,
+) -> Pass:
+    """One pass through `model` with `attend`, computing in `dtype`; no parameter's .grad is touched.
+
+    Half precisions are autocast, as in training; fp64 copies the parameters.
+    """
+    device = inputs.device.type
+    step = DifferentiatedStep(model)
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    if dtype is torch.float64:
+        parameters = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
+    with torch.autocast(device, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+        return torch.func.functional_call(
+            step,
+            {f"model.{name}": p for name, p in parameters.items()},
+            (inputs, targets, key, attend, parameters, loss_scale),
+        )
+
+
+class DifferentiatedStep(nn.Module):
+    """A model's loss, logits and gradients in one call, so that a functional call's parameters are still in place
+    when activation checkpointing runs the forward pass again."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+
+    def forward(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        key: DropoutKey | None,
+        attend: Attention,
+        parameters: Mapping[str, Tensor],
+        loss_scale: float,
+    ) -> Pass:
+        logits = self.model(inputs, dropout_key=key, attend=attend)  # (B, T, vocab_size)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+        gradients = torch.autograd.grad(loss * loss_scale, list(parameters.values()))
+        unscaled = {name: g / loss_scale for name, g in zip(parameters, gradients, strict=True)}
+        return Pass(loss.detach(), logits.detach(), unscaled)
+
+
+def differences(a: Pass, b: Pass) -> Differences:
+    """How far a is from b."""
+    wide = torch.promote_types(torch.promote_types(a.logits.dtype, b.logits.dtype), torch.float32)
+    # One sequence at a time: wide copies of all logits may be more memory than there is.
+    logits = torch.stack([(x.to(wide) - y.to(wide)).abs().max() for x, y in zip(a.logits, b.logits, strict=True)])
+    errors = torch.stack([relative_error(a.gradients[name], b.gradients[name]) for name in b.gradients])
+    return Differences(
+        loss=(a.loss.double() - b.loss.double()).abs().item(),
+        logits=logits.max().item(),
+        gradients=dict(zip(b.gradients, errors.tolist(), strict=True)),
+    )
+
+
+def relative_error(a: Tensor, b: Tensor) -> Tensor:
+    """||a - b|| / ||b||, 0 where both are 0."""
+    wide = torch.promote_types(a.dtype, b.dtype)
+    error = torch.linalg.vector_norm(a.to(wide) - b.to(wide)).double()
+    return torch.where(error == 0, error, error / torch.linalg.vector_norm(b).double())
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated on `device`, as far as the system says."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # not every system counts them
+        return math.inf
+
+
+@contextlib.contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Put the default generators back on the way out, and return what the allocator took to the device."""
+    devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def full_precision_products() -> Iterator[None]:
+    """fp32 matrix products in fp32, without TF32, whatever the run allows itself."""
+    allowed = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(allowed)
