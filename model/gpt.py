@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from attention.dropout import DropoutKey
 from attention.interface import Attention, AttentionShape
 from errors import UserError
+from model.embedding import lookup
 from model.loss import LossKind, cross_entropy
 
 # Matrix products over the vocabulary are fastest when its rows fill whole tiles.
@@ -242,7 +243,7 @@ class GPT(nn.Module):
             )
 
         T = tokens.shape[1]
-        x = self.wte(tokens)  # (B, T, C)
+        x = lookup(self.wte.weight, tokens)  # (B, T, C)
         rotation = None
         if self.config.positions is Positions.learned:
             x = x + self.wpe.weight[:T]

@@ -111,7 +111,8 @@ def fit(
             continue
         trainer.raise_failure()  # before these weights are measured or saved
         lr = learning_rate(step, config.steps, trainer.peak_lr, trainer.schedule)
-        metrics |= {"train/loss": loss.item(), "optim/lr": lr, "optim/grad_norm": norm.item(), **meter.interval()}
+        metrics |= {"train/loss": loss.item(), "optim/lr": lr, "optim/grad_norm": norm.item()}
+        metrics |= meter.interval(trainer.replay.peak_bytes if trainer.replay else 0)
         with meter.paused():
             if due(config.eval_every):
                 metrics["val/loss"] = trainer.evaluate(windows)

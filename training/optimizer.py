@@ -92,7 +92,8 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     ]
     lr = torch.tensor(config.lr, device=parameters[0].device)
     beta1, beta2 = config.betas
-    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+    on_gpu = parameters[0].is_cuda
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=config.eps, fused=True, capturable=on_gpu)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.AdamW]] = {"adamw": build_adamw}
@@ -104,14 +105,18 @@ def gradient_norm(optimizer: torch.optim.AdamW) -> Tensor:
     return torch.nn.utils.get_total_norm(gradients).float()
 
 
-def update_parameters(optimizer: torch.optim.AdamW, lr: float, divisor: Tensor, skip: Tensor) -> None:
+def set_learning_rate(optimizer: torch.optim.AdamW, lr: float) -> None:
+    """The learning rate of the next update, written to where the device reads it."""
+    for group in optimizer.param_groups:
+        group["lr"].fill_(lr)
+
+
+def update_parameters(optimizer: torch.optim.AdamW, divisor: Tensor, skip: Tensor) -> None:
     """One update from gradients / divisor or, where `skip`, none: decided on the device, the host waits for nothing.
 
     divisor  0-dim: scaling and clipping in one
     skip     0-dim bool: leave weights, moments and their step count as they are
     """
-    for group in optimizer.param_groups:
-        group["lr"].fill_(lr)
     # The fused kernel divides by `grad_scale` as it reads the gradients, and returns at once where `found_inf` is 1:
     # clipping and stopping cost no pass of their own.
     optimizer.grad_scale, optimizer.found_inf = divisor, skip.float()  # type: ignore[attr-defined]

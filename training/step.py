@@ -32,8 +32,10 @@ from training.optimizer import (
     ScheduleConfig,
     gradient_norm,
     learning_rate,
+    set_learning_rate,
     update_parameters,
 )
+from training.replay import Replay
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) int64 each
 
@@ -58,11 +60,12 @@ class TrainingConfig:
     batch_tokens      tokens of one step over all ranks, gathered from micro-batches; None: one micro-batch a rank
     precision         of the model's computations
     compile           torch.compile the model
+    cuda_graph        with compile, on one GPU and without accumulation: replay the whole step as a CUDA graph
     recompute         what the backward pass computes again: less memory, more time
     loss              how the loss over the vocabulary is computed
     log_every         steps between two lines of metrics.jsonl
     eval_every        steps between two evaluations, the first before training, the last after it; 0: none
-    eval_batches      micro-batches of one evaluation
+    eval_batches      micro-batches of one evaluation on each rank
     checkpoint_every  steps between two checkpoints, the last after training; 0: none
     keep_last         checkpoints that are kept, besides the best
     sample_tokens     tokens of text to print after training; 0: none
@@ -75,6 +78,7 @@ class TrainingConfig:
     batch_tokens: int | None = None
     precision: Precision = Precision.auto
     compile: bool = False
+    cuda_graph: bool = True
     recompute: Recompute = Recompute.none
     loss: LossKind = LossKind.auto
     log_every: int = 10
@@ -139,6 +143,11 @@ class Trainer:
         self.network: Callable[..., Tensor] = self.ddp or self.model
         if training.compile:
             self.network = torch.compile(self.network)
+        self.replay: Replay | None = None
+        alone = device.type == "cuda" and world.size == 1 and self.micro_steps == 1
+        # A profile tells kernels apart by the operations that launch them, which a replay does not have.
+        if training.compile and training.cuda_graph and alone and not training.profile:
+            self.replay = Replay(self._whole_step, device)
 
         # The loss is multiplied by `scale`, which only fp16 moves away from 1; `quiet_steps` counts since it moved.
         self.scale = torch.tensor(FIRST_SCALE if self.dtype is torch.float16 else 1.0, device=device)
@@ -162,30 +171,45 @@ class Trainer:
         Returns the mean loss over all ranks and the gradient's norm before clipping, on the device. Where one of
         them is not finite, this update and every later one leaves weights and moments alone; see `raise_failure`.
         """
+        set_learning_rate(self.optimizer, learning_rate(step, self.training.steps, self.peak_lr, self.schedule))
+        if self.replay is not None:
+            self.keyed(step, 0)
+            loss, norm = self.replay(*batches[0])
+            return loss, norm
         loss = torch.zeros((), device=self.device)
-        for micro_step, (inputs, targets) in enumerate(batches):
-            key = self.keyed(step, micro_step)
-            with self._accumulating(last=micro_step == len(batches) - 1):
-                with self.autocast():
-                    micro_loss = self.network(inputs, targets, dropout_key=key) / len(batches)
-                (micro_loss * self.scale).backward()
-            loss += micro_loss.detach()
+        for micro_step, batch in enumerate(batches):
+            self.keyed(step, micro_step)
+            loss += self._gradients(*batch, last=micro_step == len(batches) - 1)
+        return self._apply(loss)
+
+    def _gradients(self, inputs: Tensor, targets: Tensor, last: bool) -> Tensor:
+        """Add a micro-batch's gradients to those that are there; returns its share of the step's loss."""
+        with self._accumulating(last):
+            with self.autocast():
+                loss = self.network(inputs, targets, dropout_key=self.key) / self.micro_steps
+            (loss * self.scale).backward()
+        return loss.detach()
+
+    def _apply(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Update the weights from the gradients, and drop these."""
         if self.world.size > 1:
             dist.all_reduce(loss.div_(self.world.size))
-
         norm = gradient_norm(self.optimizer) / self.scale
         overflow = ~norm.isfinite()
         # An overflow in fp16 is not a failure as long as a smaller scale can avoid it.
         failed = ~loss.isfinite() | (overflow & (self.scale <= 1))
-        now = torch.stack([torch.full_like(loss, step).double(), loss.double(), norm.double()])
+        now = torch.stack([self.step.double(), loss.double(), norm.double()])
         self.failure.copy_(torch.where(failed & (self.failure[0] < 0), now, self.failure))
         divisor = self.scale * (norm / self.clip).clamp(min=1) if self.clip else self.scale
-        lr = learning_rate(step, self.training.steps, self.peak_lr, self.schedule)
-        update_parameters(self.optimizer, lr, divisor, skip=overflow | (self.failure[0] >= 0))
+        update_parameters(self.optimizer, divisor, skip=overflow | (self.failure[0] >= 0))
         self.optimizer.zero_grad()
         if self.dtype is torch.float16:
             self._move_scale(overflow)
         return loss, norm
+
+    def _whole_step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """A step of one micro-batch, as far as it is the device's."""
+        return self._apply(self._gradients(inputs, targets, last=True))
 
     def raise_failure(self) -> None:
         """Raise NonFiniteError, which names the step, if an update was not finite. Waits for the device."""

@@ -15,6 +15,7 @@ from attention import AttentionConfig, build_attention
 from attention.dropout import DropoutKey
 from attention.interface import AttentionShape, UnsupportedAttention
 from attention.naive import NaiveAttention
+from model.embedding import Lookup, lookup_gradient
 from model.gpt import GPT, GPTConfig, ModelError, Positions, Recompute, rotate, rotation_table
 from model.loss import LossKind
 
@@ -75,6 +76,15 @@ def test_no_token_sees_its_successors(positions):
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :9], after[:, :9])
     assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_gradient_of_the_lookup_is_that_of_indexing():
+    weight = torch.randn(10, 4, requires_grad=True)
+    tokens, d_out = torch.randint(10, (3, 7)), torch.randn(3, 7, 4)
+    (expected,) = torch.autograd.grad(weight[tokens], weight, d_out)
+    (gradient,) = torch.autograd.grad(Lookup.apply(weight, tokens), weight, d_out)
+    torch.testing.assert_close(gradient, expected)
+    torch.library.opcheck(lookup_gradient, (d_out, tokens, 10))
 
 
 def test_grouped_heads_equal_full_heads_with_repeated_weights():

@@ -1,0 +1,44 @@
+"""Token lookup whose gradient is the same bits every time.
+
+Compiled, the gradient of a lookup becomes atomic additions, whose order changes from run to run where a token occurs
+more than once. torch's own kernel sorts the tokens first and adds in order; behind a custom operator it stays.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@torch.library.custom_op("gpt::lookup_gradient", mutates_args=())
+def lookup_gradient(d_out: Tensor, tokens: Tensor, rows: int) -> Tensor:
+    """(rows, C): the sum of d_out (..., C) over the places where tokens (...) name a row."""
+    return torch.ops.aten.embedding_dense_backward(d_out, tokens, rows, -1, False)
+
+
+@lookup_gradient.register_fake
+def _(d_out: Tensor, tokens: Tensor, rows: int) -> Tensor:
+    return d_out.new_empty(rows, d_out.shape[-1])
+
+
+class Lookup(torch.autograd.Function):
+    """weight[tokens]"""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows = len(weight)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        return lookup_gradient(d_out, tokens, ctx.rows), None
+
+
+def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
+    """Rows of weight (V, C) for tokens (...) int64: (..., C)."""
+    if weight.is_cuda or torch.compiler.is_compiling():
+        return Lookup.apply(weight, tokens)
+    return F.embedding(tokens, weight)  # which has torch's own gradient as it is, and costs a small model less

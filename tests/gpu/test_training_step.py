@@ -1,0 +1,137 @@
+"""The step on a GPU: replayed as a graph or not, it computes the same, and it never makes the host wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, build_attention
+from model.gpt import GPT, GPTConfig, Recompute
+from model.loss import LossKind, cross_entropy
+from model.softmax_kernel import launch_softmax_gradient
+from training.device import Precision, World
+from training.optimizer import OptimizerConfig, ScheduleConfig
+from training.replay import WARMUP_CALLS
+from training.step import Trainer, TrainingConfig
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+DEVICE = torch.device("cuda")
+T, B, VOCAB = 128, 4, 1000
+
+
+def trainer(attention: str = "flash", loss: LossKind = LossKind.chunked, **options: Any) -> Trainer:
+    config = TrainingConfig(steps=20, batch_size=B, precision=Precision.bf16, compile=True, **options)
+    torch.manual_seed(0)
+    attend = build_attention(AttentionConfig(name=attention, dropout=0.1))
+    model = GPT(
+        GPTConfig(n_layers=2, n_heads=2, n_embd=128, dropout=0.1), VOCAB, T, attend, config.recompute, loss,
+        device=DEVICE, dtype=torch.bfloat16,
+    )  # fmt: skip
+    return Trainer(model, OptimizerConfig(), ScheduleConfig(warmup_steps=2), config, 7, DEVICE, World())
+
+
+def batch(step: int) -> list[tuple[Tensor, Tensor]]:
+    tokens = torch.randint(VOCAB, (2, B, T), generator=torch.Generator().manual_seed(step)).to(DEVICE)
+    return [(tokens[0], tokens[1])]
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+def test_a_replayed_step_is_bitwise_the_launched_one(recompute):
+    launched, replayed = (trainer(recompute=recompute, cuda_graph=graph) for graph in (False, True))
+    assert launched.replay is None
+    assert replayed.replay is not None
+    for step in range(WARMUP_CALLS + 4):
+        expected, given = launched.update(step, batch(step)), replayed.update(step, batch(step))
+        assert torch.equal(expected[0], given[0]), f"loss of step {step}"
+        assert torch.equal(expected[1], given[1]), f"gradient norm of step {step}"
+    assert replayed.replay.graph is not None
+    for (name, mine), theirs in zip(launched.model.named_parameters(), replayed.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_a_replayed_step_counts_its_memory():
+    trained = trainer()
+    assert trained.replay is not None
+    for step in range(WARMUP_CALLS + 1):
+        torch.cuda.reset_peak_memory_stats()
+        trained.update(step, batch(step))
+        if step == WARMUP_CALLS - 1:
+            launched = torch.cuda.max_memory_allocated()
+    assert trained.replay.peak_bytes == pytest.approx(launched, rel=0.2)
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_no_step_makes_the_host_wait(cuda_graph):
+    trained = trainer(cuda_graph=cuda_graph)
+    batches = [batch(step) for step in range(10)]
+    for step in range(WARMUP_CALLS + 2):
+        trained.update(step, batches[step])
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for step in range(WARMUP_CALLS + 2, 10):
+            trained.update(step, batches[step])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    trained.raise_failure()
+
+
+def test_a_step_that_is_not_finite_changes_no_weight_in_a_replay_either():
+    trained = trainer()
+    for step in range(WARMUP_CALLS + 1):
+        trained.update(step, batch(step))
+    with torch.no_grad():
+        trained.model.ln_f.weight[0] = torch.inf
+    before = [p.clone() for p in trained.model.parameters()]
+    trained.update(WARMUP_CALLS + 1, batch(WARMUP_CALLS + 1))
+    assert trained.failure[0] == WARMUP_CALLS + 1
+    assert all(torch.equal(a, b) for a, b in zip(before, trained.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_chunked_loss_is_as_exact_as_plain(dtype):
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    hidden = torch.randn(3, 5000, 96, device=DEVICE, generator=generator, requires_grad=True)
+    weight = torch.randn(10_048, 96, device=DEVICE, generator=generator).mul_(0.3).requires_grad_()
+    targets = torch.randint(10_007, (3, 5000), device=DEVICE, generator=generator)
+    targets[0, :100] = -100
+    results = []
+    for kind, kind_dtype in ((LossKind.plain, torch.float64), (LossKind.plain, dtype), (LossKind.chunked, dtype)):
+        h, w = (t.detach().double().requires_grad_() if kind_dtype is torch.float64 else t for t in (hidden, weight))
+        with torch.autocast("cuda", dtype, enabled=kind_dtype in (torch.bfloat16, torch.float16)):
+            loss = cross_entropy(h, w, targets, 10_007, kind)
+        results.append((loss, *torch.autograd.grad(1000 * loss, (h, w))))
+    for exact, plain, chunked in zip(*results, strict=True):
+        floor = 1e-6 * exact.norm()
+        assert (chunked - exact).norm() <= 1.5 * (plain - exact).norm() + floor
+
+
+def test_chunked_loss_takes_a_fraction_of_the_memory():
+    peaks = {}
+    for kind in (LossKind.plain, LossKind.chunked):
+        hidden = torch.randn(32_768, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(50_304, 256, device=DEVICE, requires_grad=True)
+        targets = torch.randint(50_257, (32_768,), device=DEVICE)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16):
+            cross_entropy(hidden, weight, targets, 50_257, kind).backward()
+        peaks[kind] = torch.cuda.max_memory_allocated() - before
+    assert peaks[LossKind.chunked] < 1.2 * 2**30 < 12 * 2**30 < peaks[LossKind.plain]
+
+
+@pytest.mark.parametrize("vocab_size", [50_257, 8192, 100])
+def test_softmax_kernel_equals_torchs(vocab_size):
+    x = 4 * torch.randn(300, -(-vocab_size // 64) * 64, device=DEVICE)
+    targets = torch.randint(vocab_size, (300,), device=DEVICE)
+    targets[::7] = -100
+    logits = x[:, :vocab_size].clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    losses = launch_softmax_gradient(x, targets, vocab_size)
+    torch.testing.assert_close(losses, expected.detach())
+    torch.testing.assert_close(x[:, :vocab_size], gradient)
+    assert not x[:, vocab_size:].any()

@@ -1,0 +1,62 @@
+"""A step's device work as one CUDA graph: recorded once, then replayed by a single launch.
+
+A small model's kernels are shorter than the time Python takes to launch them. Replaying the recorded launches
+leaves the device nothing to wait for. What varies from step to step has to be data at a fixed place: the batch, the
+dropout key, the learning rate. Random numbers follow the default generator's seed at the time of the replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Calls before recording: compilation, autotuning and lazily made state must not be part of the graph.
+WARMUP_CALLS = 3
+
+
+class Replay:
+    """Calls `function`, from the fourth call on by replaying it as a CUDA graph.
+
+    function     tensors in, tensors out, without a look at any value; whatever else it reads or writes stays where
+                 it is. Its results are overwritten by the next call.
+    peak_bytes   memory allocated while it was recorded, at most: the allocator does not see replays
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], device: torch.device) -> None:
+        self.function, self.device = function, device
+        self.calls, self.peak_bytes = 0, 0
+        self.stream = torch.cuda.Stream(device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: tuple[Tensor, ...] = ()
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """function(*inputs); the shapes are those of the first call."""
+        self.calls += 1
+        if self.calls <= WARMUP_CALLS:
+            return self._aside(inputs)
+        if self.graph is None:
+            self._record(inputs)
+        for static, given in zip(self.inputs, inputs, strict=True):
+            static.copy_(given)
+        self.graph.replay()  # type: ignore[union-attr]
+        return self.outputs
+
+    def _aside(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Call on the stream that records later, as autograd remembers the stream that it first saw."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            outputs = self.function(*inputs)
+        current.wait_stream(self.stream)
+        return outputs
+
+    def _record(self, inputs: tuple[Tensor, ...]) -> None:
+        self.inputs = tuple(tensor.clone() for tensor in inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            self.outputs = self.function(*self.inputs)
+        self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        self.graph = graph
