@@ -6,10 +6,12 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from attention import AttentionConfig, AttentionShape, build_attention
 from data.corpora import CORPORA
@@ -19,6 +21,7 @@ from model.gpt import GPTConfig, check_config
 from training.device import World, resolve_device, resolve_precision
 from training.optimizer import OptimizerConfig, ScheduleConfig, check_optimizer
 from training.parity import ParityConfig, ParityProbe
+from training.profile import Profiler
 from training.step import TrainingConfig, check_training
 from training.tracking import TrackingConfig
 
@@ -54,8 +57,10 @@ class Config:
 
 
 def register() -> None:
-    """Make Config the schema that conf/config.yaml starts from, so that every override is typed."""
+    """Make Config the schema that conf/config.yaml starts from, so that every override is typed; and ${divide:a,b},
+    which is a // b and at least 1, known to conf/experiment/."""
     ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("divide", lambda a, b: max(1, a // b), replace=True)
 
 
 def keys(config_type: type = Config, prefix: str = "") -> Iterator[str]:
@@ -88,9 +93,11 @@ def check(config: Config) -> None:
     check_config(config.model)
     check_data(config.data)
     CORPORA[config.data.name](config.data)  # finds the files, and reads none
-    shape = attention_shape(config, resolve_device(config.device))
+    device = resolve_device(config.device)
+    shape = attention_shape(config, device)
     build_attention(config.attention).check(shape)
     build_probe(config, shape)
+    build_profiler(config, Path(), device)
 
 
 def attention_shape(config: Config, device: torch.device) -> AttentionShape:
@@ -107,6 +114,14 @@ def attention_shape(config: Config, device: torch.device) -> AttentionShape:
 def build_probe(config: Config, shape: AttentionShape) -> ParityProbe | None:
     """The parity probe, where one is asked for. Raises ParityError, UnsupportedAttention."""
     return ParityProbe(config.parity, config.attention, shape) if config.parity.every else None
+
+
+def build_profiler(config: Config, folder: Path, device: torch.device, start: int = 0) -> Profiler:
+    """What records some of the steps after `start` on the first rank, where that is asked for. Raises ProfileError."""
+    first = World.from_environment().rank == 0
+    profile, memory_snapshot = config.training.profile and first, config.training.memory_snapshot and first
+    steps = config.training.steps
+    return Profiler(folder, device, profile=profile, memory_snapshot=memory_snapshot, start=start, steps=steps)
 
 
 def as_plain(value: Any) -> Any:

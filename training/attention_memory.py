@@ -6,6 +6,7 @@ alone is of interest, every operator is watched: what it returns counts until th
 
 from __future__ import annotations
 
+import resource
 import weakref
 from typing import Any
 
@@ -15,6 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attention import Attention, AttentionShape, DropoutKey
+from errors import UserError
+
+
+class MemoryLimitError(UserError, RuntimeError):
+    """A limit that this system does not keep; the message says what to change."""
 
 
 class AllocationMeter(TorchDispatchMode):
@@ -70,3 +76,15 @@ def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> 
         out = attend(q, k, v, dropout_key=DropoutKey(seed=0, step=0, layer=0, first_sequence=0))
         torch.autograd.grad(out, (q, k, v), dout)
     return meter.peak
+
+
+def limit_cpu_memory(gib: float) -> None:
+    """Let this process run out of memory at `gib` GiB of its own, as it would on a GPU of that size, instead of
+    taking the machine's. Tensors that go beyond raise RuntimeError. Raises MemoryLimitError."""
+    limit = int(gib * 2**30)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    except (ValueError, OSError) as error:
+        raise MemoryLimitError(
+            f"training.cpu_memory_gib={gib:g} cannot be set here ({error}); use training.cpu_memory_gib=null."
+        ) from error
