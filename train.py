@@ -23,6 +23,7 @@ from data import Batches, Prefetcher, PreparedData, eval_batches, prepare, save_
 from model.gpt import GPT
 from model.gpt2_weights import load_gpt2
 from sample import stream
+from training.attention_memory import limit_cpu_memory
 from training.checkpoint import load_checkpoint, newest_valid, read_manifest
 from training.device import Precision, World, joined, resolve_device, resolve_precision
 from training.loop import Interruption, explained_memory, fit
@@ -49,6 +50,8 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
     world, device = World.from_environment(), resolve_device(config.device)
     training = replace(config.training, precision=resolve_precision(config.training.precision, device))
     B, T = training.batch_size, config.seq_len
+    if device.type == "cpu" and training.cpu_memory_gib is not None:
+        limit_cpu_memory(training.cpu_memory_gib)
 
     with joined(world, device):
         data = prepare(config.data, progress=world.rank == 0)

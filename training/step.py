@@ -69,6 +69,7 @@ class TrainingConfig:
     checkpoint_every  steps between two checkpoints, the last after training; 0: none
     keep_last         checkpoints that are kept, besides the best
     sample_tokens     tokens of text to print after training; 0: none
+    cpu_memory_gib    on a CPU, memory of its own that the process may take, as if it were a GPU of that size
     profile           record where the time of a few steps goes
     memory_snapshot   record every allocation of these steps on a GPU
     """
@@ -87,6 +88,7 @@ class TrainingConfig:
     checkpoint_every: int = 500
     keep_last: int = 2
     sample_tokens: int = 200
+    cpu_memory_gib: float | None = None
     profile: bool = False
     memory_snapshot: bool = False
 
