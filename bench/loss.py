@@ -1,0 +1,103 @@
+"""Ways to compute the loss over GPT-2's vocabulary, forward and backward: time, memory and error.
+
+    python -m bench.loss                          on a GPU, a minute
+    python -m bench.loss --rows 4096 8192 16384   chunked with other chunks
+
+The plain loss eager and compiled, ours in chunks, and where they are installed torch's own chunked
+linear_cross_entropy (2.13 and newer) and Liger-Kernel's. Products in bf16 under autocast, as in training; the error
+is that of the weight's gradient, relative to fp32's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from model import loss as loss_module
+from model.loss import LossKind, cross_entropy
+
+N, C, VOCAB, PADDED = 32_768, 768, 50_257, 50_304
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def ours(hidden: Tensor, weight: Tensor, targets: Tensor, kind: LossKind) -> Tensor:
+    """The recipe's loss."""
+    return cross_entropy(hidden, weight, targets, VOCAB, kind)
+
+
+def torchs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """torch's chunked linear_cross_entropy, without padding, which it cannot leave out."""
+    return F.linear_cross_entropy(
+        hidden.bfloat16(), weight[:VOCAB].bfloat16(), targets, options=torch.nn.LinearCrossEntropyOptions()
+    )
+
+
+def ligers(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Liger-Kernel's fused linear cross-entropy, without padding, which it cannot leave out."""
+    functions = importlib.import_module("liger_kernel.transformers.functional")
+    return functions.liger_fused_linear_cross_entropy(hidden.bfloat16(), weight[:VOCAB].bfloat16(), targets)
+
+
+def candidates(rows: Sequence[int]) -> dict[str, Loss]:
+    """Name -> loss, of what is installed here."""
+    found: dict[str, Loss] = {
+        "plain": partial(ours, kind=LossKind.plain),
+        "plain, compiled": torch.compile(partial(ours, kind=LossKind.plain)),
+    }
+    for count in rows:
+        found[f"chunked, {count} rows"] = partial(in_chunks, rows=count)
+    if hasattr(F, "linear_cross_entropy"):
+        found["torch, chunked"] = torchs
+    if importlib.util.find_spec("liger_kernel"):
+        found["Liger-Kernel"] = ligers
+    return found
+
+
+def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """The recipe's chunked loss with chunks of another size."""
+    loss_module.CHUNK_ROWS = rows
+    return ours(hidden, weight, targets, LossKind.chunked)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", type=int, default=[loss_module.CHUNK_ROWS])
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    hidden = torch.randn(N, C, device="cuda", requires_grad=True)
+    weight = (0.02 * torch.randn(PADDED, C, device="cuda")).requires_grad_()
+    targets = torch.randint(VOCAB, (N,), device="cuda")
+    small = slice(0, 4096)  # rows that an fp32 reference has room for
+    reference = torch.autograd.grad(ours(hidden[small], weight, targets[small], LossKind.plain), weight)[0]
+
+    print(f"{torch.cuda.get_device_name()}, {N} rows, {C} channels, {VOCAB} classes; matrix products alone take")
+    print(f"{6 * N * C * PADDED / 790e12 * 1e3:.1f} ms at 790 TFLOP/s")
+    for name, loss in candidates(args.rows).items():
+
+        def step(loss: Loss = loss, rows: slice = slice(None)) -> tuple[Tensor, ...]:
+            with torch.autocast("cuda", torch.bfloat16):
+                value = loss(hidden[rows], weight, targets[rows])
+            return torch.autograd.grad(value, (hidden, weight))
+
+        gradient = step(rows=small)[1]
+        error = ((gradient - reference).norm() / reference.norm()).item()
+        del gradient
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        memory = (torch.cuda.max_memory_allocated() - before) / 2**30
+        milliseconds = triton.testing.do_bench(step, warmup=200, rep=1000, return_mode="median")
+        print(f"{name:<22} {milliseconds:7.2f} ms  {memory:6.2f} GiB  error {error:.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
