@@ -55,6 +55,8 @@ def one_sentence() -> Iterator[None]:
         fail(explain(error))
     except UserError as error:
         fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def fail(error: Exception) -> NoReturn:
@@ -73,12 +75,15 @@ def prepare(arguments: list[str]) -> list[str]:
             for job in jobs(args.overrides):
                 check(to_config(composed(job)))
             return arguments
+        flags = [argument for argument in arguments if argument not in args.overrides]
         overrides = resumed(args.overrides)
         cfg = composed(overrides)
         config = to_config(cfg)
         check(config)
+        if World.from_environment().rank > 0:  # the first rank keeps the run folder
+            return [*flags, *lines(by_key(["hydra.run.dir=."]) | by_key([*overrides, "hydra.output_subdir=null"]))]
         check_folder(Path(cfg.hydra.run.dir), config)
-        return [*(flag for flag in arguments if flag not in args.overrides), *overrides]
+        return [*flags, *overrides]
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise error if isinstance(error, UserError) else explain(error) from error
 
@@ -137,7 +142,7 @@ def resumed(overrides: list[str]) -> list[str]:
     recorded = by_key(list(OmegaConf.load(folder / ".hydra" / "overrides.yaml")))
     quoted = "'" + str(folder).replace("\\", "\\\\").replace("'", "\\'") + "'"
     last = by_key([f"resume={quoted}", f"hydra.run.dir={quoted}", "hydra.mode=RUN"])
-    return [str(override.input_line) for override in (recorded | given | last).values()]
+    return lines(recorded | given | last)
 
 
 def newest_run() -> Path:
@@ -187,6 +192,11 @@ def held(folder: Path) -> Iterator[None]:
 def by_key(overrides: list[str]) -> dict[str, Override]:
     """Overrides by what they override; a later one replaces an earlier one."""
     return {o.key_or_group: o for o in OverridesParser.create().parse_overrides(overrides)}
+
+
+def lines(overrides: dict[str, Override]) -> list[str]:
+    """As they stand on a command line."""
+    return [str(override.input_line) for override in overrides.values()]
 
 
 def groups() -> list[str]:

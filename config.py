@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -97,7 +97,7 @@ def check(config: Config) -> None:
     shape = attention_shape(config, device)
     build_attention(config.attention).check(shape)
     build_probe(config, shape)
-    build_profiler(config, Path(), device)
+    build_profiler(config, Path(), device, 0, print)
 
 
 def attention_shape(config: Config, device: torch.device) -> AttentionShape:
@@ -116,12 +116,20 @@ def build_probe(config: Config, shape: AttentionShape) -> ParityProbe | None:
     return ParityProbe(config.parity, config.attention, shape) if config.parity.every else None
 
 
-def build_profiler(config: Config, folder: Path, device: torch.device, start: int = 0) -> Profiler:
+def build_profiler(
+    config: Config, folder: Path, device: torch.device, start: int, print: Callable[[str], None]
+) -> Profiler:
     """What records some of the steps after `start` on the first rank, where that is asked for. Raises ProfileError."""
-    first = World.from_environment().rank == 0
-    profile, memory_snapshot = config.training.profile and first, config.training.memory_snapshot and first
-    steps = config.training.steps
-    return Profiler(folder, device, profile=profile, memory_snapshot=memory_snapshot, start=start, steps=steps)
+    wanted, first = config.training, World.from_environment().rank == 0
+    return Profiler(
+        folder,
+        device,
+        profile=wanted.profile and first,
+        memory_snapshot=wanted.memory_snapshot and first,
+        start=start,
+        steps=wanted.steps,
+        print=print,
+    )
 
 
 def as_plain(value: Any) -> Any:

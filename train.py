@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 import cli
 from attention import build_attention
-from config import Config, ConfigError, as_plain, attention_shape, build_probe
+from config import Config, ConfigError, as_plain, attention_shape, build_probe, build_profiler
 from data import Batches, Prefetcher, PreparedData, eval_batches, prepare, save_tokenizer
 from model.gpt import GPT
 from model.gpt2_weights import load_gpt2
@@ -28,8 +28,7 @@ from training.checkpoint import load_checkpoint, newest_valid, read_manifest
 from training.device import Precision, World, joined, resolve_device, resolve_precision
 from training.loop import Interruption, explained_memory, fit
 from training.meters import StepMeter
-from training.profile import Profiler
-from training.record import Bystander, Record
+from training.record import Bystander, Origin, Record
 from training.step import Trainer
 
 
@@ -63,58 +62,31 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
             return 0
 
         batches = Batches(data.train.tokens, T, B, config.seed, world.rank, world.size, trainer.micro_steps)
-        meter = StepMeter(
-            device,
-            tokens_per_step=B * T * world.size * trainer.micro_steps,
-            flops_per_token_full=model.flops_per_token(T, causal=False),
-            flops_per_token_causal=model.flops_per_token(T, causal=True),
-            precision=training.precision.value,
-            device_count=world.size,
-        )
-        shape, interruption, record = attention_shape(config, device), Interruption(), Bystander()
+        windows = eval_batches(data.val.tokens, T, B, training.eval_batches * world.size)
+        shape, meter, interruption = attention_shape(config, device), build_meter(trainer), Interruption()
+        record = Bystander()
         if world.rank == 0:
             save_tokenizer(data.tokenizer, folder)
-            record = Record(
-                folder,
-                config.tracking,
-                trainer,
-                meter,
-                interruption,
-                config=as_plain(config),
-                overrides=overrides,
-                shape=shape,
-                identity=data.manifest["identity"],
-                start=start,
-                again=config.resume is not None,
-            )
-        profiler = Profiler(
-            folder,
-            device,
-            profile=training.profile and world.rank == 0,
-            memory_snapshot=training.memory_snapshot and world.rank == 0,
-            start=start,
-            steps=training.steps,
-            print=record.print,
-        )
-        with record, explained_memory(trainer), interruption, Prefetcher(batches, device, start) as prefetched:
-            record.print(greeting(config, trainer, folder))
-            fit(
-                trainer,
-                prefetched,
-                eval_batches(data.val.tokens, T, B, training.eval_batches),
-                meter=meter,
-                probe=build_probe(config, shape),
-                profiler=profiler,
-                log=record.log,
-                save=record.save,
-                interruption=interruption,
-                start=start,
-            )
-            if training.sample_tokens and interruption.number is None:
-                with trainer.autocast():
-                    text = "".join(stream(model, data.tokenizer, "\n", training.sample_tokens, seed=config.seed))
-                record.print(f"\n{text.strip()}\n")
-    return 128 + interruption.number if interruption.number else 0
+            origin = Origin(as_plain(config), overrides, data.manifest["identity"], shape)
+            record = Record(folder, config.tracking, trainer, meter, origin, start, again=config.resume is not None)
+        with record:
+            record.print(greeting(config, trainer))
+            with explained_memory(trainer), interruption, Prefetcher(batches, device, start) as prefetched:
+                done = fit(
+                    trainer,
+                    prefetched,
+                    windows,
+                    meter=meter,
+                    probe=build_probe(config, shape),
+                    profiler=build_profiler(config, folder, device, start, record.print),
+                    log=record.log,
+                    save=record.save,
+                    interruption=interruption,
+                    start=start,
+                )
+            if done == training.steps and training.sample_tokens and world.rank == 0:
+                record.print(example(trainer, data))
+    return 0 if done == training.steps else 128 + (interruption.number or 0)
 
 
 def build_model(config: Config, vocab_size: int, device: torch.device, precision: Precision) -> GPT:
@@ -141,7 +113,8 @@ def go_on(trainer: Trainer, config: Config, folder: Path, data: PreparedData) ->
     if config.resume is None or not cli.has_checkpoints(folder):
         return 0
     path, rejected = newest_valid(folder / "checkpoints")
-    print(*rejected, f"going on from {path}", sep="\n")
+    if trainer.world.rank == 0:
+        print(*rejected, f"going on from {path}", sep="\n")
     manifest = read_manifest(path)
     if manifest.metadata["data"] != data.manifest["identity"]:
         raise ConfigError(
@@ -151,7 +124,27 @@ def go_on(trainer: Trainer, config: Config, folder: Path, data: PreparedData) ->
     return manifest.step
 
 
-def greeting(config: Config, trainer: Trainer, folder: Path) -> str:
+def build_meter(trainer: Trainer) -> StepMeter:
+    """What times the steps and counts their operations."""
+    B, T, ranks = trainer.training.batch_size, trainer.model.seq_len, trainer.world.size
+    return StepMeter(
+        trainer.device,
+        tokens_per_step=B * T * ranks * trainer.micro_steps,
+        flops_per_token_full=trainer.model.flops_per_token(T, causal=False),
+        flops_per_token_causal=trainer.model.flops_per_token(T, causal=True),
+        precision=trainer.training.precision.value,
+        device_count=ranks,
+    )
+
+
+def example(trainer: Trainer, data: PreparedData) -> str:
+    """A text that the model makes up."""
+    with trainer.autocast():
+        pieces = stream(trainer.model, data.tokenizer, "\n", trainer.training.sample_tokens, seed=trainer.seed)
+        return f"\n{''.join(pieces).strip()}\n"
+
+
+def greeting(config: Config, trainer: Trainer) -> str:
     """What runs where, with what `auto` chose."""
     precision, auto = trainer.training.precision.value, " (auto)"
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,7 @@ from errors import UserError
 from training.attention_memory import attention_peak
 from training.break_it import measure as measure_ablation
 from training.checkpoint import save_checkpoint
-from training.loop import Interruption, OutOfMemory
+from training.loop import OutOfMemory
 from training.meters import GIB, StepMeter
 from training.metrics import read_metrics
 from training.parity import summarise
@@ -42,6 +43,22 @@ class Bystander:
         """The run is over, by `error` or in peace."""
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a run came from.
+
+    config     as plain values
+    overrides  of the command line
+    data       identity of the prepared tokens
+    shape      what the model asks of its attention
+    """
+
+    config: dict[str, Any]
+    overrides: list[str]
+    data: str
+    shape: AttentionShape
+
+
 class Record(Bystander):
     """Keeps a run folder, and writes its summary.json when the `with` block is left, whatever it is left by."""
 
@@ -51,32 +68,22 @@ class Record(Bystander):
         tracking: TrackingConfig,
         trainer: Trainer,
         meter: StepMeter,
-        interruption: Interruption,
-        *,
-        config: dict[str, Any],
-        overrides: list[str],
-        shape: AttentionShape,
-        identity: str,
+        origin: Origin,
         start: int,
         again: bool,
     ) -> None:
         """
-        config     the run's, as plain values
-        overrides  of the command line
-        shape      what the model asks of its attention
-        identity   of the prepared tokens
-        start      updates done already
-        again      whether the folder is this run's own: lines logged beyond `start` are then made anew
+        start  updates done already
+        again  whether the folder is this run's own, so that what was logged beyond `start` gives way
         """
-        self.folder, self.trainer, self.meter, self.interruption = folder, trainer, meter, interruption
-        self.config, self.overrides, self.shape, self.identity = config, overrides, shape, identity
+        self.folder, self.trainer, self.meter, self.origin = folder, trainer, meter, origin
         self.environment = environment(trainer.device, trainer.world.size)
         if again and start == 0:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
         self.tracker = Tracker(
             folder,
             tracking,
-            run_config=config,
+            run_config=origin.config,
             steps=trainer.training.steps,
             resume_step=start or None,
             environment=self.environment,
@@ -99,14 +106,14 @@ class Record(Bystander):
         self.tracker.log(n, metrics | {"throughput/elapsed_s": self.elapsed})
 
     def save(self, n: int, val_loss: float | None) -> None:
-        metadata = {"val_loss": val_loss, "config": self.config, "data": self.identity}
+        metadata = {"val_loss": val_loss, "config": self.origin.config, "data": self.origin.data}
         keep_last = self.trainer.training.keep_last
         save_checkpoint(self.folder / "checkpoints", self.trainer.state(), n, keep_last=keep_last, metadata=metadata)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, OutOfMemory):
             status = "out_of_memory"
-        elif isinstance(error, KeyboardInterrupt) or (error is None and self.interruption.number):
+        elif isinstance(error, KeyboardInterrupt) or (error is None and self.step < self.trainer.training.steps):
             status = "interrupted"
         else:
             status = "completed" if error is None else "failed"
@@ -124,8 +131,8 @@ class Record(Bystander):
             "status": status,
             "message": message,
             "attention": trainer.model.attend.name,
-            "config": self.config,
-            "overrides": self.overrides,
+            "config": self.origin.config,
+            "overrides": self.origin.overrides,
             "step": self.step,
             "steps": trainer.training.steps,
             "train_loss": next((line["train/loss"] for line in reversed(lines) if "train/loss" in line), None),
@@ -149,10 +156,10 @@ class Record(Bystander):
     def _memory(self, finished: bool) -> tuple[str | None, dict[str, float]]:
         """Where the peak was measured, and the peak. A process on a CPU has none to ask for, so there the attention's
         own allocations are counted."""
-        if self.shape.device.type != "cpu":
+        if self.origin.shape.device.type != "cpu":
             return "cuda", self.meter.peaks()
         if not finished:
             return None, {}
         model = self.trainer.model
-        measured = attention_peak(model.attend, self.shape, self.trainer.training.batch_size, model.seq_len)
+        measured = attention_peak(model.attend, self.origin.shape, self.trainer.training.batch_size, model.seq_len)
         return "attention", {"memory/peak_allocated_gib": measured / GIB}

@@ -1,0 +1,189 @@
+"""Every configuration file composes, every override is typed, and every mistake ends in one sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import cli
+from attention import IMPLEMENTATIONS
+from config import Config, ConfigError, as_plain, check, check_resumable, keys, register
+from errors import UserError
+from training import launcher
+from training.optimizer import OPTIMIZERS, SCHEDULES
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(path.relative_to(cli.CONF) for path in cli.CONF.glob("*/*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def schema() -> None:
+    register()
+    launcher.register()
+
+
+def composed(*overrides: str) -> Config:
+    return cli.to_config(cli.composed(list(overrides)))
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_every_file_of_every_group_composes(file: Path, tmp_path: Path) -> None:
+    group, name = str(file.parent), file.stem
+    (tmp_path / "notes.txt").write_text("some text")
+    overrides = [f"{group}={name}", *([f"data.path={tmp_path}"] if name == "text" else [])]
+    if group == "experiment":
+        for job in cli.jobs(overrides):
+            check(composed(*job))
+    else:
+        config = composed(*overrides)
+        if name != "flash" or torch.cuda.is_available():
+            check(config)
+        if group != "tracking":
+            assert getattr(config, group).name == name
+
+
+@pytest.mark.parametrize("file", [*FILES, Path("config.yaml")], ids=str)
+def test_every_file_opens_with_the_command_that_uses_it(file: Path) -> None:
+    lines = [line for line in (cli.CONF / file).read_text().splitlines() if not line.startswith("# @package")]
+    assert lines[0].startswith("# python train.py")
+    if file != Path("config.yaml"):
+        assert f"{file.parent}={file.stem}" in lines[0]
+
+
+def test_names_in_the_groups_are_those_of_the_registries() -> None:
+    for group, names in (("attention", IMPLEMENTATIONS), ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+        files = {
+            file.stem: yaml.safe_load((cli.CONF / file).read_text()) for file in FILES if file.parent == Path(group)
+        }
+        assert set(files) == set(names)
+        assert all(content["name"] == stem for stem, content in files.items())
+
+
+def test_values_in_the_files_are_the_defaults_of_the_code() -> None:
+    assert as_plain(composed()) == as_plain(Config())
+
+
+def test_gpt2_presets_have_the_sizes_of_the_paper() -> None:
+    # Radford et al. 2019, table 2, with heads of 64 channels.
+    sizes = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280), "gpt2-xl": (48, 1600)}
+    for name, (n_layers, n_embd) in sizes.items():
+        model = composed(f"model={name}").model
+        assert (model.name, model.n_layers, model.n_embd, model.n_embd // model.n_heads) == (name, n_layers, n_embd, 64)
+        assert not model.bias
+
+
+MISTAKES = {
+    "atention=flash": "atention=flash .* did you mean attention?",
+    "model.n_head=4": "did you mean model.n_heads?",
+    "+training.step=4": "did you mean training.steps?",
+    "training=4": "no training",
+    "~attention": "~attention would leave attention without a value",
+    "attention": "attention is not an override; write key=value",
+    "attention=flesh": "attention=flesh is not known; choose one of .*naive, .*tiled",
+    "attention.name=flesh": "attention=flesh is not known",
+    "model=7": "model=7 has to name a file",
+    "seq_len=abc": "seq_len=abc is not a whole number",
+    "seq_len=1.5": "seq_len=1.5 is not a whole number",
+    "optimizer.lr=fast": "optimizer.lr=fast is not a number",
+    "training.compile=maybe": "training.compile=maybe is not true or false",
+    "training.precision=bf8": "training.precision=bf8 is not one of auto, fp32, bf16, fp16",
+    "optimizer.betas=3": r"optimizer.betas=3 is not a list of numbers, such as \[0.9,0.99\]",
+    "optimizer.betas=[0.9]": "must be two numbers",
+    "seed=-1": "seed=-1 must lie between 0",
+    "seq_len=0": "seq_len=0 must be at least 1",
+    "training.steps=-1": "training.steps=-1 must be at least 1",
+    "training.eval_every=-1": "training.eval_every=-1 must be at least 0",
+    "training.batch_tokens=1000": "is not a multiple of the 3072 .* use training.batch_tokens=3072",
+    "schedule.warmup_steps=3000": "schedule.warmup_steps=3000 must lie between 0 and training.steps=2000",
+    "model.n_heads=7 model.n_embd=64": "model.n_embd=64 is not a multiple of model.n_heads=7; .* 1, 2, 4",
+    "model.dropout=1": "model.dropout=1",
+    "attention.dropout=1.5": "attention.dropout=1.5",
+    "optimizer.lr=0": "optimizer.lr=0",
+    "attention=sdpa attention.dropout=0.1": "attention.rng=torch",
+    "data=text": "set data.path",
+    "data.path=notes.txt": "data.path=notes.txt has no effect with data=stdlib",
+    "device=gpu": "device=gpu is not known; choose one of auto, cpu, cuda",
+    "device=cuda": "device=cuda needs a CUDA GPU, .* use device=cpu",
+    "training.memory_snapshot=true device=cpu": "training.memory_snapshot",
+    "parity.every=-1": "parity.every=-1",
+    "resume=nowhere": "resume=nowhere is not a run folder",
+    "attention=naive,tiled": "attention=naive,tiled is more than one value; add -m",
+    "-m atention=naive,tiled": "did you mean attention?",
+    "-m attention=naive,flesh": "attention=flesh is not known",
+    "-m model.n_heads=4,7": "not a multiple of model.n_heads=7",
+    "-m seq_len=128,abc": "seq_len=abc is not a whole number",
+    "experiment=parity model.n_heads=7": "not a multiple of model.n_heads=7",
+}
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), MISTAKES.items(), ids=list(MISTAKES))
+def test_a_mistake_is_refused_before_anything_is_done(arguments, sentence, tmp_path, monkeypatch) -> None:
+    if arguments == "device=cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA GPU here")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=sentence) as raised:
+        cli.prepare(arguments.split())
+    assert "\n" not in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments", [["atention=flash"], ["-m", "seq_len=abc,4"], ["model.n_heads=7", "model.n_embd=64"]]
+)
+def test_a_mistake_ends_the_command_with_its_sentence_alone(arguments: list[str], tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, ROOT / "train.py", *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_value_has_to_be_can_be_said_of_every_key() -> None:
+    assert all(cli.expected(key) for key in keys())
+
+
+def test_overrides_reach_the_parts_with_their_types() -> None:
+    config = composed("attention=tiled", "attention.block_q=32", "optimizer.betas=[0.8,0.9]", "training.precision=bf16")
+    assert (config.attention.name, config.attention.block_q, config.attention.block_k) == ("tiled", 32, 64)
+    assert list(config.optimizer.betas) == [0.8, 0.9]
+    assert as_plain(config)["training"]["precision"] == "bf16"
+
+
+def test_a_sweep_has_every_combination_and_the_experiments_own() -> None:
+    jobs = cli.jobs(["attention=naive,tiled", "seed=1,2", "seq_len=64"])
+    assert len(jobs) == 4
+    assert ["attention=tiled", "seed=1", "seq_len=64"] in jobs
+    swept = cli.jobs(["experiment=parity", "seed=5"])
+    assert {tuple(o for o in job if o.startswith("seed=")) for job in swept} == {("seed=5",)}
+    assert len(swept) > 1
+
+
+@pytest.mark.parametrize(
+    "override", ["seq_len=128", "model.n_layers=5", "data.tokenizer=bpe", "model.positions=rotary"]
+)
+def test_a_resumed_run_keeps_its_model_and_data(override: str) -> None:
+    with pytest.raises(ConfigError, match=override):
+        check_resumable(as_plain(composed()), composed(override))
+
+
+def test_a_resumed_run_may_change_how_it_trains() -> None:
+    changed = ["attention=tiled", "model.dropout=0.1", "training.steps=9000", "optimizer.lr=1e-4", "schedule=constant"]
+    check_resumable(as_plain(composed()), composed(*changed))
+
+
+def test_help_names_groups_choices_and_overrides(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "attention: " in done.stdout
+    assert ", tiled" in done.stdout
+    # What help says of an override has to exist.
+    mentioned = {word.split("=")[0] for word in done.stdout.split() if "=" in word and "." in word.split("=")[0]}
+    assert {name for name in mentioned if not name.startswith("hydra.")} <= set(keys())
+    assert len(mentioned) > 15
