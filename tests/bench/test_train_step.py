@@ -11,6 +11,7 @@ import cli
 from bench import train_step
 from bench.train_step import ATTENTIONS, NANOGPT, SHAPES, Row, key, main, overrides, publish, table
 from config import register
+from training import launcher
 
 
 def row(attention: str, shape: str = "32x1024", dropout: float = 0.0, speed: float = 600_000, **other: Any) -> Row:
@@ -19,10 +20,11 @@ def row(attention: str, shape: str = "32x1024", dropout: float = 0.0, speed: flo
     return cell | measured | {"mfu_causal": 0.5, "device": "NVIDIA H200"} | other
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "naive"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_every_cell_is_a_command_that_train_accepts(attention, dropout):
     register()
+    launcher.register()
     for shape in SHAPES:
         config = cli.to_config(cli.composed(overrides(attention, shape, dropout, "block", 60, profile=True)))
         assert config.training.batch_size * config.seq_len == 32_768
