@@ -10,9 +10,10 @@ Curves         At every step the training loss must be closer to the reference's
                run, because two curves that cross are close to each other by accident. Seeds also draw different
                batches, so this band is wide: it tells the same training from another, not a right kernel from a wrong.
 Final losses   They may differ by the reference's own floating-point floor: what rounding does to the loss of one
-               step by the probe, added up over the updates as if it never cancelled. Training amplifies rounding, at
-               last until two runs are strangers, so the allowance is never less than NEGLIGIBLE of the distance
-               between the seeds' final losses, and never more than STRANGERS times it.
+               step by the probe, added up over the updates as if it never cancelled. Training may amplify rounding
+               exponentially, at last until two runs are strangers, as two seeds are. A difference that began within
+               the floor is therefore allowed to grow to STRANGERS times the distance between the seeds' final losses;
+               one that was there from the start is not. Nothing is allowed beyond that limit.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ Array = NDArray[np.float64]
 # As in training/parity.py, which says how far right implementations were measured to be.
 MARGIN = 10.0
 WINDOW = 0.1
-NEGLIGIBLE = 0.25
-STRANGERS = 3.0
+EARLY = 0.1  # of the run
+# How many times the distance that so many seeds show two runs may differ: Student's t at 99.5 %, each seed beyond the
+# first counting for two degrees of freedom, because the latter half of a run has more than one evaluation.
+STRANGERS = {2: 9.9, 3: 4.6, 4: 3.7, 5: 3.4}
+STRANGERS_BEYOND = 3.2
 EPS = float(np.finfo(np.float32).eps)  # losses are computed in fp32, whatever the precision
 
 MEASURES = {"logits_max_diff": "logits", "grad_rel_err": "gradients"}
@@ -43,12 +47,17 @@ class Band:
 
     seeds     that were compared, two or more
     train     root-mean-square distance of two seeds' training losses, windowed, by step
-    final     root-mean-square distance of two seeds' final losses, pooled over the latter half of the evaluations
+    final     by metric, root-mean-square distance of two seeds' losses, pooled over the latter half of the run
+    strangers how many times `final` two runs may differ that have nothing but their seed in common
     """
 
     seeds: tuple[int, ...]
     train: Series
-    final: float | None
+    final: Mapping[str, float]
+
+    @property
+    def strangers(self) -> float:
+        return STRANGERS.get(len(self.seeds), STRANGERS_BEYOND)
 
 
 @dataclass(frozen=True)
@@ -84,17 +93,31 @@ class CurveEvidence:
 
 @dataclass(frozen=True)
 class FinalEvidence:
-    """The largest difference of the final losses at the same seed, and what is allowed.
+    """The difference of the final losses at the same seed, of the worst seed.
 
-    floor     what the reference's rounding adds up to over the run; None without a probe
-    allowed   None where neither floor nor band is known
+    rounding  what the reference's rounding adds up to over the run; None without a probe
+    band      the distance between the seeds' final losses; None where it was not measured
+    limit     what no two right runs differ by, from the band
+    grown     whether the difference began within rounding, so that what it became is training's work
     """
 
     metric: str
     step: int
     difference: float
-    floor: float | None
-    allowed: float | None
+    rounding: float | None
+    band: float | None
+    limit: float | None
+    grown: bool
+
+    @property
+    def floor(self) -> float | None:
+        """What is allowed without training's amplification; None where nothing was measured to say."""
+        return min((x for x in (self.rounding, self.limit) if x is not None), default=None)
+
+    @property
+    def allowed(self) -> float | None:
+        """The limit for a difference that training has amplified, the floor for any other."""
+        return self.limit if self.grown and self.limit is not None else self.floor
 
     @property
     def agrees(self) -> bool | None:
@@ -110,10 +133,12 @@ def seed_band(references: Sequence[Run]) -> Band | None:
     if not len(train):
         return None
     train = Series(train.steps, rolling_rms(train.values, window_of(len(train))))
-    metric = "val/loss" if all(len(_trained(run.series("val/loss"))) for run in runs) else "train/loss"
-    final = _spread([_trained(run.series(metric)) for run in runs])
-    half = final.values[len(final) // 2 :]
-    return Band(tuple(run.seed for run in runs), train, float(_rms(half)) if len(half) else None)
+    final = {}
+    for metric in ("val/loss", "train/loss"):
+        apart = _spread([_trained(run.series(metric)) for run in runs])
+        if len(apart):
+            final[metric] = _rms(apart.values[len(apart) // 2 :])
+    return Band(tuple(run.seed for run in runs), train, final)
 
 
 def _spread(curves: Sequence[Series]) -> Series:
@@ -162,24 +187,37 @@ def final_evidence(pairs: Sequence[tuple[Run, Run]], band: Band | None, rounding
     rounding   what rounding does to the loss of one step, from the probe
     """
     metric = "val/loss" if all(len(_trained(difference(*pair, "val/loss"))) for pair in pairs) else "train/loss"
-    lasts = []
+    found = []
     for pair in pairs:
         apart = _trained(difference(*pair, metric))
-        if len(apart) and metric == "val/loss":
-            lasts.append((abs(float(apart.values[-1])), int(apart.steps[-1])))
-        elif len(apart):
-            window = apart.values[-window_of(len(apart)) :]
-            lasts.append((abs(float(window.mean())), int(apart.steps[-1])))
-    if not lasts:
-        return None
-    largest, step = max(lasts)
-    floor = None if rounding is None else rounding * step
-    allowed = floor
-    if band and band.final is not None:
-        allowed = STRANGERS * band.final
-        if floor is not None:
-            allowed = min(allowed, max(floor, NEGLIGIBLE * band.final))
-    return FinalEvidence(metric, step, largest, floor, allowed)
+        if not len(apart):
+            continue
+        # Evaluations are of many sequences; a step's training loss is of its batch.
+        last = apart.values[-1:] if metric == "val/loss" else apart.values[-window_of(len(apart)) :]
+        step = int(apart.steps[-1])
+        between = band.final.get(metric) if band else None
+        found.append(
+            FinalEvidence(
+                metric=metric,
+                step=step,
+                difference=abs(float(last.mean())),
+                rounding=None if rounding is None else rounding * step,
+                band=between,
+                limit=band.strangers * between if band and between is not None else None,
+                grown=rounding is None or _began_within(pair, rounding),
+            )
+        )
+    return max(found, key=lambda final: (final.agrees is False, final.difference), default=None)
+
+
+def _began_within(pair: tuple[Run, Run], rounding: float) -> bool:
+    """Whether the first losses of two runs differ by no more than rounding explains; true where none are early."""
+    starts = [difference(*pair, metric) for metric in ("val/loss", "train/loss")]
+    return all(
+        abs(apart.values[0]) <= MARGIN * rounding * max(1, apart.steps[0])
+        for apart in starts
+        if len(apart) and apart.steps[0] <= EARLY * max(apart.steps[-1], 1)
+    )
 
 
 def probe_evidence(runs: Sequence[Run], reference: str) -> ProbeEvidence | None:
@@ -236,8 +274,8 @@ def rolling_rms(values: Array, window: int) -> Array:
 
 
 def window_of(points: int) -> int:
-    """An odd number of logged points: WINDOW of the run, and at least five."""
-    return max(5, int(WINDOW * points)) | 1
+    """An odd number of logged points: WINDOW of the run, and at least 11, because two seeds are one pair a point."""
+    return max(11, int(WINDOW * points)) | 1
 
 
 def _rms(values: Array) -> float:

@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from report.draw import Chart, css_variables, render_png, render_svg, standalone_svg
-from report.evidence import MARGIN, NEGLIGIBLE, STRANGERS, WINDOW
+from report.evidence import MARGIN, WINDOW
 from report.figures import charts
 from report.findings import findings
 from report.groups import Family, differing_settings, family_runs
@@ -194,9 +194,9 @@ def _method(reference: str) -> list[tuple[str, str]]:
         (
             "Final losses",
             f"They may differ by {reference}'s own floating-point floor: what rounding does to the loss of one step, "
-            "added up over all updates. Training amplifies rounding until two runs are strangers, so the allowance is "
-            f"never below {NEGLIGIBLE:g} and never above {STRANGERS:g} times the distance between the final losses of "
-            f"{reference}'s seeds.",
+            "added up over all updates. Training can amplify rounding until two runs are strangers, as seeds are: a "
+            f"difference that began within the floor may grow until it can be told from that of {reference}'s seeds, "
+            "one that was there from the start may not.",
         ),
     ]
 

@@ -131,9 +131,11 @@ def _judge(group: Group, label: str, reference: str, references: Mapping[int, Ru
             f"{times(curve.ratio or 0)} the distance between seeds"
         )
     if final and final.agrees is False:
-        words = f"final {_LOSSES[final.metric]} differs by {final.difference:.2g} where {final.allowed:.2g} is allowed"
-        # Without a band, training's amplification of rounding has no measure, and an excess proves nothing.
-        (objections if band else missing).append(f"its {words}")
+        words = (
+            f"its final {_LOSSES[final.metric]} differs by {final.difference:.2g} where {final.allowed:.2g} is allowed"
+        )
+        # Without a band there is no telling how far training amplifies rounding, and an excess proves nothing.
+        (objections if band else missing).append(words)
     outcome = Outcome.broken if objections else Outcome.open if missing else Outcome.holds
     return Judgement(label, group, outcome, probe, curve, final, tuple(objections), tuple(missing))
 
@@ -207,13 +209,26 @@ def _how_close(judgements: Sequence[Judgement], reference: str) -> str:
         parts.append(f"the training loss is never further than {largest:.2g} from {reference}'s of the same seed")
     finals = [j.final for j in judgements if j.final]
     if finals:
-        worst = max(finals, key=lambda final: final.difference / final.allowed if final.allowed else final.difference)
-        limit = f" where {worst.allowed:.2g} is allowed" if worst.allowed is not None else ""
-        parts.append(f"the final {_LOSSES[worst.metric]} differs by at most {worst.difference:.2g}{limit}")
+        worst = max(finals, key=lambda final: final.difference / (final.floor or 1.0))
+        parts.append(f"the final {_LOSSES[worst.metric]} differs by at most {_explained(worst, reference)}")
     probes = [j.probe.ratio for j in judgements if j.probe]
     if probes:
         parts.append(f"at the same weights it is off by {times(max(probes))} {reference}'s own rounding")
     return _words(parts)
+
+
+def _explained(final: FinalEvidence, reference: str) -> str:
+    """A difference of final losses, and what it is to be measured by."""
+    amount = f"{final.difference:.2g}"
+    if final.floor is None:
+        return amount
+    if final.rounding is None:
+        return f"{amount}, where two seeds of {reference} differ by {final.band:.2g}"
+    if final.difference <= final.floor:
+        return f"{amount}, within the floor of {final.floor:.2g} that {reference}'s own rounding sets"
+    if final.agrees:
+        return f"{amount}, which is rounding that training has amplified (two seeds differ by {final.band:.2g})"
+    return f"{amount}, beyond the floor of {final.floor:.2g} that {reference}'s own rounding sets"
 
 
 def _named(found: Sequence[Judgement], judgements: Sequence[Judgement]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from report.draw import power_of_ten, short_length
-from report.evidence import MARGIN
+from report.evidence import MARGIN, FinalEvidence
 from report.groups import Family, flatten
 from report.parity import Judgement, Outcome
 from report.record import Run, number
@@ -57,7 +57,7 @@ def judgement_table(judgements: Sequence[Judgement], reference: str) -> Table:
                 WORDS[j.outcome],
                 f"{times(j.probe.ratio)} ({j.probe.checks} checks)" if j.probe else "not probed",
                 size(curve.ratio) if curve and curve.ratio is not None else "no band",
-                f"{size(final.difference)} of {size(final.allowed)}" if final else DASH,
+                _final(final),
                 ", ".join(str(seed) for seed in j.seeds) or "none shared",
             ]
         )
@@ -67,15 +67,22 @@ def judgement_table(judgements: Sequence[Judgement], reference: str) -> Table:
         "parity",
         f"same weights (≤ {MARGIN:g})",
         "curve (< 1)",
-        "final loss, of allowed",
+        "final loss (floor)",
         "seeds",
     ]
     caption = (
         f"Same weights: the worst difference of logits or gradients to {reference}, in units of {reference}'s own "
         f"rounding. Curve: the largest distance to {reference} of the same seed, as a share of the distance between "
-        f"{reference}'s seeds. Final loss: the largest difference, and what rounding explains."
+        f"{reference}'s seeds. Final loss: the largest difference, and the floor that rounding sets."
     )
     return table("parity", "Verdict by implementation", columns, rows, caption)
+
+
+def _final(final: FinalEvidence | None) -> str:
+    if final is None:
+        return DASH
+    amplified = final.agrees and final.floor is not None and final.difference > final.floor
+    return f"{size(final.difference)} ({size(final.floor)}{', amplified' if amplified else ''})"
 
 
 def run_table(runs: Sequence[Run]) -> Table:

@@ -23,6 +23,15 @@ ERRORS = {
 }
 
 
+STRANGERS = 0.008  # how far training takes two runs of a seed from each other, about as far as seeds are
+
+
+def _wandering(generator: np.random.Generator, length: int) -> np.ndarray:
+    """Unit variance, forgotten after some 30 steps."""
+    kernel = np.exp(-np.arange(120) / 30)
+    return np.convolve(generator.normal(size=length + 119), kernel, "valid") / np.sqrt(np.sum(kernel**2))
+
+
 def write_run(
     folder: Path,
     attention: str = "naive",
@@ -49,7 +58,7 @@ def write_run(
 
     stop      the last step done, where that is not all of them
     error     the name of what is wrong with the implementation, of ERRORS
-    chaos     how much training amplifies rounding: 1 is tame; 1000 makes strangers of two runs in bf16
+    chaos     by how much training amplifies rounding in 100 steps, until two runs are strangers: 1 is tame
     """
     loss_noise, logit_noise, grad_noise = ROUNDING[precision]
     done = steps if stop is None else stop
@@ -60,10 +69,9 @@ def write_run(
     batch = 0.06 * of_seed.normal(size=steps + 1)
 
     of_implementation = np.random.default_rng([seed, *attention.encode()])
-    drift = np.cumsum(of_implementation.normal(size=steps + 1)) * loss_noise * 0.1 * chaos
+    drift = np.minimum(loss_noise * float(chaos) ** (n / 100), STRANGERS) * _wandering(of_implementation, steps + 1)
     if attention == "naive" and error is None:
         drift[:] = 0
-    drift = np.clip(drift, -0.006, 0.006)
     bias, logit_error, grad_error = ERRORS[error] if error else (0.0, 0.0, 0.0)
     smooth = shared + wander + drift + bias * n / steps
     train, val = smooth + batch, smooth + 0.02
