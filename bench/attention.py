@@ -11,14 +11,16 @@ much for a backward pass. Memory is the peak of one forward and backward pass ab
 are part of it. Errors are relative, ||x - x_fp32|| / ||x_fp32||, of the first head of the first sequence. Running out
 of memory is a result, and so is being too slow to wait for.
 
-Results go to bench/results/attention-<device>.json, written anew after each problem, with the figures beside it;
-what was not measured whole goes to attention-<device>-selection.json.
+Results go to bench/results/attention-<device>.json after each problem, with the figures beside it. What is measured
+again replaces the earlier result, so that the whole can be measured in parts: --masks causal, then --masks full. With
+--only, or other sizes of the work, results go to attention-<device>-selection.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -32,7 +34,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, UnsupportedAttention, build_attention
 from bench.attention_views import notes, publish, tables
-from bench.measure import RESULTS, environment, interleaved, peak_bytes, release, slug, synchronise, write
+from bench.measure import RESULTS, environment, interleaved, peak_bytes, release, slug, write
 from bench.peers import KEY, PACKAGES, Attend, Contestant, Problem, contestants
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -82,17 +84,20 @@ def solve(problem: Problem, chosen: dict[str, Contestant], seconds: float, patie
         release(problem.device)
 
     def forward(attend: Attend) -> Callable[[], object]:
-        return lambda: attend(*inputs)
+        return partial(attend, *inputs)
 
     def backward(attend: Attend) -> Callable[[], object]:
-        out = attend(*inputs)
-        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        return partial(torch.autograd.grad, attend(*inputs), inputs, dout)
 
     for direction, prepare, flops in zip(("forward", "backward"), (forward, backward), problem.flops(), strict=True):
         turns = {name: partial(prepare, attend) for name, attend in able.items()}
         timings = interleaved(turns, problem.device, seconds)
         for name, timing in timings.items():
-            rows[name][direction] = timing.as_dict() | {"tflops": flops / timing.ms / 1e9}
+            if isinstance(timing, Exception):
+                rows[name] |= failure(timing)
+                del able[name]
+            else:
+                rows[name][direction] = timing.as_dict() | {"tflops": flops / timing.ms / 1e9}
     patience.learn(rows.values())
     return with_ratios(list(rows.values()))
 
@@ -128,8 +133,7 @@ def try_out(
     del out, gradients
     begin = time.perf_counter()
     row["extra_bytes"] = peak_bytes(lambda: torch.autograd.grad(attend(*inputs), inputs, dout), device)
-    synchronise(device)
-    row["step_s"] = time.perf_counter() - begin
+    row["step_s"] = round(time.perf_counter() - begin, 6)
     return row
 
 
@@ -175,22 +179,32 @@ class TooSlow(Exception):
 
 
 class Patience:
-    """Foresees from shorter lengths how long a step will take: work grows with the length squared at most."""
+    """Foresees from shorter lengths how long a step will take."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self.seen: dict[tuple[Any, ...], tuple[int, float]] = {}
+        self.seen: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
 
     def learn(self, rows: Iterable[Row]) -> None:
         """Remember what was measured."""
         for row in rows:
             if "step_s" in row:
-                self.seen[self.series(row)] = (row["length"], row["step_s"])
+                self.seen.setdefault(self.series(row), []).append((row["length"], row["step_s"]))
 
     def check(self, row: Row) -> None:
-        """Raise TooSlow if a step of what the row describes is likely to take longer than the limit."""
-        length, step_s = self.seen.get(self.series(row), (row["length"], 0.0))
-        expected_s = step_s * (row["length"] / length) ** 2
+        """Raise TooSlow if a step of what the row describes is likely to take longer than the limit.
+
+        With the tokens of a batch held constant work grows with the length, and the tiles' launches with its square.
+        """
+        seen = self.seen.get(self.series(row))
+        if not seen:
+            return
+        length, step_s = seen[-1]
+        power = 2.0
+        if len(seen) > 1:
+            shorter, less_s = seen[-2]
+            power = min(2.0, max(1.0, math.log(step_s / less_s) / math.log(length / shorter)))
+        expected_s = step_s * (row["length"] / length) ** power
         if expected_s > self.limit_s:
             raise TooSlow(
                 f"one step took {step_s:.2g} s at {length} tokens and may take {expected_s:.2g} s here, "
@@ -202,30 +216,44 @@ class Patience:
         return tuple(row[field] for field in ("name", "head_size", "causal", "dropout"))
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A probability of dropping that the mask can realise."""
+    try:
+        return build_attention(AttentionConfig(dropout=float(text))).dropout
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; what depends on the device is filled in."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = list(contestants())
-    parser.add_argument("--lengths", nargs="+", type=int, metavar="T", help=f"tokens of a sequence: {LENGTHS}")
-    parser.add_argument("--heads", nargs="+", type=int, metavar="D", help=f"channels of a head: {HEAD_SIZES}")
-    parser.add_argument("--dropout", nargs="+", type=float, metavar="P", help=f"default {DROPOUTS}")
+    parser.add_argument("--lengths", nargs="+", type=positive, metavar="T", help=f"tokens of a sequence: {LENGTHS}")
+    parser.add_argument("--heads", nargs="+", type=positive, metavar="D", help=f"channels of a head: {HEAD_SIZES}")
+    parser.add_argument("--dropout", nargs="+", type=rate, metavar="P", help=f"default {DROPOUTS}")
     parser.add_argument("--masks", nargs="+", choices=MASKS, help=f"default {MASKS}")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of {', '.join(names)}")
     parser.add_argument("--quick", action="store_true", help=f"lengths {QUICK_LENGTHS} and the causal mask alone")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--tokens", type=int, help=f"of a batch: {TOKENS}")
-    parser.add_argument("--hidden", type=int, help=f"size, all heads together: {HIDDEN}")
+    parser.add_argument("--tokens", type=positive, help=f"of a batch: {TOKENS}")
+    parser.add_argument("--hidden", type=positive, help=f"size, all heads together: {HIDDEN}")
     parser.add_argument("--seconds", type=float, default=0.1, help="of timing for each implementation and pass")
     parser.add_argument("--limit", type=float, default=1.0, help="seconds that one step may take")
     parser.add_argument("--out", type=Path, help="JSON file; the figures go beside it")
     parser.add_argument("--plot-only", type=Path, metavar="JSON", help="draw an earlier result again")
     args = parser.parse_args(arguments)
 
-    asked = {"lengths", "heads", "dropout", "masks", "only", "tokens", "hidden"}
-    selection = args.quick or args.dtype != "bf16" or any(getattr(args, name) is not None for name in asked)
+    selection = args.dtype != "bf16" or any(x is not None for x in (args.only, args.tokens, args.hidden))
     args.lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
     args.heads = args.heads or HEAD_SIZES
     args.dropout = DROPOUTS if args.dropout is None else args.dropout
@@ -251,7 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     everyone = contestants()
     chosen = {name: everyone[name] for name in args.only}
     result = environment(torch.device(args.device), [package for _, _, package, _ in PACKAGES.values()])
-    result |= {"tokens": args.tokens, "hidden": args.hidden, "rows": []}
+    result |= {"tokens": args.tokens, "hidden": args.hidden}
+    rows = earlier(args.out, result)
     patience = Patience(args.limit)
     todo = list(problems(args))
     console.print(f"{result['device']}: {len(todo)} problems, {', '.join(chosen)}")
@@ -260,16 +289,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for n, problem in enumerate(todo):
             left = f", {(time.monotonic() - begin) / n * (len(todo) - n):.0f} s left" if n else ""
             status.update(f"{n + 1}/{len(todo)}: head size {problem.D}, dropout {problem.dropout:g}, {problem.T}{left}")
-            result["rows"] += solve(problem, chosen, args.seconds, patience)
-            write(args.out, json.dumps(result, indent=1) + "\n")
+            same = describe(problem)
+            rows = [row for row in rows if row | same != row]
+            rows += [row | when(result) for row in solve(problem, chosen, args.seconds, patience)]
+            rows.sort(key=lambda row: (row["head_size"], not row["causal"], row["dropout"], row["length"]))
+            write(args.out, as_json(result, rows))
             release(problem.device)
-    show(console, result["rows"], args.out)
+    show(console, rows, args.out)
     console.print(f"{time.monotonic() - begin:.0f} s, {args.out}")
+
+
+def earlier(path: Path, result: Row) -> list[Row]:
+    """The rows of an earlier run that may stand beside this one's: same device, software and size of the work."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError:
+        return []
+    same = all(found.get(name) == result[name] for name in ("device", "versions", "tokens", "hidden"))
+    return list(found["rows"]) if same else []
+
+
+def when(result: Row) -> Row:
+    """What tells a row's run from others in the file."""
+    return {"date": result["date"], "commit": result["git"]["commit"], "dirty": result["git"]["dirty"]}
+
+
+def as_json(result: Row, rows: Sequence[Row]) -> str:
+    """The result with a line for each row."""
+    head = json.dumps(result, indent=1).removesuffix("\n}")
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    return f'{head},\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
 def show(console: Console, rows: Sequence[Row], path: Path) -> None:
     """Print the tables and what stands in the way of the missing cells; draw the figures beside `path`."""
-    console.print(*tables(rows), *notes(rows), sep="\n")
+    console.print(*tables(rows), *notes(rows), sep="\n", highlight=False)
     publish(rows, path)
 
 

@@ -31,7 +31,6 @@ from report.draw import (
     styles,
 )
 
-MIB = 2**20
 SHORT = {"out of memory": "OOM", "too slow": "slow", "refused": "-", "failed": "failed"}
 
 Row = dict[str, Any]
@@ -57,13 +56,11 @@ def lengths(rows: Iterable[Row]) -> list[int]:
     return sorted({row["length"] for row in rows})
 
 
-def tables(rows: Sequence[Row]) -> Iterator[Table]:
+def tables(rows: Sequence[Row]) -> Iterator[Table | str]:
     """For each head size, mask and dropout: speed, in the last line beside the fastest peer; memory and error."""
     for (head_size, causal, dropout), found in series(rows).items():
         columns = lengths(found)
-        title = f"head size {head_size}, {'causal' if causal else 'full'}, dropout {dropout:g}"
-        speed = Table(title=f"{title}: TFLOP/s forward/backward", title_justify="left")
-        cost = Table(title=f"{title}: MiB above the inputs, and the largest relative error", title_justify="left")
+        speed, cost = Table(), Table()
         for table in (speed, cost):
             table.add_column("")
             for length in columns:
@@ -76,7 +73,10 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
         if any("of_fastest_peer" in row.get("forward", {}) for row in flash.values()):
             speed.add_section()
             speed.add_row("flash / fastest peer", *(ratio_cell(flash.get(length)) for length in columns))
+        title = f"head size {head_size}, {'causal' if causal else 'full'}, dropout {dropout:g}"
+        yield f"\n{title}: TFLOP/s forward/backward"
         yield speed
+        yield f"{title}: MiB above the inputs, and the largest relative error"
         yield cost
 
 
@@ -105,7 +105,7 @@ def cost_cell(row: Row | None) -> str:
     """Memory, and the largest error among output and gradients."""
     if row is None or row["status"] != "measured":
         return SHORT[row["status"]] if row else ""
-    memory = "?" if row["extra_bytes"] is None else f"{row['extra_bytes'] / MIB:,.0f}"
+    memory = "?" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 2**20:,.0f}"
     return f"{memory}  {max(row['error'].values()):.0e}" if row["error"] else memory
 
 
@@ -143,16 +143,16 @@ def charts(rows: Sequence[Row], stem: str) -> Iterator[Chart]:
 
 
 def value_of(name: str) -> Value:
-    """What a figure shows of a row: TFLOP/s of the forward pass, MiB, or how many times as fast as naive."""
-    return {"speed": tflops("forward"), "memory": mebibytes, "crossover": gain}[name]
+    """What a figure shows of a row: TFLOP/s of the forward pass, GiB, or how many times as fast as naive."""
+    return {"speed": tflops("forward"), "memory": gibibytes, "crossover": gain}[name]
 
 
 def tflops(direction: str) -> Value:
     return lambda row: row[direction]["tflops"] if direction in row else None
 
 
-def mebibytes(row: Row) -> float | None:
-    return row["extra_bytes"] / MIB if row.get("extra_bytes") is not None else None
+def gibibytes(row: Row) -> float | None:
+    return row["extra_bytes"] / 2**30 if row.get("extra_bytes") is not None else None
 
 
 def gain(row: Row) -> float | None:
@@ -198,7 +198,7 @@ def draw_speed(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
 def draw_memory(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
     """Memory over length, both logarithmic; a cross at the upper edge where there was not enough."""
     styled = look(rows, palette)
-    for axes, rate in draw_by_dropout(figure, palette, rows, mebibytes, "MiB above the inputs"):
+    for axes, rate in draw_by_dropout(figure, palette, rows, gibibytes, "GiB above the inputs"):
         for label, cells in named([row for row in rows if row["dropout"] == rate]).items():
             short = [row["length"] for row in cells if row["status"] == "out of memory"]
             if short:

@@ -49,6 +49,7 @@ class Timing:
         return Timing(statistics.median(samples), low, high, len(samples))
 
     def as_dict(self) -> dict[str, float | int]:
+        """For JSON."""
         return asdict(self)
 
 
@@ -58,6 +59,7 @@ def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str,
     packages   whose versions are to be recorded where they are installed, beside torch and triton
     """
     cuda = device.type == "cuda"
+    changes = git("status", "--porcelain")
     return {
         "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
         "platform": platform.platform(),
@@ -68,7 +70,7 @@ def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str,
             "cudnn": torch.backends.cudnn.version() if cuda else None,
             **{name: version(name) for name in ("triton", *packages) if version(name)},
         },
-        "git": {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))},
+        "git": {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -106,53 +108,76 @@ def slug(device: str) -> str:
 
 def interleaved(
     contestants: Mapping[str, Callable[[], Call]], device: torch.device, seconds: float
-) -> dict[str, Timing]:
-    """Time what each contestant's preparation returns, in turns.
+) -> dict[str, Timing | Exception]:
+    """Time the calls that each contestant prepares, in turns; one that raises drops out with its exception.
 
-    contestants   name -> preparation, which is run anew, untimed, at each of the contestant's turns
+    contestants   name -> preparation, which is run anew, untimed, before every call
     seconds       spent on each, so far as MIN_SAMPLES and MAX_SAMPLES allow
     """
-    samples: dict[str, list[float]] = {name: [] for name in contestants}
-    wanted: dict[str, int] = {}
-    host_s: dict[str, float] = {}
-    for name, prepare in contestants.items():
-        call = prepare()
-        call()
-        synchronise(device)
-        begin = time.perf_counter()
-        call()
-        host_s[name] = time.perf_counter() - begin
-        synchronise(device)
-        estimate = time.perf_counter() - begin
-        wanted[name] = min(MAX_SAMPLES, max(MIN_SAMPLES, int(seconds / estimate)))
-        del call
-    for turn in range(ROUNDS):
-        for name, prepare in contestants.items():
-            count = -(-(wanted[name] - len(samples[name])) // (ROUNDS - turn))
-            if count > 0:
-                samples[name] += measured(prepare(), device, count, host_s[name])
-    return {name: Timing.of(found) for name, found in samples.items()}
+    takings = {name: Taking(prepare, device, seconds) for name, prepare in contestants.items()}
+    failed: dict[str, Exception] = {}
+    for turn in range(ROUNDS + 1):
+        for name, taking in takings.items():
+            if name in failed:
+                continue
+            try:
+                taking.estimate() if turn == 0 else taking.take(ROUNDS + 1 - turn)
+            except Exception as error:  # out of memory, most likely
+                failed[name] = error
+                release(device)
+    return {name: failed.get(name) or Timing.of(taking.samples) for name, taking in takings.items()}
 
 
-def measured(call: Call, device: torch.device, count: int, host_s: float) -> list[float]:
-    """Milliseconds of each of `count` calls, which keep the host busy for `host_s` each."""
-    if device.type != "cuda":
-        found = []
+class Taking:
+    """One contestant's share of `interleaved`."""
+
+    def __init__(self, prepare: Callable[[], Call], device: torch.device, seconds: float) -> None:
+        self.prepare, self.device, self.seconds = prepare, device, seconds
+        self.samples: list[float] = []
+        self.wanted = 0
+        self.host_s = 0.0  # how long the host is busy with one sample
+
+    def estimate(self) -> None:
+        """Decide how many samples to take, by the second one: the first may compile."""
+        for _ in range(2):
+            begin = time.perf_counter()
+            self.prepare()()
+            self.host_s = time.perf_counter() - begin
+            synchronise(self.device)
+        self.wanted = int(self.seconds / (time.perf_counter() - begin))
+        self.wanted = min(MAX_SAMPLES, max(MIN_SAMPLES, self.wanted))
+
+    def take(self, turns_left: int) -> None:
+        """Take a fair part of the samples that are still wanted."""
+        count = -(-(self.wanted - len(self.samples)) // turns_left)
+        if count > 0:
+            self.samples += self.on_cuda(count) if self.device.type == "cuda" else self.on_host(count)
+
+    def on_host(self, count: int) -> list[float]:
+        """Milliseconds by the host's clock."""
+        samples = []
         for _ in range(count):
+            call = self.prepare()
             begin = time.perf_counter()
             call()
-            found.append(1e3 * (time.perf_counter() - begin))
-        return found
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    pause_s = 1.5 * count * host_s
-    if pause_s < LONGEST_PAUSE_S:
-        torch.cuda._sleep(int(pause_s * CYCLES_PER_SECOND))
-    for start, stop in events:
-        start.record()
-        call()
-        stop.record()
-    synchronise(device)
-    return [start.elapsed_time(stop) for start, stop in events]
+            samples.append(1e3 * (time.perf_counter() - begin))
+        return samples
+
+    def on_cuda(self, count: int) -> list[float]:
+        """Milliseconds by the device's clock, the launches queued up behind a pause where the queue can hold them."""
+        pause_s = 1.5 * count * self.host_s
+        if pause_s < LONGEST_PAUSE_S:
+            torch.cuda._sleep(int(pause_s * CYCLES_PER_SECOND))
+        events = []
+        for _ in range(count):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            call = self.prepare()
+            start.record()
+            call()
+            stop.record()
+            events.append((start, stop))
+        synchronise(self.device)
+        return [start.elapsed_time(stop) for start, stop in events]
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:

@@ -1,0 +1,193 @@
+"""The attention benchmark, end to end at sizes that a CPU does in a second."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import bench.attention
+from attention import UnsupportedAttention
+from bench.attention import Patience, TooSlow, main, with_ratios
+from bench.attention_views import overtakes
+from bench.peers import Contestant, Problem, contestants, from_package
+
+SIZES = {"device": "cpu", "dtype": "fp32", "tokens": 64, "hidden": 16, "heads": 8, "masks": "causal", "seconds": 0.001}
+SMALL = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
+CPU = torch.device("cpu")
+
+
+def run(path, *arguments: str) -> dict:
+    main([*SMALL, "--out", str(path), *arguments])
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bench") / "attention.json"
+    names = ["naive", "tiled", "sdpa-math", "sdpa-cudnn"]
+    return run(path, "--lengths", "32", "64", "--dropout", "0", "0.1", "--only", *names) | {"path": path}
+
+
+def test_every_cell_is_measured_or_says_why_not(result):
+    assert len(result["rows"]) == 2 * 2 * 4
+    for row in result["rows"]:
+        if row["name"] == "sdpa-cudnn":
+            assert row["status"] == "refused"
+            assert "attention.backend=cudnn" in row["message"]
+            continue
+        assert row["status"] == "measured"
+        flops = 4 * row["batch"] * row["heads"] * row["length"] ** 2 * row["head_size"] / 2
+        for direction, factor in (("forward", 1.0), ("backward", 2.5)):
+            timing = row[direction]
+            assert timing["low"] <= timing["ms"] <= timing["high"]
+            assert timing["tflops"] == pytest.approx(factor * flops / timing["ms"] / 1e9)
+
+
+def test_the_tokens_of_a_batch_stay_the_same_over_lengths(result):
+    assert {row["batch"] * row["length"] for row in result["rows"]} == {64}
+    assert {row["heads"] * row["head_size"] for row in result["rows"]} == {16}
+
+
+def test_errors_are_told_where_the_mask_is_known(result):
+    for row in result["rows"]:
+        if row["status"] == "measured" and (row["name"] != "sdpa-math" or row["dropout"] == 0):
+            assert set(row["error"]) == {"out", "dq", "dk", "dv"}
+            assert max(row["error"].values()) < 1e-5
+        elif row["status"] == "measured":
+            assert row["error"] is None
+
+
+def test_a_result_names_its_machine_software_commit_and_time(result):
+    assert result["device"]
+    assert result["versions"]["torch"] == torch.__version__
+    assert set(result["git"]) == {"commit", "dirty"}
+    assert all(row["date"] == result["date"] for row in result["rows"])
+
+
+def test_figures_are_drawn_beside_the_result_and_drawn_again_from_it(result):
+    path = result["path"]
+    drawn = {p.name for p in path.parent.iterdir()} - {path.name}
+    assert drawn == {f"attention-{name}-d8.{kind}" for name in ("speed", "crossover") for kind in ("png", "svg")}
+    for name in drawn:
+        (path.parent / name).unlink()
+    main(["--plot-only", str(path)])
+    assert {p.name for p in path.parent.iterdir()} - {path.name} == drawn
+
+
+def test_measuring_again_replaces_the_problem_and_keeps_the_others(tmp_path):
+    path = tmp_path / "attention.json"
+    first = run(path, "--lengths", "32", "64", "--dropout", "0", "--only", "naive", "sdpa-math")
+    again = run(path, "--lengths", "32", "--dropout", "0", "--only", "naive")
+    assert [(row["length"], row["name"]) for row in again["rows"]] == [(32, "naive"), (64, "naive"), (64, "sdpa-math")]
+    assert again["rows"][1:] == first["rows"][2:]
+    other = run(path, "--lengths", "32", "--dropout", "0", "--only", "naive", "--tokens", "32")
+    assert len(other["rows"]) == 1  # another size of work does not stand beside the old one
+
+
+def test_a_wrong_implementation_shows_in_its_error_and_a_greedy_one_is_a_result(tmp_path, monkeypatch, capsys):
+    def build_greedy(problem):
+        def attend(q, k, v):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB. More words.")
+
+        return attend
+
+    def build_wrong(problem):
+        right = contestants()["naive"].build(problem)
+        return lambda q, k, v: right(q, k * 1.1, v)
+
+    def build_broken(problem):
+        raise KeyError("surprise")
+
+    field = {
+        "wrong": Contestant("wrong", build_wrong, replays=True),
+        "greedy": Contestant("greedy", build_greedy),
+        "broken": Contestant("broken", build_broken),
+    }
+    monkeypatch.setattr(bench.attention, "contestants", lambda: field)
+    rows = {row["name"]: row for row in run(tmp_path / "a.json", "--lengths", "32", "--dropout", "0")["rows"]}
+    assert rows["wrong"]["error"]["out"] > 0.01
+    assert (rows["greedy"]["status"], rows["greedy"]["message"]) == ("out of memory", "CUDA out of memory")
+    assert rows["broken"]["status"] == "failed"
+    assert "broken: KeyError: 'surprise'" in capsys.readouterr().out
+
+
+def test_flops_are_those_of_the_products_in_the_formula():
+    problem = Problem(B=2, H=3, T=32, D=8, causal=False, dropout=0.0, dtype=torch.float32, device=CPU)
+    q, k, v, dout = problem.tensors()
+    with FlopCounterMode(display=False) as counter:
+        out = contestants()["naive"].build(problem)(q, k, v)
+    forward, backward = problem.flops()
+    assert counter.get_total_flops() == forward
+    with FlopCounterMode(display=False) as counter:
+        out.backward(dout)
+    assert counter.get_total_flops() == 2 * forward  # FlashAttention's fifth product computes the scores again
+    assert backward == 2 * forward + forward / 2
+
+
+def test_ratios_are_to_the_fastest_of_the_others():
+    rows = [
+        {"name": name, "ours": name == "flash", "forward": {"tflops": speed}, "backward": {"tflops": 1.0}}
+        for name, speed in {"flash": 300.0, "sdpa": 200.0, "flex": 150.0}.items()
+    ]
+    assert [row["forward"]["of_fastest_peer"] for row in with_ratios(rows)] == [1.5, 1.0, 0.75]
+
+
+def test_what_grows_too_slow_is_not_waited_for():
+    def row(length: int, step_s: float | None = None) -> dict:
+        return {"name": "a", "head_size": 8, "causal": True, "dropout": 0.0, "length": length} | (
+            {} if step_s is None else {"step_s": step_s}
+        )
+
+    patience = Patience(limit_s=1.0)
+    patience.check(row(4096))  # nothing is known yet
+    patience.learn([row(1024, 0.1)])
+    patience.check(row(2048))
+    with pytest.raises(TooSlow, match=r"one step took 0.1 s at 1024 tokens and may take 1.6 s here"):
+        patience.check(row(4096))
+    patience.learn([row(2048, 0.2)])  # linear, it turns out
+    patience.check(row(8192))
+    with pytest.raises(TooSlow):
+        patience.check(row(16384))
+
+
+def test_the_crossing_lies_between_the_lengths_that_enclose_it():
+    assert overtakes([(128, 0.5), (512, 2.0)]) == pytest.approx(256)
+    assert overtakes([(128, 0.5), (256, None), (512, 1.0)]) == pytest.approx(512)
+    assert overtakes([(128, 2.0), (512, 0.5), (2048, 2.0)]) == pytest.approx(1024)  # the last time counts
+    assert overtakes([(128, 0.2), (512, 0.5)]) is None
+    assert overtakes([(128, 2.0), (512, 4.0)]) is None
+
+
+def test_a_package_is_called_with_its_own_layout_and_refused_dropout_it_lacks(monkeypatch):
+    problem = Problem(B=2, H=3, T=16, D=8, causal=True, dropout=0.0, dtype=torch.float32, device=CPU)
+    called: dict = {}
+
+    class Package:
+        @staticmethod
+        def flash_attn_func(q, k, v, **options):
+            called.update(options, shape=q.shape)
+            return q + k + v, None
+
+    monkeypatch.setattr("bench.peers.import_module", lambda name: Package)
+    q, k, v, _ = problem.tensors()
+    out = from_package("flash_attn_interface", has_dropout=False)(problem)(q, k, v)
+    assert torch.equal(out, q + k + v)
+    assert called == {"causal": True, "softmax_scale": pytest.approx(8**-0.5), "shape": (2, 16, 3, 8)}
+    with pytest.raises(UnsupportedAttention, match="flash_attn_interface has no dropout"):
+        from_package("flash_attn_interface", has_dropout=False)(Problem(**(vars(problem) | {"dropout": 0.1})))
+
+
+@pytest.mark.parametrize(("argument", "value"), [("--lengths", "0"), ("--tokens", "x"), ("--dropout", "1.5")])
+def test_nonsense_is_refused_with_the_argument_s_name(argument, value, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([argument, value])
+    assert f"argument {argument}: " in capsys.readouterr().err
+
+
+def test_selections_do_not_overwrite_the_whole_result():
+    names = [bench.attention.parse(a).out.stem for a in ([], ["--quick"], ["--only", "flash"], ["--tokens", "64"])]
+    assert names[0] == names[1]
+    assert names[2] == names[3] == f"{names[0]}-selection"

@@ -1,0 +1,77 @@
+"""Times that can be compared, and what stands beside them."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+
+from bench.measure import MIN_SAMPLES, ROOT, Timing, environment, interleaved, slug, write
+
+CPU = torch.device("cpu")
+
+
+def test_contestants_take_turns():
+    order: list[str] = []
+
+    def call(name: str) -> None:
+        order.append(name)
+        time.sleep(0.001)
+
+    timings = interleaved({name: lambda name=name: partial(call, name) for name in ("a", "b")}, CPU, seconds=0.02)
+    assert all(isinstance(t, Timing) and t.ms >= 1 for t in timings.values())
+    timed = "".join(order)[4:]  # after two calls each that decide how often to measure
+    assert timed.startswith("a")
+    assert sum(x != y for x, y in pairwise(timed)) >= 5
+
+
+def test_preparation_is_not_timed():
+    def prepare():
+        time.sleep(0.02)
+        return lambda: None
+
+    timing = interleaved({"a": prepare}, CPU, seconds=0.01)["a"]
+    assert isinstance(timing, Timing)
+    assert timing.samples == MIN_SAMPLES
+    assert timing.ms < 1
+
+
+def test_one_that_fails_drops_out_and_the_others_go_on():
+    def fail():
+        raise torch.OutOfMemoryError("too much")
+
+    timings = interleaved({"a": lambda: fail, "b": lambda: lambda: None}, CPU, seconds=0.001)
+    assert isinstance(timings["a"], torch.OutOfMemoryError)
+    assert isinstance(timings["b"], Timing)
+
+
+def test_one_outlier_does_not_move_the_result():
+    timing = Timing.of([1.0, 1.1, 0.9, 1.0, 50.0])
+    assert (timing.ms, timing.samples) == (1.0, 5)
+    assert 0.9 <= timing.low <= timing.ms <= timing.high <= 1.1
+
+
+def test_environment_names_what_a_result_depends_on():
+    found = environment(CPU, packages=["numpy", "no-such-package"])
+    assert found["versions"]["torch"] == torch.__version__
+    assert "numpy" in found["versions"]
+    assert "no-such-package" not in found["versions"]
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert found["git"]["commit"] == (head.stdout.strip() if head.returncode == 0 else None)
+
+
+@pytest.mark.parametrize(("device", "name"), [("NVIDIA H200", "nvidia-h200"), ("AMD EPYC (2)", "amd-epyc-2")])
+def test_devices_become_file_names(device, name):
+    assert slug(device) == name
+
+
+def test_writing_replaces_a_file_whole(tmp_path):
+    path = tmp_path / "new" / "result.json"
+    write(path, "old")
+    write(path, "new")
+    assert path.read_text() == "new"
+    assert list(path.parent.iterdir()) == [path]
