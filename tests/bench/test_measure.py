@@ -22,7 +22,7 @@ def test_contestants_take_turns():
         order.append(name)
         time.sleep(0.001)
 
-    timings = interleaved({name: lambda name=name: partial(call, name) for name in ("a", "b")}, CPU, seconds=0.02)
+    timings = interleaved({name: partial(partial, call, name) for name in ("a", "b")}, CPU, seconds=0.02)
     assert all(isinstance(t, Timing) and t.ms >= 1 for t in timings.values())
     timed = "".join(order)[4:]  # after two calls each that decide how often to measure
     assert timed.startswith("a")
