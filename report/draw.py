@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -204,9 +205,12 @@ def short_length(n: float) -> str:
 
 
 def legend_columns(labels: Sequence[str]) -> int:
-    """How many fit beside each other."""
-    longest = max((len(label) for label in labels), default=0)
-    return 4 if longest < 14 else 3 if longest < 20 else 2
+    """How many columns fit beside each other, each as wide as its longest label."""
+    for columns in range(min(5, len(labels)), 1, -1):
+        longest = [max(map(len, column)) for column in np.array_split(labels, columns)]  # as matplotlib fills them
+        if sum(0.63 * SIZE * characters + 3.6 * SIZE for characters in longest) <= 72 * WIDTH:
+            return columns
+    return 1
 
 
 def height_for(labels: Sequence[str]) -> float:

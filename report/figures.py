@@ -86,9 +86,8 @@ def _length_charts(family: Family, reference: str) -> list[Chart]:
         add(
             "memory",
             "Memory of one attention layer" if attention_only else "Peak memory",
-            "Marks are measured, dashes predicted from the shortest lengths: linear for tiles, quadratic where scores "
-            "are kept."
-            + (" Counted are the attention's own allocations, not the process's." if attention_only else ""),
+            "Marks are measured, dashes predicted from the two shortest lengths: linear for tiles, quadratic where "
+            "scores are kept." + (" The attention's own allocations, not the process's." if attention_only else ""),
             draw_memory,
         )
     if any(point.tokens_per_s for point in every):

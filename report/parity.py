@@ -213,7 +213,7 @@ def _how_close(judgements: Sequence[Judgement], reference: str) -> str:
         parts.append(f"the final {_LOSSES[worst.metric]} differs by at most {_explained(worst, reference)}")
     probes = [j.probe.ratio for j in judgements if j.probe]
     if probes:
-        parts.append(f"at the same weights it is off by {times(max(probes))} {reference}'s own rounding")
+        parts.append(f"at the same weights the difference is {times(max(probes))} {reference}'s own rounding")
     return _words(parts)
 
 

@@ -101,33 +101,28 @@ def quadratic(run: Run) -> bool:
 
 
 def predicted_memory(family: Family, label: str) -> list[tuple[int, float]]:
-    """(seq_len, GiB) at every length of the family, from the shortest ones measured.
+    """(seq_len, GiB) at every length of the family, from the two shortest that were measured; empty where that is all.
 
-    Peak memory is taken to be constant + a * tokens + b * scores, tokens = B T and scores = B T^2: the constant is
-    16 bytes a parameter, a and b follow from the two shortest lengths, and b is 0 for tiles, where one length is
-    enough. Empty where there are not enough. Where the attention alone was measured, the constant is 0.
+    tiles    constant + a * tokens, of B T tokens
+    scores   constant + a * tokens + b * tokens * T: the constant is 16 bytes a parameter, or nothing where the
+             attention alone was measured
     """
     measured = [point for point in points(family)[label] if point.memory_gib is not None]
-    run = next(run for run in family.runs if run.label == label)
-    needed = 2 if quadratic(run) else 1
-    if len(measured) <= needed:
+    if len(measured) < 3:
         return []
-    static = 0.0
-    if not attention_alone([run]):
-        static = STATIC_BYTES_PER_PARAMETER * float(run.summary.get("parameters") or 0) / GIB
-    first, second = measured[0], measured[1]
-    tokens, second_tokens = (point.sequences * point.seq_len for point in (first, second))
-    known, second_known = (max(0.0, (point.memory_gib or 0.0) - static) for point in (first, second))
-    if needed == 2:
-        # known = a tokens + b tokens T at both lengths, neither a nor b negative.
-        per_token, second_per_token = known / tokens, second_known / second_tokens
-        b = max(0.0, (second_per_token - per_token) / (second.seq_len - first.seq_len))
-        b = min(b, per_token / first.seq_len)
-        a = second_per_token - b * second.seq_len
+    run = next(run for run in family.runs if run.label == label)
+    (tokens, gib), (more_tokens, more_gib) = ((p.sequences * p.seq_len, p.memory_gib or 0.0) for p in measured[:2])
+    if quadratic(run):
+        parameters = 0.0 if attention_alone([run]) else float(run.summary.get("parameters") or 0)
+        constant = min(STATIC_BYTES_PER_PARAMETER * parameters / GIB, gib)
+        per_token, more_per_token = (gib - constant) / tokens, (more_gib - constant) / more_tokens
+        b = max(0.0, (more_per_token - per_token) / (measured[1].seq_len - measured[0].seq_len))
+        a = per_token - b * measured[0].seq_len
     else:
-        a, b = known / tokens, 0.0
-    shapes = {group.seq_len: group.runs[0].sequences for group in family.groups}
-    return [(T, static + B * T * (a + b * T)) for T, B in sorted(shapes.items())]
+        a = (more_gib - gib) / (more_tokens - tokens) if more_tokens != tokens else 0.0
+        b, constant = 0.0, gib - a * tokens
+    shapes = sorted((group.seq_len, group.runs[0].sequences * group.seq_len) for group in family.groups)
+    return [(seq_len, constant + a * tokens + b * tokens * seq_len) for seq_len, tokens in shapes]
 
 
 def crossovers(family: Family, reference: str = "naive") -> list[Crossover]:

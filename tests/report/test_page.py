@@ -29,6 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed in (1, 2):
         for attention in ("naive", "tiled", "sdpa", "flash"):
             write_run(folder / f"parity-{attention}-{seed}", attention, seed, steps=200)
+    for block in (16, 128):
+        tiles = {"attention.block_q": block, "attention.block_k": block}
+        write_run(folder / f"tiles-{block}", "tiled", 1, steps=200, overrides=tiles)
     for seq_len in (512, 1024):
         oom = seq_len == 1024
         status, stop = ("out_of_memory", 0) if oom else ("completed", None)

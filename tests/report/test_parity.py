@@ -75,7 +75,7 @@ def test_a_single_seed_gives_no_band_and_the_verdict_says_so(tmp_path: Path) -> 
     verdict = sweep(tmp_path, (1,))
     assert verdict.holds is None
     assert "no band could be measured from a single seed of naive" in verdict.sentence
-    assert "at the same weights it is off by" in verdict.sentence
+    assert "at the same weights the difference is" in verdict.sentence
     assert sweep(tmp_path / "wrong", (1,), error="scale").holds is False  # the probe needs no band
 
 

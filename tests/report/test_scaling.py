@@ -59,10 +59,21 @@ def test_nothing_is_predicted_from_too_few_lengths(tmp_path: Path) -> None:
 
 
 def test_the_attention_alone_has_no_share_of_weights(tmp_path: Path) -> None:
-    for seq_len in (512, 1024, 2048):
-        memory = {"peak": {"memory/peak_allocated_gib": seq_len / 4096}, "memory_source": "attention"}
-        write_run(tmp_path / str(seq_len), "tiled", steps=10, seq_len=seq_len, batch_size=1, summary=memory)
-    assert dict(predicted_memory(only_family(tmp_path), "tiled"))[2048] == pytest.approx(0.5)
+    """3 + 2 T KiB with tiles, and T^2 / 2 KiB of scores on top without."""
+    for seq_len in (128, 256, 512, 1024):
+        for attention, kib in (("tiled", 3 + 2 * seq_len), ("naive", 2 * seq_len + seq_len**2 / 2)):
+            memory = {"peak": {"memory/peak_allocated_gib": kib / 2**20}, "memory_source": "attention"}
+            folder = tmp_path / f"{attention}-{seq_len}"
+            write_run(folder, attention, steps=10, seq_len=seq_len, batch_size=1, summary=memory)
+    family = only_family(tmp_path)
+    assert dict(predicted_memory(family, "tiled"))[1024] * 2**20 == pytest.approx(3 + 2 * 1024)
+    assert dict(predicted_memory(family, "naive"))[1024] * 2**20 == pytest.approx(2 * 1024 + 1024**2 / 2)
+
+
+def test_memory_at_equal_tokens_is_predicted_constant_for_tiles(tmp_path: Path) -> None:
+    for seq_len in (256, 512, 1024):
+        write_run(tmp_path / str(seq_len), "flash", steps=10, seq_len=seq_len, batch_size=4096 // seq_len, peak_gib=5.0)
+    assert predicted_memory(only_family(tmp_path), "flash") == [(256, 5.0), (512, 5.0), (1024, 5.0)]
 
 
 def test_out_of_memory_is_a_data_point(tmp_path: Path) -> None:
