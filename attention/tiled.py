@@ -89,16 +89,16 @@ def forward(
     T, S = q.shape[2], k.shape[2]
     q, k, v = grouped(q, k.shape[1]), k.unsqueeze(2), v.unsqueeze(2)
     dtype = accumulator(q.dtype)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:-1], dtype=dtype)
 
     for rows in tiles(0, T, block_q):
         b_q = cut(q, rows)
         # m, l, acc: the running maximum, sum of exp(s - m) and sum of exp(s - m) v. The maximum starts at the lowest
         # finite number, not at -inf, so that rows that see nothing compute exp(-inf - m) = 0 and never a NaN.
-        m = torch.full((*b_q.shape[:-1], 1), torch.finfo(dtype).min, dtype=dtype, device=q.device)
+        m = b_q.new_full((*b_q.shape[:-1], 1), torch.finfo(dtype).min, dtype=dtype)
         l = torch.zeros_like(m)
-        acc = torch.zeros(b_q.shape, dtype=dtype, device=q.device)
+        acc = b_q.new_zeros(b_q.shape, dtype=dtype)
 
         for columns in tiles(0, key_stop(rows, T, S, causal), block_k):
             b_k, b_v = cut(k, columns), cut(v, columns)
@@ -140,8 +140,8 @@ def backward(
     q, dout, out, lse = (grouped(x, H_kv) for x in (q, dout, out, lse))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     dtype = accumulator(q.dtype)
-    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    dq = q.new_zeros(q.shape, dtype=dtype)
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
 
     # delta = rowsum(dP * P) = rowsum(dout * out): what the softmax's Jacobian subtracts. Dropout leaves it valid.
     delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1, keepdim=True)  # (B, H_kv, G, T, 1)
@@ -150,10 +150,7 @@ def backward(
 
     for columns in tiles(0, S, block_k):
         b_k, b_v = cut(k, columns), cut(v, columns)
-        b_dk, b_dv = (
-            torch.zeros(b_k.shape, dtype=dtype, device=k.device),
-            torch.zeros(b_v.shape, dtype=dtype, device=v.device),
-        )
+        b_dk, b_dv = b_k.new_zeros(b_k.shape, dtype=dtype), b_v.new_zeros(b_v.shape, dtype=dtype)
 
         for rows in tiles(query_start(columns, T, S, causal, block_q), T, block_q):
             b_q, b_dout = cut(q, rows), cut(dout, rows)
@@ -229,11 +226,9 @@ backward_op = torch.library.custom_op("attention::tiled_backward", backward, mut
 
 @forward_op.register_fake
 def _(q, k, v, key, causal, scale, dropout, block_q, block_k, ablate):
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
-        q.shape[:-1], dtype=accumulator(q.dtype)
-    )
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulator(q.dtype))
 
 
 @backward_op.register_fake
 def _(dout, q, k, v, out, lse, key, causal, scale, dropout, block_q, block_k):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
