@@ -1,0 +1,224 @@
+"""A resumed run is bitwise the run that was never interrupted, however it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import cli
+import train as train_module
+from config import ConfigError, register
+from training import launcher
+from training.checkpoint import CheckpointError, load_checkpoint, newest_valid
+from training.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+STEPS = 60
+# Dropout of both kinds, three micro-batches a step, and 61 steps to four epochs: every interruption is in mid-epoch.
+OVERRIDES = [
+    "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
+    "model.n_layers=2", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",
+    "training.batch_size=4", "training.batch_tokens=384", f"training.steps={STEPS}", "schedule.warmup_steps=5",
+    "training.log_every=1", "training.eval_every=7", "training.eval_batches=2", "training.checkpoint_every=9",
+    "training.sample_tokens=0",
+]  # fmt: skip
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), *overrides]
+
+
+def train(*overrides: str) -> None:
+    """What the command does, in this process and folder; the folder of the run has to be known."""
+    arguments = cli.prepare(list(overrides))
+    cfg = cli.composed(arguments)
+    assert train_module.train(cli.to_config(cfg), Path(cfg.hydra.run.dir), arguments) == 0
+
+
+def losses(run: Path) -> list[tuple[int, float | None, float | None]]:
+    return [
+        (line["step"], line.get("train/loss"), line.get("val/loss")) for line in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def final_state(run: Path) -> dict[str, Tensor]:
+    path, _ = newest_valid(run / "checkpoints")
+    state = load_checkpoint(path)
+    moments = {f"{i}.{name}": value for i, slot in state["moments"].items() for name, value in slot.items()}
+    return {**state["model"], **moments}
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    assert losses(run) == losses(reference)
+    assert len(losses(run)) == STEPS + 1
+    ours, theirs = final_state(run), final_state(reference)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert summary(run)["status"] == "completed"
+    assert summary(run)["best_val_loss"] == summary(reference)["best_val_loss"]
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, and in `whole` a run that was never interrupted."""
+    folder = tmp_path_factory.mktemp("resume")
+    text = Path(os.__file__).read_text()[:27_000]
+    (folder / "text.txt").write_text(text)
+    subprocess.run(command(*OVERRIDES, "hydra.run.dir=whole"), cwd=folder, check=True, timeout=120)
+    return folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, number: signal.Signals) -> None:
+    run = where / number.name
+    process = subprocess.Popen(command(*OVERRIDES, f"hydra.run.dir={run.name}"), cwd=where, stderr=subprocess.DEVNULL)
+    while len(read_metrics(run / "metrics.jsonl")) < 14:
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(number)
+    status = process.wait(60)
+    path, _ = newest_valid(run / "checkpoints")
+    stopped = int(path.name.removeprefix("step-"))
+    if number is signal.SIGKILL:
+        assert status == -number
+        assert stopped % 9 == 0
+    else:
+        assert status == 128 + number
+        assert (summary(run)["status"], summary(run)["step"]) == ("interrupted", stopped)
+        assert losses(run)[-1][0] == stopped
+    assert 9 <= stopped < STEPS
+
+    again = command("resume=auto", f"hydra.run.dir={run.name}")
+    done = subprocess.run(again, cwd=where, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"going on from {run.name}/checkpoints/{path.name}" in done.stdout
+    assert_same_run(run, where / "whole")
+
+
+@pytest.fixture
+def runs(where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """outputs/older and outputs/newer, copies of the complete run, below the working directory."""
+    register()
+    launcher.register()
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(where / "text.txt", tmp_path)
+    for age, name in ((100, "older"), (50, "newer")):
+        shutil.copytree(where / "whole", tmp_path / "outputs" / name, symlinks=True)
+        os.utime(tmp_path / "outputs" / name / "checkpoints", (time.time() - age,) * 2)
+    return tmp_path / "outputs"
+
+
+def resumed(*arguments: str) -> str:
+    """The run folder that these arguments go on in."""
+    folder = next(a for a in cli.prepare(list(arguments)) if a.startswith("hydra.run.dir="))
+    return folder.removeprefix("hydra.run.dir=").strip("'")
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def damage(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+
+
+def test_auto_takes_the_newest_run_with_a_valid_checkpoint(runs: Path) -> None:
+    assert resumed("resume=auto") == "outputs/newer"
+    (runs / "newest" / "checkpoints").mkdir(parents=True)
+    assert resumed("resume=auto") == "outputs/newer"
+    for checkpoint in (runs / "newer" / "checkpoints").glob("step-*"):
+        damage(checkpoint)
+    assert resumed("resume=auto") == "outputs/older"
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = Path("outputs/newer/checkpoints") / f"step-{STEPS:08d}"
+    damage(newest)
+    train("resume=auto")
+    assert f"{newest} is damaged" in capsys.readouterr().out
+    assert_same_run(runs / "newer", runs / "older")
+
+
+def test_resuming_takes_the_recorded_overrides_and_the_new_ones(runs: Path) -> None:
+    train("resume=auto", "training.steps=63", "attention=tiled")
+    recorded = summary(runs / "newer")
+    assert (recorded["step"], recorded["attention"], recorded["config"]["seq_len"]) == (63, "tiled", 32)
+    assert [step for step, *_ in losses(runs / "newer")] == list(range(64))
+    assert losses(runs / "newer")[: STEPS + 1] == losses(runs / "older")
+
+
+def test_a_complete_run_is_left_as_it_is(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(runs)
+    train("resume=outputs/older")
+    assert "outputs/older is complete with 60 steps" in capsys.readouterr().out
+    assert contents(runs) == before
+
+
+def test_a_text_that_has_changed_is_refused(runs: Path) -> None:
+    Path("text.txt").write_text("Another text. " * 2000)
+    with pytest.raises(ConfigError, match="The text of data=text has changed"):
+        train("resume=outputs/older", "training.steps=61")
+
+
+def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(runs: Path) -> None:
+    for checkpoint in (runs / "newer" / "checkpoints").glob("step-*"):
+        damage(checkpoint)
+    for arguments in (["resume=outputs/newer"], ["resume=auto", "hydra.run.dir=outputs/newer"]):
+        with pytest.raises(CheckpointError, match="is damaged"):
+            cli.prepare(arguments)
+
+
+def test_auto_begins_anew_in_a_folder_without_a_checkpoint(runs: Path) -> None:
+    run = Path("outputs/killed-early")
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 0, "val/loss": 9.0}\n')
+    train(*OVERRIDES, "training.steps=8", "schedule=constant", "resume=auto", f"hydra.run.dir={run}")
+    assert len(losses(run)) == 9
+    assert losses(run)[0] == losses(runs / "newer")[0]
+
+
+@pytest.mark.parametrize("override", ["model.n_layers=3", "seq_len=16", "data.tokenizer=bpe", "data.max_tokens=5000"])
+def test_another_model_or_other_data_are_refused_and_leave_the_run_alone(runs: Path, override: str) -> None:
+    before = contents(runs)
+    with pytest.raises(ConfigError, match=f"{override} differs from the run's"):
+        cli.prepare(["resume=auto", override])
+    assert contents(runs) == before
+
+
+def test_a_folder_that_holds_a_run_is_not_used_for_another(runs: Path) -> None:
+    with pytest.raises(ConfigError, match="outputs/older already holds a run; add resume=auto"):
+        cli.prepare(["hydra.run.dir=outputs/older"])
+
+
+def test_a_run_that_is_still_going_on_is_not_resumed(runs: Path) -> None:
+    script = (
+        "import cli, pathlib, time\nwith cli.held(pathlib.Path('outputs/newer')): print(flush=True); time.sleep(60)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    holder = subprocess.Popen([sys.executable, "-c", script], cwd=runs.parent, env=environment, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout
+        holder.stdout.readline()
+        with pytest.raises(ConfigError, match="outputs/newer belongs to a run that is still going on"):
+            cli.prepare(["resume=auto"])
+    finally:
+        holder.kill()
+        holder.wait()
+    assert resumed("resume=auto") == "outputs/newer"  # the lock dies with its holder
