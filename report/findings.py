@@ -19,7 +19,10 @@ def _costs(every: list[Point], reference: str, whose: str) -> list[str]:
     theirs = next((point for point in every if point.label == reference), None)
     sentences = []
     for point in every:
-        if theirs is None or point is theirs or not (point.tokens_per_s and theirs.tokens_per_s):
+        # Variants (tile sizes, a line left out) have a table of their own.
+        if theirs is None or point is theirs or " " in point.label:
+            continue
+        if not (point.tokens_per_s and theirs.tokens_per_s):
             continue
         memory = ""
         if point.memory_gib and theirs.memory_gib:
