@@ -1,0 +1,196 @@
+"""The whole recipe: one command, its run folder, how it ends, and that runs do not touch each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train as train_module
+from attention import AttentionConfig, build_attention
+from config import Config
+from data import DataConfig
+from data.tokenizers import bytes_tokenizer
+from errors import UserError
+from model.gpt import GPT, GPTConfig
+from model.gpt2_weights import export_gpt2
+from training.loop import OutOfMemory
+from training.metrics import read_metrics
+from training.optimizer import ScheduleConfig
+from training.step import NonFiniteError, Trainer, TrainingConfig
+from training.tracking import TrackingConfig, TrackingMode
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A run of seconds, on real text, below the working directory."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(os.__file__, "text.txt")
+    return Config(
+        seq_len=32,
+        device="cpu",
+        attention=AttentionConfig(dropout=0.1),
+        model=GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1),
+        data=DataConfig(name="text", path="text.txt", cache="cache"),
+        schedule=ScheduleConfig(warmup_steps=2),
+        training=TrainingConfig(
+            steps=8, batch_size=4, log_every=2, eval_every=4, eval_batches=2, checkpoint_every=3, sample_tokens=10
+        ),
+        tracking=TrackingConfig(mode=TrackingMode.disabled),
+    )
+
+
+def run(config: Config, name: str) -> Path:
+    folder = Path(name)
+    folder.mkdir()
+    assert train_module.train(config, folder, ["seed=1"]) == 0
+    return folder
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def losses(folder: Path) -> list[tuple[int, Any, Any]]:
+    return [
+        (line["step"], line.get("train/loss"), line.get("val/loss")) for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def test_one_command_trains_on_real_text_and_says_where_everything_is(tmp_path: Path) -> None:
+    small = ["data.max_tokens=200000", "seq_len=32", "model.n_layers=2", "model.n_embd=64", "training.steps=120"]
+    quick = ["training.eval_every=60", "training.eval_batches=4", "schedule.warmup_steps=10", "tracking=disabled"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", *small, *quick], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("outputs/*/*-naive")
+    assert f"run folder  {folder.relative_to(tmp_path)}" in done.stdout
+    assert "step 120/120  loss" in done.stdout
+    assert "tokens/s" in done.stdout
+    assert "device=cpu (auto)  precision=fp32 (auto)" in done.stdout or torch.cuda.is_available()
+    first, middle, last = (line["val/loss"] for line in read_metrics(folder / "metrics.jsonl") if "val/loss" in line)
+    assert first > middle > last
+    assert last < 3.2
+    assert {"metrics.jsonl", "summary.json", "loss.png", "checkpoints", ".hydra"} <= {p.name for p in folder.iterdir()}
+    # A text of its own making stands between the last step and the run folder.
+    made_up = done.stdout.split("tokens/s")[-1].split("run folder")[0]
+    assert len(made_up) > 100
+
+
+def test_the_summary_tells_how_the_run_went(config: Config) -> None:
+    folder = run(config, "run")
+    told, lines = summary(folder), read_metrics(folder / "metrics.jsonl")
+    evaluated = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
+    assert set(evaluated) == {0, 4, 8}
+    assert (told["status"], told["message"]) == ("completed", None)
+    assert (told["step"], told["steps"], told["tokens"]) == (8, 8, 8 * 4 * 32)
+    assert told["train_loss"] == lines[-1]["train/loss"]
+    assert told["val_loss"] == evaluated[8]
+    assert told["best_val_loss"] == min(evaluated.values())
+    assert evaluated[told["best_val_step"]] == told["best_val_loss"]
+    assert (told["attention"], told["overrides"]) == ("naive", ["seed=1"])
+    assert told["config"]["training"]["precision"] == "auto"
+    assert told["precision"] == "fp32"
+    assert told["device"]["type"] == "cpu"
+    assert told["median"]["throughput/tokens_per_s"] > 0
+    assert told["wall_time_s"] >= lines[-1]["throughput/elapsed_s"] > 0
+    assert told["memory_source"] == "attention"
+    scores = 4 * 2 * 32 * 32 * 4  # bytes of (B, H, T, T) in fp32
+    assert 2 * scores < told["peak"]["memory/peak_allocated_gib"] * 2**30 < 20 * scores
+    assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"step-00000006", "step-00000008", "best"}
+
+
+def test_nothing_carries_over_from_one_run_of_a_process_to_the_next(config: Config) -> None:
+    alone = run(config, "alone")
+    run(replace(config, seed=99, attention=AttentionConfig(name="tiled", dropout=0.2)), "between")
+    torch.manual_seed(5)
+    assert losses(run(config, "again")) == losses(alone)
+
+
+def test_running_out_of_memory_is_told_in_the_summary(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Trainer.update
+
+    def full(self: Trainer, step: int, batches: Any) -> Any:
+        if step == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1024.00 GiB.")
+        return update(self, step, batches)
+
+    monkeypatch.setattr(Trainer, "update", full)
+    with pytest.raises(OutOfMemory, match="does not fit the memory of cpu"):
+        run(config, "run")
+    told = summary(Path("run"))
+    assert (told["status"], told["step"]) == ("out_of_memory", 4)
+    assert "attention=tiled" in told["message"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Trainer.update
+
+    def poisoned(self: Trainer, step: int, batches: Any) -> Any:
+        if step == 6:
+            self.model.ln_f.register_forward_hook(lambda *arguments: arguments[-1] * torch.nan)
+        return update(self, step, batches)
+
+    monkeypatch.setattr(Trainer, "update", poisoned)
+    with pytest.raises(NonFiniteError, match=r"Step 7 was not finite \(loss nan"):
+        run(config, "run")
+    told = summary(Path("run"))
+    assert (told["status"], told["step"]) == ("failed", 6)
+    assert told["message"].startswith("Step 7 was not finite")
+    assert sorted(path.name for path in Path("run/checkpoints").glob("step-*")) == ["step-00000003", "step-00000006"]
+
+
+def test_a_fault_of_the_program_is_told_too(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(Trainer, "update", broken)
+    with pytest.raises(ZeroDivisionError):
+        run(config, "run")
+    assert (summary(Path("run"))["status"], summary(Path("run"))["message"]) == ("failed", "ZeroDivisionError('oh')")
+
+
+def test_init_from_starts_with_the_weights_of_a_gpt2(config: Config) -> None:
+    config.model = GPTConfig(n_layers=2, n_heads=2, n_embd=32, bias=True)
+    config.training = replace(config.training, steps=1, eval_every=1, checkpoint_every=0, sample_tokens=0)
+    torch.manual_seed(123)
+    export_gpt2(GPT(config.model, bytes_tokenizer().n_vocab, 32, build_attention(AttentionConfig())), Path("weights"))
+    with_weights = replace(config, init_from="weights")
+    first, second = (losses(run(replace(with_weights, seed=seed), f"from-{seed}"))[0] for seed in (1, 2))
+    assert first == second
+    assert losses(run(config, "fresh"))[0] != first
+    with pytest.raises(UserError, match=r"init_from=weights.*model.n_layers=2"):
+        run(replace(with_weights, model=replace(config.model, n_layers=3)), "other")
+
+
+def test_two_ranks_train_like_one_with_the_same_global_batch(tmp_path: Path) -> None:
+    shutil.copy(os.__file__, tmp_path / "text.txt")
+    overrides = ["data=text", "data.path=text.txt", "data.cache=cache", "device=cpu", "tracking=disabled", "seq_len=32"]
+    overrides += ["model.n_layers=2", "model.n_embd=32", "attention.dropout=0.1", "training.batch_tokens=256"]
+    overrides += ["training.steps=6", "schedule.warmup_steps=2", "training.log_every=1", "training.sample_tokens=0"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for name, arguments, batch_size in (("one", [], 4), ("two", torchrun, 2)):
+        own = [f"training.batch_size={batch_size}", f"hydra.run.dir={name}"]
+        command = [sys.executable, *arguments, str(ROOT / "train.py"), *overrides, *own]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one) == len(two) == 7
+    for (step, *ours), (same_step, *theirs) in zip(one, two, strict=True):
+        assert step == same_step
+        assert ours == [value and pytest.approx(value, abs=1e-5) for value in theirs]
+    assert summary(tmp_path / "two")["device"]["count"] == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "text.txt", "cache"}
