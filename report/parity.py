@@ -125,6 +125,8 @@ def _judge(group: Group, label: str, reference: str, references: Mapping[int, Ru
         missing.append(f"it shares no seed with {reference}")
     elif band is None:
         missing.append(f"no band could be measured from a single seed of {reference}")
+    elif curve is None or curve.ratio is None or final is None:
+        missing.append(f"it logged no loss at a step that {reference} of the same seed logged too")
     if curve and curve.agrees is False:
         objections.append(
             f"its training loss is {curve.largest:.2g} from {reference}'s of the same seed at step {curve.step}, "

@@ -168,6 +168,16 @@ def test_seeds_that_the_reference_did_not_run_with_are_not_compared(tmp_path: Pa
     assert "shares no seed with naive" in verdict.sentence
 
 
+def test_without_losses_to_compare_a_good_probe_is_not_enough(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"naive-{seed}", "naive", seed)
+        folder = write_run(tmp_path / f"flash-{seed}", "flash", seed)
+        edit(folder, lambda line: {key: value for key, value in line.items() if not key.endswith("/loss")})
+    verdict = judge(find_runs([tmp_path]).runs)
+    assert verdict.holds is None
+    assert "logged no loss" in verdict.sentence
+
+
 def test_dropout_that_draws_its_own_masks_is_not_judged(tmp_path: Path) -> None:
     dropout = {"attention.dropout": 0.1}
     for seed in (1, 2):
