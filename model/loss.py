@@ -22,7 +22,7 @@ IGNORE_INDEX = -100
 
 # Rows of logits that exist at once: enough to fill the GPU with tiles of the three matrix products, which are as
 # narrow as the model.
-CHUNK_ROWS = 8192
+CHUNK_ROWS = 4096
 # Fewer classes than this make logits no larger than a block's activations, and plain code is as fast.
 LARGE_VOCABULARY = 8192
 
@@ -32,7 +32,7 @@ class LossKind(Enum):
 
     auto = "auto"  # chunked on a GPU for vocabularies of 8,192 tokens and more, else plain
     plain = "plain"  # all logits in memory, in fp32
-    chunked = "chunked"  # the logits of 8,192 tokens at a time, in the precision of the matrix products
+    chunked = "chunked"  # the logits of 4,096 tokens at a time, in the precision of the matrix products
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, kind: LossKind) -> Tensor:
