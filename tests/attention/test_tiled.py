@@ -49,21 +49,25 @@ def test_result_is_independent_of_tile_size_with_dropout_on(blocks, T, S):
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("T", "S", "causal", "visited"), [(64, 64, True, 10), (64, 64, False, 16), (32, 64, True, 7), (64, 32, True, 3)]
-)
-def test_tiles_above_the_diagonal_are_never_visited(monkeypatch, T, S, causal, visited):
-    tiles = []
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("T", "S"), [(64, 64), (32, 64), (64, 32), (50, 79), (79, 50)])
+def test_tiles_above_the_diagonal_are_never_visited_and_others_once_in_each_pass(monkeypatch, T, S, causal):
+    visited = []
     original = attention.tiled.score_tile
 
     def spy(b_q, b_k, rows, columns, *rest):
-        tiles.append((rows, columns))
+        visited.append((rows[0], columns[0]))
         return original(b_q, b_k, rows, columns, *rest)
 
     monkeypatch.setattr(attention.tiled, "score_tile", spy)
-    gradients(lambda q, k, v: tiled()(q, k, v, causal=causal), *Case(1, 1, 1, T, S, 4).tensors(torch.float32))
-    assert len(tiles) == 2 * visited  # forward and backward
-    assert len(set(tiles)) == visited
+    gradients(lambda q, k, v: tiled(16, 32)(q, k, v, causal=causal), *Case(1, 1, 1, T, S, 4).tensors(torch.float32))
+    expected = [
+        (i, j)
+        for i in range(0, T, 16)
+        for j in range(0, S, 32)
+        if not causal or j <= min(i + 16, T) - 1 + S - T  # the last row sees the first column
+    ]
+    assert sorted(visited) == sorted(2 * expected)
 
 
 def test_only_inputs_output_and_log_sum_exp_are_kept_for_the_backward():
@@ -100,6 +104,14 @@ def test_activation_checkpointing_draws_the_same_mask_again():
     got = gradients(recomputed, q, k, v, dout)
     expected = gradients(lambda q, k, v: attend(q, k, v, dropout_key=KEY), q, k, v, dout)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_gradients_keep_their_precision_in_a_backward_pass_under_autocast():
+    q, k, v, dout = (x.requires_grad_() for x in Case(1, 2, 1, 40, 40, 16).tensors(torch.float32))
+    expected = torch.autograd.grad(tiled()(q, k, v), (q, k, v), dout)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(tiled()(q, k, v), (q, k, v), dout)
+    assert all(map(torch.equal, got, expected))
 
 
 def test_compiles_to_one_operation_that_a_new_key_does_not_recompile():
