@@ -27,7 +27,8 @@ from training.attention_memory import limit_cpu_memory
 from training.checkpoint import load_checkpoint, newest_valid, read_manifest
 from training.device import Precision, World, joined, resolve_device, resolve_precision
 from training.loop import Interruption, explained_memory, fit
-from training.meters import StepMeter
+from training.meters import StepMeter, device_name
+from training.peaks import describe_peak
 from training.record import Bystander, Origin, Record
 from training.step import Trainer
 
@@ -70,7 +71,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
             origin = Origin(as_plain(config), overrides, data.manifest["identity"], shape)
             record = Record(folder, config.tracking, trainer, meter, origin, start, again=config.resume is not None)
         with record:
-            record.print(greeting(config, trainer))
+            record.print(greeting(config, trainer, meter))
             with explained_memory(trainer), interruption, Prefetcher(batches, device, start) as prefetched:
                 done = fit(
                     trainer,
@@ -144,14 +145,19 @@ def example(trainer: Trainer, data: PreparedData) -> str:
         return f"\n{''.join(pieces).strip()}\n"
 
 
-def greeting(config: Config, trainer: Trainer) -> str:
+def greeting(config: Config, trainer: Trainer, meter: StepMeter) -> str:
     """What runs where, with what `auto` chose."""
-    precision, auto = trainer.training.precision.value, " (auto)"
-    return (
-        f"attention={config.attention.name}  model={config.model.name}, {trainer.model.num_parameters():,} parameters  "
-        f"device={trainer.device}{auto * (config.device == 'auto')}  "
-        f"precision={precision}{auto * (config.training.precision.value == 'auto')}"
-    )
+    device, precision, auto = trainer.device, trainer.training.precision.value, " (auto)"
+    parts = [
+        f"attention={config.attention.name}",
+        f"model={config.model.name}: {trainer.model.num_parameters():,} parameters",
+        f"{meter.tokens_per_step:,} tokens a step",
+        f"device={device}{auto * (config.device == 'auto')}",
+        f"precision={precision}{auto * (config.training.precision is Precision.auto)}",
+    ]
+    if device.type == "cuda":
+        parts.append(f"MFU of {describe_peak(device_name(device), precision)}")
+    return "  ".join(parts)
 
 
 if __name__ == "__main__":
