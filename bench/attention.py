@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -270,7 +271,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what was asked for, print it, and write it with its figures."""
     args = parse(arguments)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)  # a file is as wide as the tables
     if args.plot_only:
         result = json.loads(args.plot_only.read_text())
         show(console, result["rows"], args.plot_only)

@@ -76,7 +76,7 @@ def tables(rows: Sequence[Row]) -> Iterator[Table | str]:
         title = f"head size {head_size}, {'causal' if causal else 'full'}, dropout {dropout:g}"
         yield f"\n{title}: TFLOP/s forward/backward"
         yield speed
-        yield f"{title}: MiB above the inputs, and the largest relative error"
+        yield f"{title}: MiB above the inputs, largest relative error"
         yield cost
 
 
