@@ -9,7 +9,6 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 
 from training.progress import duration
 from training.sweep import Job, too_long, varied
@@ -31,7 +30,7 @@ class SweepProgress:
     def __enter__(self) -> SweepProgress:
         done = sum(job.done for job in self.jobs)
         skipped = f", {done} of them done already" if done else ""
-        self.say(f"{len(self.jobs)} jobs{skipped}")
+        self.say(f"{len(self.jobs)} job{'s' if len(self.jobs) != 1 else ''}{skipped}")
         if self.console.is_terminal:
             self.bar.start()
         return self
@@ -83,7 +82,7 @@ class SweepProgress:
             loss = summary.get("val_loss") or summary.get("train_loss")
             return f"loss {float(loss):.4f}" if loss is not None else "completed"
         if job.done:
-            return "out of memory" if status == "out_of_memory" else "loss not finite, as may be without a line"
+            return "out of memory" if status == "out_of_memory" else "loss not finite, which is this ablation's result"
         if too_long(job, self.jobs):
             return "passed over: a shorter one ran out of memory"
         if job in self.codes:
@@ -100,9 +99,9 @@ class SweepProgress:
 
     def table(self) -> None:
         """What became of every job."""
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for heading in ("job", "overrides", "outcome", "run folder"):
-            table.add_column(heading, overflow="fold")
-        for job in self.jobs:
-            table.add_row(str(job.number), self.names[job.number], self.outcome(job), str(job.folder))
-        self.console.print(table, markup=False)
+        rows = [(str(job.number), self.names[job.number], self.outcome(job), str(job.folder)) for job in self.jobs]
+        rows.insert(0, ("job", "overrides", "outcome", "run folder"))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        self.say("")
+        for row in rows:
+            self.say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,97 @@
+"""What conf/experiment/ promises: the commands in its files, the launchers, and a sweep from the command line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import cli
+from config import register
+from training import launcher
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
+MULTI_GPU, SLURM = "hydra_plugins.process_launcher.ProcessLauncher", "hydra_plugins.hydra_submitit_launcher"
+
+
+@pytest.fixture(autouse=True)
+def schema() -> None:
+    register()
+    launcher.register()
+
+
+def commands(file: Path) -> list[list[str]]:
+    """The arguments of each `python train.py ...` in a file's comments."""
+    text = file.read_text().replace("\\\n#", " ")
+    lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("# python train.py ")]
+    return [shlex.split(line)[2:] for line in lines]
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
+def test_every_command_in_a_file_composes(file: Path) -> None:
+    assert f"experiment={file.stem}" in commands(file)[0]
+    for command in commands(file):
+        jobs = cli.jobs(command)
+        for job in (jobs[0], jobs[-1]):
+            cli.to_config(cli.composed(job))
+
+
+def test_a_length_changes_the_batch_and_not_the_tokens_of_a_step() -> None:
+    for name in ("crossover", "context_length"):
+        tokens = set()
+        for job in cli.jobs([f"experiment={name}"]):
+            config = cli.to_config(cli.composed(job))
+            tokens.add(config.training.batch_size * config.seq_len * config.training.micro_steps(config.seq_len, 1))
+        assert len(tokens) == 1
+
+
+def test_tiles_of_the_block_size_experiment_are_square() -> None:
+    configs = [cli.to_config(cli.composed(job)) for job in cli.jobs(["experiment=block_size"])]
+    assert [(c.attention.block_q, c.attention.block_k) for c in configs] == [(b, b) for b in (16, 32, 64, 128)]
+
+
+def test_a_launcher_per_gpu_composes() -> None:
+    composed = cli.composed(["experiment=parity", "hydra/launcher=gpus"]).hydra.launcher
+    assert (composed._target_, composed.gpus) == (MULTI_GPU, "all")
+
+
+def test_the_slurm_launcher_composes_where_its_plugin_is_installed() -> None:
+    if find_spec("hydra_plugins") is None or find_spec(SLURM) is None:
+        pytest.skip("hydra-submitit-launcher is not installed")
+    overrides = ["experiment=parity", "hydra/launcher=slurm", "hydra.launcher.partition=gpu", "tracking.group=parity"]
+    composed = cli.composed(overrides).hydra.launcher
+    assert composed._target_ == f"{SLURM}.submitit_launcher.SlurmLauncher"
+    assert (composed.gpus_per_node, composed.partition) == (1, "gpu")
+
+
+def test_a_sweep_is_one_command_and_is_not_repeated(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    small = [
+        *("model.n_layers=1", "model.n_heads=2", "model.n_embd=16", "seq_len=16", "device=cpu"),
+        *("data=text", f"data.path={tmp_path / 'text.txt'}", "data.tokenizer=bytes", "tracking.mode=disabled"),
+        *("training.steps=2", "training.eval_every=0", "schedule.warmup_steps=0", "parity.every=1"),
+    ]
+    command = [sys.executable, str(ROOT / "train.py"), "experiment=parity", "attention=tiled", "seed=1", *small]
+
+    def sweep() -> str:
+        done = subprocess.run(command + again, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    again: list[str] = []
+    printed = sweep()
+    (run,) = tmp_path.glob("multirun/*/*/0")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["attention"], summary["parity"]["checks"]) == ("completed", "tiled", 2)
+    assert summary["config"]["tracking"]["group"] == f"parity-{run.parts[-3]}-{run.parts[-2]}"
+    assert f"python compare.py {run.parent.relative_to(tmp_path)}" in printed
+
+    again = ["resume=auto"]
+    assert "1 job, 1 of them done already" in sweep()
+    assert list(tmp_path.glob("multirun/*/*/0")) == [run]
