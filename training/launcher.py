@@ -86,6 +86,8 @@ def forwarding(children: Children) -> Iterator[None]:
     try:
         yield
     finally:
+        for process, _ in children.running.values():  # none, unless something went wrong here
+            process.terminate()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -114,6 +116,9 @@ class ProcessLauncher(Launcher):
         jobs = [self.job(initial_job_idx + i, overrides, folder) for i, overrides in enumerate(wanted)]
         group = self.config.tracking.group or read_manifest(folder).get("group") or self.group(folder)
         write_manifest(folder, jobs, group)
+        for job in jobs:
+            if not job.done:
+                job.clear_the_way()
         children = Children()
         with SweepProgress(jobs) as progress, forwarding(children):
             self.run(jobs, group, children, progress)
@@ -130,7 +135,6 @@ class ProcessLauncher(Launcher):
                 if shorter:
                     progress.passed_over(job, shorter)
                     continue
-                job.clear_the_way()
                 device = free.pop(0)
                 children.running[job] = self.start(job, device, group), device
                 progress.started(job)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from errors import UserError
-from training.checkpoint import CheckpointError, newest_valid
 
 MANIFEST = "sweep.json"
 CONSOLE = "console.log"
@@ -92,10 +92,17 @@ class Job:
     def clear_the_way(self) -> None:
         """Remove what a run left that died before its first checkpoint, so that it can start again.
 
-        Raises SweepError where the folder holds another run than this job's.
+        Raises SweepError where the folder holds another run than this job's, or one that is still going on.
         """
         if not self.folder.exists():
             return
+        try:
+            with FileLock(self.folder / ".lock", timeout=0):
+                self._clear()
+        except Timeout:
+            raise SweepError(f"{self.folder} belongs to a run that is still going on; stop that one first.") from None
+
+    def _clear(self) -> None:
         recorded = recorded_overrides(self.folder)
         if recorded is None:
             if (self.folder / "metrics.jsonl").exists():
@@ -108,9 +115,7 @@ class Job:
                 f"{self.folder} holds the run of {' '.join(sorted(recorded))}, not of {' '.join(self.overrides)}; "
                 "repeat the sweep's own overrides, or name another folder with hydra.sweep.dir."
             )
-        try:
-            newest_valid(self.folder / "checkpoints")
-        except CheckpointError:
+        if not any(self.folder.glob("checkpoints/step-*")):
             shutil.rmtree(self.folder)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
 from omegaconf import OmegaConf
 
 from attention import Ablation
@@ -175,6 +176,15 @@ def test_a_folder_with_another_job_is_left_alone(sweep, tmp_path):
     (tmp_path / "multirun" / "2026-11-20" / "10-00-00" / "0" / "summary.json").unlink()
     with pytest.raises(SweepError, match=r"holds the run of kind=completes seed=1, not of kind=completes seed=2"):
         sweep(["kind=completes seed=2"])
+    assert len(calls(tmp_path, 0)) == 1
+
+
+def test_a_job_that_another_sweep_is_running_is_left_alone(sweep, tmp_path):
+    sweep(["kind=completes"])
+    folder = tmp_path / "multirun" / "2026-11-20" / "10-00-00" / "0"
+    (folder / "summary.json").unlink()
+    with FileLock(folder / ".lock"), pytest.raises(SweepError, match="still going on"):
+        sweep(["kind=completes"])
     assert len(calls(tmp_path, 0)) == 1
 
 
