@@ -38,7 +38,8 @@ class SweepProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.bar.stop()
+        if self.console.is_terminal:
+            self.bar.stop()
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar where there is one."""
