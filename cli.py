@@ -84,8 +84,8 @@ def prepare(arguments: list[str]) -> list[str]:
             return [*flags, *lines(by_key(["hydra.run.dir=."]) | by_key([*overrides, "hydra.output_subdir=null"]))]
         check_folder(Path(cfg.hydra.run.dir), config)
         return [*flags, *overrides]
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise error if isinstance(error, UserError) else explain(error) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error) from error
 
 
 def composed(overrides: list[str]) -> DictConfig:

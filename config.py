@@ -42,7 +42,7 @@ class Config:
     """
 
     seed: int = 1337
-    seq_len: int = 256
+    seq_len: int = 128
     device: str = "auto"
     resume: str | None = None
     init_from: str | None = None

@@ -72,9 +72,12 @@ def test_gpt2_presets_have_the_sizes_of_the_paper() -> None:
     # Radford et al. 2019, table 2, with heads of 64 channels.
     sizes = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280), "gpt2-xl": (48, 1600)}
     for name, (n_layers, n_embd) in sizes.items():
-        model = composed(f"model={name}").model
+        config = composed(f"model={name}")
+        model, lr = config.model, config.optimizer.lr
         assert (model.name, model.n_layers, model.n_embd, model.n_embd // model.n_heads) == (name, n_layers, n_embd, 64)
         assert not model.bias
+        assert 2e-4 <= lr <= 6e-4
+        assert composed("optimizer.lr=1e-3", f"model={name}").optimizer.lr == 1e-3
 
 
 MISTAKES = {
@@ -98,8 +101,8 @@ MISTAKES = {
     "seq_len=0": "seq_len=0 must be at least 1",
     "training.steps=-1": "training.steps=-1 must be at least 1",
     "training.eval_every=-1": "training.eval_every=-1 must be at least 0",
-    "training.batch_tokens=1000": "is not a multiple of the 3072 .* use training.batch_tokens=3072",
-    "schedule.warmup_steps=3000": "schedule.warmup_steps=3000 must lie between 0 and training.steps=2000",
+    "training.batch_tokens=1000": "is not a multiple of the 1536 .* use training.batch_tokens=1536",
+    "schedule.warmup_steps=3000": "schedule.warmup_steps=3000 must lie between 0 and training.steps=1200",
     "model.n_heads=7 model.n_embd=64": "model.n_embd=64 is not a multiple of model.n_heads=7; .* 1, 2, 4",
     "model.dropout=1": "model.dropout=1",
     "attention.dropout=1.5": "attention.dropout=1.5",
@@ -165,7 +168,7 @@ def test_a_sweep_has_every_combination_and_the_experiments_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["seq_len=128", "model.n_layers=5", "data.tokenizer=bpe", "model.positions=rotary"]
+    "override", ["seq_len=256", "model.n_layers=5", "data.tokenizer=bpe", "model.positions=rotary"]
 )
 def test_a_resumed_run_keeps_its_model_and_data(override: str) -> None:
     with pytest.raises(ConfigError, match=override):

@@ -29,7 +29,7 @@ class OptimizerConfig:
     """
 
     name: str = "adamw"
-    lr: float = 1e-3
+    lr: float = 3e-3
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8

@@ -74,7 +74,7 @@ class TrainingConfig:
     memory_snapshot   record every allocation of these steps on a GPU
     """
 
-    steps: int = 2000
+    steps: int = 1200
     batch_size: int = 12
     batch_tokens: int | None = None
     precision: Precision = Precision.auto
