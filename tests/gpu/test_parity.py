@@ -1,0 +1,122 @@
+"""The probe on a GPU: a spectator of compiled and replayed steps, content with the memory it is given."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, AttentionShape, build_attention
+from model.gpt import GPT, GPTConfig
+from training.device import Precision, World
+from training.loop import compare
+from training.meters import StepMeter
+from training.optimizer import OptimizerConfig, ScheduleConfig
+from training.parity import ParityConfig, ParityProbe, beyond_rounding
+from training.step import Trainer, TrainingConfig
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+VOCAB, B, T, H, D = 1000, 4, 256, 2, 64
+
+
+def shape(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> AttentionShape:
+    return AttentionShape(head_dim=D, n_heads=H, n_kv_heads=H, dtype=dtype, device=device)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def trainer(
+    device: torch.device, attention: AttentionConfig, precision: Precision = Precision.bf16, **options
+) -> Trainer:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layers=2, n_heads=H, n_embd=H * D, dropout=0.1), VOCAB, T, build_attention(attention))
+    config = TrainingConfig(steps=100, batch_size=B, precision=precision, **options)
+    return Trainer(model, OptimizerConfig(), ScheduleConfig(warmup_steps=2), config, 7, device, World())
+
+
+def batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB, (B, 1), generator=generator) * torch.arange(1, T + 2) % VOCAB  # something to learn
+    return tokens[:, :-1].to(device), tokens[:, 1:].to(device)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled: bool, device: torch.device) -> None:
+    config = AttentionConfig(name="flash", dropout=0.1)
+    probe = ParityProbe(ParityConfig(every=3), config, shape(device))
+    histories, peaks = [], []
+    for probed in (False, True):
+        trained = trainer(device, config, compile=compiled)
+        meter = StepMeter(
+            device, tokens_per_step=B * T, flops_per_token_full=1, flops_per_token_causal=1, precision="bf16"
+        )
+        losses = []
+        for step in range(9):
+            meter.step_start()
+            if probed and probe.due(step):
+                with meter.paused():
+                    compare(probe, trained, step, batch(step, device))
+                meter.step_start()
+            loss, norm = trained.update(step, [batch(step, device)])
+            losses += [loss.item(), norm.item()]
+            meter.step_end()
+        meter.interval()
+        peaks.append(meter.peaks()["memory/peak_allocated_gib"])
+        histories.append((losses, [p.clone() for p in trained.model.parameters()]))
+        del trained
+    (plain, weights), (watched, theirs) = histories
+    assert watched == plain
+    assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.2)
+
+
+def test_generators_are_put_back(device: torch.device) -> None:
+    config = AttentionConfig(dropout=0.1)
+    trained = trainer(device, config)
+    inputs, targets = batch(0, device)
+    torch.manual_seed(5)
+    torch.rand(3, device=device)
+    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state(device)
+    probe = ParityProbe(ParityConfig(every=1), config, shape(device))
+    measured = probe.measure(trained.model, inputs, targets, trained.key, partial(torch.manual_seed, 3))
+    assert torch.equal(torch.get_rng_state(), cpu)
+    assert torch.equal(torch.cuda.get_rng_state(device), cuda)
+    assert measured["parity/grad_rel_err"] == 0
+    assert measured["parity/tokens"] == f"{B}x{T}"
+
+
+@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_flash_is_naive_up_to_rounding(dropout: float, precision: Precision, device: torch.device) -> None:
+    config = AttentionConfig(name="flash", dropout=dropout)
+    trained = trainer(device, config, precision)
+    probe = ParityProbe(ParityConfig(every=10), config, shape(device, precision.dtype))
+    for step in range(31):
+        if probe.due(step):
+            measured = compare(probe, trained, step, batch(step, device))
+            assert measured["parity/grad_rel_err"] > 0
+            assert beyond_rounding(measured) is None, measured
+        trained.update(step, [batch(step, device)])
+
+
+def test_a_reference_that_does_not_fit_gets_less(device: torch.device) -> None:
+    config = AttentionConfig(name="flash")
+    trained = trainer(device, config)
+    inputs, targets = batch(0, device)
+    probe = ParityProbe(ParityConfig(every=1), config, shape(device))
+    torch.cuda.empty_cache()
+    taken, total = torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    # A share that free_memory does not know of: the probe finds out by running out. Naive wants about 60 MiB.
+    torch.cuda.set_per_process_memory_fraction((taken + 40 * 2**20) / total, device)
+    try:
+        measured = probe.measure(trained.model, inputs, targets, trained.key, partial(torch.manual_seed, 3))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    sequences, tokens = map(int, measured["parity/tokens"].split("x"))
+    assert sequences * tokens < B * T
