@@ -1,24 +1,35 @@
-"""Block sizes, warps and pipeline stages: a table, so that nobody waits for an autotuner.
+"""Block sizes, warps and pipeline stages: tables, so that nobody waits for an autotuner.
 
-The Hopper entries are what bench/tune.py measured on an H200; the others are chosen to fit the shared memory of the
-smallest GPU they serve and to spill no registers there, and were not tuned. Blocks are (queries, keys, warps, stages).
-Dropout needs query tiles that are multiples of 16 and key tiles that are multiples of 64.
+The Hopper table is what bench/tune.py measured on an H200, head sizes above 128 excepted. The others were chosen to fit
+the shared memory of the smallest GPU they serve, with the fewest spilled registers the compiler reports; they were not
+timed. Dropout needs query tiles that are multiples of 16 and key tiles that are multiples of 64.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 
+class Options(NamedTuple):
+    """What a call asks for beside its tensors: dropout drops `threshold` of the 256 byte values."""
+
+    causal: bool
+    scale: float
+    threshold: int
+    tf32: bool
+
+
 class Blocks(NamedTuple):
-    """Rows of a query tile, rows of a key tile, warps of a program, and tiles in flight."""
+    """Rows of a query tile, rows of a key tile, warps of a program, tiles in flight, registers a thread at most."""
 
     q: int
     k: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 class Passes(NamedTuple):
@@ -29,22 +40,55 @@ class Passes(NamedTuple):
     dkdv: Blocks
 
 
-# (architecture, head size up to, dropout) -> blocks, for 16-bit inputs.
-TABLE: dict[tuple[str, int, bool], Passes] = {
-    ("hopper", 64, False): Passes(Blocks(128, 64, 4, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
-    ("hopper", 64, True): Passes(Blocks(128, 64, 4, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
-    ("hopper", 128, False): Passes(Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
-    ("hopper", 128, True): Passes(Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
-    ("hopper", 256, False): Passes(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1)),
-    ("hopper", 256, True): Passes(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1)),
+class Entry(NamedTuple):
+    """What an entry of a table serves: head sizes and sequence lengths up to these, with dropout or without."""
+
+    head_dim: int
+    dropout: bool
+    length: float = math.inf
+
+
+Table = dict[Entry, Passes]
+
+# Compute capability 9.0 and 10.x.
+HOPPER: Table = {
+    Entry(64, False, 2048): Passes(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    Entry(64, False, 8192): Passes(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    Entry(64, False): Passes(Blocks(64, 128, 4, 2), Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2)),
+    Entry(64, True, 2048): Passes(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2, 168)),
+    Entry(64, True, 8192): Passes(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2, 168)),
+    Entry(64, True): Passes(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
+    Entry(128, False, 2048): Passes(Blocks(64, 64, 4, 3), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
+    Entry(128, False, 8192): Passes(Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    Entry(128, False): Passes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    Entry(128, True, 2048): Passes(Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    Entry(128, True): Passes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    Entry(256, False): Passes(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1)),
+    Entry(256, True): Passes(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(32, 64, 8, 2)),
 }
-# Products in fp32 without tensor cores unroll into one instruction for each multiplication: tiles stay small.
-FP32 = Passes(Blocks(32, 64, 4, 1), Blocks(32, 64, 4, 1), Blocks(16, 64, 4, 1))
+# Ampere, Ada and whatever else has 99 KiB of shared memory for a program.
+OLDER: Table = {
+    Entry(64, False): Passes(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
+    Entry(64, True): Passes(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
+    Entry(128, False): Passes(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
+    Entry(128, True): Passes(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
+    Entry(256, False): Passes(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
+    Entry(256, True): Passes(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
+}
+# fp32 without tensor cores: every multiplication is an instruction, so small tiles keep compilation to seconds.
+FP32: Table = {
+    Entry(64, True): Passes(Blocks(32, 64, 4, 1), Blocks(16, 64, 4, 1), Blocks(16, 64, 4, 1)),
+    Entry(128, True): Passes(Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
+    Entry(256, True): Passes(Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
+}
+TABLES = {"hopper": HOPPER, "older": OLDER, "fp32": FP32}
 
 
-def choose(head_dim: int, dtype: torch.dtype, dropout: bool, capability: tuple[int, int]) -> Passes:
-    """The table's entry for a head size, an input dtype, dropout on or off, and a GPU's compute capability."""
+def choose(head_dim: int, length: int, dtype: torch.dtype, dropout: bool, capability: tuple[int, int]) -> Passes:
+    """The blocks for a head size, a number of keys, an input dtype, dropout or not, and a GPU's compute capability."""
     if dtype == torch.float32:
-        return FP32
-    size = next(size for size in (64, 128, 256) if head_dim <= size)
-    return TABLE["hopper", size, dropout]
+        table, dropout = FP32, True  # the same with and without
+    else:
+        table = HOPPER if capability[0] in (9, 10) else OLDER
+    serving = (entry for entry in table if head_dim <= entry.head_dim and length <= entry.length)
+    return table[min(entry for entry in serving if entry.dropout == dropout)]

@@ -1,7 +1,7 @@
 """The forward kernel: FlashAttention-2's algorithm 1 (Dao 2023), one tile of queries for each program.
 
-A program keeps a tile of queries, walks over the tiles of keys and values that it sees, and carries the running maximum m,
-the running sum l and the unnormalised output o of each row. Nothing of size T x S leaves the chip.
+A program keeps a tile of queries, walks over the tiles of keys and values that it sees, and carries the running maximum
+m, the running sum l and the unnormalised output o of each row. Nothing of size T x S leaves the chip.
 
     s = q k^T          m' = max(m, rowmax(scale s))       p = exp(scale s - m')
     l = l exp(m - m') + rowsum(p)                         o = o exp(m - m') + dropout(p) v
@@ -13,73 +13,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.flash.configs import Blocks
+from attention.flash.configs import Options, Passes
 from attention.flash.philox import drop, keep_tile, load_key
-from attention.flash.tiles import INPUT_PRECISION, descriptor, dot, load_tile, store_tile
+from attention.flash.tiles import (
+    INPUT_PRECISION,
+    ROW_ALIGNMENT,
+    assignment,
+    block_columns,
+    dot,
+    heads_together,
+    load_tile,
+    rows_like,
+    store_tile,
+    tiles,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
-def forward_step(
-    b_o,
-    b_m,
-    b_l,
-    b_q,
-    k,
-    v,
-    key,
-    i_b,
-    i_g,
-    i_m,
-    i_n,
-    scale_log2,
-    T,
-    S,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Queries at i_m meet keys and values at i_n."""
-    BM: tl.constexpr = b_q.shape[0]
-    BN: tl.constexpr = k.block_shape[2]
-
-    # (BM, BN)
-    b_k = load_tile(k, i_b, i_g, i_n)
-    b_s = dot(b_q, b_k.T, None, PRECISION)
-    if MASKED:
-        o_m = i_m + tl.arange(0, BM)
-        o_n = i_n + tl.arange(0, BN)
-        m_s = o_n[None, :] <= o_m[:, None] + (S - T) if CAUSAL else (o_n < S)[None, :]
-        b_s = tl.where(m_s, b_s, -float("inf"))
-
-    # (BM,)
-    b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
-    # A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
-    b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-    b_rescale = tl.exp2(b_m - b_m_safe)
-
-    # (BM, BN)
-    b_p = tl.exp2(b_s * scale_log2 - b_m_safe[:, None])
-    b_l = b_l * b_rescale + tl.sum(b_p, 1)
-    b_p = b_p.to(b_q.dtype)
-    if THRESHOLD:
-        b_p = drop(b_p, keep_tile(key, i_m, i_n, THRESHOLD, BM, BN, False))
-
-    # (BM, D)
-    b_v = load_tile(v, i_b, i_g, i_n)
-    b_o = dot(b_p, b_v, b_o * b_rescale[:, None], PRECISION)
-    return b_o, b_m_new, b_l
-
-
-@triton.jit(do_not_specialize=["H", "G", "T", "S", "n_m"])
+@triton.jit(do_not_specialize=["H", "G", "T", "S", "n_m", "n_together"])
 def forward_kernel(
     q,
     k,
     v,
     o,
     p_lse,
+    p_lse2,
     p_key,
     scale_log2,
     H,
@@ -87,88 +46,116 @@ def forward_kernel(
     T,
     S,
     n_m,
+    n_together,
     CAUSAL: tl.constexpr,
     THRESHOLD: tl.constexpr,
     PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """out and lse of one tile of queries. Grid: n_m tiles x batch x heads, the longest rows first."""
-    BM: tl.constexpr = q.block_shape[2]
-    BN: tl.constexpr = k.block_shape[2]
-    BD: tl.constexpr = q.block_shape[3]
-    n_bh = tl.num_programs(0) // n_m
-    i_m = (n_m - 1 - tl.program_id(0) // n_bh) * BM
-    i_bh = tl.program_id(0) % n_bh
+    i_tile, i_bh = assignment(n_m, n_together)
+    i_m = (n_m - 1 - i_tile) * BM
     i_b, i_h = i_bh // H, i_bh % H
     i_g = i_h // G
 
     key = load_key(p_key, i_b, i_h) if THRESHOLD else None
-    b_q = load_tile(q, i_b, i_h, i_m)
+    b_q = load_tile(q, i_b, i_h, i_m, BM, BD)
     b_o = tl.zeros([BM, BD], tl.float32)
     b_m = tl.full([BM], -float("inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
 
-    # Key tiles that every query of this tile sees whole, then those cut by the diagonal or by the end of the sequence.
+    # From n_full on, tiles are cut by the diagonal or by the end of the sequence; before, every query sees every key.
     if CAUSAL:
         n_full = tl.minimum(tl.maximum(i_m + 1 + S - T, 0), S) // BN * BN
         n_end = tl.minimum(tl.maximum(i_m + BM + S - T, 0), S)
     else:
         n_full = S // BN * BN
         n_end = S
-    for i_n in tl.range(0, n_full, BN, num_stages=STAGES):
-        b_o, b_m, b_l = forward_step(
-            b_o, b_m, b_l, b_q, k, v, key, i_b, i_g, i_m, i_n, scale_log2, T, S, CAUSAL, False, THRESHOLD, PRECISION
-        )
-    for i_n in tl.range(n_full, n_end, BN, num_stages=STAGES):
-        b_o, b_m, b_l = forward_step(
-            b_o, b_m, b_l, b_q, k, v, key, i_b, i_g, i_m, i_n, scale_log2, T, S, CAUSAL, True, THRESHOLD, PRECISION
-        )
+    o_m = i_m + tl.arange(0, BM)
+    for i_n in tl.range(0, n_end, BN, num_stages=STAGES):
+        # Drawn before the scores, while the previous tile's product with v is still in flight.
+        b_keep = keep_tile(key, i_m, i_n, THRESHOLD, BM, BN, False) if THRESHOLD else None
+        # (BM, BN)
+        b_k = load_tile(k, i_b, i_g, i_n, BN, BD)
+        b_s = dot(b_q, b_k.T, None, PRECISION)
+        if i_n >= n_full:
+            o_n = i_n + tl.arange(0, BN)
+            m_s = o_n[None, :] <= o_m[:, None] + (S - T) if CAUSAL else (o_n < S)[None, :]
+            b_s = tl.where(m_s, b_s, -float("inf"))
+
+        # (BM,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
+        b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
+        b_rescale = tl.exp2(b_m - b_m_safe)
+        b_m = b_m_new
+
+        # (BM, BN) l is summed before anything is dropped.
+        b_p = tl.exp2(b_s * scale_log2 - b_m_safe[:, None])
+        b_l = b_l * b_rescale + tl.sum(b_p, 1)
+        b_p = b_p.to(b_q.dtype)
+        if THRESHOLD:
+            b_p = drop(b_p, b_keep)
+
+        # (BM, D)
+        b_v = load_tile(v, i_b, i_g, i_n, BN, BD)
+        b_o = dot(b_p, b_v, b_o * b_rescale[:, None], PRECISION)
 
     # Kept weights are rescaled once, here, by the inverse of the keep probability. A row that saw nothing is zero.
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
     b_o = tl.where(b_l[:, None] == 0.0, 0.0, b_o * (KEEP_SCALE / b_l)[:, None])
-    store_tile(o, i_b, i_h, i_m, b_o)
-    o_m = i_m + tl.arange(0, BM)
-    tl.store(p_lse + i_bh.to(tl.int64) * T + o_m, (b_m + tl.log2(b_l)) / LOG2_E, mask=o_m < T)
+    store_tile(o, i_b, i_h, i_m, b_o, BM, BD)
+    # The backward takes the log-sum-exp in base 2, unrounded by a change of base, and exp2(s - inf) = 0 for a row that
+    # saw nothing.
+    b_lse2 = b_m + tl.log2(b_l)
+    tl.store(p_lse + i_bh.to(tl.int64) * T + o_m, b_lse2 / LOG2_E, mask=o_m < T)
+    b_lse2 = tl.where(b_lse2 == -float("inf"), float("inf"), b_lse2)
+    T_padded = tl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    tl.store(p_lse2 + i_bh.to(tl.int64) * T_padded + o_m, b_lse2, mask=o_m < T_padded)
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Tensor | None,
-    causal: bool,
-    scale: float,
-    threshold: int,
-    tf32: bool,
-    blocks: Blocks,
-) -> tuple[Tensor, Tensor]:
-    """q (B, H, T, D), k and v (B, H_kv, S, D), key (4,) int64 or None -> out like q, lse (B, H, T) in fp32."""
-    B, H, T, _ = q.shape
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, options: Options, passes: Passes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q (B, H, T, D), k and v (B, H_kv, S, D), key (4,) int64 or None -> out like q, lse (B, H, T) and lse2.
+
+    lse2 is what the backward needs, see `rows_like`: lse in base 2, +inf for rows that saw nothing.
+    """
+    B, H, T, D = q.shape
+    BD = block_columns(D)
     S = k.shape[2]
+    blocks = passes.forward
     out = torch.empty_like(q)
-    lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out, lse
+    lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
+    if out.numel() == 0 or S == 0:
+        return out.zero_(), lse.fill_(-torch.inf), lse2.fill_(torch.inf)
     n_m = triton.cdiv(T, blocks.q)
     forward_kernel[(n_m * B * H,)](
-        descriptor(q, blocks.q),
-        descriptor(k, blocks.k),
-        descriptor(v, blocks.k),
-        descriptor(out, blocks.q),
+        tiles(q, blocks.q, BD),
+        tiles(k, blocks.k, BD),
+        tiles(v, blocks.k, BD),
+        tiles(out, blocks.q, BD),
         lse,
+        lse2,
         key,
-        scale * LOG2_E.value,
+        options.scale * LOG2_E.value,
         H,
         H // k.shape[1],
         T,
         S,
         n_m,
-        CAUSAL=causal,
-        THRESHOLD=threshold,
-        PRECISION=INPUT_PRECISION[tf32],
+        heads_together(B * H, k[0, 0], H // k.shape[1]),
+        CAUSAL=options.causal,
+        THRESHOLD=options.threshold,
+        PRECISION=INPUT_PRECISION[options.tf32],
+        BM=blocks.q,
+        BN=blocks.k,
+        BD=BD,
         STAGES=blocks.stages,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        maxnreg=blocks.registers,
     )
-    return out, lse
+    return out, lse, lse2

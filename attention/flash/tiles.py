@@ -1,9 +1,11 @@
 """Tiles of (B, H, T, D) tensors, in and out of the chip.
 
-A tensor descriptor carries base, shape and strides, so one kernel serves every memory layout; Hopper's copy engine
-moves the tile, fills what lies beyond the tensor's end with zeros and clips what is stored there, so that no kernel
-masks a load. Older GPUs get the same from Triton by pointer arithmetic.
+From Hopper on, a tile moves by the copy engine: one thread names a tensor descriptor (base, shape, strides) and a
+position, zeros fill what lies beyond the tensor's end, and what is stored there is clipped. Older GPUs do the same by
+pointer arithmetic and masks. Either way one kernel serves every memory layout, and offsets have 64 bits.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,7 +14,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT = 16  # bytes: what the copy engine asks of the base and of every stride
+ROW_ALIGNMENT = tl.constexpr(4)  # numbers of fp32: 16 bytes
+L2_BUDGET = 8 * 2**20  # bytes of an H200's 50 MiB that the heads in flight may fill
 INPUT_PRECISION = {False: "ieee", True: "tf32"}  # by allow_tf32; says nothing to 16-bit inputs
+
+
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether tiles move by tensor descriptors; the interpreter knows them too."""
+    return capability(device) >= (9, 0)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The GPU's compute capability; Triton's interpreter stands in for a Hopper GPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def aligned(x: Tensor) -> bool:
@@ -31,33 +45,103 @@ def addressable(x: Tensor) -> Tensor:
     return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """(B, H, T, D) in tiles of `rows` by D rounded up to a power of two."""
-    columns = max(16, triton.next_power_of_2(x.shape[-1]))
+class Strided(NamedTuple):
+    """A (B, H, T, D) tensor with a contiguous last dimension, for a GPU without a copy engine."""
+
+    pointer: Tensor
+    stride_b: int
+    stride_h: int
+    stride_t: int
+    T: int
+    D: int
+
+
+def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor | Strided:
+    """(B, H, T, D) as a kernel's argument, to be moved in tiles of rows x columns, columns >= D."""
+    if not has_copy_engine(x.device):
+        return Strided(x, *x.stride()[:-1], *x.shape[-2:])
     # The stride of an axis of length 1 is never used and need not be aligned.
     strides = [ALIGNMENT if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])
 
 
+def rows_like(q: Tensor) -> Tensor:
+    """(B, H, T and up to three more) fp32: room for one number a row of q, with rows aligned for the copy engine."""
+    B, H, T, _ = q.shape
+    return q.new_empty(
+        B, H, (T + ROW_ALIGNMENT.value - 1) // ROW_ALIGNMENT.value * ROW_ALIGNMENT.value, dtype=torch.float32
+    )
+
+
+def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor | Strided:
+    """(B, H, T or more) of `rows_like` as a kernel's argument, to be moved `rows` numbers at a time."""
+    B, H, T_padded = x.shape
+    if not has_copy_engine(x.device):
+        return Strided(x, 0, T_padded, 1, T, 1)
+    return TensorDescriptor(x, [B * H, T], [T_padded, 1], [1, rows])
+
+
+def block_columns(D: int) -> int:
+    """Tiles are as wide as the next power of two, and no narrower than a matrix instruction."""
+    return max(16, triton.next_power_of_2(D))
+
+
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit
-def load_tile(x, i_b, i_h, i_t):
-    """Rows from i_t of one head: (rows, D)."""
-    return x.load([i_b, i_h, i_t, 0]).reshape(x.block_shape[2], x.block_shape[3])
+def heads_together(n_heads: int, head: Tensor, shared_by: int = 1) -> int:
+    """How many heads run at the same time, so that what their programs read again and again stays in the L2 cache.
+
+    `head` is the (rows, D) tensor of one head that is read twice over (keys and values, or queries and gradients), and
+    `shared_by` the number of heads that read the same one.
+    """
+    return min(n_heads, max(1, L2_BUDGET * shared_by // (2 * head.numel() * head.element_size())))
 
 
 @triton.jit
-def store_tile(x, i_b, i_h, i_t, b_x):
-    """Write (rows, D) to the rows from i_t of one head."""
-    x.store([i_b, i_h, i_t, 0], b_x.to(x.dtype).reshape(1, 1, x.block_shape[2], x.block_shape[3]))
+def assignment(n_tiles, n_together):
+    """This program's (tile, head): heads in sections of n_together, and all heads of a section tile by tile."""
+    n_heads = tl.num_programs(0) // n_tiles
+    i_section = tl.program_id(0) // (n_together * n_tiles)
+    i_rest = tl.program_id(0) % (n_together * n_tiles)
+    n_here = tl.minimum(n_heads - i_section * n_together, n_together)
+    return i_rest // n_here, i_section * n_together + i_rest % n_here
 
 
 @triton.jit
-def load_row(x, i_bh, i_t):
-    """One number for each row from i_t of one head: (rows,)."""
-    return x.load([i_bh, i_t]).reshape(x.block_shape[1])
+def load_tile(x, i_b, i_h, i_t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows from i_t of one head: (ROWS, COLUMNS), zero beyond the tensor."""
+    if isinstance(x, tl.tensor_descriptor):
+        b_x = x.load([i_b, i_h, i_t, 0]).reshape(ROWS, COLUMNS)
+    else:
+        o_t, o_d = i_t + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        p_x = x.pointer + tl.cast(i_b, tl.int64) * x.stride_b + tl.cast(i_h, tl.int64) * x.stride_h
+        p_x = p_x + o_t.to(tl.int64)[:, None] * x.stride_t + o_d[None, :]
+        b_x = tl.load(p_x, mask=(o_t < x.T)[:, None] & (o_d < x.D)[None, :], other=0.0)
+    return b_x
+
+
+@triton.jit
+def store_tile(x, i_b, i_h, i_t, b_x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write (ROWS, COLUMNS) to the rows from i_t of one head, as far as they lie in the tensor."""
+    if isinstance(x, tl.tensor_descriptor):
+        x.store([i_b, i_h, i_t, 0], b_x.to(x.dtype).reshape(1, 1, ROWS, COLUMNS))
+    else:
+        o_t, o_d = i_t + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        p_x = x.pointer + tl.cast(i_b, tl.int64) * x.stride_b + tl.cast(i_h, tl.int64) * x.stride_h
+        p_x = p_x + o_t.to(tl.int64)[:, None] * x.stride_t + o_d[None, :]
+        tl.store(p_x, b_x.to(x.pointer.dtype.element_ty), mask=(o_t < x.T)[:, None] & (o_d < x.D)[None, :])
+
+
+@triton.jit
+def load_row(x, i_bh, i_t, ROWS: tl.constexpr):
+    """One number for each row from i_t of one head: (ROWS,), zero beyond the tensor."""
+    if isinstance(x, tl.tensor_descriptor):
+        b_x = x.load([i_bh, i_t]).reshape(ROWS)
+    else:
+        o_t = i_t + tl.arange(0, ROWS)
+        b_x = tl.load(x.pointer + tl.cast(i_bh, tl.int64) * x.stride_h + o_t, mask=o_t < x.T, other=0.0)
+    return b_x
 
 
 @triton.jit

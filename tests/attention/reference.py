@@ -126,7 +126,8 @@ def expect(case: Case, dtype: torch.dtype, device: str = "cpu") -> Expected:
     Two errors are granted besides twice the plain formula's, which is exact by chance where little is to be computed:
     one rounding of the largest result; and for dq and dk two roundings, in fp32, of the terms of dS = P (dP - delta).
     A row that looks at a single key has dP = delta, to the plain formula the same number twice, while FlashAttention
-    takes delta from the output.
+    takes delta from the output. And to dv one rounding, in fp32, of the scores: its probabilities come from a product
+    of q and k of the backward's own, whose sums may be taken in another order than the forward's.
     """
     tensors = case.tensors(dtype, device)
     keep, rate = None, 0.0
@@ -150,6 +151,9 @@ def expect(case: Case, dtype: torch.dtype, device: str = "cpu") -> Expected:
     terms_dk = (terms.mT @ q.abs()).unflatten(1, (case.H_kv, group)).sum(2)
 
     slack = {name: torch.finfo(dtype).eps * x.abs().max().item() for name, x in exact.items()}
+    scores = (q @ k.repeat_interleave(group, dim=1).mT).abs().max() / case.D**0.5
+    terms_dv = scores * (p.mT @ dout.abs()).unflatten(1, (case.H_kv, group)).sum(2)
+    slack["dv"] += torch.finfo(torch.float32).eps * terms_dv.max().item()
     for name, x in {"dq": terms_dq, "dk": terms_dk}.items():
         slack[name] += 2 * torch.finfo(torch.float32).eps * x.max().item()
     return Expected(exact, plain, slack)

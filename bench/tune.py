@@ -1,0 +1,192 @@
+"""Find the block sizes of attention/flash/configs.py on the GPU at hand.
+
+    python -m bench.tune            # head sizes 64 and 128, dropout 0 and 0.1: about five minutes
+    python -m bench.tune --head 256 --dropout 0 --passes forward --lengths 2048 --out tune.json
+
+Every candidate first runs once in a process of its own, on all cores, because a configuration that the compiler does
+not take may abort the process; it is checked against naive attention there, dropout's mask included. The survivors are
+timed one after another, causal, in bf16, at 16k tokens and hidden size 2048. The fastest are printed, for the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from attention import AttentionConfig, DropoutKey, build_attention
+from attention.dropout import drop_threshold
+from attention.flash.backward import launch_dkdv, launch_dq
+from attention.flash.configs import Blocks, Options, Passes
+from attention.flash.forward import forward
+from attention.flash.tiles import rows_like
+
+TOKENS, HIDDEN = 16384, 2048
+KEY = DropoutKey(seed=1337, step=3, layer=1, first_sequence=0)
+# Products of T x T x D in each pass, and how many of them the usual count of FLOPs has: dq and dk/dv share five.
+FLOPS = {"forward": 4.0, "dq": 4.0, "dkdv": 6.0}
+
+
+class Candidate(NamedTuple):
+    """Blocks for one pass of one problem."""
+
+    head_dim: int
+    dropout: float
+    kernel: str  # forward, dq or dkdv
+    blocks: Blocks
+
+
+def candidates(heads: list[int], rates: list[float], kernels: list[str]) -> Iterator[Candidate]:
+    """Tiles whose rows fill the warps' matrix instructions: 64 rows for each four warps."""
+    for head_dim, dropout, kernel in itertools.product(heads, rates, kernels):
+        for q, k, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4)):
+            rows, columns = (k, q) if kernel == "dkdv" else (q, k)
+            fits = rows >= 64 and rows >= 16 * warps and columns * rows <= 2048 * warps
+            if fits and (k >= 64 or dropout == 0) and (stages > 1 or kernel != "forward"):
+                yield Candidate(head_dim, dropout, kernel, Blocks(q, k, warps, stages))
+
+
+class Problem:
+    """Inputs of one size, and the three passes on them."""
+
+    def __init__(self, batch: int, n_heads: int, length: int, head_dim: int, dropout: float) -> None:
+        torch.manual_seed(0)
+        shape = (batch, n_heads, length, head_dim)
+        self.q, self.k, self.v, self.do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+        self.key = KEY.pack(self.q.device) if dropout else None
+        self.options = Options(True, head_dim**-0.5, drop_threshold(dropout), False)
+        self.out, self.lse2, self.delta = torch.empty_like(self.q), rows_like(self.q), rows_like(self.q)
+
+    def run(self, kernel: str, blocks: Blocks) -> list[Tensor]:
+        """Run one pass; the backward passes need `out`, `lse2` and `delta` of the passes before them."""
+        q, k, v, do, lse2, delta = self.q, self.k, self.v, self.do, self.lse2, self.delta
+        if kernel == "forward":
+            self.out, _, self.lse2 = forward(q, k, v, self.key, self.options, Passes(blocks, blocks, blocks))
+            return [self.out]
+        if kernel == "dq":
+            return [launch_dq(do, q, k, v, self.out, lse2, delta, self.key, self.options, blocks)]
+        return list(launch_dkdv(do, q, k, v, lse2, delta, self.key, self.options, blocks))
+
+
+def error(candidate: Candidate) -> float:
+    """Relative error of the candidate's pass against naive attention in fp32, on a problem with a ragged end."""
+    problem = Problem(1, 2, 333, candidate.head_dim, candidate.dropout)
+    attend = build_attention(AttentionConfig(name="naive", dropout=candidate.dropout))
+    q, k, v = (x.float().requires_grad_() for x in (problem.q, problem.k, problem.v))
+    out, lse = attend(q, k, v, dropout_key=KEY, return_lse=True)
+    gradients = torch.autograd.grad(out, (q, k, v), problem.do.float())
+    problem.out = out.detach().bfloat16()
+    problem.lse2[..., :333] = lse / math.log(2)
+    kept = 1 - drop_threshold(candidate.dropout) / 256
+    problem.delta[..., :333] = (problem.out.float() * problem.do.float()).sum(-1) * kept
+    expected = {"forward": [out], "dq": gradients[:1], "dkdv": gradients[1:]}[candidate.kernel]
+    actual = problem.run(candidate.kernel, candidate.blocks)
+    return max(((a - e).norm() / e.norm()).item() for a, e in zip(actual, expected, strict=True))
+
+
+def attempt(candidate: Candidate, reply: Connection) -> None:
+    """Compile and check one candidate, in a process of its own."""
+    try:
+        worst = error(candidate)
+        reply.send("" if worst < 0.02 else f"wrong: relative error {worst:.2g}")
+    except Exception as e:
+        reply.send(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+
+
+def survivors(all_candidates: list[Candidate], limit_s: float = 120.0) -> tuple[list[Candidate], dict[Candidate, str]]:
+    """The candidates that compile, run and are right; and why the others were left out."""
+    fork = multiprocessing.get_context("fork")  # CUDA is not initialised in this process yet
+    waiting = list(reversed(all_candidates))
+    running: dict[Any, tuple[Candidate, Any, float]] = {}
+    good: list[Candidate] = []
+    bad: dict[Candidate, str] = {}
+    while waiting or running:
+        while waiting and len(running) < len(os.sched_getaffinity(0)):
+            candidate = waiting.pop()
+            receiver, sender = fork.Pipe(duplex=False)
+            process = fork.Process(target=attempt, args=(candidate, sender))
+            process.start()
+            sender.close()
+            running[receiver] = (candidate, process, time.monotonic())
+        done = wait(running, timeout=1.0)
+        overdue = [r for r, (_, _, start) in running.items() if time.monotonic() - start > limit_s]
+        for receiver in {*done, *overdue}:
+            candidate, process, _ = running.pop(receiver)
+            try:
+                reason = receiver.recv() if receiver in done else f"took more than {limit_s:g} s"
+            except EOFError:
+                reason = "the compiler aborted"
+            process.kill()
+            process.join()
+            if reason:
+                bad[candidate] = reason
+            else:
+                good.append(candidate)
+    return good, bad
+
+
+def measure(good: list[Candidate], lengths: list[int], progress: Callable[[str], None]) -> dict[Candidate, list[float]]:
+    """Median milliseconds of each candidate at each length."""
+    times: dict[Candidate, list[float]] = {candidate: [] for candidate in good}
+    for (head_dim, dropout), group in itertools.groupby(sorted(good), key=lambda c: (c.head_dim, c.dropout)):
+        members = list(group)
+        for length in lengths:
+            problem = Problem(max(1, TOKENS // length), HIDDEN // head_dim, length, head_dim, dropout)
+            any_blocks = {c.kernel: c.blocks for c in members}
+            for kernel in ("forward", "dq"):
+                problem.run(kernel, any_blocks.get(kernel, Blocks(64, 64, 4, 2)))
+            for c in members:
+                run = lambda c=c, problem=problem: problem.run(c.kernel, c.blocks)  # noqa: E731
+                times[c].append(triton.testing.do_bench(run, warmup=5, rep=30, return_mode="median"))
+            progress(f"head size {head_dim}, dropout {dropout:g}, length {length}: {len(members)} candidates timed")
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1])
+    parser.add_argument("--passes", nargs="+", default=list(FLOPS), choices=list(FLOPS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--top", type=int, default=4, help="how many to print for each problem")
+    parser.add_argument("--out", type=Path, help="write every measurement to this JSON file")
+    args = parser.parse_args()
+
+    everything = list(candidates(args.head, args.dropout, args.passes))
+    start = time.monotonic()
+    good, bad = survivors(everything)
+    print(f"{len(good)} of {len(everything)} candidates compile and are right ({time.monotonic() - start:.0f} s)")
+    times = measure(good, args.lengths, lambda line: print(line, flush=True))
+    if args.out:
+        rows = [{**c._asdict(), "blocks": list(c.blocks), "lengths": args.lengths, "ms": ms} for c, ms in times.items()]
+        left_out = [{**c._asdict(), "blocks": list(c.blocks), "reason": reason} for c, reason in bad.items()]
+        device = torch.cuda.get_device_name()
+        args.out.write_text(json.dumps({"device": device, "measured": rows, "left_out": left_out}, indent=1))
+
+    def tflops(c: Candidate) -> list[float]:
+        # Half of the products fall to the causal mask.
+        return [
+            FLOPS[c.kernel] * TOKENS * n * HIDDEN / 2 / t / 1e9 for n, t in zip(args.lengths, times[c], strict=True)
+        ]
+
+    for problem, group in itertools.groupby(sorted(good), key=lambda c: c[:3]):
+        ranked = sorted(group, key=lambda c: -math.prod(tflops(c)))
+        print(f"head size {problem[0]}, dropout {problem[1]:g}, {problem[2]}: TFLOP/s at {args.lengths}")
+        for c in ranked[: args.top]:
+            print(f"    {tuple(c.blocks)!s:20} {'  '.join(f'{x:5.0f}' for x in tflops(c))}")
+
+
+if __name__ == "__main__":
+    main()

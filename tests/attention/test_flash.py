@@ -1,0 +1,263 @@
+"""The Triton kernels: in the interpreter where there is no GPU, at small sizes; tests/gpu/ has the full grid."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from attention import AttentionConfig, AttentionShape, DropoutKey, UnsupportedAttention, build_attention
+from attention.dropout import drop_threshold
+from attention.flash import configs, op, tiles
+from attention.flash.backward import launch_dkdv, launch_dq
+from attention.flash.configs import Blocks, Options, Passes
+from attention.flash.forward import forward
+from attention.flash.op import flash_forward
+from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients, reference_mask
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = {
+    "square": Case(1, 2, 2, 113, 113, 59),
+    "grouped": Case(2, 4, 2, 70, 70, 40),
+    "multi_query": Case(1, 3, 1, 64, 64, 16),
+    "more_keys": Case(1, 2, 1, 61, 139, 64),
+    "more_queries": Case(1, 2, 1, 139, 61, 32),
+    "one_query": Case(2, 2, 2, 1, 139, 80),
+    "few_keys": Case(1, 2, 2, 99, 3, 32),
+}
+
+
+def flash(dropout: float = 0.0, **options):
+    return build_attention(AttentionConfig("flash", dropout=dropout, **options))
+
+
+@pytest.fixture(params=["descriptors", "pointers"])
+def addressing(request, monkeypatch):
+    """How tiles move: by the copy engine's descriptors, or by pointers as on GPUs older than Hopper."""
+    if request.param == "pointers":
+        for module in (tiles, op):
+            monkeypatch.setattr(module, "capability", lambda device: (8, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_error_is_at_most_twice_that_of_the_plain_formula(case, causal, dtype):
+    assert_accurate(flash(), replace(case, causal=causal), dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_dropout_drops_what_the_mask_says_and_nothing_else(case, dtype, addressing):
+    assert_accurate(flash(0.17), replace(case, dropout=0.17), dtype, DEVICE, factor=3.0)
+
+
+@pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 0.75, 255 / 256])
+def test_every_rate_is_realised_exactly(p):
+    """Thresholds on both sides of 128 take different instructions."""
+    assert_accurate(flash(p), Case(1, 1, 1, 64, 64, 16, dropout=p), torch.float32, DEVICE)
+
+
+def distinct_blocks() -> list[tuple[str, Blocks, torch.dtype]]:
+    """(kernel, blocks, dtype) of every entry that serves dropout."""
+    found = {
+        (kernel, blocks, torch.float32 if table is configs.FP32 else torch.bfloat16)
+        for table in configs.TABLES.values()
+        for entry, passes in table.items()
+        if entry.dropout
+        for kernel, blocks in passes._asdict().items()
+    }
+    return sorted(found, key=str)
+
+
+@pytest.mark.parametrize(("kernel", "blocks", "dtype"), distinct_blocks(), ids=str)
+def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(kernel, blocks, dtype):
+    """The mask is read off the results: with an identity for v, dq's k or dk's q, the weights are the output."""
+    B, H, D, p = 1, 2, 64, 0.3
+    # The identity spans the keys in the forward and dq, the queries in dk and dv; the other side has several tiles.
+    T, S = (D, 200) if kernel == "dkdv" else (200, D)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.rand(B, H, n, D, generator=generator) for n in (T, S, S, T))
+    identity = torch.eye(D).expand(B, H, D, D).contiguous()
+    options = Options(causal=False, scale=1.0, threshold=drop_threshold(p), tf32=False)
+    key, keep = KEY.pack(torch.device(DEVICE)), reference_mask(KEY, p, B, H, T, S)
+
+    def on_device(*tensors: Tensor) -> Any:
+        return [x.to(DEVICE, dtype) for x in tensors]
+
+    def lse2(q: Tensor, k: Tensor) -> Tensor:
+        rows = tiles.rows_like(q)
+        rows[..., : q.shape[2]] = (q @ k.mT).logsumexp(-1) / math.log(2)
+        return rows.to(DEVICE)
+
+    if kernel == "forward":
+        out, _, _ = forward(*on_device(q, k, identity), key, options, Passes(blocks, blocks, blocks))
+        assert torch.equal(out.cpu() > 0, keep)
+        return
+    # With every dp = 1, ds is positive where a weight was kept and negative where it was dropped.
+    unit_v, unit_do = ones_in_first_column(v), ones_in_first_column(do)
+    if kernel == "dq":
+        delta = tiles.rows_like(q)
+        dq = launch_dq(
+            *on_device(unit_do, q, identity, unit_v, unit_do, lse2(q, identity), delta), key, options, blocks
+        )
+        assert torch.equal(dq.cpu() > 0, keep)
+        return
+    delta = tiles.rows_like(q).fill_(0.5).to(DEVICE)
+    _, dv = launch_dkdv(*on_device(identity, q, k, v), lse2(q, k), delta, key, options, blocks)
+    assert torch.equal(dv.mT.cpu() > 0, keep)
+    dk, _ = launch_dkdv(*on_device(unit_do, identity, k, unit_v), lse2(identity, k), delta, key, options, blocks)
+    assert torch.equal(dk.mT.cpu() > 0, keep)
+
+
+def ones_in_first_column(x: Tensor) -> Tensor:
+    return torch.zeros_like(x).index_fill(-1, torch.tensor([0]), 1.0)
+
+
+def on_device(*tensors: Tensor) -> Any:
+    return [x.to(DEVICE) for x in tensors]
+
+
+def test_each_field_of_the_key_changes_the_mask():
+    q, k, v, _ = on_device(*Case(2, 2, 2, 64, 64, 16).tensors(torch.float32))
+    attend = flash(0.5)
+    outs = [
+        attend(q, k, v, dropout_key=key)
+        for key in (DropoutKey(1, 1, 1, 1), DropoutKey(2, 1, 1, 1), DropoutKey(1, 2, 1, 1), DropoutKey(1, 1, 2, 1))
+    ]
+    assert all(not torch.equal(outs[0], other) for other in outs[1:])
+    later = attend(q[1:], k[1:], v[1:], dropout_key=DropoutKey(1, 1, 1, 2))
+    assert torch.equal(later, outs[0][1:]), "a sequence's mask depends on its place in the global batch alone"
+
+
+def test_views_of_a_fused_projection_are_used_as_they_lie():
+    B, T, H, D = 2, 70, 2, 32
+    fused = torch.randn(B, T, 3 * H * D, device=DEVICE)
+    q, k, v = (x.view(B, T, H, D).transpose(1, 2) for x in fused.split(H * D, dim=-1))
+    assert all(tiles.addressable(x) is x for x in (q, k, v))
+    out = flash()(q, k, v)
+    assert out.transpose(1, 2).is_contiguous(), "the output lies as the next projection reads it"
+    torch.testing.assert_close(out, formula(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[..., 1:],  # rows that start at odd addresses
+        lambda x: x.mT.contiguous().mT[..., :32],  # a last dimension that is not contiguous
+        lambda x: x[:, :1].expand(-1, 2, -1, -1)[..., :32],  # heads that share their memory
+        lambda x: x[:, :, ::2, :32],
+    ],
+    ids=["unaligned", "transposed", "expanded", "every_other_row"],
+)
+def test_any_other_layout_is_served_too(view):
+    tensors = on_device(*(view(x) for x in Case(2, 2, 2, 40, 40, 33).tensors(torch.float32)))
+    got = gradients(flash(), *tensors)
+    for name, expected in gradients(lambda q, k, v: formula(q, k, v, causal=True), *tensors).items():
+        torch.testing.assert_close(got[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_lse_is_the_logarithm_of_the_sum_that_was_taken():
+    q, k, v, _ = on_device(*Case(1, 2, 1, 50, 33, 16).tensors(torch.float32))
+    _, lse = flash(0.5)(q, k, v, dropout_key=KEY, return_lse=True)
+    scores = (q @ k.repeat_interleave(2, 1).mT / 4).masked_fill(
+        torch.ones(50, 33, dtype=torch.bool, device=DEVICE).triu(33 - 50 + 1), -math.inf
+    )
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    assert (lse[:, :, : 50 - 33] == -math.inf).all()
+    assert not lse.requires_grad
+
+
+def test_rows_with_nothing_to_see_are_zero_and_have_no_gradient(addressing):
+    got = gradients(flash(0.1), *on_device(*Case(1, 2, 1, 90, 20, 16).tensors(torch.float32)))
+    blind = 90 - 20
+    assert not got["out"][:, :, :blind].any()
+    assert not got["dq"][:, :, :blind].any()
+    assert all(x.isfinite().all() for x in got.values())
+
+
+@pytest.mark.parametrize("score", [-500.0, 500.0])
+def test_scores_far_from_zero_keep_their_softmax(score):
+    """exp(-500) is zero in fp32, and exp(500) infinite."""
+    q, k, v, do = Case(1, 1, 1, 80, 80, 16).tensors(torch.float32)
+    q[..., 0], k[..., 0] = 4 * abs(score) ** 0.5 * math.copysign(1, score) / 2, abs(score) ** 0.5 * 2
+    tensors = on_device(q, k, v, do)
+    got = gradients(flash(), *tensors)
+    exact = gradients(lambda q, k, v: formula(q, k, v, causal=True), *(x.double() for x in tensors))
+    for name, x in exact.items():
+        torch.testing.assert_close(got[name], x, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_inf_and_nan_reach_the_output(which, bad):
+    tensors = list(Case(1, 1, 1, 70, 70, 16).tensors(torch.float32))
+    tensors[which][0, 0, 66, 3] = bad
+    out = flash()(*on_device(*tensors[:3]))
+    assert not out[0, 0, 66:].isfinite().all()
+    assert out[0, 0, :64].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
+def test_scale_may_have_any_sign(scale):
+    q, k, v, do = on_device(*Case(1, 2, 1, 40, 40, 16).tensors(torch.float32))
+    got = gradients(lambda q, k, v: flash()(q, k, v, scale=scale), q, k, v, do)
+    expected = gradients(lambda q, k, v: formula(scale * 4 * q, k, v, causal=True), q, k, v, do)
+    for name, x in expected.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("B", "T", "S"), [(0, 5, 5), (2, 5, 0), (2, 0, 5)])
+def test_empty_inputs_give_empty_or_zero_results(B, T, S):
+    q, k = torch.ones(B, 2, T, 16, device=DEVICE), torch.ones(B, 1, S, 16, device=DEVICE)
+    got = gradients(flash(), q, k, k, q)
+    assert [got[name].shape for name in ("out", "dq", "dk", "dv")] == [q.shape, q.shape, k.shape, k.shape]
+    assert not any(x.any() for x in got.values())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_operator_keeps_torchs_rules(dropout):
+    q, k, v, _ = (x.to(DEVICE).requires_grad_() for x in Case(1, 2, 1, 40, 40, 16).tensors(torch.float32))
+    key = KEY.pack(torch.device(DEVICE)) if dropout else None
+    torch.library.opcheck(flash_forward, (q, k, v, key, True, 0.25, drop_threshold(dropout), False))
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({"head_dim": 320}, r"attention=flash takes head sizes up to 256, not 320; .*attention=tiled"),
+        ({"dtype": torch.float64}, r"attention=flash takes fp32, bf16 or fp16, not torch.float64; .*attention=tiled"),
+        (
+            {"device": torch.device("cpu")},
+            r"needs a CUDA GPU and the device is cpu; .*attention=tiled.*TRITON_INTERPRET=1",
+        ),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_when_the_model_is_built(shape, reason, monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    asked = {"head_dim": 64, "n_heads": 4, "n_kv_heads": 4, "dtype": torch.bfloat16, "device": torch.device("cuda:0")}
+    with pytest.raises(UnsupportedAttention, match=reason):
+        flash().check(AttentionShape(**(asked | shape)))
+
+
+def test_a_gpu_before_ampere_is_refused(monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(op, "capability", lambda device: (7, 5))
+    with pytest.raises(UnsupportedAttention, match=r"compute capability 8.0 \(Ampere\) or newer and cuda:0 has 7.5"):
+        flash().check(AttentionShape(64, 4, 4, torch.float16, torch.device("cuda:0")))
+
+
+def test_every_problem_finds_its_blocks():
+    for dtype in (torch.bfloat16, torch.float32):
+        for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
+            for head_dim in range(1, 257):
+                for dropout in (False, True):
+                    for length in (1, 3000, 10**6):
+                        passes = configs.choose(head_dim, length, dtype, dropout, capability)
+                        if dropout:
+                            assert all(b.q % 16 == 0 and b.k % 64 == 0 for b in passes)

@@ -1,0 +1,217 @@
+"""The Triton kernels on a GPU: the full grid of shapes, and what only a GPU can show."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attention import AttentionConfig, DropoutKey, build_attention, keep_mask
+from attention.flash import op, tiles
+from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+HEAD_SIZES = (16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256)
+LENGTHS = ((113, 203), (128, 217), (108, 256), (1023, 1024), (1, 239), (799, 3))
+HEADS = ((4, 4), (4, 2), (3, 1))
+TOKENS, HIDDEN = 16384, 2048
+
+
+def flash(dropout: float = 0.0, **options):
+    return build_attention(AttentionConfig("flash", dropout=dropout, **options))
+
+
+def grid() -> list[Case]:
+    """Every head size meets every pair of lengths or of heads, each length also the other way round."""
+    cases = []
+    for n, D in enumerate(HEAD_SIZES):
+        for m, (T, S) in enumerate(LENGTHS):
+            H, H_kv = HEADS[(n + m) % len(HEADS)]
+            T, S = (T, S) if (n + m) % 2 else (S, T)
+            cases.append(Case(2, H, H_kv, T, S, D))
+    return cases
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.17])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", grid(), ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
+def test_error_in_bf16(case, causal, dropout):
+    assert_accurate(flash(dropout), replace(case, causal=causal, dropout=dropout), torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.17])
+@pytest.mark.parametrize("case", grid()[::5], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
+def test_error_in_fp16(case, dropout):
+    assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.float16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.17])
+@pytest.mark.parametrize("D", [64, 111, 256])
+def test_error_in_fp32(D, dropout):
+    assert_accurate(flash(dropout), Case(1, 4, 2, 150, 203, D, dropout=dropout), torch.float32, "cuda", factor=3.0)
+
+
+def test_tf32_is_used_where_asked_for_alone():
+    tensors = Case(1, 2, 2, 256, 256, 64).tensors(torch.float32, "cuda")
+    exact = gradients(partial(formula, causal=True), *(x.double() for x in tensors))
+    for tf32, low, high in ((False, 0.0, 5e-6), (True, 5e-6, 1e-2)):
+        got = gradients(flash(allow_tf32=tf32), *tensors)
+        for name, x in exact.items():
+            assert low < (got[name] - x).abs().max() / x.abs().max() < high, (tf32, name)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.17])
+@pytest.mark.parametrize("case", grid()[1::13], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
+def test_pointers_serve_as_well_as_descriptors(case, dropout, monkeypatch):
+    """The way of GPUs older than Hopper, with their block sizes."""
+    for module in (tiles, op):
+        monkeypatch.setattr(module, "capability", lambda device: (8, 0))
+    assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 17, 128])
+def test_large_inputs_do_not_overflow(T):
+    assert_accurate(flash(), Case(2, 2, 2, T, T, 64, spread=25.0), torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize(("length", "D"), [(1000, 64), (4096, 128), (16384, 64)])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_hundreds_of_repeats_are_bitwise_equal(length, D, dropout):
+    tensors = Case(max(1, 4096 // length), 4, 2, length, length, D).tensors(torch.bfloat16, "cuda")
+    attend = partial(flash(dropout), dropout_key=KEY)
+    *inputs, do = tensors
+    q, k, v = (x.requires_grad_() for x in inputs)
+
+    def run() -> tuple[Tensor, ...]:
+        out = attend(q, k, v)
+        return out, *torch.autograd.grad(out, (q, k, v), do)
+
+    first = run()
+    for _ in range(300):
+        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+
+
+def test_long_rows_use_the_whole_mask():
+    """The last rows of 2 x 32768 x 32768 scores, more than 2**31 of them."""
+    T, rows, p = 32768, 48, 0.1
+    q, k, v, _ = Case(1, 2, 1, T, T, 64).tensors(torch.bfloat16, "cuda")
+    out = flash(p)(q, k, v, dropout_key=KEY)
+    keep = keep_mask(KEY, p, 1, 2, T, T, rows=(T - rows, T), device="cuda")
+    expected = formula(q[:, :, -rows:].float(), k.float(), v.float(), causal=True, keep=keep, rate=round(256 * p) / 256)
+    torch.testing.assert_close(out[:, :, -rows:].float(), expected, rtol=2e-2, atol=2e-3)
+
+
+def test_tensors_of_more_than_two_to_the_31_elements():
+    B, H, T, D = 24, 32, 45056, 64
+    assert B * H * T * D > 2**31
+    q, k, v, do = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = flash()(q, k, v)
+    got = (out, *torch.autograd.grad(out, (q, k, v), do))
+    last = [x[-1:, -1:].detach() for x in (q, k, v, do)]
+    alone = gradients(flash(), *last)
+    for x, name in zip(got, alone, strict=True):
+        torch.testing.assert_close(x[-1:, -1:].double(), alone[name])
+
+
+def test_a_replayed_graph_draws_the_masks_of_its_key():
+    q, k, v, do = Case(2, 2, 2, 200, 200, 64).tensors(torch.bfloat16, "cuda")
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    step = torch.zeros((), dtype=torch.int64, device="cuda")
+    attend = flash(0.1)
+
+    def run(step: int | Tensor) -> list[Tensor]:
+        out = attend(q, k, v, dropout_key=DropoutKey(1, step, 0, 0))
+        return [out, *torch.autograd.grad(out, (q, k, v), do)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(step)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(step)
+    for n in (3, 4):
+        step.fill_(n)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, run(n), strict=True))
+
+
+def test_a_compiled_function_is_one_graph_that_serves_every_step():
+    q, k, v, do = Case(2, 2, 2, 200, 200, 64).tensors(torch.bfloat16, "cuda")
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    attend = flash(0.1)
+
+    def loss(step: Tensor) -> Tensor:
+        return attend(2 * q, k, v, dropout_key=DropoutKey(1, step, 0, 0)).mul(do).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for n in (1, 2, 3):
+            step = torch.tensor(n, device="cuda")
+            got, expected = (torch.autograd.grad(f(step), (q, k, v)) for f in (compiled, loss))
+            for a, b in zip(got, expected, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_checkpointing_draws_the_same_mask_again():
+    q, k, v, do = Case(2, 2, 2, 200, 200, 64).tensors(torch.bfloat16, "cuda")
+    attend = partial(flash(0.1), dropout_key=KEY)
+    plain = gradients(attend, q, k, v, do)
+    again = gradients(lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False), q, k, v, do)
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_under_autocast_projections_arrive_in_bf16():
+    x = torch.randn(2, 200, 64, device="cuda")
+    project = torch.nn.Linear(64, 3 * 64, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        q, k, v = (y.view(2, 200, 1, 64).transpose(1, 2) for y in project(x).split(64, dim=-1))
+        out = flash()(q, k, v)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert project.weight.grad is not None
+    assert project.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_memory_at_16k_tokens(D):
+    """Output and gradients are 256 MiB; the log-sum-exp, twice, and delta are all there may be besides."""
+    shape = (1, HIDDEN // D, TOKENS, D)
+    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+    attend = partial(flash(0.1), dropout_key=KEY)
+    torch.autograd.grad(attend(q, k, v), (q, k, v), do)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(attend(q, k, v), (q, k, v), do)
+    assert torch.cuda.max_memory_allocated() - before <= 270 * 2**20
+
+
+def test_first_step_compiles_in_less_than_20_seconds(tmp_path: Path):
+    """In a process of its own, whose cache of compiled kernels is empty."""
+    script = """
+import time, torch
+from attention import AttentionConfig, DropoutKey, build_attention
+q, k, v = (torch.randn(2, 4, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+torch.cuda.synchronize()
+start = time.perf_counter()
+out = build_attention(AttentionConfig("flash", dropout=0.1))(q, k, v, dropout_key=DropoutKey(1, 2, 3, 4))
+out.sum().backward()
+torch.cuda.synchronize()
+print(time.perf_counter() - start)
+"""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 20
