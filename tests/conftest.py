@@ -1,4 +1,4 @@
-"""What has to be decided before torch and Triton are imported, also for the processes that tests start."""
+"""What has to be chosen before torch and Triton are imported, here and in the processes that tests start."""
 
 import os
 
@@ -8,5 +8,4 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 if not torch.cuda.is_available():
-    # Without a GPU the Triton kernels run in Triton's interpreter.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU the Triton kernels run in Triton's interpreter
