@@ -6,7 +6,8 @@ A training micro-batch goes forward and backward three times more through the we
     reference  another attention, in the same precision
     exact      the reference in a higher precision: fp32 beside bf16 and fp16, fp64 beside fp32
 
-with the same dropout masks, attention's by key and the residual stream's by reseeding its generator.
+with the same dropout masks: attention's by key, which are the training step's, and the residual stream's by reseeding
+its generator, drawn so that they are the same in every precision.
 `run - reference` is what the choice of attention changes; `reference - exact` is what rounding alone changes,
 the floor below which a difference says nothing. Of two right implementations each is about as far from `exact`
 as the other, so they differ by no more than a small multiple of the floor.

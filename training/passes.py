@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -54,7 +55,8 @@ def forward_backward(
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     if dtype is torch.float64:
         parameters = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
-    with torch.autocast(device, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+    half = dtype in (torch.bfloat16, torch.float16)
+    with torch.autocast(device, dtype, enabled=half), masks_drawn_in_fp32(model):
         return torch.func.functional_call(
             step,
             {f"model.{name}": p for name, p in parameters.items()},
@@ -86,6 +88,27 @@ class DifferentiatedStep(nn.Module):
         gradients = torch.autograd.grad(loss * loss_scale, list(parameters.values()))
         unscaled = {name: g / loss_scale for name, g in zip(parameters, gradients, strict=True)}
         return Pass(loss.detach(), logits.detach(), unscaled)
+
+
+@contextlib.contextmanager
+def masks_drawn_in_fp32(model: nn.Module) -> Iterator[None]:
+    """While active, residual dropout drops the same elements in every precision. On a GPU torch's own does not: how
+    it shares out the generator's numbers depends on the size of an element."""
+    modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    for module in modules:
+        module.forward = functools.partial(dropout, module)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def dropout(module: nn.Dropout, x: Tensor) -> Tensor:
+    """x with a share of module.p set to 0, and the rest made up for it."""
+    if not module.training or module.p == 0:
+        return x
+    return torch.where(torch.rand(x.shape, device=x.device) >= module.p, x / (1 - module.p), 0.0)
 
 
 def differences(a: Pass, b: Pass) -> Differences:

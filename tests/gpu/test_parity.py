@@ -35,7 +35,9 @@ def trainer(
     device: torch.device, attention: AttentionConfig, precision: Precision = Precision.bf16, **options
 ) -> Trainer:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layers=2, n_heads=H, n_embd=H * D, dropout=0.1), VOCAB, T, build_attention(attention))
+    model = GPT(
+        GPTConfig(n_layers=2, n_heads=H, n_embd=H * D, dropout=0.1), VOCAB, T, build_attention(attention), device=device
+    )
     config = TrainingConfig(steps=100, batch_size=B, precision=precision, **options)
     return Trainer(model, OptimizerConfig(), ScheduleConfig(warmup_steps=2), config, 7, device, World())
 
@@ -101,6 +103,8 @@ def test_flash_is_naive_up_to_rounding(dropout: float, precision: Precision, dev
         if probe.due(step):
             measured = compare(probe, trained, step, batch(step, device))
             assert measured["parity/grad_rel_err"] > 0
+            # Rounding, with residual dropout on: the masks are the same in both precisions.
+            assert measured["parity/noise_grad_rel_err"] < (1e-3 if precision is Precision.fp32 else 0.1)
             assert beyond_rounding(measured) is None, measured
         trained.update(step, [batch(step, device)])
 
@@ -110,10 +114,11 @@ def test_a_reference_that_does_not_fit_gets_less(device: torch.device) -> None:
     trained = trainer(device, config)
     inputs, targets = batch(0, device)
     probe = ParityProbe(ParityConfig(every=1), config, shape(device))
-    torch.cuda.empty_cache()
-    taken, total = torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    # A share that free_memory does not know of: the probe finds out by running out. Naive wants about 60 MiB.
-    torch.cuda.set_per_process_memory_fraction((taken + 40 * 2**20) / total, device)
+    whole = probe.measure(trained.model, inputs, targets, trained.key, partial(torch.manual_seed, 3))
+    assert whole["parity/tokens"] == f"{B}x{T}"
+    # A limit that free_memory does not know of: the probe finds out by running out. The whole wants about 60 MiB.
+    taken, total = torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((taken + 24 * 2**20) / total, device)
     try:
         measured = probe.measure(trained.model, inputs, targets, trained.key, partial(torch.manual_seed, 3))
     finally:

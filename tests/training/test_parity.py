@@ -17,7 +17,7 @@ from model.gpt import GPT, GPTConfig, Recompute
 from tests.wrong_attention import CLASSES, WRONG
 from training import parity
 from training.parity import ParityConfig, ParityError, ParityProbe, beyond_rounding, summarise
-from training.passes import forward_backward
+from training.passes import forward_backward, masks_drawn_in_fp32
 
 VOCABULARY, T, B = 65, 32, 4
 
@@ -144,7 +144,8 @@ def test_a_pass_gives_the_loss_and_gradients_of_training(recompute: Recompute, d
     measured = forward_backward(model, inputs, targets, key, model.attend, dtype)
     model = small_gpt(config).to(dtype)
     reseed()
-    model(inputs, targets, dropout_key=key).backward()
+    with masks_drawn_in_fp32(model):
+        model(inputs, targets, dropout_key=key).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(measured.gradients[name], p.grad, rtol=1e-5, atol=1e-7)
 
@@ -201,6 +202,19 @@ def test_scores_that_will_not_fit_the_free_memory_are_not_tried(monkeypatch: pyt
     two_sequences = 8 * (3 * 2 * 2 * 2 * T * T + 4 * 2 * T * VOCABULARY)
     monkeypatch.setattr(parity, "free_memory", lambda device: 1.01 * two_sequences / parity.MEMORY_SHARE)
     assert probe.measure(model, *next(batches(1, 1)))["parity/tokens"] == "2x32"
+
+
+def test_residual_masks_do_not_depend_on_the_precision():
+    drop = torch.nn.Dropout(0.3)
+    kept = []
+    with masks_drawn_in_fp32(drop):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            torch.manual_seed(1)
+            kept.append(drop(torch.ones(1000, dtype=dtype)))
+    assert [x.dtype for x in kept] == [torch.float64, torch.float32, torch.bfloat16]
+    assert all(torch.equal(x != 0, kept[0] != 0) for x in kept)
+    assert kept[0].mean() == pytest.approx(1, abs=0.1)
+    assert "forward" not in vars(drop)
 
 
 def test_masks_that_cannot_be_replayed_are_refused():
