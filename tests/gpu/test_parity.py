@@ -103,8 +103,8 @@ def test_flash_is_naive_up_to_rounding(dropout: float, precision: Precision, dev
         if probe.due(step):
             measured = compare(probe, trained, step, batch(step, device))
             assert measured["parity/grad_rel_err"] > 0
-            # Rounding, with residual dropout on: the masks are the same in both precisions.
-            assert measured["parity/noise_grad_rel_err"] < (1e-3 if precision is Precision.fp32 else 0.1)
+            if step == 0:  # rounding, and not other masks in another precision
+                assert measured["parity/noise_grad_rel_err"] < (1e-4 if precision is Precision.fp32 else 0.1)
             assert beyond_rounding(measured) is None, measured
         trained.update(step, [batch(step, device)])
 
