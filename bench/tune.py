@@ -1,6 +1,6 @@
 """Find the block sizes of attention/flash/configs.py on the GPU at hand.
 
-    python -m bench.tune            # head sizes 64 and 128, dropout 0 and 0.1: about five minutes
+    python -m bench.tune            # head sizes 64 and 128, dropout 0 and 0.1: about six minutes
     python -m bench.tune --head 256 --dropout 0 --passes forward --lengths 2048 --out tune.json
 
 Every candidate first runs once in a process of its own, on all cores, because a configuration that the compiler does
@@ -49,13 +49,25 @@ class Candidate(NamedTuple):
 
 
 def candidates(heads: list[int], rates: list[float], kernels: list[str]) -> Iterator[Candidate]:
-    """Tiles whose rows fill the warps' matrix instructions: 64 rows for each four warps."""
+    """Tiles whose rows fill the warps' matrix instructions: 64 rows for each four warps.
+
+    Small tiles also with fewer registers a thread than the compiler would take, to fit one more program on a
+    multiprocessor.
+    """
+    sizes = (32, 64, 128)
     for head_dim, dropout, kernel in itertools.product(heads, rates, kernels):
-        for q, k, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4)):
+        for q, k, warps, stages in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4)):
             rows, columns = (k, q) if kernel == "dkdv" else (q, k)
             fits = rows >= 64 and rows >= 16 * warps and columns * rows <= 2048 * warps
             if fits and (k >= 64 or dropout == 0) and (stages > 1 or kernel != "forward"):
-                yield Candidate(head_dim, dropout, kernel, Blocks(q, k, warps, stages))
+                limits = (None, 96, 168) if (q, k, stages) in ((64, 64, 2), (64, 64, 3)) else (None,)
+                for registers in limits:
+                    yield Candidate(head_dim, dropout, kernel, Blocks(q, k, warps, stages, registers))
+
+
+def problem_of(candidate: Candidate) -> tuple[int, float, str]:
+    """What candidates that compete with each other have in common."""
+    return candidate[:3]
 
 
 class Problem:
@@ -140,7 +152,7 @@ def survivors(all_candidates: list[Candidate], limit_s: float = 120.0) -> tuple[
 def measure(good: list[Candidate], lengths: list[int], progress: Callable[[str], None]) -> dict[Candidate, list[float]]:
     """Median milliseconds of each candidate at each length."""
     times: dict[Candidate, list[float]] = {candidate: [] for candidate in good}
-    for (head_dim, dropout), group in itertools.groupby(sorted(good), key=lambda c: (c.head_dim, c.dropout)):
+    for (head_dim, dropout), group in itertools.groupby(sorted(good, key=problem_of), key=lambda c: c[:2]):
         members = list(group)
         for length in lengths:
             problem = Problem(max(1, TOKENS // length), HIDDEN // head_dim, length, head_dim, dropout)
@@ -181,11 +193,11 @@ def main() -> None:
             FLOPS[c.kernel] * TOKENS * n * HIDDEN / 2 / t / 1e9 for n, t in zip(args.lengths, times[c], strict=True)
         ]
 
-    for problem, group in itertools.groupby(sorted(good), key=lambda c: c[:3]):
+    for problem, group in itertools.groupby(sorted(good, key=problem_of), key=problem_of):
         ranked = sorted(group, key=lambda c: -math.prod(tflops(c)))
         print(f"head size {problem[0]}, dropout {problem[1]:g}, {problem[2]}: TFLOP/s at {args.lengths}")
         for c in ranked[: args.top]:
-            print(f"    {tuple(c.blocks)!s:20} {'  '.join(f'{x:5.0f}' for x in tflops(c))}")
+            print(f"    {tuple(c.blocks)!s:24} {'  '.join(f'{x:5.0f}' for x in tflops(c))}")
 
 
 if __name__ == "__main__":

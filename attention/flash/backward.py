@@ -192,10 +192,8 @@ def dkdv_step(
     b_dp = dot(b_v, b_do.T, None, PRECISION)
     b_delta = load_row(delta, i_bh, i_m, BM)
     # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
-    if THRESHOLD:
-        b_ds = b_p_kept.to(tl.float32) * b_dp - b_p * b_delta[None, :]
-    if not THRESHOLD:
-        b_ds = b_p * (b_dp - b_delta[None, :])
+    b_p_dp = b_p_kept.to(tl.float32) * b_dp if THRESHOLD else b_p * b_dp
+    b_ds = b_p_dp - b_p * b_delta[None, :]
     b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, PRECISION)
     return b_dk, b_dv
 

@@ -52,14 +52,14 @@ Table = dict[Entry, Passes]
 
 # Compute capability 9.0 and 10.x.
 HOPPER: Table = {
-    Entry(64, False, 2048): Passes(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    Entry(64, False, 2048): Passes(Blocks(64, 64, 4, 2, 96), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
     Entry(64, False, 8192): Passes(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
     Entry(64, False): Passes(Blocks(64, 128, 4, 2), Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2)),
     Entry(64, True, 2048): Passes(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2, 168)),
-    Entry(64, True, 8192): Passes(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2, 168)),
+    Entry(64, True, 8192): Passes(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 64, 4, 2)),
     Entry(64, True): Passes(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
-    Entry(128, False, 2048): Passes(Blocks(64, 64, 4, 3), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
-    Entry(128, False, 8192): Passes(Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    Entry(128, False, 2048): Passes(Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
+    Entry(128, False, 8192): Passes(Blocks(128, 64, 4, 2), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
     Entry(128, False): Passes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
     Entry(128, True, 2048): Passes(Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
     Entry(128, True): Passes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),

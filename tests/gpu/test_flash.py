@@ -31,12 +31,15 @@ def flash(dropout: float = 0.0, **options):
 
 
 def grid() -> list[Case]:
-    """Every head size meets every pair of lengths or of heads, each length also the other way round."""
+    """Every head size meets every pair of lengths, also the other way round where that leaves more than one key.
+
+    (With one key dP = delta, and what is left of their difference in 16 bits is the rounding of the output.)
+    """
     cases = []
     for n, D in enumerate(HEAD_SIZES):
         for m, (T, S) in enumerate(LENGTHS):
             H, H_kv = HEADS[(n + m) % len(HEADS)]
-            T, S = (T, S) if (n + m) % 2 else (S, T)
+            T, S = (S, T) if (n + m) % 2 and T > 1 else (T, S)
             cases.append(Case(2, H, H_kv, T, S, D))
     return cases
 
@@ -55,9 +58,9 @@ def test_error_in_fp16(case, dropout):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.17])
-@pytest.mark.parametrize("D", [64, 111, 256])
-def test_error_in_fp32(D, dropout):
-    assert_accurate(flash(dropout), Case(1, 4, 2, 150, 203, D, dropout=dropout), torch.float32, "cuda", factor=3.0)
+@pytest.mark.parametrize(("T", "S", "D"), [(150, 203, 64), (203, 150, 111), (150, 203, 256), (150, 1, 64)])
+def test_error_in_fp32(T, S, D, dropout):
+    assert_accurate(flash(dropout), Case(1, 4, 2, T, S, D, dropout=dropout), torch.float32, "cuda", factor=3.0)
 
 
 def test_tf32_is_used_where_asked_for_alone():
