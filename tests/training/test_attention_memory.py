@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 
 from attention import AttentionConfig, AttentionShape, build_attention
-from training.attention_memory import AllocationMeter, attention_peak
+from training.attention_memory import AllocationMeter, attention_peak, limit_cpu_memory
 
 SHAPE = AttentionShape(head_dim=16, n_heads=2, n_kv_heads=2, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -54,3 +56,14 @@ def test_generators_are_left_alone():
     state = torch.get_rng_state()
     peak("naive", 64, dropout=0.1)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_limit_on_the_cpu_is_kept():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        limit_cpu_memory(16)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            torch.empty(20 * 2**30, dtype=torch.uint8)
+        torch.empty(2**20, dtype=torch.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
