@@ -7,6 +7,8 @@
     tiles.py     tiles of (B, H, T, D) tensors, in and out of the chip
     configs.py   block sizes for each head size, dtype, dropout and architecture
 
+What was tried, and what it gave, is written down in docs/kernels.md; bench/tune.py finds block sizes.
+
 `forward` and `backward` are the contract between op.py and the kernels. A path for one architecture alone is a file
 beside them with functions of the same signatures, which op.py chooses by compute capability.
 """

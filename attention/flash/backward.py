@@ -29,6 +29,7 @@ from attention.flash.tiles import (
     load_tile,
     row_tiles,
     rows_like,
+    seen_keys,
     store_tile,
     tiles,
 )
@@ -126,12 +127,7 @@ def dq_kernel(
     key = load_key(p_key, i_b, i_h) if THRESHOLD else None
     b_q = load_tile(q, i_b, i_h, i_m, BM, BD)
     b_dq = tl.zeros([BM, BD], tl.float32)
-    if CAUSAL:
-        n_full = tl.minimum(tl.maximum(i_m + 1 + S - T, 0), S) // BN * BN
-        n_end = tl.minimum(tl.maximum(i_m + BM + S - T, 0), S)
-    else:
-        n_full = S // BN * BN
-        n_end = S
+    n_full, n_end = seen_keys(i_m, T, S, CAUSAL, BM, BN)
     for i_n in tl.range(0, n_full, BN, num_stages=STAGES):
         b_dq = dq_step(
             b_dq, b_q, b_do, b_lse2, b_delta, k, v, key, i_b, i_g, i_m, i_n, scale_log2, T, S,
@@ -191,9 +187,11 @@ def dkdv_step(
     b_dv = dot(b_p_kept, b_do, b_dv, PRECISION)
     b_dp = dot(b_v, b_do.T, None, PRECISION)
     b_delta = load_row(delta, i_bh, i_m, BM)
-    # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
-    b_p_dp = b_p_kept.to(tl.float32) * b_dp if THRESHOLD else b_p * b_dp
-    b_ds = b_p_dp - b_p * b_delta[None, :]
+    if THRESHOLD:  # noqa: SIM108
+        # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
+        b_ds = b_p_kept.to(tl.float32) * b_dp - b_p * b_delta[None, :]
+    else:
+        b_ds = b_p * (b_dp - b_delta[None, :])
     b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, PRECISION)
     return b_dk, b_dv
 

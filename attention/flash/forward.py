@@ -24,6 +24,7 @@ from attention.flash.tiles import (
     heads_together,
     load_tile,
     rows_like,
+    seen_keys,
     store_tile,
     tiles,
 )
@@ -67,13 +68,7 @@ def forward_kernel(
     b_m = tl.full([BM], -float("inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
 
-    # From n_full on, tiles are cut by the diagonal or by the end of the sequence; before, every query sees every key.
-    if CAUSAL:
-        n_full = tl.minimum(tl.maximum(i_m + 1 + S - T, 0), S) // BN * BN
-        n_end = tl.minimum(tl.maximum(i_m + BM + S - T, 0), S)
-    else:
-        n_full = S // BN * BN
-        n_end = S
+    n_full, n_end = seen_keys(i_m, T, S, CAUSAL, BM, BN)
     o_m = i_m + tl.arange(0, BM)
     for i_n in tl.range(0, n_end, BN, num_stages=STAGES):
         # Drawn before the scores, while the previous tile's product with v is still in flight.

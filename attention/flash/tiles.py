@@ -109,6 +109,21 @@ def assignment(n_tiles, n_together):
 
 
 @triton.jit
+def seen_keys(i_m, T, S, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """(n_full, n_end) for the queries from i_m: all BM see every key before n_full, and none sees any from n_end on.
+
+    Key tiles between the two are cut by the diagonal or by the end of the sequence. n_full is a multiple of BN.
+    """
+    if CAUSAL:
+        n_full = tl.minimum(tl.maximum(i_m + 1 + S - T, 0), S) // BN * BN
+        n_end = tl.minimum(tl.maximum(i_m + BM + S - T, 0), S)
+    else:
+        n_full = S // BN * BN
+        n_end = S
+    return n_full, n_end
+
+
+@triton.jit
 def load_tile(x, i_b, i_h, i_t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows from i_t of one head: (ROWS, COLUMNS), zero beyond the tensor."""
     if isinstance(x, tl.tensor_descriptor):

@@ -93,6 +93,7 @@ def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(ker
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.rand(B, H, n, D, generator=generator) for n in (T, S, S, T))
     identity = torch.eye(D).expand(B, H, D, D).contiguous()
+    launch: Any = {"dq": launch_dq, "dkdv": launch_dkdv}.get(kernel)
     options = Options(causal=False, scale=1.0, threshold=drop_threshold(p), tf32=False)
     key, keep = KEY.pack(torch.device(DEVICE)), reference_mask(KEY, p, B, H, T, S)
 
@@ -112,17 +113,15 @@ def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(ker
     unit_v, unit_do = ones_in_first_column(v), ones_in_first_column(do)
     if kernel == "dq":
         delta = tiles.rows_like(q)
-        dq = launch_dq(
-            *on_device(unit_do, q, identity, unit_v, unit_do, lse2(q, identity), delta), key, options, blocks
-        )
+        dq = launch(*on_device(unit_do, q, identity, unit_v, unit_do, lse2(q, identity), delta), key, options, blocks)
         assert torch.equal(dq.cpu() > 0, keep)
         return
     delta = tiles.rows_like(q).fill_(0.5).to(DEVICE)
     rows = lse2(q, k), delta
-    _, dv = launch_dkdv(*on_device(identity, q, k, v), *rows, key=key, options=options, blocks=blocks)
+    _, dv = launch(*on_device(identity, q, k, v), *rows, key, options, blocks)
     assert torch.equal(dv.mT.cpu() > 0, keep)
     rows = lse2(identity, k), delta
-    dk, _ = launch_dkdv(*on_device(unit_do, identity, k, unit_v), *rows, key=key, options=options, blocks=blocks)
+    dk, _ = launch(*on_device(unit_do, identity, k, unit_v), *rows, key, options, blocks)
     assert torch.equal(dk.mT.cpu() > 0, keep)
 
 
