@@ -93,7 +93,7 @@ def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(ker
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.rand(B, H, n, D, generator=generator) for n in (T, S, S, T))
     identity = torch.eye(D).expand(B, H, D, D).contiguous()
-    launch: Any = {"dq": launch_dq, "dkdv": launch_dkdv}.get(kernel)
+    launch: Any = {"forward": forward, "dq": launch_dq, "dkdv": launch_dkdv}[kernel]
     options = Options(causal=False, scale=1.0, threshold=drop_threshold(p), tf32=False)
     key, keep = KEY.pack(torch.device(DEVICE)), reference_mask(KEY, p, B, H, T, S)
 
@@ -106,7 +106,7 @@ def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(ker
         return rows.to(DEVICE)
 
     if kernel == "forward":
-        out, _, _ = forward(*on_device(q, k, identity), key, options, Passes(blocks, blocks, blocks))
+        out, _, _ = launch(*on_device(q, k, identity), key, options, Passes(blocks, blocks, blocks))
         assert torch.equal(out.cpu() > 0, keep)
         return
     # With every dp = 1, ds is positive where a weight was kept and negative where it was dropped.
