@@ -5,22 +5,23 @@
     python -m bench.train_step --recompute attention block --shapes 4x8192 --attention flash --dropout 0
     python -m bench.train_step --profile ...                         and where the time of each step goes
     python -m bench.train_step -- training.precision=fp32            further overrides for train.py
+    python -m bench.train_step --plot-only a.json b.json             nothing measured: one result of several, drawn
 
 Every cell is a run of train.py in a process of its own, with its data loading, logging and clipping, in 124M
 parameters and 32,768 tokens a step, of which the median step counts. Running out of memory is a result. Results go
-to bench/results/train_step-<device>.json, which is written after each cell, and are drawn beside it.
+to bench/results/train_step-<device>.json, which is written after each cell, and are drawn beside it at the end. Runs
+at the same time need a folder each (--results); --plot-only joins what they wrote.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from bench.measure import RESULTS, ROOT, slug, write
 from report.draw import Chart, Palette, dress, legend, render_png, render_svg, short_length, standalone_svg, styles
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
 SHAPES = ("32x1024", "16x2048", "8x4096", "4x8192", "2x16384")
 ATTENTIONS = ("flash", "sdpa", "naive")
 DROPOUTS = (0.0, 0.1)
@@ -153,7 +153,7 @@ def draw(figure: Figure, palette: Palette, rows: Sequence[Row], dropout: float) 
         memory.plot(T, [r.get("peak_allocated_gib", 0) for r in done], **look)
     if any(row.get("device") == NANOGPT_DEVICE for row in rows):
         look = {"color": palette["muted"], "linestyle": "--", "linewidth": 1.4}
-        speed.plot(list(NANOGPT), [nanogpt_speed(T, dropout) for T in NANOGPT], label="nanoGPT", **look)
+        speed.plot(list(NANOGPT), [nanogpt_speed(T, dropout) / 1e3 for T in NANOGPT], label="nanoGPT", **look)
         memory.plot(list(NANOGPT), [peak for *_, peak in NANOGPT.values()], **look)
     for axes, title in ((speed, "thousand tokens/s"), (memory, "GiB at the peak")):
         dress(axes, palette, title, "seq_len")
@@ -170,10 +170,20 @@ def over_lengths(axes: Axes) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda T, _: short_length(T)))
 
 
+def read(path: Path) -> dict[tuple[Any, ...], Row]:
+    """The rows of an earlier result by their keys."""
+    return {key(row): row for row in json.loads(path.read_text())}
+
+
+def save(rows: Iterable[Row], path: Path) -> None:
+    """Write the rows as JSON."""
+    write(path, json.dumps(sorted(rows, key=lambda row: [str(part) for part in key(row)]), indent=1) + "\n")
+
+
 def publish(rows: Sequence[Row], path: Path) -> None:
-    """Write the rows as JSON to `path`, and a figure for each dropout beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(sorted(rows, key=lambda row: [str(part) for part in key(row)]), indent=1) + "\n")
+    """Write the rows to `path`, draw a figure for each dropout beside it, and print the table."""
+    save(rows, path)
+    print(table(rows))
     for dropout in DROPOUTS:
         shown = [r for r in rows if r["dropout"] == dropout and r["recompute"] == "none" and not r["extra"]]
         if any(row["status"] == "completed" for row in shown):
@@ -185,7 +195,7 @@ def publish(rows: Sequence[Row], path: Path) -> None:
             )
             stem = path.with_name(f"{path.stem}-dropout-{dropout:g}")
             stem.with_name(f"{stem.name}.png").write_bytes(render_png(chart, dark=False))
-            stem.with_name(f"{stem.name}.svg").write_text(standalone_svg(render_svg(chart)))
+            write(stem.with_name(f"{stem.name}.svg"), standalone_svg(render_svg(chart)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -198,27 +208,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", default=60, type=int)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--results", default=RESULTS, type=Path, help="folder for the JSON and the figures")
+    parser.add_argument(
+        "--plot-only",
+        nargs="+",
+        type=Path,
+        metavar="JSON",
+        help="earlier results of one device; the last file prevails",
+    )
     parser.add_argument("overrides", nargs="*", help="for train.py, after --")
     args = parser.parse_args(arguments)
+    if args.plot_only:
+        rows = {k: row for path in args.plot_only for k, row in read(path).items()}
+        devices = {row["device"] for row in rows.values() if "device" in row}  # which a failed run does not tell
+        if len(devices) != 1:
+            parser.error(f"--plot-only takes results of one device, not of {', '.join(sorted(devices)) or 'none'}")
+        publish(list(rows.values()), result_file(args.results, *devices))
+        return
+
     cells = [
         {"attention": attention, "shape": shape, "dropout": dropout, "recompute": recompute, "extra": args.overrides}
         for attention in args.attention for dropout in args.dropout for shape in args.shapes
         for recompute in args.recompute
     ]  # fmt: skip
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    path = args.results / f"train_step-{re.sub('[^a-z0-9]+', '-', device.lower())}.json"
-    rows = {key(old): old for old in json.loads(path.read_text())} if path.exists() else {}
+    path = result_file(args.results, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+    rows = read(path) if path.exists() else {}
     for n, cell in enumerate(cells, 1):
         row = measure(cell, args.steps, args.profile)
         rows[key(row)] = row
-        where = " ".join(map(str, key(row)))
-        print(
-            f"[{n}/{len(cells)}] {where}: {result(row)} tokens/s, {row.get('peak_allocated_gib', 0):.1f} GiB",
-            flush=True,
-        )
+        save(rows.values(), path)
+        where, memory = " ".join(map(str, key(row))), row.get("peak_allocated_gib") or 0
+        print(f"[{n}/{len(cells)}] {where}: {result(row)} tokens/s, {memory:.1f} GiB", flush=True)
         print(row.get("profile") or row.get("message") or "", end="\n" if row["status"] == "failed" else "")
-        publish(list(rows.values()), path)
-    print(table(list(rows.values())))
+    publish(list(rows.values()), path)
+
+
+def result_file(folder: Path, device: str) -> Path:
+    """Where the results of a device go."""
+    return folder / f"train_step-{slug(device)}.json"
 
 
 if __name__ == "__main__":

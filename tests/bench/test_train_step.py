@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 import cli
 from bench import train_step
-from bench.train_step import ATTENTIONS, NANOGPT, SHAPES, Row, key, main, overrides, publish, table
+from bench.train_step import ATTENTIONS, NANOGPT, SHAPES, Row, draw, key, main, overrides, publish, table
 from config import register
+from report.draw import scheme
 from training import launcher
 
 
@@ -60,6 +62,48 @@ def test_results_are_figures_too(tmp_path):
     assert {p.name for p in path.parent.iterdir()} == {
         "train_step-x.json", "train_step-x-dropout-0.png", "train_step-x-dropout-0.svg"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_equal_speeds_are_drawn_at_the_same_height(dropout):
+    """nanoGPT's as well as ours, on axes that say thousands."""
+    speeds = {T: measured[bool(dropout)] for T, measured in NANOGPT.items()}
+    rows = [row("flash", f"{32768 // T}x{T}", dropout, speed) for T, speed in speeds.items()]
+    figure = Figure()
+    draw(figure, scheme(dark=False), rows, dropout)
+    ours, nanogpts = figure.axes[0].get_lines()
+    assert list(ours.get_ydata()) == list(nanogpts.get_ydata()) == [speed / 1000 for speed in speeds.values()]
+
+
+def test_results_measured_apart_are_drawn_together(tmp_path):
+    first, second, joined = tmp_path / "first.json", tmp_path / "second.json", tmp_path / "joined"
+    publish([row("flash", speed=1.0), row("naive", speed=2.0)], first)
+    publish([row("flash", speed=3.0), row("sdpa", status="failed", message="killed")], second)
+    main(["--plot-only", str(first), str(second), "--results", str(joined)])
+    found = {
+        r["attention"]: r["tokens_per_s"] for r in json.loads((joined / "train_step-nvidia-h200.json").read_text())
+    }
+    assert (found["flash"], found["naive"]) == (3.0, 2.0)
+    assert "sdpa" in found
+    assert (joined / "train_step-nvidia-h200-dropout-0.png").exists()
+
+
+def test_results_of_two_devices_are_not_drawn_together(tmp_path, capsys):
+    publish([row("flash"), row("naive", device="NVIDIA A100")], tmp_path / "mixed.json")
+    with pytest.raises(SystemExit):
+        main(["--plot-only", str(tmp_path / "mixed.json"), "--results", str(tmp_path / "joined")])
+    assert "one device, not of NVIDIA A100, NVIDIA H200" in capsys.readouterr().err
+    assert not (tmp_path / "joined").exists()
+
+
+def test_a_figure_that_fails_leaves_the_measurements(tmp_path, monkeypatch):
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(train_step, "render_png", broken)
+    with pytest.raises(RuntimeError, match="no fonts"):
+        publish([row("flash")], tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text()) == [row("flash")]
 
 
 def test_measuring_a_cell_again_replaces_it_alone(tmp_path, monkeypatch, capsys):
