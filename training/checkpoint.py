@@ -241,6 +241,10 @@ def _link_best(folder: Path) -> None:
     link, fresh = folder / "best", folder / f"{_PARTIAL}best"
     if best is None or (link.is_symlink() and link.readlink() == Path(best.name)):
         return
+    if link.is_dir() and not link.is_symlink():  # of a run folder that was copied with what its links pointed to
+        copied = folder / f"{_PARTIAL}copied-best"
+        link.rename(copied)
+        _remove(copied)
     try:
         fresh.symlink_to(best.name)
         fresh.replace(link)

@@ -349,6 +349,15 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert best.name == "step-00000006"
 
 
+def test_a_copy_of_the_run_folder_without_links_goes_on(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2.0)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False)
+    assert not (tmp_path / "copy" / "best").is_symlink()
+    save(tmp_path / "copy", 2, 1.0)
+    assert (tmp_path / "copy" / "best").readlink() == Path("step-00000002")
+    assert names(tmp_path / "copy") == {"step-00000001", "step-00000002", "best"}
+
+
 def test_a_run_that_goes_on_before_a_damaged_checkpoint_keeps_its_own(tmp_path: Path) -> None:
     save(tmp_path, 400)
     (save(tmp_path, 500) / "model.safetensors").write_bytes(b"")
