@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,6 +14,20 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 # The rate of the recent past tells the remaining time; the first steps, with their compilation, soon drop out.
 MARKS = 20
+
+
+class Terminal(Console):
+    """Standard output, whose reader may leave (`| head`) without ending what is being reported."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        """Write to nowhere from now on, and let `print` and the interpreter's last flush do the same."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 class ProgressLine:
@@ -30,7 +46,7 @@ class ProgressLine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.steps, self.clock, self.seconds_between_lines = steps, clock, seconds_between_lines
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or Terminal()
         self.marks = deque([(clock(), first_step)], maxlen=MARKS)
         self.latest: dict[str, float] = {}
         self.printed = -float("inf")

@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from training.progress import duration
+from training.progress import Terminal, duration
 from training.sweep import Job, too_long, varied
 
 
@@ -19,7 +19,7 @@ class SweepProgress:
 
     def __init__(self, jobs: Sequence[Job], console: Console | None = None) -> None:
         self.jobs, self.names = jobs, varied(jobs)
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or Terminal()
         self.began: dict[Job, float] = {}
         self.codes: dict[Job, int] = {}
         self.bar = Progress(

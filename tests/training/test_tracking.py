@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from training.progress import ProgressLine, count, duration, remaining_seconds
 from training.summary import draw_loss_curve, environment, git_state, write_summary
 from training.tracking import Tracker, TrackingConfig, TrackingMode
 
+ROOT = Path(__file__).parents[2]
 DISABLED = TrackingConfig(mode=TrackingMode.disabled)
 
 
@@ -264,3 +266,23 @@ def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
     assert "step 100/200  loss 2.0000  0:01 left" in output.getvalue()
     assert "a [warning]" in output.getvalue()
     assert output.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_a_reader_that_leaves_does_not_stop_the_run() -> None:
+    script = """
+from training.progress import ProgressLine
+line = ProgressLine(2)
+line.update(1, {"train/loss": 2.0})
+line.update(2, {"train/loss": 1.0})
+line.close()
+print("the end")
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")
