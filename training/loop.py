@@ -82,7 +82,9 @@ def fit(
     """
     config = trainer.training
     if start == 0 and config.eval_every:
-        log(0, {"val/loss": trainer.evaluate(windows)})
+        with meter.paused():
+            val_loss = trainer.evaluate(windows)
+        log(0, {"val/loss": val_loss})
     for step in range(start, config.steps):
         n = step + 1  # updates done when this one is
 
@@ -113,11 +115,12 @@ def fit(
         lr = learning_rate(step, config.steps, trainer.peak_lr, trainer.schedule)
         metrics |= {"train/loss": loss.item(), "optim/lr": lr, "optim/grad_norm": norm.item()}
         metrics |= meter.interval(trainer.replay.peak_bytes if trainer.replay else 0)
-        with meter.paused():
-            if due(config.eval_every):
+        if due(config.eval_every):
+            with meter.paused():
                 metrics["val/loss"] = trainer.evaluate(windows)
-            log(n, metrics)
-            if due(config.checkpoint_every) or (stopping and config.checkpoint_every):
+        log(n, metrics)  # counts as training: whoever logs more often trains more slowly
+        if due(config.checkpoint_every) or (stopping and config.checkpoint_every):
+            with meter.paused():
                 save(n, metrics.get("val/loss"))
         if stopping:
             return n

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -211,6 +212,16 @@ def test_lines_evaluations_and_checkpoints_come_when_they_are_due() -> None:
     val_loss = {n: content for event, n, content in recorder.events if event == "save"}
     assert val_loss[5] is None
     assert val_loss[11] == recorder.events[-2][2]["val/loss"]
+
+
+def test_the_time_of_logging_counts_as_training_and_that_of_saving_does_not() -> None:
+    training = replace(TRAINING, steps=9, log_every=1, eval_every=0, checkpoint_every=3)
+    recorder, pause = Recorder(), 0.5
+    recorder.at = {n: lambda: time.sleep(pause) for n in (4, 6)}  # after 6 a checkpoint, and a step begins afresh
+    run(build(training=training), recorder)
+    seconds = {n: line["throughput/step_ms"] / 1e3 for event, n, line in recorder.events if event == "log" and n > 3}
+    assert seconds[5] > pause
+    assert seconds[7] < pause
 
 
 def test_the_loss_of_a_line_is_that_of_its_update() -> None:
