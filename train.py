@@ -31,7 +31,7 @@ from training.checkpoint import load_checkpoint, newest_valid, read_manifest
 from training.device import Precision, World, joined, resolve_device, resolve_precision
 from training.loop import Interruption, explained_memory, fit
 from training.meters import StepMeter, device_name
-from training.peaks import describe_peak
+from training.peaks import describe_peak, product_precision
 from training.record import Bystander, Origin, Record
 from training.step import Trainer
 
@@ -136,7 +136,7 @@ def build_meter(trainer: Trainer) -> StepMeter:
         tokens_per_step=B * T * ranks * trainer.micro_steps,
         flops_per_token_full=trainer.model.flops_per_token(T, causal=False),
         flops_per_token_causal=trainer.model.flops_per_token(T, causal=True),
-        precision=trainer.training.precision.value,
+        precision=product_precision(trainer.training.precision.value, trainer.model.attend.config.allow_tf32),
         device_count=ranks,
     )
 
@@ -159,7 +159,7 @@ def greeting(config: Config, trainer: Trainer, meter: StepMeter) -> str:
         f"precision={precision}{auto * (config.training.precision is Precision.auto)}",
     ]
     if device.type == "cuda":
-        parts.append(f"MFU of {describe_peak(device_name(device), precision)}")
+        parts.append(f"MFU of {describe_peak(device_name(device), meter.precision)}")
     return "  ".join(parts)
 
 

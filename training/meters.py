@@ -99,7 +99,7 @@ class StepMeter:
         self.device = device
         self.tokens_per_step = tokens_per_step
         self.flops_per_token = {"full": flops_per_token_full, "causal": flops_per_token_causal}
-        self.peak = peak_flops(device_name(device), precision)
+        self.precision, self.peak = precision, peak_flops(device_name(device), precision)
         self.device_count = device_count
         self.clock = clock or (CudaClock(device) if device.type == "cuda" else HostClock())
 

@@ -7,6 +7,8 @@ attention as if every query saw every key, as most published figures do; `causal
 
 from __future__ import annotations
 
+import torch
+
 # Dense peak in TFLOP/s: bf16, fp16, tf32 and fp32 (outside the tensor cores), by NVIDIA's datasheet or architecture
 # whitepaper; where a datasheet gives figures with sparsity, half of them. GeForce: fp16 with fp32 accumulation, which
 # is what torch uses. None: the device does not have the precision.
@@ -60,6 +62,13 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     name = device_name.removeprefix("NVIDIA ").removeprefix("Tesla ")
     teraflops = _PEAKS.get(name, (None,) * 4)[_COLUMNS.index(precision)]
     return None if teraflops is None else teraflops * 1e12
+
+
+def product_precision(precision: str, allow_tf32: bool) -> str:
+    """What MFU is measured against where the model computes in `precision`: tf32 instead of fp32 as soon as some
+    products may use it (attention.allow_tf32, or torch's own setting), so that no share of the peak is flattered."""
+    rounded = allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if precision == "fp32" and rounded else precision
 
 
 def describe_peak(device_name: str, precision: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from training.meters import StepMeter
-from training.peaks import describe_peak, peak_flops, utilisation
+from training.peaks import describe_peak, peak_flops, product_precision, utilisation
 
 CPU = torch.device("cpu")
 
@@ -79,6 +79,17 @@ def test_a_known_device_has_its_datasheet_peak(name: str, precision: str, terafl
 def test_the_peak_of_an_unknown_device_is_not_guessed(name: str, precision: str) -> None:
     assert peak_flops(name, precision) is None
     assert describe_peak(name, precision).startswith("unknown device")
+
+
+def test_products_that_may_use_tf32_are_measured_against_its_peak() -> None:
+    assert product_precision("fp32", allow_tf32=False) == "fp32"
+    assert product_precision("fp32", allow_tf32=True) == "tf32"
+    assert product_precision("bf16", allow_tf32=True) == "bf16"
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert product_precision("fp32", allow_tf32=False) == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_an_interval_reports_means_and_the_run_medians() -> None:
