@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from report import evidence
 from report.evidence import rolling_rms, seed_band, window_of
 from report.parity import Judgement, Outcome, Verdict, judge
 from report.runs import find_runs
 from tests.report.synthetic import ERRORS, write_run
+from training import parity as probe
 
 
 def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash", **options: object) -> Verdict:
@@ -27,6 +29,10 @@ def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash"
 def only(verdict: Verdict) -> Judgement:
     (judgement,) = verdict.judgements
     return judgement
+
+
+def test_the_report_allows_what_the_probe_allows() -> None:
+    assert evidence.MARGIN == probe.MARGIN
 
 
 @pytest.mark.parametrize(("precision", "chaos"), [("bf16", 1), ("bf16", 100), ("fp32", 1), ("fp32", 100)])

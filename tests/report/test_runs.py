@@ -84,9 +84,11 @@ def test_losses_that_are_not_finite_are_read_as_such(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
     with path.open("a") as file:
         file.write('{"step": 110, "train/loss": "nan"}\n{"step": 120, "train/loss": "inf"}\n')
+        file.write('{"step": 130, "train/loss": "-inf"}\n')
     run = read_run(path.parent)
-    assert math.isnan(run.series("train/loss").values[-2])
-    assert run.series("train/loss").values[-1] == math.inf
+    assert math.isnan(run.series("train/loss").values[-3])
+    assert run.series("train/loss").values[-2:].tolist() == [math.inf, -math.inf]
+    assert "train/loss" not in run.texts
     assert run.diverged() == 110
 
 
