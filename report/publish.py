@@ -21,7 +21,7 @@ SECONDS = 90
 
 
 def mode_of(runs: Sequence[Run]) -> str:
-    """What most of the runs had as tracking.mode; offline where none recorded it."""
+    """What most of the runs had as tracking.mode; disabled where none recorded it."""
     modes = Counter(str(run.option("tracking.mode", "disabled")) for run in runs)
     mode = modes.most_common(1)[0][0] if modes else "disabled"
     return mode if mode in MODES else "disabled"
