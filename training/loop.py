@@ -149,6 +149,6 @@ def explained_memory(trainer: Trainer) -> Iterator[None]:
         raise OutOfMemory(
             f"attention={model.attend.name} with seq_len={model.seq_len} and training.batch_size={training.batch_size} "
             f"does not fit the memory of {trainer.device}; use an attention whose memory is linear in seq_len "
-            "(attention=flash on a GPU, tiled or sdpa), training.recompute=block, or a smaller training.batch_size with "
-            "training.batch_tokens to keep the tokens of a step."
+            "(attention=flash on a GPU, tiled or sdpa), training.recompute=block, or a smaller training.batch_size "
+            "with training.batch_tokens to keep the tokens of a step."
         ) from error
