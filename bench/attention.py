@@ -13,7 +13,7 @@ of memory is a result, and so is being too slow to wait for.
 
 Results go to bench/results/attention-<device>.json after each problem, with the figures beside it. What is measured
 again replaces the earlier result, so that the whole can be measured in parts: --masks causal, then --masks full. With
---only, or other sizes of the work, results go to attention-<device>-selection.json.
+--only, --dtype or other sizes of the work, results go to attention-<device>-selection.json.
 """
 
 from __future__ import annotations
@@ -281,7 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = {name: everyone[name] for name in args.only}
     result = environment(torch.device(args.device), [package for _, _, package, _ in PACKAGES.values()])
     result |= {"tokens": args.tokens, "hidden": args.hidden}
-    rows = earlier(args.out, result)
+    rows = earlier(args.out, result, str(DTYPES[args.dtype]).removeprefix("torch."))
+    if args.out.exists() and not rows:
+        console.print(f"Replacing results of another device, software, size of the work or dtype: {args.out}")
     patience = Patience(args.limit)
     todo = list(problems(args))
     console.print(f"{result['device']}: {len(todo)} problems, {', '.join(chosen)}")
@@ -300,14 +302,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(f"{time.monotonic() - begin:.0f} s, {args.out}")
 
 
-def earlier(path: Path, result: Row) -> list[Row]:
-    """The rows of an earlier run that may stand beside this one's: same device, software and size of the work."""
+def earlier(path: Path, result: Row, dtype: str) -> list[Row]:
+    """The rows of an earlier run that may stand beside this one's: same device, software, size of the work and dtype,
+    which tables and figures do not tell apart."""
     try:
         found = json.loads(path.read_text())
     except OSError:
         return []
     same = all(found.get(name) == result[name] for name in ("device", "versions", "tokens", "hidden"))
-    return list(found["rows"]) if same else []
+    return [row for row in found["rows"] if same and row["dtype"] == dtype]
 
 
 def when(result: Row) -> Row:

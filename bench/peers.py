@@ -122,7 +122,7 @@ def from_package(module: str, has_dropout: bool) -> Callable[[Problem], Attend]:
     return build
 
 
-# name on the command line -> module and PyPI name of FlashAttention's packages, and whether they have dropout
+# FlashAttention's packages: name on the command line -> label, module, PyPI name, and whether it has dropout
 PACKAGES = {
     "fa2": ("FlashAttention-2", "flash_attn", "flash-attn", True),
     "fa3": ("FlashAttention-3", "flash_attn_interface", "flash-attn-3", False),

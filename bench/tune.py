@@ -32,6 +32,7 @@ from attention.flash.backward import launch_dkdv, launch_dq
 from attention.flash.configs import Blocks, Options, Passes
 from attention.flash.forward import forward
 from attention.flash.tiles import rows_like
+from bench.measure import environment, write
 
 TOKENS, HIDDEN = 16384, 2048
 KEY = DropoutKey(seed=1337, step=3, layer=1, first_sequence=0)
@@ -184,8 +185,8 @@ def main() -> None:
     if args.out:
         rows = [{**c._asdict(), "blocks": list(c.blocks), "lengths": args.lengths, "ms": ms} for c, ms in times.items()]
         left_out = [{**c._asdict(), "blocks": list(c.blocks), "reason": reason} for c, reason in bad.items()]
-        device = torch.cuda.get_device_name()
-        args.out.write_text(json.dumps({"device": device, "measured": rows, "left_out": left_out}, indent=1))
+        result = environment(torch.device("cuda")) | {"measured": rows, "left_out": left_out}
+        write(args.out, json.dumps(result, indent=1) + "\n")
 
     def tflops(c: Candidate) -> list[float]:
         # Half of the products fall to the causal mask.

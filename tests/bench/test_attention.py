@@ -77,7 +77,7 @@ def test_figures_are_drawn_beside_the_result_and_drawn_again_from_it(result):
     assert {p.name for p in path.parent.iterdir()} - {path.name} == drawn
 
 
-def test_measuring_again_replaces_the_problem_and_keeps_the_others(tmp_path):
+def test_measuring_again_replaces_the_problem_and_keeps_the_others(tmp_path, capsys):
     path = tmp_path / "attention.json"
     first = run(path, "--lengths", "32", "64", "--dropout", "0", "--only", "naive", "sdpa-math")
     again = run(path, "--lengths", "32", "--dropout", "0", "--only", "naive")
@@ -85,6 +85,9 @@ def test_measuring_again_replaces_the_problem_and_keeps_the_others(tmp_path):
     assert again["rows"][1:] == first["rows"][2:]
     other = run(path, "--lengths", "32", "--dropout", "0", "--only", "naive", "--tokens", "32")
     assert len(other["rows"]) == 1  # another size of work does not stand beside the old one
+    assert "Replacing results of another device" in capsys.readouterr().out
+    bf16 = run(path, "--lengths", "16", "--dropout", "0", "--only", "naive", "--tokens", "32", "--dtype", "bf16")
+    assert [row["dtype"] for row in bf16["rows"]] == ["bfloat16"]  # nor does another dtype
 
 
 def test_a_wrong_implementation_shows_in_its_error_and_a_greedy_one_is_a_result(tmp_path, monkeypatch, capsys):
