@@ -259,7 +259,11 @@ def plot(axes: Axes, palette: Palette, rows: Sequence[Row], rate: float, value: 
                 markersize=3.5, linewidth=1.6,
             )  # fmt: skip
     dress(axes, palette, title, "tokens")
-    ticks = lengths(rows)
+    over_lengths(axes, lengths(rows))
+
+
+def over_lengths(axes: Axes, ticks: Sequence[int]) -> None:
+    """A logarithmic axis of lengths that names at most five of the ticks."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(ticks[:: -(-len(ticks) // 5)]))
     axes.xaxis.set_minor_locator(NullLocator())

@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from bench.attention_views import over_lengths
 from bench.measure import RESULTS, ROOT, slug, write
-from report.draw import Chart, Palette, dress, legend, render_png, render_svg, short_length, standalone_svg, styles
+from report.draw import Chart, Palette, dress, legend, render_png, render_svg, standalone_svg, styles
 
 SHAPES = ("32x1024", "16x2048", "8x4096", "4x8192", "2x16384")
 ATTENTIONS = ("flash", "sdpa", "naive")
@@ -157,17 +156,9 @@ def draw(figure: Figure, palette: Palette, rows: Sequence[Row], dropout: float) 
         memory.plot(list(NANOGPT), [peak for *_, peak in NANOGPT.values()], **look)
     for axes, title in ((speed, "thousand tokens/s"), (memory, "GiB at the peak")):
         dress(axes, palette, title, "seq_len")
-        over_lengths(axes)
+        over_lengths(axes, list(NANOGPT))
         axes.set_ylim(bottom=0)
     legend(figure, speed, palette)
-
-
-def over_lengths(axes: Axes) -> None:
-    """A logarithmic axis of sequence lengths."""
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(list(NANOGPT)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda T, _: short_length(T)))
 
 
 def read(path: Path) -> dict[tuple[Any, ...], Row]:
