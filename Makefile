@@ -27,8 +27,8 @@ setup: $(VENV)/.installed ## make .venv with everything the project needs (a min
 train: setup ## train a small GPT on the Python standard library's source (about two minutes on a CPU)
 	$(BIN)/python train.py
 
-test: setup ## run the tests (minutes; what needs a GPU is skipped without one)
-	$(BIN)/python -m pytest
+test: setup ## run the tests (about three minutes; what needs a GPU is skipped without one)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
 
 check: setup ## formatter, linter, types
 	$(BIN)/ruff format --check .

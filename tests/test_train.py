@@ -131,7 +131,7 @@ def test_running_out_of_memory_is_told_in_the_summary(config: Config, monkeypatc
         run(config, "run")
     told = summary(Path("run"))
     assert (told["status"], told["step"]) == ("out_of_memory", 4)
-    assert "attention=tiled" in told["message"]
+    assert "attention=flash on a GPU, tiled or sdpa" in told["message"]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(
