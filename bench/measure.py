@@ -62,7 +62,7 @@ def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str,
     changes = git("status", "--porcelain")
     return {
         "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
