@@ -89,8 +89,12 @@ class Problem:
             self.out, _, self.lse2 = forward(q, k, v, self.key, self.options, Passes(blocks, blocks, blocks))
             return [self.out]
         if kernel == "dq":
-            return [launch_dq(do, q, k, v, self.out, lse2, delta, self.key, self.options, blocks)]
-        return list(launch_dkdv(do, q, k, v, lse2, delta, self.key, self.options, blocks))
+            dq = torch.empty_like(q)
+            launch_dq(do, q, k, v, self.out, lse2, delta, dq, self.key, self.options, blocks)
+            return [dq]
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        launch_dkdv(do, q, k, v, lse2, delta, dk, dv, self.key, self.options, blocks)
+        return [dk, dv]
 
 
 def error(candidate: Candidate) -> float:

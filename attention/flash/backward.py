@@ -271,14 +271,14 @@ def launch_dq(
     out: Tensor,
     lse2: Tensor,
     delta: Tensor,
+    dq: Tensor,
     key: Tensor | None,
     options: Options,
     blocks: Blocks,
-) -> Tensor:
-    """The first pass: dq like q; fills `delta`."""
+) -> None:
+    """The first pass: fills dq, which has q's shape, and `delta`."""
     B, H, T, D = q.shape
     BD = block_columns(D)
-    dq = torch.empty_like(q)
     n_m = triton.cdiv(T, blocks.q)
     dq_kernel[(n_m * B * H,)](
         tiles(q, blocks.q, BD),
@@ -309,7 +309,6 @@ def launch_dq(
         num_stages=blocks.stages,
         maxnreg=blocks.registers,
     )
-    return dq
 
 
 def launch_dkdv(
@@ -319,15 +318,16 @@ def launch_dkdv(
     v: Tensor,
     lse2: Tensor,
     delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     key: Tensor | None,
     options: Options,
     blocks: Blocks,
-) -> tuple[Tensor, Tensor]:
-    """The second pass: dk and dv like k and v."""
+) -> None:
+    """The second pass: fills dk and dv, which have the shape of k."""
     B, H, T, D = q.shape
     BD = block_columns(D)
     H_kv, S = k.shape[1:3]
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
     n_n = triton.cdiv(S, blocks.k)
     dkdv_kernel[(n_n * B * H_kv,)](
         tiles(q, blocks.q, BD),
@@ -358,7 +358,6 @@ def launch_dkdv(
         num_stages=blocks.stages,
         maxnreg=blocks.registers,
     )
-    return dk, dv
 
 
 def backward(
@@ -368,15 +367,18 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse2: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
     key: Tensor | None,
     options: Options,
     passes: Passes,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """do and out like q (B, H, T, D), lse2 of the forward -> dq, dk, dv like q, k, v."""
+) -> None:
+    """do and out like q (B, H, T, D), lse2 of the forward; fills the gradients dq, dk, dv, of the shapes of q, k, v."""
+    dq, dk, dv = gradients
     if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for gradient in gradients:
+            gradient.zero_()
+        return
     do = addressable(do)
     delta = rows_like(q)
-    dq = launch_dq(do, q, k, v, out, lse2, delta, key, options, passes.dq)
-    dk, dv = launch_dkdv(do, q, k, v, lse2, delta, key, options, passes.dkdv)
-    return dq, dk, dv
+    launch_dq(do, q, k, v, out, lse2, delta, dq, key, options, passes.dq)
+    launch_dkdv(do, q, k, v, lse2, delta, dk, dv, key, options, passes.dkdv)

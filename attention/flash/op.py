@@ -89,15 +89,39 @@ def flash_backward(
     scale: float,
     threshold: int,
     tf32: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
+) -> list[Tensor]:
+    """The gradients, as `empty_gradients` lays them out."""
+    gradients = empty_gradients(q, k, v)
+    dq_dk_dv = separate(gradients, q, k)
     q, k, v = addressable(q), addressable(k), addressable(v)
-    return backward(do, q, k, v, out, lse2, key, Options(causal, scale, threshold, tf32), passes(q, k, threshold))
+    options = Options(causal, scale, threshold, tf32)
+    backward(do, q, k, v, out, lse2, dq_dk_dv, key, options, passes(q, k, threshold))
+    return gradients
 
 
 @flash_backward.register_fake
 def _(do, q, k, v, out, lse2, key, causal, scale, threshold, tf32):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return empty_gradients(q, k, v)
+
+
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Room for dq, dk and dv: where q, k and v are views of one fused projection (B, T, H + 2 H_kv, D), one such tensor.
+
+    The projection's own gradient then is that tensor, and a compiled model copies nothing to put it together.
+    """
+    B, H, T, D = q.shape
+    row = (H + 2 * k.shape[1]) * D
+    if k.shape[2] == T and q.stride() == k.stride() == v.stride() == (T * row, D, row, 1):
+        return [q.new_empty(B, T, H + 2 * k.shape[1], D)]
+    return [torch.empty_like(x) for x in (q, k, v)]
+
+
+def separate(gradients: list[Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (B, H, T, D), dk and dv (B, H_kv, S, D): what `empty_gradients` made or views of it."""
+    if len(gradients) == 1:
+        gradients = [x.transpose(1, 2) for x in gradients[0].split([q.shape[1], k.shape[1], k.shape[1]], dim=2)]
+    dq, dk, dv = gradients
+    return dq, dk, dv
 
 
 def _setup_context(ctx, inputs, output):
@@ -112,7 +136,7 @@ def _backward(ctx, do, *_):
     if do is None:
         return (None,) * 8
     q, k, v, out, lse2, key = ctx.saved_tensors
-    dq, dk, dv = flash_backward(do, q, k, v, out, lse2, key, *ctx.options)
+    dq, dk, dv = separate(flash_backward(do, q, k, v, out, lse2, key, *ctx.options), q, k)
     return dq, dk, dv, None, None, None, None, None
 
 

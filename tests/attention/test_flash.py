@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from attention import AttentionConfig, AttentionShape, DropoutKey, UnsupportedAttention, build_attention
 from attention.dropout import drop_threshold
@@ -114,16 +115,15 @@ def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(ker
     # With every dp = 1, ds is positive where a weight was kept and negative where it was dropped.
     unit_v, unit_do = ones_in_first_column(v), ones_in_first_column(do)
     if kernel == "dq":
-        delta = tiles.rows_like(q)
-        dq = launch(*on_device(unit_do, q, identity, unit_v, unit_do, lse2(q, identity), delta), key, options, blocks)
+        delta, dq = tiles.rows_like(q).to(DEVICE), torch.empty(B, H, T, D, dtype=dtype, device=DEVICE)
+        launch(*on_device(unit_do, q, identity, unit_v, unit_do), lse2(q, identity), delta, dq, key, options, blocks)
         assert torch.equal(dq.cpu() > 0, keep)
         return
     delta = tiles.rows_like(q).fill_(0.5).to(DEVICE)
-    rows = lse2(q, k), delta
-    _, dv = launch(*on_device(identity, q, k, v), *rows, key, options, blocks)
+    dk, dv = (torch.empty(B, H, S, D, dtype=dtype, device=DEVICE) for _ in range(2))
+    launch(*on_device(identity, q, k, v), lse2(q, k), delta, dk, dv, key, options, blocks)
     assert torch.equal(dv.mT.cpu() > 0, keep)
-    rows = lse2(identity, k), delta
-    dk, _ = launch(*on_device(unit_do, identity, k, unit_v), *rows, key, options, blocks)
+    launch(*on_device(unit_do, identity, k, unit_v), lse2(identity, k), delta, dk, dv, key, options, blocks)
     assert torch.equal(dk.mT.cpu() > 0, keep)
 
 
@@ -191,6 +191,47 @@ def test_rows_with_nothing_to_see_are_zero_and_have_no_gradient(addressing):
     assert not got["out"][:, :, :blind].any()
     assert not got["dq"][:, :, :blind].any()
     assert all(x.isfinite().all() for x in got.values())
+
+
+def projected(x: Tensor, n_kv_heads: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as the model makes them: (B, H, T, 16) views of one projection x (B, T, H + 2 H_kv, 16)."""
+    split = x.split([x.shape[2] - 2 * n_kv_heads, n_kv_heads, n_kv_heads], dim=2)
+    q, k, v = (part.transpose(1, 2) for part in split)
+    return q, k[:, :, :T], v[:, :, :T]
+
+
+@pytest.mark.parametrize("keys", [40, 30], ids=["whole", "cut"])
+def test_views_of_one_projection_get_the_gradient_of_the_formula(keys):
+    x, do = on_device(*(torch.randn(2, 40, n, 16, generator=torch.Generator().manual_seed(n)) for n in (4 + 2 * 2, 4)))
+    do = do.transpose(1, 2)
+    leaf = x.clone().requires_grad_()
+    (got,) = torch.autograd.grad(flash()(*projected(leaf, 2, keys)), leaf, do)
+    (expected,) = torch.autograd.grad(formula(*projected(leaf.double(), 2, keys), causal=True), leaf, do.double())
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_model_does_not_copy_to_put_the_gradient_of_its_projection_together(monkeypatch):
+    graphs: list[torch.fx.Graph] = []
+    x = torch.randn(2, 40, 6, 16, device=DEVICE, requires_grad=True)
+    monkeypatch.setattr(torch._inductor.config, "post_grad_custom_post_pass", Recorder(graphs))
+    torch.compile(lambda x: flash()(*projected(2 * x, 2, 40)).sum())(x).backward()
+    forward_graph, backward_graph = (str(graph) for graph in graphs)
+    assert "flash_forward" in forward_graph
+    assert "flash_backward" in backward_graph
+    assert "aten.cat" not in backward_graph
+
+
+class Recorder(CustomGraphPass):
+    """Keeps the graphs as the compiler has optimised them."""
+
+    def __init__(self, graphs: list[torch.fx.Graph]) -> None:
+        self.graphs = graphs
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.graphs.append(graph)
+
+    def uuid(self) -> None:
+        """No identity: these graphs are not to be taken from a cache."""
 
 
 @pytest.mark.parametrize("score", [-500.0, 500.0])
