@@ -147,7 +147,13 @@ def main(arguments: list[str]) -> None:
     attention = trained.attention if config.attention is None else AttentionConfig(name=config.attention)
     tokenizer = load_tokenizer(run)
     model = GPT(
-        trained.model, tokenizer.n_vocab, trained.seq_len, build_attention(attention), device=device, dtype=dtype
+        trained.model,
+        tokenizer.n_vocab,
+        trained.seq_len,
+        build_attention(attention),
+        residual_in_fp32=trained.training.residual_in_fp32,
+        device=device,
+        dtype=dtype,
     )
     load_weights(model, run, config.checkpoint)
     model.eval().to(device)

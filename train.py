@@ -104,6 +104,7 @@ def build_model(config: Config, vocab_size: int, device: torch.device, precision
         attend,
         training.recompute,
         training.loss,
+        residual_in_fp32=training.residual_in_fp32,
         device=device,
         dtype=precision.dtype,
     )

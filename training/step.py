@@ -62,6 +62,7 @@ class TrainingConfig:
     compile           torch.compile the model
     cuda_graph        with compile, on one GPU and without accumulation: replay the whole step as a CUDA graph
     recompute         what the backward pass computes again: less memory, more time
+    residual_in_fp32  in half precision, keep the residual stream in fp32: more exact, more memory, more time
     loss              how the loss over the vocabulary is computed
     log_every         steps between two lines of metrics.jsonl
     eval_every        steps between two evaluations, the first before training, the last after it; 0: none
@@ -81,6 +82,7 @@ class TrainingConfig:
     compile: bool = False
     cuda_graph: bool = True
     recompute: Recompute = Recompute.none
+    residual_in_fp32: bool = True
     loss: LossKind = LossKind.auto
     log_every: int = 10
     eval_every: int = 200

@@ -16,7 +16,7 @@ from attention.dropout import DropoutKey
 from attention.interface import AttentionShape, UnsupportedAttention
 from attention.naive import NaiveAttention
 from model.embedding import Lookup, lookup_gradient
-from model.gpt import GPT, GPTConfig, ModelError, Positions, Recompute, rotate, rotation_table
+from model.gpt import GPT, GPTConfig, ModelError, Positions, Recompute, gelu, rotate, rotation_table
 from model.loss import LossKind
 
 SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
@@ -205,6 +205,31 @@ def test_recomputation_changes_no_bit_and_stores_less(name):
     for recompute in (Recompute.attention, Recompute.block):
         assert all(torch.equal(a, b) for a, b in zip(results[Recompute.none], results[recompute], strict=True))
     assert stored[Recompute.none] > stored[Recompute.attention] > stored[Recompute.block]
+
+
+@pytest.mark.parametrize(("in_fp32", "expected"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_residual_stream_has_the_precision_that_was_asked_for(in_fp32, expected):
+    model = build(residual_in_fp32=in_fp32)
+    seen: list[torch.dtype] = []
+    for block in model.h:
+        block.register_forward_hook(lambda module, inputs, output: seen.extend([inputs[0].dtype, output.dtype]))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(*window())
+    assert seen == [expected] * 2 * SMALL.n_layers
+    torch.testing.assert_close(loss, model(*window()), rtol=0.02, atol=0)
+    assert seen[-1] == torch.float32  # which without autocast it always has
+    loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_gelu_is_the_same_function_compiled_and_not():
+    x = torch.linspace(-6, 6, 1001, dtype=torch.float64, requires_grad=True)
+    phi = (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+    (slope,) = torch.autograd.grad((x * phi).sum(), x)
+    for f in (gelu, torch.compile(gelu, backend="aot_eager", fullgraph=True)):
+        y = f(x)
+        torch.testing.assert_close(y, x * phi)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], slope)
 
 
 @pytest.mark.parametrize("loss", [LossKind.plain, LossKind.chunked])
