@@ -4,7 +4,7 @@
     python -m bench.train_step --attention flash --shapes 32x1024    some of it; the rest of the file stays as it was
     python -m bench.train_step --recompute attention block --shapes 4x8192 --attention flash --dropout 0
     python -m bench.train_step --profile ...                         and where the time of each step goes
-    python -m bench.train_step -- training.precision=fp32            further overrides for train.py
+    python -m bench.train_step -- training.residual_in_fp32=false    further overrides for train.py: another column
     python -m bench.train_step --plot-only a.json b.json             nothing measured: one result of several, drawn
 
 Every cell is a run of train.py in a process of its own, with its data loading, logging and clipping, in 124M
@@ -98,36 +98,51 @@ def key(row: Row) -> tuple[Any, ...]:
     return (row["attention"], row["shape"], row["dropout"], row["recompute"], *row["extra"])
 
 
+def contestant(row: Row) -> str:
+    """What a row is called in tables and legends: its attention, and what else it was told."""
+    return " ".join([row["attention"], *(override.removeprefix("training.") for override in row["extra"])])
+
+
+def contestants(rows: Iterable[Row]) -> list[str]:
+    """Their names, ours first."""
+    return sorted({contestant(row) for row in rows}, key=lambda name: (ATTENTIONS.index(name.split(" ")[0]), name))
+
+
 def result(row: Row) -> str:
-    """tokens/s, or why there are none."""
+    """tokens/s and peak memory, or why there are none."""
     if row["status"] == "completed":
-        return f"{row['tokens_per_s']:,.0f}"
+        return cell(row["tokens_per_s"], row.get("peak_allocated_gib"))
     return str(row["status"]).replace("_", " ")
+
+
+def cell(speed: float, gib: float | None) -> str:
+    """tokens/s (GiB)."""
+    return f"{speed:,.0f} ({gib:.1f})" if gib else f"{speed:,.0f}"
 
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown: a row for each shape, dropout and recomputation, the implementations beside nanoGPT."""
-    names = [name for name in ATTENTIONS if any(row["attention"] == name for row in rows)]
-    head = ["batch x seq_len", "dropout", "recompute", "nanoGPT", *names, "flash / nanoGPT", "MFU", "flash, GiB"]
+    names = contestants(rows)
+    head = ["batch x seq_len", "dropout", "recompute", "nanoGPT", *names, "flash / nanoGPT", "MFU of flash"]
     lines = [head, ["---"] * len(head)]
-    found = {key(row): row for row in rows if not row["extra"]}
+    found = {(contestant(row), row["shape"], row["dropout"], row["recompute"]): row for row in rows}
     for shape, dropout, recompute in sorted(
-        {k[1:4] for k in found}, key=lambda k: (k[1], int(k[0].split("x")[1]), k[2] != "none", k[2])
+        {k[1:] for k in found}, key=lambda k: (k[1], int(k[0].split("x")[1]), k[2] != "none", k[2])
     ):
-        cells = {name: found.get((name, shape, dropout, recompute)) for name in names}
-        flash = cells.get("flash") or {}
-        on_same = any(row and row.get("device") == NANOGPT_DEVICE for row in cells.values())
-        nanogpt = nanogpt_speed(int(shape.split("x")[1]), dropout) if on_same and recompute == "none" else 0
-        speed, memory, mfu = (flash.get(n) for n in ("tokens_per_s", "peak_allocated_gib", "mfu_causal"))
+        row = {name: found.get((name, shape, dropout, recompute)) for name in names}
+        flash, T = row.get("flash") or {}, int(shape.split("x")[1])
+        on_same = any(one and one.get("device") == NANOGPT_DEVICE for one in row.values())
+        nanogpt = nanogpt_speed(T, dropout) if on_same and recompute == "none" else 0
+        speed, mfu = flash.get("tokens_per_s"), flash.get("mfu_causal")
         lines.append(
             [
-                shape.replace("x", " x "), f"{dropout:g}", recompute, f"{nanogpt:,}" if nanogpt else "",
-                *(result(row) if row else "" for row in cells.values()),
-                f"{speed / nanogpt:.2f}" if speed and nanogpt else "",
-                f"{100 * mfu:.0f} %" if mfu else "", f"{memory:.1f}" if memory else "",
+                shape.replace("x", " x "), f"{dropout:g}", recompute,
+                cell(nanogpt, NANOGPT[T][2]) if nanogpt else "",
+                *(result(one) if one else "" for one in row.values()),
+                f"{speed / nanogpt:.2f}" if speed and nanogpt else "", f"{100 * mfu:.0f} %" if mfu else "",
             ]
         )  # fmt: skip
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "tokens/s (GiB at the peak)\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def nanogpt_speed(seq_len: int, dropout: float) -> int:
@@ -141,13 +156,14 @@ def nanogpt_speed(seq_len: int, dropout: float) -> int:
 def draw(figure: Figure, palette: Palette, rows: Sequence[Row], dropout: float) -> None:
     """Tokens/s and peak memory over sequence length."""
     speed, memory = figure.subplots(1, 2)
-    names = [name for name in ATTENTIONS if any(row["attention"] == name for row in rows)]
+    names = contestants(rows)
     styled = styles([*names, "nanoGPT"], palette)
     for name in names:
-        done = [r for r in rows if r["attention"] == name and r["status"] == "completed"]
+        done = [r for r in rows if contestant(r) == name and r["status"] == "completed"]
         done.sort(key=lambda r: int(r["shape"].split("x")[1]))
         T, style = [int(r["shape"].split("x")[1]) for r in done], styled[name]
-        look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "markersize": 5, "linewidth": 1.8}
+        look: dict[str, Any] = {"color": style.colour, "linestyle": style.line, "marker": style.marker}
+        look |= {"markersize": 5, "linewidth": 1.8}
         speed.plot(T, [r["tokens_per_s"] / 1e3 for r in done], label=name, **look)
         memory.plot(T, [r.get("peak_allocated_gib", 0) for r in done], **look)
     if any(row.get("device") == NANOGPT_DEVICE for row in rows):
@@ -176,7 +192,7 @@ def publish(rows: Sequence[Row], path: Path) -> None:
     save(rows, path)
     print(table(rows))
     for dropout in DROPOUTS:
-        shown = [r for r in rows if r["dropout"] == dropout and r["recompute"] == "none" and not r["extra"]]
+        shown = [r for r in rows if r["dropout"] == dropout and r["recompute"] == "none"]
         if any(row["status"] == "completed" for row in shown):
             chart = Chart(
                 f"train-step-dropout-{dropout:g}",
@@ -223,12 +239,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]  # fmt: skip
     path = result_file(args.results, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     rows = read(path) if path.exists() else {}
-    for n, cell in enumerate(cells, 1):
-        row = measure(cell, args.steps, args.profile)
+    for n, wanted in enumerate(cells, 1):
+        row = measure(wanted, args.steps, args.profile)
         rows[key(row)] = row
         save(rows.values(), path)
-        where, memory = " ".join(map(str, key(row))), row.get("peak_allocated_gib") or 0
-        print(f"[{n}/{len(cells)}] {where}: {result(row)} tokens/s, {memory:.1f} GiB", flush=True)
+        where = " ".join(map(str, key(row)))
+        print(f"[{n}/{len(cells)}] {where}: {result(row)}", flush=True)
         print(row.get("profile") or row.get("message") or "", end="\n" if row["status"] == "failed" else "")
     publish(list(rows.values()), path)
 

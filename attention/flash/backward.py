@@ -9,7 +9,6 @@ keep probability, ~p = c M p the weights that met v, and delta = rowsum(do * o):
 reproducible and need no workspace of their own size. Computing s and dp twice is what that costs.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

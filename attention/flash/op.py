@@ -105,9 +105,9 @@ def _(do, q, k, v, out, lse2, key, causal, scale, threshold, tf32):
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Room for dq, dk and dv: where q, k and v are views of one fused projection (B, T, H + 2 H_kv, D), one such tensor.
+    """Room for dq, dk and dv: one tensor where q, k and v are views of one fused projection (B, T, H + 2 H_kv, D).
 
-    The projection's own gradient then is that tensor, and a compiled model copies nothing to put it together.
+    It then is the projection's gradient as it stands, and a compiled model copies nothing to put that together.
     """
     B, H, T, D = q.shape
     row = (H + 2 * k.shape[1]) * D
