@@ -4,6 +4,7 @@
     python -m bench.attention --quick                1k, 4k and 16k tokens, causal: about two minutes
     python -m bench.attention --only flash sdpa-cudnn --lengths 4096 --heads 128 --dropout 0.1
     python -m bench.attention --plot-only bench/results/attention-nvidia-h200.json
+    python -m bench.attention --plot-only a.json b.json --out joined.json    one result of several
 
 The length grows while the tokens of a batch stay the same, as does the hidden size; a sequence longer than the batch
 is a batch by itself. FLOPs are 4 B H T T D for a forward pass, half of that with the causal mask, and 2.5 times as
@@ -251,8 +252,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.1, help="of timing for each implementation and pass")
     parser.add_argument("--limit", type=float, default=1.0, help="seconds that one step may take")
     parser.add_argument("--out", type=Path, help="JSON file; the figures go beside it")
-    parser.add_argument("--plot-only", type=Path, metavar="JSON", help="draw an earlier result again")
+    parser.add_argument(
+        "--plot-only", nargs="+", type=Path, metavar="JSON", help="draw earlier results again; several make one"
+    )
     args = parser.parse_args(arguments)
+    if args.plot_only and len(args.plot_only) > 1 and args.out is None:
+        parser.error("--plot-only with several files needs --out, the file that holds them all")
 
     selection = args.dtype != "bf16" or any(x is not None for x in (args.only, args.tokens, args.hidden))
     args.lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
@@ -273,15 +278,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)  # a file is as wide as the tables
     if args.plot_only:
-        result = json.loads(args.plot_only.read_text())
-        show(console, result["rows"], args.plot_only)
+        path, *others = args.plot_only
+        result = json.loads(path.read_text())
+        rows = result.pop("rows")
+        for other in others:
+            more = comparable(other, result, rows[0]["dtype"])
+            if not more:
+                sys.exit(f"error: {other} is of another device, software, size of the work or dtype than {path}.")
+            rows = joined([*rows, *more])
+        if others:
+            path = args.out
+            write(path, as_json(result, rows))
+        show(console, rows, path)
         return
 
     everyone = contestants()
     chosen = {name: everyone[name] for name in args.only}
     result = environment(torch.device(args.device), [package for _, _, package, _ in PACKAGES.values()])
     result |= {"tokens": args.tokens, "hidden": args.hidden}
-    rows = earlier(args.out, result, str(DTYPES[args.dtype]).removeprefix("torch."))
+    rows = comparable(args.out, result, str(DTYPES[args.dtype]).removeprefix("torch.")) if args.out.exists() else []
     if args.out.exists() and not rows:
         console.print(f"Replacing results of another device, software, size of the work or dtype: {args.out}")
     patience = Patience(args.limit)
@@ -294,23 +309,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
             status.update(f"{n + 1}/{len(todo)}: head size {problem.D}, dropout {problem.dropout:g}, {problem.T}{left}")
             same = describe(problem)
             rows = [row for row in rows if row | same != row]
-            rows += [row | when(result) for row in solve(problem, chosen, args.seconds, patience)]
-            rows.sort(key=lambda row: (row["head_size"], not row["causal"], row["dropout"], row["length"]))
+            rows = joined([*rows, *(row | when(result) for row in solve(problem, chosen, args.seconds, patience))])
             write(args.out, as_json(result, rows))
             release(problem.device)
     show(console, rows, args.out)
     console.print(f"{time.monotonic() - begin:.0f} s, {args.out}")
 
 
-def earlier(path: Path, result: Row, dtype: str) -> list[Row]:
-    """The rows of an earlier run that may stand beside this one's: same device, software, size of the work and dtype,
+def comparable(path: Path, result: Row, dtype: str) -> list[Row]:
+    """The rows in `path` that may stand beside this result's: same device, software, size of the work and dtype,
     which tables and figures do not tell apart."""
-    try:
-        found = json.loads(path.read_text())
-    except OSError:
-        return []
+    found = json.loads(path.read_text())
     same = all(found.get(name) == result[name] for name in ("device", "versions", "tokens", "hidden"))
     return [row for row in found["rows"] if same and row["dtype"] == dtype]
+
+
+def joined(rows: Iterable[Row]) -> list[Row]:
+    """The rows in order; what was measured twice counts as it was last."""
+    last = {(row["head_size"], not row["causal"], row["dropout"], row["length"], row["name"]): row for row in rows}
+    return [last[place] for place in sorted(last, key=lambda place: place[:4])]
 
 
 def when(result: Row) -> Row:

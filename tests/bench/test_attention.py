@@ -90,6 +90,20 @@ def test_measuring_again_replaces_the_problem_and_keeps_the_others(tmp_path, cap
     assert [row["dtype"] for row in bf16["rows"]] == ["bfloat16"]  # nor does another dtype
 
 
+def test_results_measured_apart_are_joined(tmp_path, capsys):
+    first, second, other, out = (tmp_path / f"{name}.json" for name in ("first", "second", "other", "out"))
+    kept = run(first, "--lengths", "32", "64", "--dropout", "0", "--only", "naive")["rows"][0]
+    newer = run(second, "--lengths", "64", "128", "--dropout", "0", "--only", "naive")["rows"]
+    run(other, "--lengths", "32", "--dropout", "0", "--only", "naive", "--tokens", "32")
+    main(["--plot-only", str(first), str(second), "--out", str(out)])
+    assert json.loads(out.read_text())["rows"] == [kept, *newer]
+    with pytest.raises(SystemExit, match="of another device, software, size of the work or dtype"):
+        main(["--plot-only", str(first), str(other), "--out", str(out)])
+    with pytest.raises(SystemExit):
+        main(["--plot-only", str(first), str(second)])
+    assert "needs --out" in capsys.readouterr().err
+
+
 def test_a_wrong_implementation_shows_in_its_error_and_a_greedy_one_is_a_result(tmp_path, monkeypatch, capsys):
     def build_greedy(problem):
         def attend(q, k, v):
