@@ -62,10 +62,10 @@ class Tiled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, _):
+    def backward(ctx, do, _):
         run = backward_op if torch.compiler.is_compiling() else backward
-        with torch.autocast(dout.device.type, enabled=False):
-            dq, dk, dv = run(dout, *ctx.saved_tensors, *ctx.settings)
+        with torch.autocast(do.device.type, enabled=False):
+            dq, dk, dv = run(do, *ctx.saved_tensors, *ctx.settings)
         return dq, dk, dv, *(None,) * 7
 
 
@@ -94,11 +94,11 @@ def forward(
 
     for rows in tiles(0, T, block_q):
         b_q = cut(q, rows)
-        # m, l, acc: the running maximum, sum of exp(s - m) and sum of exp(s - m) v. The maximum starts at the lowest
+        # m, l, o: the running maximum, sum of exp(s - m) and sum of exp(s - m) v. The maximum starts at the lowest
         # finite number, not at -inf, so that rows that see nothing compute exp(-inf - m) = 0 and never a NaN.
         m = b_q.new_full((*b_q.shape[:-1], 1), torch.finfo(dtype).min, dtype=dtype)
         l = torch.zeros_like(m)
-        acc = b_q.new_zeros(b_q.shape, dtype=dtype)
+        o = b_q.new_zeros(b_q.shape, dtype=dtype)
 
         for columns in tiles(0, key_stop(rows, T, S, causal), block_k):
             b_k, b_v = cut(k, columns), cut(v, columns)
@@ -106,23 +106,26 @@ def forward(
             m_new = torch.maximum(m, b_s.amax(dim=-1, keepdim=True))
             if ablate == Ablation.no_max_subtraction.value:
                 m_new = torch.zeros_like(m)
-            alpha = torch.exp(m - m_new)  # takes l and acc from the old maximum to the new one
+            alpha = torch.exp(m - m_new)  # takes l and o from the old maximum to the new one
             if ablate == Ablation.no_rescaling.value:
                 alpha = torch.ones_like(m)
             b_p = torch.exp(b_s - m_new)
             l = alpha * l + b_p.sum(dim=-1, keepdim=True)
             if key is not None:  # after the row sum: dropout acts on the probabilities, not on their normalisation
                 b_p = torch.where(keep_tile(key, dropout, q, S, rows, columns), b_p * keep_scale(dropout), 0.0)
-            acc = alpha * acc + dot(b_p.to(v.dtype), b_v)
+            o = alpha * o + dot(b_p.to(v.dtype), b_v)
             m = m_new
 
-        cut(out, rows).copy_(acc / l.masked_fill(l == 0, 1.0))  # l = 0: the row sees nothing
+        b_out = o / l
+        if causal or S == 0:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
+            cut(b_out, (0, max(T - S - rows[0], 0))).zero_()
+        cut(out, rows).copy_(b_out)
         lse[..., slice(*rows)] = (m + torch.log(l)).squeeze(-1)
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def backward(
-    dout: Tensor,
+    do: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -137,14 +140,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 2: the gradients of q, k and v from that of out, with the shapes and names of `forward`."""
     T, S, H_kv = q.shape[2], k.shape[2], k.shape[1]
-    q, dout, out, lse = (grouped(x, H_kv) for x in (q, dout, out, lse))
+    q, do, out, lse = (grouped(x, H_kv) for x in (q, do, out, lse))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     dtype = accumulator(q.dtype)
     dq = q.new_zeros(q.shape, dtype=dtype)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
 
-    # delta = rowsum(dP * P) = rowsum(dout * out): what the softmax's Jacobian subtracts. Dropout leaves it valid.
-    delta = (dout.to(dtype) * out.to(dtype)).sum(dim=-1, keepdim=True)  # (B, H_kv, G, T, 1)
+    # delta = rowsum(dP * P) = rowsum(do * out): what the softmax's Jacobian subtracts. Dropout leaves it valid.
+    delta = (do.to(dtype) * out.to(dtype)).sum(dim=-1, keepdim=True)  # (B, H_kv, G, T, 1)
     # Where a row sees nothing every score is -inf, and exp(-inf - lse) is the zero it should be for a finite lse.
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)  # (B, H_kv, G, T, 1)
 
@@ -153,17 +156,17 @@ def backward(
         b_dk, b_dv = b_k.new_zeros(b_k.shape, dtype=dtype), b_v.new_zeros(b_v.shape, dtype=dtype)
 
         for rows in tiles(query_start(columns, T, S, causal, block_q), T, block_q):
-            b_q, b_dout = cut(q, rows), cut(dout, rows)
+            b_q, b_do = cut(q, rows), cut(do, rows)
             b_s = score_tile(b_q, b_k, rows, columns, T, S, causal, scale)
             b_p = torch.exp(b_s - cut(lse, rows))
-            b_dp = dot(b_dout, b_v.mT)
+            b_dp = dot(b_do, b_v.mT)
             b_pv = b_p  # the probabilities that met v
             if key is not None:
                 keep = keep_tile(key, dropout, q, S, rows, columns)
                 b_pv = torch.where(keep, b_p * keep_scale(dropout), 0.0)
                 b_dp = torch.where(keep, b_dp * keep_scale(dropout), 0.0)
             b_ds = (b_p * (b_dp - cut(delta, rows))).to(q.dtype)
-            b_dv += dot(b_pv.to(v.dtype).mT, b_dout).sum(dim=2, keepdim=True)  # over the group that shares v
+            b_dv += dot(b_pv.to(v.dtype).mT, b_do).sum(dim=2, keepdim=True)  # over the group that shares v
             b_dk += dot(b_ds.mT, b_q).sum(dim=2, keepdim=True)
             cut(dq, rows).add_(dot(b_ds, b_k))
 
@@ -230,5 +233,5 @@ def _(q, k, v, key, causal, scale, dropout, block_q, block_k, ablate):
 
 
 @backward_op.register_fake
-def _(dout, q, k, v, out, lse, key, causal, scale, dropout, block_q, block_k):
+def _(do, q, k, v, out, lse, key, causal, scale, dropout, block_q, block_k):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

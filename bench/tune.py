@@ -16,7 +16,9 @@ import json
 import math
 import multiprocessing
 import os
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,6 +34,7 @@ from attention.flash.backward import launch_dkdv, launch_dq
 from attention.flash.configs import Blocks, Options, Passes
 from attention.flash.forward import forward
 from attention.flash.tiles import rows_like
+from bench.attention import positive, rate
 from bench.measure import environment, write
 
 TOKENS, HIDDEN = 16384, 2048
@@ -86,7 +89,7 @@ class Problem:
         """Run one pass; the backward passes need `out`, `lse2` and `delta` of the passes before them."""
         q, k, v, do, lse2, delta = self.q, self.k, self.v, self.do, self.lse2, self.delta
         if kernel == "forward":
-            self.out, _, self.lse2 = forward(q, k, v, self.key, self.options, Passes(blocks, blocks, blocks))
+            _, self.lse2 = forward(q, k, v, self.out, self.key, self.options, Passes(blocks, blocks, blocks))
             return [self.out]
         if kernel == "dq":
             dq = torch.empty_like(q)
@@ -173,18 +176,23 @@ def measure(good: list[Candidate], lengths: list[int], progress: Callable[[str],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.1])
+    parser.add_argument("--head", type=positive, nargs="+", default=[64, 128])
+    parser.add_argument("--dropout", type=rate, nargs="+", default=[0.0, 0.1])
     parser.add_argument("--passes", nargs="+", default=list(FLOPS), choices=list(FLOPS))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--top", type=int, default=4, help="how many to print for each problem")
     parser.add_argument("--out", type=Path, help="write every measurement to this JSON file")
     args = parser.parse_args()
+    if torch.cuda.device_count() == 0:  # asked without initialising CUDA, which a fork must not find initialised
+        parser.error("needs a CUDA GPU, and torch finds none here")
 
     everything = list(candidates(args.head, args.dropout, args.passes))
     start = time.monotonic()
     good, bad = survivors(everything)
     print(f"{len(good)} of {len(everything)} candidates compile and are right ({time.monotonic() - start:.0f} s)")
+    if not good:
+        reason, count = Counter(bad.values()).most_common(1)[0]
+        sys.exit(f"error: no candidate is left; {count} of them: {reason}")
     times = measure(good, args.lengths, lambda line: print(line, flush=True))
     if args.out:
         rows = [{**c._asdict(), "blocks": list(c.blocks), "lengths": args.lengths, "ms": ms} for c, ms in times.items()]

@@ -53,5 +53,8 @@ def launch_softmax_gradient(x: Tensor, targets: Tensor, vocab_size: int) -> Tens
     targets (rows,) int64, contiguous; -100 makes a row's loss and gradient zero. Columns from vocab_size on get zero.
     """
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    softmax_gradient_kernel[(len(x),)](x, targets, losses, x.stride(0), vocab_size, x.shape[1], BLOCK=2048, num_warps=4)
+    with torch.cuda.device_of(x):
+        softmax_gradient_kernel[(len(x),)](
+            x, targets, losses, x.stride(0), vocab_size, x.shape[1], BLOCK=2048, num_warps=4
+        )
     return losses

@@ -80,12 +80,12 @@ class World:
 
 @contextmanager
 def joined(world: World, device: torch.device) -> Iterator[None]:
-    """Let the ranks find each other for the length of the block; nothing to do for one alone."""
+    """Make `device` the current one, and let the ranks find each other for the length of the block."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if world.size == 1:
         yield
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield

@@ -45,7 +45,7 @@ def dq_step(
     v,
     key,
     i_b,
-    i_g,
+    i_kv,
     i_m,
     i_n,
     scale_log2,
@@ -60,8 +60,8 @@ def dq_step(
     BD: tl.constexpr,
 ):
     """Queries at i_m collect their gradient from keys and values at i_n."""
-    b_k = load_tile(k, i_b, i_g, i_n, BN, BD)
-    b_v = load_tile(v, i_b, i_g, i_n, BN, BD)
+    b_k = load_tile(k, i_b, i_kv, i_n, BN, BD)
+    b_v = load_tile(v, i_b, i_kv, i_n, BN, BD)
 
     # (BM, BN)
     b_s = dot(b_q, b_k.T, None, PRECISION)
@@ -113,7 +113,7 @@ def dq_kernel(
     i_tile, i_bh = assignment(n_m, n_together)
     i_m = (n_m - 1 - i_tile) * BM
     i_b, i_h = i_bh // H, i_bh % H
-    i_g = i_h // G
+    i_kv = i_h // G
 
     # (BM,) ds = c p (M dp - delta / c): the constant c leaves the loop, together with scale.
     b_do = load_tile(do, i_b, i_h, i_m, BM, BD)
@@ -129,12 +129,12 @@ def dq_kernel(
     n_full, n_end = seen_keys(i_m, T, S, CAUSAL, BM, BN)
     for i_n in tl.range(0, n_full, BN, num_stages=STAGES):
         b_dq = dq_step(
-            b_dq, b_q, b_do, b_lse2, b_delta, k, v, key, i_b, i_g, i_m, i_n, scale_log2, T, S,
+            b_dq, b_q, b_do, b_lse2, b_delta, k, v, key, i_b, i_kv, i_m, i_n, scale_log2, T, S,
             CAUSAL, False, THRESHOLD, PRECISION, BM, BN, BD,
         )  # fmt: skip
     for i_n in tl.range(n_full, n_end, BN, num_stages=STAGES):
         b_dq = dq_step(
-            b_dq, b_q, b_do, b_lse2, b_delta, k, v, key, i_b, i_g, i_m, i_n, scale_log2, T, S,
+            b_dq, b_q, b_do, b_lse2, b_delta, k, v, key, i_b, i_kv, i_m, i_n, scale_log2, T, S,
             CAUSAL, True, THRESHOLD, PRECISION, BM, BN, BD,
         )  # fmt: skip
     store_tile(dq, i_b, i_h, i_m, b_dq * (scale * KEEP_SCALE), BM, BD)
@@ -227,12 +227,12 @@ def dkdv_kernel(
     Grid: n_n tiles x batch x key/value heads, the keys seen by most queries first.
     """
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
-    i_tile, i_bg = assignment(n_n, n_together)
+    i_tile, i_bkv = assignment(n_n, n_together)
     i_n = i_tile * BN
-    i_b, i_g = i_bg // (H // G), i_bg % (H // G)
+    i_b, i_kv = i_bkv // (H // G), i_bkv % (H // G)
 
-    b_k = load_tile(k, i_b, i_g, i_n, BN, BD)
-    b_v = load_tile(v, i_b, i_g, i_n, BN, BD)
+    b_k = load_tile(k, i_b, i_kv, i_n, BN, BD)
+    b_v = load_tile(v, i_b, i_kv, i_n, BN, BD)
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BD], tl.float32)
     # Query tiles cut by the diagonal, then those that see every key of this tile. Beyond the last query, q and do read
@@ -243,7 +243,7 @@ def dkdv_kernel(
     else:
         m_start = 0
         m_full = 0
-    for i_h in range(i_g * G, i_g * G + G):
+    for i_h in range(i_kv * G, i_kv * G + G):
         key = load_key(p_key, i_b, i_h) if THRESHOLD else None
         i_bh = i_b * H + i_h
         # With dropout a second copy of the loop costs registers that the mask needs; the diagonal then is a branch.
@@ -258,8 +258,8 @@ def dkdv_kernel(
                     b_dk, b_dv, b_k, b_v, q, do, lse2, delta, key, i_b, i_h, i_bh, i_m, i_n, scale_log2, T, S,
                     False, THRESHOLD, PRECISION, BM, BN, BD,
                 )  # fmt: skip
-    store_tile(dv, i_b, i_g, i_n, b_dv * KEEP_SCALE, BN, BD)
-    store_tile(dk, i_b, i_g, i_n, b_dk * (scale * KEEP_SCALE), BN, BD)
+    store_tile(dv, i_b, i_kv, i_n, b_dv * KEEP_SCALE, BN, BD)
+    store_tile(dk, i_b, i_kv, i_n, b_dk * (scale * KEEP_SCALE), BN, BD)
 
 
 def launch_dq(

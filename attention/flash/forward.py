@@ -6,6 +6,8 @@ m, the running sum l and the unnormalised output o of each row. Nothing of size 
     s = q k^T          m' = max(m, rowmax(scale s))       p = exp(scale s - m')
     l = l exp(m - m') + rowsum(p)                         o = o exp(m - m') + dropout(p) v
     out = o / l        lse = m + log(l)
+
+Base 2 is the hardware's: the kernel carries m and the scale times log2(e), and exp2 stands for exp.
 """
 
 import torch
@@ -60,7 +62,7 @@ def forward_kernel(
     i_tile, i_bh = assignment(n_m, n_together)
     i_m = (n_m - 1 - i_tile) * BM
     i_b, i_h = i_bh // H, i_bh % H
-    i_g = i_h // G
+    i_kv = i_h // G
 
     key = load_key(p_key, i_b, i_h) if THRESHOLD else None
     b_q = load_tile(q, i_b, i_h, i_m, BM, BD)
@@ -74,7 +76,7 @@ def forward_kernel(
         # Drawn before the scores, while the previous tile's product with v is still in flight.
         b_keep = keep_tile(key, i_m, i_n, THRESHOLD, BM, BN, False) if THRESHOLD else None
         # (BM, BN)
-        b_k = load_tile(k, i_b, i_g, i_n, BN, BD)
+        b_k = load_tile(k, i_b, i_kv, i_n, BN, BD)
         b_s = dot(b_q, b_k.T, None, PRECISION)
         if i_n >= n_full:
             o_n = i_n + tl.arange(0, BN)
@@ -84,23 +86,25 @@ def forward_kernel(
         # (BM,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
         b_m_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-        b_rescale = tl.exp2(b_m - b_m_safe)
+        b_alpha = tl.exp2(b_m - b_m_safe)
         b_m = b_m_new
 
         # (BM, BN) l is summed before anything is dropped.
         b_p = tl.exp2(b_s * scale_log2 - b_m_safe[:, None])
-        b_l = b_l * b_rescale + tl.sum(b_p, 1)
+        b_l = b_l * b_alpha + tl.sum(b_p, 1)
         b_p = b_p.to(b_q.dtype)
         if THRESHOLD:
             b_p = drop(b_p, b_keep)
 
         # (BM, D)
-        b_v = load_tile(v, i_b, i_g, i_n, BN, BD)
-        b_o = dot(b_p, b_v, b_o * b_rescale[:, None], PRECISION)
+        b_v = load_tile(v, i_b, i_kv, i_n, BN, BD)
+        b_o = dot(b_p, b_v, b_o * b_alpha[:, None], PRECISION)
 
-    # Kept weights are rescaled once, here, by the inverse of the keep probability. A row that saw nothing is zero.
+    # Kept weights are rescaled once, here, by the inverse of the keep probability.
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
-    b_o = tl.where(b_l[:, None] == 0.0, 0.0, b_o * (KEEP_SCALE / b_l)[:, None])
+    b_o = b_o * (KEEP_SCALE / b_l)[:, None]
+    if CAUSAL:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
+        b_o = tl.where((o_m >= T - S)[:, None], b_o, 0.0)
     store_tile(o, i_b, i_h, i_m, b_o, BM, BD)
     # The backward takes the log-sum-exp in base 2, unrounded by a change of base, and exp2(s - inf) = 0 for a row that
     # saw nothing.
@@ -112,9 +116,9 @@ def forward_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, options: Options, passes: Passes
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, H, T, D), k and v (B, H_kv, S, D), key (4,) int64 or None -> out like q, lse (B, H, T) and lse2.
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, key: Tensor | None, options: Options, passes: Passes
+) -> tuple[Tensor, Tensor]:
+    """q (B, H, T, D), k and v (B, H_kv, S, D), key (4,) int64 or None -> lse (B, H, T) and lse2; fills out, like q.
 
     lse2 is what the backward needs, see `rows_like`: lse in base 2, +inf for rows that saw nothing.
     """
@@ -122,10 +126,10 @@ def forward(
     BD = block_columns(D)
     S = k.shape[2]
     blocks = passes.forward
-    out = torch.empty_like(q)
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
     if out.numel() == 0 or S == 0:
-        return out.zero_(), lse.fill_(-torch.inf), lse2.fill_(torch.inf)
+        out.zero_()
+        return lse.fill_(-torch.inf), lse2.fill_(torch.inf)
     n_m = triton.cdiv(T, blocks.q)
     forward_kernel[(n_m * B * H,)](
         tiles(q, blocks.q, BD),
@@ -153,4 +157,4 @@ def forward(
         num_stages=blocks.stages,
         maxnreg=blocks.registers,
     )
-    return out, lse, lse2
+    return lse, lse2

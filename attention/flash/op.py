@@ -67,8 +67,11 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and lse2 as `forward` gives them; key (4,) int64 is DropoutKey.pack's, threshold that of Options."""
     check(q.shape[-1], q.dtype, q.device)
-    q, k, v = addressable(q), addressable(k), addressable(v)
-    return forward(q, k, v, key, Options(causal, scale, threshold, tf32), passes(q, k, threshold))
+    out = torch.empty_like(q)
+    with torch.cuda.device_of(q):
+        q, k, v = addressable(q), addressable(k), addressable(v)
+        lse, lse2 = forward(q, k, v, out, key, Options(causal, scale, threshold, tf32), passes(q, k, threshold))
+    return out, lse, lse2
 
 
 @flash_forward.register_fake
@@ -93,9 +96,10 @@ def flash_backward(
     """The gradients, as `empty_gradients` lays them out."""
     gradients = empty_gradients(q, k, v)
     dq_dk_dv = separate(gradients, q, k)
-    q, k, v = addressable(q), addressable(k), addressable(v)
     options = Options(causal, scale, threshold, tf32)
-    backward(do, q, k, v, out, lse2, dq_dk_dv, key, options, passes(q, k, threshold))
+    with torch.cuda.device_of(q):
+        q, k, v = addressable(q), addressable(k), addressable(v)
+        backward(do, q, k, v, out, lse2, dq_dk_dv, key, options, passes(q, k, threshold))
     return gradients
 
 
@@ -105,7 +109,7 @@ def _(do, q, k, v, out, lse2, key, causal, scale, threshold, tf32):
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Room for dq, dk and dv: one tensor where q, k and v are views of one fused projection (B, T, H + 2 H_kv, D).
+    """Room for dq, dk and dv: one tensor where q, k, v lie in memory as views of one projection (B, T, H + 2 H_kv, D).
 
     It then is the projection's gradient as it stands, and a compiled model copies nothing to put that together.
     """
@@ -159,9 +163,11 @@ class FlashAttention(Attention):
         key, threshold = None, 0
         if dropout_key is not None:
             key, threshold = dropout_key.pack(q.device), drop_threshold(self.dropout)
-        if scale <= 0:
-            # The kernels take the maximum before they scale, which only a positive scale allows.
-            q, scale = q * scale, 1.0
+        # The kernels take the maximum before they scale, which only a positive scale allows.
+        if scale < 0:
+            q, scale = -q, -scale
+        elif scale == 0:
+            q, scale = q * 0, 1.0
         q, k, v = prepared(q), prepared(k), prepared(v)
         out, lse, _ = flash_forward(q, k, v, key, causal, scale, threshold, self.config.allow_tf32)
         return out[..., :D], lse

@@ -109,7 +109,8 @@ def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(ker
         return rows.to(DEVICE)
 
     if kernel == "forward":
-        out, _, _ = launch(*on_device(q, k, identity), key, options, Passes(blocks, blocks, blocks))
+        out = torch.empty(B, H, T, D, dtype=dtype, device=DEVICE)
+        launch(*on_device(q, k, identity), out, key, options, Passes(blocks, blocks, blocks))
         assert torch.equal(out.cpu() > 0, keep)
         return
     # With every dp = 1, ds is positive where a weight was kept and negative where it was dropped.
@@ -246,14 +247,27 @@ def test_scores_far_from_zero_keep_their_softmax(score):
         torch.testing.assert_close(got[name], x, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_inf_and_nan_reach_the_output(which, bad):
-    tensors = list(Case(1, 1, 1, 70, 70, 16).tensors(torch.float32))
-    tensors[which][0, 0, 66, 3] = bad
-    out = flash()(*on_device(*tensors[:3]))
-    assert not out[0, 0, 66:].isfinite().all()
+@pytest.mark.parametrize("name", ["tiled", "flash"])
+def test_inf_and_nan_reach_the_output(name, which, bad):
+    """Scores of -inf weigh nothing beside others, and are 0 / 0 where there are no others."""
+    q, k, v, _ = Case(1, 1, 1, 70, 70, 16).tensors(torch.float32)
+    k[..., 3].abs_()
+    (q, k, v)[which][0, 0, 66, 3] = bad
+    expected = formula(q, k, v, causal=True)[0, 0, 66].isfinite()
+    out = build_attention(AttentionConfig(name))(*on_device(q, k, v))
+    assert torch.equal(out[0, 0, 66].isfinite().cpu(), expected)
     assert out[0, 0, :64].isfinite().all()
+    if which != 1:
+        assert not expected.all()
+
+
+def test_a_negative_scale_does_not_overflow_fp16():
+    q, k, v, _ = on_device(*Case(1, 2, 1, 40, 40, 16).tensors(torch.float16))
+    q, k = 1e4 * q, 1e-4 * k
+    out = flash()(q, k, v, scale=-8.0)
+    torch.testing.assert_close(out, formula(-32 * q.double(), k.double(), v.double(), causal=True).half())
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
@@ -273,9 +287,18 @@ def test_empty_inputs_give_empty_or_zero_results(B, T, S):
     assert not any(x.any() for x in got.values())
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: (part.contiguous() for part in projected(x[..., :16], 1, 40)),
+        lambda x: projected(x[..., :16].contiguous(), 1, 40),
+        lambda x: projected(x[..., 1:], 1, 40),  # copied on the way in, which must not show in the output's strides
+    ],
+    ids=["contiguous", "projection", "unaligned"],
+)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_operator_keeps_torchs_rules(dropout):
-    q, k, v, _ = (x.to(DEVICE).requires_grad_() for x in Case(1, 2, 1, 40, 40, 16).tensors(torch.float32))
+def test_the_operator_keeps_torchs_rules(dropout, layout):
+    q, k, v = (x.requires_grad_() for x in layout(torch.randn(2, 40, 4, 17, device=DEVICE)))
     key = KEY.pack(torch.device(DEVICE)) if dropout else None
     torch.library.opcheck(flash_forward, (q, k, v, key, True, 0.25, drop_threshold(dropout), False))
 
