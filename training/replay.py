@@ -56,7 +56,8 @@ class Replay:
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        # Of this thread alone: another one prepares the next batch meanwhile.
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self.outputs = self.function(*self.inputs)
         self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
         self.graph = graph
