@@ -18,7 +18,7 @@ from data.corpora import CORPORA
 from data.prepare import DataConfig, check_data
 from errors import UserError
 from model.gpt import GPTConfig, check_config
-from training.device import World, resolve_device, resolve_precision
+from training.device import Precision, World, resolve_device, resolve_precision
 from training.optimizer import OptimizerConfig, ScheduleConfig, check_optimizer
 from training.parity import ParityConfig, ParityProbe
 from training.profile import Profiler
@@ -94,6 +94,12 @@ def check(config: Config) -> None:
     check_data(config.data)
     CORPORA[config.data.name](config.data)  # finds the files, and reads none
     device = resolve_device(config.device)
+    precision = resolve_precision(config.training.precision, device)
+    if precision is Precision.fp32 and not config.training.residual_in_fp32:
+        raise ConfigError(
+            "training.residual_in_fp32=false has no effect in fp32 (training.precision="
+            f"{config.training.precision.value} on {device}); leave it out, or set training.precision=bf16."
+        )
     shape = attention_shape(config, device)
     build_attention(config.attention).check(shape)
     build_probe(config, shape)

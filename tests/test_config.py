@@ -101,6 +101,7 @@ MISTAKES = {
     "seq_len=0": "seq_len=0 must be at least 1",
     "training.steps=-1": "training.steps=-1 must be at least 1",
     "training.eval_every=-1": "training.eval_every=-1 must be at least 0",
+    "training.residual_in_fp32=false device=cpu": r"no effect in fp32 \(.*=auto on cpu\); .*training.precision=bf16",
     "training.batch_tokens=1000": "is not a multiple of the 1536 .* use training.batch_tokens=1536",
     "schedule.warmup_steps=3000": "schedule.warmup_steps=3000 must lie between 0 and training.steps=1200",
     "model.n_heads=7 model.n_embd=64": "model.n_embd=64 is not a multiple of model.n_heads=7; .* 1, 2, 4",

@@ -45,6 +45,7 @@ def batches(step: int) -> list[tuple[Tensor, Tensor]]:
     ("attention", "options"),
     [
         ("naive", {"loss": LossKind.chunked, "precision": Precision.bf16}),
+        ("naive", {"residual_in_fp32": False, "precision": Precision.bf16}),
         ("naive", {"recompute": Recompute.block}),
         ("tiled", {"recompute": Recompute.attention}),
     ],
