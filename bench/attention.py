@@ -256,6 +256,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--plot-only", nargs="+", type=Path, metavar="JSON", help="draw earlier results again; several make one"
     )
     args = parser.parse_args(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a CUDA GPU, and torch finds none here; use --device cpu")
+    missing = [str(path) for path in args.plot_only or () if not path.is_file()]
+    if missing:
+        parser.error(f"--plot-only: there is no file {', '.join(missing)}")
     if args.plot_only and len(args.plot_only) > 1 and args.out is None:
         parser.error("--plot-only with several files needs --out, the file that holds them all")
 

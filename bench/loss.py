@@ -71,6 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=int, default=[loss_module.CHUNK_ROWS])
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU, and torch finds none here")
     torch.manual_seed(0)
     hidden = torch.randn(N, C, device="cuda", requires_grad=True)
     weight = (0.02 * torch.randn(PADDED, C, device="cuda")).requires_grad_()

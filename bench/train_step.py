@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from bench.attention import positive, rate
 from bench.attention_views import over_lengths
 from bench.measure import RESULTS, ROOT, slug, write
 from report.draw import Chart, Palette, dress, legend, render_png, render_svg, standalone_svg, styles
@@ -51,7 +53,7 @@ NANOGPT = {
 Row = dict[str, Any]
 
 
-def overrides(attention: str, shape: str, dropout: float, recompute: str, steps: int, profile: bool) -> list[str]:
+def overrides(attention: str, shape: str, dropout: float, recompute: str, steps: int) -> list[str]:
     """What train.py is told for one cell."""
     batch, seq_len = shape.split("x")
     given = [
@@ -59,16 +61,16 @@ def overrides(attention: str, shape: str, dropout: float, recompute: str, steps:
         f"attention.dropout={dropout}", f"model.dropout={dropout}", "data.tokenizer=gpt2", "training.compile=true",
         f"training.recompute={recompute}", f"training.steps={steps}", "schedule.warmup_steps=10",
         "training.log_every=10", "training.eval_every=0",
-        "training.checkpoint_every=0", "training.sample_tokens=0", f"training.profile={str(profile).lower()}",
+        "training.checkpoint_every=0", "training.sample_tokens=0",
     ]  # fmt: skip
     if attention == "sdpa" and dropout:
         given.append("attention.rng=torch")  # which cannot replay its masks
     return given
 
 
-def measure(cell: Row, steps: int, profile: bool) -> Row:
+def measure(cell: Row, steps: int) -> Row:
     """Run one cell and return it with what was measured."""
-    given = overrides(cell["attention"], cell["shape"], cell["dropout"], cell["recompute"], steps, profile)
+    given = overrides(cell["attention"], cell["shape"], cell["dropout"], cell["recompute"], steps)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "train.py", *given, *cell["extra"], f"hydra.run.dir={folder}"]
         begin = time.monotonic()
@@ -132,7 +134,7 @@ def table(rows: Sequence[Row]) -> str:
         row = {name: found.get((name, shape, dropout, recompute)) for name in names}
         flash, T = row.get("flash") or {}, int(shape.split("x")[1])
         on_same = any(one and one.get("device") == NANOGPT_DEVICE for one in row.values())
-        nanogpt = nanogpt_speed(T, dropout) if on_same and recompute == "none" else 0
+        nanogpt = nanogpt_speed(shape, dropout) if on_same and recompute == "none" else 0
         speed, mfu = flash.get("tokens_per_s"), flash.get("mfu_causal")
         lines.append(
             [
@@ -145,11 +147,11 @@ def table(rows: Sequence[Row]) -> str:
     return "tokens/s (GiB at the peak)\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def nanogpt_speed(seq_len: int, dropout: float) -> int:
+def nanogpt_speed(shape: str, dropout: float) -> int:
     """nanoGPT's tokens/s, 0 where it was not measured."""
-    if seq_len not in NANOGPT or dropout not in DROPOUTS:
+    if shape not in SHAPES or dropout not in DROPOUTS:
         return 0
-    without, with_dropout, _ = NANOGPT[seq_len]
+    without, with_dropout, _ = NANOGPT[int(shape.split("x")[1])]
     return with_dropout if dropout else without
 
 
@@ -168,7 +170,8 @@ def draw(figure: Figure, palette: Palette, rows: Sequence[Row], dropout: float) 
         memory.plot(T, [r.get("peak_allocated_gib", 0) for r in done], **look)
     if any(row.get("device") == NANOGPT_DEVICE for row in rows):
         look = {"color": palette["muted"], "linestyle": "--", "linewidth": 1.4}
-        speed.plot(list(NANOGPT), [nanogpt_speed(T, dropout) / 1e3 for T in NANOGPT], label="nanoGPT", **look)
+        speeds = [nanogpt_speed(shape, dropout) / 1e3 for shape in SHAPES]
+        speed.plot(list(NANOGPT), speeds, label="nanoGPT", **look)
         memory.plot(list(NANOGPT), [peak for *_, peak in NANOGPT.values()], **look)
     for axes, title in ((speed, "thousand tokens/s"), (memory, "GiB at the peak")):
         dress(axes, palette, title, "seq_len")
@@ -205,15 +208,22 @@ def publish(rows: Sequence[Row], path: Path) -> None:
             write(stem.with_name(f"{stem.name}.svg"), standalone_svg(render_svg(chart)))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the cells that were asked for, printing each."""
+def batch_and_length(text: str) -> str:
+    """A shape such as 32x1024."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text} is not a batch size and a sequence length, such as 32x1024")
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the cells that were asked for, printing each. Returns 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", nargs="+", default=ATTENTIONS, choices=ATTENTIONS)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="BATCHxSEQ_LEN")
-    parser.add_argument("--dropout", nargs="+", default=DROPOUTS, type=float)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, type=batch_and_length, metavar="BATCHxSEQ_LEN")
+    parser.add_argument("--dropout", nargs="+", default=DROPOUTS, type=rate, metavar="P")
     parser.add_argument("--recompute", nargs="+", default=["none"], choices=["none", "attention", "block"])
-    parser.add_argument("--steps", default=60, type=int)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--steps", default=60, type=positive)
+    parser.add_argument("--profile", action="store_true", help="where the time goes, without replaying CUDA graphs")
     parser.add_argument("--results", default=RESULTS, type=Path, help="folder for the JSON and the figures")
     parser.add_argument(
         "--plot-only",
@@ -225,28 +235,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help="for train.py, after --")
     args = parser.parse_args(arguments)
     if args.plot_only:
+        missing = [str(path) for path in args.plot_only if not path.is_file()]
+        if missing:
+            parser.error(f"--plot-only: there is no file {', '.join(missing)}")
         rows = {k: row for path in args.plot_only for k, row in read(path).items()}
         devices = {row["device"] for row in rows.values() if "device" in row}  # which a failed run does not tell
         if len(devices) != 1:
             parser.error(f"--plot-only takes results of one device, not of {', '.join(sorted(devices)) or 'none'}")
         publish(list(rows.values()), result_file(args.results, *devices))
-        return
+        return 0
 
+    # A profiled step is launched kernel by kernel, and slower: a measurement of its own.
+    extra = [*args.overrides, *(["training.profile=true"] if args.profile else [])]
     cells = [
-        {"attention": attention, "shape": shape, "dropout": dropout, "recompute": recompute, "extra": args.overrides}
+        {"attention": attention, "shape": shape, "dropout": dropout, "recompute": recompute, "extra": extra}
         for attention in args.attention for dropout in args.dropout for shape in args.shapes
         for recompute in args.recompute
     ]  # fmt: skip
     path = result_file(args.results, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
     rows = read(path) if path.exists() else {}
+    failed = False
     for n, wanted in enumerate(cells, 1):
-        row = measure(wanted, args.steps, args.profile)
-        rows[key(row)] = row
-        save(rows.values(), path)
-        where = " ".join(map(str, key(row)))
-        print(f"[{n}/{len(cells)}] {where}: {result(row)}", flush=True)
+        row = measure(wanted, args.steps)
+        print(f"[{n}/{len(cells)}] {' '.join(map(str, key(row)))}: {result(row)}", flush=True)
         print(row.get("profile") or row.get("message") or "", end="\n" if row["status"] == "failed" else "")
-    publish(list(rows.values()), path)
+        if row["status"] == "failed":
+            failed = True
+            continue
+        # What other software did does not stand beside this.
+        rows = {k: old for k, old in rows.items() if old["versions"] == row["versions"]} | {key(row): row}
+        save(rows.values(), path)
+    if rows:
+        publish(list(rows.values()), path)
+    return int(failed)
 
 
 def result_file(folder: Path, device: str) -> Path:
@@ -255,4 +276,4 @@ def result_file(folder: Path, device: str) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

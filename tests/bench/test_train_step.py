@@ -10,14 +10,27 @@ from matplotlib.figure import Figure
 
 import cli
 from bench import train_step
-from bench.train_step import ATTENTIONS, NANOGPT, SHAPES, Row, draw, key, main, overrides, publish, table
+from bench.train_step import (
+    ATTENTIONS,
+    NANOGPT,
+    SHAPES,
+    Row,
+    contestant,
+    draw,
+    key,
+    main,
+    overrides,
+    publish,
+    table,
+)
 from config import register
 from report.draw import scheme
 from training import launcher
 
 
 def row(attention: str, shape: str = "32x1024", dropout: float = 0.0, speed: float = 600_000, **other: Any) -> Row:
-    measured = {"status": "completed", "message": None, "tokens_per_s": speed, "peak_allocated_gib": 11.0}
+    measured: Row = {"status": "completed", "message": None, "tokens_per_s": speed, "peak_allocated_gib": 11.0}
+    measured |= {"versions": {"torch": "2.11.0"}}
     cell = {"attention": attention, "shape": shape, "dropout": dropout, "recompute": "none", "extra": []}
     return cell | measured | {"mfu_causal": 0.5, "device": "NVIDIA H200"} | other
 
@@ -28,10 +41,10 @@ def test_every_cell_is_a_command_that_train_accepts(attention, dropout):
     register()
     launcher.register()
     for shape in SHAPES:
-        config = cli.to_config(cli.composed(overrides(attention, shape, dropout, "block", 60, profile=True)))
+        config = cli.to_config(cli.composed(overrides(attention, shape, dropout, "block", 60)))
         assert config.training.batch_size * config.seq_len == 32_768
         assert (config.attention.name, config.attention.dropout) == (attention, dropout)
-        assert config.training.profile
+        assert (config.training.steps, config.training.recompute.value) == (60, "block")
 
 
 def test_the_table_sets_implementations_beside_nanogpt():
@@ -118,15 +131,70 @@ def test_a_figure_that_fails_leaves_the_measurements(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "x.json").read_text()) == [row("flash")]
 
 
-def test_measuring_a_cell_again_replaces_it_alone(tmp_path, monkeypatch, capsys):
-    speeds = iter((1.0, 2.0, 3.0))
+@pytest.fixture
+def measuring(tmp_path, monkeypatch):
+    """Run the benchmark on made-up measurements: (attention, what its row says) -> exit status and rows by name."""
 
-    def measure(cell: Row, steps: int, profile: bool) -> Row:
-        return row(cell["attention"], cell["shape"], cell["dropout"], next(speeds))
+    def run(cells: dict[str, Row], *arguments: str) -> tuple[int, dict[str, Row]]:
+        monkeypatch.setattr(
+            train_step,
+            "measure",
+            lambda cell, steps: row(cell["attention"], extra=cell["extra"], **cells[cell["attention"]]),
+        )
+        common = ["--results", str(tmp_path), "--shapes", "32x1024", "--dropout", "0", "--attention"]
+        status = main([*common, *cells, *arguments])
+        rows = [r for path in tmp_path.glob("*.json") for r in json.loads(path.read_text())]
+        return status, {contestant(r): r for r in rows}
 
-    monkeypatch.setattr(train_step, "measure", measure)
-    common = ["--results", str(tmp_path), "--shapes", "32x1024", "--dropout", "0", "--attention"]
-    main([*common, "flash", "sdpa"])
-    main([*common, "flash"])
-    (path,) = tmp_path.glob("*.json")
-    assert {r["attention"]: r["tokens_per_s"] for r in json.loads(path.read_text())} == {"flash": 3.0, "sdpa": 2.0}
+    return run
+
+
+def speeds(rows: dict[str, Row]) -> dict[str, float]:
+    return {name: r["tokens_per_s"] for name, r in rows.items()}
+
+
+def test_measuring_a_cell_again_replaces_it_alone(measuring):
+    measuring({"flash": {"speed": 1.0}, "sdpa": {"speed": 2.0}})
+    status, rows = measuring({"flash": {"speed": 3.0}})
+    assert (status, speeds(rows)) == (0, {"flash": 3.0, "sdpa": 2.0})
+
+
+def test_a_profiled_step_is_slower_and_replaces_no_other(measuring):
+    measuring({"flash": {"speed": 2.0}})
+    _, rows = measuring({"flash": {"speed": 1.0}}, "--profile")
+    assert speeds(rows) == {"flash": 2.0, "flash profile=true": 1.0}
+
+
+def test_a_failure_is_told_and_costs_no_earlier_measurement(measuring, capsys):
+    measuring({"flash": {"speed": 1.0}})
+    status, rows = measuring({"flash": {"status": "failed", "message": "killed"}, "sdpa": {"speed": 2.0}})
+    assert (status, speeds(rows)) == (1, {"flash": 1.0, "sdpa": 2.0})
+    assert "killed" in capsys.readouterr().out
+
+
+def test_other_software_s_measurements_do_not_stand_beside_these(measuring):
+    measuring({"flash": {"speed": 1.0}})
+    _, rows = measuring({"sdpa": {"speed": 2.0, "versions": {"torch": "2.12.0"}}})
+    assert speeds(rows) == {"sdpa": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--shapes", "32by1024"], "32by1024 is not a batch size and a sequence length, such as 32x1024"),
+        (["--shapes", "32x0"], "32x0 is not a batch size"),
+        (["--dropout", "2"], "attention.dropout=2"),
+        (["--steps", "0"], "0 is not a whole number above 0"),
+        (["--plot-only", "nowhere.json"], "there is no file nowhere.json"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_runs(arguments, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(train_step, "measure", None)
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_nanogpts_figures_stand_only_beside_steps_of_as_many_tokens():
+    assert "514,000" not in table([row("flash", "64x1024")])
