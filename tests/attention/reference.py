@@ -167,7 +167,7 @@ def assert_accurate(
     factor: float = 2.0,
     rounded_to: torch.dtype = torch.float32,
 ) -> None:
-    """out and each gradient of `attend` lie within `factor` times the plain formula's own error, both against fp64.
+    """Against fp64, out lies within twice the plain formula's own error, and each gradient within `factor` times it.
 
     One rounding of the largest result to `rounded_to` is granted besides, and the slack of `expect`.
     """
@@ -177,6 +177,7 @@ def assert_accurate(
         error = (got[name] - exact).abs().max().item()
         plain_error = (expected.plain[name] - exact).abs().max().item()
         slack = expected.slack[name] + torch.finfo(rounded_to).eps * exact.abs().max().item()
-        assert error <= factor * plain_error + slack, (
+        allowed = 2.0 if name == "out" else factor
+        assert error <= allowed * plain_error + slack, (
             f"{name}: error {error:.2e}, the plain formula's {plain_error:.2e} ({case}, {dtype})"
         )
