@@ -66,7 +66,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
             return 0
 
         batches = Batches(data.train.tokens, T, B, config.seed, world.rank, world.size, trainer.micro_steps)
-        windows = eval_batches(data.val.tokens, T, B, training.eval_batches * world.size)
+        windows = eval_batches(data.val.tokens, T, B, training.eval_batches * world.size, training.eval_span)
         shape, meter, interruption = attention_shape(config, device), build_meter(trainer), Interruption()
         record = Bystander()
         if world.rank == 0:

@@ -85,17 +85,30 @@ class Batches:
         return int(draws[0] % np.uint64(self.n_offsets)), np.argsort(draws[1:], kind="stable")
 
 
-def eval_batches(tokens: np.ndarray, seq_len: int, batch_size: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """The same for every run: at most `count` full batches of windows, evenly spaced and never overlapping.
+def eval_batches(
+    tokens: np.ndarray, seq_len: int, batch_size: int, count: int, span: int | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """The same for every run: at most `count` full batches of windows that never overlap.
+
+    span  tokens of a piece of text, a multiple of seq_len: pieces are evenly spaced, and each is cut into windows side
+          by side, so that batches of equally many tokens hold the same text at every seq_len; None: one window
 
     Each is (inputs, targets), (B, T) int64 on the CPU; a text of fewer than batch_size windows gives one smaller batch.
-    Raises DataError when the tokens do not fill one window.
+    Raises DataError when the tokens do not fill one window, or one piece.
     """
     windows = _windows(tokens, seq_len, "validation")
-    available = (len(tokens) - 1) // seq_len
-    n = min(count * batch_size, available)
+    span = span or seq_len
+    if len(tokens) <= span:
+        raise DataError(
+            f"the validation split has {len(tokens)} tokens and a piece takes training.eval_span + 1 = {span + 1}; "
+            "lower training.eval_span, give more text, or change data.val_fraction."
+        )
+    windows_in_piece = span // seq_len
+    n = min(count * batch_size, (len(tokens) - 1) // span * windows_in_piece)
     n = n // batch_size * batch_size or n
-    starts = np.arange(n) * (len(windows) - 1) // max(n - 1, 1)
+    pieces = -(-n // windows_in_piece)
+    first = np.arange(pieces) * (len(tokens) - span - 1) // max(pieces - 1, 1)
+    starts = (first[:, None] + seq_len * np.arange(windows_in_piece)).ravel()[:n]
     return [_split(torch.from_numpy(windows[starts[i : i + batch_size]])) for i in range(0, n, batch_size)]
 
 

@@ -67,6 +67,7 @@ class TrainingConfig:
     log_every         steps between two lines of metrics.jsonl
     eval_every        steps between two evaluations, the first before training, the last after it; 0: none
     eval_batches      micro-batches of one evaluation on each rank
+    eval_span         tokens of validation text taken in one piece, a multiple of seq_len; None: one window
     checkpoint_every  steps between two checkpoints, the last after training; 0: none
     keep_last         checkpoints that are kept, besides the best
     sample_tokens     tokens of text to print after training; 0: none
@@ -87,6 +88,7 @@ class TrainingConfig:
     log_every: int = 10
     eval_every: int = 200
     eval_batches: int = 20
+    eval_span: int | None = None
     checkpoint_every: int = 500
     keep_last: int = 2
     sample_tokens: int = 200
@@ -107,6 +109,12 @@ def check_training(config: TrainingConfig, seq_len: int, world: World) -> None:
     for name, least in lowest.items():
         if getattr(config, name) < least:
             raise TrainingError(f"training.{name}={getattr(config, name)} must be at least {least}.")
+    if config.eval_span is not None and (config.eval_span < 1 or config.eval_span % seq_len):
+        nearest = max(1, round(config.eval_span / seq_len)) * seq_len
+        raise TrainingError(
+            f"training.eval_span={config.eval_span} is not a multiple of seq_len={seq_len}; "
+            f"use training.eval_span={nearest}, or null."
+        )
     micro_batch = config.batch_size * seq_len * world.size
     if config.batch_tokens is not None and (config.batch_tokens < 1 or config.batch_tokens % micro_batch):
         nearest = max(1, round(config.batch_tokens / micro_batch)) * micro_batch

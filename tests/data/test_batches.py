@@ -129,6 +129,34 @@ def test_evaluation_windows_are_evenly_spaced_and_apart(length, count, sizes):
         assert gaps.max() - gaps.min() <= 1
 
 
+def target_positions(length, seq_len, batch_size, count, span):
+    """Where in a text of so many tokens the targets of its evaluation stand, in order."""
+    batches = eval_batches(np.arange(length, dtype=np.uint32), seq_len, batch_size, count, span)
+    return torch.cat([targets.flatten() for _, targets in batches]).tolist()
+
+
+@pytest.mark.parametrize("length", [8193, 30_000, 123_457])  # of one piece, of three, and of more than are asked for
+def test_with_a_span_every_length_is_evaluated_on_the_same_text(length):
+    longest = target_positions(length, 8192, 1, 4, span=8192)
+    assert len(longest) == len(set(longest)) == 8192 * min(4, (length - 1) // 8192)
+    assert longest[-1] == length - 1  # the pieces reach from the first token to the last
+    for seq_len in (512, 1024, 2048, 4096):
+        assert target_positions(length, seq_len, 8192 // seq_len, 4, span=8192) == longest
+    assert set(target_positions(30_000, 512, 16, 4, span=None)) != set(target_positions(30_000, 8192, 1, 4, span=None))
+
+
+def test_without_a_span_windows_are_where_they_always_were():
+    for span in (None, 16):
+        starts = [inputs[:, 0].tolist() for inputs, _ in eval_batches(TOKENS, 16, 4, 2, span)]
+        assert starts == [[0, 140, 281, 422], [563, 704, 845, 986]]
+
+
+def test_a_span_beyond_the_validation_text_is_refused():
+    with pytest.raises(DataError, match=r"validation split has 64 tokens .*eval_span \+ 1 = 65; lower training\."):
+        eval_batches(TOKENS[:64], 16, 4, 2, span=64)
+    assert len(eval_batches(TOKENS[:65], 16, 4, 2, span=64)) == 1
+
+
 def test_the_prefetcher_yields_every_batch_in_order_from_any_step():
     batches = make(batch_size=2, micro_steps=3)
     with Prefetcher(batches, "cpu", start_step=5) as prefetcher:
