@@ -225,6 +225,8 @@ def refuse_mistake(override: Override) -> None:
 def explain(error: Exception) -> ConfigError:
     """One sentence for what Hydra and OmegaConf say over several lines."""
     cause = error.__cause__ or error
+    if isinstance(cause, UserError):  # of a launcher, around which Hydra puts words of its own
+        return ConfigError(str(cause))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         hint = suggestion(choice, list(error.options)) or "."
