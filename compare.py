@@ -39,7 +39,12 @@ def main(arguments: list[str]) -> None:
     if "reference" in options and reference not in labels:
         raise ReportError(f"reference={reference} is not among the runs; there are {', '.join(labels)}.")
     out = Path(options.get("out") or (folders[0] / "report" if len(folders) == 1 else "report-out"))
-    report = write_report(found, out, reference)
+    try:
+        report = write_report(found, out, reference)
+    except OSError as error:
+        raise ReportError(
+            f"the report cannot be written to {out} ({error.strerror}); name another folder with out=<folder>."
+        ) from error
     for note in report.notes:
         print(f"note: {note}")
     print(report.verdict.sentence)

@@ -6,6 +6,7 @@ W&B works in a process of its own with a time limit: whatever becomes of it, the
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import subprocess
 import sys
@@ -52,14 +53,20 @@ def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
     return f"W&B: {done.stdout.strip().splitlines()[-1]}"
 
 
+def run_id(group: str | None) -> str | None:
+    """The same for every report on a group, so that W&B keeps one run of them; None, without a group: a new one."""
+    return group and f"report-{hashlib.sha256(group.encode()).hexdigest()[:16]}"
+
+
 def main(out: Path, mode: Any, project: str, group: str | None) -> None:
-    """Log what `write_report` wrote into `out`."""
+    """Log what `write_report` wrote into `out`. A later report on the same group takes this one's place."""
     import wandb
 
     settings = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=30)
     run = wandb.init(
-        project=project, group=group, job_type="report", name="report", mode=mode, dir=str(out), settings=settings
-    )
+        project=project, group=group, job_type="report", name="report", id=run_id(group), mode=mode, dir=str(out),
+        settings=settings,
+    )  # fmt: skip
     for figure in sorted((out / "figures").glob("*.png")):
         if not figure.stem.endswith("-dark"):
             run.log({f"report/{figure.stem}": wandb.Image(str(figure))}, step=0)

@@ -87,6 +87,16 @@ def test_mistakes_are_named(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc/x"])
+def test_a_place_that_cannot_be_written_to_is_named(out: str, sweep: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run_compare(sweep, f"out={out}", cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.fullmatch(
+        rf"error: the report cannot be written to {out} \(.+\); name another .*out=<folder>\.\n", done.stderr
+    )
+
+
 def test_a_reference_that_did_not_run_is_named(sweep: Path) -> None:
     with pytest.raises(ReportError, match="reference=navie is not among the runs; there are naive, flash"):
         compare.main([str(sweep), "reference=navie"])
@@ -123,6 +133,7 @@ def test_the_report_joins_the_group_of_its_runs_in_wandb(
     assert "W&B: https://wandb.example/run" in capsys.readouterr().out
     told = json.loads((tmp_path / "sweep" / "report" / "told.json").read_text())
     assert told["options"]["group"] == "sweep-1"
+    assert told["options"]["id"] == publish.run_id("sweep-1")
     assert told["options"]["project"] == "mine"
     assert told["options"]["mode"] == "offline"
     assert told["logged"]["report/loss"] == {"image": "loss.png"}
@@ -152,6 +163,15 @@ def test_wandb_is_asked_as_the_runs_asked_it(tmp_path: Path) -> None:
         write_run(tmp_path / str(n), steps=20, overrides={"tracking.mode": mode})
     assert publish.mode_of(compare.find_runs([tmp_path]).runs) == "offline"
     assert publish.mode_of(compare.find_runs([tmp_path / "0"]).runs) == "disabled"
+
+
+def test_reports_on_a_group_are_one_run_of_wandb() -> None:
+    one, other = publish.run_id("parity-2026-11-20"), publish.run_id("a/b: c?")
+    assert one == publish.run_id("parity-2026-11-20") != other
+    assert publish.run_id(None) is None
+    for name in (one, other):
+        assert name is not None
+        assert re.fullmatch(r"[\w-]{1,64}", name)  # what W&B takes
 
 
 def install(wandb: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
