@@ -7,9 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from report.draw import Palette, dress, legend, log_axis, power_of_ten, styles
+from report.draw import Palette, dress, legend, log_axis, styles
 from report.evidence import MARGIN, MEASURES, Array, Band, difference, seed_band
 from report.groups import Group
+from report.numbers import power_of_ten
 from report.record import Run
 
 
@@ -140,6 +141,6 @@ def _labelled_runs(group: Group) -> list[tuple[str, Run]]:
 
 
 def _step_axis(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.margins(x=0.03)

@@ -21,6 +21,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from report.numbers import power_of_ten
+
 # role: (light, dark). An implementation looks the same in every figure.
 COLOURS: dict[str, tuple[str, str]] = {
     "surface": ("#ffffff", "#171a21"),
@@ -237,15 +239,6 @@ def short_number(value: float) -> str:
         if size >= limit:
             return f"{value / limit:.3g}{unit}"
     return f"{value:.3g}" if size >= 1e-2 else power_of_ten(value)
-
-
-def power_of_ten(value: float) -> str:
-    """1e-06 -> 10⁻⁶, -2e-05 -> -2·10⁻⁵"""
-    if value == 0:
-        return "0"
-    digits, exponent = f"{abs(value):.0e}".split("e")
-    power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return f"{'-' if value < 0 else ''}{'' if digits == '1' else f'{digits}·'}10{power}"
 
 
 def _attribute(text: str) -> str:

@@ -10,7 +10,7 @@ from report.evidence import MARGIN
 from report.groups import Family, Group
 from report.length_figures import draw_costs, draw_crossover, draw_memory, draw_mfu, draw_points
 from report.parity import Judgement
-from report.scaling import Point, attention_alone, crossovers, points, same_tokens
+from report.scaling import Point, attention_alone, crossovers, points, same_text, same_tokens
 
 
 def charts(family: Family, judgements: Sequence[Judgement], reference: str = "naive", prefix: str = "") -> list[Chart]:
@@ -33,12 +33,13 @@ def _curve_charts(family: Family, judgements: Sequence[Judgement], reference: st
         return []
     where = f" at seq_len {group.seq_len:,}" if several else ""
     height = height_for(group.labels())
+    validated = any(len(run.series("val/loss").finite()) > 1 for run in group.runs)
     found = [
         Chart(
             "loss",
             f"Loss{where}",
-            "Training (thin) and validation loss (marks) of every seed. Curves that coincide lie on top of each other, "
-            "thinner from the reference on.",
+            f"{'Training (thin) and validation loss (marks)' if validated else 'Training loss'} of every seed. Curves "
+            "that coincide lie on top of each other, thinner from the reference on.",
             lambda figure, palette: draw_loss(figure, palette, group),
             height,
         )
@@ -112,7 +113,10 @@ def _length_charts(family: Family, reference: str) -> list[Chart]:
         add(
             "context",
             "Validation loss over context length",
-            "Final loss of runs that saw equally many tokens.",
+            "Final loss of runs that saw equally many tokens, evaluated on "
+            + (
+                "the same text." if same_text(family) else "another choice of text at each length (training.eval_span)."
+            ),
             draw_points,
             _val_loss,
             "validation loss (nats a token)",

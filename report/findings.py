@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from report.groups import Family
-from report.scaling import Point, attention_alone, crossovers, longest_that_fits, points, same_tokens
+import itertools
+
+from report.evidence import MARGIN, difference, rounding_of_a_step
+from report.groups import Family, Group
+from report.numbers import size
+from report.record import number
+from report.scaling import TILES, Point, attention_alone, crossovers, longest_that_fits, points, same_tokens
 
 
 def findings(family: Family, reference: str = "naive") -> list[str]:
@@ -11,8 +16,14 @@ def findings(family: Family, reference: str = "naive") -> list[str]:
     table = points(family)
     if len(family.groups) == 1:
         memory = "the attention's memory" if attention_alone(family.runs) else "the memory"
-        return _costs([found[0] for found in table.values() if found], reference, memory)
-    return [*_wall(table), *_crossings(family, reference), *(_contexts(table) if same_tokens(family) else [])]
+        costs = _costs([found[0] for found in table.values() if found], reference, memory)
+        return [*costs, *_tiles(family.groups[0], reference)]
+    return [
+        *_wall(table),
+        *_limit(family),
+        *_crossings(family, reference),
+        *(_contexts(table) if same_tokens(family) else []),
+    ]
 
 
 def _costs(every: list[Point], reference: str, whose: str) -> list[str]:
@@ -33,6 +44,25 @@ def _costs(every: list[Point], reference: str, whose: str) -> list[str]:
     return sentences
 
 
+def _tiles(group: Group, reference: str) -> list[str]:
+    """How far tile sizes of an implementation are from each other, and what to measure that by."""
+    runs = [group.of(label) for label in group.labels() if TILES.fullmatch(label)]
+    pairs = [(a[seed], b[seed]) for a, b in itertools.combinations(runs, 2) for seed in a.keys() & b.keys()]
+    apart = [found for pair in pairs if len(found := difference(*pair))]
+    if not apart:
+        return []
+    (step, first), (last_step, last) = (
+        max((int(found.steps[n]), abs(float(found.values[n]))) for found in apart) for n in (0, -1)
+    )
+    rounding = rounding_of_a_step(group.runs, reference)
+    beside = f", where {reference}'s own rounding moves a loss by {size(rounding)}" if rounding else ""
+    amplified = rounding is not None and first <= MARGIN * rounding * step
+    return [
+        f"The training losses of the tile sizes differ by at most {size(first)} at step {step:,}{beside}, and by "
+        f"{size(last)} at step {last_step:,}{', to which training has amplified it' if amplified else ''}."
+    ]
+
+
 def _wall(table: dict[str, list[Point]]) -> list[str]:
     fits = {label: longest_that_fits(found) for label, found in table.items()}
     sentences = []
@@ -43,9 +73,23 @@ def _wall(table: dict[str, list[Point]]) -> list[str]:
             sentences.append(f"{fit} out of memory at {min(failed):,}.")
     unbroken = [label for label, found in table.items() if not any(point.out_of_memory for point in found)]
     if sentences and unbroken:
-        longest = max(fits[label] or 0 for label in unbroken)
-        sentences.append(f"The longest that was tried, {longest:,} tokens, fits with {' and '.join(unbroken)}.")
+        longest = max(point.seq_len for found in table.values() for point in found)
+        if fitting := [label for label in unbroken if fits[label] == longest]:
+            sentences.append(f"The longest that was tried, {longest:,} tokens, fits with {' and '.join(fitting)}.")
     return sentences
+
+
+def _limit(family: Family) -> list[str]:
+    """Why a run on a CPU ends at less memory than a machine has, and at more than the report shows."""
+    ended = [run.option("training.cpu_memory_gib") for run in family.runs if run.out_of_memory]
+    limits = sorted({limit for value in ended if (limit := number(value)) is not None})
+    if not (limits and attention_alone(family.runs)):
+        return []
+    gib = " or ".join(f"{limit:g}" for limit in limits)
+    return [
+        f"training.cpu_memory_gib stands for a GPU's size here: the whole run has to fit in {gib} GiB, while the "
+        "memory shown is that of one attention layer alone."
+    ]
 
 
 def _crossings(family: Family, reference: str) -> list[str]:
@@ -55,6 +99,8 @@ def _crossings(family: Family, reference: str) -> list[str]:
             where = f"overtakes {reference} at about {crossing.seq_len:,.0f} tokens"
         elif crossing.first:
             where = f"is faster than {reference} from the shortest length measured, {crossing.first:,} tokens,"
+        elif crossing.last:
+            where = f"keeps up with {reference} at {crossing.last:,} tokens at most"
         else:
             where = f"does not overtake {reference} up to {crossing.longest:,} tokens"
         sentences.append(

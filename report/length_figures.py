@@ -13,20 +13,29 @@ from report.groups import Family
 from report.scaling import Point, crossovers, memory_unit, points, predicted_memory
 
 Table = dict[str, list[Point]]
+HIGHEST_PREDICTION = 10  # times the largest memory that was measured
 
 
 def draw_memory(figure: Figure, palette: Palette, family: Family) -> None:
-    """Peak memory over length, measured and predicted, both axes logarithmic."""
+    """Peak memory over length, measured and predicted, both axes logarithmic.
+
+    A prediction ends where its implementation ran out of memory, and the axis at HIGHEST_PREDICTION.
+    """
     axes = figure.add_subplot()
     table = points(family)
-    unit, factor = memory_unit([point.memory_gib for found in table.values() for point in found])
+    measured = [point.memory_gib for found in table.values() for point in found]
+    unit, factor = memory_unit(measured)
     _plot(axes, palette, table, lambda point: None if point.memory_gib is None else factor * point.memory_gib)
     for label, style in styles(list(table), palette).items():
-        predicted = [(seq_len, factor * gib) for seq_len, gib in predicted_memory(family, label)]
+        end = _first_out_of_memory(table[label])
+        predicted = [(T, factor * gib) for T, gib in predicted_memory(family, label) if end is None or end >= T]
         if predicted:
             axes.plot(*zip(*predicted, strict=True), color=style.colour, ls=(0, (4, 2)), lw=1.1, zorder=1)
     _finish(figure, axes, palette, family, unit, log=True)
-    _mark_out_of_memory(axes, palette, table)
+    rows = _mark_out_of_memory(axes, palette, table)
+    low, high = axes.get_ylim()
+    high = min(high, HIGHEST_PREDICTION * factor * max(gib for gib in measured if gib))
+    log_axis(axes, low, high * (high / low) ** (0.1 * rows))  # no line ends among the words at the upper edge
 
 
 def draw_points(
@@ -85,7 +94,8 @@ def draw_costs(figure: Figure, palette: Palette, every: Sequence[Point], memory:
     unit, factor = memory_unit([point.memory_gib for point in every])
     left, right = figure.subplots(1, 2, sharey=True)
     _bars(left, palette, every, lambda point: point.tokens_per_s, "tokens a second")
-    _bars(right, palette, every, lambda point: factor * (point.memory_gib or 0), f"{memory}, {unit}")
+    # In two lines, because half a figure is too narrow for one.
+    _bars(right, palette, every, lambda point: factor * (point.memory_gib or 0), f"{memory},\n{unit}")
 
 
 def _bars(
@@ -126,19 +136,28 @@ def _plot(
             )  # fmt: skip
 
 
-def _mark_out_of_memory(axes: Axes, palette: Palette, table: Table) -> None:
-    """A cross on the upper edge at the first length that did not fit, in words and in the implementation's colour."""
+def _first_out_of_memory(found: Sequence[Point]) -> int | None:
+    """The shortest length that did not fit."""
+    return min((point.seq_len for point in found if point.out_of_memory), default=None)
+
+
+def _mark_out_of_memory(axes: Axes, palette: Palette, table: Table) -> int:
+    """A cross on the upper edge at the first length that did not fit, in words and in the implementation's colour.
+
+    Returns how many rows the words take.
+    """
     styled = styles(list(table), palette)
     rows: dict[int, int] = {}
     for label, found in table.items():
-        failed = [point.seq_len for point in found if point.out_of_memory]
-        if not failed:
+        failed = _first_out_of_memory(found)
+        if failed is None:
             continue
-        row = rows[min(failed)] = rows.get(min(failed), -1) + 1
+        row = rows[failed] = rows.get(failed, -1) + 1
         axes.annotate(
-            f"{label} out of memory ✕", (min(failed), 1), xycoords=("data", "axes fraction"),
+            f"{label} out of memory ✕", (failed, 1), xycoords=("data", "axes fraction"),
             xytext=(4, -7 - 13 * row), textcoords="offset points", ha="right", va="center", color=styled[label].colour,
         )  # fmt: skip
+    return max(rows.values(), default=-1) + 1
 
 
 def _finish(figure: Figure, axes: Axes, palette: Palette, family: Family, title: str, log: bool) -> None:

@@ -46,8 +46,9 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Section:
-    """What there is to say about one family of runs."""
+    """What there is to say about one family of runs; `prefix` sets its files and ids apart from other families'."""
 
+    prefix: str
     title: str
     subtitle: str
     findings: tuple[str, ...]
@@ -78,8 +79,8 @@ def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
     verdict = judge_groups([group for family in families for group in family.groups], reference)
     (out / "figures").mkdir(parents=True, exist_ok=True)
     sections = tuple(
-        _section(family, verdict, reference, f"{n}-" if len(families) > 1 else "", out)
-        for n, family in enumerate(families, start=1)
+        _section(family, verdict, reference, f"{n}-" if len(families) > 1 else "", settings, out)
+        for n, (family, settings) in enumerate(zip(families, _own_settings(families), strict=True), start=1)
     )
     headline, tone = _headline(verdict, families)
     report = Report(
@@ -115,7 +116,14 @@ def _environment(autoescape: bool) -> jinja2.Environment:
     return environment
 
 
-def _section(family: Family, verdict: Verdict, reference: str, prefix: str, out: Path) -> Section:
+def _section(
+    family: Family, verdict: Verdict, reference: str, prefix: str, settings: Sequence[str], out: Path
+) -> Section:
+    """Draw and describe a family.
+
+    prefix    of its files and ids
+    settings  that set it apart from other families and that no subtitle names, in words
+    """
     judgements = [j for j in verdict.judgements if any(j.group is group for group in family.groups)]
     drawings = [_draw(chart, out) for chart in charts(family, judgements, reference, prefix)]
     tables = [
@@ -136,10 +144,32 @@ def _section(family: Family, verdict: Verdict, reference: str, prefix: str, out:
         f"dropout {run.option('attention.dropout', 0.0):g}",
         run.precision,
         run.device,
+        *settings,
     ]
     title = f"{run.option('model.name', 'model')} on {run.option('data.name', 'data')}"
     found = tuple(findings(family, reference))
-    return Section(title, " · ".join(subtitle), found, tuple(drawings), tuple(table for table in tables if table))
+    shown = tuple(table for table in tables if table)
+    return Section(prefix, title, " · ".join(subtitle), found, tuple(drawings), shown)
+
+
+# What a section's title and subtitle say of every family.
+_SAID = (
+    "data.name",
+    "model.n_layers",
+    "model.n_heads",
+    "model.n_embd",
+    "seq_len",
+    "attention.dropout",
+    "training.precision",
+    "device",
+)
+
+
+def _own_settings(families: Sequence[Family]) -> list[list[str]]:
+    """For each family, the settings that tell it from the others, beside those in _SAID: "optimizer.lr 0.1"."""
+    differing = differing_settings([family.groups[0] for family in families])
+    names = [name for name in differing if name not in _SAID]
+    return [[f"{name} {differing[name][n]}" for name in names] for n in range(len(families))]
 
 
 def _headline(verdict: Verdict, families: Sequence[Family]) -> tuple[str, str]:
@@ -208,7 +238,7 @@ def _sources(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
         return ", ".join(dict.fromkeys(value for value in values if value)) or "not recorded"
 
     dates = sorted(str(run.summary.get("started") or "")[:10] for run in runs if run.summary.get("started"))
-    versions = [run.summary.get("versions") or {} for run in runs]
+    versions = [run.recorded("versions") for run in runs]
     return (
         ("Run folders", all_of([str(run.folder.parent) for run in runs])),
         ("Devices", all_of([run.device for run in runs])),

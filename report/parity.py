@@ -28,6 +28,7 @@ from report.evidence import (
     seed_band,
 )
 from report.groups import Group, describe, group_runs
+from report.numbers import size
 from report.record import Run
 
 
@@ -82,25 +83,32 @@ def judge(runs: Sequence[Run], reference: str = "naive") -> Verdict:
 
 def judge_groups(groups: Sequence[Group], reference: str = "naive") -> Verdict:
     """The verdict over runs that are grouped already."""
-    judgements = tuple(judgement for group in groups for judgement in judge_group(group, reference))
+    ran = any(group.of(reference) for group in groups)
+    judgements = tuple(judgement for group in groups for judgement in judge_group(group, reference, ran))
     outcomes = {judgement.outcome for judgement in judgements}
     holds = False if Outcome.broken in outcomes else True if outcomes == {Outcome.holds} else None
     return Verdict(holds, _sentence(judgements, groups, reference), judgements)
 
 
-def judge_group(group: Group, reference: str = "naive") -> list[Judgement]:
-    """The implementations of one group; empty where neither a run of the reference nor a probe speaks of them."""
+def judge_group(group: Group, reference: str = "naive", ran: bool = False) -> list[Judgement]:
+    """The implementations of one group; empty where neither a run of the reference nor a probe speaks of them.
+
+    ran  whether the reference ran in any group
+    """
     references = group.of(reference)
     if not references and rounding_of_a_step(group.runs, reference) is None:
         return []
     band = seed_band(list(references.values()))
-    return [_judge(group, label, reference, references, band) for label in group.labels() if label != reference]
+    others = [label for label in group.labels() if label != reference]
+    return [_judge(group, label, reference, references, band, ran) for label in others]
 
 
-def _judge(group: Group, label: str, reference: str, references: Mapping[int, Run], band: Band | None) -> Judgement:
+def _judge(
+    group: Group, label: str, reference: str, references: Mapping[int, Run], band: Band | None, ran: bool
+) -> Judgement:
     runs = group.of(label)
     pairs = [(run, references[seed]) for seed, run in runs.items() if seed in references]
-    objections = [sentence for pair in pairs if (sentence := _divergence(*pair))]
+    objections = [sentence for run in runs.values() if (sentence := _divergence(run, _beside(group, run, references)))]
     missing: list[str] = []
 
     if _draws_its_own_masks(next(iter(runs.values()))):
@@ -112,30 +120,25 @@ def _judge(group: Group, label: str, reference: str, references: Mapping[int, Ru
     final = final_evidence(pairs, band, rounding_of_a_step([*runs.values(), *references.values()], reference))
 
     if probe is None:
-        missing.append("no probe ran (parity.every), so that a difference is rounding is not claimed")
+        missing.append(f"{_no_probe(list(runs.values()), reference)}, so that a difference is rounding is not claimed")
     elif not probe.agrees:
         where = f" in {probe.parameter}" if probe.parameter and probe.measure == "grad_rel_err" else ""
         objections.append(
             f"at the same weights its {MEASURES[probe.measure]}{where} are off by {times(probe.ratio)} "
             f"{reference}'s own rounding (step {probe.step})"
         )
-    if not references:
-        missing.append(f"{reference} did not run, so there is no curve to compare with")
-    elif not pairs:
-        missing.append(f"it shares no seed with {reference}")
-    elif band is None:
-        missing.append(f"no band could be measured from a single seed of {reference}")
+    if not pairs or band is None:
+        missing.append(_no_curve(references, bool(pairs), reference, ran))
     elif curve is None or curve.ratio is None or final is None:
         missing.append(f"it logged no loss at a step that {reference} of the same seed logged too")
     if curve and curve.agrees is False:
         objections.append(
-            f"its training loss is {curve.largest:.2g} from {reference}'s of the same seed at step {curve.step}, "
+            f"its training loss is {size(curve.largest)} from {reference}'s of the same seed at step {curve.step}, "
             f"{times(curve.ratio or 0)} the distance between seeds"
         )
     if final and final.agrees is False:
-        words = (
-            f"its final {_LOSSES[final.metric]} differs by {final.difference:.2g} where {final.allowed:.2g} is allowed"
-        )
+        allowed = size(final.allowed or 0.0)
+        words = f"its final {_LOSSES[final.metric]} differs by {size(final.difference)} where {allowed} is allowed"
         # Without a band there is no telling how far training amplifies rounding, and an excess proves nothing.
         (objections if band else missing).append(words)
     outcome = Outcome.broken if objections else Outcome.open if missing else Outcome.holds
@@ -152,20 +155,62 @@ def times(ratio: float) -> str:
 _LOSSES = {"val/loss": "validation loss", "train/loss": "training loss"}
 
 
+def _no_probe(runs: Sequence[Run], reference: str) -> str:
+    """Why nothing was measured at the same weights."""
+    probed = {str(run.option("parity.reference", "naive")) for run in runs if len(run.series("parity/loss_diff"))}
+    if probed:
+        return f"the probe compared with {_words(sorted(probed))}, not {reference} (parity.reference)"
+    return "no probe ran (parity.every)"
+
+
+def _no_curve(references: Mapping[int, Run], paired: bool, reference: str, ran: bool) -> str:
+    """Why there is no curve of the reference, or no band of its seeds, to compare with.
+
+    paired  whether a seed is shared
+    ran     whether the reference ran anywhere
+    """
+    if not references and ran:
+        return f"no run of {reference} shares its configuration (device, settings)"
+    if not references:
+        return f"{reference} did not run, so there is no curve to compare with"
+    if not paired:
+        return f"it shares no seed with {reference}"
+    if len(references) == 1:
+        return f"no band could be measured from a single seed of {reference}"
+    if sum(len(run.series("train/loss").finite()) > 0 for run in references.values()) < 2:
+        return f"fewer than two seeds of {reference} logged losses"
+    return f"no two seeds of {reference} logged a loss at the same step"
+
+
 def _draws_its_own_masks(run: Run) -> bool:
     return bool(run.option("attention.dropout", 0.0)) and run.option("attention.rng", "replay") == "torch"
 
 
-def _divergence(run: Run, reference: Run) -> str | None:
-    """That a run came to NaN or infinity where the reference of the same seed did not."""
+def _beside(group: Group, run: Run, references: Mapping[int, Run]) -> list[Run]:
+    """The runs that show that a loss of `run` could have been finite: the reference's of the same seed or, where that
+    did not run, those of every other implementation with nothing left out, its own first."""
+    if run.seed in references:
+        return [references[run.seed]]
+    intact = [
+        other
+        for other in group.runs
+        if other.seed == run.seed and other.label != run.label and other.option("attention.ablate", "none") == "none"
+    ]
+    return sorted(intact, key=lambda other: other.attention != run.attention)
+
+
+def _divergence(run: Run, others: Sequence[Run]) -> str | None:
+    """That a run came to NaN or infinity at a step that one of `others` took, and came past with a finite loss."""
     step = run.diverged()
-    if step is None and run.status == "failed" and "finite" in str(run.summary.get("message")):
-        step = run.step
-    fine = reference.series("train/loss").finite()
-    theirs = reference.diverged()
-    if step is None or not len(fine) or (theirs is not None and theirs <= step):
+    if step is None:
         return None
-    return f"its loss is not finite at step {step} with seed {run.seed}, where {reference.label}'s is"
+    for other in others:
+        fine, theirs = other.series("train/loss").finite(), other.diverged()
+        if len(fine) and fine.steps[-1] >= step and (theirs is None or theirs > step):
+            ablated = other.attention == run.attention and run.option("attention.ablate", "none") != "none"
+            name = f"the intact {other.label}" if ablated else other.label
+            return f"its loss is not finite at step {step} with seed {run.seed}, where {name}'s is"
+    return None
 
 
 def _sentence(judgements: Sequence[Judgement], groups: Sequence[Group], reference: str) -> str:
@@ -204,11 +249,11 @@ def _how_close(judgements: Sequence[Judgement], reference: str) -> str:
         parts.append(
             f"at every step the training loss is closer to {reference}'s of the same seed than {reference}'s "
             f"{f'{min(seeds)} ' if len(seeds) == 1 else ''}seeds are to each other "
-            f"(at most {max(shares):.2g} of their distance, {apart:.2g} in the median)"
+            f"(at most {size(max(shares))} of their distance, which is {size(apart)} in the median)"
         )
     elif curves:
         largest = max(curve.largest for curve in curves)
-        parts.append(f"the training loss is never further than {largest:.2g} from {reference}'s of the same seed")
+        parts.append(f"the training loss is never further than {size(largest)} from {reference}'s of the same seed")
     finals = [j.final for j in judgements if j.final]
     if finals:
         worst = max(finals, key=lambda final: final.difference / (final.floor or 1.0))
@@ -221,16 +266,16 @@ def _how_close(judgements: Sequence[Judgement], reference: str) -> str:
 
 def _explained(final: FinalEvidence, reference: str) -> str:
     """A difference of final losses, and what it is to be measured by."""
-    amount = f"{final.difference:.2g}"
+    amount, between = size(final.difference), size(final.band or 0.0)
     if final.floor is None:
         return amount
     if final.rounding is None:
-        return f"{amount}, where two seeds of {reference} differ by {final.band:.2g}"
+        return f"{amount}, where two seeds of {reference} differ by {between}"
     if final.difference <= final.floor:
-        return f"{amount}, within the floor of {final.floor:.2g} that {reference}'s own rounding sets"
+        return f"{amount}, within the floor of {size(final.floor)} that {reference}'s own rounding sets"
     if final.agrees:
-        return f"{amount}, which is rounding that training has amplified (two seeds differ by {final.band:.2g})"
-    return f"{amount}, beyond the floor of {final.floor:.2g} that {reference}'s own rounding sets"
+        return f"{amount}, which is rounding that training has amplified (two seeds differ by {between})"
+    return f"{amount}, beyond the floor of {size(final.floor)} that {reference}'s own rounding sets"
 
 
 def _named(found: Sequence[Judgement], judgements: Sequence[Judgement]) -> str:

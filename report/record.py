@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +75,11 @@ class Run:
         """A metric over steps; empty where it was never logged."""
         return self.metrics.get(metric, EMPTY)
 
+    def recorded(self, part: str) -> Mapping[str, Any]:
+        """A part of the summary that has parts of its own, such as `versions`; empty where it is missing or damaged."""
+        value = self.summary.get(part)
+        return value if isinstance(value, Mapping) else {}
+
     @property
     def attention(self) -> str:
         return str(self.option("attention.name", self.summary.get("attention", "unknown")))
@@ -95,7 +101,7 @@ class Run:
     def step(self) -> int:
         """Updates done."""
         logged = [int(s.steps[-1]) for s in self.metrics.values() if len(s)]
-        return int(self.summary.get("step") or max(logged, default=0))
+        return int(number(self.summary.get("step")) or max(logged, default=0))
 
     @property
     def precision(self) -> str:
@@ -104,16 +110,14 @@ class Run:
     @property
     def device(self) -> str:
         """The device in words, with the number of ranks where there are several; UNKNOWN without a summary."""
-        device = self.summary.get("device")
-        if not isinstance(device, Mapping):
-            return UNKNOWN
-        name, count = str(device.get("name") or device.get("type") or UNKNOWN), device.get("count") or 1
-        return f"{count} x {name}" if count > 1 else name
+        device = self.recorded("device")
+        name, count = str(device.get("name") or device.get("type") or UNKNOWN), number(device.get("count")) or 1
+        return f"{count:g} x {name}" if count > 1 else name
 
     @property
     def commit(self) -> str:
         """Abbreviated, with `+` where the tree had uncommitted changes; empty where unknown."""
-        git = self.summary.get("git") or {}
+        git = self.recorded("git")
         commit = str(git.get("commit") or "")[:7]
         return f"{commit}+" if commit and git.get("dirty") else commit
 
@@ -123,14 +127,14 @@ class Run:
 
     def median(self, metric: str) -> float | None:
         """The run's median of a throughput metric: the summary's, else over the latter half of what was logged."""
-        value = number((self.summary.get("median") or {}).get(metric))
+        value = number(self.recorded("median").get(metric))
         if value is None and len(finite := self.series(metric).finite()):
             value = float(np.median(finite.values[len(finite) // 2 :]))
         return value
 
     def peak(self, metric: str = "memory/peak_allocated_gib") -> float | None:
         """The run's peak of a memory metric, GiB."""
-        value = number((self.summary.get("peak") or {}).get(metric))
+        value = number(self.recorded("peak").get(metric))
         if value is None and len(finite := self.series(metric).finite()):
             value = float(np.max(finite.values))
         return value
@@ -151,9 +155,17 @@ class Run:
         return number(self.summary.get("tokens"))
 
     def diverged(self) -> int | None:
-        """The first step at which a logged loss is not finite."""
+        """The first step whose loss or gradient is known not to be finite; None where all are finite.
+
+        train.py stops before it logs such a step, and names it in the summary's message.
+        """
         losses = [self.series("train/loss"), self.series("val/loss")]
-        return min((int(step) for s in losses for step in s.steps[~np.isfinite(s.values)]), default=None)
+        steps = [int(step) for s in losses for step in s.steps[~np.isfinite(s.values)]]
+        message = str(self.summary.get("message"))
+        if self.status == "failed" and "not finite" in message:
+            named = re.match(r"Step (\d+) was not finite", message)
+            steps.append(int(named[1]) if named else self.step + 1)
+        return min(steps, default=None)
 
 
 def number(value: Any) -> float | None:

@@ -7,6 +7,8 @@ wrote its summary is data too. What had to be read around is kept as a note, one
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,15 +84,16 @@ def _missing_jobs(folder: Path, found: int) -> list[str]:
 def read_run(folder: Path, name: str | None = None) -> Run:
     """One run folder. Files that are missing, cut off or damaged are read around, and noted."""
     name = name or folder.name
+    called = _called(name)
     notes: list[str] = []
-    summary = _read_summary(folder / "summary.json", name, notes)
+    summary = _read_summary(folder / "summary.json", called, notes)
     config = summary.get("config")
     if not isinstance(config, Mapping):
-        config = _read_yaml(folder / ".hydra" / "config.yaml", dict, name, notes)
+        config = _read_yaml(folder / ".hydra" / "config.yaml", dict, called, notes)
     overrides = summary.get("overrides")
     if not isinstance(overrides, list):
-        overrides = _read_yaml(folder / ".hydra" / "overrides.yaml", list, name, notes)
-    metrics, texts = _read_metrics(folder / "metrics.jsonl", name, notes)
+        overrides = _read_yaml(folder / ".hydra" / "overrides.yaml", list, called, notes)
+    metrics, texts = _read_metrics(folder / "metrics.jsonl", called, notes)
     run = Run(
         folder=folder,
         name=name,
@@ -102,14 +105,44 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         overrides=tuple(str(override) for override in overrides),
         summary=summary,
     )
+    notes += _smaller_probe(run, called)
+    # A run that did not fit may well have ended before it logged anything.
+    lines = folder / "metrics.jsonl"
+    if not run.out_of_memory and not (lines.is_file() and lines.stat().st_size):
+        notes.append(f"{called}: metrics.jsonl is {'empty' if lines.is_file() else 'missing'}, so it has no curve.")
+    return replace(run, label=run.attention, notes=(*notes, *_ending(run, called)))
+
+
+def _smaller_probe(run: Run, called: str) -> list[str]:
+    """Whether the probe compared less than a micro-batch, in a sentence."""
+    found = [re.fullmatch(r"(\d+)x(\d+)", text) for text in run.texts.get("parity/tokens", {}).values()]
+    compared = min(((int(m[1]), int(m[2])) for m in found if m), key=math.prod, default=None)
+    if compared is None or math.prod(compared) >= run.sequences * run.seq_len:
+        return []
+    return [
+        f"{called}: the probe compared {compared[0]} x {compared[1]} of {run.sequences} x {run.seq_len} tokens, "
+        "because the reference's scores of all did not fit the memory."
+    ]
+
+
+def _ending(run: Run, called: str) -> list[str]:
+    """How a run ended that did not complete, in a sentence."""
     if run.status == "unfinished":
-        notes.append(f"{name} wrote no summary: it is still running, or was killed after step {run.step}.")
-    elif run.status == "interrupted":
-        notes.append(f"{name} was interrupted after {run.step} of {summary.get('steps', '?')} steps.")
-    elif run.status == "failed":
-        message = str(summary.get("message") or "").strip().rstrip(".")
-        notes.append(f"{name} failed after step {run.step}{f': {message}' if message else ''}.")
-    return replace(run, label=run.attention, notes=tuple(notes))
+        return [f"{called} wrote no summary: it is still running, or was killed after step {run.step}."]
+    if run.status == "interrupted":
+        return [f"{called} was interrupted after {run.step} of {run.summary.get('steps', '?')} steps."]
+    if run.status != "failed":
+        return []
+    ablation, step = run.option("attention.ablate", "none"), run.diverged()
+    if ablation != "none" and step is not None:  # the advice in train.py's message is for runs that should have trained
+        return [f"{called} was not finite at step {step}, which is the result of attention.ablate={ablation}."]
+    message = str(run.summary.get("message") or "").strip().rstrip(".")
+    return [f"{called} failed after step {run.step}{f': {message}' if message else ''}."]
+
+
+def _called(name: str) -> str:
+    """A run's name in a sentence, where a number alone would read as a count."""
+    return f"run {name}" if name.isdigit() else name
 
 
 def _read_summary(path: Path, name: str, notes: list[str]) -> Mapping[str, Any]:
@@ -214,13 +247,13 @@ def _variant(run: Run) -> dict[str, Any]:
 
 def _provenance_notes(runs: Sequence[Run]) -> list[str]:
     notes = []
-    if full := [run.name for run in runs if run.out_of_memory]:
+    if full := [_called(run.name) for run in runs if run.out_of_memory]:
         notes.append(f"{_count(full, 'run')} ran out of memory, which is a result too ({listing(full)}).")
-    if dirty := [run.name for run in runs if run.commit.endswith("+")]:
+    if dirty := [_called(run.name) for run in runs if run.commit.endswith("+")]:
         notes.append(f"{_count(dirty, 'run')} came from a tree with uncommitted changes ({listing(dirty)}).")
     for what, found in {
         "commits": {run.commit.rstrip("+") for run in runs},
-        "torch versions": {str((run.summary.get("versions") or {}).get("torch") or "") for run in runs},
+        "torch versions": {str(run.recorded("versions").get("torch") or "") for run in runs},
         "devices": {run.device for run in runs} - {UNKNOWN},
     }.items():
         if len(known := sorted(found - {""})) > 1:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from report.groups import Family
-from report.record import Run
+from report.record import Run, number
 
 GIB = 2**30
+# The label of an implementation with a tile size, where several were run.
+TILES = re.compile(r"\w+ \d+x\d+")
 # fp32 weights, their gradients, and AdamW's two moments.
 STATIC_BYTES_PER_PARAMETER = 16
 
@@ -30,15 +33,16 @@ class Point:
     memory_gib: float | None
     val_loss: float | None
     tokens: float | None
-    n_runs: int
+    trained: int  # runs that completed or took a step at least; one killed before that shows nothing
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """Where an implementation overtakes the reference.
+    """Where an implementation overtakes the reference for good: from there on it is as fast or faster.
 
     seq_len  interpolated between the measured lengths around it; None where there is none
-    first    the shortest measured length at which it is as fast or faster; None where it never is
+    first    the measured length from which on it is as fast or faster; None where it is slower at the longest
+    last     where `first` is None, the longest length at which it is as fast or faster all the same; else None
     speedup  over the reference at the longest length that both were measured at
     longest  that length
     """
@@ -46,6 +50,7 @@ class Crossover:
     label: str
     seq_len: float | None
     first: int | None
+    last: int | None
     speedup: float
     longest: int
 
@@ -75,7 +80,7 @@ def _point(label: str, seq_len: int, runs: Sequence[Run]) -> Point:
         memory_gib=median_of([run.peak() for run in done]),
         val_loss=median_of([run.final("val/loss") for run in done]),
         tokens=median_of([run.tokens() for run in done]),
-        n_runs=len(runs),
+        trained=len([run for run in done if run.status == "completed" or run.step > 0]),
     )
 
 
@@ -113,7 +118,7 @@ def predicted_memory(family: Family, label: str) -> list[tuple[int, float]]:
     run = next(run for run in family.runs if run.label == label)
     (tokens, gib), (more_tokens, more_gib) = ((p.sequences * p.seq_len, p.memory_gib or 0.0) for p in measured[:2])
     if quadratic(run):
-        parameters = 0.0 if attention_alone([run]) else float(run.summary.get("parameters") or 0)
+        parameters = 0.0 if attention_alone([run]) else number(run.summary.get("parameters")) or 0.0
         constant = min(STATIC_BYTES_PER_PARAMETER * parameters / GIB, gib)
         per_token, more_per_token = (gib - constant) / tokens, (more_gib - constant) / more_tokens
         b = max(0.0, (more_per_token - per_token) / (measured[1].seq_len - measured[0].seq_len))
@@ -138,20 +143,26 @@ def crossovers(family: Family, reference: str = "naive") -> list[Crossover]:
         if label == reference or not shared:
             continue
         gains = [math.log(theirs[T] / ours[T]) for T in shared]
+        lasting = next((n for n in range(len(gains)) if min(gains[n:]) >= 0), None)
         at = None
-        for (T0, g0), (T1, g1) in zip(
-            zip(shared, gains, strict=True), zip(shared[1:], gains[1:], strict=True), strict=False
-        ):
-            if g0 < 0 <= g1:  # straight lines in the logarithms of time and length
-                at = math.exp(math.log(T0) + (math.log(T1) - math.log(T0)) * -g0 / (g1 - g0))
-        first = next((T for T, gain in zip(shared, gains, strict=True) if gain >= 0), None)
-        found.append(Crossover(label, at, first, math.exp(gains[-1]), shared[-1]))
+        if lasting:  # straight lines in the logarithms of time and length
+            (T0, T1), (g0, g1) = map(math.log, shared[lasting - 1 : lasting + 1]), gains[lasting - 1 : lasting + 1]
+            at = math.exp(T0 + (T1 - T0) * -g0 / (g1 - g0))
+        first = None if lasting is None else shared[lasting]
+        last = max((T for T, gain in zip(shared, gains, strict=True) if gain >= 0), default=None)
+        found.append(Crossover(label, at, first, last if first is None else None, math.exp(gains[-1]), shared[-1]))
     return found
 
 
 def longest_that_fits(found: Sequence[Point]) -> int | None:
     """The longest length that was trained without running out of memory."""
-    return max((point.seq_len for point in found if not point.out_of_memory and point.n_runs), default=None)
+    return max((point.seq_len for point in found if point.trained), default=None)
+
+
+def same_text(family: Family) -> bool:
+    """Whether runs of every length were evaluated on the same text, in pieces of the same training.eval_span."""
+    spans = {run.option("training.eval_span") for run in family.runs if run.final("val/loss") is not None}
+    return len(spans) == 1 and None not in spans
 
 
 def same_tokens(family: Family) -> bool:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from report.draw import power_of_ten, short_length
+from report import numbers
+from report.draw import short_length
 from report.evidence import MARGIN, FinalEvidence
 from report.groups import Family, flatten
 from report.parity import Judgement, Outcome
 from report.record import Run, number
-from report.scaling import crossovers, longest_that_fits, median_of, memory_unit, points, predicted_memory, same_tokens
+from report.scaling import (
+    TILES,
+    attention_alone,
+    crossovers,
+    longest_that_fits,
+    median_of,
+    memory_unit,
+    points,
+    predicted_memory,
+    same_tokens,
+)
 
 DASH = "-"
 WORDS = {Outcome.holds: "holds", Outcome.broken: "broken", Outcome.open: "open"}
@@ -140,7 +150,9 @@ def wall_table(family: Family) -> Table | None:
                 memory(predicted.get(min(failed))) if failed else DASH,
             ]
         )
-    columns = ["implementation", "longest that fits", "peak memory there", "out of memory at", "predicted there"]
+    whose = " (one layer)" if attention_alone(family.runs) else ""
+    columns = ["implementation", "longest that fits", f"peak memory there{whose}"]
+    columns += ["out of memory at", f"predicted there{whose}"]
     return table("memory_wall", "The memory wall", columns, rows)
 
 
@@ -152,8 +164,10 @@ def crossover_table(family: Family, reference: str) -> Table | None:
             where = f"about {crossing.seq_len:,.0f}"
         elif crossing.first:
             where = f"at {crossing.first:,} or below"
+        elif crossing.last:
+            where = f"not beyond {crossing.last:,}"
         else:
-            where = "not up to " + f"{crossing.longest:,}"
+            where = f"not up to {crossing.longest:,}"
         rows.append([crossing.label, where, f"{crossing.speedup:.2f} times at {crossing.longest:,}"])
     columns = ["implementation", f"overtakes {reference}", f"as fast as {reference}"]
     return table("crossover", f"Where each overtakes {reference}", columns, rows) if rows else None
@@ -165,7 +179,7 @@ def block_table(family: Family, judgements: Sequence[Judgement]) -> Table | None
     rows = []
     for group in family.groups:
         for label in group.labels():
-            if not re.fullmatch(r"\w+ \d+x\d+", label):
+            if not TILES.fullmatch(label):
                 continue
             point = next(point for point in found[label] if point.seq_len == group.seq_len)
             probe = next((j.probe for j in judgements if j.label == label and j.group is group), None)
@@ -198,35 +212,55 @@ def context_table(family: Family) -> Table | None:
 
 
 def ablation_table(runs: Sequence[Run], reference: str) -> Table | None:
-    """What breaks, where, by how much, and what training with it came to: from `ablation` in the summaries."""
-    intact = {run.seed: run.final("val/loss") for run in runs if run.label == reference}
+    """What breaks, where, by how much, and what training with it came to: from `ablation` in the summaries.
+
+    A run trained in one precision, so what it came to stands in that row alone; in a row of its own where the
+    precision is none of those measured.
+    """
     rows = []
     for run in runs:
-        for entry in run.summary.get("ablation") or ():
-            if not isinstance(entry, Mapping):
-                continue
-            tile, row = entry.get("first_bad_tile"), entry.get("first_bad_row")
-            final, theirs = run.final("val/loss"), intact.get(run.seed)
-            if run.diverged() is not None or run.status == "failed":
-                effect = f"stopped after step {run.step:,}: {run.summary.get('message') or 'not finite'}"
-            elif final is not None and theirs is not None:
-                effect = f"{final:.4f}, {final - theirs:+.4f} from {reference}'s"
-            else:
-                effect = loss(final)
-            rows.append(
-                [
-                    str(entry.get("ablate", DASH)),
-                    str(entry.get("dtype", DASH)),
-                    f"({tile[0]}, {tile[1]})" if isinstance(tile, Sequence) and len(tile) == 2 else "none",
-                    str(row) if row is not None else "none",
-                    "inf or NaN" if entry.get("non_finite") else "finite",
-                    size(number(entry.get("max_error"))),
-                    effect,
-                ]
-            )
-    columns = ["left out", "dtype", "first wrong tile", "row", "output", "largest finite error", "val loss of training"]
+        measured = run.summary.get("ablation")
+        entries = [e for e in measured if isinstance(e, Mapping)] if isinstance(measured, list) else []
+        if not entries:
+            continue
+        effect = _effect(run, runs, reference)
+        for entry in entries:
+            dtype = str(entry.get("dtype", DASH))
+            rows.append([*_failure(entry, dtype), effect if dtype == run.precision else DASH])
+        if run.precision not in [entry.get("dtype") for entry in entries]:
+            rows.append([str(entries[0].get("ablate", DASH)), run.precision, *[DASH] * 4, effect])
+    columns = ["left out", "dtype", "first wrong tile", "row", "output", "largest finite error", "val loss of the run"]
     caption = "Tiles are (block of queries, block of keys) in the order visited; rows are counted over the sequence."
     return table("break_it", "What the left-out line was for", columns, rows, caption) if rows else None
+
+
+def _failure(entry: Mapping[str, Any], dtype: str) -> list[str]:
+    """An entry of `ablation`, as far as the columns on the algorithm go."""
+    tile, row = entry.get("first_bad_tile"), entry.get("first_bad_row")
+    return [
+        str(entry.get("ablate", DASH)),
+        dtype,
+        f"({tile[0]}, {tile[1]})" if isinstance(tile, Sequence) and len(tile) == 2 else "none",
+        str(row) if row is not None else "none",
+        "inf or NaN" if entry.get("non_finite") else "finite",
+        size(number(entry.get("max_error"))),
+    ]
+
+
+def _effect(run: Run, runs: Sequence[Run], reference: str) -> str:
+    """What training came to, beside the reference or, where that did not run, the implementation left whole."""
+    step, final = run.diverged(), run.final("val/loss")
+    if step is not None:
+        return f"not finite at step {step:,}"
+    if run.status == "failed":
+        return f"failed after step {run.step:,}"
+    whole = [r for r in runs if r.attention == run.attention and r.option("attention.ablate", "none") == "none"]
+    for other in (*(r for r in runs if r.label == reference), *whole):
+        theirs = other.final("val/loss")
+        if final is not None and theirs is not None and other.seed == run.seed:
+            whose = reference if other.label == reference else f"the intact {other.label}"
+            return f"{final:.4f}, {final - theirs:+.4f} from {whose}'s"
+    return loss(final)
 
 
 def runs_csv(runs: Sequence[Run]) -> str:
@@ -275,7 +309,9 @@ def _csv(head: Sequence[str], rows: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A setting as one would write it in an override."""
+    """A setting as one would write it in an override; a dash where a killed run left a reference to other settings."""
+    if isinstance(value, str) and "${" in value:
+        return DASH
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -303,9 +339,7 @@ def milliseconds(value: float | None) -> str:
 
 def size(value: float | None) -> str:
     """A small number: 0.0014, 3·10⁻⁷."""
-    if value is None:
-        return DASH
-    return f"{value:.2g}" if value == 0 or abs(value) >= 1e-4 else power_of_ten(value)
+    return DASH if value is None else numbers.size(value)
 
 
 def times(ratio: float) -> str:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 
 import cli
 from config import register
+from data import eval_batches
 from training import launcher
+from training.step import TrainingError
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -51,6 +58,26 @@ def test_a_length_changes_the_batch_and_not_the_tokens_of_a_step() -> None:
         assert len(tokens) == 1
 
 
+def test_every_context_length_is_evaluated_on_the_same_text() -> None:
+    text = np.arange(200_000, dtype=np.uint32)
+    evaluated = set()
+    for job in cli.jobs(["experiment=context_length"]):
+        config = cli.to_config(cli.composed(job))
+        batch = config.training.batch_size, config.training.eval_batches, config.training.eval_span
+        windows = eval_batches(text, config.seq_len, *batch)
+        evaluated.add(tuple(torch.cat([targets.flatten() for _, targets in windows]).tolist()))
+    assert len(evaluated) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "use"), [(["training.eval_span=1000"], 1024), (["seq_len=512,16384"], 16384)], ids=["span", "length"]
+)
+def test_a_span_that_a_length_does_not_divide_is_refused(overrides: list[str], use: int) -> None:
+    sentence = rf"eval_span=.* is not a multiple of seq_len=.*; use training\.eval_span={use}, or null"
+    with pytest.raises(TrainingError, match=sentence):
+        cli.prepare(["experiment=context_length", "training.batch_tokens=16384", *overrides])
+
+
 def test_tiles_of_the_block_size_experiment_are_square() -> None:
     configs = [cli.to_config(cli.composed(job)) for job in cli.jobs(["experiment=block_size"])]
     assert [(c.attention.block_q, c.attention.block_k) for c in configs] == [(b, b) for b in (16, 32, 64, 128)]
@@ -59,6 +86,15 @@ def test_tiles_of_the_block_size_experiment_are_square() -> None:
 def test_a_launcher_per_gpu_composes() -> None:
     composed = cli.composed(["experiment=parity", "hydra/launcher=gpus"]).hydra.launcher
     assert (composed._target_, composed.gpus) == (MULTI_GPU, "all")
+
+
+def test_gpus_that_are_not_there_are_one_sentence() -> None:
+    with pytest.raises(InstantiationException) as raised:
+        instantiate({"_target_": MULTI_GPU, "gpus": [4096]})
+    assert re.fullmatch(
+        r"hydra\.launcher\.gpus=\[4096\] must be all, or a list such as \[0,1\]; [^;]*\.",
+        str(cli.explain(raised.value)),
+    )
 
 
 def test_the_slurm_launcher_composes_where_its_plugin_is_installed() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from report.draw import COLOURS, power_of_ten, short_length, short_number
+from report.draw import COLOURS, short_length, short_number
+from report.numbers import power_of_ten, size
 from report.page import Report, write_report
 from report.runs import find_runs
 from tests.report.synthetic import write_run
@@ -103,6 +104,21 @@ def test_no_two_elements_of_the_page_share_an_id(page: str) -> None:
     assert used <= set(ids)
 
 
+def test_families_of_one_model_are_told_apart_by_their_settings_and_their_ids(tmp_path: Path) -> None:
+    for lr in (0.003, 0.1):
+        for attention in ("naive", "flash"):
+            run = tmp_path / "sweep" / f"{attention}-{lr}"
+            write_run(run, attention, steps=60, probe_every=20, overrides={"optimizer.lr": lr})
+    report = write_report(find_runs([tmp_path / "sweep"]), tmp_path / "report")
+    assert [section.subtitle.split(" · ")[-1] for section in report.sections] == [
+        "optimizer.lr 0.003",
+        "optimizer.lr 0.1",
+    ]
+    ids = re.findall(r'\bid="([^"]+)"', (tmp_path / "report" / "index.html").read_text())
+    assert {"1-parity", "2-parity", "runs"} <= set(ids)
+    assert len(ids) == len(set(ids))
+
+
 def test_every_colour_of_a_figure_follows_the_scheme(report: Report) -> None:
     for section in report.sections:
         for drawing in section.drawings:
@@ -146,6 +162,7 @@ def test_numbers_are_written_as_one_says_them() -> None:
     assert [short_length(n) for n in (1000, 1024, 524288)] == ["1,000", "1k", "512k"]
     assert [short_number(x) for x in (0, 1.5e6, 40_000, 0.05, 1e-6)] == ["0", "1.5M", "40k", "0.05", "10⁻⁶"]
     assert [power_of_ten(x) for x in (1e-6, -2e-5, 1.0, 0)] == ["10⁻⁶", "-2·10⁻⁵", "10⁰", "0"]
+    assert [size(x) for x in (0.00143, 0.17, 4.4e-6, 0)] == ["0.0014", "0.17", "4·10⁻⁶", "0"]
 
 
 # A page for each width, in frames of one origin, which a script measures and writes down.

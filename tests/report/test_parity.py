@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from report import evidence
 from report.evidence import rolling_rms, seed_band, window_of
 from report.parity import Judgement, Outcome, Verdict, judge
 from report.runs import find_runs
+from report.tables import judgement_table
 from tests.report.synthetic import ERRORS, write_run
 from training import parity as probe
+from training.step import NonFiniteError, Trainer
 
 
 def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash", **options: object) -> Verdict:
@@ -65,6 +71,17 @@ def test_the_verdict_names_its_numbers(tmp_path: Path) -> None:
     for number in (judgement.curve.ratio, judgement.final.difference, judgement.final.floor, judgement.probe.ratio):
         assert f"{number:.2g}" in verdict.sentence
     assert "naive's 3 seeds" in verdict.sentence
+
+
+def test_small_numbers_are_powers_of_ten_in_the_verdict_as_in_the_table(tmp_path: Path) -> None:
+    verdict = sweep(tmp_path, precision="fp32")
+    judgement = only(verdict)
+    assert judgement.curve.ratio < 1e-4  # type: ignore[union-attr, operator]
+    (row,) = judgement_table([judgement], "naive").rows
+    share = row[3]
+    assert "·10⁻" in share
+    assert f"(at most {share} of their distance, which is 0." in verdict.sentence
+    assert not re.search(r"\de-\d", verdict.sentence)
 
 
 def test_without_a_probe_rounding_is_not_claimed(tmp_path: Path) -> None:
@@ -140,11 +157,41 @@ def test_curves_that_cross_are_no_evidence_against_an_implementation(tmp_path: P
 def test_a_run_that_comes_to_nan_where_the_reference_does_not_is_broken(tmp_path: Path) -> None:
     for seed in (1, 2):
         write_run(tmp_path / f"naive-{seed}", "naive", seed)
-    message = "the loss of step 120 is not finite"
-    write_run(tmp_path / "tiled", "tiled", 1, status="failed", stop=120, message=message)
+    write_run(tmp_path / "tiled", "tiled", 1, status="failed", stop=120, message=not_finite_at(126))
     verdict = judge(find_runs([tmp_path]).runs)
     assert verdict.holds is False
-    assert "not finite at step 120 with seed 1" in verdict.sentence
+    assert "its loss is not finite at step 126 with seed 1, where naive's is" in verdict.sentence
+
+
+def test_a_step_that_no_message_names_is_the_one_after_the_last_that_was_logged(tmp_path: Path) -> None:
+    write_run(tmp_path / "naive", "naive", 1)
+    write_run(tmp_path / "tiled", "tiled", 1, status="failed", stop=120, message="the loss is not finite")
+    assert "not finite at step 121 with seed 1" in judge(find_runs([tmp_path]).runs).sentence
+
+
+@pytest.mark.parametrize("naive", [{"status": "interrupted", "stop": 100}, {"status": "failed", "stop": 120}])
+def test_a_run_is_not_broken_where_the_reference_did_not_come_past_the_step(tmp_path: Path, naive: dict) -> None:
+    write_run(tmp_path / "naive", "naive", 1, **naive, message=not_finite_at(126))
+    write_run(tmp_path / "tiled", "tiled", 1, status="failed", stop=120, message=not_finite_at(126))
+    assert judge(find_runs([tmp_path]).runs).holds is None
+
+
+def test_where_the_reference_did_not_run_an_ablated_one_is_broken_by_its_intact_self(tmp_path: Path) -> None:
+    """As experiment=break_it leaves its runs: both are probed, and the probe sees nothing before the overflow."""
+    ablated = {"attention.ablate": "no_max_subtraction"}
+    write_run(tmp_path / "0", "tiled", 7)
+    write_run(tmp_path / "1", "tiled", 7, status="failed", stop=120, message=not_finite_at(121), overrides=ablated)
+    judged = {j.label: j for j in judge(find_runs([tmp_path]).runs).judgements}
+    broken = judged["tiled no_max_subtraction"]
+    assert broken.outcome is Outcome.broken
+    assert broken.objections == ("its loss is not finite at step 121 with seed 7, where the intact tiled's is",)
+    assert judged["tiled"].outcome is Outcome.open
+
+
+def test_an_ablated_run_says_nothing_against_another(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", "tiled", status="failed", stop=120, message=not_finite_at(121))
+    write_run(tmp_path / "1", "tiled", overrides={"attention.ablate": "no_rescaling"})
+    assert {j.outcome for j in judge(find_runs([tmp_path]).runs).judgements} == {Outcome.open}
 
 
 def test_a_nan_in_the_probe_is_a_difference(tmp_path: Path) -> None:
@@ -163,6 +210,33 @@ def test_the_probe_alone_speaks_where_the_reference_did_not_run(tmp_path: Path) 
     assert flash.outcome is Outcome.open
     assert "naive did not run" in flash.missing[0]
     assert tiled.outcome is Outcome.broken
+
+
+def test_a_reference_that_ran_elsewhere_is_not_said_not_to_have_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "flash", "flash", 1)
+    write_run(tmp_path / "naive", "naive", 1, device="cpu")
+    judgement = only(judge(find_runs([tmp_path]).runs))
+    assert judgement.missing == ("no run of naive shares its configuration (device, settings)",)
+
+
+def test_a_probe_of_another_reference_is_not_said_not_to_have_run(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"sdpa-{seed}", "sdpa", seed, probe_every=0)
+        write_run(tmp_path / f"flash-{seed}", "flash", seed)
+    verdict = judge(find_runs([tmp_path]).runs, reference="sdpa")
+    assert "the probe compared with naive, not sdpa (parity.reference)" in verdict.sentence
+    assert "no probe ran" not in verdict.sentence
+
+
+def test_seeds_of_the_reference_that_logged_nothing_are_not_said_to_be_one(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"flash-{seed}", "flash", seed)
+        folder = write_run(tmp_path / f"naive-{seed}", "naive", seed)
+        if seed == 2:
+            (folder / "metrics.jsonl").write_text("")
+    verdict = judge(find_runs([tmp_path]).runs)
+    assert "fewer than two seeds of naive logged losses" in verdict.sentence
+    assert "single seed" not in verdict.sentence
 
 
 def test_seeds_that_the_reference_did_not_run_with_are_not_compared(tmp_path: Path) -> None:
@@ -265,6 +339,13 @@ def test_the_reference_may_be_another_implementation(tmp_path: Path) -> None:
     assert [j.label for j in verdict.judgements] == ["flash"]
     assert verdict.holds
     assert judge(find_runs([tmp_path]).runs).judgements == ()  # a probe against sdpa says nothing of naive
+
+
+def not_finite_at(step: int) -> str:
+    """What train.py leaves as the message of a run that stopped there."""
+    with pytest.raises(NonFiniteError) as stopped:
+        Trainer.raise_failure(SimpleNamespace(failure=torch.tensor([step - 1, math.nan, math.nan])))  # type: ignore[arg-type]
+    return str(stopped.value)
 
 
 def edit(folder: Path, change: object) -> None:

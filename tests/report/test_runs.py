@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from report.groups import comparison_key, describe, family_runs, group_runs
+from report.page import write_report
 from report.runs import ReportError, find_runs, read_run
 from tests.report.synthetic import write_run
 
@@ -102,6 +103,60 @@ def test_how_runs_ended_is_noted(tmp_path: Path) -> None:
         "a failed after step 20: disk full.",
         "c was interrupted after 50 of 400 steps.",
     ]
+
+
+def test_a_run_that_logged_nothing_is_noted(tmp_path: Path) -> None:
+    (write_run(tmp_path / "a") / "metrics.jsonl").write_text("")
+    (write_run(tmp_path / "b") / "metrics.jsonl").unlink()
+    (write_run(tmp_path / "c", status="out_of_memory", stop=0) / "metrics.jsonl").write_text("")  # noted as its result
+    assert [note for run in find_runs([tmp_path]).runs for note in run.notes] == [
+        "a: metrics.jsonl is empty, so it has no curve.",
+        "b: metrics.jsonl is missing, so it has no curve.",
+    ]
+
+
+def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "3", "flash", steps=200)
+    lines = (folder / "metrics.jsonl").read_text()
+    assert find_runs([tmp_path]).runs[0].notes == ()
+    first, last = lines.split('"parity/tokens": "12x256"', 1)
+    (folder / "metrics.jsonl").write_text(f'{first}"parity/tokens": "1x128"{last}')
+    assert find_runs([tmp_path]).runs[0].notes == (
+        "run 3: the probe compared 1 x 128 of 12 x 256 tokens, because the reference's scores of all did not fit the "
+        "memory.",
+    )
+
+
+def test_a_run_named_by_a_number_does_not_read_as_a_count(tmp_path: Path) -> None:
+    write_run(tmp_path / "2", status="failed", stop=25, message="disk full")
+    write_run(tmp_path / "3", status="out_of_memory", stop=0)
+    found = find_runs([tmp_path])
+    assert found.runs[0].notes == ("run 2 failed after step 25: disk full.",)
+    assert found.notes == ("1 run ran out of memory, which is a result too (run 3).",)
+
+
+def test_an_ablated_run_that_came_to_nan_gets_no_advice(tmp_path: Path) -> None:
+    message = "Step 26 was not finite (loss nan, gradient norm nan) and was not taken; lower optimizer.lr."
+    options = {"attention.ablate": "no_max_subtraction"}
+    write_run(tmp_path / "a", "tiled", status="failed", stop=25, message=message, overrides=options)
+    write_run(tmp_path / "b", "tiled", status="failed", stop=25, message=message)
+    assert [note for run in find_runs([tmp_path]).runs for note in run.notes] == [
+        "a was not finite at step 26, which is the result of attention.ablate=no_max_subtraction.",
+        f"b failed after step 25: {message}",
+    ]
+
+
+@pytest.mark.parametrize("damaged", [[1], "text", 3, None])
+def test_parts_of_a_summary_that_are_no_parts_are_passed_over(tmp_path: Path, damaged: object) -> None:
+    parts = ("median", "peak", "git", "versions", "device", "ablation", "step", "parameters")
+    for seq_len in (128, 256, 512):
+        folder = tmp_path / "sweep" / str(seq_len)
+        write_run(folder, steps=100, seq_len=seq_len, tokens_per_s=1000.0, summary=dict.fromkeys(parts, damaged))
+    found = find_runs([tmp_path / "sweep"])
+    run = found.runs[0]
+    assert run.median("throughput/tokens_per_s") == pytest.approx(1000, rel=0.02)  # of its lines
+    assert (run.peak(), run.commit, run.device) == (None, "", "unknown device")
+    write_report(found, tmp_path / "report")
 
 
 def test_runs_are_found_at_any_depth_and_in_natural_order(tmp_path: Path) -> None:
