@@ -68,6 +68,8 @@ def fail(error: Exception) -> NoReturn:
 def prepare(arguments: list[str]) -> list[str]:
     """The arguments for Hydra: checked, and with the overrides of the run that `resume` names. Raises UserError."""
     args = get_args_parser().parse_args(arguments)
+    if args.multirun and (args.cfg or args.info):
+        raise ConfigError("-m does not go with --cfg or --info; leave it out to see the configuration of one run.")
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
         return arguments
     try:
