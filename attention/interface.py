@@ -160,7 +160,7 @@ class Attention(ABC):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend.
 
-        q            (B, H, T, D)      fp32, bf16 or fp16; any strides with a contiguous last dimension
+        q            (B, H, T, D)      fp32, bf16 or fp16; any strides
         k, v         (B, H_kv, S, D)   H a multiple of H_kv: query heads h share key/value head h // (H // H_kv)
         causal       query i sees key j iff j <= i + S - T (aligned to the bottom right)
         scale        of the scores; D ** -0.5 by default

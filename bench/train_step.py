@@ -1,7 +1,7 @@
 """The speed and memory of whole training steps: the recipe itself, beside nanoGPT.
 
     python -m bench.train_step                                       all of the table, about 25 minutes on an H200
-    python -m bench.train_step --attention flash --shapes 32x1024    some of it; the rest of the file stays as it was
+    python -m bench.train_step --attention flash --shapes 32x1024    some of it; other rows of the same software stay
     python -m bench.train_step --recompute attention block --shapes 4x8192 --attention flash --dropout 0
     python -m bench.train_step --profile ...                         and where the time of each step goes
     python -m bench.train_step -- training.residual_in_fp32=false    further overrides for train.py: another column
@@ -68,20 +68,20 @@ def overrides(attention: str, shape: str, dropout: float, recompute: str, steps:
     return given
 
 
-def measure(cell: Row, steps: int) -> Row:
+def measure(wanted: Row, steps: int) -> Row:
     """Run one cell and return it with what was measured."""
-    given = overrides(cell["attention"], cell["shape"], cell["dropout"], cell["recompute"], steps)
+    given = overrides(wanted["attention"], wanted["shape"], wanted["dropout"], wanted["recompute"], steps)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "train.py", *given, *cell["extra"], f"hydra.run.dir={folder}"]
+        command = [sys.executable, "train.py", *given, *wanted["extra"], f"hydra.run.dir={folder}"]
         begin = time.monotonic()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         wall = time.monotonic() - begin
         try:
             summary = json.loads((Path(folder) / "summary.json").read_text())
         except OSError:
-            return cell | {"status": "failed", "message": (done.stderr.strip() or done.stdout.strip())[-2000:]}
+            return wanted | {"status": "failed", "message": (done.stderr.strip() or done.stdout.strip())[-2000:]}
         table = Path(folder) / "profile" / "table.txt"
-        row = cell | {
+        row = wanted | {
             "status": summary["status"],
             "message": summary["message"],
             **{name.split("/")[1]: value for name, value in (summary["median"] | summary["peak"]).items()},
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing:
             parser.error(f"--plot-only: there is no file {', '.join(missing)}")
         rows = {k: row for path in args.plot_only for k, row in read(path).items()}
-        devices = {row["device"] for row in rows.values() if "device" in row}  # which a failed run does not tell
+        devices = {row["device"] for row in rows.values() if "device" in row}
         if len(devices) != 1:
             parser.error(f"--plot-only takes results of one device, not of {', '.join(sorted(devices)) or 'none'}")
         publish(list(rows.values()), result_file(args.results, *devices))
@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed = True
             continue
         # What other software did does not stand beside this.
-        rows = {k: old for k, old in rows.items() if old["versions"] == row["versions"]} | {key(row): row}
+        rows = {k: old for k, old in rows.items() if old.get("versions") == row["versions"]} | {key(row): row}
         save(rows.values(), path)
     if rows:
         publish(list(rows.values()), path)

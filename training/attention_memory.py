@@ -70,11 +70,11 @@ def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> 
         return x.to(shape.dtype).requires_grad_()
 
     q, k, v = random(shape.n_heads), random(shape.n_kv_heads), random(shape.n_kv_heads)
-    dout = torch.ones_like(q)
+    do = torch.ones_like(q)
     meter = AllocationMeter()
     with torch.random.fork_rng(devices=[]), meter:
         out = attend(q, k, v, dropout_key=DropoutKey(seed=0, step=0, layer=0, first_sequence=0))
-        torch.autograd.grad(out, (q, k, v), dout)
+        torch.autograd.grad(out, (q, k, v), do)
     return meter.peak
 
 

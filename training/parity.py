@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 # A probe takes at most this part of the memory that is free when it starts.
 MEMORY_SHARE = 0.8
 # What a right implementation may differ by, in units of the noise. Summing in another order, it is mostly within
-# twice; where queries' and keys' gradients nearly cancel, FlashAttention's delta = rowsum(dout * out) costs up to
+# twice; where queries' and keys' gradients nearly cancel, FlashAttention's delta = rowsum(do * out) costs up to
 # eight times in fp32 and four in bf16. Wrong ones are off by tens to millions of times after a few updates.
 MARGIN = 10.0
 
