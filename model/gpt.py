@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from attention.dropout import DropoutKey
+from attention.dropout import MAX_RATE, MIN_RATE, DropoutKey
 from attention.interface import Attention, AttentionShape
 from errors import UserError
+from model.dropout import draw_masks, drop
 from model.embedding import lookup
 from model.loss import LossKind, cross_entropy
 
@@ -57,7 +58,8 @@ class GPTConfig:
     n_heads     query heads of n_embd / n_heads channels each
     n_kv_heads  key/value heads, a divisor of n_heads; None: as many as n_heads
     n_embd      channels of the residual stream
-    dropout     of the embedding and of each sub-layer's output (attention.dropout drops attention weights)
+    dropout     of the embedding and of each sub-layer's output, realised in steps of 1/256 (attention.dropout drops
+                attention weights)
     bias        biases in linear layers and norms, as GPT-2 has them
     positions   learned or rotary
     """
@@ -77,6 +79,7 @@ class ModelError(UserError, ValueError):
 
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of each position's angles, (T, D / 2) each
+Masks = Sequence[Tensor | None]  # what residual dropout keeps at each site, as bits; None: all
 
 
 def rotation_table(seq_len: int, head_dim: int) -> Rotation:
@@ -94,10 +97,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def call(recompute: bool, function: Callable[..., Tensor], *inputs: object) -> Tensor:
-    """function(*inputs), storing only the inputs for the backward pass if `recompute`.
-
-    Residual dropout is replayed from the generator's saved state; attention dropout from its key.
-    """
+    """function(*inputs), storing only the inputs for the backward pass if `recompute`."""
     return checkpoint(function, *inputs, use_reentrant=False) if recompute else function(*inputs)
 
 
@@ -162,14 +162,16 @@ class Block(nn.Module):
         self.attn = SelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
-        self.drop = nn.Dropout(config.dropout)
+        self.dropout = config.dropout
 
-    def forward(self, x: Tensor, rotation: Rotation | None, attend: Attention, key: DropoutKey | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation | None, attend: Attention, key: DropoutKey | None, masks: Masks
+    ) -> Tensor:
         def attention(x: Tensor) -> Tensor:
-            return self.drop(self.attn(self.ln_1(x), rotation, attend, key))
+            return drop(self.attn(self.ln_1(x), rotation, attend, key), masks[0], self.dropout)
 
         x = x + call(self.recompute_attention, attention, x)
-        return x + self.drop(self.mlp(self.ln_2(x)))
+        return x + drop(self.mlp(self.ln_2(x)), masks[1], self.dropout)
 
 
 class GPT(nn.Module):
@@ -217,7 +219,6 @@ class GPT(nn.Module):
             cos, sin = rotation_table(seq_len, head_dim)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
-        self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, recompute is Recompute.attention) for _ in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.apply(self.initialise)
@@ -238,7 +239,7 @@ class GPT(nn.Module):
         """The residual stream after the final norm.
 
         tokens       (B, T)   int64, T <= seq_len
-        dropout_key  of attention dropout: required in training mode where the attention drops, unused in evaluation
+        dropout_key  of all dropout: required in training mode where there is any, unused in evaluation
         attend       another attention for this call
 
         Returns (B, T, C). Raises ModelError.
@@ -250,24 +251,31 @@ class GPT(nn.Module):
             )
         if not self.training:
             dropout_key = None
-        elif attend.dropout > 0 and dropout_key is None:
+        elif (attend.dropout > 0 or self.config.dropout > 0) and dropout_key is None:
             raise ModelError(
-                f"attention.dropout={attend.dropout} needs a dropout_key in training mode; pass one or call eval()."
+                f"attention.dropout={attend.dropout} and model.dropout={self.config.dropout} need a dropout_key in "
+                "training mode; pass one or call eval()."
             )
 
-        T = tokens.shape[1]
+        B, T = tokens.shape
+        masks: Masks = [None] * (2 * len(self.h) + 1)  # the embedding's, then two of each block
+        if dropout_key is not None and self.config.dropout > 0:
+            masks = draw_masks(
+                dropout_key, self.config.dropout, len(masks), B, T, self.config.n_embd, tokens.device
+            ).unbind()
         x = lookup(self.wte.weight, tokens)  # (B, T, C)
         rotation = None
         if self.config.positions is Positions.learned:
             x = x + self.wpe.weight[:T]
         else:
             rotation = (self.cos[:T], self.sin[:T])
-        x = self.drop(x)
+        x = drop(x, masks[0], self.config.dropout)
         if not self.residual_in_fp32 and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for layer, block in enumerate(self.h):
             key = dropout_key and dropout_key.at_layer(layer)
-            x = call(self.recompute is Recompute.block, block, x, rotation, attend, key)
+            site = 2 * layer + 1
+            x = call(self.recompute is Recompute.block, block, x, rotation, attend, key, masks[site : site + 2])
         return self.ln_f(x)
 
     def forward(
@@ -363,8 +371,11 @@ def check_config(config: GPTConfig) -> None:
             f"model.n_heads={config.n_heads} is not a multiple of model.n_kv_heads={config.n_kv_heads}; "
             f"choose model.n_kv_heads among {divisors(config.n_heads)}."
         )
-    if not 0 <= config.dropout < 1:
-        raise ModelError(f"model.dropout={config.dropout} must be at least 0 and less than 1.")
+    if config.dropout != 0 and not MIN_RATE <= config.dropout <= MAX_RATE:
+        raise ModelError(
+            f"model.dropout={config.dropout} must be 0 or between 1/256 and 255/256, "
+            "because the mask is realised in steps of 1/256."
+        )
     if config.positions is Positions.rotary and config.n_embd // config.n_heads % 2:
         raise ModelError(
             f"model.positions=rotary turns pairs of channels, and heads of {config.n_embd // config.n_heads} channels "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -129,8 +128,7 @@ def fit(
 
 def compare(probe: ParityProbe, trainer: Trainer, step: int, batch: Batch) -> dict[str, Any]:
     """What the parity probe measures on the step's first micro-batch, with the dropout masks it will train with."""
-    again = partial(trainer.keyed, step, 0)
-    return probe.measure(trainer.model, *batch, again(), again, trainer.scale.item())
+    return probe.measure(trainer.model, *batch, trainer.keyed(step, 0), trainer.scale.item())
 
 
 @contextmanager

@@ -6,20 +6,19 @@ A training micro-batch goes forward and backward three times more through the we
     reference  another attention, in the same precision
     exact      the reference in a higher precision: fp32 beside bf16 and fp16, fp64 beside fp32
 
-with the same dropout masks: attention's by key, which are the training step's, and the residual stream's by reseeding
-its generator, drawn so that they are the same in every precision.
+with the same dropout masks, which are the training step's.
 `run - reference` is what the choice of attention changes; `reference - exact` is what rounding alone changes,
 the floor below which a difference says nothing. Of two right implementations each is about as far from `exact`
 as the other, so they differ by no more than a small multiple of the floor.
 
-The probe is a spectator: gradients, weights and random-number generators are left as they were found.
+The probe is a spectator: gradients and weights are left as they were found, and nothing is drawn from a generator.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +35,7 @@ from attention import (
 )
 from errors import UserError
 from model.gpt import GPT
-from training.passes import Pass, differences, forward_backward, free_memory, full_precision_products, undisturbed
+from training.passes import Pass, differences, forward_backward, free_memory, full_precision_products, memory_returned
 
 log = logging.getLogger(__name__)
 
@@ -100,15 +99,13 @@ class ParityProbe:
         inputs: Tensor,
         targets: Tensor,
         key: DropoutKey | None,
-        reseed: Callable[[], object],
         loss_scale: float = 1.0,
     ) -> dict[str, Any]:
         """Compare on one micro-batch.
 
         model            not compiled, in the mode it trains in
         inputs, targets  (B, T) each
-        key              of the micro-batch's attention dropout
-        reseed           seeds the default generators as the training step did before its forward pass
+        key              of the micro-batch's dropout
         loss_scale       multiplies the loss before the backward pass (fp16), and is divided out again
 
         Returns `parity/*` as docs/experiments.md lists them. Where three passes do not fit the memory, fewer
@@ -118,8 +115,8 @@ class ParityProbe:
         while True:
             window = slice(0, B), slice(0, T)
             try:
-                with undisturbed(inputs.device):
-                    measured = self._compare(model, inputs[window], targets[window], key, reseed, loss_scale)
+                with memory_returned(inputs.device):
+                    measured = self._compare(model, inputs[window], targets[window], key, loss_scale)
                 break
             except torch.OutOfMemoryError:
                 if B * T == 1:
@@ -138,11 +135,9 @@ class ParityProbe:
         inputs: Tensor,
         targets: Tensor,
         key: DropoutKey | None,
-        reseed: Callable[[], object],
         loss_scale: float,
     ) -> dict[str, Any]:
         def run(attend: Attention, dtype: torch.dtype) -> Pass:
-            reseed()
             return forward_backward(model, inputs, targets, key, attend, dtype, loss_scale)
 
         reference = run(self.reference, self.shape.dtype)

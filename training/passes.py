@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -56,7 +55,7 @@ def forward_backward(
     if dtype is torch.float64:
         parameters = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
     half = dtype in (torch.bfloat16, torch.float16)
-    with torch.autocast(device, dtype, enabled=half), masks_drawn_in_fp32(model):
+    with torch.autocast(device, dtype, enabled=half):
         return torch.func.functional_call(
             step,
             {f"model.{name}": p for name, p in parameters.items()},
@@ -88,27 +87,6 @@ class DifferentiatedStep(nn.Module):
         gradients = torch.autograd.grad(loss * loss_scale, list(parameters.values()))
         unscaled = {name: g / loss_scale for name, g in zip(parameters, gradients, strict=True)}
         return Pass(loss.detach(), logits.detach(), unscaled)
-
-
-@contextlib.contextmanager
-def masks_drawn_in_fp32(model: nn.Module) -> Iterator[None]:
-    """While active, residual dropout drops the same elements in every precision. On a GPU torch's own does not: how
-    it shares out the generator's numbers depends on the size of an element."""
-    modules = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-    for module in modules:
-        module.forward = functools.partial(dropout, module)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.forward
-
-
-def dropout(module: nn.Dropout, x: Tensor) -> Tensor:
-    """x with a share of module.p set to 0, and the rest made up for it."""
-    if not module.training or module.p == 0:
-        return x
-    return torch.where(torch.rand(x.shape, device=x.device) >= module.p, x / (1 - module.p), 0.0)
 
 
 def differences(a: Pass, b: Pass) -> Differences:
@@ -143,15 +121,13 @@ def free_memory(device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Put the default generators back on the way out, and return what the allocator took to the device."""
-    devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+def memory_returned(device: torch.device) -> Iterator[None]:
+    """On the way out, return the memory that the allocator keeps in reserve to the device."""
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

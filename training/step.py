@@ -1,7 +1,7 @@
 """A training step as a pure function of its number.
 
-Everything random in a step comes from counters: the batch from (seed, step), attention's dropout masks from
-(seed, step, layer, sequence), every other draw from a generator seeded afresh from (seed, step, micro-step, rank).
+Everything random in a step comes from counters: the batch from (seed, step), dropout's masks from (seed, step, layer,
+sequence), what `attention.rng=torch` draws from a generator seeded afresh from (seed, step, micro-step, rank).
 Weights, moments and a step number are therefore all there is to a checkpoint.
 
 Nothing in a step waits for the device: losses stay there until a step is logged, and the decision to leave the
@@ -127,7 +127,7 @@ def check_training(config: TrainingConfig, seq_len: int, world: World) -> None:
 
 
 def reseed(seed: int, step: int, micro_step: int, rank: int) -> None:
-    """Seed torch's default generators, on every device, for one micro-step: what residual dropout draws from."""
+    """Seed torch's default generators, on every device, for one micro-step: what `attention.rng=torch` draws from."""
     torch.manual_seed(int(np.random.SeedSequence((seed, step, micro_step, rank)).generate_state(1, np.uint64)[0]))
 
 
@@ -171,7 +171,7 @@ class Trainer:
         self.key = DropoutKey(torch.tensor(seed, device=device), self.step, 0, self.first_sequence)
 
     def keyed(self, step: int, micro_step: int) -> DropoutKey:
-        """Seed residual dropout for a micro-step, and return the key of its attention dropout, valid until the next."""
+        """The key of a micro-step's dropout, valid until the next, whose generators it seeds besides."""
         reseed(self.seed, step, micro_step, self.world.rank)
         self.step.fill_(step)
         self.first_sequence.fill_((micro_step * self.world.size + self.world.rank) * self.training.batch_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from functools import partial
 
 import pytest
 import torch
@@ -79,7 +78,7 @@ def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled: bool, devi
     assert peaks[1] == pytest.approx(peaks[0], rel=0.2)
 
 
-def test_generators_are_put_back(device: torch.device) -> None:
+def test_the_same_attention_differs_by_nothing_and_draws_from_no_generator(device: torch.device) -> None:
     config = AttentionConfig(dropout=0.1)
     trained = trainer(device, config)
     inputs, targets = batch(0, device)
@@ -87,7 +86,7 @@ def test_generators_are_put_back(device: torch.device) -> None:
     torch.rand(3, device=device)
     cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state(device)
     probe = ParityProbe(ParityConfig(every=1), config, shape(device))
-    measured = probe.measure(trained.model, inputs, targets, trained.key, partial(torch.manual_seed, 3))
+    measured = probe.measure(trained.model, inputs, targets, trained.key)
     assert torch.equal(torch.get_rng_state(), cpu)
     assert torch.equal(torch.cuda.get_rng_state(device), cuda)
     assert measured["parity/grad_rel_err"] == 0
@@ -118,7 +117,7 @@ def test_a_reference_that_does_not_fit_gets_less(device: torch.device) -> None:
     probe = ParityProbe(ParityConfig(every=1), config, shape(device))
 
     def compared() -> int:
-        measured = probe.measure(trained.model, inputs, targets, trained.key, partial(torch.manual_seed, 3))
+        measured = probe.measure(trained.model, inputs, targets, trained.key)
         sequences, tokens = map(int, measured["parity/tokens"].split("x"))
         return sequences * tokens
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, build_attention
+from attention import AttentionConfig, DropoutRng, build_attention
 from data import Batches
 from model.gpt import GPT, GPTConfig
 from training.device import Precision, World
@@ -88,19 +88,24 @@ def test_a_step_depends_on_its_number_and_the_weights_alone() -> None:
     assert equal(weights(straight), weights(wandering))
 
 
-def test_residual_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
-    trainer = build(model=replace(MODEL, dropout=0.5))
+def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
+    trainer = build(AttentionConfig(), replace(MODEL, dropout=0.5))
     inputs, targets = batches(trainer).batch(0)
-    seen = set()
-    for step, micro_step in ((0, 0), (0, 1), (1, 0), (0, 0)):
-        trainer.keyed(step, micro_step)
-        seen.add(trainer.model(inputs, targets, dropout_key=replace(trainer.key, step=0, first_sequence=0)).item())
-    assert len(seen) == 3
+    places = ((0, 0), (0, 1), (1, 0), (0, 0))
+    assert len({trainer.model(inputs, targets, dropout_key=trainer.keyed(*place)).item() for place in places}) == 3
+
+
+def test_torchs_own_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
+    trainer = build(AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch))
+    inputs, targets = batches(trainer).batch(0)
+    places = ((0, 0), (0, 1), (1, 0), (0, 0))
+    assert len({trainer.model(inputs, targets, dropout_key=trainer.keyed(*place)).item() for place in places}) == 3
 
 
 def test_accumulated_micro_batches_are_one_batch_with_the_same_masks() -> None:
-    whole = build(training=replace(TRAINING, batch_size=8))
-    parts = build(training=replace(TRAINING, batch_size=2, batch_tokens=8 * T))
+    model = replace(MODEL, dropout=0.2)
+    whole = build(model=model, training=replace(TRAINING, batch_size=8))
+    parts = build(model=model, training=replace(TRAINING, batch_size=2, batch_tokens=8 * T))
     assert (whole.micro_steps, parts.micro_steps) == (1, 4)
     assert losses(parts, range(3)) == pytest.approx(losses(whole, range(3)), rel=1e-6)
     for a, b in zip(weights(whole), weights(parts), strict=True):

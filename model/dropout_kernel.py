@@ -1,0 +1,53 @@
+"""The residual stream's dropout masks as bits, in Triton: a call of the generator makes a byte each for rows i, i + 8."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.flash.philox import load_key, philox
+
+BLOCK = 1024  # generator calls of a program
+
+
+@triton.jit
+def kept(b_w, BYTE: tl.constexpr, BIT: tl.constexpr, THRESHOLD: tl.constexpr):
+    """Bit BIT set where byte BYTE of the word is kept."""
+    return (((b_w >> (8 * BYTE)) & 0xFF) >= THRESHOLD).to(tl.uint8) << BIT
+
+
+@triton.jit
+def draw_bits_kernel(p_bits, p_key, B, T, G: tl.constexpr, THRESHOLD: tl.constexpr, BLOCK: tl.constexpr):
+    n_blocks = tl.cdiv(tl.cdiv(T, 16) * 8 * G, BLOCK)  # of one site and sequence
+    i_mask, i_block = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
+    c0, c2, k0, k1 = load_key(p_key, i_mask % B, i_mask // B)
+    o_call = i_block * BLOCK + tl.arange(0, BLOCK)
+    o_r, o_g = o_call // G, o_call % G
+    b_w0, b_w1, b_w2, b_w3 = philox(c0, o_g.to(tl.uint32), c2, o_r.to(tl.uint32), k0, k1)
+
+    # Bits 4 and 5 of a column choose the word; bit 3 of the row, then bit 3 of the column, the byte from the top.
+    b_upper = kept(b_w0, 3, 0, THRESHOLD) | kept(b_w0, 2, 1, THRESHOLD)
+    b_upper |= kept(b_w1, 3, 2, THRESHOLD) | kept(b_w1, 2, 3, THRESHOLD)
+    b_upper |= kept(b_w2, 3, 4, THRESHOLD) | kept(b_w2, 2, 5, THRESHOLD)
+    b_upper |= kept(b_w3, 3, 6, THRESHOLD) | kept(b_w3, 2, 7, THRESHOLD)
+    b_lower = kept(b_w0, 1, 0, THRESHOLD) | kept(b_w0, 0, 1, THRESHOLD)
+    b_lower |= kept(b_w1, 1, 2, THRESHOLD) | kept(b_w1, 0, 3, THRESHOLD)
+    b_lower |= kept(b_w2, 1, 4, THRESHOLD) | kept(b_w2, 0, 5, THRESHOLD)
+    b_lower |= kept(b_w3, 1, 6, THRESHOLD) | kept(b_w3, 0, 7, THRESHOLD)
+
+    p_mask = p_bits + i_mask.to(tl.int64) * T * G
+    o_i = o_r // 8 * 16 + o_r % 8
+    tl.store(p_mask + o_i.to(tl.int64) * G + o_g, b_upper, mask=o_i < T)
+    tl.store(p_mask + (o_i + 8).to(tl.int64) * G + o_g, b_lower, mask=o_i + 8 < T)
+
+
+def launch_draw_bits(key: Tensor, threshold: int, n_sites: int, B: int, T: int, C: int) -> Tensor:
+    """(n_sites, B, T, ceil(C / 64) * 8) uint8, as model/dropout.py lays them out; `key` (4,) int64 on the GPU."""
+    G = -(-C // 64) * 8
+    bits = torch.empty(n_sites, B, T, G, dtype=torch.uint8, device=key.device)
+    n_blocks = triton.cdiv(triton.cdiv(T, 16) * 8 * G, BLOCK)
+    with torch.cuda.device_of(key):
+        draw_bits_kernel[(n_sites * B * n_blocks,)](bits, key, B, T, G, threshold, BLOCK)
+    return bits
