@@ -13,6 +13,8 @@ a row is bit b of byte g, those of one call of the generator side by side:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,31 +23,45 @@ from attention.dropout import DropoutKey, drop_threshold, keep_mask, keep_scale
 LAYER = 2**16 - 1
 
 
-def draw_masks(key: DropoutKey, p: float, n_sites: int, B: int, T: int, C: int, device: torch.device) -> Tensor:
-    """What `drop` keeps at each site, as bits: (n_sites, B, T, ceil(C / 64) * 8) uint8."""
-    return draw_bits(key.at_layer(LAYER).pack(device), p, n_sites, B, T, C)
+class Mask(NamedTuple):
+    """What one site keeps, as bits (B, T, ceil(C / 64) * 8) uint8, and the shifts (8, 1) that get them out."""
+
+    bits: Tensor
+    shifts: Tensor
 
 
-def drop(x: Tensor, bits: Tensor | None, p: float) -> Tensor:
+def draw_masks(key: DropoutKey, p: float, n_sites: int, B: int, T: int, C: int, device: torch.device) -> list[Mask]:
+    """What `drop` keeps at each of the sites."""
+    bits = draw_bits(key.at_layer(LAYER).pack(device), p, n_sites, B, T, C)
+    # A row of shifts for each site: were one shared, the compiler would keep all that is computed from it, unpacked.
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)[:, None].expand(n_sites, 8, 1)
+    return [Mask(bits[site], shifts[site]) for site in range(n_sites)]
+
+
+def drop(x: Tensor, mask: Mask | None, p: float) -> Tensor:
     """x (B, T, C) with 0 where its site's mask has a clear bit and the rest scaled up for it; without a mask, x."""
-    if bits is None:
+    if mask is None:
         return x
-    shifts = torch.arange(8, dtype=torch.uint8, device=x.device)[:, None]
+    bits, shifts = mask
     keep = (bits.unflatten(-1, (-1, 1, 8)) >> shifts & 1).flatten(-3)[..., : x.shape[-1]]  # (B, T, C)
     return torch.where(keep != 0, x * keep_scale(p), 0)
 
 
 @torch.library.custom_op("gpt::draw_bits", mutates_args=())
 def draw_bits(key: Tensor, p: float, n_sites: int, B: int, T: int, C: int) -> Tensor:
-    """`draw_masks`, of a packed key, on the key's device."""
+    """The bits of all sites, (n_sites, B, T, ceil(C / 64) * 8) uint8, for a packed key and on its device."""
     if key.is_cuda:
         from model.dropout_kernel import launch_draw_bits  # Triton is there where CUDA is
 
         return launch_draw_bits(key, drop_threshold(p), n_sites, B, T, C)
-    keep = keep_mask(DropoutKey(*key), p, B, n_sites, T, -(-C // 64) * 64)
+    seed, step, layer, first_sequence = key
     shifts = torch.arange(8, dtype=torch.uint8)[:, None]
-    bits = (keep.unflatten(-1, (-1, 8, 8)).to(torch.uint8) << shifts).sum(-2, dtype=torch.uint8)
-    return bits.flatten(-2).transpose(0, 1).contiguous()
+    sequences = []
+    for i in range(B):  # one at a time, as each call of the generator takes a hundred bytes on the way
+        keep = keep_mask(DropoutKey(seed, step, layer, first_sequence + i), p, 1, n_sites, T, -(-C // 64) * 64)[0]
+        bits = (keep.unflatten(-1, (-1, 8, 8)).to(torch.uint8) << shifts).sum(-2, dtype=torch.uint8)
+        sequences.append(bits.flatten(-2))
+    return torch.stack(sequences, dim=1)
 
 
 @draw_bits.register_fake

@@ -1,4 +1,4 @@
-"""The residual stream's dropout masks as bits, in Triton: a call of the generator makes a byte each for rows i, i + 8."""
+"""The residual stream's dropout masks, in Triton: a call of the generator makes a byte of bits for rows i and i + 8."""
 
 from __future__ import annotations
 

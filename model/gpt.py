@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from attention.dropout import MAX_RATE, MIN_RATE, DropoutKey
 from attention.interface import Attention, AttentionShape
 from errors import UserError
-from model.dropout import draw_masks, drop
+from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
 from model.loss import LossKind, cross_entropy
 
@@ -79,7 +79,7 @@ class ModelError(UserError, ValueError):
 
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of each position's angles, (T, D / 2) each
-Masks = Sequence[Tensor | None]  # what residual dropout keeps at each site, as bits; None: all
+Masks = Sequence[Mask | None]  # what residual dropout keeps at each site; None: all
 
 
 def rotation_table(seq_len: int, head_dim: int) -> Rotation:
@@ -260,9 +260,7 @@ class GPT(nn.Module):
         B, T = tokens.shape
         masks: Masks = [None] * (2 * len(self.h) + 1)  # the embedding's, then two of each block
         if dropout_key is not None and self.config.dropout > 0:
-            masks = draw_masks(
-                dropout_key, self.config.dropout, len(masks), B, T, self.config.n_embd, tokens.device
-            ).unbind()
+            masks = draw_masks(dropout_key, self.config.dropout, len(masks), B, T, self.config.n_embd, tokens.device)
         x = lookup(self.wte.weight, tokens)  # (B, T, C)
         rotation = None
         if self.config.positions is Positions.learned:

@@ -128,9 +128,11 @@ def test_a_reference_that_does_not_fit_gets_less(device: torch.device) -> None:
     before = torch.cuda.memory_allocated(device)
     assert compared() == inputs.numel()
     wanted = torch.cuda.max_memory_allocated(device) - before
-    # A limit that free_memory does not know of: the probe finds out by running out.
-    limit, total = before + wanted / 2, torch.cuda.get_device_properties(device).total_memory
-    assert torch.cuda.memory_reserved(device) < limit, "what is held back already would serve, whatever the limit"
+    # A limit that free_memory does not know of: the probe finds out by running out. Segments that are partly in use,
+    # other tests' among them, stay reserved and could serve it besides.
+    reserved, total = torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+    assert reserved - before < wanted, "what is held back already would serve, whatever the limit"
+    limit = (reserved + before + wanted) / 2
     torch.cuda.set_per_process_memory_fraction(limit / total, device)
     try:
         assert compared() < inputs.numel()

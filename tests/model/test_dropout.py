@@ -20,7 +20,7 @@ SHAPES = [(3, 2, 40, 96), (5, 1, 1, 30), (1, 3, 16, 64), (2, 2, 23, 200)]  # sit
 
 
 def unpacked(bits: Tensor, C: int) -> Tensor:
-    """(n_sites, B, T, C) bool, column by column, as the module's text says."""
+    """(B, T, C) bool, column by column, as the module's text says."""
     columns = torch.arange(C)
     return (bits[..., (columns >> 6) * 8 + (columns & 7)] >> (columns >> 3 & 7) & 1).bool()
 
@@ -28,19 +28,21 @@ def unpacked(bits: Tensor, C: int) -> Tensor:
 @pytest.mark.parametrize(("n_sites", "B", "T", "C"), SHAPES)
 @pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 255 / 256])
 def test_bits_are_the_keep_mask(p: float, n_sites: int, B: int, T: int, C: int) -> None:
-    bits = draw_masks(KEY, p, n_sites, B, T, C, CPU)
-    expected = keep_mask(replace(KEY, layer=LAYER), p, B, n_sites, T, C).transpose(0, 1)
-    assert torch.equal(unpacked(bits, C), expected)
+    keep = keep_mask(replace(KEY, layer=LAYER), p, B, n_sites, T, C)
+    masks = draw_masks(KEY, p, n_sites, B, T, C, CPU)
+    assert len(masks) == n_sites
+    for site, mask in enumerate(masks):
+        assert torch.equal(unpacked(mask.bits, C), keep[:, site])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_dropped_is_zero_and_the_rest_makes_up_for_it(dtype: torch.dtype) -> None:
     n_sites, B, T, C = SHAPES[0]
     x = torch.randn(B, T, C, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-    for site, bits in enumerate(draw_masks(KEY, 0.1, n_sites, B, T, C, CPU)):
+    for site, mask in enumerate(draw_masks(KEY, 0.1, n_sites, B, T, C, CPU)):
         keep = keep_mask(replace(KEY, layer=LAYER), 0.1, B, n_sites, T, C)[:, site]
         weight = torch.where(keep, 256 / (256 - 26), 0.0).to(torch.float64)
-        out = drop(x, bits, 0.1)
+        out = drop(x, mask, 0.1)
         (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
         assert out.dtype == gradient.dtype == dtype
         torch.testing.assert_close(out.double(), x.double() * weight, rtol=torch.finfo(dtype).eps, atol=0)
@@ -49,16 +51,14 @@ def test_what_is_dropped_is_zero_and_the_rest_makes_up_for_it(dtype: torch.dtype
 
 def test_the_masks_do_not_depend_on_how_the_batch_is_cut() -> None:
     whole = draw_masks(KEY, 0.3, 3, 4, 20, 96, CPU)
-    parts = [draw_masks(replace(KEY, first_sequence=5 + first), 0.3, 3, 2, 20, 96, CPU) for first in (0, 2)]
-    assert torch.equal(torch.cat(parts, dim=1), whole)
+    first, second = (draw_masks(replace(KEY, first_sequence=5 + n), 0.3, 3, 2, 20, 96, CPU) for n in (0, 2))
+    for all_four, two, other_two in zip(whole, first, second, strict=True):
+        assert torch.equal(all_four.bits, torch.cat([two.bits, other_two.bits]))
 
 
 def test_sites_sequences_steps_and_seeds_differ() -> None:
-    masks = [
-        bits
-        for key in (KEY, replace(KEY, step=3), replace(KEY, seed=1))
-        for bits in draw_masks(key, 0.5, 3, 2, 20, 96, CPU).flatten(0, 1)
-    ]
+    keys = (KEY, replace(KEY, step=3), replace(KEY, seed=1))
+    masks = [sequence for key in keys for mask in draw_masks(key, 0.5, 3, 2, 20, 96, CPU) for sequence in mask.bits]
     assert len({mask.numpy().tobytes() for mask in masks}) == 18
 
 
@@ -69,14 +69,14 @@ def test_the_operator_is_sound() -> None:
 KERNEL = f"""
 import torch
 from attention.dropout import DropoutKey, drop_threshold
-from model.dropout import LAYER, draw_masks
+from model.dropout import LAYER, draw_bits
 from model.dropout_kernel import launch_draw_bits
 
 key = {KEY!r}
 for n_sites, B, T, C in {[*SHAPES, (2, 1, 300, 128)]}:
     for p in (1 / 256, 0.1, 255 / 256):
-        expected = draw_masks(key, p, n_sites, B, T, C, torch.device("cpu"))
         packed = key.at_layer(LAYER).pack(torch.device("cpu"))
+        expected = draw_bits(packed, p, n_sites, B, T, C)
         actual = launch_draw_bits(packed, drop_threshold(p), n_sites, B, T, C)
         assert torch.equal(actual, expected), (n_sites, B, T, C, p)
 """

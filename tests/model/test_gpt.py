@@ -292,6 +292,25 @@ def test_compiles_into_one_graph_that_serves_every_step():
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_compiled_the_masks_of_the_residual_stream_are_kept_as_bits():
+    torch._dynamo.reset()
+    model = build(replace(SMALL, n_layers=6, dropout=0.1))
+    stored: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.dtype in (torch.uint8, torch.bool):
+            stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    # The backend that shares out the work between the passes as torch's default one does.
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = compiled(*window(), dropout_key=KEY)
+    loss.backward()
+    a_byte_each = 13 * 2 * 16 * SMALL.n_embd
+    assert sum(stored.values()) < a_byte_each / 2  # of bits, half are padding here
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -127,12 +127,19 @@ from model.softmax_kernel import launch_softmax_gradient
 
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16):
-    logits = (5 * torch.randn(6, 9024)).to(dtype)  # more than two blocks
+    logits = (5 * torch.randn(6, 9024)).to(dtype)  # a whole block and a part
     targets = torch.tensor([0, 5, 4096, -100, 8999, 17])
     expected = logits.clone()
     expected_losses = softmax_gradient_(expected, targets, 9000)
     losses = launch_softmax_gradient(logits, targets, 9000)
     torch.testing.assert_close(losses, expected_losses)
+    torch.testing.assert_close(logits, expected)
+for vocab_size in (50, 8192, 16384, 16400):  # less than a block, whole blocks, a few columns more
+    logits = torch.randn(2, -(-vocab_size // 64) * 64)
+    logits[0, :40] = -torch.inf  # all that some threads see
+    expected, targets = logits.clone(), torch.tensor([vocab_size - 1, 0])
+    expected_losses = softmax_gradient_(expected, targets, vocab_size)
+    torch.testing.assert_close(launch_softmax_gradient(logits, targets, vocab_size), expected_losses)
     torch.testing.assert_close(logits, expected)
 outside = launch_softmax_gradient(torch.randn(1, 64), torch.tensor([63]), 50)
 assert outside.isnan().all(), "a target outside the vocabulary must not pass for a loss"
