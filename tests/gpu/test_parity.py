@@ -22,6 +22,18 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 VOCAB, B, T, H, D = 1000, 4, 256, 2, 64
 
 
+def clear_memory() -> None:
+    """Free what earlier trainers left: compiled code and its caches hold on to models and their graphs' memory."""
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def cleared() -> None:
+    clear_memory()
+
+
 def shape(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> AttentionShape:
     return AttentionShape(head_dim=D, n_heads=H, n_kv_heads=H, dtype=dtype, device=device)
 
@@ -72,6 +84,7 @@ def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled: bool, devi
         peaks.append(meter.peaks()["memory/peak_allocated_gib"])
         histories.append((losses, [p.clone() for p in trained.model.parameters()]))
         del trained
+        clear_memory()
     (plain, weights), (watched, theirs) = histories
     assert watched == plain
     assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
@@ -122,8 +135,7 @@ def test_a_reference_that_does_not_fit_gets_less(device: torch.device) -> None:
         return sequences * tokens
 
     assert compared() == inputs.numel()
-    gc.collect()
-    torch.cuda.empty_cache()
+    clear_memory()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     assert compared() == inputs.numel()
