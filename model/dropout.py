@@ -24,10 +24,11 @@ LAYER = 2**16 - 1
 
 
 class Mask(NamedTuple):
-    """What one site keeps, as bits (B, T, ceil(C / 64) * 8) uint8, and the shifts (8, 1) that get them out."""
+    """What one site keeps, and how to apply it."""
 
-    bits: Tensor
-    shifts: Tensor
+    bits: Tensor  # (B, T, ceil(C / 64) * 8) uint8
+    shifts: Tensor  # (8, 1), which get the bits out
+    scale: float  # of what is kept
 
 
 def draw_masks(key: DropoutKey, p: float, n_sites: int, B: int, T: int, C: int, device: torch.device) -> list[Mask]:
@@ -35,16 +36,15 @@ def draw_masks(key: DropoutKey, p: float, n_sites: int, B: int, T: int, C: int, 
     bits = draw_bits(key.at_layer(LAYER).pack(device), p, n_sites, B, T, C)
     # A row of shifts for each site: were one shared, the compiler would keep all that is computed from it, unpacked.
     shifts = torch.arange(8, dtype=torch.uint8, device=device)[:, None].expand(n_sites, 8, 1)
-    return [Mask(bits[site], shifts[site]) for site in range(n_sites)]
+    return [Mask(bits[site], shifts[site], keep_scale(p)) for site in range(n_sites)]
 
 
-def drop(x: Tensor, mask: Mask | None, p: float) -> Tensor:
+def drop(x: Tensor, mask: Mask | None) -> Tensor:
     """x (B, T, C) with 0 where its site's mask has a clear bit and the rest scaled up for it; without a mask, x."""
     if mask is None:
         return x
-    bits, shifts = mask
-    keep = (bits.unflatten(-1, (-1, 1, 8)) >> shifts & 1).flatten(-3)[..., : x.shape[-1]]  # (B, T, C)
-    return torch.where(keep != 0, x * keep_scale(p), 0)
+    keep = (mask.bits.unflatten(-1, (-1, 1, 8)) >> mask.shifts & 1).flatten(-3)[..., : x.shape[-1]]  # (B, T, C)
+    return torch.where(keep != 0, x * mask.scale, 0)
 
 
 @torch.library.custom_op("gpt::draw_bits", mutates_args=())

@@ -162,16 +162,15 @@ class Block(nn.Module):
         self.attn = SelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
-        self.dropout = config.dropout
 
     def forward(
         self, x: Tensor, rotation: Rotation | None, attend: Attention, key: DropoutKey | None, masks: Masks
     ) -> Tensor:
         def attention(x: Tensor) -> Tensor:
-            return drop(self.attn(self.ln_1(x), rotation, attend, key), masks[0], self.dropout)
+            return drop(self.attn(self.ln_1(x), rotation, attend, key), masks[0])
 
         x = x + call(self.recompute_attention, attention, x)
-        return x + drop(self.mlp(self.ln_2(x)), masks[1], self.dropout)
+        return x + drop(self.mlp(self.ln_2(x)), masks[1])
 
 
 class GPT(nn.Module):
@@ -267,7 +266,7 @@ class GPT(nn.Module):
             x = x + self.wpe.weight[:T]
         else:
             rotation = (self.cos[:T], self.sin[:T])
-        x = drop(x, masks[0], self.config.dropout)
+        x = drop(x, masks[0])
         if not self.residual_in_fp32 and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for layer, block in enumerate(self.h):

@@ -179,8 +179,9 @@ def test_init_from_starts_with_the_weights_of_a_gpt2(config: Config) -> None:
 def test_two_ranks_train_like_one_with_the_same_global_batch(tmp_path: Path) -> None:
     shutil.copy(os.__file__, tmp_path / "text.txt")
     overrides = ["data=text", "data.path=text.txt", "data.cache=cache", "device=cpu", "tracking=disabled", "seq_len=32"]
-    overrides += ["model.n_layers=2", "model.n_embd=32", "attention.dropout=0.1", "training.batch_tokens=256"]
-    overrides += ["training.steps=6", "schedule.warmup_steps=2", "training.log_every=1", "training.sample_tokens=0"]
+    overrides += ["model.n_layers=2", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1"]
+    overrides += ["training.batch_tokens=256", "training.steps=6", "schedule.warmup_steps=2", "training.log_every=1"]
+    overrides += ["training.sample_tokens=0"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for name, arguments, batch_size in (("one", [], 4), ("two", torchrun, 2)):
         own = [f"training.batch_size={batch_size}", f"hydra.run.dir={name}"]

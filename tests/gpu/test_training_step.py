@@ -113,7 +113,7 @@ def test_compiled_residual_dropout_drops_by_the_keep_mask() -> None:
     @torch.compile(fullgraph=True)
     def dropped(x: Tensor) -> Tensor:
         for mask in draw_masks(key, 0.1, n_sites, B, T, C, DEVICE):
-            x = 0.9 * drop(x, mask, 0.1)
+            x = 0.9 * drop(x, mask)
         return x
 
     out = dropped(x)

@@ -42,7 +42,7 @@ def test_what_is_dropped_is_zero_and_the_rest_makes_up_for_it(dtype: torch.dtype
     for site, mask in enumerate(draw_masks(KEY, 0.1, n_sites, B, T, C, CPU)):
         keep = keep_mask(replace(KEY, layer=LAYER), 0.1, B, n_sites, T, C)[:, site]
         weight = torch.where(keep, 256 / (256 - 26), 0.0).to(torch.float64)
-        out = drop(x, mask, 0.1)
+        out = drop(x, mask)
         (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
         assert out.dtype == gradient.dtype == dtype
         torch.testing.assert_close(out.double(), x.double() * weight, rtol=torch.finfo(dtype).eps, atol=0)
