@@ -165,18 +165,17 @@ def assert_accurate(
     dtype: torch.dtype,
     device: str = "cpu",
     factor: float = 2.0,
-    rounded_to: torch.dtype = torch.float32,
 ) -> None:
     """Against fp64, out lies within twice the plain formula's own error, and each gradient within `factor` times it.
 
-    One rounding of the largest result to `rounded_to` is granted besides, and the slack of `expect`.
+    One rounding of the largest result to fp32 is granted besides, and the slack of `expect`.
     """
     expected = expect(case, dtype, device)
     got = gradients(lambda q, k, v: attend(q, k, v, causal=case.causal, dropout_key=KEY), *case.tensors(dtype, device))
     for name, exact in expected.exact.items():
         error = (got[name] - exact).abs().max().item()
         plain_error = (expected.plain[name] - exact).abs().max().item()
-        slack = expected.slack[name] + torch.finfo(rounded_to).eps * exact.abs().max().item()
+        slack = expected.slack[name] + torch.finfo(torch.float32).eps * exact.abs().max().item()
         allowed = 2.0 if name == "out" else factor
         assert error <= allowed * plain_error + slack, (
             f"{name}: error {error:.2e}, the plain formula's {plain_error:.2e} ({case}, {dtype})"

@@ -105,6 +105,19 @@ def test_residual_masks_are_those_of_the_cpu(p: float, n_sites: int, B: int, T: 
         assert torch.equal(ours.bits.cpu(), theirs.bits)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_run_on_the_gpu_of_their_tensors() -> None:
+    """While another GPU is the current one: the same results as on that one."""
+    key, results = DropoutKey(seed=1, step=2, layer=0, first_sequence=3), []
+    for device in (torch.device("cuda:0"), torch.device("cuda:1")):
+        x = torch.randn(5, 10_048, generator=torch.Generator().manual_seed(0)).to(device)
+        losses = launch_softmax_gradient(x, torch.arange(5, device=device), 10_007)
+        bits = draw_masks(key, 0.1, 3, 2, 40, 96, device)[0].bits
+        results.append([tensor.cpu() for tensor in (x, losses, bits)])
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_compiled_residual_dropout_drops_by_the_keep_mask() -> None:
     n_sites, B, T, C = 5, 4, 100, 320
     key = DropoutKey(seed=1337, step=2, layer=0, first_sequence=5)
