@@ -5,8 +5,9 @@ like a row, a column and a head of attention's mask, in a layer that no model ha
 
     keep_mask(key.at_layer(LAYER), p, B, n_sites, T, C)        # attention/dropout.py
 
-The masks of all sites are drawn at once and kept for the backward pass as bits, an eighth of torch's bytes. Column c of
-a row is bit b of byte g, those of one call of the generator side by side:
+The masks of all sites are drawn at once, as bits. A compiled step keeps those for the backward pass, an eighth of
+torch's bytes, whatever it recomputes. Column c of a row is bit b of byte g, those of one call of the generator side by
+side:
 
     g = (c >> 6) * 8 + (c & 7),      b = (c >> 3) & 7
 """

@@ -21,7 +21,7 @@ from torch import Tensor
 IGNORE_INDEX = -100
 
 # Rows of logits that exist at once. dx w is as narrow as the model: with 768 channels these rows make 44 x 3 tiles of
-# 128 x 256, one for each of the 132 multiprocessors of an H100 or H200.
+# 128 x 256, one for each of the 132 multiprocessors of an H100 SXM or H200.
 CHUNK_ROWS = 5632
 # Fewer classes than this make logits no larger than a block's activations, and plain code is as fast.
 LARGE_VOCABULARY = 8192

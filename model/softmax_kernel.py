@@ -4,8 +4,8 @@
 
 Each row is read twice, the second time from the L2 cache, and written once: a third of the traffic of separate
 softmax, loss and gradient kernels. The log-sum-exp is accumulated online (Milakov and Gimelshein 2018), in each thread
-apart: eight columns, the 16 bytes of a load, at a time, and only at the end over all threads. A row has a program of
-1,024 threads, so that the rows at work, two on a multiprocessor, fit the L2 cache.
+apart: eight columns at a time, in 16 bits those of one load, and only at the end over all threads. A row has a program
+of 1,024 threads, so that the rows at work, two on a multiprocessor, fit the L2 cache.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 IGNORE_INDEX = tl.constexpr(-100)
 LOG2_E = tl.constexpr(1.4426950408889634)
 WARPS = 32
+LANES = 32 * WARPS
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def softmax_gradient_kernel(p_x, p_targets, p_losses, stride, vocab_size, V, LAN
     lse = row_max + tl.log(tl.sum(s * tl.exp2((m - row_max) * LOG2_E), axis=0))
 
     kept = target != IGNORE_INDEX
-    lse2 = tl.where(kept, lse * LOG2_E, float("inf"))  # infinity makes all of a row zero that does not count
+    lse2 = tl.where(kept, lse * LOG2_E, float("inf"))  # infinity makes a row zero that does not count
     for start in range(0, whole, BLOCK):
         b_x = tl.load(p_row + start + o_x).to(tl.float32)
         tl.store(p_row + start + o_x, tl.exp2(b_x * LOG2_E - lse2).to(p_x.dtype.element_ty))
@@ -72,8 +73,10 @@ def launch_softmax_gradient(x: Tensor, targets: Tensor, vocab_size: int) -> Tens
     targets (rows,) int64, contiguous; -100 makes a row's loss and gradient zero. Columns from vocab_size on get zero.
     """
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    written = (vocab_size // (8 * LANES) + 1) * 8 * LANES  # columns: the kernel ends with the vocabulary's last block
+    x[:, written:] = 0
     with torch.cuda.device_of(x):
         softmax_gradient_kernel[(len(x),)](
-            x, targets, losses, x.stride(0), vocab_size, x.shape[1], LANES=32 * WARPS, num_warps=WARPS
+            x, targets, losses, x.stride(0), vocab_size, x.shape[1], LANES=LANES, num_warps=WARPS
         )
     return losses

@@ -171,7 +171,7 @@ class Trainer:
         self.key = DropoutKey(torch.tensor(seed, device=device), self.step, 0, self.first_sequence)
 
     def keyed(self, step: int, micro_step: int) -> DropoutKey:
-        """The key of a micro-step's dropout, valid until the next, whose generators it seeds besides."""
+        """Seed the generators for a micro-step, and return the key of its dropout, valid until the next."""
         reseed(self.seed, step, micro_step, self.world.rank)
         self.step.fill_(step)
         self.first_sequence.fill_((micro_step * self.world.size + self.world.rank) * self.training.batch_size)

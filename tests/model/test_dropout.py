@@ -35,13 +35,13 @@ def test_bits_are_the_keep_mask(p: float, n_sites: int, B: int, T: int, C: int) 
         assert torch.equal(unpacked(mask.bits, C), keep[:, site])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_dropped_is_zero_and_the_rest_makes_up_for_it(dtype: torch.dtype) -> None:
     n_sites, B, T, C = SHAPES[0]
     x = torch.randn(B, T, C, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     for site, mask in enumerate(draw_masks(KEY, 0.1, n_sites, B, T, C, CPU)):
         keep = keep_mask(replace(KEY, layer=LAYER), 0.1, B, n_sites, T, C)[:, site]
-        weight = torch.where(keep, 256 / (256 - 26), 0.0).to(torch.float64)
+        weight = keep.double() * 256 / (256 - 26)
         out = drop(x, mask)
         (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
         assert out.dtype == gradient.dtype == dtype

@@ -134,8 +134,9 @@ for dtype in (torch.float32, torch.bfloat16):
     losses = launch_softmax_gradient(logits, targets, 9000)
     torch.testing.assert_close(losses, expected_losses)
     torch.testing.assert_close(logits, expected)
-for vocab_size in (50, 8192, 16384, 16400):  # less than a block, whole blocks, a few columns more
-    logits = torch.randn(2, -(-vocab_size // 64) * 64)
+# Less than a block, whole blocks, a few columns more; and padding beyond the vocabulary's last block.
+for vocab_size, V in ((50, 64), (8192, 8192), (16384, 16384), (16400, 16448), (50, 16384), (8100, 8320)):
+    logits = torch.randn(2, V)
     logits[0, :40] = -torch.inf  # all that some threads see
     expected, targets = logits.clone(), torch.tensor([vocab_size - 1, 0])
     expected_losses = softmax_gradient_(expected, targets, vocab_size)

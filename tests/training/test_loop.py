@@ -15,13 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, DropoutRng, build_attention
+from attention import AttentionConfig, AttentionShape, DropoutRng, build_attention
 from data import Batches
 from model.gpt import GPT, GPTConfig
+from training import parity
 from training.device import Precision, World
-from training.loop import Interruption, OutOfMemory, explained_memory, fit
+from training.loop import Interruption, OutOfMemory, compare, explained_memory, fit
 from training.meters import StepMeter
 from training.optimizer import OptimizerConfig, ScheduleConfig
+from training.parity import ParityConfig, ParityProbe
+from training.passes import Pass, forward_backward
 from training.profile import Profiler
 from training.step import NonFiniteError, Trainer, TrainingConfig
 
@@ -100,6 +103,26 @@ def test_torchs_own_dropout_differs_from_step_to_step_and_micro_step_to_micro_st
     inputs, targets = batches(trainer).batch(0)
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
     assert len({trainer.model(inputs, targets, dropout_key=trainer.keyed(*place)).item() for place in places}) == 3
+
+
+def test_the_probe_compares_with_the_masks_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss is that of the step it precedes, where each step's masks give another."""
+    attention, passes = AttentionConfig(dropout=0.3), []
+
+    def spy(*arguments: Any) -> Pass:
+        passes.append(forward_backward(*arguments))
+        return passes[-1]
+
+    monkeypatch.setattr(parity, "forward_backward", spy)
+    trainer = build(attention, replace(MODEL, dropout=0.3))
+    shape = AttentionShape(MODEL.n_embd // MODEL.n_heads, MODEL.n_heads, MODEL.n_heads, torch.float32, CPU)
+    probe = ParityProbe(ParityConfig(every=1), attention, shape)
+    batch = batches(trainer).batch(0)
+    for step in range(3):
+        compare(probe, trainer, step, batch)
+        loss, _ = trainer.update(step, [batch])
+        assert [p.loss.item() for p in passes[-3:]] == pytest.approx([loss.item()] * 3, abs=1e-6)
+    assert len({round(p.loss.item(), 3) for p in passes}) == 3
 
 
 def test_accumulated_micro_batches_are_one_batch_with_the_same_masks() -> None:
