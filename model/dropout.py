@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attention.dropout import DropoutKey, drop_threshold, keep_mask, keep_scale
+from attention.flash.op import HAS_TRITON
 
 LAYER = 2**16 - 1
 
@@ -51,15 +52,16 @@ def drop(x: Tensor, mask: Mask | None) -> Tensor:
 @torch.library.custom_op("gpt::draw_bits", mutates_args=())
 def draw_bits(key: Tensor, p: float, n_sites: int, B: int, T: int, C: int) -> Tensor:
     """The bits of all sites, (n_sites, B, T, ceil(C / 64) * 8) uint8, for a packed key and on its device."""
-    if key.is_cuda:
-        from model.dropout_kernel import launch_draw_bits  # Triton is there where CUDA is
+    if key.is_cuda and HAS_TRITON:
+        from model.dropout_kernel import launch_draw_bits
 
         return launch_draw_bits(key, drop_threshold(p), n_sites, B, T, C)
     seed, step, layer, first_sequence = key
-    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    shifts = torch.arange(8, dtype=torch.uint8, device=key.device)[:, None]
     sequences = []
     for i in range(B):  # one at a time, as each call of the generator takes a hundred bytes on the way
-        keep = keep_mask(DropoutKey(seed, step, layer, first_sequence + i), p, 1, n_sites, T, -(-C // 64) * 64)[0]
+        key_i = DropoutKey(seed, step, layer, first_sequence + i)
+        keep = keep_mask(key_i, p, 1, n_sites, T, -(-C // 64) * 64, device=key.device)[0]
         bits = (keep.unflatten(-1, (-1, 8, 8)).to(torch.uint8) << shifts).sum(-2, dtype=torch.uint8)
         sequences.append(bits.flatten(-2))
     return torch.stack(sequences, dim=1)

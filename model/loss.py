@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.flash.op import HAS_TRITON
+
 IGNORE_INDEX = -100
 
 # Rows of logits that exist at once. dx w is as narrow as the model: with 768 channels these rows make 44 x 3 tiles of
@@ -111,8 +113,8 @@ chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gr
 
 def softmax_gradient_(x: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     """Turn logits (rows, V) into the gradient of their summed loss, in place; returns the losses (rows,) in fp32."""
-    if x.is_cuda:
-        from model.softmax_kernel import launch_softmax_gradient  # Triton is there where CUDA is
+    if x.is_cuda and HAS_TRITON:
+        from model.softmax_kernel import launch_softmax_gradient
 
         return launch_softmax_gradient(x, targets, vocab_size)
     logits = x[:, :vocab_size].float()
