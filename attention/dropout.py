@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 N_ROUNDS = 7
-MIN_RATE, MAX_RATE = 1 / 256, 255 / 256
+RATES = "0 or between 1/256 and 255/256, because the mask is realised in steps of 1/256"
 
 # The multipliers less 2**32: a product with 32 bits then never overflows int64, which compilers take as a licence.
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32
@@ -79,6 +79,11 @@ class DropoutKey:
                 for f in fields
             ]
         )
+
+
+def realisable(p: float) -> bool:
+    """Whether the mask can drop with probability p: whether p is one of RATES."""
+    return p == 0 or 1 / 256 <= p <= 255 / 256
 
 
 def drop_threshold(p: float) -> int:

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
-from attention.dropout import MAX_RATE, MIN_RATE, DropoutKey
+from attention.dropout import RATES, DropoutKey, realisable
 from errors import UserError
 
 
@@ -107,11 +107,8 @@ class Attention(ABC):
                     f"attention.{option.name}={printable(chosen)} has no effect with attention={self.name}; "
                     f"leave it at {printable(option.default)} or choose {' or '.join(readers(option.name))}."
                 )
-        if config.dropout != 0 and not MIN_RATE <= config.dropout <= MAX_RATE:
-            raise UnsupportedAttention(
-                f"attention.dropout={config.dropout} must be 0 or between 1/256 and 255/256, "
-                "because the mask is realised in steps of 1/256."
-            )
+        if not realisable(config.dropout):
+            raise UnsupportedAttention(f"attention.dropout={config.dropout} must be {RATES}.")
         self.config = config
         self.dropout = config.dropout
 

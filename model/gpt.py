@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from attention.dropout import MAX_RATE, MIN_RATE, DropoutKey
+from attention.dropout import RATES, DropoutKey, realisable
 from attention.interface import Attention, AttentionShape
 from errors import UserError
 from model.dropout import Mask, draw_masks, drop
@@ -368,11 +368,8 @@ def check_config(config: GPTConfig) -> None:
             f"model.n_heads={config.n_heads} is not a multiple of model.n_kv_heads={config.n_kv_heads}; "
             f"choose model.n_kv_heads among {divisors(config.n_heads)}."
         )
-    if config.dropout != 0 and not MIN_RATE <= config.dropout <= MAX_RATE:
-        raise ModelError(
-            f"model.dropout={config.dropout} must be 0 or between 1/256 and 255/256, "
-            "because the mask is realised in steps of 1/256."
-        )
+    if not realisable(config.dropout):
+        raise ModelError(f"model.dropout={config.dropout} must be {RATES}.")
     if config.positions is Positions.rotary and config.n_embd // config.n_heads % 2:
         raise ModelError(
             f"model.positions=rotary turns pairs of channels, and heads of {config.n_embd // config.n_heads} channels "

@@ -74,7 +74,8 @@ def launch_softmax_gradient(x: Tensor, targets: Tensor, vocab_size: int) -> Tens
     """
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
     written = (vocab_size // (8 * LANES) + 1) * 8 * LANES  # columns: the kernel ends with the vocabulary's last block
-    x[:, written:] = 0
+    if written < x.shape[1]:
+        x[:, written:] = 0
     with torch.cuda.device_of(x):
         softmax_gradient_kernel[(len(x),)](
             x, targets, losses, x.stride(0), vocab_size, x.shape[1], LANES=LANES, num_warps=WARPS

@@ -157,8 +157,9 @@ def test_attention_can_be_replaced_for_one_call():
     assert len(spy.calls) == SMALL.n_layers
 
 
-def test_attention_dropout_is_a_function_of_the_key_and_of_nothing_else():
-    model = build(attention_dropout=0.2)
+@pytest.mark.parametrize(("attention", "residual"), [(0.2, 0.0), (0.0, 0.2)])
+def test_dropout_is_a_function_of_the_key_and_of_nothing_else(attention, residual):
+    model = build(replace(SMALL, dropout=residual), attention_dropout=attention)
     loss = model(*window(), dropout_key=KEY)
     torch.manual_seed(77)
     assert torch.equal(loss, model(*window(), dropout_key=KEY))
@@ -196,16 +197,6 @@ def test_each_site_of_the_residual_stream_drops_by_a_mask_of_its_own(recompute):
         (x, out), (_, attended), (_, mlp) = (seen[f"h.{layer}{part}"] for part in ("", ".attn", ".mlp"))
         expected = x + attended * weight[:, 1 + 2 * layer] + mlp * weight[:, 2 + 2 * layer]
         torch.testing.assert_close(out, expected)
-
-
-def test_residual_dropout_is_a_function_of_the_key_and_of_nothing_else():
-    model = build(replace(SMALL, dropout=0.2))
-    loss = model(*window(), dropout_key=KEY)
-    torch.manual_seed(77)
-    assert torch.equal(loss, model(*window(), dropout_key=KEY))
-    assert not torch.equal(loss, model(*window(), dropout_key=replace(KEY, step=3)))
-    model.eval()
-    assert torch.equal(model(*window(), dropout_key=KEY), model(*window()))
 
 
 @pytest.mark.parametrize(("attention", "residual"), [(0.1, 0.0), (0.0, 0.1)])
