@@ -28,9 +28,9 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from config import Config, ConfigError, check, check_resumable, keys, register, suggestion
 from errors import UserError
-from training import launcher
 from training.checkpoint import CheckpointError, newest_valid, read_manifest
 from training.device import World
+from training.sweeps import launcher
 
 CONF = Path(__file__).parent / "conf"
 OUTPUTS = Path("outputs")

@@ -20,10 +20,10 @@ from errors import UserError
 from model.gpt import GPTConfig, check_config
 from training.device import Precision, World, resolve_device, resolve_precision
 from training.optimizer import OptimizerConfig, ScheduleConfig, check_optimizer
-from training.parity import ParityConfig, ParityProbe
-from training.profile import Profiler
+from training.parity.probe import ParityConfig, ParityProbe
+from training.profiling.profiler import Profiler
 from training.step import TrainingConfig, check_training
-from training.tracking import TrackingConfig
+from training.tracking.tracker import TrackingConfig
 
 
 class ConfigError(UserError, ValueError):

@@ -26,13 +26,13 @@ from data import Batches, Prefetcher, PreparedData, eval_batches, prepare, save_
 from model.gpt import GPT
 from model.gpt2_weights import load_gpt2
 from sample import stream
-from training.attention_memory import limit_cpu_memory
 from training.checkpoint import load_checkpoint, newest_valid, read_manifest
 from training.device import Precision, World, joined, resolve_device, resolve_precision
-from training.loop import Interruption, explained_memory, fit
-from training.meters import StepMeter, device_name
-from training.peaks import describe_peak, product_precision
-from training.record import Bystander, Origin, Record
+from training.loop import Interruption, fit, oom_guard
+from training.profiling.attention_memory import limit_cpu_memory
+from training.profiling.meters import StepMeter, device_name
+from training.profiling.peaks import describe_peak, product_precision
+from training.record import NullRecord, Record, RunMetadata
 from training.step import Trainer
 
 
@@ -60,7 +60,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
         data = prepare(config.data, progress=world.rank == 0)
         model = build_model(config, data.vocab_size, device, training.precision)
         trainer = Trainer(model, config.optimizer, config.schedule, training, config.seed, device, world)
-        start = go_on(trainer, config, folder, data)
+        start = resume(trainer, config, folder, data)
         if start >= training.steps and (folder / "summary.json").exists():
             print(f"{folder} is complete with {start} steps; training.steps={2 * start} would make it go on.")
             return 0
@@ -68,14 +68,14 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
         batches = Batches(data.train.tokens, T, B, config.seed, world.rank, world.size, trainer.micro_steps)
         windows = eval_batches(data.val.tokens, T, B, training.eval_batches * world.size, training.eval_span)
         shape, meter, interruption = attention_shape(config, device), build_meter(trainer), Interruption()
-        record = Bystander()
+        record = NullRecord()
         if world.rank == 0:
             save_tokenizer(data.tokenizer, folder)
-            origin = Origin(as_plain(config), overrides, data.manifest["identity"], shape)
+            origin = RunMetadata(as_plain(config), overrides, data.manifest["identity"], shape)
             record = Record(folder, config.tracking, trainer, meter, origin, start, again=config.resume is not None)
         with record:
-            record.print(greeting(config, trainer, meter))
-            with explained_memory(trainer), interruption, Prefetcher(batches, device, start) as prefetched:
+            record.print(describe_run(config, trainer, meter))
+            with oom_guard(trainer), interruption, Prefetcher(batches, device, start) as prefetched:
                 done = fit(
                     trainer,
                     prefetched,
@@ -113,7 +113,7 @@ def build_model(config: Config, vocab_size: int, device: torch.device, precision
     return model
 
 
-def go_on(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -> int:
+def resume(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -> int:
     """Where the configuration says `resume`, load the newest valid checkpoint. Returns the updates done."""
     if config.resume is None or not cli.has_checkpoints(folder):
         return 0
@@ -149,7 +149,7 @@ def example(trainer: Trainer, data: PreparedData) -> str:
         return f"\n{''.join(pieces).strip()}\n"
 
 
-def greeting(config: Config, trainer: Trainer, meter: StepMeter) -> str:
+def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
     """What runs where, with what `auto` chose."""
     device, precision, auto = trainer.device, trainer.training.precision.value, " (auto)"
     parts = [

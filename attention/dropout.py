@@ -81,7 +81,7 @@ class DropoutKey:
         )
 
 
-def realisable(p: float) -> bool:
+def is_valid_rate(p: float) -> bool:
     """Whether the mask can drop with probability p: whether p is one of RATES."""
     return p == 0 or 1 / 256 <= p <= 255 / 256
 

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
-from attention.dropout import RATES, DropoutKey, realisable
+from attention.dropout import RATES, DropoutKey, is_valid_rate
 from errors import UserError
 
 
@@ -107,7 +107,7 @@ class Attention(ABC):
                     f"attention.{option.name}={printable(chosen)} has no effect with attention={self.name}; "
                     f"leave it at {printable(option.default)} or choose {' or '.join(readers(option.name))}."
                 )
-        if not realisable(config.dropout):
+        if not is_valid_rate(config.dropout):
             raise UnsupportedAttention(f"attention.dropout={config.dropout} must be {RATES}.")
         self.config = config
         self.dropout = config.dropout
@@ -237,6 +237,6 @@ def causal_mask(
     return j <= i + (S - T)
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of `dtype` are made in: fp32 for bf16, fp16 and fp32, and fp64 for fp64, which gradcheck uses."""
     return torch.promote_types(dtype, torch.float32)

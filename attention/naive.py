@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.dropout import DropoutKey, keep_mask, keep_scale
-from attention.interface import Attention, accumulator, causal_mask
+from attention.interface import Attention, accum_dtype, causal_mask
 
 
 class NaiveAttention(Attention):
@@ -23,7 +23,7 @@ class NaiveAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout_key: DropoutKey | None
     ) -> tuple[Tensor, None]:
         (B, H, T, _), S = q.shape, k.shape[2]
-        p = masked_scores(q, k, causal, scale).softmax(dim=-1, dtype=accumulator(q.dtype))  # (B, H, T, S)
+        p = masked_scores(q, k, causal, scale).softmax(dim=-1, dtype=accum_dtype(q.dtype))  # (B, H, T, S)
         if causal and T > S:  # rows that see nothing: a softmax over nothing is NaN, and should be zero
             p = p.masked_fill(~causal_mask(T, S, device=q.device), 0.0)
         if dropout_key is not None:
@@ -32,7 +32,7 @@ class NaiveAttention(Attention):
         return p.to(q.dtype) @ v.repeat_interleave(H // v.shape[1], dim=1), None
 
     def lse(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-        return masked_scores(q, k, causal, scale).to(accumulator(q.dtype)).logsumexp(dim=-1)
+        return masked_scores(q, k, causal, scale).to(accum_dtype(q.dtype)).logsumexp(dim=-1)
 
 
 def masked_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:

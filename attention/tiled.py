@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attention.dropout import DropoutKey, keep_mask, keep_scale
-from attention.interface import Ablation, Attention, AttentionConfig, UnsupportedAttention, accumulator, causal_mask
+from attention.interface import Ablation, Attention, AttentionConfig, UnsupportedAttention, accum_dtype, causal_mask
 
 Range = tuple[int, int]  # start, stop
 
@@ -88,7 +88,7 @@ def forward(
     """
     T, S = q.shape[2], k.shape[2]
     q, k, v = grouped(q, k.shape[1]), k.unsqueeze(2), v.unsqueeze(2)
-    dtype = accumulator(q.dtype)
+    dtype = accum_dtype(q.dtype)
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:-1], dtype=dtype)
 
@@ -142,7 +142,7 @@ def backward(
     T, S, H_kv = q.shape[2], k.shape[2], k.shape[1]
     q, do, out, lse = (grouped(x, H_kv) for x in (q, do, out, lse))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
-    dtype = accumulator(q.dtype)
+    dtype = accum_dtype(q.dtype)
     dq = q.new_zeros(q.shape, dtype=dtype)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -194,7 +194,7 @@ def keep_tile(key: Tensor, dropout: float, q: Tensor, S: int, rows: Range, colum
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product as a tensor core makes it: operands in their own precision, sums in fp32."""
-    return a.to(accumulator(a.dtype)) @ b.to(accumulator(b.dtype))
+    return a.to(accum_dtype(a.dtype)) @ b.to(accum_dtype(b.dtype))
 
 
 def grouped(x: Tensor, H_kv: int) -> Tensor:
@@ -229,7 +229,7 @@ backward_op = torch.library.custom_op("attention::tiled_backward", backward, mut
 
 @forward_op.register_fake
 def _(q, k, v, key, causal, scale, dropout, block_q, block_k, ablate):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulator(q.dtype))
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accum_dtype(q.dtype))
 
 
 @backward_op.register_fake

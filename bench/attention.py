@@ -37,7 +37,7 @@ from torch import Tensor
 from attention import AttentionConfig, UnsupportedAttention, build_attention
 from bench.attention_views import notes, publish, tables
 from bench.measure import RESULTS, environment, interleaved, peak_bytes, release, slug, write
-from bench.peers import KEY, PACKAGES, Attend, Contestant, Problem, contestants
+from bench.peers import KEY, PACKAGES, Attend, Candidate, Problem, contestants
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 QUICK_LENGTHS = (1024, 4096, 16384)
@@ -66,7 +66,7 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
         )
 
 
-def solve(problem: Problem, chosen: dict[str, Contestant], seconds: float, patience: Patience) -> list[Row]:
+def solve(problem: Problem, chosen: dict[str, Candidate], seconds: float, patience: TimeBudget) -> list[Row]:
     """Measure every contestant on one problem, with `seconds` of timing for each and each pass."""
     q, k, v, dout = problem.tensors()
     inputs = (q, k, v)
@@ -180,7 +180,7 @@ class TooSlow(Exception):
     """Not tried, because it would take too long."""
 
 
-class Patience:
+class TimeBudget:
     """Foresees from shorter lengths how long a step will take."""
 
     def __init__(self, limit_s: float) -> None:
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = comparable(args.out, result, str(DTYPES[args.dtype]).removeprefix("torch.")) if args.out.exists() else []
     if args.out.exists() and not rows:
         console.print(f"Replacing results of another device, software, size of the work or dtype: {args.out}")
-    patience = Patience(args.limit)
+    patience = TimeBudget(args.limit)
     todo = list(problems(args))
     console.print(f"{result['device']}: {len(todo)} problems, {', '.join(chosen)}")
     begin = time.monotonic()

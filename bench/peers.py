@@ -57,7 +57,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Candidate:
     """An implementation to be measured.
 
     label   for tables and figures
@@ -130,19 +130,19 @@ PACKAGES = {
 }
 
 
-def contestants() -> dict[str, Contestant]:
+def contestants() -> dict[str, Candidate]:
     """Everyone who could take part here, by the name used on the command line."""
     found = {
-        name: Contestant(name, from_registry(AttentionConfig(name)), ours=True, replays=True)
+        name: Candidate(name, from_registry(AttentionConfig(name)), ours=True, replays=True)
         for name in ("naive", "tiled", "flash")
     }
     for backend in (SDPABackend.flash, SDPABackend.efficient, SDPABackend.cudnn, SDPABackend.math):
         build = from_registry(AttentionConfig("sdpa", backend=backend))
-        found[f"sdpa-{backend.value}"] = Contestant(f"sdpa {backend.value}", build)
-    found["flex"] = Contestant("FlexAttention", build_flex)
+        found[f"sdpa-{backend.value}"] = Candidate(f"sdpa {backend.value}", build)
+    found["flex"] = Candidate("FlexAttention", build_flex)
     for name, (label, module, _, has_dropout) in PACKAGES.items():
         if installed(module):
-            found[name] = Contestant(label, from_package(module, has_dropout))
+            found[name] = Candidate(label, from_package(module, has_dropout))
     return found
 
 

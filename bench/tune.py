@@ -31,7 +31,7 @@ from torch import Tensor
 from attention import AttentionConfig, DropoutKey, build_attention
 from attention.dropout import drop_threshold
 from attention.flash.backward import launch_dkdv, launch_dq
-from attention.flash.configs import Blocks, Options, Passes
+from attention.flash.configs import Blocks, KernelConfigs, Options
 from attention.flash.forward import forward
 from attention.flash.tiles import rows_like
 from bench.attention import positive, rate
@@ -89,7 +89,7 @@ class Problem:
         """Run one pass; the backward passes need `out`, `lse2` and `delta` of the passes before them."""
         q, k, v, do, lse2, delta = self.q, self.k, self.v, self.do, self.lse2, self.delta
         if kernel == "forward":
-            _, self.lse2 = forward(q, k, v, self.out, self.key, self.options, Passes(blocks, blocks, blocks))
+            _, self.lse2 = forward(q, k, v, self.out, self.key, self.options, KernelConfigs(blocks, blocks, blocks))
             return [self.out]
         if kernel == "dq":
             dq = torch.empty_like(q)

@@ -1,5 +1,5 @@
-"""The package where Hydra looks for launchers; this one is training/launcher.py."""
+"""The package where Hydra looks for launchers; this one is training/sweeps/launcher.py."""
 
-from training.launcher import ProcessLauncher
+from training.sweeps.launcher import ProcessLauncher
 
 __all__ = ["ProcessLauncher"]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from attention.dropout import RATES, DropoutKey, realisable
+from attention.dropout import RATES, DropoutKey, is_valid_rate
 from attention.interface import Attention, AttentionShape
 from errors import UserError
 from model.dropout import Mask, draw_masks, drop
@@ -368,7 +368,7 @@ def check_config(config: GPTConfig) -> None:
             f"model.n_heads={config.n_heads} is not a multiple of model.n_kv_heads={config.n_kv_heads}; "
             f"choose model.n_kv_heads among {divisors(config.n_heads)}."
         )
-    if not realisable(config.dropout):
+    if not is_valid_rate(config.dropout):
         raise ModelError(f"model.dropout={config.dropout} must be {RATES}.")
     if config.positions is Positions.rotary and config.n_embd // config.n_heads % 2:
         raise ModelError(

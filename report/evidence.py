@@ -28,7 +28,7 @@ from report.record import Run, Series
 
 Array = NDArray[np.float64]
 
-# As in training/parity.py, which says how far right implementations were measured to be.
+# As in training/parity/probe.py, which says how far right implementations were measured to be.
 MARGIN = 10.0
 WINDOW = 0.1
 EARLY = 0.1  # of the run

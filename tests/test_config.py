@@ -14,8 +14,8 @@ import cli
 from attention import IMPLEMENTATIONS
 from config import Config, ConfigError, as_plain, check, check_resumable, keys, register
 from errors import UserError
-from training import launcher
 from training.optimizer import OPTIMIZERS, SCHEDULES
+from training.sweeps import launcher
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path.relative_to(cli.CONF) for path in cli.CONF.glob("*/*.yaml"))

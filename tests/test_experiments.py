@@ -19,8 +19,8 @@ from hydra.utils import instantiate
 import cli
 from config import register
 from data import eval_batches
-from training import launcher
 from training.step import TrainingError
+from training.sweeps import launcher
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))

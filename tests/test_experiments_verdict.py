@@ -21,10 +21,10 @@ from report.runs import find_runs
 from tests.wrong_attention import CLASSES, WRONG
 from training.device import Precision, World
 from training.loop import compare
-from training.metrics import MetricsFile
 from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.parity import ParityConfig, ParityProbe
+from training.parity.probe import ParityConfig, ParityProbe
 from training.step import Trainer, TrainingConfig
+from training.tracking.metrics import MetricsFile
 
 STEPS, B, T = 20, 4, 32
 CPU = torch.device("cpu")

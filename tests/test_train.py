@@ -23,10 +23,10 @@ from errors import UserError
 from model.gpt import GPT, GPTConfig
 from model.gpt2_weights import export_gpt2
 from training.loop import OutOfMemory
-from training.metrics import read_metrics
 from training.optimizer import ScheduleConfig
 from training.step import NonFiniteError, Trainer, TrainingConfig
-from training.tracking import TrackingConfig, TrackingMode
+from training.tracking.metrics import read_metrics
+from training.tracking.tracker import TrackingConfig, TrackingMode
 
 ROOT = Path(__file__).parents[1]
 

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from training.files import plain, sync, to_json
+from files import plain, sync, to_json
 
 FORMAT = 1
 WEIGHTS, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from errors import UserError
-from training.meters import StepMeter
 from training.optimizer import learning_rate
-from training.parity import ParityProbe
-from training.profile import Profiler
+from training.parity.probe import ParityProbe
+from training.profiling.meters import StepMeter
+from training.profiling.profiler import Profiler
 from training.step import Batch, Trainer
 
 
@@ -128,11 +128,11 @@ def fit(
 
 def compare(probe: ParityProbe, trainer: Trainer, step: int, batch: Batch) -> dict[str, Any]:
     """What the parity probe measures on the step's first micro-batch, with the dropout masks it will train with."""
-    return probe.measure(trainer.model, *batch, trainer.keyed(step, 0), trainer.scale.item())
+    return probe.measure(trainer.model, *batch, trainer.dropout_key_for(step, 0), trainer.scale.item())
 
 
 @contextmanager
-def explained_memory(trainer: Trainer) -> Iterator[None]:
+def oom_guard(trainer: Trainer) -> Iterator[None]:
     """Turn running out of memory into OutOfMemory, with what would make this run smaller."""
     try:
         yield

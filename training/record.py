@@ -12,19 +12,19 @@ from typing import Any
 
 from attention import AttentionShape
 from errors import UserError
-from training.attention_memory import attention_peak
-from training.break_it import measure as measure_ablation
 from training.checkpoint import save_checkpoint
 from training.loop import OutOfMemory
-from training.meters import GIB, StepMeter
-from training.metrics import read_metrics
-from training.parity import summarise
+from training.parity.ablation import measure as measure_ablation
+from training.parity.probe import summarise
+from training.profiling.attention_memory import attention_peak
+from training.profiling.meters import GIB, StepMeter
 from training.step import Trainer
-from training.summary import environment
-from training.tracking import Tracker, TrackingConfig
+from training.tracking.metrics import read_metrics
+from training.tracking.summary import environment
+from training.tracking.tracker import Tracker, TrackingConfig
 
 
-class Bystander:
+class NullRecord:
     """The record of a rank that leaves recording to the first one, and what any record can do."""
 
     def print(self, text: str) -> None:
@@ -36,7 +36,7 @@ class Bystander:
     def save(self, n: int, val_loss: float | None) -> None:
         """A checkpoint after n updates, with the validation loss of exactly these weights where it was measured."""
 
-    def __enter__(self) -> Bystander:
+    def __enter__(self) -> NullRecord:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -44,7 +44,7 @@ class Bystander:
 
 
 @dataclass(frozen=True)
-class Origin:
+class RunMetadata:
     """What a run came from.
 
     config     as plain values
@@ -59,7 +59,7 @@ class Origin:
     shape: AttentionShape
 
 
-class Record(Bystander):
+class Record(NullRecord):
     """Keeps a run folder, and writes its summary.json when the `with` block is left, whatever it is left by."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Record(Bystander):
         tracking: TrackingConfig,
         trainer: Trainer,
         meter: StepMeter,
-        origin: Origin,
+        origin: RunMetadata,
         start: int,
         again: bool,
     ) -> None:

@@ -26,6 +26,7 @@ from errors import UserError
 from model.gpt import GPT, Recompute
 from model.loss import LossKind
 from training.device import Precision, World
+from training.graphed_step import GraphedStep
 from training.optimizer import (
     OPTIMIZERS,
     OptimizerConfig,
@@ -35,7 +36,6 @@ from training.optimizer import (
     set_learning_rate,
     update_parameters,
 )
-from training.replay import Replay
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) int64 each
 
@@ -155,11 +155,11 @@ class Trainer:
         self.network: Callable[..., Tensor] = self.ddp or self.model
         if training.compile:
             self.network = torch.compile(self.network)
-        self.replay: Replay | None = None
+        self.replay: GraphedStep | None = None
         alone = device.type == "cuda" and world.size == 1 and self.micro_steps == 1
         # A profile tells kernels apart by the operations that launch them, which a replay does not have.
         if training.compile and training.cuda_graph and alone and not training.profile:
-            self.replay = Replay(self._whole_step, device)
+            self.replay = GraphedStep(self._whole_step, device)
 
         # The loss is multiplied by `scale`, which only fp16 moves away from 1; `quiet_steps` counts since it moved.
         self.scale = torch.tensor(FIRST_SCALE if self.dtype is torch.float16 else 1.0, device=device)
@@ -170,7 +170,7 @@ class Trainer:
         self.step, self.first_sequence = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self.key = DropoutKey(torch.tensor(seed, device=device), self.step, 0, self.first_sequence)
 
-    def keyed(self, step: int, micro_step: int) -> DropoutKey:
+    def dropout_key_for(self, step: int, micro_step: int) -> DropoutKey:
         """Seed the generators for a micro-step, and return the key of its dropout, valid until the next."""
         reseed(self.seed, step, micro_step, self.world.rank)
         self.step.fill_(step)
@@ -185,12 +185,12 @@ class Trainer:
         """
         set_learning_rate(self.optimizer, learning_rate(step, self.training.steps, self.peak_lr, self.schedule))
         if self.replay is not None:
-            self.keyed(step, 0)
+            self.dropout_key_for(step, 0)
             loss, norm = self.replay(*batches[0])
             return loss, norm
         loss = torch.zeros((), device=self.device)
         for micro_step, batch in enumerate(batches):
-            self.keyed(step, micro_step)
+            self.dropout_key_for(step, micro_step)
             loss += self._gradients(*batch, last=micro_step == len(batches) - 1)
         return self._apply(loss)
 

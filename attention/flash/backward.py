@@ -1,4 +1,4 @@
-"""The backward kernels: FlashAttention-2's algorithm 2 (Dao 2023), in two passes that never share an accumulator.
+"""The backward kernels: FlashAttention-2's algorithm 2 (Dao 2023), in two passes that never share an accum_dtype.
 
 The probabilities are recomputed from the log-sum-exp, and dropout's mask M is drawn again. With c the inverse of the
 keep probability, ~p = c M p the weights that met v, and delta = rowsum(do * o):
@@ -13,23 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.flash.configs import Blocks, Options, Passes
+from attention.flash.configs import Blocks, KernelConfigs, Options
 from attention.flash.forward import LOG2_E
 from attention.flash.philox import drop, keep_tile, load_key
 from attention.flash.tiles import (
     INPUT_PRECISION,
     ROW_ALIGNMENT,
     addressable,
-    assignment,
     block_columns,
     dot,
-    heads_together,
+    head_group_size,
     load_row,
     load_tile,
     row_tiles,
     rows_like,
     seen_keys,
     store_tile,
+    swizzle_program_id,
     tiles,
 )
 
@@ -110,7 +110,7 @@ def dq_kernel(
     Grid: n_m tiles x batch x heads, the longest rows first.
     """
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
-    i_tile, i_bh = assignment(n_m, n_together)
+    i_tile, i_bh = swizzle_program_id(n_m, n_together)
     i_m = (n_m - 1 - i_tile) * BM
     i_b, i_h = i_bh // H, i_bh % H
     i_kv = i_h // G
@@ -227,7 +227,7 @@ def dkdv_kernel(
     Grid: n_n tiles x batch x key/value heads, the keys seen by most queries first.
     """
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
-    i_tile, i_bkv = assignment(n_n, n_together)
+    i_tile, i_bkv = swizzle_program_id(n_n, n_together)
     i_n = i_tile * BN
     i_b, i_kv = i_bkv // (H // G), i_bkv % (H // G)
 
@@ -296,7 +296,7 @@ def launch_dq(
         T,
         k.shape[2],
         n_m,
-        heads_together(B * H, k[0, 0], H // k.shape[1]),
+        head_group_size(B * H, k[0, 0], H // k.shape[1]),
         CAUSAL=options.causal,
         THRESHOLD=options.threshold,
         PRECISION=INPUT_PRECISION[options.tf32],
@@ -345,7 +345,7 @@ def launch_dkdv(
         T,
         S,
         n_n,
-        heads_together(B * H_kv, q[0, : H // H_kv]),
+        head_group_size(B * H_kv, q[0, : H // H_kv]),
         CAUSAL=options.causal,
         THRESHOLD=options.threshold,
         PRECISION=INPUT_PRECISION[options.tf32],
@@ -369,7 +369,7 @@ def backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     key: Tensor | None,
     options: Options,
-    passes: Passes,
+    passes: KernelConfigs,
 ) -> None:
     """do and out like q (B, H, T, D), lse2 of the forward; fills the gradients dq, dk, dv, of the shapes of q, k, v."""
     dq, dk, dv = gradients

@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
     registers: int | None = None
 
 
-class Passes(NamedTuple):
+class KernelConfigs(NamedTuple):
     """The blocks of the three kernels."""
 
     forward: Blocks
@@ -48,44 +48,44 @@ class Entry(NamedTuple):
     length: float = math.inf
 
 
-Table = dict[Entry, Passes]
+Table = dict[Entry, KernelConfigs]
 
 # Compute capability 9.0 and 10.x.
 HOPPER: Table = {
-    Entry(64, False, 2048): Passes(Blocks(64, 64, 4, 2, 96), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    Entry(64, False, 8192): Passes(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    Entry(64, False): Passes(Blocks(64, 128, 4, 2), Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2)),
-    Entry(64, True, 2048): Passes(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2, 168)),
-    Entry(64, True, 8192): Passes(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 64, 4, 2)),
-    Entry(64, True): Passes(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
-    Entry(128, False, 512): Passes(Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
-    Entry(128, False, 2048): Passes(Blocks(64, 64, 4, 3), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
-    Entry(128, False, 8192): Passes(Blocks(128, 64, 4, 2), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
-    Entry(128, False): Passes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
-    Entry(128, True, 2048): Passes(Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    Entry(128, True): Passes(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
-    Entry(256, False): Passes(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1)),
-    Entry(256, True): Passes(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(32, 64, 8, 2)),
+    Entry(64, False, 2048): KernelConfigs(Blocks(64, 64, 4, 2, 96), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    Entry(64, False, 8192): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    Entry(64, False): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2)),
+    Entry(64, True, 2048): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2, 168)),
+    Entry(64, True, 8192): KernelConfigs(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 64, 4, 2)),
+    Entry(64, True): KernelConfigs(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
+    Entry(128, False, 512): KernelConfigs(Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
+    Entry(128, False, 2048): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
+    Entry(128, False, 8192): KernelConfigs(Blocks(128, 64, 4, 2), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    Entry(128, False): KernelConfigs(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    Entry(128, True, 2048): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    Entry(128, True): KernelConfigs(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    Entry(256, False): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1)),
+    Entry(256, True): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(32, 64, 8, 2)),
 }
 # Ampere, Ada and whatever else has 99 KiB of shared memory for a program.
 OLDER: Table = {
-    Entry(64, False): Passes(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
-    Entry(64, True): Passes(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
-    Entry(128, False): Passes(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
-    Entry(128, True): Passes(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
-    Entry(256, False): Passes(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
-    Entry(256, True): Passes(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
+    Entry(64, False): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
+    Entry(64, True): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
+    Entry(128, False): KernelConfigs(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
+    Entry(128, True): KernelConfigs(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
+    Entry(256, False): KernelConfigs(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
+    Entry(256, True): KernelConfigs(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
 }
 # fp32 without tensor cores: every multiplication is an instruction, so small tiles keep compilation to seconds.
 FP32: Table = {
-    Entry(64, True): Passes(Blocks(32, 64, 4, 1), Blocks(16, 64, 4, 1), Blocks(16, 64, 4, 1)),
-    Entry(128, True): Passes(Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
-    Entry(256, True): Passes(Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
+    Entry(64, True): KernelConfigs(Blocks(32, 64, 4, 1), Blocks(16, 64, 4, 1), Blocks(16, 64, 4, 1)),
+    Entry(128, True): KernelConfigs(Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
+    Entry(256, True): KernelConfigs(Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
 }
 TABLES = {"hopper": HOPPER, "older": OLDER, "fp32": FP32}
 
 
-def choose(head_dim: int, length: int, dtype: torch.dtype, dropout: bool, capability: tuple[int, int]) -> Passes:
+def choose(head_dim: int, length: int, dtype: torch.dtype, dropout: bool, capability: tuple[int, int]) -> KernelConfigs:
     """The blocks for a head size, a number of keys, an input dtype, dropout or not, and a GPU's compute capability."""
     if dtype == torch.float32:
         table, dropout = FP32, True  # the same with and without

@@ -15,19 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.flash.configs import Options, Passes
+from attention.flash.configs import KernelConfigs, Options
 from attention.flash.philox import drop, keep_tile, load_key
 from attention.flash.tiles import (
     INPUT_PRECISION,
     ROW_ALIGNMENT,
-    assignment,
     block_columns,
     dot,
-    heads_together,
+    head_group_size,
     load_tile,
     rows_like,
     seen_keys,
     store_tile,
+    swizzle_program_id,
     tiles,
 )
 
@@ -59,7 +59,7 @@ def forward_kernel(
     STAGES: tl.constexpr,
 ):
     """out and lse of one tile of queries. Grid: n_m tiles x batch x heads, the longest rows first."""
-    i_tile, i_bh = assignment(n_m, n_together)
+    i_tile, i_bh = swizzle_program_id(n_m, n_together)
     i_m = (n_m - 1 - i_tile) * BM
     i_b, i_h = i_bh // H, i_bh % H
     i_kv = i_h // G
@@ -116,7 +116,7 @@ def forward_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, key: Tensor | None, options: Options, passes: Passes
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, key: Tensor | None, options: Options, passes: KernelConfigs
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D), k and v (B, H_kv, S, D), key (4,) int64 or None -> lse (B, H, T) and lse2; fills out, like q.
 
@@ -145,7 +145,7 @@ def forward(
         T,
         S,
         n_m,
-        heads_together(B * H, k[0, 0], H // k.shape[1]),
+        head_group_size(B * H, k[0, 0], H // k.shape[1]),
         CAUSAL=options.causal,
         THRESHOLD=options.threshold,
         PRECISION=INPUT_PRECISION[options.tf32],

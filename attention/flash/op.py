@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.dropout import DropoutKey, drop_threshold
-from attention.flash.configs import Options, Passes, choose
+from attention.flash.configs import KernelConfigs, Options, choose
 from attention.interface import Attention, AttentionShape, UnsupportedAttention
 
 HAS_TRITON = find_spec("triton") is not None  # it exists for Linux alone
@@ -29,7 +29,7 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def passes(q: Tensor, k: Tensor, threshold: int) -> Passes:
+def passes(q: Tensor, k: Tensor, threshold: int) -> KernelConfigs:
     """The block sizes for these queries and keys."""
     return choose(q.shape[-1], k.shape[2], q.dtype, threshold > 0, capability(q.device))
 

@@ -89,7 +89,7 @@ def block_columns(D: int) -> int:
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-def heads_together(n_heads: int, head: Tensor, shared_by: int = 1) -> int:
+def head_group_size(n_heads: int, head: Tensor, shared_by: int = 1) -> int:
     """How many heads run at the same time, so that what their programs read again and again stays in the L2 cache.
 
     `head` is the (rows, D) tensor of one head that is read twice over (keys and values, or queries and gradients), and
@@ -99,7 +99,7 @@ def heads_together(n_heads: int, head: Tensor, shared_by: int = 1) -> int:
 
 
 @triton.jit
-def assignment(n_tiles, n_together):
+def swizzle_program_id(n_tiles, n_together):
     """This program's (tile, head): heads in sections of n_together, and all heads of a section tile by tile."""
     n_heads = tl.num_programs(0) // n_tiles
     i_section = tl.program_id(0) // (n_together * n_tiles)

@@ -16,7 +16,7 @@ from attention import AttentionConfig, AttentionShape, DropoutKey, UnsupportedAt
 from attention.dropout import drop_threshold
 from attention.flash import configs, op, tiles
 from attention.flash.backward import launch_dkdv, launch_dq
-from attention.flash.configs import Blocks, Options, Passes
+from attention.flash.configs import Blocks, KernelConfigs, Options
 from attention.flash.forward import forward
 from attention.flash.op import flash_forward
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients, reference_mask
@@ -116,7 +116,7 @@ def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(ker
 
     if kernel == "forward":
         out = torch.empty(B, H, T, D, dtype=dtype, device=DEVICE)
-        launch(*on_device(q, k, identity), out, key, options, Passes(blocks, blocks, blocks))
+        launch(*on_device(q, k, identity), out, key, options, KernelConfigs(blocks, blocks, blocks))
         assert torch.equal(out.cpu() > 0, keep)
         return
     # With every dp = 1, ds is positive where a weight was kept and negative where it was dropped.

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bench.attention
 from attention import UnsupportedAttention
-from bench.attention import Patience, TooSlow, main, with_ratios
+from bench.attention import TimeBudget, TooSlow, main, with_ratios
 from bench.attention_views import overtakes
-from bench.peers import Contestant, Problem, contestants, from_package
+from bench.peers import Candidate, Problem, contestants, from_package
 
 SIZES = {"device": "cpu", "dtype": "fp32", "tokens": 64, "hidden": 16, "heads": 8, "masks": "causal", "seconds": 0.001}
 SMALL = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
@@ -119,9 +119,9 @@ def test_a_wrong_implementation_shows_in_its_error_and_a_greedy_one_is_a_result(
         raise KeyError("surprise")
 
     field = {
-        "wrong": Contestant("wrong", build_wrong, replays=True),
-        "greedy": Contestant("greedy", build_greedy),
-        "broken": Contestant("broken", build_broken),
+        "wrong": Candidate("wrong", build_wrong, replays=True),
+        "greedy": Candidate("greedy", build_greedy),
+        "broken": Candidate("broken", build_broken),
     }
     monkeypatch.setattr(bench.attention, "contestants", lambda: field)
     rows = {row["name"]: row for row in run(tmp_path / "a.json", "--lengths", "32", "--dropout", "0")["rows"]}
@@ -158,7 +158,7 @@ def test_what_grows_too_slow_is_not_waited_for():
             {} if step_s is None else {"step_s": step_s}
         )
 
-    patience = Patience(limit_s=1.0)
+    patience = TimeBudget(limit_s=1.0)
     patience.check(row(4096))  # nothing is known yet
     patience.learn([row(1024, 0.1)])
     patience.check(row(2048))

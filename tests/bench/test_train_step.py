@@ -25,7 +25,7 @@ from bench.train_step import (
 )
 from config import register
 from report.draw import scheme
-from training import launcher
+from training.sweeps import launcher
 
 
 def row(attention: str, shape: str = "32x1024", dropout: float = 0.0, speed: float = 600_000, **other: Any) -> Row:

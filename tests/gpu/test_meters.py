@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from training.meters import GIB, StepMeter, device_name
-from training.peaks import peak_flops
+from training.profiling.meters import GIB, StepMeter, device_name
+from training.profiling.peaks import peak_flops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

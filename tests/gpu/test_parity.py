@@ -12,9 +12,9 @@ from attention import AttentionConfig, AttentionShape, build_attention
 from model.gpt import GPT, GPTConfig
 from training.device import Precision, World
 from training.loop import compare
-from training.meters import StepMeter
 from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.parity import ParityConfig, ParityProbe, beyond_rounding
+from training.parity.probe import ParityConfig, ParityProbe, beyond_rounding
+from training.profiling.meters import StepMeter
 from training.step import Trainer, TrainingConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from training.checkpoint import load_checkpoint, newest_valid
-from training.metrics import read_metrics
+from training.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

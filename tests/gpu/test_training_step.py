@@ -15,8 +15,8 @@ from model.gpt import GPT, GPTConfig, Recompute
 from model.loss import LossKind, cross_entropy
 from model.softmax_kernel import launch_softmax_gradient
 from training.device import Precision, World
+from training.graphed_step import WARMUP_CALLS
 from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.replay import WARMUP_CALLS
 from training.step import Trainer, TrainingConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -19,7 +19,7 @@ from report.parity import Judgement, Outcome, Verdict, judge
 from report.runs import find_runs
 from report.tables import judgement_table
 from tests.report.synthetic import ERRORS, write_run
-from training import parity as probe
+from training.parity import probe
 from training.step import NonFiniteError, Trainer
 
 

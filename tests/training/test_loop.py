@@ -18,14 +18,14 @@ from torch import Tensor
 from attention import AttentionConfig, AttentionShape, DropoutRng, build_attention
 from data import Batches
 from model.gpt import GPT, GPTConfig
-from training import parity
 from training.device import Precision, World
-from training.loop import Interruption, OutOfMemory, compare, explained_memory, fit
-from training.meters import StepMeter
+from training.loop import Interruption, OutOfMemory, compare, fit, oom_guard
 from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.parity import ParityConfig, ParityProbe
-from training.passes import Pass, forward_backward
-from training.profile import Profiler
+from training.parity import probe as parity
+from training.parity.fwd_bwd import Pass, forward_backward
+from training.parity.probe import ParityConfig, ParityProbe
+from training.profiling.meters import StepMeter
+from training.profiling.profiler import Profiler
 from training.step import NonFiniteError, Trainer, TrainingConfig
 
 CPU = torch.device("cpu")
@@ -95,14 +95,16 @@ def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> Non
     trainer = build(AttentionConfig(), replace(MODEL, dropout=0.5))
     inputs, targets = batches(trainer).batch(0)
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
-    assert len({trainer.model(inputs, targets, dropout_key=trainer.keyed(*place)).item() for place in places}) == 3
+    keys = (trainer.dropout_key_for(*place) for place in places)
+    assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
 
 
 def test_torchs_own_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
     trainer = build(AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch))
     inputs, targets = batches(trainer).batch(0)
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
-    assert len({trainer.model(inputs, targets, dropout_key=trainer.keyed(*place)).item() for place in places}) == 3
+    keys = (trainer.dropout_key_for(*place) for place in places)
+    assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
 
 
 def test_the_probe_compares_with_the_masks_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,10 +289,10 @@ def test_a_failure_is_noticed_before_anything_is_saved() -> None:
 )
 def test_running_out_of_memory_says_what_makes_the_run_smaller(error: Exception) -> None:
     sentence = r"attention=naive with seq_len=32 and training.batch_size=4 .*tiled"
-    with pytest.raises(OutOfMemory, match=sentence), explained_memory(build()):
+    with pytest.raises(OutOfMemory, match=sentence), oom_guard(build()):
         raise error
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
-    with pytest.raises(RuntimeError, match="another"), explained_memory(build()):
+    with pytest.raises(RuntimeError, match="another"), oom_guard(build()):
         raise RuntimeError("another")

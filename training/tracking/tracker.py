@@ -21,11 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from training.files import plain, write_atomically
-from training.metrics import MetricsFile, TrackingError, read_metrics
-from training.progress import ProgressLine
-from training.summary import draw_loss_curve, write_summary
-from training.wandb_mirror import WandbMirror
+from files import plain, write_atomically
+from training.tracking.metrics import MetricsFile, TrackingError, read_metrics
+from training.tracking.progress import ProgressLine
+from training.tracking.summary import draw_loss_curve, write_summary
+from training.tracking.wandb_mirror import WandbMirror
 
 __all__ = ["Tracker", "TrackingConfig", "TrackingError", "TrackingMode"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from training.files import to_json, write_atomically
+from files import to_json, write_atomically
 
 SECONDS_BETWEEN_SYNCS = 30.0
 

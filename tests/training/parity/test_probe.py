@@ -14,9 +14,9 @@ from attention import AttentionConfig, AttentionShape, DropoutKey, DropoutRng, b
 from attention.naive import NaiveAttention
 from model.gpt import GPT, GPTConfig, Recompute
 from tests.wrong_attention import CLASSES, WRONG
-from training import parity
-from training.parity import ParityConfig, ParityError, ParityProbe, beyond_rounding, summarise
-from training.passes import forward_backward
+from training.parity import probe as parity
+from training.parity.fwd_bwd import forward_backward
+from training.parity.probe import ParityConfig, ParityError, ParityProbe, beyond_rounding, summarise
 
 VOCABULARY, T, B = 65, 32, 4
 

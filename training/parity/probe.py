@@ -35,7 +35,14 @@ from attention import (
 )
 from errors import UserError
 from model.gpt import GPT
-from training.passes import Pass, differences, forward_backward, free_memory, full_precision_products, memory_returned
+from training.parity.fwd_bwd import (
+    Pass,
+    differences,
+    forward_backward,
+    free_memory,
+    full_precision_products,
+    memory_returned,
+)
 
 log = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from training import metrics
-from training.metrics import MetricsFile, TrackingError, read_metrics
-from training.progress import ProgressLine, count, duration, remaining_seconds
-from training.summary import draw_loss_curve, environment, git_state, write_summary
-from training.tracking import Tracker, TrackingConfig, TrackingMode
+from training.tracking import metrics
+from training.tracking.metrics import MetricsFile, TrackingError, read_metrics
+from training.tracking.progress import ProgressLine, count, duration, remaining_seconds
+from training.tracking.summary import draw_loss_curve, environment, git_state, write_summary
+from training.tracking.tracker import Tracker, TrackingConfig, TrackingMode
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DISABLED = TrackingConfig(mode=TrackingMode.disabled)
 
 
@@ -270,7 +270,7 @@ def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
 
 def test_a_reader_that_leaves_does_not_stop_the_run() -> None:
     script = """
-from training.progress import ProgressLine
+from training.tracking.progress import ProgressLine
 line = ProgressLine(2)
 line.update(1, {"train/loss": 2.0})
 line.update(2, {"train/loss": 1.0})

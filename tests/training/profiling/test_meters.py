@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from training.meters import StepMeter
-from training.peaks import describe_peak, peak_flops, product_precision, utilisation
+from training.profiling.meters import StepMeter
+from training.profiling.peaks import describe_peak, peak_flops, product_precision, utilisation
 
 CPU = torch.device("cpu")
 
@@ -106,7 +106,7 @@ def test_an_interval_reports_means_and_the_run_medians() -> None:
 
 
 def test_mfu_counts_attention_whole_and_causal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.meters.device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr("training.profiling.meters.device_name", lambda device: "NVIDIA A100-SXM4-40GB")
     meter = scripted([0, 0.01], tokens_per_step=780, device_count=2)  # 78,000 tokens/s on two A100 of 312 TFLOP/s
     take_steps(meter, 1)
     metrics = meter.interval()

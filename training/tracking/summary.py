@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from training.files import to_json, write_atomically
-from training.meters import device_name
+from files import to_json, write_atomically
+from training.profiling.meters import device_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ def environment(device: torch.device, device_count: int = 1) -> dict[str, Any]:
             "triton": triton,
             "cuda": torch.version.cuda,
         },
-        "git": git_state(Path(__file__).parents[1]),
+        "git": git_state(Path(__file__).parents[2]),
     }
 
 

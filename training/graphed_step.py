@@ -16,7 +16,7 @@ from torch import Tensor
 WARMUP_CALLS = 3
 
 
-class Replay:
+class GraphedStep:
     """Calls `function`, from the fourth call on by replaying it as a CUDA graph.
 
     function     tensors in, tensors out, without a look at any value; whatever else it reads or writes stays where

@@ -26,7 +26,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 
-from training.sweep import (
+from training.sweeps.jobs import (
     CONSOLE,
     Job,
     SweepError,
@@ -37,7 +37,7 @@ from training.sweep import (
     without,
     write_manifest,
 )
-from training.sweep_progress import SweepProgress
+from training.sweeps.progress import SweepProgress
 
 SECONDS_BETWEEN_LOOKS = 0.2
 # Overrides of Hydra's that describe the sweep; its jobs get the others.

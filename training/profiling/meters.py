@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 import torch
 
-from training.peaks import peak_flops, utilisation
+from training.profiling.peaks import peak_flops, utilisation
 
 GIB = 2**30
 

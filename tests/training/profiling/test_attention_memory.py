@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attention import AttentionConfig, AttentionShape, build_attention
-from training.attention_memory import AllocationMeter, attention_peak, limit_cpu_memory
+from training.profiling.attention_memory import AllocationMeter, attention_peak, limit_cpu_memory
 
 SHAPE = AttentionShape(head_dim=16, n_heads=2, n_kv_heads=2, dtype=torch.float32, device=torch.device("cpu"))
 

@@ -20,9 +20,9 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 
 from attention import Ablation
-from training import launcher as launcher_module
-from training.launcher import ProcessLauncher, chosen_devices
-from training.sweep import SweepError, recorded_overrides
+from training.sweeps import launcher as launcher_module
+from training.sweeps.jobs import SweepError, recorded_overrides
+from training.sweeps.launcher import ProcessLauncher, chosen_devices
 
 JOB = """
 import json, os, signal, sys, time

@@ -9,7 +9,7 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from model.gpt import GPT, GPTConfig
-from training.profile import CATEGORIES, ProfileError, Profiler, category_of, read_trace, summarise
+from training.profiling.profiler import CATEGORIES, ProfileError, Profiler, category_of, read_trace, summarise
 
 CPU = torch.device("cpu")
 

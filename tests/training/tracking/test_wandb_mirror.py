@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from training import tracking
-from training.tracking import Tracker, TrackingConfig, TrackingMode
-from training.wandb_mirror import complete_lines
+from training.tracking import tracker as tracking
+from training.tracking.tracker import Tracker, TrackingConfig, TrackingMode
+from training.tracking.wandb_mirror import complete_lines
 
 STAND_IN = """
 import json, os, sys, time

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention import Ablation, AttentionConfig
-from training.break_it import growing_scores, measure
+from training.parity.ablation import growing_scores, measure
 
 
 def ablated(ablate: Ablation, block: int = 16) -> dict[str, dict[str, object]]:

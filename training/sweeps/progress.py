@@ -10,8 +10,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from training.progress import Terminal, duration
-from training.sweep import Job, too_long, varied
+from training.sweeps.jobs import Job, too_long, varied
+from training.tracking.progress import Terminal, duration
 
 
 class SweepProgress:

@@ -1,0 +1,1 @@
+"""What a step costs: time, utilisation, memory, and where they go."""
