@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,8 +114,9 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 def _smaller_probe(run: Run, called: str) -> list[str]:
     """Whether the probe compared less than a micro-batch, in a sentence."""
-    found = [re.fullmatch(r"(\d+)x(\d+)", text) for text in run.texts.get("parity/tokens", {}).values()]
-    compared = min(((int(m[1]), int(m[2])) for m in found if m), key=math.prod, default=None)
+    compared = run.recorded("parity").get("tokens")
+    if isinstance(compared, str):  # as older runs wrote it: 8x128
+        compared = [int(number) for number in compared.split("x")]
     if compared is None or math.prod(compared) >= run.sequences * run.seq_len:
         return []
     return [

@@ -93,7 +93,7 @@ def test_the_summary_tells_how_the_run_went(config: Config) -> None:
     told, lines = summary(folder), read_metrics(folder / "metrics.jsonl")
     evaluated = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
     assert set(evaluated) == {0, 4, 8}
-    assert (told["status"], told["message"]) == ("completed", None)
+    assert (told["status"], told["message"], told["non_finite_step"]) == ("completed", None, None)
     assert (told["step"], told["steps"], told["tokens"]) == (8, 8, 8 * 4 * 32)
     assert told["train_loss"] == lines[-1]["train/loss"]
     assert told["val_loss"] == evaluated[8]
@@ -150,6 +150,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoi
     told = summary(Path("run"))
     assert (told["status"], told["step"]) == ("failed", 6)
     assert told["message"].startswith("Step 7 was not finite")
+    assert told["non_finite_step"] == 7
     assert sorted(path.name for path in Path("run/checkpoints").glob("step-*")) == ["step-00000003", "step-00000006"]
 
 

@@ -18,7 +18,7 @@ from training.parity.ablation import measure as measure_ablation
 from training.parity.probe import summarise
 from training.profiling.attention_memory import attention_peak
 from training.profiling.meters import GIB, StepMeter
-from training.step import Trainer
+from training.step import NonFiniteError, Trainer
 from training.tracking.metrics import read_metrics
 from training.tracking.summary import environment
 from training.tracking.tracker import Tracker, TrackingConfig
@@ -118,10 +118,11 @@ class Record(NullRecord):
         else:
             status = "completed" if error is None else "failed"
         sentence = None if error is None else str(error) if isinstance(error, UserError) else repr(error)
+        non_finite_step = error.step if isinstance(error, NonFiniteError) else None
         with self.tracker:
-            self.tracker.finish(self.summary(status, sentence))
+            self.tracker.finish(self.summary(status, sentence, non_finite_step))
 
-    def summary(self, status: str, message: str | None) -> dict[str, Any]:
+    def summary(self, status: str, message: str | None, non_finite_step: int | None) -> dict[str, Any]:
         """summary.json; the losses are those of all lines, also of those before a resume."""
         trainer, lines = self.trainer, read_metrics(self.folder / "metrics.jsonl")
         evaluated = [(float(line["val/loss"]), line["step"]) for line in lines if "val/loss" in line]
@@ -130,6 +131,7 @@ class Record(NullRecord):
         return {
             "status": status,
             "message": message,
+            "non_finite_step": non_finite_step,
             "attention": trainer.model.attend.name,
             "config": self.origin.config,
             "overrides": self.origin.overrides,

@@ -48,7 +48,17 @@ class TrainingError(UserError, ValueError):
 
 
 class NonFiniteError(UserError, RuntimeError):
-    """A loss or gradient that became inf or NaN; the weights are those of the step before."""
+    """A loss or gradient that became inf or NaN; the weights are those of the step before.
+
+    step  the update that was not taken, counted from 1
+    """
+
+    def __init__(self, step: int, loss: float, norm: float) -> None:
+        super().__init__(
+            f"Step {step} was not finite (loss {loss:.4g}, gradient norm {norm:.4g}) and was not taken; "
+            "resume from the last checkpoint with a lower optimizer.lr, or start with more schedule.warmup_steps."
+        )
+        self.step = step
 
 
 @dataclass
@@ -227,10 +237,7 @@ class Trainer:
         """Raise NonFiniteError, which names the step, if an update was not finite. Waits for the device."""
         step, loss, norm = self.failure.tolist()
         if step >= 0:
-            raise NonFiniteError(
-                f"Step {step + 1:.0f} was not finite (loss {loss:.4g}, gradient norm {norm:.4g}) and was not taken; "
-                "resume from the last checkpoint with a lower optimizer.lr, or start with more schedule.warmup_steps."
-            )
+            raise NonFiniteError(int(step) + 1, loss, norm)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:

@@ -140,7 +140,7 @@ def write_run(
                 "parity/noise_loss_diff": abs(of_implementation.normal()) * loss_noise,
                 "parity/noise_logits_max_diff": logit_noise * wobble[2],
                 "parity/noise_grad_rel_err": grad_noise * wobble[3],
-                "parity/tokens": f"{batch_size}x{seq_len}",
+                "parity/tokens": [batch_size, seq_len],
             }
         if line:
             lines.append(json.dumps({"step": step} | line))
@@ -152,6 +152,7 @@ def write_run(
     content = {
         "status": status,
         "message": message,
+        "non_finite_step": None,
         "attention": attention,
         "config": config,
         "overrides": changed,

@@ -117,14 +117,14 @@ def test_a_run_that_logged_nothing_is_noted(tmp_path: Path) -> None:
 
 def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "3", "flash", steps=200)
-    lines = (folder / "metrics.jsonl").read_text()
     assert find_runs([tmp_path]).runs[0].notes == ()
-    first, last = lines.split('"parity/tokens": "12x256"', 1)
-    (folder / "metrics.jsonl").write_text(f'{first}"parity/tokens": "1x128"{last}')
-    assert find_runs([tmp_path]).runs[0].notes == (
-        "run 3: the probe compared 1 x 128 of 12 x 256 tokens, because the reference's scores of all did not fit the "
-        "memory.",
-    )
+    summary = json.loads((folder / "summary.json").read_text())
+    for tokens in ([1, 128], "1x128"):  # as a run writes it, and as older ones did
+        (folder / "summary.json").write_text(json.dumps(summary | {"parity": {"tokens": tokens}}))
+        assert find_runs([tmp_path]).runs[0].notes == (
+            "run 3: the probe compared 1 x 128 of 12 x 256 tokens, because the reference's scores of all did not fit "
+            "the memory.",
+        )
 
 
 def test_a_run_named_by_a_number_does_not_read_as_a_count(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ class ParityProbe:
         found = beyond_rounding(measured)
         if found:
             log.warning(f"parity: attention={model.attend.name} is not {self.config.reference}: {found}.")
-        return measured | {"parity/tokens": f"{B}x{T}"}
+        return measured | {"parity/tokens": [B, T]}
 
     def _compare(
         self,
@@ -207,8 +207,8 @@ def _rank(value: Any) -> float:
 
 
 def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The `parity` entry of summary.json from the lines of metrics.jsonl: the worst of every check, and the largest
-    noise. None where nothing was probed."""
+    """The `parity` entry of summary.json from the lines of metrics.jsonl: the worst of every check, the largest noise,
+    and the [sequences, tokens] of the last check. None where nothing was probed."""
     checks = [line for line in lines if "parity/loss_diff" in line]
     if not checks:
         return None

@@ -128,7 +128,7 @@ def test_the_same_attention_with_the_same_masks_differs_by_nothing():
     assert measured["parity/loss_diff"] == measured["parity/logits_max_diff"] == measured["parity/grad_rel_err"] == 0
     assert 0 < measured["parity/noise_grad_rel_err"] < 1e-5
     assert 0 < measured["parity/noise_logits_max_diff"] < 1e-5
-    assert measured["parity/tokens"] == "4x32"
+    assert measured["parity/tokens"] == [4, 32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -183,10 +183,10 @@ def test_nan_is_beyond_rounding():
 def test_a_reference_that_runs_out_of_memory_gets_less_and_says_so(caplog: pytest.LogCaptureFixture):
     probe = probe_for(AttentionConfig(), reference="too_large")
     model, micro_batch = small_gpt(AttentionConfig()), next(batches(1, 1))
-    assert probe.measure(model, *micro_batch)["parity/tokens"] == "1x16"
+    assert probe.measure(model, *micro_batch)["parity/tokens"] == [1, 16]
     assert "comparing 1 of 16" in caplog.text
     caplog.clear()
-    assert probe.measure(model, *micro_batch)["parity/tokens"] == "1x16"
+    assert probe.measure(model, *micro_batch)["parity/tokens"] == [1, 16]
     assert not caplog.text  # it knows by now
 
 
@@ -196,7 +196,7 @@ def test_scores_that_will_not_fit_the_free_memory_are_not_tried(monkeypatch: pyt
     # Two sequences: 3 matrices x 2 layers x 2 heads of 32 x 32 fp64 scores, and 4 x 65 logits a token.
     two_sequences = 8 * (3 * 2 * 2 * 2 * T * T + 4 * 2 * T * VOCABULARY)
     monkeypatch.setattr(parity, "free_memory", lambda device: 1.01 * two_sequences / parity.MEMORY_SHARE)
-    assert probe.measure(model, *next(batches(1, 1)))["parity/tokens"] == "2x32"
+    assert probe.measure(model, *next(batches(1, 1)))["parity/tokens"] == [2, 32]
 
 
 def test_masks_that_cannot_be_replayed_are_refused():
@@ -221,7 +221,7 @@ def test_summary_is_the_worst_of_every_check():
             "parity/grad_rel_err": grad,
             "parity/noise_grad_rel_err": 0.5,
             "parity/worst_parameter": parameter,
-            "parity/tokens": "4x32",
+            "parity/tokens": [4, 32],
         }
 
     summary = summarise([line(1, 0.2, "wte"), {"step": 2, "train/loss": 3.0}, line(3, 0.1, "wpe")])
@@ -234,7 +234,7 @@ def test_summary_is_the_worst_of_every_check():
         "noise_loss_diff": 1.5,
         "noise_logits_max_diff": 1.5,
         "noise_grad_rel_err": 0.5,
-        "tokens": "4x32",
+        "tokens": [4, 32],
     }
     assert summarise([{"step": 2, "train/loss": 3.0}]) is None
     broken = summarise([line(1, 0.2, "wte"), line(2, 0.3, "wpe") | {"parity/grad_rel_err": "nan"}])
