@@ -2,19 +2,20 @@
 
     python -m bench.attention                        all of it: about ten minutes on an H200
     python -m bench.attention --quick                1k, 4k and 16k tokens, causal: about two minutes
+    python -m bench.attention --device cpu           small sizes, on a CPU
     python -m bench.attention --only flash sdpa-cudnn --lengths 4096 --heads 128 --dropout 0.1
     python -m bench.attention --plot-only bench/results/attention-nvidia-h200.json
     python -m bench.attention --plot-only a.json b.json --out joined.json    one result of several
 
-The length grows while the tokens of a batch stay the same, as does the hidden size; a sequence longer than the batch
-is a batch by itself. FLOPs are 4 B H T T D for a forward pass, half of that with the causal mask, and 2.5 times as
-much for a backward pass. Memory is the peak of one forward and backward pass above its inputs: output and gradients
-are part of it. Errors are relative, ||x - x_fp32|| / ||x_fp32||, of the first head of the first sequence. Running out
-of memory is a result, and so is being too slow to wait for.
+The length grows; the tokens of a batch and the hidden size stay the same. A sequence longer than the batch is a batch
+by itself. A forward pass counts as 4 B H T T D FLOPs, half of that with the causal mask, and a backward pass as 2.5
+times a forward pass. Memory is the peak of one forward and backward pass above its inputs, so it includes the output
+and the gradients. Errors are relative, ||x - x_fp32|| / ||x_fp32||, for the first head of the first sequence. Running
+out of memory is a result, and so is exceeding the time limit.
 
-Results go to bench/results/attention-<device>.json after each problem, with the figures beside it. What is measured
-again replaces the earlier result, so that the whole can be measured in parts: --masks causal, then --masks full. With
---only, --dtype or other sizes of the work, results go to attention-<device>-selection.json.
+Results go to bench/results/attention-<device>.json after each problem, with the figures beside it. A new measurement
+replaces the earlier one of the same problem, so the work can be split: --masks causal, then --masks full. With --only,
+--dtype or other sizes, results go to attention-<device>-selection.json.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from torch import Tensor
 
 from attention import AttentionConfig, UnsupportedAttention, build_attention
 from bench.attention_views import notes, publish, tables
-from bench.measure import RESULTS, environment, interleaved, peak_bytes, release, slug, write
-from bench.peers import KEY, PACKAGES, Attend, Candidate, Problem, contestants
+from bench.measure import RESULTS, environment, interleaved, peak_bytes, release, require_gpu, slug, write
+from bench.peers import KEY, PACKAGES, Attend, Candidate, Problem, candidates
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 QUICK_LENGTHS = (1024, 4096, 16384)
@@ -66,19 +67,19 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
         )
 
 
-def solve(problem: Problem, chosen: dict[str, Candidate], seconds: float, patience: TimeBudget) -> list[Row]:
-    """Measure every contestant on one problem, with `seconds` of timing for each and each pass."""
+def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float, budget: TimeBudget) -> list[Row]:
+    """Measure every candidate on one problem, with `seconds` of timing for each and each pass."""
     q, k, v, dout = problem.tensors()
     inputs = (q, k, v)
     expected = reference(problem, q, k, v, dout)
     rows: dict[str, Row] = {}
     able: dict[str, Attend] = {}
-    for name, contestant in chosen.items():
-        rows[name] = {"name": name, "label": contestant.label, "ours": contestant.ours} | describe(problem)
+    for name, candidate in chosen.items():
+        rows[name] = {"name": name, "label": candidate.label, "ours": candidate.ours} | describe(problem)
         try:
-            patience.check(rows[name])
-            attend = contestant.build(problem)
-            known = expected if not problem.dropout or contestant.replays else None
+            budget.check(rows[name])
+            attend = candidate.build(problem)
+            known = expected if not problem.dropout or candidate.replays else None
             rows[name] |= try_out(attend, inputs, dout, known, problem.device)
             able[name] = attend
         except Exception as error:  # a peer may fail in any way; the others go on
@@ -100,7 +101,7 @@ def solve(problem: Problem, chosen: dict[str, Candidate], seconds: float, patien
                 del able[name]
             else:
                 rows[name][direction] = timing.as_dict() | {"tflops": flops / timing.ms / 1e9}
-    patience.learn(rows.values())
+    budget.learn(rows.values())
     return with_ratios(list(rows.values()))
 
 
@@ -124,7 +125,7 @@ def try_out(
     expected: list[Tensor] | None,
     device: torch.device,
 ) -> Row:
-    """Run a contestant once for its errors and compilation, and once for its memory."""
+    """Run a candidate once for its errors and compilation, and once for its memory."""
     out = attend(*inputs)
     gradients = torch.autograd.grad(out, inputs, dout)
     row: Row = {"status": "measured", "error": None}
@@ -238,7 +239,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = list(contestants())
+    names = list(candidates())
     parser.add_argument("--lengths", nargs="+", type=positive, metavar="T", help=f"tokens of a sequence: {LENGTHS}")
     parser.add_argument("--heads", nargs="+", type=positive, metavar="D", help=f"channels of a head: {HEAD_SIZES}")
     parser.add_argument("--dropout", nargs="+", type=rate, metavar="P", help=f"default {DROPOUTS}")
@@ -246,7 +247,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of {', '.join(names)}")
     parser.add_argument("--quick", action="store_true", help=f"lengths {QUICK_LENGTHS} and the causal mask alone")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tokens", type=positive, help=f"of a batch: {TOKENS}")
     parser.add_argument("--hidden", type=positive, help=f"size, all heads together: {HIDDEN}")
     parser.add_argument("--seconds", type=float, default=0.1, help="of timing for each implementation and pass")
@@ -256,8 +257,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--plot-only", nargs="+", type=Path, metavar="JSON", help="draw earlier results again; several make one"
     )
     args = parser.parse_args(arguments)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs a CUDA GPU, and torch finds none here; use --device cpu")
+    if args.device == "cuda" and not args.plot_only:
+        require_gpu(parser, "; --device cpu measures small sizes on this CPU")
     missing = [str(path) for path in args.plot_only or () if not path.is_file()]
     if missing:
         parser.error(f"--plot-only: there is no file {', '.join(missing)}")
@@ -272,7 +273,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args.only = args.only or names
     args.tokens = args.tokens or TOKENS[args.device]
     args.hidden = args.hidden or HIDDEN[args.device]
-    if args.out is None:
+    if args.out is None and not args.plot_only:
         device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
         args.out = RESULTS / f"attention-{slug(device)}{'-selection' if selection else ''}.json"
     return args
@@ -297,14 +298,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show(console, rows, path)
         return
 
-    everyone = contestants()
+    everyone = candidates()
     chosen = {name: everyone[name] for name in args.only}
     result = environment(torch.device(args.device), [package for _, _, package, _ in PACKAGES.values()])
     result |= {"tokens": args.tokens, "hidden": args.hidden}
     rows = comparable(args.out, result, str(DTYPES[args.dtype]).removeprefix("torch.")) if args.out.exists() else []
     if args.out.exists() and not rows:
         console.print(f"Replacing results of another device, software, size of the work or dtype: {args.out}")
-    patience = TimeBudget(args.limit)
+    budget = TimeBudget(args.limit)
     todo = list(problems(args))
     console.print(f"{result['device']}: {len(todo)} problems, {', '.join(chosen)}")
     begin = time.monotonic()
@@ -314,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             status.update(f"{n + 1}/{len(todo)}: head size {problem.D}, dropout {problem.dropout:g}, {problem.T}{left}")
             same = describe(problem)
             rows = [row for row in rows if row | same != row]
-            rows = joined([*rows, *(row | when(result) for row in solve(problem, chosen, args.seconds, patience))])
+            rows = joined([*rows, *(row | when(result) for row in measure(problem, chosen, args.seconds, budget))])
             write(args.out, as_json(result, rows))
             release(problem.device)
     show(console, rows, args.out)

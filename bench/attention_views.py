@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from rich.table import Table
 
-from bench.measure import write
 from report.draw import (
     Chart,
     Palette,
@@ -24,10 +23,8 @@ from report.draw import (
     legend,
     log_axis,
     render_png,
-    render_svg,
     short_length,
     short_number,
-    standalone_svg,
     styles,
 )
 
@@ -81,7 +78,7 @@ def tables(rows: Sequence[Row]) -> Iterator[Table | str]:
 
 
 def notes(rows: Sequence[Row]) -> Iterator[str]:
-    """Why cells are empty, each reason once; memory and patience end at some length, which the tables show."""
+    """Why cells are empty, each reason once; the tables show where memory or time ran out."""
     missing = [r for r in rows if r["status"] in ("refused", "failed")]
     for label, message in dict.fromkeys((row["label"], row["message"]) for row in missing):
         yield f"{label}: {message}"
@@ -115,13 +112,12 @@ def figures(value: float) -> str:
 
 
 def publish(rows: Sequence[Row], path: Path) -> list[Path]:
-    """Draw every figure that the rows allow as PNG and SVG beside `path`, and name the files."""
+    """Draw every figure that the rows allow as PNG beside `path`, and name the files."""
     written = []
     for chart in charts(rows, path.stem):
-        png, svg = (path.with_name(f"{chart.name}.{kind}") for kind in ("png", "svg"))
+        png = path.with_name(f"{chart.name}.png")
         png.write_bytes(render_png(chart, dark=False))
-        write(svg, standalone_svg(render_svg(chart)))
-        written += [png, svg]
+        written.append(png)
     return written
 
 
@@ -175,8 +171,8 @@ def dropouts(rows: Sequence[Row]) -> list[float]:
     return sorted({row["dropout"] for row in rows})
 
 
-def look(rows: Sequence[Row], palette: Palette) -> dict[str, Style]:
-    """A style for each label, the same in all axes of a figure; those of other projects are told apart by tint."""
+def line_styles(rows: Sequence[Row], palette: Palette) -> dict[str, Style]:
+    """A style for each label, the same in all axes of a figure; other projects get tints of one colour."""
     labels = list(named(rows))
     ours_or_torch = {row["label"] for row in rows if row["ours"] or row["name"].startswith("sdpa")}
     keys = [label if label in ours_or_torch else f"other {label}" for label in labels]
@@ -197,7 +193,7 @@ def draw_speed(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
 
 def draw_memory(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
     """Memory over length, both logarithmic; a cross at the upper edge where there was not enough."""
-    styled = look(rows, palette)
+    styled = line_styles(rows, palette)
     for axes, rate in draw_by_dropout(figure, palette, rows, gibibytes, "GiB above the inputs"):
         for label, cells in named([row for row in rows if row["dropout"] == rate]).items():
             short = [row["length"] for row in cells if row["status"] == "out of memory"]
@@ -249,7 +245,7 @@ def draw_by_dropout(
 
 def plot(axes: Axes, palette: Palette, rows: Sequence[Row], rate: float, value: Value, title: str) -> None:
     """A line for each label over length."""
-    styled = look(rows, palette)
+    styled = line_styles(rows, palette)
     for label, cells in named([row for row in rows if row["dropout"] == rate]).items():
         points = [(row["length"], value(row)) for row in cells if value(row) is not None]
         if points:

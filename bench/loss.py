@@ -3,9 +3,9 @@
     python -m bench.loss                          on a GPU, a minute
     python -m bench.loss --rows 4096 8192 16384   chunked with other chunks
 
-The plain loss eager and compiled, ours in chunks, and where they are installed torch's own chunked
-linear_cross_entropy (2.13 and newer) and Liger-Kernel's. Products in bf16 under autocast, as in training; the error
-is that of the weight's gradient, relative to fp32's.
+The plain loss, eager and compiled; ours in chunks; and, where installed, torch's own chunked linear_cross_entropy (2.13
+and newer) and Liger-Kernel's. Products are in bf16 under autocast, as in training. The error is that of the weight's
+gradient, relative to fp32.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from bench.measure import require_gpu
 from model import loss as loss_module
 from model.loss import LossKind, cross_entropy
 
@@ -33,20 +34,20 @@ def ours(hidden: Tensor, weight: Tensor, targets: Tensor, kind: LossKind) -> Ten
 
 
 def torchs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """torch's chunked linear_cross_entropy, without padding, which it cannot leave out."""
+    """torch's chunked linear_cross_entropy, on the unpadded vocabulary: it has no way to ignore padding."""
     return F.linear_cross_entropy(
         hidden.bfloat16(), weight[:VOCAB].bfloat16(), targets, options=torch.nn.LinearCrossEntropyOptions()
     )
 
 
 def ligers(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Liger-Kernel's fused linear cross-entropy, without padding, which it cannot leave out."""
+    """Liger-Kernel's fused linear cross-entropy, on the unpadded vocabulary: it has no way to ignore padding."""
     functions = importlib.import_module("liger_kernel.transformers.functional")
     return functions.liger_fused_linear_cross_entropy(hidden.bfloat16(), weight[:VOCAB].bfloat16(), targets)
 
 
 def candidates(rows: Sequence[int]) -> dict[str, Loss]:
-    """Name -> loss, of what is installed here."""
+    """Name -> loss, for what is installed here."""
     found: dict[str, Loss] = {
         "plain": partial(ours, kind=LossKind.plain),
         "plain, compiled": torch.compile(partial(ours, kind=LossKind.plain)),
@@ -71,8 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=int, default=[loss_module.CHUNK_ROWS])
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU, and torch finds none here")
+    require_gpu(parser)
     torch.manual_seed(0)
     hidden = torch.randn(N, C, device="cuda", requires_grad=True)
     weight = (0.02 * torch.randn(PADDED, C, device="cuda")).requires_grad_()

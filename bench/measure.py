@@ -1,18 +1,18 @@
 """What every benchmark needs: where and when it was measured, and times that can be compared.
 
-Contestants are timed in turns, so that a change of the device's clocks hits all of them, and what counts is the
-median. On a GPU the time is the device's own, between two events: launches are queued up behind a pause, so that a
-slow Python does not leave gaps between short kernels.
+Candidates are timed in turns, so that a change of the device's clocks affects all of them; the median counts. On a GPU
+two events on the device take the time. Launches are queued behind a pause, so that a slow Python leaves no gaps between
+short kernels.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import platform
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from training.tracking import summary
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -54,23 +56,22 @@ class Timing:
 
 
 def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """The device, the versions of what ran on it, the commit, and the time: what a result needs to be repeated.
+    """What a result needs to be repeated: the device, the versions of what ran on it, the commit, and the time.
 
-    packages   whose versions are to be recorded where they are installed, beside torch and triton
+    packages   whose versions are recorded where they are installed, beside those that every run records
     """
     cuda = device.type == "cuda"
-    changes = git("status", "--porcelain")
+    found = summary.environment(device)
+    extra = {name: version(name) for name in packages}
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
+        "device": found["device"]["name"] if cuda else cpu_name(),
         "platform": f"{platform.system()} {platform.machine()}",
         "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda if cuda else None,
+            **found["versions"],
             "cudnn": torch.backends.cudnn.version() if cuda else None,
-            **{name: version(name) for name in ("triton", *packages) if version(name)},
+            **{name: number for name, number in extra.items() if number},
         },
-        "git": {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)},
+        "git": found["git"],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -92,44 +93,35 @@ def version(package: str) -> str | None:
         return None
 
 
-def git(*arguments: str) -> str | None:
-    """What git says about this checkout; None where it cannot."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
 def slug(device: str) -> str:
     """A device's name as part of a file name: NVIDIA H200 -> nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def interleaved(
-    contestants: Mapping[str, Callable[[], Call]], device: torch.device, seconds: float
+    candidates: Mapping[str, Callable[[], Call]], device: torch.device, seconds: float
 ) -> dict[str, Timing | Exception]:
-    """Time the calls that each contestant prepares, in turns; one that raises drops out with its exception.
+    """Time the calls that each candidate prepares, in turns; one that raises drops out with its exception.
 
-    contestants   name -> preparation, which is run anew, untimed, before every call
+    candidates    name -> preparation, which is run anew, untimed, before every call
     seconds       spent on each, so far as MIN_SAMPLES and MAX_SAMPLES allow
     """
-    takings = {name: Taking(prepare, device, seconds) for name, prepare in contestants.items()}
+    samplers = {name: Sampler(prepare, device, seconds) for name, prepare in candidates.items()}
     failed: dict[str, Exception] = {}
     for turn in range(ROUNDS + 1):
-        for name, taking in takings.items():
+        for name, sampler in samplers.items():
             if name in failed:
                 continue
             try:
-                taking.estimate() if turn == 0 else taking.take(ROUNDS + 1 - turn)
+                sampler.estimate() if turn == 0 else sampler.take(ROUNDS + 1 - turn)
             except Exception as error:  # out of memory, most likely
                 failed[name] = error
                 release(device)
-    return {name: failed.get(name) or Timing.of(taking.samples) for name, taking in takings.items()}
+    return {name: failed.get(name) or Timing.of(sampler.samples) for name, sampler in samplers.items()}
 
 
-class Taking:
-    """One contestant's share of `interleaved`."""
+class Sampler:
+    """One candidate's share of `interleaved`."""
 
     def __init__(self, prepare: Callable[[], Call], device: torch.device, seconds: float) -> None:
         self.prepare, self.device, self.seconds = prepare, device, seconds
@@ -193,6 +185,12 @@ def peak_bytes(call: Call, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def require_gpu(parser: argparse.ArgumentParser, advice: str = "") -> None:
+    """Exit with status 2 and one sentence where there is no CUDA GPU. Leaves CUDA uninitialised: bench.tune forks."""
+    if torch.cuda.device_count() == 0:
+        parser.error(f"this benchmark needs a CUDA GPU, and torch finds none here{advice}")
+
+
 def synchronise(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":
@@ -200,7 +198,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Give back what a contestant held, also after it ran out of memory."""
+    """Give back what a candidate held, also after it ran out of memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

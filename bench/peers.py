@@ -130,7 +130,7 @@ PACKAGES = {
 }
 
 
-def contestants() -> dict[str, Candidate]:
+def candidates() -> dict[str, Candidate]:
     """Everyone who could take part here, by the name used on the command line."""
     found = {
         name: Candidate(name, from_registry(AttentionConfig(name)), ours=True, replays=True)

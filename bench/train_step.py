@@ -7,54 +7,45 @@
     python -m bench.train_step -- training.residual_in_fp32=false    further overrides for train.py: another column
     python -m bench.train_step --plot-only a.json b.json             nothing measured: one result of several, drawn
 
-Every cell is a run of train.py in a process of its own, with its data loading, logging and clipping, in 124M
-parameters and 32,768 tokens a step, of which the median step counts. Running out of memory is a result. Results go
-to bench/results/train_step-<device>.json, which is written after each cell, and are drawn beside it at the end. Runs
-at the same time need a folder each (--results); --plot-only joins what they wrote.
+Every cell is a run of train.py in a process of its own: 124M parameters and 32,768 tokens a step, with data loading,
+logging and clipping. The median step counts. Running out of memory is a result. Results go to
+bench/results/train_step-<device>.json after each cell, and the figures are drawn beside it at the end. Runs at the same
+time need a folder each (--results); --plot-only joins what they wrote. nanoGPT's figures are those that
+`python -m bench.nanogpt` measured on the same kind of device: bench/results/nanogpt-<device>.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench import nanogpt
 from bench.attention import positive, rate
 from bench.attention_views import over_lengths
-from bench.measure import RESULTS, ROOT, slug, write
-from report.draw import Chart, Palette, dress, legend, render_png, render_svg, standalone_svg, styles
+from bench.measure import RESULTS, ROOT, require_gpu, slug, write
+from bench.nanogpt import DROPOUTS, SHAPES, batch_and_length
+from report.draw import Chart, Palette, dress, legend, render_png, styles
 
-SHAPES = ("32x1024", "16x2048", "8x4096", "4x8192", "2x16384")
 ATTENTIONS = ("flash", "sdpa", "naive")
-DROPOUTS = (0.0, 0.1)
-
-# nanoGPT's own bench.py (124M parameters, torch.compile, SDPA, no data loading) on one NVIDIA H200 with torch 2.11:
-# sequence length -> tokens/s without and with dropout 0.1 (attention and residual), and peak memory in GiB.
-NANOGPT_DEVICE = "NVIDIA H200"
-NANOGPT = {
-    1024: (514_000, 478_000, 21.3),
-    2048: (474_000, 428_000, 21.3),
-    4096: (413_000, 355_000, 21.3),
-    8192: (331_000, 262_000, 21.4),
-    16384: (239_000, 174_000, 21.5),
-}
 
 Row = dict[str, Any]
+NanoGPT = dict[tuple[str, float], Row]  # by shape and dropout
 
 
 def overrides(attention: str, shape: str, dropout: float, recompute: str, steps: int) -> list[str]:
-    """What train.py is told for one cell."""
+    """The overrides of train.py for one cell."""
     batch, seq_len = shape.split("x")
     given = [
         "model=gpt2", f"attention={attention}", f"seq_len={seq_len}", f"training.batch_size={batch}",
@@ -100,14 +91,14 @@ def key(row: Row) -> tuple[Any, ...]:
     return (row["attention"], row["shape"], row["dropout"], row["recompute"], *row["extra"])
 
 
-def contestant(row: Row) -> str:
-    """What a row is called in tables and legends: its attention, and what else it was told."""
+def column(row: Row) -> str:
+    """The name of a row in tables and legends: its attention and further overrides."""
     return " ".join([row["attention"], *(override.removeprefix("training.") for override in row["extra"])])
 
 
-def contestants(rows: Iterable[Row]) -> list[str]:
+def columns(rows: Iterable[Row]) -> list[str]:
     """Their names, ours first."""
-    return sorted({contestant(row) for row in rows}, key=lambda name: (ATTENTIONS.index(name.split(" ")[0]), name))
+    return sorted({column(row) for row in rows}, key=lambda name: (ATTENTIONS.index(name.split(" ")[0]), name))
 
 
 def result(row: Row) -> str:
@@ -122,62 +113,66 @@ def cell(speed: float, gib: float | None) -> str:
     return f"{speed:,.0f} ({gib:.1f})" if gib else f"{speed:,.0f}"
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row], theirs: NanoGPT) -> str:
     """Markdown: a row for each shape, dropout and recomputation, the implementations beside nanoGPT."""
-    names = contestants(rows)
+    names = columns(rows)
     head = ["batch x seq_len", "dropout", "recompute", "nanoGPT", *names, "flash / nanoGPT", "MFU of flash"]
     lines = [head, ["---"] * len(head)]
-    found = {(contestant(row), row["shape"], row["dropout"], row["recompute"]): row for row in rows}
+    found = {(column(row), row["shape"], row["dropout"], row["recompute"]): row for row in rows}
     for shape, dropout, recompute in sorted(
         {k[1:] for k in found}, key=lambda k: (k[1], int(k[0].split("x")[1]), k[2] != "none", k[2])
     ):
         row = {name: found.get((name, shape, dropout, recompute)) for name in names}
-        flash, T = row.get("flash") or {}, int(shape.split("x")[1])
-        on_same = any(one and one.get("device") == NANOGPT_DEVICE for one in row.values())
-        nanogpt = nanogpt_speed(shape, dropout) if on_same and recompute == "none" else 0
+        flash = row.get("flash") or {}
+        nano = theirs.get((shape, dropout)) if recompute == "none" else None
         speed, mfu = flash.get("tokens_per_s"), flash.get("mfu_causal")
         lines.append(
             [
                 shape.replace("x", " x "), f"{dropout:g}", recompute,
-                cell(nanogpt, NANOGPT[T][2]) if nanogpt else "",
+                result(nano) if nano else "",
                 *(result(one) if one else "" for one in row.values()),
-                f"{speed / nanogpt:.2f}" if speed and nanogpt else "", f"{100 * mfu:.0f} %" if mfu else "",
+                f"{speed / nano['tokens_per_s']:.2f}" if speed and nano and "tokens_per_s" in nano else "",
+                f"{100 * mfu:.0f} %" if mfu else "",
             ]
         )  # fmt: skip
     return "tokens/s (GiB at the peak)\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def nanogpt_speed(shape: str, dropout: float) -> int:
-    """nanoGPT's tokens/s, 0 where it was not measured."""
-    if shape not in SHAPES or dropout not in DROPOUTS:
-        return 0
-    without, with_dropout, _ = NANOGPT[int(shape.split("x")[1])]
-    return with_dropout if dropout else without
+def nanogpt_beside(rows: Sequence[Row]) -> NanoGPT:
+    """nanoGPT's rows on the device of `rows`, by shape and dropout; none where it was not measured there."""
+    devices = {row["device"] for row in rows if "device" in row}
+    return nanogpt.read(RESULTS, devices.pop()) if len(devices) == 1 else {}
 
 
-def draw(figure: Figure, palette: Palette, rows: Sequence[Row], dropout: float) -> None:
-    """Tokens/s and peak memory over sequence length."""
+def length(row: Row) -> int:
+    """Tokens of a sequence."""
+    return int(row["shape"].split("x")[1])
+
+
+def draw(figure: Figure, palette: Palette, rows: Sequence[Row], theirs: Sequence[Row]) -> None:
+    """Tokens/s and peak memory over sequence length, nanoGPT's dashed."""
     speed, memory = figure.subplots(1, 2)
-    names = contestants(rows)
+    names = columns(rows)
     styled = styles([*names, "nanoGPT"], palette)
     for name in names:
-        done = [r for r in rows if contestant(r) == name and r["status"] == "completed"]
-        done.sort(key=lambda r: int(r["shape"].split("x")[1]))
-        T, style = [int(r["shape"].split("x")[1]) for r in done], styled[name]
-        look: dict[str, Any] = {"color": style.colour, "linestyle": style.line, "marker": style.marker}
-        look |= {"markersize": 5, "linewidth": 1.8}
-        speed.plot(T, [r["tokens_per_s"] / 1e3 for r in done], label=name, **look)
-        memory.plot(T, [r.get("peak_allocated_gib", 0) for r in done], **look)
-    if any(row.get("device") == NANOGPT_DEVICE for row in rows):
-        look = {"color": palette["muted"], "linestyle": "--", "linewidth": 1.4}
-        speeds = [nanogpt_speed(shape, dropout) / 1e3 for shape in SHAPES]
-        speed.plot(list(NANOGPT), speeds, label="nanoGPT", **look)
-        memory.plot(list(NANOGPT), [peak for *_, peak in NANOGPT.values()], **look)
+        style = styled[name]
+        look = {"color": style.colour, "linestyle": style.line, "marker": style.marker, "ms": 5, "lw": 1.8}
+        curves(speed, memory, [r for r in rows if column(r) == name], name, look)
+    if theirs:
+        curves(speed, memory, theirs, "nanoGPT", {"color": palette["muted"], "linestyle": "--", "lw": 1.4})
     for axes, title in ((speed, "thousand tokens/s"), (memory, "GiB at the peak")):
         dress(axes, palette, title, "seq_len")
-        over_lengths(axes, list(NANOGPT))
+        over_lengths(axes, sorted({length(row) for row in (*rows, *theirs)}))
         axes.set_ylim(bottom=0)
     legend(figure, speed, palette)
+
+
+def curves(speed: Axes, memory: Axes, rows: Sequence[Row], label: str, look: dict[str, Any]) -> None:
+    """One line of each figure: the rows that completed, from short to long."""
+    done = sorted((row for row in rows if row["status"] == "completed"), key=length)
+    lengths = [length(row) for row in done]
+    speed.plot(lengths, [row["tokens_per_s"] / 1e3 for row in done], label=label, **look)
+    memory.plot(lengths, [row.get("peak_allocated_gib", 0) for row in done], **look)
 
 
 def read(path: Path) -> dict[tuple[Any, ...], Row]:
@@ -193,7 +188,8 @@ def save(rows: Iterable[Row], path: Path) -> None:
 def publish(rows: Sequence[Row], path: Path) -> None:
     """Write the rows to `path`, draw a figure for each dropout beside it, and print the table."""
     save(rows, path)
-    print(table(rows))
+    theirs = nanogpt_beside(rows)
+    print(table(rows, theirs))
     for dropout in DROPOUTS:
         shown = [r for r in rows if r["dropout"] == dropout and r["recompute"] == "none"]
         if any(row["status"] == "completed" for row in shown):
@@ -201,23 +197,16 @@ def publish(rows: Sequence[Row], path: Path) -> None:
                 f"train-step-dropout-{dropout:g}",
                 f"Training GPT-2 (124M), 32,768 tokens a step, dropout {dropout:g}",
                 "Median of the steps of a run; nanoGPT by its own benchmark.",
-                partial(draw, rows=shown, dropout=dropout),
+                partial(draw, rows=shown, theirs=[row for row in theirs.values() if row["dropout"] == dropout]),
             )
-            stem = path.with_name(f"{path.stem}-dropout-{dropout:g}")
-            stem.with_name(f"{stem.name}.png").write_bytes(render_png(chart, dark=False))
-            write(stem.with_name(f"{stem.name}.svg"), standalone_svg(render_svg(chart)))
-
-
-def batch_and_length(text: str) -> str:
-    """A shape such as 32x1024."""
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text} is not a batch size and a sequence length, such as 32x1024")
-    return text
+            path.with_name(f"{path.stem}-dropout-{dropout:g}.png").write_bytes(render_png(chart, dark=False))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the cells that were asked for, printing each. Returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--attention", nargs="+", default=ATTENTIONS, choices=ATTENTIONS)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, type=batch_and_length, metavar="BATCHxSEQ_LEN")
     parser.add_argument("--dropout", nargs="+", default=DROPOUTS, type=rate, metavar="P")
@@ -245,24 +234,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         publish(list(rows.values()), result_file(args.results, *devices))
         return 0
 
-    # A profiled step is launched kernel by kernel, and slower: a measurement of its own.
+    require_gpu(parser)
+    # A profiled step launches its kernels one by one and is slower: a measurement of its own.
     extra = [*args.overrides, *(["training.profile=true"] if args.profile else [])]
     cells = [
         {"attention": attention, "shape": shape, "dropout": dropout, "recompute": recompute, "extra": extra}
         for attention in args.attention for dropout in args.dropout for shape in args.shapes
         for recompute in args.recompute
     ]  # fmt: skip
-    path = result_file(args.results, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+    return measure_all(
+        cells, result_file(args.results, torch.cuda.get_device_name()), partial(measure, steps=args.steps)
+    )
+
+
+def measure_all(cells: Sequence[Row], path: Path, measure: Callable[[Row], Row]) -> int:
+    """Measure each cell, print it, and write the results to `path`. Returns 1 if a cell failed."""
     rows = read(path) if path.exists() else {}
     failed = False
     for n, wanted in enumerate(cells, 1):
-        row = measure(wanted, args.steps)
+        row = measure(wanted)
         print(f"[{n}/{len(cells)}] {' '.join(map(str, key(row)))}: {result(row)}", flush=True)
         print(row.get("profile") or row.get("message") or "", end="\n" if row["status"] == "failed" else "")
         if row["status"] == "failed":
             failed = True
             continue
-        # What other software did does not stand beside this.
+        # Figures of other software versions do not belong beside this one.
         rows = {k: old for k, old in rows.items() if old.get("versions") == row["versions"]} | {key(row): row}
         save(rows.values(), path)
     if rows:

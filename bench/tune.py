@@ -3,9 +3,9 @@
     python -m bench.tune            # head sizes 64 and 128, dropout 0 and 0.1: about six minutes
     python -m bench.tune --head 256 --dropout 0 --passes forward --lengths 2048 --out tune.json
 
-Every candidate first runs once in a process of its own, on all cores, because a configuration that the compiler does
-not take may abort the process; it is checked against naive attention there, dropout's mask included. The survivors are
-timed one after another, causal, in bf16, at 16k tokens and hidden size 2048. The fastest are printed, for the table.
+Every candidate first runs once in a process of its own, since a configuration that the compiler rejects may abort the
+process. There it is checked against naive attention, including dropout's mask. The survivors are timed one after
+another, causal, in bf16, at 16k tokens and hidden size 2048. The fastest are printed, to be copied into the table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from attention.flash.configs import Blocks, KernelConfigs, Options
 from attention.flash.forward import forward
 from attention.flash.tiles import rows_like
 from bench.attention import positive, rate
-from bench.measure import environment, write
+from bench.measure import environment, require_gpu, write
 
 TOKENS, HIDDEN = 16384, 2048
 KEY = DropoutKey(seed=1337, step=3, layer=1, first_sequence=0)
@@ -183,8 +183,7 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=4, help="how many to print for each problem")
     parser.add_argument("--out", type=Path, help="write every measurement to this JSON file")
     args = parser.parse_args()
-    if torch.cuda.device_count() == 0:  # asked without initialising CUDA, which a fork must not find initialised
-        parser.error("needs a CUDA GPU, and torch finds none here")
+    require_gpu(parser)
 
     everything = list(candidates(args.head, args.dropout, args.passes))
     start = time.monotonic()

@@ -10,12 +10,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bench.measure import MIN_SAMPLES, ROOT, Timing, environment, interleaved, slug, write
+from bench import attention, loss, train_step, tune
+from bench.measure import MIN_SAMPLES, RESULTS, ROOT, Timing, environment, interleaved, slug, write
 
 CPU = torch.device("cpu")
 
 
-def test_contestants_take_turns():
+def test_candidates_take_turns():
     order: list[str] = []
 
     def call(name: str) -> None:
@@ -75,3 +76,14 @@ def test_writing_replaces_a_file_whole(tmp_path):
     write(path, "new")
     assert path.read_text() == "new"
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("benchmark", [attention, loss, train_step, tune])
+def test_without_a_gpu_a_benchmark_says_so_once_and_leaves_nothing(benchmark, monkeypatch, capsys):
+    before = sorted(RESULTS.iterdir())
+    monkeypatch.setattr("sys.argv", ["bench"])
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main()
+    assert capsys.readouterr().err.count("needs a CUDA GPU, and torch finds none here") == 1
+    assert sorted(RESULTS.iterdir()) == before
