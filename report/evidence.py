@@ -25,11 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from report.record import Run, Series
+from run_folder import PARITY_MARGIN as MARGIN
 
 Array = NDArray[np.float64]
 
-# As in training/parity/probe.py, which says how far right implementations were measured to be.
-MARGIN = 10.0
 WINDOW = 0.1
 EARLY = 0.1  # of the run
 # How many times the distance that so many seeds show two runs may differ: Student's t at 99.5 %, each seed beyond the

@@ -22,10 +22,10 @@ from data.tokenizers import bytes_tokenizer
 from errors import UserError
 from model.gpt import GPT, GPTConfig
 from model.gpt2_weights import export_gpt2
+from run_folder import read_metrics
 from training.loop import OutOfMemory
 from training.optimizer import ScheduleConfig
 from training.step import NonFiniteError, Trainer, TrainingConfig
-from training.tracking.metrics import read_metrics
 from training.tracking.tracker import TrackingConfig, TrackingMode
 
 ROOT = Path(__file__).parents[1]

@@ -12,6 +12,7 @@ from typing import Any
 
 from attention import AttentionShape
 from errors import UserError
+from run_folder import read_metrics
 from training.checkpoint import save_checkpoint
 from training.loop import OutOfMemory
 from training.parity.ablation import measure as measure_ablation
@@ -19,7 +20,6 @@ from training.parity.probe import summarise
 from training.profiling.attention_memory import attention_peak
 from training.profiling.meters import GIB, StepMeter
 from training.step import NonFiniteError, Trainer
-from training.tracking.metrics import read_metrics
 from training.tracking.summary import environment
 from training.tracking.tracker import Tracker, TrackingConfig
 

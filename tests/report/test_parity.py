@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from report import evidence
 from report.evidence import rolling_rms, seed_band, window_of
 from report.parity import Judgement, Outcome, Verdict, judge
 from report.runs import find_runs
 from report.tables import judgement_table
 from tests.report.synthetic import ERRORS, write_run
-from training.parity import probe
 from training.step import NonFiniteError, Trainer
 
 
@@ -35,10 +33,6 @@ def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash"
 def only(verdict: Verdict) -> Judgement:
     (judgement,) = verdict.judgements
     return judgement
-
-
-def test_the_report_allows_what_the_probe_allows() -> None:
-    assert evidence.MARGIN == probe.MARGIN
 
 
 @pytest.mark.parametrize(("precision", "chaos"), [("bf16", 1), ("bf16", 100), ("fp32", 1), ("fp32", 100)])

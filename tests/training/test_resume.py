@@ -18,9 +18,9 @@ from torch import Tensor
 import cli
 import train as train_module
 from config import ConfigError, register
+from run_folder import read_metrics
 from training.checkpoint import CheckpointError, load_checkpoint, newest_valid
 from training.sweeps import launcher
-from training.tracking.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60

@@ -35,6 +35,7 @@ from attention import (
 )
 from errors import UserError
 from model.gpt import GPT
+from run_folder import PARITY_MARGIN
 from training.parity.fwd_bwd import (
     Pass,
     differences,
@@ -48,10 +49,6 @@ log = logging.getLogger(__name__)
 
 # A probe takes at most this part of the memory that is free when it starts.
 MEMORY_SHARE = 0.8
-# What a right implementation may differ by, in units of the noise. Summing in another order, it is mostly within
-# twice; where queries' and keys' gradients nearly cancel, FlashAttention's delta = rowsum(do * out) costs up to
-# eight times in fp32 and four in bf16. Wrong ones are off by tens to millions of times after a few updates.
-MARGIN = 10.0
 
 
 @dataclass
@@ -188,15 +185,15 @@ class ParityProbe:
 def beyond_rounding(measured: Mapping[str, Any]) -> str | None:
     """What in a measurement rounding does not explain: a sentence, or None where it explains everything.
 
-    Logits and gradients may differ by MARGIN times the noise. The loss does not enter: the difference of two scalars
-    is close to zero by accident too often to be a floor.
+    Logits and gradients may differ by PARITY_MARGIN times the noise. The loss does not enter: the difference of two
+    scalars is close to zero by accident too often to be a floor.
     """
     for name, what in (
         ("logits_max_diff", "a logit"),
         ("grad_rel_err", f"the gradient of {measured['parity/worst_parameter']}"),
     ):
         difference, noise = measured[f"parity/{name}"], measured[f"parity/noise_{name}"]
-        if not difference <= MARGIN * noise:  # a NaN is not
+        if not difference <= PARITY_MARGIN * noise:  # a NaN is not
             return f"{what} differs from the reference's by {difference:.2g}, where rounding explains {noise:.2g}"
     return None
 

@@ -9,7 +9,6 @@ system before `append` returns, so that a killed process loses none, and the dis
 from __future__ import annotations
 
 import errno
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 from errors import UserError
 from files import to_json, write_atomically
+from run_folder import read_metrics
 
 SECONDS_BETWEEN_SYNCS = 30.0
 
@@ -79,23 +79,3 @@ class MetricsFile:
         if not self.file.closed:
             self.sync()
             self.file.close()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records in `path` by rising step, each step once; none where there is no file.
-
-    A line that is not whole is left out: the last one of a process that was killed. Of a step that was logged more
-    than once, the later values count.
-    """
-    records: dict[int, dict[str, Any]] = {}
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    for line in lines:
-        try:
-            record = json.loads(line)
-            records.setdefault(int(record["step"]), {}).update(record)
-        except (ValueError, TypeError, KeyError):
-            continue
-    return [records[step] for step in sorted(records)]

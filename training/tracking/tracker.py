@@ -22,7 +22,8 @@ from types import TracebackType
 from typing import Any
 
 from files import plain, write_atomically
-from training.tracking.metrics import MetricsFile, TrackingError, read_metrics
+from run_folder import read_metrics
+from training.tracking.metrics import MetricsFile, TrackingError
 from training.tracking.progress import ProgressLine
 from training.tracking.summary import draw_loss_curve, write_summary
 from training.tracking.wandb_mirror import WandbMirror
