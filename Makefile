@@ -1,4 +1,4 @@
-# Two commands are enough: `make train` and `make test` set everything up by themselves.
+# `make train` and `make test` set everything up by themselves.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -11,34 +11,35 @@ help: ## show this list
 	@awk 'BEGIN { FS = ":.*## "; print "make <target>\n" } \
 	     /^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "Training takes overrides:  $(BIN)/python train.py attention=tiled seq_len=512"
-	@echo "All of them:               $(BIN)/python train.py --help"
+	@echo "To use the environment:    source $(BIN)/activate"
+	@echo "Training takes overrides:  python train.py attention=tiled seq_len=512"
+	@echo "All overrides:             python train.py --help"
 
-# The stamp is newer than pyproject.toml exactly when the environment holds what it asks for.
+# The stamp is newer than pyproject.toml when the environment is up to date.
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
-	    { echo "error: Python 3.11 to 3.13 is needed; name one with: make PYTHON=python3.12 setup" >&2; exit 1; }
+	    { echo "error: this project needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12 setup" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-setup: $(VENV)/.installed ## make .venv with everything the project needs (a minute or two)
+setup: $(VENV)/.installed ## create .venv with all dependencies (a minute or two)
 
-train: setup ## train a small GPT on the Python standard library's source (about two minutes on a CPU)
+train: setup ## train a small GPT on the source of Python's standard library (two minutes on a CPU)
 	$(BIN)/python train.py
 
-test: setup ## run the tests (about three minutes; what needs a GPU is skipped without one)
+test: setup ## run the tests (three minutes; tests that need a GPU are skipped without one)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
 
-check: setup ## formatter, linter, types
+check: setup ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: setup ## let the formatter and the linter repair what they can
+format: setup ## fix format and lint
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean: ## remove the environment, caches and prepared data; runs in outputs/ and multirun/ stay
+clean: ## remove the environment, caches and prepared data; keep the runs in outputs/ and multirun/
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache build *.egg-info
 	find . -name __pycache__ -type d -not -path './outputs/*' -prune -exec rm -rf {} +

@@ -92,11 +92,14 @@ def test_measuring_again_replaces_the_problem_and_keeps_the_others(tmp_path, cap
     assert "Replacing results of another device" in capsys.readouterr().out
 
 
-def test_results_measured_apart_are_joined(tmp_path, capsys):
+def test_results_measured_apart_are_joined(result, tmp_path, capsys):
     first, second, other, out = (tmp_path / f"{name}.json" for name in ("first", "second", "other", "out"))
-    kept = run(first, "--lengths", "32", "64", "--dropout", "0", "--only", "naive")["rows"][0]
-    newer = run(second, "--lengths", "64", "128", "--dropout", "0", "--only", "naive")["rows"]
-    run(other, "--lengths", "32", "--dropout", "0", "--only", "naive", "--tokens", "32")
+    kept, replaced = [row for row in result["rows"] if row["name"] == "naive" and row["dropout"] == 0]
+    newer = [replaced | {"date": "later"}, replaced | {"length": 128}]
+    as_before = {name: value for name, value in result.items() if name != "path"}
+    first.write_text(json.dumps(as_before | {"rows": [kept, replaced]}))
+    second.write_text(json.dumps(as_before | {"rows": newer}))
+    other.write_text(json.dumps(as_before | {"rows": [kept], "tokens": 32}))
     main(["--plot-only", str(first), str(second), "--out", str(out)])
     assert json.loads(out.read_text())["rows"] == [kept, *newer]
     with pytest.raises(SystemExit, match="of another device, software, size of the work or dtype"):
