@@ -53,7 +53,7 @@ class AttentionConfig:
     """What a user chooses under `attention.*`.
 
     name       an implementation in the registry (attention/__init__.py)
-    dropout    probability of dropping an attention weight, realised in steps of 1/256 (see attention/dropout.py)
+    dropout    probability of dropping an attention weight, realised in steps of 1/256 (see attention/dropout)
     rng        whose random bits dropout uses; only sdpa takes `torch`
     block_q    rows of a score tile: queries (tiled)
     block_k    columns of a score tile: keys (tiled)

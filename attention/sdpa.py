@@ -1,7 +1,7 @@
 """torch's own scaled_dot_product_attention, the yardstick: one call, several kernels behind it.
 
 `attention.backend` names the kernel; `auto` leaves the choice to torch. None of them can replay the keep mask of
-attention/dropout.py, so dropout needs `attention.rng=torch`: the mask is then the kernel's own, drawn from torch's
+attention/dropout, so dropout needs `attention.rng=torch`: the mask is then the kernel's own, drawn from torch's
 default generator, and a run with it can be compared with others in distribution only.
 """
 

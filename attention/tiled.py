@@ -160,13 +160,13 @@ def backward(
             b_s = score_tile(b_q, b_k, rows, columns, T, S, causal, scale)
             b_p = torch.exp(b_s - cut(lse, rows))
             b_dp = dot(b_do, b_v.mT)
-            b_pv = b_p  # the probabilities that met v
+            b_p_kept = b_p  # the probabilities that met v
             if key is not None:
-                keep = keep_tile(key, dropout, q, S, rows, columns)
-                b_pv = torch.where(keep, b_p * keep_scale(dropout), 0.0)
-                b_dp = torch.where(keep, b_dp * keep_scale(dropout), 0.0)
+                b_keep = keep_tile(key, dropout, q, S, rows, columns)
+                b_p_kept = torch.where(b_keep, b_p * keep_scale(dropout), 0.0)
+                b_dp = torch.where(b_keep, b_dp * keep_scale(dropout), 0.0)
             b_ds = (b_p * (b_dp - cut(delta, rows))).to(q.dtype)
-            b_dv += dot(b_pv.to(v.dtype).mT, b_do).sum(dim=2, keepdim=True)  # over the group that shares v
+            b_dv += dot(b_p_kept.to(v.dtype).mT, b_do).sum(dim=2, keepdim=True)  # over the group that shares v
             b_dk += dot(b_ds.mT, b_q).sum(dim=2, keepdim=True)
             cut(dq, rows).add_(dot(b_ds, b_k))
 
@@ -188,7 +188,7 @@ def score_tile(
 def keep_tile(key: Tensor, dropout: float, q: Tensor, S: int, rows: Range, columns: Range) -> Tensor:
     """The weights of one tile that dropout keeps, (B, H_kv, G, block_q, block_k), for q (B, H_kv, G, T, D)."""
     B, H_kv, G, T, _ = q.shape
-    keep = keep_mask(DropoutKey(*key), dropout, B, H_kv * G, T, S, rows=rows, columns=columns, device=q.device)
+    keep = keep_mask(key, dropout, B, H_kv * G, T, S, rows=rows, columns=columns, device=q.device)
     return grouped(keep, H_kv)
 
 

@@ -3,7 +3,7 @@
 A place in the stream (sequence, position t, channel c) that dropout visits at several sites of the model is addressed
 like a row, a column and a head of attention's mask, in a layer that no model has:
 
-    keep_mask(key.at_layer(LAYER), p, B, n_sites, T, C)        # attention/dropout.py
+    keep_mask(key.at_layer(LAYER), p, B, n_sites, T, C)        # attention/dropout
 
 The masks of all sites are drawn at once, as bits. A compiled step keeps those for the backward pass, an eighth of
 torch's bytes, whatever it recomputes. Column c of a row is bit b of byte g, those of one call of the generator side by
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attention.dropout import DropoutKey, drop_threshold, keep_mask, keep_scale
-from attention.flash.op import HAS_TRITON
+from attention.gpu import HAS_TRITON
 
 LAYER = 2**16 - 1
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.flash.philox import load_key, philox
+from attention.dropout.kernel import load_key, philox
 
 BLOCK = 1024  # generator calls of a program
 

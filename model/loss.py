@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.flash.op import HAS_TRITON
+from attention.gpu import HAS_TRITON
 
 IGNORE_INDEX = -100
 

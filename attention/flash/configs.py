@@ -22,6 +22,18 @@ class Options(NamedTuple):
     tf32: bool
 
 
+class Mode(NamedTuple):
+    """What a kernel is compiled for, beside its blocks.
+
+    columns of a tile: the head size, rounded up; precision of the products of fp32 numbers, "ieee" or "tf32".
+    """
+
+    causal: bool
+    threshold: int
+    precision: str
+    columns: int
+
+
 class Blocks(NamedTuple):
     """Rows of a query tile, rows of a key tile, warps of a program, tiles in flight, registers a thread at most."""
 
@@ -40,7 +52,7 @@ class KernelConfigs(NamedTuple):
     dkdv: Blocks
 
 
-class Entry(NamedTuple):
+class ConfigKey(NamedTuple):
     """What an entry of a table serves: head sizes and sequence lengths up to these, with dropout or without."""
 
     head_dim: int
@@ -48,39 +60,39 @@ class Entry(NamedTuple):
     length: float = math.inf
 
 
-Table = dict[Entry, KernelConfigs]
+Table = dict[ConfigKey, KernelConfigs]
 
 # Compute capability 9.0 and 10.x.
 HOPPER: Table = {
-    Entry(64, False, 2048): KernelConfigs(Blocks(64, 64, 4, 2, 96), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    Entry(64, False, 8192): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    Entry(64, False): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2)),
-    Entry(64, True, 2048): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2, 168)),
-    Entry(64, True, 8192): KernelConfigs(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 64, 4, 2)),
-    Entry(64, True): KernelConfigs(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
-    Entry(128, False, 512): KernelConfigs(Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
-    Entry(128, False, 2048): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
-    Entry(128, False, 8192): KernelConfigs(Blocks(128, 64, 4, 2), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
-    Entry(128, False): KernelConfigs(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
-    Entry(128, True, 2048): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    Entry(128, True): KernelConfigs(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
-    Entry(256, False): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1)),
-    Entry(256, True): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(32, 64, 8, 2)),
+    ConfigKey(64, False, 2048): KernelConfigs(Blocks(64, 64, 4, 2, 96), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    ConfigKey(64, False, 8192): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    ConfigKey(64, False): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2)),
+    ConfigKey(64, True, 2048): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2, 168)),
+    ConfigKey(64, True, 8192): KernelConfigs(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 64, 4, 2)),
+    ConfigKey(64, True): KernelConfigs(Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
+    ConfigKey(128, False, 512): KernelConfigs(Blocks(128, 64, 4, 2), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
+    ConfigKey(128, False, 2048): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(128, 32, 4, 3), Blocks(64, 64, 4, 2)),
+    ConfigKey(128, False, 8192): KernelConfigs(Blocks(128, 64, 4, 2), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    ConfigKey(128, False): KernelConfigs(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    ConfigKey(128, True, 2048): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    ConfigKey(128, True): KernelConfigs(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    ConfigKey(256, False): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1)),
+    ConfigKey(256, True): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(32, 64, 8, 2)),
 }
 # Ampere, Ada and whatever else has 99 KiB of shared memory for a program.
 OLDER: Table = {
-    Entry(64, False): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
-    Entry(64, True): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
-    Entry(128, False): KernelConfigs(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
-    Entry(128, True): KernelConfigs(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
-    Entry(256, False): KernelConfigs(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
-    Entry(256, True): KernelConfigs(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
+    ConfigKey(64, False): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
+    ConfigKey(64, True): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
+    ConfigKey(128, False): KernelConfigs(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
+    ConfigKey(128, True): KernelConfigs(Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 2)),
+    ConfigKey(256, False): KernelConfigs(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
+    ConfigKey(256, True): KernelConfigs(Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1)),
 }
 # fp32 without tensor cores: every multiplication is an instruction, so small tiles keep compilation to seconds.
 FP32: Table = {
-    Entry(64, True): KernelConfigs(Blocks(32, 64, 4, 1), Blocks(16, 64, 4, 1), Blocks(16, 64, 4, 1)),
-    Entry(128, True): KernelConfigs(Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
-    Entry(256, True): KernelConfigs(Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
+    ConfigKey(64, True): KernelConfigs(Blocks(32, 64, 4, 1), Blocks(16, 64, 4, 1), Blocks(16, 64, 4, 1)),
+    ConfigKey(128, True): KernelConfigs(Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
+    ConfigKey(256, True): KernelConfigs(Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
 }
 TABLES = {"hopper": HOPPER, "older": OLDER, "fp32": FP32}
 
@@ -91,5 +103,5 @@ def choose(head_dim: int, length: int, dtype: torch.dtype, dropout: bool, capabi
         table, dropout = FP32, True  # the same with and without
     else:
         table = HOPPER if capability[0] in (9, 10) else OLDER
-    serving = (entry for entry in table if head_dim <= entry.head_dim and length <= entry.length)
-    return table[min(entry for entry in serving if entry.dropout == dropout)]
+    serving = (key for key in table if head_dim <= key.head_dim and length <= key.length)
+    return table[min(key for key in serving if key.dropout == dropout)]

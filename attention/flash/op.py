@@ -6,32 +6,30 @@ break; the dropout key is a tensor among their arguments, so new steps and repla
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention import gpu
 from attention.dropout import DropoutKey, drop_threshold
 from attention.flash.configs import KernelConfigs, Options, choose
+from attention.gpu import ALIGNMENT, HAS_TRITON
 from attention.interface import Attention, AttentionShape, UnsupportedAttention
 
-HAS_TRITON = find_spec("triton") is not None  # it exists for Linux alone
 if HAS_TRITON:
     import triton
 
     from attention.flash.backward import backward
     from attention.flash.forward import forward
-    from attention.flash.tiles import addressable, capability, rows_like
+    from attention.flash.tiles import addressable, rows_like
 
-ALIGNMENT = 16  # bytes: what a tensor descriptor asks of every stride
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def passes(q: Tensor, k: Tensor, threshold: int) -> KernelConfigs:
+def kernel_configs(q: Tensor, k: Tensor, threshold: int) -> KernelConfigs:
     """The block sizes for these queries and keys."""
-    return choose(q.shape[-1], k.shape[2], q.dtype, threshold > 0, capability(q.device))
+    return choose(q.shape[-1], k.shape[2], q.dtype, threshold > 0, gpu.capability(q.device))
 
 
 def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -54,10 +52,10 @@ def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
             f"attention=flash needs a CUDA GPU and the device is {device}; choose attention=tiled, or set "
             "TRITON_INTERPRET=1 to run the kernels, slowly, in Triton's interpreter."
         )
-    if capability(device) < (8, 0):
+    if gpu.capability(device) < (8, 0):
         raise UnsupportedAttention(
             f"attention=flash needs a GPU of compute capability 8.0 (Ampere) or newer and {device} has "
-            f"{'.'.join(map(str, capability(device)))}; choose attention=sdpa."
+            f"{'.'.join(map(str, gpu.capability(device)))}; choose attention=sdpa."
         )
 
 
@@ -70,7 +68,7 @@ def flash_forward(
     out = torch.empty_like(q)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
-        lse, lse2 = forward(q, k, v, out, key, Options(causal, scale, threshold, tf32), passes(q, k, threshold))
+        lse, lse2 = forward(q, k, v, out, key, Options(causal, scale, threshold, tf32), kernel_configs(q, k, threshold))
     return out, lse, lse2
 
 
@@ -95,11 +93,11 @@ def flash_backward(
 ) -> list[Tensor]:
     """The gradients, as `empty_gradients` lays them out."""
     gradients = empty_gradients(q, k, v)
-    dq_dk_dv = separate(gradients, q, k)
+    dq_dk_dv = split_qkv_grad(gradients, q, k)
     options = Options(causal, scale, threshold, tf32)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
-        backward(do, q, k, v, out, lse2, dq_dk_dv, key, options, passes(q, k, threshold))
+        backward(do, q, k, v, out, lse2, dq_dk_dv, key, options, kernel_configs(q, k, threshold))
     return gradients
 
 
@@ -120,7 +118,7 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     return [torch.empty_like(x) for x in (q, k, v)]
 
 
-def separate(gradients: list[Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv_grad(gradients: list[Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, H, T, D), dk and dv (B, H_kv, S, D): what `empty_gradients` made or views of it."""
     if len(gradients) == 1:
         gradients = [x.transpose(1, 2) for x in gradients[0].split([q.shape[1], k.shape[1], k.shape[1]], dim=2)]
@@ -140,7 +138,7 @@ def _backward(ctx, do, *_):
     if do is None:
         return (None,) * 8
     q, k, v, out, lse2, key = ctx.saved_tensors
-    dq, dk, dv = separate(flash_backward(do, q, k, v, out, lse2, key, *ctx.options), q, k)
+    dq, dk, dv = split_qkv_grad(flash_backward(do, q, k, v, out, lse2, key, *ctx.options), q, k)
     return dq, dk, dv, None, None, None, None, None
 
 

@@ -13,20 +13,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNMENT = 16  # bytes: what the copy engine asks of the base and of every stride
+from attention import gpu
+from attention.flash.configs import Blocks, Mode, Options
+from attention.gpu import ALIGNMENT, INTERPRET
+
 ROW_ALIGNMENT = tl.constexpr(4)  # numbers of fp32: 16 bytes
 L2_BUDGET = 8 * 2**20  # bytes of an H200's 50 MiB that the heads in flight may fill
-INPUT_PRECISION = {False: "ieee", True: "tf32"}  # by allow_tf32; says nothing to 16-bit inputs
 
 
 def has_copy_engine(device: torch.device) -> bool:
     """Whether tiles move by tensor descriptors; the interpreter knows them too."""
-    return capability(device) >= (9, 0)
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """The GPU's compute capability; Triton's interpreter stands in for a Hopper GPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return gpu.capability(device) >= (9, 0)
 
 
 def aligned(x: Tensor) -> bool:
@@ -81,12 +78,16 @@ def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor | Strided:
     return TensorDescriptor(x, [B * H, T], [T_padded, 1], [1, rows])
 
 
-def block_columns(D: int) -> int:
-    """Tiles are as wide as the next power of two, and no narrower than a matrix instruction."""
-    return max(16, triton.next_power_of_2(D))
+def kernel_mode(D: int, options: Options) -> Mode:
+    """What the kernels for head size D are compiled for."""
+    # Tiles are as wide as the next power of two, and no narrower than a matrix instruction.
+    columns = max(16, triton.next_power_of_2(D))
+    return Mode(options.causal, options.threshold, "tf32" if options.tf32 else "ieee", columns)
 
 
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+def compile_options(blocks: Blocks) -> dict[str, int | None]:
+    """Triton's own arguments of a launch."""
+    return {"num_warps": blocks.warps, "num_stages": blocks.stages, "maxnreg": blocks.registers}
 
 
 def head_group_size(n_heads: int, head: Tensor, shared_by: int = 1) -> int:
@@ -106,21 +107,6 @@ def swizzle_program_id(n_tiles, n_together):
     i_rest = tl.program_id(0) % (n_together * n_tiles)
     n_here = tl.minimum(n_heads - i_section * n_together, n_together)
     return i_rest // n_here, i_section * n_together + i_rest % n_here
-
-
-@triton.jit
-def seen_keys(i_m, T, S, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """(n_full, n_end) for the queries from i_m: all BM see every key before n_full, and none sees any from n_end on.
-
-    Key tiles between the two are cut by the diagonal or by the end of the sequence. n_full is a multiple of BN.
-    """
-    if CAUSAL:
-        n_full = tl.minimum(tl.maximum(i_m + 1 + S - T, 0), S) // BN * BN
-        n_end = tl.minimum(tl.maximum(i_m + BM + S - T, 0), S)
-    else:
-        n_full = S // BN * BN
-        n_end = S
-    return n_full, n_end
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Independent references for attention and its dropout mask, and the accuracy that an implementation is held to.
 
 Nothing here calls the code under test: the formula is written out once more, and the mask comes from the scheme in
-attention/dropout.py's docstring, evaluated weight by weight.
+attention/dropout/mask.py's docstring, evaluated weight by weight.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def philox_words(counter: Sequence, key: Sequence, rounds: int = 7) -> tuple:
 
 @lru_cache(maxsize=8)
 def reference_mask(key: DropoutKey, p: float, B: int, H: int, T: int, S: int) -> Tensor:
-    """The mask of attention/dropout.py's docstring, one Philox call for every single weight: (B, H, T, S) bool."""
+    """The mask of attention/dropout/mask.py's docstring, one Philox call for every single weight: (B, H, T, S) bool."""
     b, h, i, j = np.meshgrid(*(np.arange(n) for n in (B, H, T, S)), indexing="ij", sparse=True)
     words = philox_words(
         (key.first_sequence + b, (j >> 6) * 8 + (j & 7), key.layer << 16 | h, (i >> 4) * 8 + (i & 7)),

@@ -12,9 +12,9 @@ import triton
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from attention import AttentionConfig, AttentionShape, DropoutKey, UnsupportedAttention, build_attention
+from attention import AttentionConfig, AttentionShape, DropoutKey, UnsupportedAttention, build_attention, gpu
 from attention.dropout import drop_threshold
-from attention.flash import configs, op, tiles
+from attention.flash import configs, tiles
 from attention.flash.backward import launch_dkdv, launch_dq
 from attention.flash.configs import Blocks, KernelConfigs, Options
 from attention.flash.forward import forward
@@ -46,8 +46,7 @@ def assert_flash_accurate(case: Case, dtype: torch.dtype, factor: float = 3.0) -
 def addressing(request, monkeypatch):
     """How tiles move: by the copy engine's descriptors, or by pointers as on GPUs older than Hopper."""
     if request.param == "pointers":
-        for module in (tiles, op):
-            monkeypatch.setattr(module, "capability", lambda device: (8, 0))
+        monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -86,9 +85,9 @@ def distinct_blocks() -> list[tuple[str, Blocks, torch.dtype]]:
     found = {
         (kernel, blocks, torch.float32 if table is configs.FP32 else torch.bfloat16)
         for table in configs.TABLES.values()
-        for entry, passes in table.items()
-        if entry.dropout
-        for kernel, blocks in passes._asdict().items()
+        for key, kernels in table.items()
+        if key.dropout
+        for kernel, blocks in kernels._asdict().items()
     }
     return sorted(found, key=str)
 
@@ -329,7 +328,7 @@ def test_what_the_kernels_cannot_do_is_refused_when_the_model_is_built(shape, re
 
 def test_a_gpu_before_ampere_is_refused(monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(op, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(gpu, "capability", lambda device: (7, 5))
     with pytest.raises(UnsupportedAttention, match=r"compute capability 8.0 \(Ampere\) or newer and cuda:0 has 7.5"):
         flash().check(AttentionShape(64, 4, 4, torch.float16, torch.device("cuda:0")))
 
@@ -340,6 +339,6 @@ def test_every_problem_finds_its_blocks():
             for head_dim in range(1, 257):
                 for dropout in (False, True):
                     for length in (1, 3000, 10**6):
-                        passes = configs.choose(head_dim, length, dtype, dropout, capability)
+                        kernels = configs.choose(head_dim, length, dtype, dropout, capability)
                         if dropout:
-                            assert all(b.q % 16 == 0 and b.k % 64 == 0 for b in passes)
+                            assert all(b.q % 16 == 0 and b.k % 64 == 0 for b in kernels)

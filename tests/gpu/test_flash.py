@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import AttentionConfig, DropoutKey, build_attention, keep_mask
-from attention.flash import op, tiles
+from attention import AttentionConfig, DropoutKey, build_attention, gpu, keep_mask
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -76,8 +75,7 @@ def test_tf32_is_used_where_asked_for_alone():
 @pytest.mark.parametrize("case", grid()[1::13], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
 def test_pointers_serve_as_well_as_descriptors(case, dropout, monkeypatch):
     """The way of GPUs older than Hopper, with their block sizes."""
-    for module in (tiles, op):
-        monkeypatch.setattr(module, "capability", lambda device: (8, 0))
+    monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
     assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.bfloat16, "cuda", factor=3.0)
 
 

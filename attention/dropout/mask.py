@@ -117,7 +117,7 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor], rounds: int = N_ROU
 
 
 def keep_mask(
-    key: DropoutKey,
+    key: DropoutKey | Tensor,
     p: float,
     B: int,
     H: int,
@@ -130,12 +130,13 @@ def keep_mask(
 ) -> Tensor:
     """The attention weights that dropout keeps: (B, H, T, S) bool, True with probability 1 - round(256 p) / 256.
 
-    `rows` and `columns`, each (start, stop), cut a tile out of the mask without computing the rest; the
-    tile may start anywhere. The result is the same bits on every device.
+    `rows` and `columns`, each (start, stop), cut a tile out of the mask without computing the rest; the tile may start
+    anywhere. `key` may be packed, then on `device`. The result is the same bits on every device.
     """
     row_start, row_stop = rows or (0, T)
     column_start, column_stop = columns or (0, S)
-    seed, step, layer, first_sequence = key.pack(torch.device(device or "cpu"))
+    packed = key if isinstance(key, Tensor) else key.pack(torch.device(device or "cpu"))
+    seed, step, layer, first_sequence = packed.unbind()
 
     # The smallest aligned piece that covers the tile: 16 rows and 64 columns a call.
     first_row, first_column = row_start // 16 * 16, column_start // 64 * 64

@@ -1,4 +1,4 @@
-"""The keep mask of attention/dropout.py, drawn inside the kernels: the same bits, in the registers that need them.
+"""The keep mask of mask.py, drawn inside the kernels: the same bits, in the registers that need them.
 
 A score tile on a tensor core leaves each thread with rows {i, i + 8} and columns {j, j + 1, j + 8, j + 9, ...}. The
 mask's layout hands one Philox call 16 weights of exactly that shape, so for S (the forward and dq) no bit ever moves
@@ -13,12 +13,12 @@ cost one a weight (and the predicates, 16 a call, do not fit the predicate regis
 import triton
 import triton.language as tl
 
-from attention.flash.tiles import INTERPRET
+from attention.gpu import INTERPRET
 
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Philox 4x32-7: counter and key of broadcastable uint32 to four random words (see attention/dropout.py)."""
+    """Philox 4x32-7: counter and key of broadcastable uint32 to four random words (see mask.py)."""
     for _ in tl.static_range(7):
         # One wide product is one instruction; the high and the low half apart would be two.
         product_0 = c0.to(tl.uint64) * 0xD2511F53

@@ -1,0 +1,17 @@
+"""Dropout's masks as a pure function of counters: who drops what is said here once, for every implementation.
+
+mask.py     the scheme, and the mask in plain PyTorch: the reference    DropoutKey, keep_mask
+kernel.py   the same bits inside Triton kernels                         load_key, keep_tile, drop
+"""
+
+from attention.dropout.mask import (
+    RATES,
+    DropoutKey,
+    drop_threshold,
+    is_valid_rate,
+    keep_mask,
+    keep_scale,
+    philox,
+)
+
+__all__ = ["RATES", "DropoutKey", "drop_threshold", "is_valid_rate", "keep_mask", "keep_scale", "philox"]
