@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format clean
+.PHONY: help setup train test learn check format clean
 
 help: ## show this list
 	@awk 'BEGIN { FS = ":.*## "; print "make <target>\n" } \
@@ -30,6 +30,9 @@ train: setup ## train a small GPT on the source of Python's standard library (tw
 
 test: setup ## run the tests (three minutes; tests that need a GPU are skipped without one)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
+
+learn: setup ## from softmax to FlashAttention in checked steps, and a page to walk through (half a minute)
+	$(BIN)/python -m learn
 
 check: setup ## check format, lint and types
 	$(BIN)/ruff format --check .

@@ -1,0 +1,129 @@
+"""One attention problem in slow memory, solved by any of the functions of flash.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention import DropoutKey, keep_mask
+from attention.dropout import keep_scale
+from learn.flash import (
+    LOWEST,
+    block_sizes,
+    flash_1_backward,
+    flash_1_forward,
+    flash_2_backward,
+    flash_2_forward,
+    standard_backward,
+    standard_forward,
+)
+from learn.memory import Slow, Traffic
+
+Function = Callable[..., None]  # Slow tensors by name, sizes, masks; results are left in slow memory
+FORWARD: dict[str, Function] = {"standard": standard_forward, "flash_1": flash_1_forward, "flash_2": flash_2_forward}
+BACKWARD: dict[str, Function] = {
+    "standard": standard_backward,
+    "flash_1": flash_1_backward,
+    "flash_2": flash_2_backward,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """N queries and keys of d numbers, a fast memory of M numbers, and what a query sees.
+
+    causal   query i sees key j iff j <= i
+    window   a query sees its last `window` keys, itself included; 0: all
+    dropout  probability of dropping a weight, by the mask that every implementation of attention/ draws
+    """
+
+    N: int = 5
+    d: int = 3
+    M: int = 59
+    causal: bool = False
+    window: int = 0
+    dropout: float = 0.0
+
+    def visible(self) -> Tensor:
+        """(N, N) bool."""
+        i, j = torch.arange(self.N)[:, None], torch.arange(self.N)[None, :]
+        visible = torch.ones(self.N, self.N, dtype=torch.bool)
+        if self.causal:
+            visible &= j <= i
+        if self.window:
+            visible &= (j <= i) & (j > i - self.window)
+        return visible
+
+    def kept(self) -> Tensor:
+        """(N, N): 0 where dropout drops a weight, else what it is multiplied by."""
+        if not self.dropout:
+            return torch.ones(self.N, self.N)
+        mask = keep_mask(DropoutKey(0, 0, 0, 0), self.dropout, 1, 1, self.N, self.N)[0, 0]
+        return mask * keep_scale(self.dropout)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """q, k, v and the output's gradient, (N, d) each: the same numbers every time."""
+        generator = torch.Generator().manual_seed(self.N * 100 + self.d)
+        return tuple(torch.randn(self.N, self.d, generator=generator) for _ in range(4))
+
+
+@dataclass
+class Solution:
+    """What is in slow memory at the end, and what moved."""
+
+    slow: dict[str, Slow]
+    traffic: Traffic
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.slow[name].tensor
+
+
+Run = Callable[[Function, dict[str, Slow], dict[str, object]], None]
+
+
+def call(function: Function, slow: dict[str, Slow], rest: dict[str, object]) -> None:
+    """function(**slow, **rest): what `solve` does with each function unless it is told otherwise."""
+    function(**slow, **rest)
+
+
+def solve(
+    problem: Problem, algorithm: str, *, backward: bool = False, blocks: tuple[int, int] | None = None, run: Run = call
+) -> Solution:
+    """Run one pass of an algorithm; its traffic alone is counted, the forward before a backward is not.
+
+    blocks  B_r and B_c; those that `block_sizes` gives for M by default
+    run     calls the pass, as `call` does: a tracer records it there
+    """
+    q, k, v, do = problem.inputs()
+    N, d = q.shape
+    see, keep = problem.visible(), problem.kept()
+    rest: dict[str, object] = {"see": lambda i, j: see[i, j], "keep": lambda i, j: keep[i, j]}
+    if algorithm != "standard":
+        rest["B_r"], rest["B_c"] = blocks or block_sizes(d, problem.M)
+    tensors = {"Q": q, "K": k, "V": v, "O": torch.zeros(N, d)}
+    kept_rows: dict[str, Tensor] = {
+        "standard": {"S": torch.zeros(N, N), "P": torch.zeros(N, N)},
+        "flash_1": {"l": torch.zeros(N, 1), "m": torch.full((N, 1), LOWEST)},
+        "flash_2": {"lse": torch.zeros(N, 1)},
+    }[algorithm]
+    solution = _solve(FORWARD[algorithm], tensors | kept_rows, rest, call if backward else run)
+    if not backward:
+        return solution
+    tensors = {name: slow.tensor for name, slow in solution.slow.items()}
+    tensors |= {"dO": do} | {name: torch.zeros(N, d) for name in ("dQ", "dK", "dV")}
+    if algorithm == "standard":
+        tensors |= {"dS": torch.zeros(N, N)}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("O", "S")}
+    if algorithm == "flash_2":
+        tensors |= {"D": torch.zeros(N, 1)}
+    return _solve(BACKWARD[algorithm], tensors, rest, run)
+
+
+def _solve(function: Function, tensors: dict[str, Tensor], rest: dict[str, object], run: Run) -> Solution:
+    traffic = Traffic()
+    slow = {name: Slow(tensor, traffic) for name, tensor in tensors.items()}
+    run(function, slow, rest)
+    return Solution(slow, traffic)

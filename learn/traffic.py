@@ -1,0 +1,71 @@
+"""Bytes moved as a function of fast memory, counted by running the algorithms, beside the papers' theorem.
+
+Dao et al. 2022, theorem 2: standard attention moves Theta(N d + N^2) numbers, FlashAttention Theta(N^2 d^2 / M).
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+from learn.problem import Problem, solve
+
+LABELS = {"standard": "standard attention", "flash_1": "FlashAttention-1", "flash_2": "FlashAttention-2"}
+# The ink is replaced by the page's own; the others read on white and on black.
+INK, COLOURS = "#123456", {"standard": "#d1495b", "flash_1": "#edae49", "flash_2": "#2e86ab"}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Numbers moved by a forward and a backward pass together, for each size M of fast memory.
+
+    theorem  N^2 d^2 / M times the constant that FlashAttention-1 shows at the smallest M
+    """
+
+    N: int
+    d: int
+    M: tuple[int, ...]
+    moved: dict[str, tuple[int, ...]]
+    theorem: tuple[float, ...]
+
+
+def count(N: int = 64, d: int = 8) -> Curves:
+    """Run each algorithm with fast memories that hold one row of each matrix, two rows, and so on up to all.
+
+    FlashAttention-2 takes tiles of M / 4d queries too: it has no reason to keep them shorter than its tiles of keys.
+    """
+    sizes = tuple(4 * d * 2**k for k in range(N.bit_length()) if 2**k <= N)
+    moved: dict[str, list[int]] = {name: [] for name in LABELS}
+    for M in sizes:
+        for name, counts in moved.items():
+            blocks = (M // (4 * d),) * 2 if name == "flash_2" else None
+            passes = (solve(Problem(N, d, M), name, backward=b, blocks=blocks) for b in (False, True))
+            counts.append(sum(solution.traffic.total for solution in passes))
+    constant = moved["flash_1"][0] * sizes[0] / (N * d) ** 2
+    theorem = tuple(constant * (N * d) ** 2 / M for M in sizes)
+    return Curves(N, d, sizes, {name: tuple(counts) for name, counts in moved.items()}, theorem)
+
+
+def draw(curves: Curves) -> str:
+    """The curves as an SVG whose ink is the page's."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "learn", "font.family": "sans-serif"}):
+        figure = Figure(figsize=(7, 3.6), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_facecolor("none")
+        for name, counts in curves.moved.items():
+            axes.loglog(curves.M, counts, marker="o", markersize=4, color=COLOURS[name], label=LABELS[name])
+        axes.loglog(curves.M, curves.theorem, "--", color=INK, linewidth=1, label="N² d² / M, times a constant")
+        axes.set_xlabel("fast memory M (numbers)", color=INK)
+        axes.set_ylabel("numbers moved", color=INK)
+        axes.tick_params(colors=INK, which="both")
+        axes.spines[["top", "right"]].set_visible(False)
+        for spine in axes.spines.values():
+            spine.set_color(INK)
+        axes.legend(frameon=False, labelcolor=INK)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    svg = out.getvalue()
+    return svg[svg.index("<svg") :].replace(INK, "currentColor")
