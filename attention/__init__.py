@@ -1,7 +1,8 @@
 """Pluggable attention: a name chooses the implementation, the call is the same for all.
 
 >>> attend = build_attention(AttentionConfig(name="tiled", dropout=0.1))
->>> out = attend(q, k, v, causal=True, dropout_key=DropoutKey(seed=1337, step=0, layer=0, first_sequence=0))
+>>> out = attend(q, k, v, dropout_key=DropoutKey(seed=1337, step=0, layer=0, first_sequence=0)).out
+>>> out = attend(q, k, v, score=Score(window=1024, soft_cap=50.0), layout=packed(cu_seqlens, length=4096)).out
 """
 
 from attention.dropout import DropoutKey, keep_mask
@@ -10,12 +11,14 @@ from attention.interface import (
     Ablation,
     Attention,
     AttentionConfig,
+    AttentionOutput,
     AttentionShape,
     DropoutRng,
     SDPABackend,
     UnsupportedAttention,
 )
 from attention.naive import NaiveAttention
+from attention.score import Layout, Score, ScoreError, documents, packed
 from attention.sdpa import SDPAAttention
 from attention.tiled import TiledAttention
 
@@ -24,13 +27,19 @@ __all__ = [
     "Ablation",
     "Attention",
     "AttentionConfig",
+    "AttentionOutput",
     "AttentionShape",
     "DropoutKey",
     "DropoutRng",
+    "Layout",
     "SDPABackend",
+    "Score",
+    "ScoreError",
     "UnsupportedAttention",
     "build_attention",
+    "documents",
     "keep_mask",
+    "packed",
 ]
 
 IMPLEMENTATIONS: dict[str, type[Attention]] = {

@@ -2,24 +2,27 @@
 
 Every implementation answers the same call
 
-    out = attend(q, k, v, causal=True, scale=None, dropout_key=key)
+    out = attend(q, k, v, score=Score(window=1024), layout=Layout(), dropout_key=key).out
 
-and computes  out = dropout(softmax(scale * q k^T + mask)) v  (Vaswani et al. 2017, eq. 1).
-What differs is which intermediate results exist in memory, and how fast it goes.
+and computes  out = dropout(softmax(scale * q k^T + mask)) v  (Vaswani et al. 2017, eq. 1), with the mask and the
+changes of scores that attention/score.py defines. What differs is which intermediate results exist in memory, and how
+fast it goes.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attention.dropout import RATES, DropoutKey, is_valid_rate
+from attention.score import Layout, Score, alibi_slopes
 from errors import UserError
 
 
@@ -74,19 +77,57 @@ class AttentionConfig:
     allow_tf32: bool = False
 
 
+# What an implementation may lack: see Score.features and Layout.features.
+FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "sinks", "documents", "offsets"})
+CAUSAL, ONE_DOCUMENT = Score(), Layout()
+
+
 class UnsupportedAttention(UserError, ValueError):
     """A combination the chosen implementation cannot serve; the message says what to change."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a model asks of its attention, known before any tensor exists."""
+    """What a model asks of its attention, known before any tensor exists.
+
+    scores     of its layers
+    documents  whether its batches tell documents apart
+    """
 
     head_dim: int
     n_heads: int
     n_kv_heads: int
     dtype: torch.dtype
     device: torch.device
+    scores: tuple[Score, ...] = (Score(),)
+    documents: bool = False
+
+
+class AttentionOutput(NamedTuple):
+    """What a call gives.
+
+    out  (B, H, T, D)   in q's dtype
+    lse  (B, H, T)      fp32, without gradient: the log of the softmax's sum; None unless asked for
+    """
+
+    out: Tensor
+    lse: Tensor | None = None
+
+
+class Terms(NamedTuple):
+    """What a call says besides q, k and v, with defaults filled in; see `Attention.__call__`.
+
+    dropout_key  None where nothing is to be dropped
+    slopes       (H,) fp32 where score.alibi, else None
+    sinks        (H,) where score.sinks, else None
+    """
+
+    score: Score
+    layout: Layout
+    scale: float
+    dropout_key: DropoutKey | None
+    slopes: Tensor | None
+    sinks: Tensor | None
 
 
 class Attention(ABC):
@@ -97,6 +138,7 @@ class Attention(ABC):
 
     name: ClassVar[str]
     options: ClassVar[frozenset[str]] = frozenset()  # what it reads of AttentionConfig beside name and dropout
+    supports: ClassVar[frozenset[str]] = frozenset()  # FEATURES that it has beside causal attention
 
     def __init__(self, config: AttentionConfig) -> None:
         """Raises UnsupportedAttention where the configuration asks for what this class does not do."""
@@ -113,36 +155,23 @@ class Attention(ABC):
         self.dropout = config.dropout
 
     def check(self, shape: AttentionShape) -> None:
-        """Refuse, when the model is built, a shape, dtype or device this implementation cannot serve.
+        """Refuse, when the model is built, what this implementation cannot serve: scores, shapes, dtypes, devices.
 
         Raises UnsupportedAttention with the override that helps.
         """
+        for score in shape.scores:
+            self.check_features(score.features())
+        if shape.documents:
+            self.check_features({"documents": "data.documents=mask"})
 
-    @overload
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        dropout_key: DropoutKey | None = None,
-        return_lse: Literal[False] = False,
-    ) -> Tensor: ...
-
-    @overload
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        dropout_key: DropoutKey | None = None,
-        return_lse: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
+    def check_features(self, features: Mapping[str, str]) -> None:
+        """Raise UnsupportedAttention unless this implementation has all of `features`, name -> what asks for it."""
+        for feature, asked_by in features.items():
+            if feature not in self.supports:
+                others = [f"attention={cls.name}" for cls in Attention.__subclasses__() if feature in cls.supports]
+                raise UnsupportedAttention(
+                    f"attention={self.name} does not serve {asked_by}; leave it out or choose {' or '.join(others)}."
+                )
 
     def __call__(
         self,
@@ -150,45 +179,55 @@ class Attention(ABC):
         k: Tensor,
         v: Tensor,
         *,
-        causal: bool = True,
+        score: Score = CAUSAL,
+        layout: Layout = ONE_DOCUMENT,
         scale: float | None = None,
         dropout_key: DropoutKey | None = None,
+        slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
         return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> AttentionOutput:
         """Attend.
 
         q            (B, H, T, D)      fp32, bf16 or fp16; any strides
         k, v         (B, H_kv, S, D)   H a multiple of H_kv: query heads h share key/value head h // (H // H_kv)
-        causal       query i sees key j iff j <= i + S - T (aligned to the bottom right)
+        score        who sees whom and how scores are changed. Causal: query i sees key j iff j <= i + S - T
+        layout       other positions than those, and documents
         scale        of the scores; D ** -0.5 by default
         dropout_key  what the mask is a function of; None (evaluation) drops nothing
-        return_lse   also return the log-sum-exp of the scaled, masked scores, (B, H, T) in fp32, no gradient;
-                     -inf for rows that see nothing
+        slopes       (H,) fp32, of ALiBi, where score.alibi; None: those of Press et al. No gradient
+        sinks        (H,) fp32, logits that join the softmax's sum, where score.sinks
+        return_lse   also return the log of the softmax's sum, which counts the sink: log(exp(sink) + sum of exp(s)).
+                     For a query that sees nothing that is the sink, or -inf without one
 
-        Returns (B, H, T, D) in q's dtype. Rows that see nothing are zero.
-        Raises ValueError where the shapes do not fit together.
+        Queries that see nothing give zeros, with a sink too. Dropout numbers rows and columns of the call, whatever
+        the documents. Raises ValueError where the tensors do not fit together, UnsupportedAttention for what this
+        implementation does not serve.
         """
-        check_shapes(q, k, v)
-        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        key = dropout_key if self.dropout > 0 else None
+        check_tensors(q, k, v, score, layout, slopes, sinks)
+        self.check_features(score.features() | layout.features())
+        if score.alibi and slopes is None:
+            slopes = alibi_slopes(q.shape[1], q.device)
+        terms = Terms(
+            score=score,
+            layout=layout,
+            scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+            dropout_key=dropout_key if self.dropout > 0 else None,
+            slopes=slopes,
+            sinks=sinks,
+        )
         # The precision is that of q, k and v: what an implementation computes in fp32 stays so under autocast.
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = self.attend(q, k, v, causal, scale, key)
+            out, lse = self.attend(q, k, v, terms)
             if not return_lse:
-                return out
-            return out, (self.lse(q, k, causal, scale) if lse is None else lse).detach()
+                return AttentionOutput(out)
+            return AttentionOutput(out, (self.lse(q, k, terms) if lse is None else lse).detach())
 
     @abstractmethod
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout_key: DropoutKey | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The implementation's part of `__call__`: checked shapes in, (out, lse) out.
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
+        """The implementation's part of `__call__`. lse is None where it does not fall out on the way."""
 
-        `dropout_key` is None where nothing is to be dropped, else `self.dropout` > 0. lse is None where it does not
-        fall out on the way.
-        """
-
-    def lse(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    def lse(self, q: Tensor, k: Tensor, terms: Terms) -> Tensor:
         """The log-sum-exp that `__call__` describes, for an implementation whose `attend` does not come by it."""
         raise UnsupportedAttention(
             f"attention={self.name} does not return the log-sum-exp; use attention=naive, tiled or flash."
@@ -205,8 +244,10 @@ def readers(option: str) -> list[str]:
     return [f"attention={cls.name}" for cls in Attention.__subclasses__() if option in cls.options]
 
 
-def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless q is (B, H, T, D) and k, v are (B, H_kv, S, D) of the same dtype and device."""
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, layout: Layout, slopes: Tensor | None, sinks: Tensor | None
+) -> None:
+    """Raise ValueError unless the tensors of a call have the shapes that `Attention.__call__` describes."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(
             f"attention takes q (B, H, T, D) and k, v (B, H_kv, S, D); got {tuple(q.shape)}, {tuple(k.shape)}, "
@@ -218,23 +259,21 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads.")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         raise ValueError(f"q, k, v must share dtype and device; got {q.dtype}, {k.dtype}, {v.dtype}.")
-
-
-def causal_mask(
-    T: int,
-    S: int,
-    *,
-    rows: tuple[int, int] | None = None,
-    columns: tuple[int, int] | None = None,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """(T, S) bool, True where query i sees key j: j <= i + S - T.
-
-    `rows` and `columns`, each (start, stop), cut out a tile.
-    """
-    i = torch.arange(*(rows or (0, T)), device=device)[:, None]
-    j = torch.arange(*(columns or (0, S)), device=device)[None, :]
-    return j <= i + (S - T)
+    for name, x, asked in (("slopes", slopes, score.alibi), ("sinks", sinks, score.sinks)):
+        if x is not None and (not asked or x.shape != q.shape[1:2]):
+            wanted = f"one for each of {q.shape[1]} query heads" if asked else f"{score} has none"
+            raise ValueError(f"{name} of shape {tuple(x.shape)} do not fit: {wanted}.")
+    if score.sinks and sinks is None:
+        raise ValueError(f"{score} needs sinks, (H,): one logit for each of {q.shape[1]} query heads.")
+    starts, ends = layout.document_starts, layout.document_ends
+    if starts is not None or ends is not None:
+        last = max(layout.query_start(q.shape[2], k.shape[2]) + q.shape[2], layout.k_start + k.shape[2])
+        for x in (starts, ends):
+            if x is None or x.ndim != 2 or x.shape[0] != q.shape[0] or x.shape[1] < last or x.is_floating_point():
+                raise ValueError(
+                    f"document_starts and document_ends must be integers of shape ({q.shape[0]}, {last} or more); got "
+                    f"{None if x is None else (tuple(x.shape), x.dtype)}."
+                )
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -10,34 +10,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.dropout import DropoutKey, keep_mask, keep_scale
-from attention.interface import Attention, accum_dtype, causal_mask
+from attention.dropout import keep_mask, keep_scale
+from attention.interface import FEATURES, Attention, AttentionOutput, Terms, accum_dtype
+from attention.score import change_scores, key_intervals
 
 
 class NaiveAttention(Attention):
     """Attention as the paper writes it."""
 
     name = "naive"
+    supports = FEATURES
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout_key: DropoutKey | None
-    ) -> tuple[Tensor, None]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
         (B, H, T, _), S = q.shape, k.shape[2]
-        p = masked_scores(q, k, causal, scale).softmax(dim=-1, dtype=accum_dtype(q.dtype))  # (B, H, T, S)
-        if causal and T > S:  # rows that see nothing: a softmax over nothing is NaN, and should be zero
-            p = p.masked_fill(~causal_mask(T, S, device=q.device), 0.0)
-        if dropout_key is not None:
-            keep = keep_mask(dropout_key, self.dropout, B, H, T, S, device=q.device)
+        scores = masked_scores(q, k, terms)
+        p = scores.softmax(dim=-1, dtype=accum_dtype(q.dtype))[..., :S]  # (B, H, T, S), less the sink's share
+        seen = key_intervals(terms.score, terms.layout, T, S, q.device)
+        if not seen.sighted:  # a softmax over nothing is NaN, and should be zero
+            p = p.masked_fill(seen.blind((0, T)), 0.0)
+        if terms.dropout_key is not None:
+            keep = keep_mask(terms.dropout_key, self.dropout, B, H, T, S, device=q.device)
             p = torch.where(keep, p * keep_scale(self.dropout), 0.0)
-        return p.to(q.dtype) @ v.repeat_interleave(H // v.shape[1], dim=1), None
+        return AttentionOutput(p.to(q.dtype) @ v.repeat_interleave(H // v.shape[1], dim=1))
 
-    def lse(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-        return masked_scores(q, k, causal, scale).to(accum_dtype(q.dtype)).logsumexp(dim=-1)
+    def lse(self, q: Tensor, k: Tensor, terms: Terms) -> Tensor:
+        return masked_scores(q, k, terms).to(accum_dtype(q.dtype)).logsumexp(dim=-1)
 
 
-def masked_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """scale * q k^T, (B, H, T, S), -inf where the query does not see the key."""
-    (_, H, T, _), S = q.shape, k.shape[2]
+def masked_scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
+    """scale * q k^T, changed as the score says, (B, H, T, S), -inf where the query does not see the key.
+
+    With sinks (B, H, T, S + 1): they stand in the last column.
+    """
+    (B, H, T, _), S = q.shape, k.shape[2]
     k = k.repeat_interleave(H // k.shape[1], dim=1)  # (B, H, S, D)
-    scores = (q * scale) @ k.mT  # scaled before the product: q k^T alone overflows fp16 where the scores do not
-    return scores.masked_fill(~causal_mask(T, S, device=q.device), -torch.inf) if causal else scores
+    scores = (q * terms.scale) @ k.mT  # scaled before the product: q k^T alone overflows fp16 where the scores do not
+    if terms.score.soft_cap is not None or terms.slopes is not None:
+        slopes = None if terms.slopes is None else terms.slopes[:, None, None]
+        wide = scores.to(accum_dtype(q.dtype))
+        scores = change_scores(wide, terms.score, terms.layout, slopes, (0, T), (0, S), T, S)
+    mask = key_intervals(terms.score, terms.layout, T, S, q.device).mask((0, T), (0, S))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if terms.sinks is not None:
+        sinks = terms.sinks.to(accum_dtype(q.dtype))[:, None, None].expand(B, H, T, 1)
+        scores = torch.cat([scores.to(sinks.dtype), sinks], dim=-1)
+    return scores

@@ -3,6 +3,9 @@
 `attention.backend` names the kernel; `auto` leaves the choice to torch. None of them can replay the keep mask of
 attention/dropout, so dropout needs `attention.rng=torch`: the mask is then the kernel's own, drawn from torch's
 default generator, and a run with it can be compared with others in distribution only.
+
+A window, documents and queries that are not aligned with the keys are masks to it: T x S bits in memory for each
+sequence. ALiBi, soft caps and sinks it does not have, or not in fp32.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ from attention.dropout import DropoutKey
 from attention.interface import (
     Attention,
     AttentionConfig,
+    AttentionOutput,
     AttentionShape,
     DropoutRng,
     SDPABackend,
+    Terms,
     UnsupportedAttention,
-    causal_mask,
 )
+from attention.score import Layout, documents, key_intervals
 
 TORCH_BACKENDS = {
     SDPABackend.flash: SDPBackend.FLASH_ATTENTION,
@@ -39,6 +44,7 @@ class SDPAAttention(Attention):
 
     name = "sdpa"
     options = frozenset({"rng", "backend"})
+    supports = frozenset({"full", "window", "documents"})
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
@@ -50,6 +56,7 @@ class SDPAAttention(Attention):
 
     def check(self, shape: AttentionShape) -> None:
         """Let the chosen backend attend once, forward and backward, on two tokens of this shape, dtype and device."""
+        super().check(shape)
         if self.config.backend is SDPABackend.auto:
             return
         devices = [shape.device] if shape.device.type == "cuda" else []
@@ -58,10 +65,13 @@ class SDPAAttention(Attention):
             for n in (shape.n_heads, shape.n_kv_heads)
         )
         key = DropoutKey(0, 0, 0, 0)
+        one_document = documents(torch.zeros(1, 2, dtype=torch.int32, device=shape.device))
+        layout = one_document if shape.documents else Layout()
         with warnings.catch_warnings(record=True) as reasons, torch.random.fork_rng(devices):
             warnings.simplefilter("always")
             try:
-                self(q, k, k, dropout_key=key).sum().backward()
+                for score in set(shape.scores):
+                    self(q, k, k, score=score, layout=layout, dropout_key=key).out.sum().backward()
             except RuntimeError as error:
                 told = [str(reason.message).split(" (Triggered")[0].rstrip(". ") for reason in reasons]
                 why = "; ".join(reason for reason in told if not reason.endswith(":"))  # less the headings
@@ -71,17 +81,18 @@ class SDPAAttention(Attention):
                     f"({why or error}); use attention.backend=auto."
                 ) from None
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout_key: DropoutKey | None
-    ) -> tuple[Tensor, None]:
-        T, S = q.shape[2], k.shape[2]
-        blind = max(0, T - S) if causal else 0  # the first rows see nothing; torch has no answer of its own for them
-        q = q[:, :, blind:]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
+        (T, S), score = (q.shape[2], k.shape[2]), terms.score
+        blind = max(0, T - S) if score.causal else 0  # the first rows see nothing; torch has no answer of its own
+        seen = key_intervals(score, terms.layout, T, S, q.device)
         # torch aligns its causal mask to the top left, which is ours where T = S; with fewer queries it needs a mask.
-        mask = causal_mask(T, S, device=q.device) if causal and 1 < T < S else None
-        if mask is not None and self.config.backend is SDPABackend.flash and q.is_cuda:
+        masked = seen.begins or (score.causal and 1 < T < S)
+        mask = seen.mask((blind, T), (0, S)) if masked else None
+        q = q[:, :, blind:]
+        if masked and self.config.backend is SDPABackend.flash and q.is_cuda:
             raise UnsupportedAttention(
-                f"attention.backend=flash cannot align {T} queries with {S} keys; use attention.backend=auto."
+                f"attention.backend=flash takes no mask, and {T} queries of {S} keys with {score} need one; use "
+                "attention.backend=auto."
             )
         with self.backend():
             out = F.scaled_dot_product_attention(
@@ -89,12 +100,12 @@ class SDPAAttention(Attention):
                 k,
                 v,
                 attn_mask=mask,
-                dropout_p=self.dropout if dropout_key is not None else 0.0,
-                is_causal=causal and T >= S,
-                scale=scale,
+                dropout_p=self.dropout if terms.dropout_key is not None else 0.0,
+                is_causal=score.causal and not masked and T >= S,
+                scale=terms.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
-        return F.pad(out, (0, 0, blind, 0)) if blind else out, None
+        return AttentionOutput(F.pad(out, (0, 0, blind, 0)) if blind else out)
 
     def backend(self) -> contextlib.AbstractContextManager[None]:
         """Leaves torch no kernel but the chosen one."""

@@ -4,8 +4,9 @@
     backward   the same paper, algorithm 2: scores recomputed from q, k and the log-sum-exp
 
 The score matrix is cut into tiles of block_q x block_k, and no more than one tile of it exists at a time, so
-memory is linear in the sequence: the backward keeps q, k, v, out and lse. Tiles that lie wholly above the causal
-diagonal are never visited. The dropout mask is drawn tile by tile, and drawn again in the backward.
+memory is linear in the sequence: the backward keeps q, k, v, out and lse. Tiles in which no query sees a key, above the
+causal diagonal, outside the window or of other documents, are never visited. The dropout mask is drawn tile by tile,
+and drawn again in the backward.
 
 Names are the paper's; the prefix b_ marks a tile. Tiles of q have the shape (B, H_kv, G, block_q, D) and tiles of
 k and v (B, H_kv, 1, block_k, D), where G = H // H_kv query heads share a key/value head.
@@ -14,15 +15,24 @@ k and v (B, H_kv, 1, block_k, D), where G = H // H_kv query heads share a key/va
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention.dropout import DropoutKey, keep_mask, keep_scale
-from attention.interface import Ablation, Attention, AttentionConfig, UnsupportedAttention, accum_dtype, causal_mask
-
-Range = tuple[int, int]  # start, stop
+from attention.dropout import keep_mask, keep_scale
+from attention.interface import (
+    FEATURES,
+    Ablation,
+    Attention,
+    AttentionConfig,
+    AttentionOutput,
+    Terms,
+    UnsupportedAttention,
+    accum_dtype,
+)
+from attention.score import Layout, Range, Score, change_derivative, change_scores, key_intervals
 
 
 class TiledAttention(Attention):
@@ -30,6 +40,7 @@ class TiledAttention(Attention):
 
     name = "tiled"
     options = frozenset({"block_q", "block_k", "ablate"})
+    supports = FEATURES
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
@@ -37,36 +48,114 @@ class TiledAttention(Attention):
             if getattr(config, option) < 1:
                 raise UnsupportedAttention(f"attention.{option}={getattr(config, option)} must be at least 1.")
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout_key: DropoutKey | None
-    ) -> tuple[Tensor, Tensor]:
-        key = None if dropout_key is None else dropout_key.pack(q.device)
-        config = self.config
-        return Tiled.apply(
-            q, k, v, key, causal, scale, self.dropout, config.block_q, config.block_k, config.ablate.value
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
+        score, layout, config = terms.score, terms.layout, self.config
+        settings = Settings(
+            causal=score.causal,
+            window=score.window,
+            soft_cap=score.soft_cap,
+            q_start=layout.q_start,
+            k_start=layout.k_start,
+            scale=terms.scale,
+            dropout=self.dropout,
+            block_q=config.block_q,
+            block_k=config.block_k,
+            ablate=config.ablate.value,
         )
+        key = None if terms.dropout_key is None else terms.dropout_key.pack(q.device)
+        optional = (key, terms.slopes, terms.sinks, layout.document_starts, layout.document_ends)
+        return AttentionOutput(*Tiled.apply(q, k, v, *optional, settings))
+
+
+class Settings(NamedTuple):
+    """What a call says in plain values, which a custom operation takes one by one."""
+
+    causal: bool
+    window: int | None
+    soft_cap: float | None
+    q_start: int | None
+    k_start: int
+    scale: float
+    dropout: float
+    block_q: int
+    block_k: int
+    ablate: str
 
 
 class Tiled(torch.autograd.Function):
-    """Keeps q, k, v, out, lse and the dropout key from forward to backward, and nothing of the size of the scores."""
+    """Keeps its inputs, out and lse from forward to backward, and nothing of the size of the scores."""
 
     @staticmethod
-    def forward(ctx, q, k, v, key, causal, scale, dropout, block_q, block_k, ablate):
+    def forward(ctx, q, k, v, key, slopes, sinks, starts, ends, settings):
+        tensors = (q, k, v, key, slopes, sinks, starts, ends)
         # torch.compile sees one operation: the loops, unrolled, would be a graph of thousands.
-        run = forward_op if torch.compiler.is_compiling() else forward
-        out, lse = run(q, k, v, key, causal, scale, dropout, block_q, block_k, ablate)
-        ctx.save_for_backward(q, k, v, out, lse, key)
+        compiling = torch.compiler.is_compiling()
+        out, lse = forward_op(*tensors, *settings) if compiling else forward(*tensors, settings)
+        ctx.save_for_backward(*tensors, out, lse)
         ctx.mark_non_differentiable(lse)
-        ctx.settings = (causal, scale, dropout, block_q, block_k)
+        ctx.settings = settings
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, _):
-        run = backward_op if torch.compiler.is_compiling() else backward
         with torch.autocast(do.device.type, enabled=False):
-            dq, dk, dv = run(do, *ctx.saved_tensors, *ctx.settings)
-        return dq, dk, dv, *(None,) * 7
+            if torch.compiler.is_compiling():
+                dq, dk, dv, dsinks = backward_op(do, *ctx.saved_tensors, *ctx.settings)
+            else:
+                dq, dk, dv, dsinks = backward(*(do, *ctx.saved_tensors, ctx.settings))
+        return dq, dk, dv, None, None, dsinks if ctx.needs_input_grad[5] else None, None, None, None
+
+
+class TileScores:
+    """Which tiles there are to visit, and the scores of one."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        slopes: Tensor | None,
+        starts: Tensor | None,
+        ends: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+    ) -> None:
+        """slopes (H,), starts and ends (B, L), each or None; q (B, H, T, D) and k (B, H_kv, S, D)."""
+        self.T, self.S, self.settings = q.shape[2], k.shape[2], settings
+        self.score = Score(settings.causal, settings.window, settings.soft_cap)
+        self.layout = Layout(settings.q_start, settings.k_start, starts, ends)
+        self.slopes = None if slopes is None else slopes.view(k.shape[1], -1, 1, 1)  # (H_kv, G, 1, 1)
+        self.seen = key_intervals(self.score, self.layout, self.T, self.S, q.device)
+        # Python decides which tiles to visit. On a GPU it would have to wait for the documents' bounds, which a CUDA
+        # graph cannot: there tiles of other documents are visited, and masked whole.
+        self.host_knows_all = starts is None or starts.device.type == "cpu"
+        known = self.layout if self.host_knows_all else self.layout._replace(document_starts=None, document_ends=None)
+        self.known = key_intervals(self.score, known, self.T, self.S, "cpu")
+
+    def key_tiles(self, rows: Range) -> Iterator[Range]:
+        """The tiles of keys that the rows see."""
+        end = self.known.end[..., slice(*rows)]
+        for columns in tiles(0, int(end.amax()) if end.numel() else 0, self.settings.block_k):
+            if self.known.meet(rows, columns):
+                yield columns
+
+    def query_tiles(self, columns: Range) -> Iterator[Range]:
+        """The tiles of queries that see one of the columns."""
+        for rows in tiles(0, self.T, self.settings.block_q):
+            if self.known.meet(rows, columns):
+                yield rows
+
+    def change(self, b_s: Tensor, rows: Range, columns: Range) -> Tensor:
+        """A tile of scaled scores (B, H_kv, G, block_q, block_k), changed; -inf where a query does not see a key."""
+        b_s = change_scores(b_s, self.score, self.layout, self.slopes, rows, columns, self.T, self.S)
+        if not (self.host_knows_all and self.known.cover(rows, columns)):
+            mask = self.seen.mask(rows, columns)
+            if mask is not None:
+                b_s = b_s.masked_fill_(~over_groups(mask), -torch.inf)
+        return b_s
+
+    def blind(self, rows: Range) -> Tensor | None:
+        """The rows that see nothing, to broadcast over a tile; None where there cannot be any."""
+        return None if self.seen.sighted else over_groups(self.seen.blind(rows))
 
 
 def forward(
@@ -74,51 +163,56 @@ def forward(
     k: Tensor,
     v: Tensor,
     key: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout: float,
-    block_q: int,
-    block_k: int,
-    ablate: str,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    settings: Settings,
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1: q (B, H, T, D) and k, v (B, H_kv, S, D) to out (B, H, T, D) and lse (B, H, T).
 
-    key       (4,) int64, as DropoutKey.pack gives it; None drops nothing
-    dropout   probability of dropping
+    key            (4,) int64, as DropoutKey.pack gives it; None drops nothing
+    slopes, sinks  (H,), or None
+    starts, ends   of documents, as Layout has them, or None
     """
-    T, S = q.shape[2], k.shape[2]
-    q, k, v = grouped(q, k.shape[1]), k.unsqueeze(2), v.unsqueeze(2)
+    T, S, H_kv = q.shape[2], k.shape[2], k.shape[1]
+    scores = TileScores(settings, slopes, starts, ends, q, k)
+    q, k, v = grouped(q, H_kv), k.unsqueeze(2), v.unsqueeze(2)
     dtype = accum_dtype(q.dtype)
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:-1], dtype=dtype)
 
-    for rows in tiles(0, T, block_q):
+    for rows in tiles(0, T, settings.block_q):
         b_q = cut(q, rows)
         # m, l, o: the running maximum, sum of exp(s - m) and sum of exp(s - m) v. The maximum starts at the lowest
         # finite number, not at -inf, so that rows that see nothing compute exp(-inf - m) = 0 and never a NaN.
         m = b_q.new_full((*b_q.shape[:-1], 1), torch.finfo(dtype).min, dtype=dtype)
         l = torch.zeros_like(m)
+        if sinks is not None:  # as if a key without a value had been seen before all others
+            m.copy_(sinks.view(H_kv, -1, 1, 1))
+            l.fill_(1.0)
         o = b_q.new_zeros(b_q.shape, dtype=dtype)
 
-        for columns in tiles(0, key_stop(rows, T, S, causal), block_k):
+        for columns in scores.key_tiles(rows):
             b_k, b_v = cut(k, columns), cut(v, columns)
-            b_s = score_tile(b_q, b_k, rows, columns, T, S, causal, scale)
+            b_s = scores.change(settings.scale * dot(b_q, b_k.mT), rows, columns)
             m_new = torch.maximum(m, b_s.amax(dim=-1, keepdim=True))
-            if ablate == Ablation.no_max_subtraction.value:
+            if settings.ablate == Ablation.no_max_subtraction.value:
                 m_new = torch.zeros_like(m)
             alpha = torch.exp(m - m_new)  # takes l and o from the old maximum to the new one
-            if ablate == Ablation.no_rescaling.value:
+            if settings.ablate == Ablation.no_rescaling.value:
                 alpha = torch.ones_like(m)
             b_p = torch.exp(b_s - m_new)
             l = alpha * l + b_p.sum(dim=-1, keepdim=True)
             if key is not None:  # after the row sum: dropout acts on the probabilities, not on their normalisation
-                b_p = torch.where(keep_tile(key, dropout, q, S, rows, columns), b_p * keep_scale(dropout), 0.0)
+                b_keep = keep_tile(key, settings.dropout, q, S, rows, columns)
+                b_p = torch.where(b_keep, b_p * keep_scale(settings.dropout), 0.0)
             o = alpha * o + dot(b_p.to(v.dtype), b_v)
             m = m_new
 
-        b_out = o / l
-        if causal or S == 0:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
-            cut(b_out, (0, max(T - S - rows[0], 0))).zero_()
+        b_out, blind = o / l, scores.blind(rows)
+        if blind is not None:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
+            b_out.masked_fill_(blind, 0.0)
         cut(out, rows).copy_(b_out)
         lse[..., slice(*rows)] = (m + torch.log(l)).squeeze(-1)
     return out.flatten(1, 2), lse.flatten(1, 2)
@@ -129,17 +223,21 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    key: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    key: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout: float,
-    block_q: int,
-    block_k: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2: the gradients of q, k and v from that of out, with the shapes and names of `forward`."""
-    T, S, H_kv = q.shape[2], k.shape[2], k.shape[1]
+    settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Algorithm 2: the gradients of q, k, v and the sinks from that of out, with the shapes and names of `forward`.
+
+    Without sinks their gradient is empty.
+    """
+    S, H_kv = k.shape[2], k.shape[1]
+    scores = TileScores(settings, slopes, starts, ends, q, k)
     q, do, out, lse = (grouped(x, H_kv) for x in (q, do, out, lse))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     dtype = accum_dtype(q.dtype)
@@ -150,39 +248,37 @@ def backward(
     delta = (do.to(dtype) * out.to(dtype)).sum(dim=-1, keepdim=True)  # (B, H_kv, G, T, 1)
     # Where a row sees nothing every score is -inf, and exp(-inf - lse) is the zero it should be for a finite lse.
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)  # (B, H_kv, G, T, 1)
+    dsinks = q.new_empty(0, dtype=dtype)
+    if sinks is not None:  # dS = P (dP - delta) with dP = 0, as a sink has no value
+        p_sink = torch.exp(sinks.view(H_kv, -1, 1, 1) - lse)
+        dsinks = -(p_sink * delta).sum(dim=(0, 3, 4)).flatten().to(sinks.dtype)
 
-    for columns in tiles(0, S, block_k):
+    for columns in tiles(0, S, settings.block_k):
         b_k, b_v = cut(k, columns), cut(v, columns)
         b_dk, b_dv = b_k.new_zeros(b_k.shape, dtype=dtype), b_v.new_zeros(b_v.shape, dtype=dtype)
 
-        for rows in tiles(query_start(columns, T, S, causal, block_q), T, block_q):
+        for rows in scores.query_tiles(columns):
             b_q, b_do = cut(q, rows), cut(do, rows)
-            b_s = score_tile(b_q, b_k, rows, columns, T, S, causal, scale)
-            b_p = torch.exp(b_s - cut(lse, rows))
+            b_s = settings.scale * dot(b_q, b_k.mT)
+            derivative = change_derivative(b_s, scores.score)
+            b_p = torch.exp(scores.change(b_s, rows, columns) - cut(lse, rows))
             b_dp = dot(b_do, b_v.mT)
             b_p_kept = b_p  # the probabilities that met v
             if key is not None:
-                b_keep = keep_tile(key, dropout, q, S, rows, columns)
-                b_p_kept = torch.where(b_keep, b_p * keep_scale(dropout), 0.0)
-                b_dp = torch.where(b_keep, b_dp * keep_scale(dropout), 0.0)
-            b_ds = (b_p * (b_dp - cut(delta, rows))).to(q.dtype)
+                b_keep = keep_tile(key, settings.dropout, q, S, rows, columns)
+                b_p_kept = torch.where(b_keep, b_p * keep_scale(settings.dropout), 0.0)
+                b_dp = torch.where(b_keep, b_dp * keep_scale(settings.dropout), 0.0)
+            b_ds = b_p * (b_dp - cut(delta, rows))
+            if derivative is not None:
+                b_ds *= derivative
+            b_ds = b_ds.to(q.dtype)
             b_dv += dot(b_p_kept.to(v.dtype).mT, b_do).sum(dim=2, keepdim=True)  # over the group that shares v
             b_dk += dot(b_ds.mT, b_q).sum(dim=2, keepdim=True)
             cut(dq, rows).add_(dot(b_ds, b_k))
 
-        cut(dk, columns).copy_(b_dk * scale)
+        cut(dk, columns).copy_(b_dk * settings.scale)
         cut(dv, columns).copy_(b_dv)
-    return (dq * scale).to(q.dtype).flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
-
-
-def score_tile(
-    b_q: Tensor, b_k: Tensor, rows: Range, columns: Range, T: int, S: int, causal: bool, scale: float
-) -> Tensor:
-    """scale * q k^T for one tile, (B, H_kv, G, block_q, block_k), -inf where the query does not see the key."""
-    b_s = scale * dot(b_q, b_k.mT)
-    if causal and columns[1] > rows[0] + 1 + S - T:  # else the first row sees the last column: nothing to mask
-        b_s.masked_fill_(~causal_mask(T, S, rows=rows, columns=columns, device=b_q.device), -torch.inf)
-    return b_s
+    return (dq * settings.scale).to(q.dtype).flatten(1, 2), dk.squeeze(2), dv.squeeze(2), dsinks
 
 
 def keep_tile(key: Tensor, dropout: float, q: Tensor, S: int, rows: Range, columns: Range) -> Tensor:
@@ -213,25 +309,72 @@ def tiles(start: int, stop: int, block: int) -> Iterator[Range]:
         yield i, min(i + block, stop)
 
 
-def key_stop(rows: Range, T: int, S: int, causal: bool) -> int:
-    """One past the last key that the rows see; tiles beyond it lie above the diagonal."""
-    return max(0, min(S, rows[1] + S - T)) if causal else S
+def over_groups(mask: Tensor) -> Tensor:
+    """A mask of (rows, columns) or (B, 1, rows, columns), to broadcast over (B, H_kv, G, rows, columns)."""
+    return mask.unsqueeze(1) if mask.ndim == 4 else mask
 
 
-def query_start(columns: Range, T: int, S: int, causal: bool, block_q: int) -> int:
-    """The first row of the first tile of queries that see one of the columns."""
-    return max(0, columns[0] + T - S) // block_q * block_q if causal else 0
+@torch.library.custom_op("attention::tiled_forward", mutates_args=())
+def forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    q_start: int | None,
+    k_start: int,
+    scale: float,
+    dropout: float,
+    block_q: int,
+    block_k: int,
+    ablate: str,
+) -> tuple[Tensor, Tensor]:
+    """`forward`, with its Settings one by one."""
+    settings = Settings(causal, window, soft_cap, q_start, k_start, scale, dropout, block_q, block_k, ablate)
+    return forward(q, k, v, key, slopes, sinks, starts, ends, settings)
 
 
-forward_op = torch.library.custom_op("attention::tiled_forward", forward, mutates_args=())
-backward_op = torch.library.custom_op("attention::tiled_backward", backward, mutates_args=())
+@torch.library.custom_op("attention::tiled_backward", mutates_args=())
+def backward_op(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    q_start: int | None,
+    k_start: int,
+    scale: float,
+    dropout: float,
+    block_q: int,
+    block_k: int,
+    ablate: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`backward`, with its Settings one by one."""
+    settings = Settings(causal, window, soft_cap, q_start, k_start, scale, dropout, block_q, block_k, ablate)
+    return backward(do, q, k, v, key, slopes, sinks, starts, ends, out, lse, settings)
 
 
 @forward_op.register_fake
-def _(q, k, v, key, causal, scale, dropout, block_q, block_k, ablate):
+def _(q, *_):
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accum_dtype(q.dtype))
 
 
 @backward_op.register_fake
-def _(do, q, k, v, out, lse, key, causal, scale, dropout, block_q, block_k):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(do, q, k, v, key, slopes, sinks, *_):
+    dsinks = q.new_empty(0, dtype=accum_dtype(q.dtype)) if sinks is None else torch.empty_like(sinks)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks

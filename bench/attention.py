@@ -35,7 +35,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from attention import AttentionConfig, UnsupportedAttention, build_attention
+from attention import AttentionConfig, Score, UnsupportedAttention, build_attention
 from bench.attention_views import notes, publish, tables
 from bench.measure import RESULTS, environment, interleaved, peak_bytes, release, require_gpu, slug, write
 from bench.peers import KEY, PACKAGES, Attend, Candidate, Problem, candidates
@@ -148,7 +148,7 @@ def reference(problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -
     attend = build_attention(AttentionConfig("naive", dropout=problem.dropout))
     try:
         q, k, v = (x.detach()[:1, :1].float().requires_grad_() for x in (q, k, v))
-        out = attend(q, k, v, causal=problem.causal, dropout_key=KEY)
+        out = attend(q, k, v, score=Score(problem.causal), dropout_key=KEY).out
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout[:1, :1].float())]
     except torch.OutOfMemoryError:
         return None

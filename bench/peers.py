@@ -16,6 +16,7 @@ from attention import (
     AttentionShape,
     DropoutKey,
     DropoutRng,
+    Score,
     SDPABackend,
     UnsupportedAttention,
     build_attention,
@@ -79,7 +80,7 @@ def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
         rng = DropoutRng.torch if config.name == "sdpa" and problem.dropout else DropoutRng.replay
         attend = build_attention(AttentionConfig(config.name, problem.dropout, rng, backend=config.backend))
         attend.check(AttentionShape(problem.D, problem.H, problem.H, problem.dtype, problem.device))
-        return lambda q, k, v: attend(q, k, v, causal=problem.causal, dropout_key=KEY)
+        return lambda q, k, v: attend(q, k, v, score=Score(problem.causal), dropout_key=KEY).out
 
     return build
 

@@ -106,6 +106,7 @@ def error(candidate: Candidate) -> float:
     attend = build_attention(AttentionConfig(name="naive", dropout=candidate.dropout))
     q, k, v = (x.float().requires_grad_() for x in (problem.q, problem.k, problem.v))
     out, lse = attend(q, k, v, dropout_key=KEY, return_lse=True)
+    assert lse is not None
     gradients = torch.autograd.grad(out, (q, k, v), problem.do.float())
     problem.out = out.detach().bfloat16()
     problem.lse2[..., :333] = lse / math.log(2)

@@ -136,7 +136,7 @@ class SelfAttention(nn.Module):
         # Views: an attention takes any strides, so nothing is copied on the way in.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, H_kv, T, D) twice
         with labelled("attention"):
-            out = attend(q, k, v, causal=True, dropout_key=key)  # (B, H, T, D)
+            out = attend(q, k, v, dropout_key=key).out  # (B, H, T, D)
         return self.c_proj(out.transpose(1, 2).reshape(B, T, C))
 
 

@@ -13,9 +13,9 @@ class MaskOffByOne(NaiveAttention):
 
     name = "mask_off_by_one"
 
-    def attend(self, q, k, v, causal, scale, dropout_key):
+    def attend(self, q, k, v, terms):
         k, v = (pad(x, (0, 0, 0, 1))[:, :, 1:] for x in (k, v))
-        return super().attend(q, k, v, causal, scale, dropout_key)
+        return super().attend(q, k, v, terms)
 
 
 class ScaleByHeadSize(NaiveAttention):
@@ -23,8 +23,8 @@ class ScaleByHeadSize(NaiveAttention):
 
     name = "scale_by_head_size"
 
-    def attend(self, q, k, v, causal, scale, dropout_key):
-        return super().attend(q, k, v, causal, 1 / q.shape[-1], dropout_key)
+    def attend(self, q, k, v, terms):
+        return super().attend(q, k, v, terms._replace(scale=1 / q.shape[-1]))
 
 
 class MaskIgnoresLayer(NaiveAttention):
@@ -32,8 +32,9 @@ class MaskIgnoresLayer(NaiveAttention):
 
     name = "mask_ignores_layer"
 
-    def attend(self, q, k, v, causal, scale, dropout_key):
-        return super().attend(q, k, v, causal, scale, dropout_key and dropout_key.at_layer(0))
+    def attend(self, q, k, v, terms):
+        key = terms.dropout_key and terms.dropout_key.at_layer(0)
+        return super().attend(q, k, v, terms._replace(dropout_key=key))
 
 
 CLASSES = (MaskOffByOne, ScaleByHeadSize, MaskIgnoresLayer)

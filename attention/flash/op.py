@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import gpu
-from attention.dropout import DropoutKey, drop_threshold
+from attention.dropout import drop_threshold
 from attention.flash.configs import KernelConfigs, Options, choose
 from attention.gpu import ALIGNMENT, HAS_TRITON
-from attention.interface import Attention, AttentionShape, UnsupportedAttention
+from attention.interface import Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
 
 if HAS_TRITON:
     import triton
@@ -150,25 +150,26 @@ class FlashAttention(Attention):
 
     name = "flash"
     options = frozenset({"allow_tf32"})
+    supports = frozenset({"full"})
 
     def check(self, shape: AttentionShape) -> None:
+        super().check(shape)
         check(shape.head_dim, shape.dtype, shape.device)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout_key: DropoutKey | None
-    ) -> tuple[Tensor, Tensor]:
-        D = q.shape[-1]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
+        D, scale = q.shape[-1], terms.scale
         key, threshold = None, 0
-        if dropout_key is not None:
-            key, threshold = dropout_key.pack(q.device), drop_threshold(self.dropout)
+        if terms.dropout_key is not None:
+            key, threshold = terms.dropout_key.pack(q.device), drop_threshold(self.dropout)
         # The kernels take the maximum before they scale, which only a positive scale allows.
         if scale < 0:
             q, scale = -q, -scale
         elif scale == 0:
             q, scale = q * 0, 1.0
         q, k, v = prepared(q), prepared(k), prepared(v)
-        out, lse, _ = flash_forward(q, k, v, key, causal, scale, threshold, self.config.allow_tf32)
-        return out[..., :D], lse
+        causal, tf32 = terms.score.causal, self.config.allow_tf32
+        out, lse, _ = flash_forward(q, k, v, key, causal, scale, threshold, tf32)
+        return AttentionOutput(out[..., :D], lse)
 
 
 def prepared(x: Tensor) -> Tensor:

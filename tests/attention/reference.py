@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import DropoutKey
+from attention import AttentionOutput, DropoutKey, Score
 
 KEY = DropoutKey(seed=1337, step=11, layer=3, first_sequence=5)
 
@@ -96,11 +96,12 @@ def reference_mask(key: DropoutKey, p: float, B: int, H: int, T: int, S: int) ->
     return torch.from_numpy(word >> (8 * byte).astype(np.uint64) & np.uint64(255) >= round(256 * p))
 
 
-def gradients(attend: Callable[..., Tensor], *tensors: Tensor) -> dict[str, Tensor]:
+def gradients(attend: Callable[..., Tensor | AttentionOutput], *tensors: Tensor) -> dict[str, Tensor]:
     """out and the gradients of q, k and v, in fp64, for the tensors q, k, v and dout."""
     *inputs, dout = tensors
     q, k, v = (x.detach().requires_grad_() for x in inputs)
     out = attend(q, k, v)
+    out = out.out if isinstance(out, AttentionOutput) else out
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     return {name: x.detach().double() for name, x in {"out": out, "dq": dq, "dk": dk, "dv": dv}.items()}
 
@@ -160,7 +161,7 @@ def expect(case: Case, dtype: torch.dtype, device: str = "cpu") -> Expected:
 
 
 def assert_accurate(
-    attend: Callable[..., Tensor],
+    attend: Callable[..., AttentionOutput],
     case: Case,
     dtype: torch.dtype,
     device: str = "cpu",
@@ -171,7 +172,9 @@ def assert_accurate(
     One rounding of the largest result to fp32 is granted besides, and the slack of `expect`.
     """
     expected = expect(case, dtype, device)
-    got = gradients(lambda q, k, v: attend(q, k, v, causal=case.causal, dropout_key=KEY), *case.tensors(dtype, device))
+    got = gradients(
+        lambda q, k, v: attend(q, k, v, score=Score(case.causal), dropout_key=KEY), *case.tensors(dtype, device)
+    )
     for name, exact in expected.exact.items():
         error = (got[name] - exact).abs().max().item()
         plain_error = (expected.plain[name] - exact).abs().max().item()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention import AttentionConfig, build_attention
+from attention import AttentionConfig, Score, build_attention
 from tests.attention.reference import KEY, Case, assert_accurate, expect, formula, gradients, reference_mask
 
 PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
@@ -41,7 +41,7 @@ def test_error_is_at_most_twice_that_of_the_plain_formula(name, case, causal, dt
 def test_torch_is_asked_for_the_same_formula(case, causal):
     case = replace(case, causal=causal)
     attend = build_attention(IMPLEMENTATIONS["sdpa"])
-    got = gradients(lambda q, k, v: attend(q, k, v, causal=causal), *case.tensors(torch.float32))
+    got = gradients(lambda q, k, v: attend(q, k, v, score=Score(causal)), *case.tensors(torch.float32))
     for name, exact in expect(case, torch.float32).exact.items():
         torch.testing.assert_close(got[name].float(), exact.float())
 
@@ -73,7 +73,7 @@ def test_a_single_token_attends_to_itself_unless_dropped(name):
     q, k, v, _ = Case(8, 4, 4, 1, 1, 16).tensors(torch.float32)
     keep = reference_mask(KEY, 0.5, 8, 4, 1, 1)
     assert 0 < keep.sum() < keep.numel()
-    assert torch.equal(attend(q, k, v, dropout_key=KEY), 2 * v * keep)
+    assert torch.equal(attend(q, k, v, dropout_key=KEY).out, 2 * v * keep)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -110,6 +110,7 @@ def test_lse_is_the_log_of_the_sum_of_exponentiated_scores(name):
     scores = q.double() @ k.double().repeat_interleave(2, dim=1).mT / 8**0.5
     hidden = torch.ones(60, 45, dtype=torch.bool).triu(45 - 60 + 1)
     expected = scores.exp().masked_fill(hidden, 0.0).sum(dim=-1).log()
+    assert lse is not None
     assert lse.dtype == torch.float32
     assert not lse.requires_grad
     assert (lse[:, :, :15] == -torch.inf).all()
@@ -120,7 +121,8 @@ def test_lse_is_the_log_of_the_sum_of_exponentiated_scores(name):
 def test_scores_whose_exponentials_underflow_still_make_a_softmax(name):
     q, k = torch.full((1, 1, 40, 1), -1.0), torch.full((1, 1, 40, 1), 300.0)
     v = torch.randn(1, 1, 40, 1)
-    out, lse = build_attention(IMPLEMENTATIONS[name])(q, k, v, causal=False, return_lse=True)
+    out, lse = build_attention(IMPLEMENTATIONS[name])(q, k, v, score=Score(causal=False), return_lse=True)
+    assert lse is not None
     assert (lse < -88.7).all()
     torch.testing.assert_close(out, v.mean(dim=2, keepdim=True).expand_as(out))
 
@@ -131,7 +133,7 @@ def test_what_is_not_finite_in_a_visible_key_reaches_the_output(name, bad):
     q, k, v, _ = Case(1, 2, 2, 70, 70, 16).tensors(torch.float32)
     k[0, 0, 33, 2] = bad
     q[..., 2] = q[..., 2].abs() + 1  # the score with that key is +inf or NaN
-    out = build_attention(IMPLEMENTATIONS[name])(q, k, v)
+    out = build_attention(IMPLEMENTATIONS[name])(q, k, v).out
     assert out[0, 0, 33:].isnan().all()
     assert out[0, 0, :33].isfinite().all()
     assert out[0, 1].isfinite().all()
@@ -154,13 +156,13 @@ def test_gradients_are_the_derivatives_of_the_output(name, shape, dropout):
     attend = build_attention(replace(config, block_q=2, block_k=3) if name == "tiled" else config)
     q, k, v, _ = Case(1, 4, 2, T, S, 3).tensors(torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, dropout_key=KEY), inputs, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, dropout_key=KEY).out, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_scale_replaces_the_inverse_square_root_of_the_head_size(name):
     q, k, v, _ = Case(1, 2, 2, 40, 40, 16).tensors(torch.float32)
-    out = build_attention(IMPLEMENTATIONS[name])(q, k, v, scale=0.5)
+    out = build_attention(IMPLEMENTATIONS[name])(q, k, v, scale=0.5).out
     torch.testing.assert_close(out, formula(q * 0.5 * 4, k, v, causal=True))
 
 
@@ -170,7 +172,7 @@ def test_the_inputs_decide_the_precision_under_autocast(name):
     attend = build_attention(IMPLEMENTATIONS[name])
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     with torch.autocast("cpu", torch.bfloat16):
-        out = attend(q, k, v)
-    assert torch.equal(out, attend(q, k, v))
-    expected = torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
+        out = attend(q, k, v).out
+    assert torch.equal(out, attend(q, k, v).out)
+    expected = torch.autograd.grad(attend(q, k, v).out, (q, k, v), dout)
     assert all(map(torch.equal, torch.autograd.grad(out, (q, k, v), dout), expected))

@@ -145,11 +145,11 @@ def test_each_field_of_the_key_changes_the_mask():
     q, k, v, _ = on_device(*Case(2, 2, 2, 64, 64, 16).tensors(torch.float32))
     attend = flash(0.5)
     outs = [
-        attend(q, k, v, dropout_key=key)
+        attend(q, k, v, dropout_key=key).out
         for key in (DropoutKey(1, 1, 1, 1), DropoutKey(2, 1, 1, 1), DropoutKey(1, 2, 1, 1), DropoutKey(1, 1, 2, 1))
     ]
     assert all(not torch.equal(outs[0], other) for other in outs[1:])
-    later = attend(q[1:], k[1:], v[1:], dropout_key=DropoutKey(1, 1, 1, 2))
+    later = attend(q[1:], k[1:], v[1:], dropout_key=DropoutKey(1, 1, 1, 2)).out
     assert torch.equal(later, outs[0][1:]), "a sequence's mask depends on its place in the global batch alone"
 
 
@@ -158,7 +158,7 @@ def test_views_of_a_fused_projection_are_used_as_they_lie():
     fused = torch.randn(B, T, 3 * H * D, device=DEVICE)
     q, k, v = (x.view(B, T, H, D).transpose(1, 2) for x in fused.split(H * D, dim=-1))
     assert all(tiles.addressable(x) is x for x in (q, k, v))
-    out = flash()(q, k, v)
+    out = flash()(q, k, v).out
     assert out.transpose(1, 2).is_contiguous(), "the output lies as the next projection reads it"
     torch.testing.assert_close(out, formula(q, k, v, causal=True))
 
@@ -211,7 +211,7 @@ def test_views_of_one_projection_get_the_gradient_of_the_formula(keys):
     x, do = on_device(*(torch.randn(2, 40, n, 16, generator=torch.Generator().manual_seed(n)) for n in (4 + 2 * 2, 4)))
     do = do.transpose(1, 2)
     leaf = x.clone().requires_grad_()
-    (got,) = torch.autograd.grad(flash()(*projected(leaf, 2, keys)), leaf, do)
+    (got,) = torch.autograd.grad(flash()(*projected(leaf, 2, keys)).out, leaf, do)
     (expected,) = torch.autograd.grad(formula(*projected(leaf.double(), 2, keys), causal=True), leaf, do.double())
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
@@ -220,7 +220,7 @@ def test_a_compiled_model_does_not_copy_to_put_the_gradient_of_its_projection_to
     graphs: list[torch.fx.Graph] = []
     x = torch.randn(2, 40, 6, 16, device=DEVICE, requires_grad=True)
     monkeypatch.setattr(torch._inductor.config, "post_grad_custom_post_pass", Recorder(graphs))
-    torch.compile(lambda x: flash()(*projected(2 * x, 2, 40)).sum())(x).backward()
+    torch.compile(lambda x: flash()(*projected(2 * x, 2, 40)).out.sum())(x).backward()
     forward_graph, backward_graph = (str(graph) for graph in graphs)
     assert "flash_forward" in forward_graph
     assert "flash_backward" in backward_graph
@@ -261,7 +261,7 @@ def test_inf_and_nan_reach_the_output(name, which, bad):
     k[..., 3].abs_()
     (q, k, v)[which][0, 0, 66, 3] = bad
     expected = formula(q, k, v, causal=True)[0, 0, 66].isfinite()
-    out = build_attention(AttentionConfig(name))(*on_device(q, k, v))
+    out = build_attention(AttentionConfig(name))(*on_device(q, k, v)).out
     assert torch.equal(out[0, 0, 66].isfinite().cpu(), expected)
     assert out[0, 0, :64].isfinite().all()
     if which != 1:
@@ -271,7 +271,7 @@ def test_inf_and_nan_reach_the_output(name, which, bad):
 def test_a_negative_scale_does_not_overflow_fp16():
     q, k, v, _ = on_device(*Case(1, 2, 1, 40, 40, 16).tensors(torch.float16))
     q, k = 1e4 * q, 1e-4 * k
-    out = flash()(q, k, v, scale=-8.0)
+    out = flash()(q, k, v, scale=-8.0).out
     torch.testing.assert_close(out, formula(-32 * q.double(), k.double(), v.double(), causal=True).half())
 
 

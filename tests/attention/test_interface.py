@@ -11,20 +11,18 @@ from attention import (
     AttentionConfig,
     AttentionShape,
     DropoutRng,
+    Score,
     SDPABackend,
     UnsupportedAttention,
     build_attention,
     keep_mask,
 )
-from attention.interface import causal_mask
 from errors import UserError
 from tests.attention.reference import KEY, Case
 
 
-def shape(device: str = "cpu", dtype: torch.dtype = torch.float32, **options: int) -> AttentionShape:
-    return AttentionShape(
-        **({"head_dim": 32, "n_heads": 4, "n_kv_heads": 2} | options), dtype=dtype, device=torch.device(device)
-    )
+def shape(device: str = "cpu", dtype: torch.dtype = torch.float32, head_dim: int = 32, **options) -> AttentionShape:
+    return AttentionShape(head_dim, n_heads=4, n_kv_heads=2, dtype=dtype, device=torch.device(device), **options)
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
@@ -83,15 +81,8 @@ def test_tensors_of_different_precision_are_refused():
 @pytest.mark.parametrize("name", ["naive", "tiled"])
 def test_nothing_is_dropped_without_a_key(name):
     q, k, v, _ = Case(1, 2, 2, 30, 30, 8).tensors(torch.float32)
-    evaluated = build_attention(AttentionConfig(name, dropout=0.5))(q, k, v)
-    assert torch.equal(evaluated, build_attention(AttentionConfig(name))(q, k, v))
-
-
-def test_a_tile_of_the_causal_mask_is_a_cut_of_the_whole():
-    whole = causal_mask(20, 33)
-    assert whole[0].sum() == 14  # the first query sees the keys that the 19 after it do not
-    assert whole[-1].all()
-    assert torch.equal(causal_mask(20, 33, rows=(3, 9), columns=(10, 30)), whole[3:9, 10:30])
+    evaluated = build_attention(AttentionConfig(name, dropout=0.5))(q, k, v).out
+    assert torch.equal(evaluated, build_attention(AttentionConfig(name))(q, k, v).out)
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled"])
@@ -109,10 +100,10 @@ class TestSDPA:
     def test_dropout_of_torch_keeps_the_expectation_and_needs_a_key(self):
         q, k, v, _ = Case(64, 8, 8, 32, 32, 8).tensors(torch.float32)
         attend = build_attention(AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch))
-        exact = build_attention(AttentionConfig("sdpa"))(q, k, torch.ones_like(v))
-        assert torch.equal(attend(q, k, torch.ones_like(v)), exact)
+        exact = build_attention(AttentionConfig("sdpa"))(q, k, torch.ones_like(v)).out
+        assert torch.equal(attend(q, k, torch.ones_like(v)).out, exact)
         torch.manual_seed(0)
-        dropped = attend(q, k, torch.ones_like(v), dropout_key=KEY)
+        dropped = attend(q, k, torch.ones_like(v), dropout_key=KEY).out
         assert not torch.equal(dropped, exact)
         assert dropped.mean().item() == pytest.approx(1.0, abs=0.02)
 
@@ -151,5 +142,5 @@ def test_naive_drops_by_the_mask_of_its_key():
     identity = torch.eye(16).expand(2, 2, 16, 16)
     attend = build_attention(AttentionConfig("naive", dropout=0.4))
     zeros = torch.zeros(2, 2, 16, 16)
-    weights = attend(zeros, zeros, identity, causal=False, dropout_key=KEY)
+    weights = attend(zeros, zeros, identity, score=Score(causal=False), dropout_key=KEY).out
     assert torch.equal(weights > 0, keep_mask(KEY, 0.4, 2, 2, 16, 16))

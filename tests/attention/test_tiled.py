@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import attention.tiled
-from attention import Ablation, AttentionConfig, UnsupportedAttention, build_attention
+from attention import Ablation, AttentionConfig, Score, UnsupportedAttention, build_attention
 from tests.attention.reference import KEY, Case, formula, gradients
 
 
@@ -53,14 +53,15 @@ def test_result_is_independent_of_tile_size_with_dropout_on(blocks, T, S):
 @pytest.mark.parametrize(("T", "S"), [(64, 64), (32, 64), (64, 32), (50, 79), (79, 50)])
 def test_tiles_above_the_diagonal_are_never_visited_and_others_once_in_each_pass(monkeypatch, T, S, causal):
     visited = []
-    original = attention.tiled.score_tile
+    original = attention.tiled.TileScores.change
 
-    def spy(b_q, b_k, rows, columns, *rest):
+    def spy(self, b_s, rows, columns):
         visited.append((rows[0], columns[0]))
-        return original(b_q, b_k, rows, columns, *rest)
+        return original(self, b_s, rows, columns)
 
-    monkeypatch.setattr(attention.tiled, "score_tile", spy)
-    gradients(lambda q, k, v: tiled(16, 32)(q, k, v, causal=causal), *Case(1, 1, 1, T, S, 4).tensors(torch.float32))
+    monkeypatch.setattr(attention.tiled.TileScores, "change", spy)
+    score = Score(causal)
+    gradients(lambda q, k, v: tiled(16, 32)(q, k, v, score=score), *Case(1, 1, 1, T, S, 4).tensors(torch.float32))
     expected = [
         (i, j)
         for i in range(0, T, 16)
@@ -108,9 +109,9 @@ def test_activation_checkpointing_draws_the_same_mask_again():
 
 def test_gradients_keep_their_precision_in_a_backward_pass_under_autocast():
     q, k, v, dout = (x.requires_grad_() for x in Case(1, 2, 1, 40, 40, 16).tensors(torch.float32))
-    expected = torch.autograd.grad(tiled()(q, k, v), (q, k, v), dout)
+    expected = torch.autograd.grad(tiled()(q, k, v).out, (q, k, v), dout)
     with torch.autocast("cpu", torch.bfloat16):
-        got = torch.autograd.grad(tiled()(q, k, v), (q, k, v), dout)
+        got = torch.autograd.grad(tiled()(q, k, v).out, (q, k, v), dout)
     assert all(map(torch.equal, got, expected))
 
 
@@ -134,15 +135,16 @@ def test_compiles_to_one_operation_that_a_new_key_does_not_recompile():
 @pytest.mark.parametrize("key", [None, KEY.pack(torch.device("cpu"))], ids=["plain", "dropout"])
 def test_custom_operations_are_described_truthfully(key):
     q, k, v, dout = Case(1, 4, 2, 20, 30, 8).tensors(torch.bfloat16)
-    settings = (True, 0.3, 0.25, 16, 16)
-    torch.library.opcheck(attention.tiled.forward_op, (q, k, v, key, *settings, "none"))
-    out, lse = attention.tiled.forward(q, k, v, key, *settings, "none")
-    torch.library.opcheck(attention.tiled.backward_op, (dout, q, k, v, out, lse, key, *settings))
+    tensors = (q, k, v, key, None, None, None, None)
+    settings = attention.tiled.Settings(True, None, None, None, 0, 0.3, 0.25, 16, 16, "none")
+    torch.library.opcheck(attention.tiled.forward_op, (*tensors, *settings))
+    out, lse = attention.tiled.forward(*tensors, settings)
+    torch.library.opcheck(attention.tiled.backward_op, (dout, *tensors, out, lse, *settings))
 
 
 def test_a_second_derivative_is_refused_rather_than_wrong():
     q, k, v, dout = (x.requires_grad_() for x in Case(1, 1, 1, 8, 8, 4).tensors(torch.float32))
-    (dq,) = torch.autograd.grad(tiled()(q, k, v), q, dout, create_graph=True)
+    (dq,) = torch.autograd.grad(tiled()(q, k, v).out, q, dout, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
 
@@ -150,17 +152,19 @@ def test_a_second_derivative_is_refused_rather_than_wrong():
 def test_without_max_subtraction_the_first_large_score_overflows():
     q, k, v, _ = Case(1, 1, 1, 64, 64, 16, spread=4.0).tensors(torch.float32)
     ablated = tiled(ablate=Ablation.no_max_subtraction)
-    torch.testing.assert_close(ablated(q, k, v), formula(q, k, v, causal=True))  # harmless where exp holds the scores
+    torch.testing.assert_close(
+        ablated(q, k, v).out, formula(q, k, v, causal=True)
+    )  # harmless where exp holds the scores
     q[0, 0, 40] *= 100
-    out = ablated(q, k, v)
+    out = ablated(q, k, v).out
     assert not out[0, 0, 40].isfinite().any()
     assert out[0, 0, :40].isfinite().all()
-    assert tiled()(q, k, v).isfinite().all()
+    assert tiled()(q, k, v).out.isfinite().all()
 
 
 def test_without_rescaling_rows_are_finite_and_wrong_from_the_second_tile_on():
     q, k, v, _ = Case(1, 1, 1, 64, 64, 16, spread=4.0).tensors(torch.float32)
-    out, exact = tiled(ablate=Ablation.no_rescaling)(q, k, v), formula(q, k, v, causal=True)
+    out, exact = tiled(ablate=Ablation.no_rescaling)(q, k, v).out, formula(q, k, v, causal=True)
     assert out.isfinite().all()
     torch.testing.assert_close(out[:, :, :16], exact[:, :, :16])  # one tile: there is nothing to rescale
     assert (out - exact)[:, :, 16:].abs().max() > 0.1

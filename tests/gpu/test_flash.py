@@ -93,7 +93,7 @@ def test_hundreds_of_repeats_are_bitwise_equal(length, D, dropout):
     q, k, v = (x.requires_grad_() for x in inputs)
 
     def run() -> tuple[Tensor, ...]:
-        out = attend(q, k, v)
+        out = attend(q, k, v).out
         return out, *torch.autograd.grad(out, (q, k, v), do)
 
     first = run()
@@ -105,7 +105,7 @@ def test_long_rows_use_the_whole_mask():
     """The last rows of 2 x 32768 x 32768 scores, more than 2**31 of them."""
     T, rows, p = 32768, 48, 0.1
     q, k, v, _ = Case(1, 2, 1, T, T, 64).tensors(torch.bfloat16, "cuda")
-    out = flash(p)(q, k, v, dropout_key=KEY)
+    out = flash(p)(q, k, v, dropout_key=KEY).out
     keep = keep_mask(KEY, p, 1, 2, T, T, rows=(T - rows, T), device="cuda")
     expected = formula(q[:, :, -rows:].float(), k.float(), v.float(), causal=True, keep=keep, rate=round(256 * p) / 256)
     torch.testing.assert_close(out[:, :, -rows:].float(), expected, rtol=2e-2, atol=2e-3)
@@ -116,7 +116,7 @@ def test_tensors_of_more_than_two_to_the_31_elements():
     assert B * H * T * D > 2**31
     q, k, v, do = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = flash()(q, k, v)
+    out = flash()(q, k, v).out
     got = (out, *torch.autograd.grad(out, (q, k, v), do))
     last = [x[-1:, -1:].detach() for x in (q, k, v, do)]
     alone = gradients(flash(), *last)
@@ -131,7 +131,7 @@ def test_a_replayed_graph_draws_the_masks_of_its_key():
     attend = flash(0.1)
 
     def run(step: int | Tensor) -> list[Tensor]:
-        out = attend(q, k, v, dropout_key=DropoutKey(1, step, 0, 0))
+        out = attend(q, k, v, dropout_key=DropoutKey(1, step, 0, 0)).out
         return [out, *torch.autograd.grad(out, (q, k, v), do)]
 
     stream = torch.cuda.Stream()
@@ -153,7 +153,7 @@ def test_a_compiled_function_is_one_graph_that_serves_every_step():
     attend = flash(0.1)
 
     def loss(step: Tensor) -> Tensor:
-        return attend(2 * q, k, v, dropout_key=DropoutKey(1, step, 0, 0)).mul(do).sum()
+        return attend(2 * q, k, v, dropout_key=DropoutKey(1, step, 0, 0)).out.mul(do).sum()
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True)
@@ -178,7 +178,7 @@ def test_under_autocast_projections_arrive_in_bf16():
     project = torch.nn.Linear(64, 3 * 64, device="cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         q, k, v = (y.view(2, 200, 1, 64).transpose(1, 2) for y in project(x).split(64, dim=-1))
-        out = flash()(q, k, v)
+        out = flash()(q, k, v).out
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert project.weight.grad is not None
@@ -191,11 +191,11 @@ def test_memory_at_16k_tokens(D):
     shape = (1, HIDDEN // D, TOKENS, D)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
     attend = partial(flash(0.1), dropout_key=KEY)
-    torch.autograd.grad(attend(q, k, v), (q, k, v), do)
+    torch.autograd.grad(attend(q, k, v).out, (q, k, v), do)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(attend(q, k, v), (q, k, v), do)
+    torch.autograd.grad(attend(q, k, v).out, (q, k, v), do)
     assert torch.cuda.max_memory_allocated() - before <= 270 * 2**20
 
 
@@ -207,7 +207,7 @@ from attention import AttentionConfig, DropoutKey, build_attention
 q, k, v = (torch.randn(2, 4, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 torch.cuda.synchronize()
 start = time.perf_counter()
-out = build_attention(AttentionConfig("flash", dropout=0.1))(q, k, v, dropout_key=DropoutKey(1, 2, 3, 4))
+out = build_attention(AttentionConfig("flash", dropout=0.1))(q, k, v, dropout_key=DropoutKey(1, 2, 3, 4)).out
 out.sum().backward()
 torch.cuda.synchronize()
 print(time.perf_counter() - start)
@@ -226,7 +226,7 @@ def test_kernels_run_on_the_gpu_of_their_tensors():
         generator = torch.Generator().manual_seed(0)
         fused = torch.randn(2, 200, 8, 64, generator=generator).bfloat16().to(device).requires_grad_()
         q, k, v = (x.transpose(1, 2) for x in fused.split([4, 2, 2], dim=2))
-        out = attend(q, k, v, dropout_key=KEY)
+        out = attend(q, k, v, dropout_key=KEY).out
         (gradient,) = torch.autograd.grad(out.float().square().sum(), fused)
         assert out.device == gradient.device == torch.device(device)
         results.append((out.detach().cpu(), gradient.cpu()))

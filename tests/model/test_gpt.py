@@ -122,10 +122,10 @@ class Spy(NaiveAttention):
     def check(self, shape: AttentionShape) -> None:
         self.shapes.append(shape)
 
-    def attend(self, q, k, v, causal, scale, dropout_key):
+    def attend(self, q, k, v, terms):
         self.calls.append((q, k, v))
-        self.keys.append(dropout_key)
-        return super().attend(q, k, v, causal, scale, dropout_key)
+        self.keys.append(terms.dropout_key)
+        return super().attend(q, k, v, terms)
 
 
 def test_attention_receives_views_of_the_fused_projection():

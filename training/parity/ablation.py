@@ -18,13 +18,14 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from attention import Ablation, Attention, AttentionConfig, build_attention
+from attention import Ablation, Attention, AttentionConfig, Score, build_attention
 
 TILES = 4  # in each direction
 HEAD_DIM = 64
 STEEPEST = 40.0  # standard deviation of the last key's scores: of 64 keys a few stand beyond 88, none beyond 200
 # The intact algorithm's own error, times this, is what a row may be off.
 MARGIN = 8.0
+FULL = Score(causal=False)
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ def broken(config: AttentionConfig, dtype: torch.dtype) -> Broken:
             if first_tile is None and bad.any():
                 first_tile, first_row = (i, j), rows.start + int(bad.int().argmax())
 
-    out = attend(q, k, v, causal=False).double()
-    error = (out - exact(q.double(), k.double(), v.double(), causal=False)).abs()
+    out = attend(q, k, v, score=FULL).out.double()
+    error = (out - exact(q.double(), k.double(), v.double(), score=FULL).out).abs()
     finite = error[error.isfinite()]
     return Broken(
         ablate=config.ablate.value,
@@ -86,8 +87,8 @@ def broken(config: AttentionConfig, dtype: torch.dtype) -> Broken:
 
 def row_errors(attend: Attention, exact: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The largest error of each query's output, (T,); inf where it is not finite."""
-    out = attend(q, k, v, causal=False).double()
-    error = (out - exact(q.double(), k.double(), v.double(), causal=False)).abs()
+    out = attend(q, k, v, score=FULL).out.double()
+    error = (out - exact(q.double(), k.double(), v.double(), score=FULL).out).abs()
     return error.nan_to_num(nan=math.inf).amax(dim=(0, 1, 3))
 
 

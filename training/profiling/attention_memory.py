@@ -73,7 +73,7 @@ def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> 
     do = torch.ones_like(q)
     meter = AllocationMeter()
     with torch.random.fork_rng(devices=[]), meter:
-        out = attend(q, k, v, dropout_key=DropoutKey(seed=0, step=0, layer=0, first_sequence=0))
+        out = attend(q, k, v, dropout_key=DropoutKey(seed=0, step=0, layer=0, first_sequence=0)).out
         torch.autograd.grad(out, (q, k, v), do)
     return meter.peak
 

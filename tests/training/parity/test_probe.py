@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attention
-from attention import AttentionConfig, AttentionShape, DropoutKey, DropoutRng, build_attention
+from attention import AttentionConfig, AttentionOutput, AttentionShape, DropoutKey, DropoutRng, Score, build_attention
 from attention.naive import NaiveAttention
 from model.gpt import GPT, GPTConfig, Recompute
 from tests.wrong_attention import CLASSES, WRONG
@@ -26,14 +26,15 @@ class KeysBackwards(NaiveAttention):
 
     name = "keys_backwards"
 
-    def attend(self, q, k, v, causal, scale, dropout_key):
+    def attend(self, q, k, v, terms):
+        full = terms._replace(score=Score(causal=False))
         rows = [
             super(KeysBackwards, self).attend(
-                q[:, :, i : i + 1], k[:, :, : i + 1].flip(2), v[:, :, : i + 1].flip(2), False, scale, None
-            )[0]
+                q[:, :, i : i + 1], k[:, :, : i + 1].flip(2), v[:, :, : i + 1].flip(2), full
+            )
             for i in range(q.shape[2])
         ]
-        return torch.cat(rows, dim=2), None
+        return AttentionOutput(torch.cat([row.out for row in rows], dim=2))
 
 
 class TooLarge(NaiveAttention):
@@ -41,10 +42,10 @@ class TooLarge(NaiveAttention):
 
     name = "too_large"
 
-    def attend(self, q, k, v, causal, scale, dropout_key):
+    def attend(self, q, k, v, terms):
         if q.shape[0] * q.shape[2] > 16:
             raise torch.OutOfMemoryError("a test's")
-        return super().attend(q, k, v, causal, scale, dropout_key)
+        return super().attend(q, k, v, terms)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,241 @@
+"""What attention computes: who sees whom, and how a score is changed. Said once; every implementation reads it.
+
+    Score    fixed for a layer: what a kernel is compiled for
+    Layout   where queries and keys stand, and which document each belongs to: tensors of a batch
+
+A query's visible keys are always an interval of keys, whatever is combined: `key_intervals` gives it, and masks, the
+tiles to visit and the rows that see nothing all follow from it.
+
+    s = c tanh(scale q k^T / c) - slope_h (i - j)          soft cap, then ALiBi; i and j are positions
+    p = exp(s) / (exp(sink_h) + sum over visible keys of exp(s))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from errors import UserError
+
+Range = tuple[int, int]  # start, stop
+
+
+class ScoreError(UserError, ValueError):
+    """A score or layout that means nothing; the message says what would."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Who sees whom and how scores are changed, in one layer. Hashable.
+
+    causal    a query sees no key behind its own position
+    window    keys a query sees, its own included; None: all. Beltagy et al. 2020, "Longformer"; Jiang et al. 2023,
+              "Mistral 7B"
+    soft_cap  c in c tanh(s / c), which keeps scores between -c and c; None: no cap. Gemma Team 2024, "Gemma 2"
+    alibi     subtract slope_h (i - j) from the score of query i and key j. Press et al. 2022, "Train Short, Test Long"
+    sinks     a learned logit for each head joins the softmax's sum. Xiao et al. 2023, "Efficient Streaming Language
+              Models with Attention Sinks"; gpt-oss
+
+    Raises ScoreError.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ScoreError(f"score.window={self.window} must be at least 1, the query's own key; null sees them all.")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ScoreError(f"score.soft_cap={self.soft_cap} must be positive; null caps nothing.")
+        if not self.causal and (self.window is not None or self.alibi):
+            raise ScoreError("A window and ALiBi look back from the query: they need causal=True.")
+
+    def features(self) -> dict[str, str]:
+        """What goes beyond plain causal attention: name -> the override that asks for it."""
+        return {
+            name: override
+            for name, override, asked in (
+                ("full", "causal=False", not self.causal),
+                ("window", f"score.window={self.window}", self.window is not None),
+                ("soft_cap", f"score.soft_cap={self.soft_cap}", self.soft_cap is not None),
+                ("alibi", "score.alibi=true", self.alibi),
+                ("sinks", "score.sinks=true", self.sinks),
+            )
+            if asked
+        }
+
+
+class Layout(NamedTuple):
+    """Where the queries and keys of a call stand in their rows, and where the rows' documents begin and end.
+
+    q_start          position of the first query; None: the last query stands at the last key's position
+    k_start          position of the first key
+    document_starts  (B, L) int32, for each position of a row that at which its document begins; None: one document
+    document_ends    (B, L) int32, one past the document's last position
+
+    Rows may have any number of documents: the tensors' shapes do not tell, so nothing compiles anew and a CUDA graph
+    stays valid. A kernel finds the bounds of a tile of queries in its first and last entries.
+    """
+
+    q_start: int | None = None
+    k_start: int = 0
+    document_starts: Tensor | None = None
+    document_ends: Tensor | None = None
+
+    def query_start(self, T: int, S: int) -> int:
+        """Position of the first of T queries that attend to S keys."""
+        return self.k_start + S - T if self.q_start is None else self.q_start
+
+    def features(self) -> dict[str, str]:
+        """What goes beyond one document whose ends meet: name -> what asks for it."""
+        asked = {"documents": "data.documents=mask"} if self.document_starts is not None else {}
+        return asked | ({"offsets": "q_start or k_start"} if self.q_start is not None or self.k_start else {})
+
+
+def documents(starts: Tensor) -> Layout:
+    """The layout of rows whose token t belongs to the document that begins at starts[b, t]: (B, L) int32.
+
+    Runs on the tensor's device without waiting for it.
+    """
+    ends = torch.searchsorted(starts, starts, right=True, out_int32=True)
+    return Layout(document_starts=starts, document_ends=ends)
+
+
+def packed(cu_seqlens: Tensor, length: int) -> Layout:
+    """The layout of one row of `length` tokens that documents lie side by side in.
+
+    cu_seqlens  (n + 1,) integers, where each document begins and, last, the row's length, as flash-attn's varlen has
+                them. Two equal ones are an empty document.
+
+    Looks at the values, so it waits for the device. Raises ScoreError.
+    """
+    bounds = cu_seqlens.tolist()
+    if not bounds or bounds[0] != 0:
+        raise ScoreError(f"cu_seqlens={shown(bounds)} must start at 0.")
+    for before, after in pairwise(bounds):
+        if after < before:
+            raise ScoreError(f"cu_seqlens={shown(bounds)} must not decrease, as it does from {before} to {after}.")
+    if bounds[-1] != length:
+        raise ScoreError(f"cu_seqlens={shown(bounds)} must end at the row's length, {length}.")
+    cu_seqlens = cu_seqlens.to(torch.int32)
+    positions = torch.arange(length, dtype=torch.int32, device=cu_seqlens.device)
+    following = torch.searchsorted(cu_seqlens, positions, right=True)
+    return Layout(document_starts=cu_seqlens[following - 1][None], document_ends=cu_seqlens[following][None])
+
+
+def shown(bounds: list[int]) -> str:
+    """A list for an error message, its middle left out."""
+    return str(bounds) if len(bounds) <= 8 else f"[{', '.join(map(str, bounds[:4]))}, ..., {bounds[-1]}]"
+
+
+class KeyIntervals(NamedTuple):
+    """The keys that each query sees: those from `first` up to, but not including, `end`.
+
+    first, end     (T,) or, with documents, (B, T) int64
+    begins, stops  whether `first` is ever above 0 and `end` ever below the number of keys
+    sighted        whether no query can see nothing: where each stands among the keys, it sees its own position at least
+    """
+
+    first: Tensor
+    end: Tensor
+    begins: bool
+    stops: bool
+    sighted: bool
+
+    def mask(self, rows: Range, columns: Range) -> Tensor | None:
+        """True where the query sees the key, (rows, columns) or (B, 1, rows, columns); None where all are seen."""
+        j = torch.arange(*columns, device=self.end.device)
+        mask = None
+        if self.stops:
+            mask = j < self.end[..., slice(*rows), None]
+        if self.begins:
+            after = j >= self.first[..., slice(*rows), None]
+            mask = after if mask is None else mask & after
+        return mask.unsqueeze(-3) if mask is not None and mask.ndim == 3 else mask
+
+    def blind(self, rows: Range) -> Tensor:
+        """True for the queries that see nothing, (rows, 1) or (B, 1, rows, 1)."""
+        blind = (self.end <= self.first)[..., slice(*rows), None]
+        return blind.unsqueeze(-3) if blind.ndim == 3 else blind
+
+    def meet(self, rows: Range, columns: Range) -> bool:
+        """Whether one of the rows sees one of the columns. Looks at values."""
+        first, end = self.first[..., slice(*rows)], self.end[..., slice(*rows)]
+        return bool(((first < columns[1]) & (end > columns[0]) & (first < end)).any())
+
+    def cover(self, rows: Range, columns: Range) -> bool:
+        """Whether every row sees every column. Looks at values."""
+        first, end = self.first[..., slice(*rows)], self.end[..., slice(*rows)]
+        return bool(((first <= columns[0]) & (end >= columns[1])).all())
+
+
+def key_intervals(score: Score, layout: Layout, T: int, S: int, device: torch.device | str) -> KeyIntervals:
+    """The keys that each of T queries sees of S, in numbers of keys: 0 is the call's first, wherever it stands."""
+    offset = layout.query_start(T, S) - layout.k_start  # of the first query from the first key
+    own = torch.arange(offset, offset + T, device=device)  # the key at the query's own position
+    first, end = torch.zeros_like(own), torch.full_like(own, S)
+    if score.causal:
+        end = (own + 1).clamp(0, S)
+    if score.window is not None:
+        first = (own - (score.window - 1)).clamp(min=0)
+    if layout.document_starts is not None and layout.document_ends is not None:
+        position = own + layout.k_start
+        known = (position >= 0) & (position < layout.document_starts.shape[1])
+        position = torch.where(known, position, 0)
+        starts = layout.document_starts.to(device)[:, position] - layout.k_start  # (B, T)
+        ends = layout.document_ends.to(device)[:, position] - layout.k_start
+        # A query before the row's first position, or behind its last one, belongs to no document.
+        first, end = torch.maximum(first, starts), torch.minimum(end, torch.where(known, ends, 0))
+    bounded = layout.document_starts is not None
+    among_keys = offset >= 0 and offset + T <= S
+    return KeyIntervals(
+        first,
+        end,
+        begins=bounded or score.window is not None,
+        stops=bounded or score.causal,
+        sighted=S > 0 and (among_keys or not (bounded or score.causal)),
+    )
+
+
+def visible_pairs(score: Score, T: int) -> float:
+    """Pairs of a query and a key it sees among T tokens, the diagonal counted half as FLOP formulas do: T^2 / 2."""
+    if not score.causal:
+        return float(T * T)
+    window = min(score.window or T, T)
+    return window * T - window**2 / 2
+
+
+def change_scores(
+    s: Tensor, score: Score, layout: Layout, slopes: Tensor | None, rows: Range, columns: Range, T: int, S: int
+) -> Tensor:
+    """c tanh(s / c) - slope_h (i - j) for a tile of scaled scores, (..., rows, columns), where `score` asks for it.
+
+    slopes  (..., 1, 1), to broadcast over the heads of s; None: no ALiBi
+    """
+    if score.soft_cap is not None:
+        s = score.soft_cap * torch.tanh(s / score.soft_cap)
+    if slopes is not None:
+        offset = layout.query_start(T, S) - layout.k_start
+        i, j = torch.arange(*rows, device=s.device), torch.arange(*columns, device=s.device)
+        s = s - slopes.to(s.dtype) * (offset + i[:, None] - j)
+    return s
+
+
+def change_derivative(s: Tensor, score: Score) -> Tensor | None:
+    """The derivative of `change_scores` at scaled scores s; None where it is 1."""
+    return None if score.soft_cap is None else 1 - torch.tanh(s / score.soft_cap) ** 2
+
+
+def alibi_slopes(n_heads: int, device: torch.device | str | None = None) -> Tensor:
+    """(H,) fp32, Press et al.'s: 2^(-8 h / H) for h = 1 ... H where H is a power of two; else those of the power of two
+    below, then every other one of that above."""
+    below = 1 << n_heads.bit_length() - 1
+    h = torch.arange(1, n_heads + 1, dtype=torch.float32, device=device)
+    return torch.where(h <= below, torch.exp2(-8 * h / below), torch.exp2(-4 * (2 * (h - below) - 1) / below))
