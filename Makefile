@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test learn check format clean
+.PHONY: help setup train test learn docs check format clean
 
 help: ## show this list
 	@awk 'BEGIN { FS = ":.*## "; print "make <target>\n" } \
@@ -34,6 +34,12 @@ test: setup ## run the tests (three minutes; tests that need a GPU are skipped w
 learn: setup ## from softmax to FlashAttention in checked steps, and a page to walk through (half a minute)
 	$(BIN)/python -m learn
 
+docs: setup ## build the documentation site in docs/_build/html (a minute)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(BIN)/python -m learn out=docs/_build/extra/walk.html
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
+	@echo "site: docs/_build/html/index.html"
+
 check: setup ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -44,5 +50,5 @@ format: setup ## fix format and lint
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environment, caches and prepared data; keep the runs in outputs/ and multirun/
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache build docs/_build *.egg-info
 	find . -name __pycache__ -type d -not -path './outputs/*' -prune -exec rm -rf {} +
