@@ -20,6 +20,7 @@ from errors import UserError
 from model.gpt import GPTConfig, check_config
 from training.device import Precision, World, resolve_device, resolve_precision
 from training.optimizer import OptimizerConfig, ScheduleConfig, check_optimizer
+from training.parallel import ParallelConfig, check_parallel
 from training.parity.probe import ParityConfig, ParityProbe
 from training.profiling.profiler import Profiler
 from training.step import TrainingConfig, check_training
@@ -52,6 +53,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
@@ -88,6 +90,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"seed={config.seed} must lie between 0 and 2**32 - 1.")
     if config.seq_len < 1:
         raise ConfigError(f"seq_len={config.seq_len} must be at least 1.")
+    check_parallel(config.parallel)
     check_training(config.training, config.seq_len, World.from_environment())
     check_optimizer(config.optimizer, config.schedule, config.training.steps)
     check_config(config.model)

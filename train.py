@@ -26,12 +26,13 @@ from data import Batches, Prefetcher, PreparedData, eval_batches, prepare, save_
 from model.gpt import GPT
 from model.gpt2_weights import load_gpt2
 from sample import stream
-from training.checkpoint import load_checkpoint, newest_valid, read_manifest
-from training.device import Precision, World, joined, resolve_device, resolve_precision
+from training.checkpoint import newest_valid, read_manifest
+from training.device import Precision, World, resolve_device, resolve_precision
 from training.loop import Interruption, fit, oom_guard
 from training.profiling.attention_memory import limit_cpu_memory
 from training.profiling.meters import StepMeter, device_name
 from training.profiling.peaks import describe_peak, product_precision
+from training.ranks import from_first_rank, joined
 from training.record import NullRecord, Record, RunMetadata
 from training.step import Trainer
 
@@ -56,7 +57,8 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
     if device.type == "cpu" and training.cpu_memory_gib is not None:
         limit_cpu_memory(training.cpu_memory_gib)
 
-    with joined(world, device):
+    with joined(world, device, config.parallel.timeout_s):
+        folder = from_first_rank(lambda: folder)
         data = prepare(config.data, progress=world.rank == 0)
         model = build_model(config, data.vocab_size, device, training.precision)
         trainer = Trainer(model, config.optimizer, config.schedule, training, config.seed, device, world)
@@ -68,7 +70,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
         batches = Batches(data.train.tokens, T, B, config.seed, world.rank, world.size, trainer.micro_steps)
         windows = eval_batches(data.val.tokens, T, B, training.eval_batches * world.size, training.eval_span)
         shape, meter, interruption = attention_shape(config, device), build_meter(trainer), Interruption()
-        record = NullRecord()
+        record = NullRecord(trainer)
         if world.rank == 0:
             save_tokenizer(data.tokenizer, folder)
             origin = RunMetadata(as_plain(config), overrides, data.manifest["identity"], shape)
@@ -117,7 +119,7 @@ def resume(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -
     """Where the configuration says `resume`, load the newest valid checkpoint. Returns the updates done."""
     if config.resume is None or not cli.has_checkpoints(folder):
         return 0
-    path, rejected = newest_valid(folder / "checkpoints")
+    path, rejected = from_first_rank(lambda: newest_valid(folder / "checkpoints"))
     if trainer.world.rank == 0:
         print(*rejected, f"going on from {path}", sep="\n")
     manifest = read_manifest(path)
@@ -125,7 +127,7 @@ def resume(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -
         raise ConfigError(
             f"The text of data={config.data.name} has changed since {path}; start a new run without resume."
         )
-    trainer.load(load_checkpoint(path, trainer.device))
+    trainer.load(path)
     return manifest.step
 
 

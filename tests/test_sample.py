@@ -41,7 +41,7 @@ def run(tmp_path) -> Path:
     OmegaConf.save(OmegaConf.structured(config), tmp_path / ".hydra" / "config.yaml")
     save_tokenizer(TOKENIZER, tmp_path)
     for step, val_loss in ((5, 1.0), (9, 2.0)):
-        state = {"model": fresh(step).state_dict()}
+        state = {"model": fresh(step).state_dict(), "training": {}}
         save_checkpoint(tmp_path / "checkpoints", state, step, keep_last=2, metadata={"val_loss": val_loss})
     return tmp_path
 
@@ -61,7 +61,8 @@ def test_prompt_and_continuation_come_from_the_chosen_checkpoint(run, capsys, ch
 
 
 def test_a_damaged_best_checkpoint_is_named_and_the_newest_taken(run, capsys):
-    with (run / "checkpoints" / "step-00000005" / "model.safetensors").open("r+b") as file:
+    (weights,) = (run / "checkpoints" / "step-00000005" / "model").iterdir()
+    with weights.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
     main([f"run={run}", "prompt=a", "tokens=5", "temperature=0.5", "top_k=20", "seed=3"])

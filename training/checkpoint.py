@@ -2,8 +2,8 @@
 
     checkpoints/
       step-00000500/        the state after 500 updates
-        model.safetensors     state["model"]; readable by anything that reads safetensors
-        training.pt           the rest of the state: optimizer, loss scaler, ...; tensors and plain values only
+        model/                the weights: safetensors files, one for each rank that wrote
+        training/             moments, loss scale: likewise
         manifest.json         format, step, metadata, and each file's size and SHA-256
       best -> step-00000400  the lowest validation loss so far
 
@@ -11,10 +11,10 @@ A checkpoint is written into a hidden folder beside, brought to the disk (files,
 kill at any moment leaves the earlier ones as they were, and what it left behind goes with the next save.
 The best checkpoint is a fact about the manifests; the link to it is a convenience for people.
 
-    path = save_checkpoint(folder, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step=500,
-                           keep_last=2, metadata={"val_loss": 1.83, "config": {...}})
+    path = save_checkpoint(folder, {"model": {name: tensor}, "training": {name: tensor}}, step=500, keep_last=2,
+                           metadata={"val_loss": 1.83, "config": {...}})
     path, rejected = newest_valid(folder)
-    state = load_checkpoint(path, map_location=device)
+    state = load_checkpoint(path)
     manifest = read_manifest(path)          # .step, .metadata
 """
 
@@ -28,22 +28,30 @@ import os
 import pickle
 import re
 import shutil
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from errors import UserError
 from files import plain, sync, to_json
+from training.checkpoint_storage import (
+    TRAINING,
+    Allocate,
+    Tensors,
+    read_format_1,
+    read_tensors,
+    write_tensors,
+    written_by,
+)
+from training.ranks import from_every_rank, from_first_rank, rank
 
-FORMAT = 1
-WEIGHTS, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+FORMAT, READABLE_FORMATS = 2, (1, 2)
+MANIFEST, PARTS = "manifest.json", ("model", "training")
 
 _PARTIAL = ".partial-"  # being written or being removed: worth nothing
 _REPLACED = ".replaced-"  # a whole checkpoint, moved aside while another of the same step takes its name
@@ -60,12 +68,14 @@ class Manifest:
     step      number of updates done
     metadata  what `save_checkpoint` was given
     files     name -> {"bytes": size, "sha256": digest in hex}
-    aliases   weights stored once under another's name (tied embeddings): name -> the name stored
+    format    how the files are laid out
+    aliases   of format 1: weights stored once under another's name, name -> the name stored
     """
 
     step: int
     metadata: dict[str, Any]
     files: dict[str, dict[str, Any]]
+    format: int
     aliases: dict[str, str]
 
     @property
@@ -76,31 +86,50 @@ class Manifest:
 
 
 def save_checkpoint(
-    folder: Path, state: dict[str, Any], step: int, *, keep_last: int, metadata: dict[str, Any]
+    folder: Path, state: Mapping[str, Mapping[str, Tensor]], step: int, *, keep_last: int, metadata: dict[str, Any]
 ) -> Path:
     """Save the state after `step` updates as `folder`/step-XXXXXXXX, and return that path.
 
-    state      {"model": name -> tensor, and whatever else resuming needs}: tensors, numbers, strings, None, and
-               dicts, lists and tuples of these, so that loading never executes anything
+    Every rank calls this, and writes its share; `folder`, keep_last and metadata are the first rank's.
+
+    state      {"model": name -> tensor, "training": name -> tensor}, whole or sharded
     keep_last  how many of the newest to keep, at least 1; the best one is kept besides
     metadata   plain values; "val_loss", where present, is the validation loss of exactly these weights, and decides
                which checkpoint is the best (of equals, the earliest)
 
     Raises CheckpointError where the disk is full or cannot be written: the checkpoints that were there are
-    untouched, and nothing half-written stays. TypeError for a state that could not be loaded again.
+    untouched, and nothing half-written stays.
     """
     if keep_last < 1:
         raise CheckpointError(f"training.keep_last={keep_last} would keep no checkpoint; it must be at least 1.")
-    _check_plain(state, "state")
-    path = folder / f"step-{step:08d}"
-    partial = folder / f"{_PARTIAL}{path.name}"
-    with _explained(path, partial):
-        folder.mkdir(parents=True, exist_ok=True)
-        _clean(folder)
-        _write(partial, state, step, metadata)
-        _publish(partial, path)
-        _link_best(folder)
-        _prune(folder, step, keep_last)
+
+    def begin() -> Path:
+        path = folder / f"step-{step:08d}"
+        with _explained(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            _clean(folder)
+            for part in PARTS:
+                (_partial(path) / part).mkdir(parents=True)
+        return path
+
+    path = from_first_rank(begin)
+    partial = _partial(path)
+    with _explained(path):
+        for part in PARTS:
+            write_tensors(partial / part, state[part])
+        own = {
+            str(file.relative_to(partial)): _seal(file) for part in PARTS for file in written_by(partial / part, rank())
+        }
+        files = {name: seal for share in from_every_rank(own) for name, seal in share.items()}
+
+    def finish() -> None:
+        with _explained(path):
+            _write_manifest(partial, {"step": step, "metadata": plain(metadata), "aliases": {}, "files": files})
+            _publish(partial, path)
+            _link_best(path.parent)
+            _prune(path.parent, step, keep_last)
+
+    from_first_rank(finish)
     return path
 
 
@@ -133,22 +162,24 @@ def best_checkpoint(folder: Path) -> Path | None:
     return best[2] if best else None
 
 
-def load_checkpoint(path: Path, map_location: torch.device | str = "cpu") -> dict[str, Any]:
-    """The state that was saved, its tensors on `map_location`. Nothing in the files is executed.
+def load_checkpoint(path: Path, allocate: Allocate | None = None) -> dict[str, Tensors]:
+    """The state that was saved. Nothing in the files is executed.
+
+    allocate  gives the tensor to load another one into, by its name, whole shape and dtype; then every rank calls
+              this, and each reads its share. None: whole tensors on the CPU, read by this process alone
 
     Raises CheckpointError where the checkpoint is damaged.
     """
-    manifest = verify(path)
-    device = torch.device(map_location)
-    weights = safetensors.torch.load_file(path / WEIGHTS, device=str(device))
-    weights |= {alias: weights[name] for alias, name in manifest.aliases.items()}
-    try:
-        rest = torch.load(path / TRAINING, map_location=device, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path / TRAINING} holds more than tensors and plain values; it was not loaded."
-        ) from error
-    return {"model": weights, **rest}
+    manifest = verify(path) if allocate is None else from_first_rank(lambda: verify(path))
+    place = allocate or (lambda name, size, dtype: torch.empty(size, dtype=dtype))
+    if manifest.format == 1:
+        try:
+            return read_format_1(path, manifest.aliases, place)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path / TRAINING} holds more than tensors and plain values; it was not loaded."
+            ) from error
+    return {part: read_tensors(path / part, place, together=allocate is not None) for part in PARTS}
 
 
 def verify(path: Path) -> Manifest:
@@ -175,55 +206,34 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path} is no checkpoint: its {MANIFEST} cannot be read ({error.strerror}).") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not one.") from error
-    if written_in != FORMAT:
-        raise CheckpointError(f"{path} is of checkpoint format {written_in}, and this version reads format {FORMAT}.")
+    if written_in not in READABLE_FORMATS:
+        raise CheckpointError(
+            f"{path} is of checkpoint format {written_in}, and this version reads formats up to {FORMAT}."
+        )
     if digest != _digest(content):
         raise CheckpointError(f"{path} is damaged: the content of {MANIFEST} has changed since it was written.")
-    return Manifest(**content)
+    return Manifest(**content, format=written_in)
 
 
-class _HashedFile:
-    """A file that counts and hashes what passes, so that the manifest tells what was meant to be on the disk."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.bytes, self.sha256 = file, 0, hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.file.write(data)
-        self.sha256.update(data)
-        self.bytes += (size := memoryview(data).nbytes)
-        return size
-
-    def flush(self) -> None:
-        self.file.flush()
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{_PARTIAL}{path.name}")
 
 
-def _write(partial: Path, state: dict[str, Any], step: int, metadata: dict[str, Any]) -> None:
-    """Write a complete checkpoint into the new folder `partial` and bring it to the disk."""
-    partial.mkdir()
-    weights, aliases = _without_aliases(state["model"])
-    rest = {name: value for name, value in state.items() if name != "model"}
-    content = {
-        "step": step,
-        "metadata": plain(metadata),
-        "aliases": aliases,
-        "files": {
-            WEIGHTS: _write_file(partial / WEIGHTS, lambda file: file.write(safetensors.torch.save(weights))),
-            TRAINING: _write_file(partial / TRAINING, lambda file: torch.save(rest, file)),
-        },
-    }
-    manifest = to_json({"format": FORMAT, **content, "digest": _digest(content)}, indent=2)
-    _write_file(partial / MANIFEST, lambda file: file.write(manifest.encode()))
-    sync(partial)
+def _seal(file: Path) -> dict[str, Any]:
+    """What `verify` compares a file with."""
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": digest}
 
 
-def _write_file(path: Path, write: Any) -> dict[str, Any]:
-    with path.open("wb") as opened:
-        file = _HashedFile(opened)
-        write(file)
+def _write_manifest(partial: Path, content: dict[str, Any]) -> None:
+    """Complete the checkpoint in `partial`, and bring its folders to the disk."""
+    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(to_json({"format": FORMAT, **content, "digest": _digest(content)}, indent=2))
         file.flush()
-        os.fsync(opened.fileno())
-    return {"bytes": file.bytes, "sha256": file.sha256.hexdigest()}
+        os.fsync(file.fileno())
+    for folder in (*(partial / part for part in PARTS), partial):
+        sync(folder)
 
 
 def _publish(partial: Path, path: Path) -> None:
@@ -293,15 +303,15 @@ def _checkpoints(folder: Path) -> dict[int, Path]:
 
 
 @contextmanager
-def _explained(path: Path, partial: Path) -> Iterator[None]:
-    """Remove `partial` on any failure, and turn the operating system's into a CheckpointError."""
+def _explained(path: Path) -> Iterator[None]:
+    """Remove what was written on any failure, and turn the operating system's into a CheckpointError."""
     try:
         yield
     except BaseException as error:
-        _remove(partial)
+        _remove(_partial(path))
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__  # torch.save covers the writer's error with one of its own
+            cause = cause.__context__  # the library covers the system's error with one of its own
         if cause is None:
             raise
         full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -310,36 +320,6 @@ def _explained(path: Path, partial: Path) -> Iterator[None]:
             f"The checkpoint {path} could not be written ({cause.strerror}); those that were there are untouched. "
             f"{advice}, and continue with resume={path.parents[1]}."
         ) from cause
-
-
-def _without_aliases(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each weight once, contiguous and sharing memory with no other; and name -> stored name of the tied ones."""
-    stored: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[tuple[Any, ...], str] = {}
-    for name, tensor in weights.items():
-        tensor = tensor.detach()
-        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and identity in first:
-            aliases[name] = first[identity]
-        else:
-            first[identity] = name
-            whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-            stored[name] = tensor.contiguous() if whole else tensor.clone(memory_format=torch.contiguous_format)
-    return stored, aliases
-
-
-def _check_plain(value: Any, where: str) -> None:
-    """Refuse, while the run is alive, what torch.load(weights_only=True) would refuse when it is resumed."""
-    if type(value) in (dict, OrderedDict):
-        for key, item in value.items():
-            _check_plain(key, f"a key of {where}")
-            _check_plain(item, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            _check_plain(item, f"{where}[{index}]")
-    elif not (value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str, bytes)):
-        raise TypeError(f"{where} is a {type(value).__name__}; a checkpoint holds tensors and plain values only.")
 
 
 def _digest(content: dict[str, Any]) -> str:

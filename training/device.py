@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
-import torch.distributed as dist
 
 from errors import UserError
 
@@ -76,18 +73,3 @@ class World:
                 for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
             )
         )
-
-
-@contextmanager
-def joined(world: World, device: torch.device) -> Iterator[None]:
-    """Make `device` the current one, and let the ranks find each other for the length of the block."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world.size == 1:
-        yield
-        return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

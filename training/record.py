@@ -25,7 +25,10 @@ from training.tracking.tracker import Tracker, TrackingConfig
 
 
 class NullRecord:
-    """The record of a rank that leaves recording to the first one, and what any record can do."""
+    """The record of a rank that leaves all but its share of a checkpoint to the first one."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
 
     def print(self, text: str) -> None:
         """A line for the user."""
@@ -34,7 +37,8 @@ class NullRecord:
         """Metrics after n updates."""
 
     def save(self, n: int, val_loss: float | None) -> None:
-        """A checkpoint after n updates, with the validation loss of exactly these weights where it was measured."""
+        """This rank's share of the checkpoint after n updates, whose folder and validation loss the first one knows."""
+        save_checkpoint(Path(), self.trainer.state(), n, keep_last=1, metadata={})
 
     def __enter__(self) -> NullRecord:
         return self
@@ -76,7 +80,8 @@ class Record(NullRecord):
         start  updates done already
         again  whether the folder is this run's own, so that what was logged beyond `start` gives way
         """
-        self.folder, self.trainer, self.meter, self.origin = folder, trainer, meter, origin
+        super().__init__(trainer)
+        self.folder, self.meter, self.origin = folder, meter, origin
         self.environment = environment(trainer.device, trainer.world.size)
         if again and start == 0:
             (folder / "metrics.jsonl").unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from training.optimizer import (
     set_learning_rate,
     update_parameters,
 )
+from training.state import gather_state, restore_state
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) int64 each
 
@@ -171,9 +172,9 @@ class Trainer:
         if training.compile and training.cuda_graph and alone and not training.profile:
             self.replay = GraphedStep(self._whole_step, device)
 
-        # The loss is multiplied by `scale`, which only fp16 moves away from 1; `quiet_steps` counts since it moved.
+        # The loss is multiplied by `scale`, which only fp16 moves away from 1; `growth_tracker` counts since it moved.
         self.scale = torch.tensor(FIRST_SCALE if self.dtype is torch.float16 else 1.0, device=device)
-        self.quiet_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.growth_tracker = torch.zeros((), dtype=torch.int64, device=device)
         # Step, loss and gradient norm of the first update that was not finite; step -1: none.
         self.failure = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64, device=device)
         # Device tensors, so that a new step neither recompiles the model nor makes it wait.
@@ -252,21 +253,16 @@ class Trainer:
             dist.all_reduce(total)
         return total.item() / len(batches)
 
-    def state(self) -> dict[str, Any]:
-        """All that a checkpoint holds besides the step."""
-        return {
-            "model": self.model.state_dict(),
-            "moments": self.optimizer.state_dict()["state"],
-            "scale": self.scale,
-            "quiet_steps": self.quiet_steps,
-        }
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """All that a checkpoint holds besides the step, on this rank."""
+        return gather_state(self.model, self.optimizer, self._scaling())
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned. Hyperparameters stay those of this run's configuration."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state["moments"]})
-        self.scale.copy_(state["scale"])
-        self.quiet_steps.copy_(state["quiet_steps"])
+    def load(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint of `state`, whatever number of ranks wrote it. Raises CheckpointError."""
+        restore_state(checkpoint, self.model, self.optimizer, self._scaling())
+
+    def _scaling(self) -> dict[str, Tensor]:
+        return {"scale": self.scale, "growth_tracker": self.growth_tracker}
 
     def autocast(self) -> contextlib.AbstractContextManager:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
@@ -276,6 +272,6 @@ class Trainer:
         return contextlib.nullcontext() if last or self.ddp is None else self.ddp.no_sync()
 
     def _move_scale(self, overflow: Tensor) -> None:
-        self.quiet_steps.copy_(torch.where(overflow, 0, (self.quiet_steps + 1) % STEPS_TO_DOUBLE))
-        grow = ~overflow & (self.quiet_steps == 0)
+        self.growth_tracker.copy_(torch.where(overflow, 0, (self.growth_tracker + 1) % STEPS_TO_DOUBLE))
+        grow = ~overflow & (self.growth_tracker == 0)
         self.scale.mul_(torch.where(overflow, 0.5, torch.where(grow, 2.0, 1.0)))

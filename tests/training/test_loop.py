@@ -18,6 +18,7 @@ from torch import Tensor
 from attention import AttentionConfig, AttentionShape, DropoutRng, build_attention
 from data import Batches
 from model.gpt import GPT, GPTConfig
+from tests.training.old_checkpoint import format_1
 from training.device import Precision, World
 from training.loop import Interruption, OutOfMemory, compare, fit, oom_guard
 from training.optimizer import OptimizerConfig, ScheduleConfig
@@ -156,6 +157,23 @@ def test_what_is_not_finite_stops_before_the_update_and_is_named_exactly(culprit
     with pytest.raises(NonFiniteError, match=r"Step 5 was not finite \(loss .*, gradient norm nan\)"):
         trainer.raise_failure()
     assert equal(weights(trainer), weights(reference))
+
+
+def test_a_checkpoint_of_the_format_before_gives_the_same_next_steps(tmp_path: Path) -> None:
+    """Its moments are numbered in the optimizer's order: matrices first."""
+    straight, resumed = build(), build()
+    expected = losses(straight, range(5))[3:]
+    before = build()
+    losses(before, range(3))
+    scaling = {"scale": before.scale, "quiet_steps": before.growth_tracker}
+    path = format_1(
+        tmp_path / "step-00000003",
+        before.model.state_dict(),
+        {"moments": before.optimizer.state_dict()["state"], **scaling},
+    )
+    resumed.load(path)
+    assert losses(resumed, range(3, 5)) == expected
+    assert equal(weights(resumed), weights(straight))
 
 
 def test_an_overflow_of_scaled_gradients_is_skipped_with_a_smaller_scale() -> None:

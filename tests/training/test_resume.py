@@ -54,8 +54,7 @@ def losses(run: Path) -> list[tuple[int, float | None, float | None]]:
 def final_state(run: Path) -> dict[str, Tensor]:
     path, _ = newest_valid(run / "checkpoints")
     state = load_checkpoint(path)
-    moments = {f"{i}.{name}": value for i, slot in state["moments"].items() for name, value in slot.items()}
-    return {**state["model"], **moments}
+    return {**state["model"], **state["training"]}
 
 
 def summary(run: Path) -> dict:
@@ -133,7 +132,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def damage(checkpoint: Path) -> None:
-    weights = checkpoint / "model.safetensors"
+    (weights,) = (checkpoint / "model").iterdir()
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)

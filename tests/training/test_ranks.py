@@ -1,0 +1,77 @@
+"""Ranks find each other or say who is missing, and notice when one is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from training.device import World
+from training.ranks import RankError, joined
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> str:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return str(opened.getsockname()[1])
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> str:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    return f"127.0.0.1:{port}"
+
+
+def join(world: World) -> None:
+    with joined(world, torch.device("cpu"), timeout_s=0.5):
+        raise AssertionError("nobody else is there")
+
+
+def test_the_first_rank_names_those_that_did_not_come(address: str) -> None:
+    with pytest.raises(RankError, match=rf"Rank 0 of 3 waited 0\.5 s at {address}, and ranks 1, 2 did not come"):
+        join(World(0, 3))
+
+
+def test_another_rank_says_that_the_first_did_not_come(address: str) -> None:
+    with pytest.raises(RankError, match=rf"Rank 1 of 2 waited 0\.5 s at {address}, and rank 0 did not come"):
+        join(World(1, 2))
+
+
+def test_a_rank_without_an_address_says_how_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RankError, match=r"RANK=1 of WORLD_SIZE=2 needs MASTER_ADDR.*torchrun"):
+        join(World(1, 2))
+
+
+LOST = """
+import os, signal, sys, torch, torch.distributed as dist
+from training.device import World
+from training.ranks import joined
+with joined(World.from_environment(), torch.device("cpu"), 20):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3))
+"""
+
+
+def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "3"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOST], env=environment | {"RANK": str(rank)}, cwd=ROOT, stderr=subprocess.PIPE
+        )
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=60)[1].decode().strip().splitlines()[-1:] for rank in ranks]
+    for rank in (0, 2):
+        assert f"RankError: Rank {rank} lost rank 1 in the middle of the run" in said[rank][0]

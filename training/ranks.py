@@ -1,0 +1,153 @@
+"""The ranks of one run: how they find each other, what they tell each other, and how they notice that one is gone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from errors import UserError
+from training.device import World
+
+T = TypeVar("T")
+
+# A rank that loses another one waits this long for the rest to report, so that it can name the one that is missing.
+SECONDS_TO_REPORT = 3.0
+# torchrun starts the ranks of one machine within seconds; after this long without them a line says who is waited for.
+SECONDS_OF_SILENCE = 10.0
+
+
+class RankError(UserError, RuntimeError):
+    """Ranks that did not come or are gone; the message names them."""
+
+
+@contextmanager
+def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[None]:
+    """Make `device` the current one, and let the ranks find each other for the length of the block.
+
+    timeout_s  how long to wait for the others, when joining and in every exchange
+
+    Raises RankError where a rank does not come, or is gone before the block ends.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world.size == 1:
+        yield
+        return
+    store = _meet(world, timeout_s)
+    # Messages between hosts go through gloo, so that neither waits for the devices.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s)
+    )
+    try:
+        yield
+    except RuntimeError as error:
+        missing = [] if isinstance(error, UserError) else _missing(store, world)
+        if not missing:
+            raise
+        raise RankError(
+            f"Rank {world.rank} lost {_names(missing)} in the middle of the run; look at what it printed last, "
+            " and go on from the newest checkpoint with resume=<run folder>."
+        ) from error
+    finally:
+        dist.destroy_process_group()
+
+
+def _meet(world: World, timeout_s: float) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT once every rank has come."""
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise RankError(
+            f"RANK={world.rank} of WORLD_SIZE={world.size} needs MASTER_ADDR and MASTER_PORT to find the others; start "
+            "the ranks with torchrun --nproc-per-node, or unset RANK and WORLD_SIZE to train alone."
+        ) from None
+    # torchrun keeps a store of its own at this address, which every rank then only connects to.
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    first = world.rank == 0 and not hosted
+    began, told = time.monotonic(), False
+    try:
+        store = dist.TCPStore(
+            host, port, None, first, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
+        )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        meeting = dist.PrefixStore(f"gpt-attention/{attempt}", store)
+        meeting.set(f"here/{world.rank}", "yes")
+        while absent := _absent(meeting, "here", world):
+            waited = time.monotonic() - began
+            if waited > timeout_s:
+                raise RankError(_did_not_come(world, absent, host, port, timeout_s))
+            if waited > SECONDS_OF_SILENCE and not told:
+                told = True
+                print(f"rank {world.rank} waits for {_names(absent)} at {host}:{port}", file=sys.stderr, flush=True)
+            time.sleep(0.02)
+    except (dist.DistError, dist.DistStoreError, RuntimeError) as error:
+        if isinstance(error, RankError):
+            raise
+        raise RankError(_did_not_come(world, [0], host, port, timeout_s)) from error
+    return meeting
+
+
+def _did_not_come(world: World, absent: list[int], host: str, port: int, timeout_s: float) -> str:
+    return (
+        f"Rank {world.rank} of {world.size} waited {timeout_s:g} s at {host}:{port}, and {_names(absent)} did not "
+        "come; start every rank (torchrun --nproc-per-node does), or unset RANK and WORLD_SIZE to train alone."
+    )
+
+
+def _missing(store: dist.Store, world: World) -> list[int]:
+    """The ranks that do not report within a few seconds that they, too, have noticed a failure."""
+    try:
+        store.set(f"noticed/{world.rank}", "yes")
+        deadline = time.monotonic() + SECONDS_TO_REPORT
+        while (absent := _absent(store, "noticed", world)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    except RuntimeError:  # the store is gone with the rank that kept it
+        return [0]
+    return absent
+
+
+def _absent(store: dist.Store, what: str, world: World) -> list[int]:
+    return [rank for rank in range(world.size) if not store.check([f"{what}/{rank}"])]
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def rank() -> int:
+    """This process's number among the ranks that have joined; 0 where it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def from_first_rank(work: Callable[[], T]) -> T:
+    """work() of the first rank, on every rank; where it fails there, every rank raises its error."""
+    if not dist.is_initialized():
+        return work()
+    outcome: list[object] = [None, None]
+    if rank() == 0:
+        try:
+            outcome[0] = work()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[1], Exception):
+        raise outcome[1]
+    return outcome[0]  # type: ignore[return-value]
+
+
+def from_every_rank(value: T) -> list[T]:
+    """The value of each rank, in their order."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,56 @@
+"""All that a training run is between two steps, as named tensors: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from training.checkpoint import load_checkpoint
+from training.checkpoint_storage import Tensors
+
+MOMENTS = "moments."
+
+
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, others: Tensors) -> dict[str, Tensors]:
+    """{"model": weights, "training": moments.<parameter>.<slot> and `others`}, the live tensors."""
+    moments = {
+        f"{MOMENTS}{name}.{slot}": value
+        for name, parameter in model.named_parameters()
+        for slot, value in optimizer.state[parameter].items()
+    }
+    return {"model": dict(model.state_dict()), "training": {**moments, **others}}
+
+
+@torch.no_grad()
+def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, others: Tensors) -> None:
+    """Fill weights, moments and `others` from a checkpoint. Hyperparameters stay the optimizer's.
+
+    Every rank calls this; how many ranks had written it does not matter. Raises CheckpointError.
+    """
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = dict(model.named_parameters())
+    index_of = {name: next(i for i, q in enumerate(ordered) if q is p) for name, p in parameters.items()}
+
+    def index(name: str) -> int:
+        """Of the parameter that a moment belongs to; checkpoints of format 1 give the index itself."""
+        owner = name.removeprefix(MOMENTS).rpartition(".")[0]
+        return int(owner) if owner.isdecimal() else index_of[owner]
+
+    def allocate(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Sharded as its parameter is."""
+        like = ordered[index(name)] if name.startswith(MOMENTS) else parameters.get(name)
+        if like is not None and like.shape == size:
+            return torch.empty_like(like, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device=ordered[0].device)
+
+    loaded = load_checkpoint(path, allocate)
+    model.load_state_dict(loaded["model"])
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name, value in loaded["training"].items():
+        if name.startswith(MOMENTS):
+            moments.setdefault(index(name), {})[name.rpartition(".")[2]] = value
+        else:
+            others[name].copy_(value)
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
