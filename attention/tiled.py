@@ -171,7 +171,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1: q (B, H, T, D) and k, v (B, H_kv, S, D) to out (B, H, T, D) and lse (B, H, T).
 
-    key            (4,) int64, as DropoutKey.pack gives it; None drops nothing
+    key            (7,) int64, as DropoutKey.pack gives it; None drops nothing
     slopes, sinks  (H,), or None
     starts, ends   of documents, as Layout has them, or None
     """

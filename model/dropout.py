@@ -14,6 +14,7 @@ side:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ class Mask(NamedTuple):
 
 def draw_masks(key: DropoutKey, p: float, n_sites: int, B: int, T: int, C: int, device: torch.device) -> list[Mask]:
     """What `drop` keeps at each of the sites."""
-    bits = draw_bits(key.at_layer(LAYER).pack(device), p, n_sites, B, T, C)
+    key = replace(key, layer=LAYER, first_head=0, first_key=0)  # which every rank has all sites and channels of
+    bits = draw_bits(key.pack(device), p, n_sites, B, T, C)
     # A row of shifts for each site: were one shared, the compiler would keep all that is computed from it, unpacked.
     shifts = torch.arange(8, dtype=torch.uint8, device=device)[:, None].expand(n_sites, 8, 1)
     return [Mask(bits[site], shifts[site], keep_scale(p)) for site in range(n_sites)]
@@ -56,11 +58,11 @@ def draw_bits(key: Tensor, p: float, n_sites: int, B: int, T: int, C: int) -> Te
         from model.dropout_kernel import launch_draw_bits
 
         return launch_draw_bits(key, drop_threshold(p), n_sites, B, T, C)
-    seed, step, layer, first_sequence = key
+    unpacked = DropoutKey(*key)
     shifts = torch.arange(8, dtype=torch.uint8, device=key.device)[:, None]
     sequences = []
     for i in range(B):  # one at a time, as each call of the generator takes a hundred bytes on the way
-        key_i = DropoutKey(seed, step, layer, first_sequence + i)
+        key_i = replace(unpacked, first_sequence=unpacked.first_sequence + i)
         keep = keep_mask(key_i, p, 1, n_sites, T, -(-C // 64) * 64, device=key.device)[0]
         bits = (keep.unflatten(-1, (-1, 8, 8)).to(torch.uint8) << shifts).sum(-2, dtype=torch.uint8)
         sequences.append(bits.flatten(-2))

@@ -22,10 +22,12 @@ def kept(b_w, BYTE: tl.constexpr, BIT: tl.constexpr, THRESHOLD: tl.constexpr):
 def draw_bits_kernel(p_bits, p_key, B, T, G: tl.constexpr, THRESHOLD: tl.constexpr, BLOCK: tl.constexpr):
     n_blocks = tl.cdiv(tl.cdiv(T, 16) * 8 * G, BLOCK)  # of one site and sequence
     i_mask, i_block = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
-    c0, c2, k0, k1 = load_key(p_key, i_mask % B, i_mask // B)
+    key = load_key(p_key, i_mask % B, i_mask // B)
     o_call = i_block * BLOCK + tl.arange(0, BLOCK)
     o_r, o_g = o_call // G, o_call % G
-    b_w0, b_w1, b_w2, b_w3 = philox(c0, o_g.to(tl.uint32), c2, o_r.to(tl.uint32), k0, k1)
+    b_w0, b_w1, b_w2, b_w3 = philox(
+        key.c0, key.C + o_g.to(tl.uint32), key.c2, key.R + o_r.to(tl.uint32), key.k0, key.k1
+    )
 
     # Bits 4 and 5 of a column choose the word; bit 3 of the row, then bit 3 of the column, the byte from the top.
     b_upper = kept(b_w0, 3, 0, THRESHOLD) | kept(b_w0, 2, 1, THRESHOLD)
@@ -44,7 +46,7 @@ def draw_bits_kernel(p_bits, p_key, B, T, G: tl.constexpr, THRESHOLD: tl.constex
 
 
 def launch_draw_bits(key: Tensor, threshold: int, n_sites: int, B: int, T: int, C: int) -> Tensor:
-    """(n_sites, B, T, ceil(C / 64) * 8) uint8, as model/dropout.py lays them out; `key` (4,) int64 on the GPU."""
+    """(n_sites, B, T, ceil(C / 64) * 8) uint8, as model/dropout.py lays them out; `key` packed, on the GPU."""
     G = -(-C // 64) * 8
     bits = torch.empty(n_sites, B, T, G, dtype=torch.uint8, device=key.device)
     n_blocks = triton.cdiv(triton.cdiv(T, 16) * 8 * G, BLOCK)

@@ -10,6 +10,8 @@ spreads a byte's sign bit over a half-word, `and` clears what is dropped, where 
 cost one a weight (and the predicates, 16 a call, do not fit the predicate registers).
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -32,13 +34,26 @@ def philox(c0, c1, c2, c3, k0, k1):
     return c0, c1, c2, c3
 
 
+class HeadKey(NamedTuple):
+    """What all weights of one head share: counter and key words of Philox, and where c1 and c3 start."""
+
+    c0: Any  # the sequence
+    c2: Any  # the layer and the head
+    k0: Any  # the seed
+    k1: Any  # the step
+    C: Any  # column group of the call's first key
+    R: Any  # row group of the call's first query
+
+
 @triton.jit
 def load_key(p_key, i_b, i_h):
-    """What all weights of one head share: counter words c0 (sequence) and c2 (layer, head), key words k0 and k1."""
+    """The packed key of a call (DropoutKey.pack) for its sequence i_b and its head i_h."""
     seed, step = tl.load(p_key), tl.load(p_key + 1)
-    layer, first_sequence = tl.load(p_key + 2), tl.load(p_key + 3)
-    sequence, head = first_sequence + i_b, (layer << 16) + i_h
-    return sequence.to(tl.uint32), head.to(tl.uint32), seed.to(tl.uint32), step.to(tl.uint32)
+    layer, first_sequence, first_head = tl.load(p_key + 2), tl.load(p_key + 3), tl.load(p_key + 4)
+    first_query, first_key = tl.load(p_key + 5), tl.load(p_key + 6)
+    c0, c2 = (first_sequence + i_b).to(tl.uint32), ((layer << 16) + first_head + i_h).to(tl.uint32)
+    C, R = (first_key // 8).to(tl.uint32), (first_query // 2).to(tl.uint32)
+    return HeadKey(c0, c2, seed.to(tl.uint32), step.to(tl.uint32), C, R)
 
 
 @triton.jit
@@ -83,11 +98,10 @@ def keep_tile(key, i_m, i_n, THRESHOLD: tl.constexpr, M: tl.constexpr, N: tl.con
 
     i_m is a multiple of 16, i_n one of 64, and so are M and N. (M, N), or (N, M) if TRANSPOSED.
     """
-    c0, c2, k0, k1 = key
-    o_r = (i_m // 2 + tl.arange(0, M // 2)).to(tl.uint32)
-    o_c = (i_n // 8 + tl.arange(0, N // 8)).to(tl.uint32)
+    o_r = key.R + (i_m // 2 + tl.arange(0, M // 2)).to(tl.uint32)
+    o_c = key.C + (i_n // 8 + tl.arange(0, N // 8)).to(tl.uint32)
     # 4 x (M/2, N/8)
-    b_w0, b_w1, b_w2, b_w3 = philox(c0, o_c[None, :], c2, o_r[:, None], k0, k1)
+    b_w0, b_w1, b_w2, b_w3 = philox(key.c0, o_c[None, :], key.c2, o_r[:, None], key.k0, key.k1)
     # (M/2, N/64, j & 7, bit 4 of j, bit 5 of j) -> (M/2, N/2): a word for every four weights
     b_w = tl.join(tl.join(b_w0, b_w1), tl.join(b_w2, b_w3)).reshape(M // 2, N // 64, 8, 2, 2)
     if TRANSPOSED:

@@ -33,7 +33,7 @@ rescaled by the exact inverse of the realised keep probability, so the expectati
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -55,28 +55,40 @@ class DropoutKey:
     step             of training, below 2**32
     layer            below 2**16
     first_sequence   index in the global batch of the call's first sequence, below 2**32
+    first_head       index of the call's first query head in the layer
+    first_query      position in its sequence of the call's first query, a multiple of 16
+    first_key        position in its sequence of the call's first key, a multiple of 64
 
-    Tensors let the key change every step without recompiling and without a host synchronisation.
+    Tensors let the key change every step without recompiling and without a host synchronisation. The last three are
+    for a call that has a part of the heads, queries or keys: it draws that part of the whole call's mask.
     """
 
     seed: int | Tensor
     step: int | Tensor
     layer: int | Tensor
     first_sequence: int | Tensor
+    first_head: int | Tensor = 0
+    first_query: int | Tensor = 0
+    first_key: int | Tensor = 0
 
     def at_layer(self, layer: int) -> DropoutKey:
         """The same key for another layer."""
         return replace(self, layer=layer)
 
     def pack(self, device: torch.device) -> Tensor:
-        """(4,) int64 on `device`: seed, step, layer, first_sequence. Kernels read it from there."""
-        fields = (self.seed, self.step, self.layer, self.first_sequence)
+        """(7,) int64 on `device`: the fields in their order. Kernels read it from there.
+
+        Raises ValueError where first_query or first_key, as a number, is not the multiple it must be.
+        """
+        for name, position, unit in (("first_query", self.first_query, 16), ("first_key", self.first_key, 64)):
+            if isinstance(position, int) and position % unit:
+                raise ValueError(f"{name}={position} of a dropout key must be a multiple of {unit}.")
         return torch.stack(
             [
                 f.to(device, torch.int64)
                 if isinstance(f, Tensor)
                 else torch.full((), f, dtype=torch.int64, device=device)
-                for f in fields
+                for f in (getattr(self, field.name) for field in fields(self))
             ]
         )
 
@@ -136,15 +148,15 @@ def keep_mask(
     row_start, row_stop = rows or (0, T)
     column_start, column_stop = columns or (0, S)
     packed = key if isinstance(key, Tensor) else key.pack(torch.device(device or "cpu"))
-    seed, step, layer, first_sequence = packed.unbind()
+    seed, step, layer, first_sequence, first_head, first_query, first_key = packed.unbind()
 
     # The smallest aligned piece that covers the tile: 16 rows and 64 columns a call.
     first_row, first_column = row_start // 16 * 16, column_start // 64 * 64
-    R = torch.arange(first_row // 2, -(-row_stop // 16) * 8, device=device)
-    C = torch.arange(first_column // 8, -(-column_stop // 64) * 8, device=device)
+    R = first_query // 2 + torch.arange(first_row // 2, -(-row_stop // 16) * 8, device=device)
+    C = first_key // 8 + torch.arange(first_column // 8, -(-column_stop // 64) * 8, device=device)
 
     sequence = first_sequence + torch.arange(B, device=device)
-    head = (layer << 16) + torch.arange(H, device=device)
+    head = (layer << 16) + first_head + torch.arange(H, device=device)
     words = philox(
         (sequence[:, None, None, None], C, head[:, None, None], R[:, None]),
         (seed, step),

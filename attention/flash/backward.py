@@ -70,13 +70,15 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED: tl.constexpr, BLOCKS: 
     """Queries at i_m, b_rows of q, do, lse2 and delta, collect their gradient from keys and values at i_n."""
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
+    BD: tl.constexpr = MODE.columns
+    THRESHOLD: tl.constexpr = MODE.threshold
     b_q, b_do, b_lse2, b_delta = b_rows
-    b_k = load_tile(keys.k, keys.i_b, keys.i_kv, i_n, BN, MODE.columns)
-    b_v = load_tile(keys.v, keys.i_b, keys.i_kv, i_n, BN, MODE.columns)
+    b_k = load_tile(keys.k, keys.i_b, keys.i_kv, i_n, BN, BD)
+    b_v = load_tile(keys.v, keys.i_b, keys.i_kv, i_n, BN, BD)
 
     # (BM, BN)
-    b_s = dot(b_q, b_k.T, None, MODE.precision)
-    b_dp = dot(b_do, b_v.T, None, MODE.precision)
+    b_s = dot(b_q, b_k.T, None, MODE)
+    b_dp = dot(b_do, b_v.T, None, MODE)
     b_p = tl.exp2(b_s * scores.scale_log2 - b_lse2[:, None])
     if MASKED:
         T, S = scores.lengths
@@ -84,10 +86,10 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED: tl.constexpr, BLOCKS: 
         o_n = i_n + tl.arange(0, BN)
         m_s = o_n[None, :] <= o_m[:, None] + (S - T) if MODE.causal else (o_n < S)[None, :]
         b_p = tl.where(m_s, b_p, 0.0)
-    if MODE.threshold:
-        b_dp = drop(b_dp, keep_tile(scores.key, i_m, i_n, MODE.threshold, BM, BN, False))
+    if THRESHOLD:
+        b_dp = drop(b_dp, keep_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, False))
     b_ds = b_p * (b_dp - b_delta[:, None])
-    return dot(b_ds.to(b_k.dtype), b_k, b_dq, MODE.precision)
+    return dot(b_ds.to(b_k.dtype), b_k, b_dq, MODE)
 
 
 @triton.jit(do_not_specialize=["H", "G", "T", "S", "n_m", "n_together"])
@@ -101,7 +103,9 @@ def dq_kernel(
     """
     BM: tl.constexpr = BLOCKS.q
     BD: tl.constexpr = MODE.columns
-    KEEP_SCALE: tl.constexpr = 256 / (256 - MODE.threshold)
+    THRESHOLD: tl.constexpr = MODE.threshold
+    STAGES: tl.constexpr = BLOCKS.stages
+    KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
     i_tile, i_bh = swizzle_program_id(n_m, n_together)
     i_m = (n_m - 1 - i_tile) * BM
     i_b, i_h = i_bh // H, i_bh % H
@@ -115,15 +119,15 @@ def dq_kernel(
     b_lse2 = tl.load(p_lse2 + o_row, mask=o_m < T, other=0.0)
     tl.store(p_delta + o_row, b_delta, mask=o_m < T)
 
-    key = load_key(p_key, i_b, i_h) if MODE.threshold else None
+    key = load_key(p_key, i_b, i_h) if THRESHOLD else None
     b_rows = (load_tile(q, i_b, i_h, i_m, BM, BD), b_do, b_lse2, b_delta)
     keys = Keys(k, v, i_b, i_kv)
     scores = Scores(scale_log2, Lengths(T, S), key)
     b_dq = tl.zeros([BM, BD], tl.float32)
     n_full, n_end = seen_keys(i_m, scores.lengths, BLOCKS, MODE)
-    for i_n in tl.range(0, n_full, BLOCKS.k, num_stages=BLOCKS.stages):
+    for i_n in tl.range(0, n_full, BLOCKS.k, num_stages=STAGES):
         b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, False, BLOCKS, MODE)
-    for i_n in tl.range(n_full, n_end, BLOCKS.k, num_stages=BLOCKS.stages):
+    for i_n in tl.range(n_full, n_end, BLOCKS.k, num_stages=STAGES):
         b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, True, BLOCKS, MODE)
     store_tile(dq, i_b, i_h, i_m, b_dq * (scale * KEEP_SCALE), BM, BD)
 
@@ -134,13 +138,14 @@ def dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, scores, MASKED, BLOCKS: t
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
-    if MODE.threshold:
-        b_keep = keep_tile(scores.key, i_m, i_n, MODE.threshold, BM, BN, True)
+    THRESHOLD: tl.constexpr = MODE.threshold
+    if THRESHOLD:
+        b_keep = keep_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, True)
     b_q = load_tile(queries.q, queries.i_b, queries.i_h, i_m, BM, BD)
     b_do = load_tile(queries.do, queries.i_b, queries.i_h, i_m, BM, BD)
 
     # (BN, BM): the scores transposed, so that p^T and ds^T go from registers straight into the next product.
-    b_s = dot(b_k, b_q.T, None, MODE.precision)
+    b_s = dot(b_k, b_q.T, None, MODE)
     b_lse2 = load_row(queries.lse2, queries.i_bh, i_m, BM)
     b_p = tl.exp2(b_s * scores.scale_log2 - b_lse2[None, :])
     if MASKED:
@@ -149,17 +154,17 @@ def dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, scores, MASKED, BLOCKS: t
         o_n = i_n + tl.arange(0, BN)
         b_p = tl.where(o_n[:, None] <= o_m[None, :] + (S - T), b_p, 0.0)
     b_p_kept = b_p.to(b_q.dtype)
-    if MODE.threshold:
+    if THRESHOLD:
         b_p_kept = drop(b_p_kept, b_keep)
-    b_dv = dot(b_p_kept, b_do, b_dv, MODE.precision)
-    b_dp = dot(b_v, b_do.T, None, MODE.precision)
+    b_dv = dot(b_p_kept, b_do, b_dv, MODE)
+    b_dp = dot(b_v, b_do.T, None, MODE)
     b_delta = load_row(queries.delta, queries.i_bh, i_m, BM)
-    if MODE.threshold:
+    if THRESHOLD:  # noqa: SIM108
         # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
         b_ds = b_p_kept.to(tl.float32) * b_dp - b_p * b_delta[None, :]
     else:
         b_ds = b_p * (b_dp - b_delta[None, :])
-    b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, MODE.precision)
+    b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, MODE)
     return b_dk, b_dv
 
 
@@ -176,6 +181,7 @@ def dkdv_kernel(
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     THRESHOLD: tl.constexpr = MODE.threshold
+    STAGES: tl.constexpr = BLOCKS.stages
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
     i_tile, i_bkv = swizzle_program_id(n_n, n_together)
     i_n = i_tile * BN
@@ -192,11 +198,11 @@ def dkdv_kernel(
         queries = Queries(q, do, lse2, delta, i_b, i_h, i_b * H + i_h)
         scores = Scores(scale_log2, Lengths(T, S), key)
         # With dropout a second copy of the loop costs registers that the mask needs; the diagonal then is a branch.
-        for i_m in tl.range(m_start, T if THRESHOLD else m_full, BM, num_stages=BLOCKS.stages):
+        for i_m in tl.range(m_start, T if THRESHOLD else m_full, BM, num_stages=STAGES):
             masked = i_m < m_full if THRESHOLD else True
             b_dk, b_dv = dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, scores, masked, BLOCKS, MODE)
         if not THRESHOLD:
-            for i_m in tl.range(m_full, T, BM, num_stages=BLOCKS.stages):
+            for i_m in tl.range(m_full, T, BM, num_stages=STAGES):
                 b_dk, b_dv = dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, scores, False, BLOCKS, MODE)
     store_tile(dv, i_b, i_kv, i_n, b_dv * KEEP_SCALE, BN, BD)
     store_tile(dk, i_b, i_kv, i_n, b_dk * (scale * KEEP_SCALE), BN, BD)

@@ -25,7 +25,8 @@ class Options(NamedTuple):
 class Mode(NamedTuple):
     """What a kernel is compiled for, beside its blocks.
 
-    columns of a tile: the head size, rounded up; precision of the products of fp32 numbers, "ieee" or "tf32".
+    columns of a tile: the head size, rounded up; precision of the products of fp32 numbers, "ieee" or "tf32". Kernels
+    bind the fields that they hand on to names of their own: Triton 3.6 takes a member for no constant elsewhere.
     """
 
     causal: bool

@@ -44,6 +44,7 @@ def forward_kernel(
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     THRESHOLD: tl.constexpr = MODE.threshold
+    STAGES: tl.constexpr = BLOCKS.stages
     i_tile, i_bh = swizzle_program_id(n_m, n_together)
     i_m = (n_m - 1 - i_tile) * BM
     i_b, i_h = i_bh // H, i_bh % H
@@ -57,12 +58,12 @@ def forward_kernel(
 
     n_full, n_end = seen_keys(i_m, Lengths(T, S), BLOCKS, MODE)
     o_m = i_m + tl.arange(0, BM)
-    for i_n in tl.range(0, n_end, BN, num_stages=BLOCKS.stages):
+    for i_n in tl.range(0, n_end, BN, num_stages=STAGES):
         # Drawn before the scores, while the previous tile's product with v is still in flight.
         b_keep = keep_tile(key, i_m, i_n, THRESHOLD, BM, BN, False) if THRESHOLD else None
         # (BM, BN)
         b_k = load_tile(k, i_b, i_kv, i_n, BN, BD)
-        b_s = dot(b_q, b_k.T, None, MODE.precision)
+        b_s = dot(b_q, b_k.T, None, MODE)
         if i_n >= n_full:
             o_n = i_n + tl.arange(0, BN)
             m_s = o_n[None, :] <= o_m[:, None] + (S - T) if MODE.causal else (o_n < S)[None, :]
@@ -83,7 +84,7 @@ def forward_kernel(
 
         # (BM, D)
         b_v = load_tile(v, i_b, i_kv, i_n, BN, BD)
-        o = dot(b_p, b_v, o * alpha[:, None], MODE.precision)
+        o = dot(b_p, b_v, o * alpha[:, None], MODE)
 
     # Kept weights are rescaled once, here, by the inverse of the keep probability.
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
@@ -103,7 +104,7 @@ def forward_kernel(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, key: Tensor | None, options: Options, configs: KernelConfigs
 ) -> tuple[Tensor, Tensor]:
-    """q (B, H, T, D), k and v (B, H_kv, S, D), key (4,) int64 or None -> lse (B, H, T) and lse2; fills out, like q.
+    """q (B, H, T, D), k and v (B, H_kv, S, D), key (7,) int64 or None -> lse (B, H, T) and lse2; fills out, like q.
 
     lse2 is what the backward needs, see `rows_like`: lse in base 2, +inf for rows that saw nothing.
     """

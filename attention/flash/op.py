@@ -63,7 +63,7 @@ def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, causal: bool, scale: float, threshold: int, tf32: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and lse2 as `forward` gives them; key (4,) int64 is DropoutKey.pack's, threshold that of Options."""
+    """out, lse and lse2 as `forward` gives them; key (7,) int64 is DropoutKey.pack's, threshold that of Options."""
     check(q.shape[-1], q.dtype, q.device)
     out = torch.empty_like(q)
     with torch.cuda.device_of(q):

@@ -19,12 +19,14 @@ def seen_keys(i_m, lengths, BLOCKS: tl.constexpr, MODE: tl.constexpr):
 
     Key tiles between the two are cut by the diagonal or by the end of the sequence. n_full is a multiple of BLOCKS.k.
     """
+    BM: tl.constexpr = BLOCKS.q
+    BN: tl.constexpr = BLOCKS.k
     T, S = lengths
     if MODE.causal:
-        n_full = tl.minimum(tl.maximum(i_m + 1 + S - T, 0), S) // BLOCKS.k * BLOCKS.k
-        n_end = tl.minimum(tl.maximum(i_m + BLOCKS.q + S - T, 0), S)
+        n_full = tl.minimum(tl.maximum(i_m + 1 + S - T, 0), S) // BN * BN
+        n_end = tl.minimum(tl.maximum(i_m + BM + S - T, 0), S)
     else:
-        n_full = S // BLOCKS.k * BLOCKS.k
+        n_full = S // BN * BN
         n_end = S
     return n_full, n_end
 
@@ -35,11 +37,12 @@ def seeing_queries(i_n, lengths, BLOCKS: tl.constexpr, MODE: tl.constexpr):
 
     Query tiles between the two are cut by the diagonal. Both are multiples of BLOCKS.q.
     """
-    T, S = lengths
     BM: tl.constexpr = BLOCKS.q
+    BN: tl.constexpr = BLOCKS.k
+    T, S = lengths
     if MODE.causal:
         m_start = tl.maximum(i_n + T - S, 0) // BM * BM
-        m_full = tl.minimum(tl.cdiv(tl.maximum(i_n + BLOCKS.k - 1 + T - S, 0), BM) * BM, tl.cdiv(T, BM) * BM)
+        m_full = tl.minimum(tl.cdiv(tl.maximum(i_n + BN - 1 + T - S, 0), BM) * BM, tl.cdiv(T, BM) * BM)
     else:
         m_start = 0
         m_full = 0

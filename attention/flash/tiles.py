@@ -146,9 +146,9 @@ def load_row(x, i_bh, i_t, ROWS: tl.constexpr):
 
 
 @triton.jit
-def dot(b_a, b_b, b_c, PRECISION: tl.constexpr):
+def dot(b_a, b_b, b_c, MODE: tl.constexpr):
     """b_a b_b + b_c in fp32."""
     if INTERPRET:
         # The interpreter would multiply bfloat16's bit patterns. In fp32 the products of 16-bit numbers are exact.
         b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
-    return tl.dot(b_a, b_b, b_c, input_precision=PRECISION)
+    return tl.dot(b_a, b_b, b_c, input_precision=MODE.precision)

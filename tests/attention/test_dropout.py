@@ -68,6 +68,19 @@ def test_mask_does_not_depend_on_how_the_batch_is_cut():
     assert torch.equal(whole, torch.cat(parts))
 
 
+def test_mask_does_not_depend_on_how_heads_queries_and_keys_are_spread():
+    whole = keep_mask(KEY, 0.4, 2, 4, 96, 192)
+    part = replace(KEY, first_head=1, first_query=torch.tensor(32), first_key=64)
+    assert torch.equal(keep_mask(part, 0.4, 2, 2, 50, 70), whole[:, 1:3, 32:82, 64:134])
+    assert torch.equal(keep_mask(part.pack(torch.device("cpu")), 0.4, 2, 2, 50, 70), whole[:, 1:3, 32:82, 64:134])
+
+
+@pytest.mark.parametrize(("field", "position", "unit"), [("first_query", 24, 16), ("first_key", 32, 64)])
+def test_a_part_that_starts_inside_one_draw_of_the_generator_is_refused(field, position, unit):
+    with pytest.raises(ValueError, match=f"{field}={position} of a dropout key must be a multiple of {unit}"):
+        keep_mask(replace(KEY, **{field: position}), 0.4, 1, 1, 16, 64)
+
+
 def test_every_coordinate_draws_a_mask_of_its_own():
     p, agreement = 0.5, 0.5  # two independent fair masks agree in half of their places
     masks = [keep_mask(KEY, p, 2, 2, 64, 128)[b, h] for b in (0, 1) for h in (0, 1)]

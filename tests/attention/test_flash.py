@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -151,6 +152,25 @@ def test_each_field_of_the_key_changes_the_mask():
     assert all(not torch.equal(outs[0], other) for other in outs[1:])
     later = attend(q[1:], k[1:], v[1:], dropout_key=DropoutKey(1, 1, 1, 2)).out
     assert torch.equal(later, outs[0][1:]), "a sequence's mask depends on its place in the global batch alone"
+
+
+def test_a_part_of_the_heads_and_queries_draws_its_part_of_the_mask():
+    q, k, v, do = on_device(*Case(1, 4, 2, 96, 96, 16).tensors(torch.float32))
+    key = replace(KEY, first_head=2, first_query=32)
+    keep = reference_mask(KEY, 0.5, 1, 4, 96, 96)[:, 2:, 32:].to(DEVICE)
+    got = gradients(partial(flash(0.5), dropout_key=key), q[:, 2:, 32:], k[:, 1:], v[:, 1:], do[:, 2:, 32:])
+    exact = partial(formula, causal=True, keep=keep, rate=0.5)
+    for name, x in gradients(exact, *(y.double() for y in (q[:, 2:, 32:], k[:, 1:], v[:, 1:], do[:, 2:, 32:]))).items():
+        torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-5)
+
+
+def test_a_call_with_later_keys_draws_their_part_of_the_mask():
+    q, k, v, do = on_device(*Case(1, 2, 2, 48, 70, 16).tensors(torch.float32))
+    keep = reference_mask(KEY, 0.5, 1, 2, 48, 134)[..., 64:].to(DEVICE)
+    got = gradients(partial(flash(0.5), dropout_key=replace(KEY, first_key=64)), q, k, v, do)
+    exact = partial(formula, causal=True, keep=keep, rate=0.5)
+    for name, x in gradients(exact, *(y.double() for y in (q, k, v, do))).items():
+        torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-5)
 
 
 def test_views_of_a_fused_projection_are_used_as_they_lie():

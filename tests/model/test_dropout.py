@@ -56,6 +56,13 @@ def test_the_masks_do_not_depend_on_how_the_batch_is_cut() -> None:
         assert torch.equal(all_four.bits, torch.cat([two.bits, other_two.bits]))
 
 
+def test_a_part_of_the_sequence_draws_its_part_of_the_masks() -> None:
+    whole = draw_masks(KEY, 0.3, 3, 2, 96, 96, CPU)
+    part = draw_masks(replace(KEY, first_head=2, first_query=32), 0.3, 3, 2, 40, 96, CPU)
+    for mask, cut in zip(whole, part, strict=True):
+        assert torch.equal(mask.bits[:, 32:72], cut.bits)
+
+
 def test_sites_sequences_steps_and_seeds_differ() -> None:
     keys = (KEY, replace(KEY, step=3), replace(KEY, seed=1))
     masks = [sequence for key in keys for mask in draw_masks(key, 0.5, 3, 2, 20, 96, CPU) for sequence in mask.bits]
@@ -72,7 +79,7 @@ from attention.dropout import DropoutKey, drop_threshold
 from model.dropout import LAYER, draw_bits
 from model.dropout_kernel import launch_draw_bits
 
-key = {KEY!r}
+key = DropoutKey(seed=1337, step=2, layer=0, first_sequence=5, first_query=32)
 for n_sites, B, T, C in {[*SHAPES, (2, 1, 300, 128)]}:
     for p in (1 / 256, 0.1, 255 / 256):
         packed = key.at_layer(LAYER).pack(torch.device("cpu"))
