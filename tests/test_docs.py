@@ -1,0 +1,51 @@
+"""The code of docs/, run as its pages say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "add-an-attention.md").read_text()
+
+
+def block_after(sentence: str) -> str:
+    """The fenced block that follows a sentence of the page."""
+    found = re.search(r"```\w+\n(.*?)```", PAGE[PAGE.index(sentence) :], re.DOTALL)
+    assert found
+    return found[1]
+
+
+def test_an_attention_added_as_the_page_says_trains_and_agrees_with_naive(tmp_path):
+    for name in ("attention", "conf"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)  # a script's own folder comes first on Python's path, where no link leads
+    for name in ("data", "hydra_plugins", "model", "training"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "attention" / "rows.py").write_text(block_after("`attention/rows.py`"))
+    with (tmp_path / "attention" / "__init__.py").open("a") as registry:
+        registry.write(block_after("`attention/__init__.py` gets"))
+    (tmp_path / "conf" / "attention" / "rows.yaml").write_text(block_after("`conf/attention/rows.yaml` makes"))
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+
+    (command,) = re.findall(r"^ +python (train\.py attention=rows attention.*)$", PAGE, re.MULTILINE)
+    small = [
+        *("model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=1", "model.n_embd=16", "seq_len=150"),
+        *("data=text", "data.path=text.txt", "data.tokenizer=bytes", "tracking.mode=disabled", "device=cpu"),
+        *("training.batch_size=2", "training.eval_every=0", "training.sample_tokens=0", "schedule.warmup_steps=0"),
+        "hydra.run.dir=run",
+    ]
+    done = subprocess.run(
+        [sys.executable, *command.split(), *small], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "attention=rows" in done.stdout
+    probed = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    errors = [record["parity/grad_rel_err"] for record in probed if "parity/grad_rel_err" in record]
+    assert len(errors) == 2
+    assert 0 < max(errors) < 1e-5
