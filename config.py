@@ -14,8 +14,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from attention import AttentionConfig, AttentionShape, build_attention
-from data.corpora import CORPORA
-from data.prepare import DataConfig, check_data
+from data.config import DataConfig
+from data.corpora import CORPORA, check_data
 from errors import UserError
 from model.gpt import GPTConfig, check_config
 from training.device import Precision, World, resolve_device, resolve_precision

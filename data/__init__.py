@@ -1,8 +1,10 @@
 """Text to batches: corpora, tokenisers, prepared tokens, and the batch as a function of the step."""
 
 from data.batches import Batches, Prefetcher, eval_batches
+from data.config import DataConfig
+from data.corpora import check_data
 from data.errors import DataError
-from data.prepare import DataConfig, check_data, prepare
+from data.prepare import prepare
 from data.store import PreparedData, TokenFile
 from data.tokenizers import TokenizerName, load_tokenizer, save_tokenizer
 

@@ -1,10 +1,10 @@
 """Where text comes from: a corpus is one or two streams of rows, each row bound for a split.
 
-Rows come through `datasets.IterableDataset`, one by one, so that no corpus has to fit the memory:
+Rows come one by one, so that no corpus has to fit the memory:
 
     {"split": "train" | "val", "text": str, "opens": bool}      opens: this row begins a document
 
-A corpus of one file gives its last part to validation; a corpus of many files holds out whole files; a stream,
+A corpus of one file gives its last part to validation. A corpus of many files holds out whole files. A stream,
 whose length nobody knows, holds out documents spread evenly over it.
 """
 
@@ -16,16 +16,26 @@ import sys
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from data.errors import DataError, brief
-from data.files import TABLES, TEXT_SUFFIXES, Row, Span, character_boundary, listed, read_spans, table_rows, text_of
+from data.config import DataConfig
+from data.errors import DataError, brief, unreadable
+from data.files import (
+    TABLES,
+    TEXT_SUFFIXES,
+    Row,
+    Span,
+    character_boundary,
+    listed,
+    read_spans,
+    reading,
+    table_rows,
+    text_of,
+)
 from errors import UserError
-
-if TYPE_CHECKING:
-    from data.prepare import DataConfig
 
 
 class Stream(NamedTuple):
@@ -39,7 +49,6 @@ class Corpus(ABC):
     """A source of documents."""
 
     size: int | None = None  # bytes of text, where that is known beforehand
-    empty: tuple[Path, ...] = ()  # files without text, which are left out
 
     @abstractmethod
     def source(self) -> dict[str, Any]:
@@ -49,6 +58,10 @@ class Corpus(ABC):
     def streams(self) -> list[Stream]:
         """The rows, in an order that never changes."""
 
+    def notices(self) -> list[str]:
+        """What a user may not expect of the way this text is used, a sentence each."""
+        return []
+
 
 class FileCorpus(Corpus):
     """Local files below a folder, in the order of their names."""
@@ -57,7 +70,7 @@ class FileCorpus(Corpus):
         self.config, self.root = config, root
         stats = {self._name(file): (file, file.stat()) for file in files}
         self.files = {stats[name][0]: stats[name][1].st_size for name in sorted(stats) if stats[name][1].st_size}
-        self.empty = tuple(file for file, stat in stats.values() if not stat.st_size)
+        self.empty = [file for file, stat in stats.values() if not stat.st_size]
         self.size = self.total = sum(self.files.values())
         if not self.files:
             raise DataError(f"{listed(files)}: nothing but empty files; name others with data.path=...")
@@ -72,12 +85,25 @@ class FileCorpus(Corpus):
         spans = self._cut_one() if len(self.files) == 1 else self._hold_out_some()
         shares = {"train": 1 - self.config.val_fraction, "val": self.config.val_fraction}
         return [
-            Stream(
-                _dataset(read_spans, spans=[s for s in spans if s.split == split], text_field=self.config.text_field),
-                share,
-            )
+            Stream(read_spans([s for s in spans if s.split == split], self.config.text_field), share)
             for split, share in shares.items()
         ]
+
+    def notices(self) -> list[str]:
+        told = []
+        if self.empty:
+            told.append(f"left out, because they are empty: {listed(self.empty)}.")
+        fraction = self.config.val_fraction
+        if len(self.files) > 1 and self.config.max_tokens is None:  # which cuts both splits to their shares
+            held = self.held_out()
+            share = sum(self.files[file] for file in held) / self.total
+            if not fraction / 2 <= share <= 1.25 * fraction:
+                told.append(
+                    f"held out for validation: {len(held)} of {len(self.files)} files, {share:.0%} of the text instead "
+                    f"of the {fraction:.0%} of data.val_fraction, because only whole files are held out; a single "
+                    "file is cut exactly."
+                )
+        return told
 
     def held_out(self) -> set[Path]:
         """The files of the validation split: in the order of their names' hashes until `val_fraction` is filled."""
@@ -127,7 +153,7 @@ class HubCorpus(Corpus):
         return {"corpus": c.name, **names}
 
     def streams(self) -> list[Stream]:
-        return [Stream(_dataset(self._spread), 1.0)]
+        return [Stream(self._spread(), 1.0)]
 
     def texts(self) -> Iterator[str]:
         """The text of every row that has some."""
@@ -166,11 +192,8 @@ class JoinedHubCorpus(HubCorpus):
 def stdlib(config: DataConfig) -> Corpus:
     """The source text of the running Python's standard library, without its tests and what is installed in it."""
     root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-    files: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = set(subfolders) - left_out
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    files = _files_below(root, (".py",), lambda name: name in left_out)
     files = [file for file in files if file.stat().st_size]  # empty __init__.py are nothing to report
     if not files:
         raise DataError(f"this Python has no source text in {root}; use data=text data.path=<file or folder>.")
@@ -182,18 +205,25 @@ def text(config: DataConfig) -> Corpus:
     accepted = ", ".join(TEXT_SUFFIXES)
     if config.path is None:
         raise DataError("data=text needs to know where the text is; set data.path=<file or folder>.")
-    path = Path(config.path).expanduser().resolve()
-    if not path.exists():
-        raise DataError(f"data.path={config.path} does not exist; set it to a file ({accepted}) or a folder of them.")
-    if path.is_file():
-        if path.suffix not in TEXT_SUFFIXES:
-            raise DataError(f"data.path={config.path} must end in one of {accepted}; rename or convert the file.")
-        return FileCorpus(config, path.parent, [path])
-    files = [f for f in path.rglob("*") if f.suffix in TEXT_SUFFIXES and f.is_file()]
-    files = [f for f in files if not any(part.startswith(".") for part in f.relative_to(path).parts)]
+    path = Path(os.path.expanduser(config.path))
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(
+            f"data.path={config.path} does not exist; set it to a file ({accepted}) or a folder of them."
+        ) from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    path = path.resolve()
+    files = [path] if path.is_file() else _files_below(path, TEXT_SUFFIXES, lambda name: name.startswith("."))
+    if path.is_file() and path.suffix not in TEXT_SUFFIXES:
+        raise DataError(f"data.path={config.path} must end in one of {accepted}; rename or convert the file.")
     if not files:
         raise DataError(f"data.path={config.path} holds no file that ends in one of {accepted}; set another folder.")
-    return FileCorpus(config, path, files)
+    for file in files:
+        with reading(file), file.open("rb"):
+            pass
+    return FileCorpus(config, path.parent if path.is_file() else path, files)
 
 
 CORPORA: dict[str, Callable[[DataConfig], Corpus]] = {
@@ -206,10 +236,47 @@ CORPORA: dict[str, Callable[[DataConfig], Corpus]] = {
 HUB_CORPORA = ("shakespeare", "openwebtext", "fineweb_edu")
 
 
-def _dataset(generator: Callable[..., Iterator[Row]], **arguments: Any) -> Iterable[Row]:
-    from datasets import IterableDataset  # takes a second to import, which a run with prepared tokens saves
+# The corpora that read an option, where not all do.
+READERS = {
+    "path": ("text",),
+    "text_field": ("text", *HUB_CORPORA),
+    "hub": HUB_CORPORA,
+    "hub_revision": HUB_CORPORA,
+    "hub_subset": HUB_CORPORA,
+    "hub_split": HUB_CORPORA,
+}
 
-    return IterableDataset.from_generator(generator, gen_kwargs=arguments or None)
+
+def check_data(config: DataConfig) -> None:
+    """Refuses what no corpus or tokenizer takes, before any text is read. Raises DataError."""
+    if config.name not in CORPORA:
+        raise DataError(f"data.name={config.name} is not a corpus; choose data={' or '.join(CORPORA)}.")
+    for option in fields(config):
+        value, readers = getattr(config, option.name), READERS.get(option.name, tuple(CORPORA))
+        if value != option.default and config.name not in readers:
+            raise DataError(
+                f"data.{option.name}={value} has no effect with data={config.name}; "
+                f"leave it out or choose data={' or '.join(readers)}."
+            )
+    if not 0 < config.val_fraction < 1:
+        raise DataError(f"data.val_fraction={config.val_fraction:g} must lie between 0 and 1, for instance 0.1.")
+    if config.max_tokens is not None and config.max_tokens < 1:
+        raise DataError(f"data.max_tokens={config.max_tokens} must be positive, or null for the whole corpus.")
+    if config.bpe_vocab_size < 257:
+        raise DataError(f"data.bpe_vocab_size={config.bpe_vocab_size} must be 257 or more: 256 bytes and end-of-text.")
+
+
+def _files_below(root: Path, suffixes: tuple[str, ...], left_out: Callable[[str], bool]) -> list[Path]:
+    """The files with one of these endings in and below a folder, but for the names `left_out`. Raises DataError."""
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(Path(error.filename), error) from error
+
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if not left_out(name)]
+        files += [Path(folder, name) for name in names if name.endswith(suffixes) and not left_out(name)]
+    return [file for file in files if file.is_file()]
 
 
 def _hub_rows(hub: str, subset: str | None, splits: str, revision: str | None) -> Iterator[Row]:

@@ -1,5 +1,7 @@
 """How data fails: in one sentence."""
 
+from pathlib import Path
+
 from errors import UserError
 
 
@@ -11,3 +13,11 @@ def brief(error: BaseException) -> str:
     """An exception of another library in a few words, to stand in brackets."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """What to raise where the system does not let a file or folder be read."""
+    return DataError(
+        f"{path} cannot be read ({error.strerror or error}); make it readable, or set another file or folder with "
+        "data.path=..."
+    )

@@ -1,21 +1,31 @@
-"""Local files to rows: plain text in pieces, .jsonl and .parquet row by row through `datasets`."""
+"""Local files to rows: .jsonl and .parquet row by row through `datasets`, plain text in pieces of our own.
+
+`datasets` reads plain text as lines, whose tokens differ from those of the whole, or as one document in memory.
+"""
 
 from __future__ import annotations
 
+import codecs
 import glob
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError, brief
+from data.errors import DataError, brief, unreadable
 
 Row = dict[str, Any]
 BLOCK = 1 << 22  # bytes of plain text read at a time
 TABLES = {".jsonl": "json", ".parquet": "parquet"}  # suffix -> what `datasets` calls it
 TEXT_SUFFIXES = (".txt", *TABLES)
+# A UTF-32 mark begins with a UTF-16 one, so it is looked for first.
+BYTE_ORDER_MARKS = (
+    ((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-32"),
+    ((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16"),
+)
 
 # After a printable character and before a lone space or newline, GPT-2's pattern always ends a piece, so that
 # a document cut there has the tokens of the whole. Both neighbours are ASCII, so no character is cut either.
@@ -48,18 +58,13 @@ def read_spans(spans: list[Span], text_field: str) -> Iterator[Row]:
 def pieces(path: Path, start: int, stop: int) -> Iterator[str]:
     """A file's text from byte to byte, in pieces that have the same tokens apart as together."""
     piece, offset = b"", start
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            while block := file.read(min(BLOCK, stop - offset - len(piece))):
-                piece += block
-                if cut := _LAST_CUT.match(piece):
-                    yield _decode(piece[: cut.end()], path, offset)
-                    piece, offset = piece[cut.end() :], offset + cut.end()
-    except OSError as error:
-        raise DataError(
-            f"could not read {path} ({brief(error)}); make it readable or set another data.path."
-        ) from error
+    with reading(path), path.open("rb") as file:
+        file.seek(start)
+        while block := file.read(min(BLOCK, stop - offset - len(piece))):
+            piece += block
+            if cut := _LAST_CUT.match(piece):
+                yield _decode(piece[: cut.end()], path, offset)
+                piece, offset = piece[cut.end() :], offset + cut.end()
     if piece:
         yield _decode(piece, path, offset)
 
@@ -90,11 +95,20 @@ def text_of(row: Row, field: str, where: str) -> str:
 
 def character_boundary(path: Path, offset: int) -> int:
     """The first byte from `offset` on that begins a UTF-8 character, or the file's end."""
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         file.seek(offset)
         while (byte := file.read(1)) and 0x80 <= byte[0] < 0xC0:
             offset += 1
     return offset
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns what the system says where a file cannot be read into DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def listed(names: Iterable[object]) -> str:
@@ -104,8 +118,17 @@ def listed(names: Iterable[object]) -> str:
 
 
 def _decode(piece: bytes, path: Path, offset: int) -> str:
+    for marks, encoding in BYTE_ORDER_MARKS if offset == 0 else ():
+        if piece.startswith(marks):
+            raise DataError(
+                f"{path} is {encoding} text, and only UTF-8 is read; convert it with: "
+                f"iconv -f {encoding} -t UTF-8 {path.name} > utf8-{path.name}"
+            )
     if (zero := piece.find(0)) >= 0:
-        raise DataError(f"{path} is binary (byte {offset + zero} is zero); take it away or set another data.path.")
+        raise DataError(
+            f"{path} is binary (byte {offset + zero} is zero), or text that is not UTF-8; take it away, convert it, or "
+            "set another data.path."
+        )
     try:
         return piece.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,18 +1,21 @@
 """Tokenise a corpus once, into memory-mapped files that every later run opens at once.
 
 They lie in <data.cache>/<corpus>-<tokenizer>-<recipe>/ (see store.py), built under a lock and under another name,
-so that a sweep tokenises once and a killed run leaves nothing that looks finished.
+so that a sweep tokenises once and a killed run leaves nothing that looks finished. The next run goes on where an
+interrupted one stopped.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from contextlib import AbstractContextManager, ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,80 +23,46 @@ import numpy as np
 import tiktoken
 from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from data.corpora import CORPORA, HUB_CORPORA, Corpus, Stream
+from data.config import DataConfig
+from data.corpora import CORPORA, Corpus, check_data
 from data.errors import DataError
-from data.files import Row, listed
-from data.store import SPLITS, PreparedData, TokenWriter, digest, find_flaw, open_prepared, replacing, write_manifest
-from data.tokenizers import TokenizerName, bpe_tokenizer, bytes_tokenizer, encoder, gpt2_tokenizer, save_tokenizer
+from data.files import Row
+from data.progress import PreparationProgress
+from data.store import (
+    SPLITS,
+    Position,
+    PreparedData,
+    TokenWriter,
+    digest,
+    find_flaw,
+    load_position,
+    open_prepared,
+    partial_folder,
+    publish,
+    save_position,
+    token_dtype,
+    write_manifest,
+)
+from data.tokenizers import (
+    TokenizerName,
+    bpe_tokenizer,
+    bytes_tokenizer,
+    encoder,
+    gpt2_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+)
 
-FORMAT = 1  # raise it when the same recipe would give other files
+FORMAT = 1  # raise it when the same recipe would give other files, or cut the text into other rows
 BPE_TEXT = 1 << 28  # characters that a BPE is learned from, at most
-
-# The corpora that read an option, where not all do.
-READERS = {
-    "path": ("text",),
-    "text_field": ("text", *HUB_CORPORA),
-    "hub": HUB_CORPORA,
-    "hub_revision": HUB_CORPORA,
-    "hub_subset": HUB_CORPORA,
-    "hub_split": HUB_CORPORA,
-}
-
-
-@dataclass
-class DataConfig:
-    """What a user chooses under `data.*`.
-
-    name            a corpus in the registry (data/corpora.py)
-    path            a file or folder of .txt, .jsonl, .parquet (data=text)
-    tokenizer       what text is cut into
-    bpe_vocab_size  tokens that tokenizer=bpe learns, end-of-text included
-    max_tokens      tokens to prepare, training and validation together; null for all
-    val_fraction    of the text that is held out for validation
-    cache           folder of the prepared tokens
-    hub             name of a data set on the Hugging Face hub; its revision, subset and split ("train+test" joins two)
-    text_field      the field of .jsonl, .parquet and hub rows that holds the text
-    """
-
-    name: str = "stdlib"
-    path: str | None = None
-    tokenizer: TokenizerName = TokenizerName.bytes
-    bpe_vocab_size: int = 4096
-    max_tokens: int | None = None
-    val_fraction: float = 0.1
-    cache: str = ".cache/tokens"
-    hub: str | None = None
-    hub_revision: str | None = None
-    hub_subset: str | None = None
-    hub_split: str = "train"
-    text_field: str = "text"
-
-
-def check_data(config: DataConfig) -> None:
-    """Refuses what no corpus or tokenizer takes, before any text is read. Raises DataError."""
-    if config.name not in CORPORA:
-        raise DataError(f"data.name={config.name} is not a corpus; choose data={' or '.join(CORPORA)}.")
-    for option in fields(config):
-        value, readers = getattr(config, option.name), READERS.get(option.name, tuple(CORPORA))
-        if value != option.default and config.name not in readers:
-            raise DataError(
-                f"data.{option.name}={value} has no effect with data={config.name}; "
-                f"leave it out or choose data={' or '.join(readers)}."
-            )
-    if not 0 < config.val_fraction < 1:
-        raise DataError(f"data.val_fraction={config.val_fraction:g} must lie between 0 and 1, for instance 0.1.")
-    if config.max_tokens is not None and config.max_tokens < 1:
-        raise DataError(f"data.max_tokens={config.max_tokens} must be positive, or null for the whole corpus.")
-    if config.bpe_vocab_size < 257:
-        raise DataError(f"data.bpe_vocab_size={config.bpe_vocab_size} must be 257 or more: 256 bytes and end-of-text.")
+SECONDS_BETWEEN_SAVES = 5.0  # what an interrupted preparation loses, at most
 
 
 def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
     """The tokens of a corpus: opened where they lie prepared and sound, prepared where not.
 
-    progress    show a progress bar and notices on stderr
+    progress    show progress and notices on stderr
     Raises DataError for a configuration, a source or a disk that cannot serve.
     """
     check_data(config)
@@ -151,32 +120,68 @@ def _locked(folder: Path, console: Console) -> AbstractContextManager[Any]:
 
 
 def _build(folder: Path, config: DataConfig, corpus: Corpus, recipe: dict[str, Any], console: Console) -> None:
-    if corpus.empty:
-        console.print(f"left out, because they are empty: {listed(corpus.empty)}.")
-    with replacing(folder) as partial:
-        tokenizer = _make_tokenizer(config, corpus, console)
-        save_tokenizer(tokenizer, partial)
-        dtype = np.dtype(np.min_scalar_type(tokenizer.n_vocab - 1)).newbyteorder("<")
-        writers = {split: TokenWriter(partial, split, dtype, tokenizer.eot_token) for split in SPLITS}
-        with _progress(console, corpus, config) as bar:
-            for stream in corpus.streams():
-                _tokenise(stream, tokenizer, writers, config.max_tokens, bar)
-        counts = {split: writer.close() for split, writer in writers.items()}
-        for split, count in counts.items():
-            if not count["tokens"]:
-                raise DataError(
-                    f"data={config.name} leaves nothing for the {split} split at data.val_fraction="
-                    f"{config.val_fraction:g} and data.max_tokens={config.max_tokens}; change one or give more text."
-                )
+    for notice in corpus.notices():
+        console.print(notice)
+    partial = partial_folder(folder)
+    try:
+        position = load_position(partial, recipe)
+        if position is None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            position = Position()
+            tokenizer = _make_tokenizer(config, corpus, console)
+            save_tokenizer(tokenizer, partial)
+            save_position(partial, recipe, position)
+        else:
+            tokenizer = load_tokenizer(partial)
+            console.print(f"going on with data={config.name} where its preparation was interrupted.")
+        counts = _write_tokens(corpus, tokenizer, config, console, position, partial, recipe)
         content = {
             "recipe": recipe,
             "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.n_vocab, "end_of_text": tokenizer.eot_token},
-            "dtype": dtype.str,
+            "dtype": token_dtype(tokenizer).str,
             "splits": counts,
         }
         write_manifest(partial, content)
+        publish(folder)
+    except OSError:  # a full disk gets its room back
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     tokens = " and ".join(f"{counts[split]['tokens']:,} for {split}" for split in SPLITS)
     console.print(f"prepared data={config.name} with data.tokenizer={config.tokenizer.value}: {tokens}, in {folder}")
+
+
+def _write_tokens(
+    corpus: Corpus,
+    tokenizer: tiktoken.Encoding,
+    config: DataConfig,
+    console: Console,
+    position: Position,
+    partial: Path,
+    recipe: dict[str, Any],
+) -> dict[str, dict[str, int]]:
+    """Tokenises what lies after `position`. Returns the counts of the splits. Raises DataError where one is empty."""
+    dtype, end_of_text = token_dtype(tokenizer), tokenizer.eot_token
+    with ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(TokenWriter(partial, split, dtype, end_of_text, **counts))
+            for split, counts in position.splits.items()
+        }
+
+        def save() -> None:
+            position.splits = {split: writer.sync() for split, writer in writers.items()}
+            save_position(partial, recipe, position)
+
+        _tokenise(corpus, tokenizer, config, console, position, writers, save)
+        counts = {split: writer.sync() for split, writer in writers.items()}
+    for split, count in counts.items():
+        if not count["tokens"]:
+            shutil.rmtree(partial)
+            raise DataError(
+                f"data={config.name} leaves nothing for the {split} split at data.val_fraction="
+                f"{config.val_fraction:g} and data.max_tokens={config.max_tokens}; change one or give more text."
+            )
+    return counts
 
 
 def _make_tokenizer(config: DataConfig, corpus: Corpus, console: Console) -> tiktoken.Encoding:
@@ -184,8 +189,17 @@ def _make_tokenizer(config: DataConfig, corpus: Corpus, console: Console) -> tik
         return bytes_tokenizer()
     if config.tokenizer is TokenizerName.gpt2:
         return gpt2_tokenizer()
-    with console.status(f"learning {config.bpe_vocab_size:,} tokens from data={config.name}"):
-        return bpe_tokenizer(_training_text(corpus), config.bpe_vocab_size)
+    learning = f"learning {config.bpe_vocab_size:,} tokens from data={config.name}"
+    if not console.is_terminal:
+        console.print(learning)
+    with console.status(learning):
+        tokenizer = bpe_tokenizer(_training_text(corpus), config.bpe_vocab_size)
+    if tokenizer.n_vocab < config.bpe_vocab_size:
+        console.print(
+            f"data={config.name} gives {tokenizer.n_vocab:,} tokens only, fewer than data.bpe_vocab_size="
+            f"{config.bpe_vocab_size}: every pair of them that occurs is merged already."
+        )
+    return tokenizer
 
 
 def _training_text(corpus: Corpus) -> Iterator[str]:
@@ -199,23 +213,40 @@ def _training_text(corpus: Corpus) -> Iterator[str]:
 
 
 def _tokenise(
-    stream: Stream,
+    corpus: Corpus,
     tokenizer: tiktoken.Encoding,
+    config: DataConfig,
+    console: Console,
+    position: Position,
     writers: dict[str, TokenWriter],
-    max_tokens: int | None,
-    bar: Progress,
+    save: Callable[[], None],
 ) -> None:
-    """Writes a stream's rows to their splits until its share of `max_tokens` is filled."""
-    room = None if max_tokens is None else int(max_tokens * stream.share)
-    for row, tokens in _in_threads(tokenizer, stream.rows):
-        written = writers[row["split"]].write(tokens, row["opens"], room)
-        done = sum(writer.count for writer in writers.values())
-        advance = len(row["text"]) if max_tokens is None else written
-        bar.update(bar.task_ids[0], advance=advance, description=f"{done / 1e6:.1f}M tokens")
-        if room is not None:
-            room -= written
-            if room == 0:
-                break
+    """Writes every row after `position` to its split, until each stream's share of `max_tokens` is filled.
+
+    `position` is kept up to date; `save` is called now and then.
+    """
+    limit, saved = config.max_tokens, time.monotonic()
+    # Progress counts the characters of the text or, where these are unknown or limited, the tokens asked for.
+    with PreparationProgress(config.name, limit or corpus.size, console, position.done) as progress:
+        for number, stream in list(enumerate(corpus.streams()))[position.stream :]:
+            if number > position.stream:
+                position.stream, position.rows, position.room = number, 0, None
+            if position.room is None and limit is not None:
+                position.room = int(limit * stream.share)
+            if position.room == 0:
+                continue
+            for row, tokens in _in_threads(tokenizer, islice(stream.rows, position.rows, None)):
+                written = writers[row["split"]].write(tokens, row["opens"], position.room)
+                position.rows += 1
+                position.done += len(row["text"]) if limit is None else written
+                progress.update(position.done, sum(writer.tokens for writer in writers.values()))
+                if position.room is not None:
+                    position.room -= written
+                if time.monotonic() - saved >= SECONDS_BETWEEN_SAVES:
+                    save()
+                    saved = time.monotonic()
+                if position.room == 0:
+                    break
 
 
 def _in_threads(tokenizer: tiktoken.Encoding, rows: Iterable[Row]) -> Iterator[tuple[Row, np.ndarray]]:
@@ -234,11 +265,3 @@ def _in_threads(tokenizer: tiktoken.Encoding, rows: Iterable[Row]) -> Iterator[t
             yield first, tokens.result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _progress(console: Console, corpus: Corpus, config: DataConfig) -> Progress:
-    """A bar over the characters of the text or, where these are unknown or limited, over the tokens asked for."""
-    columns = (SpinnerColumn(), TextColumn(f"data={config.name}"), BarColumn(), TextColumn("{task.description}"))
-    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
-    bar.add_task("", total=config.max_tokens or corpus.size)
-    return bar

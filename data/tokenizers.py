@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from collections.abc import Callable, Iterable
 from enum import Enum
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import tiktoken
 
 from data.errors import DataError, brief
+from files import write_atomically
 
 if TYPE_CHECKING:
     import tokenizers
@@ -27,6 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
 
 # How GPT-2 cuts text before it merges bytes (Radford et al. 2019), in tiktoken's form that never backtracks far.
+BYTES_PATTERN = r"[\s\S]"
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
@@ -40,7 +41,7 @@ class TokenizerName(Enum):
 
 def bytes_tokenizer() -> tiktoken.Encoding:
     """Token i is byte i; token 256 ends a text."""
-    return _encoding("bytes", r"[\s\S]", [bytes([b]) for b in range(256)])
+    return _encoding("bytes", BYTES_PATTERN, [bytes([b]) for b in range(256)])
 
 
 def gpt2_tokenizer() -> tiktoken.Encoding:
@@ -100,16 +101,13 @@ def encoder(tokenizer: tiktoken.Encoding) -> Callable[[str], np.ndarray]:
 
 def save_tokenizer(tokenizer: tiktoken.Encoding, folder: Path | str) -> None:
     """Writes all that the encoding consists of to `folder`/tokenizer.json."""
-    ranks = tokenizer._mergeable_ranks
+    tokens = map(tokenizer.decode_single_token_bytes, range(tokenizer.eot_token))
     content = {
         "name": tokenizer.name,
-        "pattern": tokenizer._pat_str,
-        "tokens": [base64.b64encode(token).decode() for token in sorted(ranks, key=ranks.__getitem__)],
+        "pattern": BYTES_PATTERN if tokenizer.name == "bytes" else GPT2_PATTERN,
+        "tokens": [base64.b64encode(token).decode() for token in tokens],
     }
-    with (Path(folder) / FILE).open("w") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(Path(folder) / FILE, json.dumps(content))
 
 
 def load_tokenizer(folder: Path | str) -> tiktoken.Encoding:

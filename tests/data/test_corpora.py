@@ -1,16 +1,22 @@
 """What text a corpus holds, how it is split, and how it fails."""
 
+import codecs
 import gzip
 import json
+import os
+import re
 import sysconfig
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
 import pytest
 
+from data.config import DataConfig
 from data.corpora import CORPORA
 from data.errors import DataError
-from data.prepare import DataConfig, prepare
+from data.prepare import prepare
 
 SHAKESPEARE = Path(__file__).parents[2] / "../shared/data/tinyshakespeare.txt"
 
@@ -168,6 +174,9 @@ def test_a_loading_script_is_replaced_by_the_hubs_conversion(monkeypatch):
         (b"", r"a\.txt: nothing but empty files"),
         (b"GIF89a\x00\x01", r"a\.txt is binary \(byte 6 is zero\)"),
         ("naïve".encode("latin-1"), r"a\.txt is not UTF-8 \(byte 2 is 0xef\)"),
+        ("text".encode("utf-16"), r"a\.txt is UTF-16 text, and only UTF-8 is read; convert it with: iconv -f UTF-16"),
+        (codecs.BOM_UTF16_BE + "text".encode("utf-16-be"), r"a\.txt is UTF-16 text"),
+        ("text".encode("utf-32"), r"a\.txt is UTF-32 text"),
         (gzip.compress(b"text" * 100, mtime=0), r"a\.txt is (binary|not UTF-8) \(byte \d"),
     ],
 )
@@ -177,17 +186,73 @@ def test_unreadable_text_is_named(tmp_path, content, sentence):
         documents(of_text(tmp_path))
 
 
+@pytest.fixture
+def reader() -> Iterator[Path]:
+    """A folder in which file permissions count, for root as well: it becomes somebody else meanwhile."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        root = os.geteuid() == 0
+        if root:
+            os.chown(name, 65534, -1)
+            os.seteuid(65534)
+        try:
+            yield Path(name)
+        finally:
+            if root:
+                os.seteuid(0)
+
+
+def test_files_and_folders_that_may_not_be_read_are_named_with_that_cause(reader):
+    (reader / "open.txt").write_text("text " * 100)
+    (reader / "closed").mkdir()
+    (reader / "closed" / "a.txt").write_text("text")
+    (reader / "closed.txt").write_text("text")
+    (reader / "closed.txt").chmod(0)
+    for path in ("closed.txt", "."):
+        with pytest.raises(DataError, match=r"closed\.txt cannot be read \(Permission denied\); make it readable"):
+            documents(of_text(reader / path))
+    (reader / "closed.txt").unlink()
+    (reader / "closed").chmod(0)
+    for path in ("closed", "closed/a.txt", "."):
+        with pytest.raises(DataError, match=r"closed(/a\.txt)? cannot be read \(Permission denied\); make it readable"):
+            documents(of_text(reader / path))
+    (reader / "closed").chmod(0o755)
+    (reader / "loop.txt").symlink_to("loop.txt")
+    with pytest.raises(DataError, match=r"loop\.txt cannot be read \(Too many levels of symbolic links\)"):
+        documents(of_text(reader / "loop.txt"))
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("text " * 100)
+    assert documents(DataConfig(name="text", path="~/a.txt")) == documents(of_text(tmp_path / "a.txt"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "notices"),
+    [
+        (
+            [360, 340, 300],
+            [r"held out for validation: 1 of 3 files, 3\d% of the text instead of the 10% of data\.val_"],
+        ),
+        ([100] * 20, []),
+        ([1000], []),
+        ([100] * 20 + [0], [r"left out, because they are empty: .*/20\.txt\."]),
+    ],
+)
+def test_what_one_may_not_expect_of_a_text_is_told(tmp_path, sizes, notices):
+    for i, size in enumerate(sizes):
+        (tmp_path / f"{i}.txt").write_text("x" * size)
+    told = CORPORA["text"](of_text(tmp_path)).notices()
+    assert len(told) == len(notices)
+    assert all(re.search(expected, sentence) for expected, sentence in zip(notices, told, strict=True))
+
+
 def test_a_bad_byte_is_named_by_its_place_in_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr("data.files.BLOCK", 100)
     (tmp_path / "a.txt").write_bytes(b"some words " * 1000 + b"\xff" + b" some words" * 1000)
     with pytest.raises(DataError, match="byte 11000 is 0xff"):
         documents(of_text(tmp_path))
-
-
-def test_empty_files_beside_others_are_known(tmp_path):
-    (tmp_path / "a.txt").write_text("")
-    (tmp_path / "b.txt").write_text("text " * 100)
-    assert CORPORA["text"](of_text(tmp_path)).empty == (tmp_path / "a.txt",)
 
 
 @pytest.mark.parametrize(

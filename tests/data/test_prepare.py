@@ -1,21 +1,26 @@
 """Tokens on disk: what they are, prepared once, whole or not there."""
 
 import errno
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
 from filelock import FileLock
+from rich.console import Console
 
 from data import DataConfig, DataError, PreparedData, TokenizerName, load_tokenizer, prepare
+from data.progress import PreparationProgress
 
 ROOT = Path(__file__).parents[2]
 TIKTOKEN_CACHE = ROOT / "../shared/data/tiktoken_cache"
@@ -181,18 +186,19 @@ def test_two_processes_at_once_prepare_once(config):
     assert len(contents(config.cache)) == 1
 
 
-def test_who_comes_second_waits_and_says_so(config, capsys):
+def test_who_comes_second_waits_and_says_so(config):
     folder = prepare(config).folder
     (folder / "manifest.json").unlink()
-    capsys.readouterr()
-    with ThreadPoolExecutor() as pool, FileLock(folder.with_name(f".{folder.name}.lock")):
-        second = pool.submit(prepare, config)
-        told = ""
-        while "waiting for another process that prepares" not in told:
+    told = io.StringIO()
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    with redirect_stderr(told), ThreadPoolExecutor() as pool:
+        with lock:
+            second = pool.submit(prepare, config)
+            while "waiting for another process that prepares" not in told.getvalue():
+                assert not second.done()
+                time.sleep(0.01)
             assert not second.done()
-            told += capsys.readouterr().err
-        assert not second.done()
-    assert second.result(timeout=60).folder == folder
+        assert second.result(timeout=60).folder == folder
 
 
 def test_a_killed_process_leaves_nothing_that_looks_prepared(config):
@@ -212,6 +218,110 @@ def test_a_killed_process_leaves_nothing_that_looks_prepared(config):
     assert not (Path(config.cache) / left / "manifest.json").exists()
     data = prepare(config)
     assert contents(config.cache) == {data.folder.name}
+
+
+def files_of(data: PreparedData) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in data.folder.iterdir()}
+
+
+@pytest.mark.parametrize("max_tokens", [None, 9000])
+def test_a_stream_that_broke_off_goes_on_where_it_stopped(config, tmp_path, monkeypatch, capsys, max_tokens):
+    broken_at: list[int] = []
+
+    def rows(*names):
+        for i in range(200):
+            if i in broken_at:
+                broken_at.remove(i)
+                raise ConnectionError("the network is gone")
+            yield {"text": f"document {i} of the stream, {'and more ' * (i % 7)}"}
+
+    monkeypatch.setattr("data.corpora._hub_rows", rows)
+    monkeypatch.setattr(sys.modules["data.prepare"], "SECONDS_BETWEEN_SAVES", 0.0)
+    config = DataConfig("fineweb_edu", max_tokens=max_tokens, hub="owner/name", cache=str(tmp_path / "whole"))
+    whole = files_of(prepare(config))
+    config.cache = str(tmp_path / "broken")
+    for place in (90, 150):
+        broken_at.append(place)
+        with pytest.raises(DataError, match="could not stream owner/name"):
+            prepare(config)
+    assert files_of(prepare(config)) == whole
+    assert "going on with data=fineweb_edu where its preparation was interrupted." in capsys.readouterr().err
+
+
+def test_a_killed_preparation_goes_on_where_it_stopped(config, tmp_path, capsys):
+    config.tokenizer, config.bpe_vocab_size = TokenizerName.bpe, 280
+    whole = files_of(prepare(config))
+    config.cache = str(tmp_path / "again")
+    process = run(
+        """
+        import os, signal
+        from data import TokenizerName
+        config.tokenizer, config.bpe_vocab_size = TokenizerName.bpe, 280
+        saves, save_position = [], module.save_position
+
+        def save_and_die(*arguments):
+            save_position(*arguments)
+            saves.append(1)
+            if len(saves) == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        module.save_position, module.SECONDS_BETWEEN_SAVES = save_and_die, 0.0
+        prepare(config)
+        """,
+        config,
+    )
+    assert process.wait(60) == -signal.SIGKILL
+    [left] = contents(config.cache)
+    position = json.loads((Path(config.cache) / left / "position.json").read_text())
+    assert position["rows"] == 5
+    learned = (Path(config.cache) / left / "tokenizer.json").stat().st_mtime_ns
+    capsys.readouterr()
+    again = prepare(config)
+    assert files_of(again) == whole
+    assert (again.folder / "tokenizer.json").stat().st_mtime_ns == learned
+    assert "going on with data=text where its preparation was interrupted." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["recipe", "short file", "no tokenizer"])
+def test_what_was_interrupted_is_not_trusted_when_it_is_not_whole(config, corpus, damage):
+    whole = files_of(prepare(config))
+    folder = prepare(config).folder
+    partial = folder.with_name(f".{folder.name}.partial")
+    folder.rename(partial)
+    recipe = json.loads((partial / "manifest.json").read_text())["recipe"]
+    splits = json.loads((partial / "manifest.json").read_text())["splits"]
+    position = {"recipe": recipe, "stream": 1, "rows": 1, "room": None, "done": 100, "splits": splits}
+    (partial / "position.json").write_text(json.dumps(position | ({"recipe": {}} if damage == "recipe" else {})))
+    if damage == "short file":
+        (partial / "val.bin").write_bytes(b"")
+    if damage == "no tokenizer":
+        (partial / "tokenizer.json").unlink()
+    assert files_of(prepare(config)) == whole
+
+
+def test_a_log_gets_a_line_now_and_then():
+    output, now = io.StringIO(), 0.0
+    console = Console(file=output, width=120)
+    with PreparationProgress("text", 100, console, clock=lambda: now) as progress:
+        for done in range(0, 100, 10):
+            progress.update(done, done * 100_000)
+            now += 4.0
+    assert output.getvalue().splitlines() == [
+        "preparing data=text: 3.0M tokens, 30% done",
+        "preparing data=text: 6.0M tokens, 60% done",
+        "preparing data=text: 9.0M tokens, 90% done",
+    ]
+
+
+def test_a_vocabulary_that_the_text_does_not_give_is_told(config, capsys):
+    config.tokenizer = TokenizerName.bpe
+    data = prepare(config)
+    assert data.vocab_size < 4096
+    told = f"data=text gives {data.vocab_size:,} tokens only, fewer than data.bpe_vocab_size=4096"
+    assert told in " ".join(capsys.readouterr().err.split())
+    config.bpe_vocab_size = 280
+    assert prepare(config).vocab_size == 280
+    assert "tokens only" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", range(5))

@@ -1,0 +1,36 @@
+"""What a user chooses of the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data.tokenizers import TokenizerName
+
+
+@dataclass
+class DataConfig:
+    """What a user chooses under `data.*`.
+
+    name            a corpus in the registry (data/corpora.py)
+    path            a file or folder of .txt, .jsonl, .parquet (data=text)
+    tokenizer       what text is cut into
+    bpe_vocab_size  tokens that tokenizer=bpe learns at most, end-of-text included
+    max_tokens      tokens to prepare, training and validation together; null for all
+    val_fraction    of the text that is held out for validation
+    cache           folder of the prepared tokens
+    hub             name of a data set on the Hugging Face hub; its revision, subset and split ("train+test" joins two)
+    text_field      the field of .jsonl, .parquet and hub rows that holds the text
+    """
+
+    name: str = "stdlib"
+    path: str | None = None
+    tokenizer: TokenizerName = TokenizerName.bytes
+    bpe_vocab_size: int = 4096
+    max_tokens: int | None = None
+    val_fraction: float = 0.1
+    cache: str = ".cache/tokens"
+    hub: str | None = None
+    hub_revision: str | None = None
+    hub_subset: str | None = None
+    hub_split: str = "train"
+    text_field: str = "text"
