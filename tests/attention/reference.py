@@ -6,15 +6,16 @@ attention/dropout/mask.py's docstring, evaluated weight by weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attention import AttentionOutput, DropoutKey, Score
+from attention import AttentionOutput, DropoutKey, Layout, Score
 
 KEY = DropoutKey(seed=1337, step=11, layer=3, first_sequence=5)
 
@@ -23,7 +24,8 @@ KEY = DropoutKey(seed=1337, step=11, layer=3, first_sequence=5)
 class Case:
     """One attention problem: q (B, H, T, D) against k, v (B, H_kv, S, D).
 
-    The scores are about normal, with mean `offset` and standard deviation `spread`.
+    The scores are about normal, with mean `offset` and standard deviation `spread`. `documents` are lengths that add up
+    to S; each further sequence of the batch has them in another order.
     """
 
     B: int
@@ -36,6 +38,47 @@ class Case:
     dropout: float = 0.0
     spread: float = 1.0
     offset: float = 0.0
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    documents: tuple[int, ...] = ()
+
+    @property
+    def score(self) -> Score:
+        return Score(self.causal, self.window, self.soft_cap, self.alibi, self.sinks)
+
+    def document_ids(self) -> Tensor:
+        """(B, S) int64: the number of the document that each position belongs to."""
+        ids, n = torch.arange(len(self.documents)), len(self.documents)
+        rows = [self.documents[b % n :] + self.documents[: b % n] for b in range(self.B)]
+        return torch.stack([ids.repeat_interleave(torch.tensor(row)) for row in rows])
+
+    def layout(self, device: torch.device | str = "cpu") -> Layout:
+        """The documents as a call takes them."""
+        if not self.documents:
+            return Layout()
+        same = self.document_ids()[:, :, None] == self.document_ids()[:, None, :]  # (B, S, S)
+        starts = same.int().argmax(dim=-1)
+        return Layout(document_starts=starts.int().to(device), document_ends=(starts + same.sum(-1)).int().to(device))
+
+    def sink_logits(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """(H,) fp32."""
+        return torch.linspace(-1.5, 2.0, self.H).to(device) if self.sinks else None
+
+    def visible(self) -> Tensor:
+        """(B, T, S) bool, by the definitions of Score and Layout."""
+        i, j = torch.arange(self.S - self.T, self.S)[:, None], torch.arange(self.S)[None, :]
+        seen = torch.ones(self.B, self.T, self.S, dtype=torch.bool)
+        if self.causal:
+            seen &= j <= i
+        if self.window is not None:
+            seen &= i - j < self.window
+        if self.documents:
+            ids = self.document_ids()
+            of_query = torch.where(i[:, 0] >= 0, ids[:, i[:, 0].clamp(min=0)], -1)  # (B, T)
+            seen &= of_query[:, :, None] == ids[:, None, :]
+        return seen
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> tuple[Tensor, ...]:
         """q, k, v and the gradient of out, drawn in fp64 and rounded to `dtype`; the same on every device."""
@@ -50,25 +93,65 @@ class Case:
         return tuple(x.to(dtype).to(device) for x in (q, k, normal(self.H_kv, self.S), normal(self.H, self.T)))
 
 
-def probabilities(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(D)), (B, H, T, S), in the precision of q and k; rows that see nothing are zero."""
-    (T, D), S = q.shape[2:], k.shape[2]
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+def probabilities(q: Tensor, k: Tensor, case: Case, sinks: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(D)), (B, H, T, S), changed as the case says; rows that see nothing are zero.
+
+    In the precision of q and k, but for soft cap, ALiBi and sinks, which are fp32's or better.
+    """
+    (H, T, D), S = q.shape[1:], k.shape[2]
+    k = k.repeat_interleave(H // k.shape[1], dim=1)
     scores = (q / D**0.5) @ k.transpose(2, 3)  # divided first, so that fp16 holds every score it can
-    hidden = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1) & causal
-    blind = hidden.all(dim=1)[:, None]
-    return scores.masked_fill(hidden & ~blind, float("-inf")).softmax(dim=-1).masked_fill(blind, 0.0)
+    if case.soft_cap is not None or case.alibi or case.sinks:
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if case.soft_cap is not None:
+        scores = case.soft_cap * (scores / case.soft_cap).tanh()
+    if case.alibi:
+        distance = torch.arange(S - T, S)[:, None] - torch.arange(S)
+        slopes = torch.tensor(published_slopes(H), dtype=scores.dtype)
+        scores = scores - (slopes[:, None, None] * distance).to(q.device)
+    hidden = ~case.visible()[:, None].to(q.device)
+    blind = hidden.all(dim=-1, keepdim=True)
+    scores = scores.masked_fill(hidden & ~blind, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    return scores.softmax(dim=-1)[..., :S].masked_fill(blind, 0.0)
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, keep: Tensor | None = None, rate: float = 0.0) -> Tensor:
+def published_slopes(n_heads: int) -> list[float]:
+    """The slopes as Press et al. publish them (github.com/ofirpress/attention_with_linear_biases)."""
+
+    def powers(n: int) -> list[float]:
+        start = 2 ** (-(2 ** -(math.log2(n) - 3)))
+        return [start * start**i for i in range(n)]
+
+    if math.log2(n_heads).is_integer():
+        return powers(n_heads)
+    below = 2 ** math.floor(math.log2(n_heads))
+    return powers(below) + powers(2 * below)[0::2][: n_heads - below]
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    causal: bool = True,
+    case: Case | None = None,
+    keep: Tensor | None = None,
+    rate: float = 0.0,
+) -> Tensor:
     """softmax(q k^T / sqrt(D)) v in the precision of its inputs throughout.
 
+    case   what attention is to compute where that is more than `causal` says
     keep   (B, H, T, S) bool, the weights that dropout keeps, and `rate` the probability of dropping that it realises
     """
-    p = probabilities(q, k, causal)
+    case = case or Case(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal=causal)
+    p = probabilities(q, k, case, sinks)
     if keep is not None:
         p = p.masked_fill(~keep, 0.0) / (1 - rate)
-    return p @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    return p.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
 def philox_words(counter: Sequence, key: Sequence, rounds: int = 7) -> tuple:
@@ -96,19 +179,24 @@ def reference_mask(key: DropoutKey, p: float, B: int, H: int, T: int, S: int) ->
     return torch.from_numpy(word >> (8 * byte).astype(np.uint64) & np.uint64(255) >= round(256 * p))
 
 
-def gradients(attend: Callable[..., Tensor | AttentionOutput], *tensors: Tensor) -> dict[str, Tensor]:
-    """out and the gradients of q, k and v, in fp64, for the tensors q, k, v and dout."""
+def gradients(
+    attend: Callable[..., Tensor | AttentionOutput], *tensors: Tensor, sinks: Tensor | None = None
+) -> dict[str, Tensor]:
+    """out and the gradients of q, k, v and, where they are given, the sinks, in fp64, for the tensors q, k, v and dout.
+
+    attend  called with q, k and v, and with the sinks after them
+    """
     *inputs, dout = tensors
-    q, k, v = (x.detach().requires_grad_() for x in inputs)
-    out = attend(q, k, v)
+    leaves = [x.detach().requires_grad_() for x in (*inputs, *([] if sinks is None else [sinks]))]
+    out = attend(*leaves)
     out = out.out if isinstance(out, AttentionOutput) else out
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    return {name: x.detach().double() for name, x in {"out": out, "dq": dq, "dk": dk, "dv": dv}.items()}
+    found = {"out": out} | dict(zip(("dq", "dk", "dv", "dsinks"), torch.autograd.grad(out, leaves, dout), strict=False))
+    return {name: x.detach().double() for name, x in found.items()}
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a case should give: name -> (B, H or H_kv, T or S, D) fp64 for "out", "dq", "dk" and "dv".
+    """What a case should give: name -> (B, H or H_kv, T or S, D) fp64 for "out", "dq", "dk", "dv", (H,) for "dsinks".
 
     exact   the formula in fp64
     plain   the formula in the case's precision
@@ -128,7 +216,8 @@ def expect(case: Case, dtype: torch.dtype, device: str = "cpu") -> Expected:
     are fp32 roundings: for dq and dk two, of the terms of dS = P (dP - delta). A row that looks at a single key has
     dP = delta, to the plain formula the same number twice, while FlashAttention takes delta from the output. And for
     dv one, of the scores: its probabilities come from a product of q and k of the backward's own, whose sums may be
-    taken in another order than the forward's.
+    taken in another order than the forward's. For dsinks, which sum delta over all rows, the roundings of the output to
+    `dtype`, as many independent ones: three of their sum's standard deviations.
     """
     tensors = case.tensors(dtype, device)
     keep, rate = None, 0.0
@@ -136,14 +225,13 @@ def expect(case: Case, dtype: torch.dtype, device: str = "cpu") -> Expected:
         keep = reference_mask(KEY, case.dropout, case.B, case.H, case.T, case.S).to(device)
         rate = round(256 * case.dropout) / 256
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return formula(q, k, v, causal=case.causal, keep=keep, rate=rate)
-
+    attend, sinks = partial(formula, case=case, keep=keep, rate=rate), case.sink_logits(device)
     q, k, v, dout = (x.double() for x in tensors)
-    exact, plain = gradients(attend, q, k, v, dout), gradients(attend, *tensors)
+    exact = gradients(attend, q, k, v, dout, sinks=None if sinks is None else sinks.double())
+    plain = gradients(attend, *tensors, sinks=sinks)
 
     group = case.H // case.H_kv
-    p = probabilities(q, k, case.causal)
+    p = probabilities(q, k, case, sinks)
     dp = dout @ v.repeat_interleave(group, dim=1).mT
     if keep is not None:
         dp = dp.masked_fill(~keep, 0.0) / (1 - rate)
@@ -157,6 +245,10 @@ def expect(case: Case, dtype: torch.dtype, device: str = "cpu") -> Expected:
     slack["dv"] += torch.finfo(torch.float32).eps * terms_dv.max().item()
     for name, x in {"dq": terms_dq, "dk": terms_dk}.items():
         slack[name] += 2 * torch.finfo(torch.float32).eps * x.max().item()
+    if case.sinks:
+        terms_dsinks = (1 - p.sum(-1, keepdim=True)) * dout * exact["out"]  # (B, H, T, D)
+        deviation = torch.finfo(dtype).eps / 2 / 3**0.5 * terms_dsinks.square().sum(dim=(0, 2, 3)).sqrt()
+        slack["dsinks"] += 3 * deviation.max().item()
     return Expected(exact, plain, slack)
 
 
@@ -172,9 +264,11 @@ def assert_accurate(
     One rounding of the largest result to fp32 is granted besides, and the slack of `expect`.
     """
     expected = expect(case, dtype, device)
-    got = gradients(
-        lambda q, k, v: attend(q, k, v, score=Score(case.causal), dropout_key=KEY), *case.tensors(dtype, device)
-    )
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> AttentionOutput:
+        return attend(q, k, v, score=case.score, layout=case.layout(device), sinks=sinks, dropout_key=KEY)
+
+    got = gradients(run, *case.tensors(dtype, device), sinks=case.sink_logits(device))
     for name, exact in expected.exact.items():
         error = (got[name] - exact).abs().max().item()
         plain_error = (expected.plain[name] - exact).abs().max().item()
