@@ -90,7 +90,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"seed={config.seed} must lie between 0 and 2**32 - 1.")
     if config.seq_len < 1:
         raise ConfigError(f"seq_len={config.seq_len} must be at least 1.")
-    check_parallel(config.parallel)
+    check_parallel(config.parallel, World.from_environment().size)
     check_training(config.training, config.seq_len, World.from_environment())
     check_optimizer(config.optimizer, config.schedule, config.training.steps)
     check_config(config.model)

@@ -61,7 +61,9 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
         folder = from_first_rank(lambda: folder)
         data = prepare(config.data, progress=world.rank == 0)
         model = build_model(config, data.vocab_size, device, training.precision)
-        trainer = Trainer(model, config.optimizer, config.schedule, training, config.seed, device, world)
+        trainer = Trainer(
+            model, config.optimizer, config.schedule, training, config.seed, device, world, config.parallel
+        )
         start = resume(trainer, config, folder, data)
         if start >= training.steps and (folder / "summary.json").exists():
             print(f"{folder} is complete with {start} steps; training.steps={2 * start} would make it go on.")

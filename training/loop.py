@@ -47,14 +47,14 @@ class Interruption:
         self.number = number
         self.__exit__()
 
-    def agreed(self, trainer: Trainer, asking: bool) -> bool:
-        """Whether to stop after this step. Several ranks have to stop after the same one: they ask each other, which
-        costs a synchronisation, at the steps where `asking`."""
-        if trainer.world.size > 1 and asking:
-            number = torch.tensor(self.number or 0, device=trainer.device)
+    def agreed(self) -> bool:
+        """Whether to stop after this step. Several ranks have to stop after the same one, so they ask each other: the
+        hosts alone, which may be ahead of their devices."""
+        if dist.is_initialized():
+            number = torch.tensor(self.number or 0)
             dist.all_reduce(number, dist.ReduceOp.MAX)
             self.number = int(number) or None
-        return self.number is not None and (trainer.world.size == 1 or asking)
+        return self.number is not None
 
 
 def fit(
@@ -107,7 +107,7 @@ def fit(
             with meter.paused():
                 metrics |= profiler.stop()
 
-        stopping = interruption.agreed(trainer, due(config.log_every))
+        stopping = interruption.agreed()
         if not (metrics or stopping or any(map(due, (config.log_every, config.eval_every, config.checkpoint_every)))):
             continue
         trainer.raise_failure()  # before these weights are measured or saved

@@ -16,13 +16,20 @@ class ParallelError(UserError, ValueError):
 class ParallelConfig:
     """What a user chooses under `parallel.*`.
 
+    exact      add gradients in an order that does not depend on the number of ranks: the same losses, bit for bit
     timeout_s  seconds to wait for another rank before giving up
     """
 
+    exact: bool = True
     timeout_s: float = 600.0
 
 
-def check_parallel(config: ParallelConfig) -> None:
-    """Raise ParallelError for a value that no run can have."""
+def check_parallel(config: ParallelConfig, ranks: int) -> None:
+    """Raise ParallelError for what these ranks cannot do."""
+    if config.exact and ranks & (ranks - 1):
+        raise ParallelError(
+            f"{ranks} ranks cannot add gradients in the order of one (parallel.exact=true); start "
+            f"{2 ** (ranks.bit_length() - 1)} or {2 ** ranks.bit_length()} ranks, or set parallel.exact=false."
+        )
     if not (math.isfinite(config.timeout_s) and config.timeout_s > 0):
         raise ParallelError(f"parallel.timeout_s={config.timeout_s} must be a number of seconds above 0.")

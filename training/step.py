@@ -19,13 +19,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from attention import DropoutKey
 from errors import UserError
 from model.gpt import GPT, Recompute
 from model.loss import LossKind
 from training.device import Precision, World
+from training.exchange import add_losses, build_exchange
 from training.graphed_step import GraphedStep
 from training.optimizer import (
     OPTIMIZERS,
@@ -36,6 +36,7 @@ from training.optimizer import (
     set_learning_rate,
     update_parameters,
 )
+from training.parallel import ParallelConfig
 from training.state import gather_state, restore_state
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) int64 each
@@ -71,7 +72,7 @@ class TrainingConfig:
     batch_tokens      tokens of one step over all ranks, gathered from micro-batches; None: one micro-batch a rank
     precision         of the model's computations
     compile           torch.compile the model
-    cuda_graph        with compile, on one GPU and without accumulation: replay the whole step as a CUDA graph
+    cuda_graph        with compile, on GPUs and without accumulation: replay the whole step as a CUDA graph
     recompute         what the backward pass computes again: less memory, more time
     residual_in_fp32  in half precision, keep the residual stream in fp32: more exact, more memory, more time
     loss              how the loss over the vocabulary is computed
@@ -154,6 +155,7 @@ class Trainer:
         seed: int,
         device: torch.device,
         world: World,
+        parallel: ParallelConfig | None = None,
     ) -> None:
         """Move `model` to `device`. `training.precision` is resolved, not auto."""
         self.training, self.schedule, self.peak_lr, self.clip = training, schedule, optimizer.lr, optimizer.clip
@@ -162,14 +164,12 @@ class Trainer:
         self.dtype = training.precision.dtype
         self.model = model.to(device)
         self.optimizer = OPTIMIZERS[optimizer.name](self.model, optimizer)
-        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True) if world.size > 1 else None
-        self.network: Callable[..., Tensor] = self.ddp or self.model
-        if training.compile:
-            self.network = torch.compile(self.network)
+        self.network: Callable[..., Tensor] = torch.compile(self.model) if training.compile else self.model
+        self.exchange = build_exchange(self.model, world, self.micro_steps, parallel or ParallelConfig())
         self.replay: GraphedStep | None = None
-        alone = device.type == "cuda" and world.size == 1 and self.micro_steps == 1
+        single = device.type == "cuda" and self.micro_steps == 1
         # A profile tells kernels apart by the operations that launch them, which a replay does not have.
-        if training.compile and training.cuda_graph and alone and not training.profile:
+        if training.compile and training.cuda_graph and single and not training.profile:
             self.replay = GraphedStep(self._whole_step, device)
 
         # The loss is multiplied by `scale`, which only fp16 moves away from 1; `growth_tracker` counts since it moved.
@@ -199,24 +199,24 @@ class Trainer:
             self.dropout_key_for(step, 0)
             loss, norm = self.replay(*batches[0])
             return loss, norm
-        loss = torch.zeros((), device=self.device)
+        losses = []
         for micro_step, batch in enumerate(batches):
             self.dropout_key_for(step, micro_step)
-            loss += self._gradients(*batch, last=micro_step == len(batches) - 1)
-        return self._apply(loss)
+            losses.append(self._gradients(*batch))
+        return self._apply(losses)
 
-    def _gradients(self, inputs: Tensor, targets: Tensor, last: bool) -> Tensor:
-        """Add a micro-batch's gradients to those that are there; returns its share of the step's loss."""
-        with self._accumulating(last):
-            with self.autocast():
-                loss = self.network(inputs, targets, dropout_key=self.key) / self.micro_steps
-            (loss * self.scale).backward()
+    def _gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Add a micro-batch's gradients to the step's; returns its share of the step's loss."""
+        with self.autocast():
+            loss = self.network(inputs, targets, dropout_key=self.key) / (self.micro_steps * self.world.size)
+        (loss * self.scale).backward()
+        self.exchange.add()
         return loss.detach()
 
-    def _apply(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Update the weights from the gradients, and drop these."""
-        if self.world.size > 1:
-            dist.all_reduce(loss.div_(self.world.size))
+    def _apply(self, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Update the weights from the step's gradients, and drop these."""
+        self.exchange.finish()
+        loss = add_losses(losses, self.world.size)
         norm = gradient_norm(self.optimizer) / self.scale
         overflow = ~norm.isfinite()
         # An overflow in fp16 is not a failure as long as a smaller scale can avoid it.
@@ -232,7 +232,7 @@ class Trainer:
 
     def _whole_step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """A step of one micro-batch, as far as it is the device's."""
-        return self._apply(self._gradients(inputs, targets, last=True))
+        return self._apply([self._gradients(inputs, targets)])
 
     def raise_failure(self) -> None:
         """Raise NonFiniteError, which names the step, if an update was not finite. Waits for the device."""
@@ -244,14 +244,15 @@ class Trainer:
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Mean loss over `batches`, which the ranks share out, without dropout."""
         self.model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for inputs, targets in batches[self.world.rank :: self.world.size]:
+        losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
+        for i in range(self.world.rank, len(batches), self.world.size):
+            inputs, targets = (tensor.to(self.device) for tensor in batches[i])
             with self.autocast():
-                total += self.network(inputs.to(self.device), targets.to(self.device))
+                losses[i] = self.network(inputs, targets)
         self.model.train()
         if self.world.size > 1:
-            dist.all_reduce(total)
-        return total.item() / len(batches)
+            dist.all_reduce(losses)  # each is one rank's loss and the others' zeros: exact in any order
+        return sum(losses.tolist()) / len(batches)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """All that a checkpoint holds besides the step, on this rank."""
@@ -266,10 +267,6 @@ class Trainer:
 
     def autocast(self) -> contextlib.AbstractContextManager:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
-
-    def _accumulating(self, last: bool) -> contextlib.AbstractContextManager:
-        """Between ranks, gradients are exchanged once a step: with its last micro-batch."""
-        return contextlib.nullcontext() if last or self.ddp is None else self.ddp.no_sync()
 
     def _move_scale(self, overflow: Tensor) -> None:
         self.growth_tracker.copy_(torch.where(overflow, 0, (self.growth_tracker + 1) % STEPS_TO_DOUBLE))

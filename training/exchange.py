@@ -1,0 +1,179 @@
+"""One step's gradients from all of its micro-batches, on this rank and the others.
+
+Floating-point sums depend on their order. A step of n micro-batches adds its gradients in a fixed tree:
+
+    ((g0 + g1) + (g2 + g3)) + ((g4 + g5) + (g6 + g7)) + ...
+
+Micro-batch m of rank r is number m W + r of the step's, W ranks being a power of two: the ranks' gradients of one
+micro-step are a subtree, which they add between them, and the micro-steps' sums go up the tree like the carries of a
+binary counter. So 1, 2 and 4 ranks give the same bits. The library's own all-reduce chooses its order by itself:
+`parallel.exact=false` leaves that to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from training.device import World
+from training.parallel import ParallelConfig
+
+ALIGNMENT = 32  # elements between the starts of two gradients: what every kernel that reads them asks for, and more
+
+# torch 2.13 has renamed it.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Exchange(Protocol):
+    """Called with each micro-batch's gradients in `.grad`, and once a step for their sum there."""
+
+    def add(self) -> None:
+        """Take in what a micro-batch's backward pass has left in `.grad`."""
+
+    def finish(self) -> None:
+        """Leave the sum over all micro-batches of all ranks in `.grad`."""
+
+
+class AnyOrder:
+    """The sum in the order that autograd and the communication library come by it."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
+        """ranks  that have gradients of their own; 1: nothing is exchanged"""
+        self.flat, self.ranks = FlatGradients(parameters, 1), ranks
+
+    def add(self) -> None:
+        """Autograd has added already."""
+
+    def finish(self) -> None:
+        if self.ranks > 1:
+            total = self.flat.take()
+            dist.all_reduce(total)
+            self.flat.give(total)
+
+
+class FixedTree:
+    """The sum in the order that the module's docstring gives."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
+        """ranks  that have gradients of their own, a power of two; 1: those that this process has are all"""
+        self.flat, self.ranks = FlatGradients(parameters, ranks), ranks
+        self.carries = Counter()
+
+    def add(self) -> None:
+        own = self.flat.take()
+        self.carries.add(own if self.ranks == 1 else add_shares(own, self.ranks))
+
+    def finish(self) -> None:
+        total = self.carries.finish()
+        if self.ranks > 1:
+            share, total = total, total.new_empty(self.ranks * total.numel())
+            all_gather(total, share)
+        self.flat.give(total)
+
+
+class Counter:
+    """A pairwise sum of terms that come one after another: level k holds the sum of 2^k of them, or nothing."""
+
+    def __init__(self) -> None:
+        self.levels: list[Tensor | None] = []
+
+    def add(self, term: Tensor) -> None:
+        """The next term, which is the counter's from now on."""
+        for level, earlier in enumerate(self.levels):
+            if earlier is None:
+                self.levels[level] = term
+                return
+            term, self.levels[level] = earlier.add_(term), None
+        self.levels.append(term)
+
+    def finish(self) -> Tensor:
+        """The sum of all terms; the counter is empty afterwards."""
+        total: Tensor | None = None
+        for earlier in self.levels:
+            if earlier is not None:
+                total = earlier if total is None else earlier.add_(total)
+        self.levels.clear()
+        assert total is not None
+        return total
+
+
+def add_shares(own: Tensor, ranks: int) -> Tensor:
+    """This rank's share, (N / ranks,), of the sum of every rank's `own` (N,), added pairwise in the ranks' order."""
+    shares = torch.empty_like(own)
+    dist.all_to_all_single(shares, own)
+    terms = shares.view(ranks, -1)
+    while len(terms) > 1:
+        terms = terms[0::2] + terms[1::2]
+    return terms[0]
+
+
+def add_losses(losses: Sequence[Tensor], ranks: int) -> Tensor:
+    """The sum of every rank's scalars, one for each micro-step, in the fixed tree."""
+    terms = torch.stack(list(losses))[:, None]  # (micro-steps, ranks)
+    if ranks > 1:
+        every = terms.new_empty(ranks * len(terms))
+        all_gather(every, terms.flatten())
+        terms = every.view(ranks, -1).T
+    while terms.shape[1] > 1 and terms.shape[1] % 2 == 0:
+        terms = terms[:, 0::2] + terms[:, 1::2]
+    counter = Counter()
+    for term in terms.sum(dim=1):
+        counter.add(term)
+    return counter.finish()
+
+
+def build_exchange(model: nn.Module, world: World, micro_steps: int, config: ParallelConfig) -> Exchange:
+    """What a step of so many micro-batches on each of the ranks needs."""
+    parameters = list(model.parameters())
+    if config.exact and world.size * micro_steps > 1:
+        return FixedTree(parameters, world.size)
+    return AnyOrder(parameters, world.size)
+
+
+class FlatGradients:
+    """The gradients of some parameters as one tensor: copied there, and as views of it."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], shares: int) -> None:
+        """shares  parts of equal length that the tensor has to be divisible into"""
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.sizes = [local(p).numel() for p in self.parameters]
+        self.gaps = [-size % ALIGNMENT for size in self.sizes]
+        length = sum(self.sizes) + sum(self.gaps)
+        self.gaps[-1] += -length % (ALIGNMENT * shares)
+        self.padding = torch.zeros(max(self.gaps), device=self.parameters[0].device)
+
+    def take(self) -> Tensor:
+        """Every gradient, one after the other, as a tensor of its own; `.grad` is None afterwards."""
+        pieces = []
+        for parameter, gap in zip(self.parameters, self.gaps, strict=True):
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            pieces += [local(gradient).reshape(-1), self.padding[:gap]]
+            parameter.grad = None
+        return torch.cat(pieces)
+
+    def give(self, flat: Tensor) -> None:
+        """Make each `.grad` a view of its part of `flat`."""
+        start = 0
+        for parameter, size, gap in zip(self.parameters, self.sizes, self.gaps, strict=True):
+            view = flat[start : start + size].view(local(parameter).shape)
+            if isinstance(parameter, DTensor):
+                view = DTensor.from_local(
+                    view,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+            parameter.grad = view
+            start += size + gap
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
