@@ -29,6 +29,7 @@ import tiktoken
 import torch
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
 
 from attention import AttentionConfig, build_attention
 from cli import fail
@@ -67,7 +68,7 @@ class SampleConfig:
 def parse(arguments: list[str]) -> SampleConfig:
     """key=value arguments, typed. The value is taken as it is: spaces at the end of a prompt matter.
 
-    Raises ConfigError for a key that does not exist or a value of the wrong type.
+    Raises ConfigError for a key that does not exist or a value that cannot be meant.
     """
     known = [f.name for f in fields(SampleConfig)]
     config = OmegaConf.structured(SampleConfig)
@@ -84,6 +85,8 @@ def parse(arguments: list[str]) -> SampleConfig:
             raise ConfigError(f"{argument} is not possible: {str(error).splitlines()[0]}.") from error
     if OmegaConf.is_missing(config, "run"):
         raise ConfigError("run=<folder> is missing; name the run folder that train.py printed.")
+    if config.tokens < 0:
+        raise ConfigError(f"tokens={config.tokens} must be at least 0, the number of tokens to add.")
     return OmegaConf.to_object(config)  # type: ignore[return-value]
 
 
@@ -137,10 +140,20 @@ def stream(
     yield decoder.decode(b"", final=True)
 
 
+def export(model: GPT, folder: Path) -> None:
+    """Write the weights for transformers. Raises ConfigError where the folder cannot be written."""
+    try:
+        export_gpt2(model, folder)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"export={folder} cannot be written as a folder ({reason}); name another folder.") from error
+    print(f"wrote {folder}", file=sys.stderr)
+
+
 def main(arguments: list[str]) -> None:
     """Everything the command line does. Raises UserError."""
     config = parse(arguments)
-    run = Path(config.run)
+    run = Path(config.run).expanduser()
     trained = read_config(run)
     device = resolve_device(config.device)
     dtype = resolve_precision(trained.training.precision, device).dtype
@@ -158,8 +171,7 @@ def main(arguments: list[str]) -> None:
     load_weights(model, run, config.checkpoint)
     model.eval().to(device)
     if config.export is not None:
-        export_gpt2(model, Path(config.export))
-        print(f"wrote {config.export}", file=sys.stderr)
+        export(model, Path(config.export).expanduser())
         return
     text = stream(model, tokenizer, config.prompt, config.tokens, config.temperature, config.top_k, config.seed)
     print(config.prompt, end="", flush=True)

@@ -103,6 +103,15 @@ def test_weights_are_exported_for_transformers(run, tmp_path):
     torch.testing.assert_close(theirs(tokens).logits, fresh(5).eval()(tokens), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("folder", ["file", "file/below", "/proc/nowhere", "full"])
+def test_an_export_that_cannot_be_written_is_named(run, tmp_path, folder):
+    (tmp_path / "file").write_text("something else")
+    (tmp_path / "full" / "model.safetensors").mkdir(parents=True)  # weights cannot take a folder's place
+    with pytest.raises(ConfigError, match=rf"export=.*{folder} cannot be written as a folder \(.*; name another"):
+        main([f"run={run}", f"export={tmp_path / folder}"])
+    assert (tmp_path / "file").read_text() == "something else"
+
+
 def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():
     given = ["run=x y", "prompt= a=[1, 2]: ", "tokens=7", "temperature=0", "top_k=null", "checkpoint=newest"]
     assert parse(given) == SampleConfig(
@@ -117,6 +126,7 @@ def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():
         (["run=x", "tokns=3"], "tokns=3 is not an argument; did you mean tokens?"),
         (["run=x", "hello"], "hello is not an argument"),
         (["run=x", "tokens=many"], "tokens=many is not possible: .*many"),
+        (["run=x", "tokens=-5"], "tokens=-5 must be at least 0"),
         (["run=x", "checkpoint=last"], "checkpoint=last is not possible: .*best, newest"),
         (["run=/no/where"], "run=/no/where is not a run folder"),
     ],
