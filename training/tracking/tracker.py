@@ -107,8 +107,7 @@ class Tracker:
         """
         self.metrics.append(step, metrics)
         self.progress.update(step, metrics)
-        if self.mirror is not None:
-            self._complain(self.mirror.poll())
+        self._warn()
 
     def print(self, text: str) -> None:
         """A line on the terminal, above the progress bar where there is one."""
@@ -129,7 +128,8 @@ class Tracker:
                 f"{self.run_folder} could not be written ({error.strerror}); free some space."
             ) from error
         if self.mirror is not None:
-            self._complain(self.mirror.finish(SECONDS_TO_FINISH[self.config.mode.value]))
+            self.mirror.finish(SECONDS_TO_FINISH[self.config.mode.value])
+            self._warn()
         self._say_where()
 
     def __enter__(self) -> Tracker:
@@ -151,15 +151,14 @@ class Tracker:
             write_atomically(path, secrets.token_hex(4))
         return path.read_text(encoding="utf-8")
 
-    def _complain(self, reason: str | None) -> None:
-        if reason is not None:
-            log = self.run_folder / "wandb" / "mirror.log"
-            self.print(f"warning: W&B has stopped ({reason}; see {log}); metrics.jsonl goes on and holds everything.")
+    def _warn(self) -> None:
+        if self.mirror is not None:
+            for warning in self.mirror.warnings():
+                self.print(f"warning: {warning}")
 
     def _say_where(self) -> None:
         lines = {"run folder": self.run_folder, "metrics": "metrics.jsonl, summary.json", "loss curve": "loss.png"}
         if self.mirror is not None and self.mirror.location is not None:
-            online = self.config.mode is TrackingMode.online
-            lines["W&B"] = self.mirror.location if online else f"wandb sync {self.mirror.location}"
+            lines["W&B"] = self.mirror.location if self.mirror.online else f"wandb sync {self.mirror.location}"
         for label, value in lines.items():
             self.print(f"{label:<12}{value}")

@@ -1,11 +1,13 @@
 """Weights & Biases, at arm's length: a process of its own copies metrics.jsonl into a W&B run.
 
-Whatever W&B does there (import, start, raise, print, hang, get killed), the training process neither waits nor
-fails, and the next run of a sweep starts with nothing of it. The run writes its metrics.jsonl and does not know
-who reads it; the mirror reads what is new every second. Between the two go only
+W&B's own process is not enough: where it stalls, `wandb.log` waits for it and the training with it. Whatever W&B does
+here (import, start, raise, print, hang, get killed), the run neither waits nor fails, and the next run of a sweep
+starts with nothing of it. The run writes its metrics.jsonl and does not know who reads it; the mirror reads what is
+new every second. Between the two go only
 
-    to the mirror    a line of JSON with what to call the run; then "finish", once summary.json is written
-    from the mirror  {"location": ...} when the W&B run has started, {"done": true} or {"failed": reason} at the end
+    to the mirror    a line of JSON with what to call the run; then "finish", once the run folder is complete
+    from the mirror  {"location": ...} when the W&B run has started, with {"offline": reason} where its server could
+                     not be used, and {"done": true} or {"failed": reason} at the end
 
 and a mirror whose input ends without "finish" (the run was killed) closes the W&B run as failed. After a resume it
 copies everything again under the same run id: a new offline folder is complete by itself, and online W&B is sent
@@ -27,6 +29,8 @@ from typing import IO, Any
 
 SECONDS_BETWEEN_READS = 1.0
 NOT_FINITE = ("nan", "inf", "-inf")
+# Of the profile, what people open; a snapshot of the memory may be too large to upload while a run waits.
+PROFILE = ("profile/table.txt", "profile/trace.json.gz")
 
 
 class WandbMirror:
@@ -34,10 +38,13 @@ class WandbMirror:
 
     def __init__(self, run_folder: Path, options: dict[str, Any]) -> None:
         """`options`: keyword arguments of wandb.init, plain values."""
-        self.location: str | None = None
+        self.location: str | None = None  # of the W&B run: its address, or its folder where it is offline
+        self.online = options["mode"] == "online"
         self.failed: str | None = None
+        self._warnings: list[str] = []
         self._done = False
         self._heard = b""
+        self._log = run_folder / "wandb" / "mirror.log"
         request = json.dumps({"run_folder": str(run_folder.absolute()), "pid": os.getpid(), "options": options})
         self.process = subprocess.Popen(
             # -P: the folder of this file is not one to import from.
@@ -52,20 +59,19 @@ class WandbMirror:
         os.set_blocking(self.process.stdout.fileno(), False)
         self._send(request)
 
-    def poll(self) -> str | None:
-        """Why the mirror has failed, told once; None while all is well. Never waits."""
-        told = self.failed is not None
+    def warnings(self) -> list[str]:
+        """What went wrong since the last call, a sentence each. Never waits."""
         self._listen()
-        return None if told else self.failed
+        told, self._warnings = self._warnings, []
+        return told
 
-    def finish(self, timeout: float) -> str | None:
-        """Have the rest copied and the W&B run closed, waiting at most `timeout` seconds; then as `poll`."""
+    def finish(self, timeout: float) -> None:
+        """Have the rest copied and the W&B run closed, waiting at most `timeout` seconds."""
         self._send("finish")
-        return self.end(timeout)
+        self.end(timeout)
 
-    def end(self, timeout: float) -> str | None:
+    def end(self, timeout: float) -> None:
         """End the mirror, its W&B run as failed unless `finish` was sent. More than one call does no harm."""
-        told = self.failed is not None
         assert self.process.stdin
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -74,9 +80,15 @@ class WandbMirror:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-            self.failed = self.failed or f"it did not finish within {timeout:.0f} s"
+            self._fail(f"it did not finish within {timeout:.0f} s")
         self._listen()
-        return None if told else self.failed
+
+    def _fail(self, reason: str) -> None:
+        if self.failed is None:
+            self.failed = reason
+            self._warnings.append(
+                f"W&B has stopped ({reason}; see {self._log}); metrics.jsonl goes on and holds everything."
+            )
 
     def _send(self, line: str) -> None:
         assert self.process.stdin
@@ -96,9 +108,15 @@ class WandbMirror:
         for message in map(json.loads, lines):
             self.location = message.get("location", self.location)
             self._done = self._done or "done" in message
-            self.failed = message.get("failed", self.failed)
-        if data == b"" and not self._done and not self.failed:
-            self.failed = "its process ended unexpectedly"
+            if "offline" in message:
+                self.online = False
+                self._warnings.append(
+                    f"W&B records offline, because its server could not be used ({message['offline']})."
+                )
+            if "failed" in message:
+                self._fail(message["failed"])
+        if data == b"" and not self._done:
+            self._fail("its process ended unexpectedly")
 
 
 def main() -> None:
@@ -116,7 +134,7 @@ def main() -> None:
         mirror(folder, request["pid"], request["options"], orders, status)
         status.write(json.dumps({"done": True}) + "\n")
     except BaseException as error:
-        status.write(json.dumps({"failed": " ".join(f"{type(error).__name__}: {error}".split())}) + "\n")
+        status.write(json.dumps({"failed": one_line(error)}) + "\n")
         raise
 
 
@@ -124,13 +142,22 @@ def mirror(folder: Path, pid: int, options: dict[str, Any], orders: IO[bytes], s
     """Copy `folder`/metrics.jsonl into a W&B run until `orders` say to finish, or end."""
     import wandb
 
-    # `console`: this process prints nothing worth keeping; `x_stats_pid`: whose load to record.
-    settings = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=30, x_stats_pid=pid)
-    run = wandb.init(dir=str(folder), settings=settings, **options)
-    location = run.url or str(Path(run.dir).parent)
-    status.write(json.dumps({"location": location}) + "\n")
+    def start(options: dict[str, Any]) -> wandb.Run:
+        # `console`: this process prints nothing worth keeping; `x_stats_pid`: whose load to record.
+        settings = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=30, x_stats_pid=pid)
+        return wandb.init(dir=str(folder), settings=settings, **options)
 
-    first_step = run.step  # what W&B already has, where an online run is resumed
+    told: dict[str, str] = {}
+    try:
+        run = start(options)
+    except Exception as error:  # no key, no network, no quota, no such project
+        if options["mode"] != "online":
+            raise
+        told["offline"] = one_line(error)
+        run = start(options | {"mode": "offline", "resume": None})
+    status.write(json.dumps({"location": run.url or str(Path(run.dir).parent), **told}) + "\n")
+
+    first_step = step = run.step  # what W&B already has, where an online run is resumed
     order = None
     with (folder / "metrics.jsonl").open("rb") as file:
         while order is None:
@@ -141,7 +168,13 @@ def mirror(folder: Path, pid: int, options: dict[str, Any], orders: IO[bytes], s
                 if step >= first_step:
                     run.log({name: number(value) for name, value in record.items()}, step=step)
     if order == b"finish":
-        run.summary.update({"summary": json.loads((folder / "summary.json").read_text(encoding="utf-8"))})
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        known = {"config": summary.get("config"), **options["config"]}  # by the W&B run's own configuration
+        run.summary.update({"summary": {k: v for k, v in summary.items() if k not in known or v != known[k]}})
+        run.log({"figures/loss": wandb.Image(str(folder / "loss.png"))}, step=max(step, first_step))
+        for name in PROFILE:
+            if (folder / name).exists():
+                run.save(folder / name, base_path=folder, policy="now")
     run.finish(exit_code=0 if order == b"finish" else 1)
 
 
@@ -154,6 +187,11 @@ def complete_lines(file: IO[bytes]) -> Iterator[dict[str, Any]]:
             file.seek(start)
             return
         yield json.loads(line)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception of W&B's, which may take several."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def number(value: Any) -> Any:

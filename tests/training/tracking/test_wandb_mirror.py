@@ -33,6 +33,9 @@ def behave(place):
 class Settings:
     def __init__(self, **settings): self.settings = settings
 
+class Image:
+    def __init__(self, path): self.path = path
+
 class Run:
     def __init__(self, options):
         self.dir = os.path.join(options["dir"], "wandb", "offline-run-" + options["id"], "files")
@@ -40,12 +43,20 @@ class Run:
         self.step = int(os.environ.get("STAND_IN_STEP", 0))
         self.summary = {}
     def log(self, data, step):
-        behave("log"); note("log", step=step, data=repr(data))
+        figures = {name: value.path for name, value in data.items() if isinstance(value, Image)}
+        if figures:
+            note("figures", step=step, **figures)
+        else:
+            behave("log"); note("log", step=step, data=repr(data))
+    def save(self, path, base_path, policy):
+        note("save", path=str(path.relative_to(base_path)), policy=policy)
     def finish(self, exit_code):
         behave("finish"); note("finish", exit_code=exit_code, summary=self.summary)
 
 def init(settings, **options):
     behave("init"); note("init", options=options, settings=settings.settings)
+    if os.environ.get("STAND_IN_FAULT") == "refuse online" and options["mode"] == "online":
+        raise RuntimeError("No API key\\nconfigured.")
     return Run(options)
 
 behave("import")
@@ -76,11 +87,13 @@ def track(folder: Path, resume_step: int | None = None, mode: TrackingMode = Tra
     return Tracker(folder, config, run_config={"seed": 1}, steps=4, resume_step=resume_step, environment={"git": "c"})
 
 
-def test_the_mirror_holds_what_metrics_jsonl_holds(tmp_path: Path, notes: Path) -> None:
+def test_the_mirror_holds_what_the_run_folder_holds(tmp_path: Path, notes: Path) -> None:
+    (tmp_path / "run" / "profile").mkdir(parents=True)
+    (tmp_path / "run" / "profile" / "table.txt").write_text("matmul  61.0%")
     with track(tmp_path / "run") as tracker:
         tracker.log(0, {"val/loss": 3.0})
         tracker.log(2, {"train/loss": float("nan"), "parity/worst_parameter": "w"})
-        tracker.finish({"status": "completed"})
+        tracker.finish({"status": "completed", "config": {"seed": 1}, "git": "c", "val_loss": 3.0})
     (init,) = read(notes, "init")
     options = init["options"]
     assert (options["mode"], options["project"], options["group"]) == ("offline", "p", "g")
@@ -91,9 +104,27 @@ def test_the_mirror_holds_what_metrics_jsonl_holds(tmp_path: Path, notes: Path) 
         (0, repr({"val/loss": 3.0})),
         (2, repr({"train/loss": float("nan"), "parity/worst_parameter": "w"})),
     ]
+    (figures,) = read(notes, "figures")
+    assert (figures["step"], figures["figures/loss"]) == (2, str(tmp_path / "run" / "loss.png"))
+    assert [(entry["path"], entry["policy"]) for entry in read(notes, "save")] == [("profile/table.txt", "now")]
     (finish,) = read(notes, "finish")
     assert finish["exit_code"] == 0
-    assert finish["summary"] == {"summary": {"status": "completed"}}
+    assert finish["summary"] == {"summary": {"status": "completed", "val_loss": 3.0}}, "the configuration is there once"
+
+
+def test_without_its_server_wandb_records_offline_and_says_so(
+    tmp_path: Path, notes: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_FAULT", "refuse online")
+    with track(tmp_path / "run", mode=TrackingMode.online) as tracker:
+        tracker.log(1, {"train/loss": 1.0})
+        tracker.finish({})
+    assert [entry["options"]["mode"] for entry in read(notes, "init")] == ["online", "offline"]
+    assert [entry["step"] for entry in read(notes, "log")] == [1]
+    output = capfd.readouterr().out
+    reason = "(RuntimeError: No API key configured.)"
+    assert output.count(f"warning: W&B records offline, because its server could not be used {reason}.") == 1
+    assert output.splitlines()[-1].split()[:3] == ["W&B", "wandb", "sync"]
 
 
 def test_the_mirror_makes_no_noise_and_the_last_line_says_how_to_upload(
@@ -255,14 +286,25 @@ def test_disabled_means_no_process_and_no_folder(tmp_path: Path, notes: Path) ->
     assert not (tmp_path / "run" / "wandb").exists()
 
 
-def test_the_real_wandb_writes_an_offline_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with track(tmp_path / "run") as tracker:
+def test_the_real_wandb_without_a_key_writes_an_offline_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "run" / "profile").mkdir(parents=True)
+    (tmp_path / "run" / "profile" / "table.txt").write_text("matmul  61.0%")
+    with track(tmp_path / "run", mode=TrackingMode.online) as tracker:
         for step in range(3):
             tracker.log(step, {"train/loss": 1.0, "parity/worst_parameter": "w"})
         tracker.finish({"status": "completed", "val_loss": 1.0})
     output = capfd.readouterr()
-    assert "warning" not in output.out
+    warnings = [line for line in output.out.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 1
+    assert "W&B records offline, because its server could not be used (UsageError: No API key" in warnings[0]
     assert output.err == ""
     folder = Path(output.out.split()[-1])
     (recorded,) = folder.glob("run-*.wandb")
     assert b"parity/worst_parameter" in recorded.read_bytes()
+    assert len(list(folder.glob("files/media/images/figures/loss*.png"))) == 1
+    assert (folder / "files" / "profile" / "table.txt").read_text() == "matmul  61.0%"
