@@ -32,8 +32,8 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
 from attention import AttentionConfig, build_attention
-from cli import fail
-from config import Config, ConfigError, suggestion
+from cli.wording import fail, suggestion
+from config import Config, ConfigError
 from data import load_tokenizer
 from errors import UserError
 from model.gpt import GPT

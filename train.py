@@ -14,24 +14,30 @@ from pathlib import Path
 # Before torch is imported: threads that spin for each other halve the speed of a CPU that has other work too.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+from cli.completion import complete
+
+if __name__ == "__main__":
+    complete()  # before torch is imported, for which a shell's TAB would have to wait
+
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-import cli
-from attention import build_attention
-from config import Config, ConfigError, as_plain, attention_shape, build_probe, build_profiler
+from cli.compose import to_config
+from cli.launch import launch
+from cli.run_folder import has_checkpoints, locked
+from cli.wording import one_sentence
+from config import Config, ConfigError, as_plain
 from data import Batches, Prefetcher, PreparedData, eval_batches, prepare, save_tokenizer
-from model.gpt import GPT
-from model.gpt2_weights import load_gpt2
+from parts import attention_shape, build_meter, build_model, build_probe, build_profiler
 from sample import stream
 from training.checkpoint import newest_valid, read_manifest
 from training.device import Precision, World, resolve_device, resolve_precision
 from training.loop import Interruption, fit, oom_guard
 from training.profiling.attention_memory import limit_cpu_memory
 from training.profiling.meters import StepMeter, device_name
-from training.profiling.peaks import describe_peak, product_precision
+from training.profiling.peaks import describe_peak
 from training.ranks import from_first_rank, joined
 from training.record import NullRecord, Record, RunMetadata
 from training.step import Trainer
@@ -42,8 +48,8 @@ def main(cfg: DictConfig) -> None:
     """A job of Hydra's. Ends with status 128 + n where signal n stopped it."""
     job = HydraConfig.get()
     folder = Path(os.path.relpath(job.runtime.output_dir))
-    with cli.one_sentence(), cli.held(folder):
-        status = train(cli.to_config(cfg), folder, list(job.overrides.task))
+    with one_sentence(), locked(folder):
+        status = train(to_config(cfg), folder, list(job.overrides.task))
     if status:
         sys.exit(status)
 
@@ -85,7 +91,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
                     prefetched,
                     windows,
                     meter=meter,
-                    probe=build_probe(config, shape),
+                    probe=build_probe(config, device),
                     profiler=build_profiler(config, folder, device, start, record.print),
                     log=record.log,
                     save=record.save,
@@ -97,29 +103,9 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
     return 0 if done == training.steps else 128 + (interruption.number or 0)
 
 
-def build_model(config: Config, vocab_size: int, device: torch.device, precision: Precision) -> GPT:
-    """The model with its first weights: drawn from the seed, or those of `init_from`."""
-    attend, training = build_attention(config.attention), config.training
-    torch.manual_seed(config.seed)
-    model = GPT(
-        config.model,
-        vocab_size,
-        config.seq_len,
-        attend,
-        training.recompute,
-        training.loss,
-        residual_in_fp32=training.residual_in_fp32,
-        device=device,
-        dtype=precision.dtype,
-    )
-    if config.init_from is not None:
-        load_gpt2(model, config.init_from)
-    return model
-
-
 def resume(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -> int:
     """Where the configuration says `resume`, load the newest valid checkpoint. Returns the updates done."""
-    if config.resume is None or not cli.has_checkpoints(folder):
+    if config.resume is None or not has_checkpoints(folder):
         return 0
     path, rejected = from_first_rank(lambda: newest_valid(folder / "checkpoints"))
     if trainer.world.rank == 0:
@@ -131,19 +117,6 @@ def resume(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -
         )
     trainer.load(path)
     return manifest.step
-
-
-def build_meter(trainer: Trainer) -> StepMeter:
-    """What times the steps and counts their operations."""
-    B, T, ranks = trainer.training.batch_size, trainer.model.seq_len, trainer.world.size
-    return StepMeter(
-        trainer.device,
-        tokens_per_step=B * T * ranks * trainer.micro_steps,
-        flops_per_token_full=trainer.model.flops_per_token(T, causal=False),
-        flops_per_token_causal=trainer.model.flops_per_token(T, causal=True),
-        precision=product_precision(trainer.training.precision.value, trainer.model.attend.config.allow_tf32),
-        device_count=ranks,
-    )
 
 
 def example(trainer: Trainer, data: PreparedData) -> str:
@@ -169,4 +142,4 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
 
 
 if __name__ == "__main__":
-    cli.launch(main)
+    launch(main)

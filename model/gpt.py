@@ -355,23 +355,30 @@ class GPT(nn.Module):
 
 def check_config(config: GPTConfig) -> None:
     """Raise ModelError where a model's sizes do not fit together."""
-    for name in ("n_layers", "n_heads", "n_embd"):
-        if getattr(config, name) < 1:
-            raise ModelError(f"model.{name}={getattr(config, name)} must be at least 1.")
+    for sentence in model_mistakes(config):
+        raise ModelError(sentence)
+
+
+def model_mistakes(config: GPTConfig) -> Iterator[str]:
+    """A sentence for each value of which no model can be built, with what to change."""
+    if not is_valid_rate(config.dropout):
+        yield f"model.dropout={config.dropout} must be {RATES}."
+    too_small = [name for name in ("n_layers", "n_heads", "n_embd") if getattr(config, name) < 1]
+    yield from (f"model.{name}={getattr(config, name)} must be at least 1." for name in too_small)
+    if too_small:
+        return
     if config.n_embd % config.n_heads:
-        raise ModelError(
+        yield (
             f"model.n_embd={config.n_embd} is not a multiple of model.n_heads={config.n_heads}; "
             f"choose model.n_heads among {divisors(config.n_embd)}."
         )
     if config.n_kv_heads is not None and (config.n_kv_heads < 1 or config.n_heads % config.n_kv_heads):
-        raise ModelError(
+        yield (
             f"model.n_heads={config.n_heads} is not a multiple of model.n_kv_heads={config.n_kv_heads}; "
             f"choose model.n_kv_heads among {divisors(config.n_heads)}."
         )
-    if not is_valid_rate(config.dropout):
-        raise ModelError(f"model.dropout={config.dropout} must be {RATES}.")
     if config.positions is Positions.rotary and config.n_embd // config.n_heads % 2:
-        raise ModelError(
+        yield (
             f"model.positions=rotary turns pairs of channels, and heads of {config.n_embd // config.n_heads} channels "
             f"(model.n_embd={config.n_embd} / model.n_heads={config.n_heads}) are odd; use model.positions=learned."
         )

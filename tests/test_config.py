@@ -10,15 +10,18 @@ import pytest
 import torch
 import yaml
 
-import cli
 from attention import IMPLEMENTATIONS
-from config import Config, ConfigError, as_plain, check, check_resumable, keys, register
+from cli import CONF, compose
+from cli.check import mistakes
+from cli.launch import prepare
+from cli.wording import expected
+from config import Config, ConfigError, as_plain, keys, register
 from errors import UserError
 from training.optimizer import OPTIMIZERS, SCHEDULES
 from training.sweeps import launcher
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(path.relative_to(cli.CONF) for path in cli.CONF.glob("*/*.yaml"))
+FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +31,7 @@ def schema() -> None:
 
 
 def composed(*overrides: str) -> Config:
-    return cli.to_config(cli.composed(list(overrides)))
+    return compose.to_config(compose.composed(list(overrides)))
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
@@ -37,19 +40,19 @@ def test_every_file_of_every_group_composes(file: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("some text")
     overrides = [f"{group}={name}", *([f"data.path={tmp_path}"] if name == "text" else [])]
     if group == "experiment":
-        for job in cli.jobs(overrides):
-            check(composed(*job))
+        for job in compose.jobs(overrides):
+            assert not list(mistakes(composed(*job)))
     else:
         config = composed(*overrides)
         if name != "flash" or torch.cuda.is_available():
-            check(config)
+            assert not list(mistakes(config))
         if group != "tracking":
             assert getattr(config, group).name == name
 
 
 @pytest.mark.parametrize("file", [*FILES, Path("config.yaml")], ids=str)
 def test_every_file_opens_with_the_command_that_uses_it(file: Path) -> None:
-    lines = [line for line in (cli.CONF / file).read_text().splitlines() if not line.startswith("# @package")]
+    lines = [line for line in (CONF / file).read_text().splitlines() if not line.startswith("# @package")]
     assert lines[0].startswith("# python train.py")
     if file != Path("config.yaml"):
         assert f"{file.parent}={file.stem}" in lines[0]
@@ -57,9 +60,7 @@ def test_every_file_opens_with_the_command_that_uses_it(file: Path) -> None:
 
 def test_names_in_the_groups_are_those_of_the_registries() -> None:
     for group, names in (("attention", IMPLEMENTATIONS), ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
-        files = {
-            file.stem: yaml.safe_load((cli.CONF / file).read_text()) for file in FILES if file.parent == Path(group)
-        }
+        files = {file.stem: yaml.safe_load((CONF / file).read_text()) for file in FILES if file.parent == Path(group)}
         assert set(files) == set(names)
         assert all(content["name"] == stem for stem, content in files.items())
 
@@ -103,7 +104,14 @@ MISTAKES = {
     "training.eval_every=-1": "training.eval_every=-1 must be at least 0",
     "training.residual_in_fp32=false device=cpu": r"no effect in fp32 \(.*=auto on cpu\); .*training.precision=bf16",
     "training.batch_tokens=1000": "is not a multiple of the 1536 .* use training.batch_tokens=1536",
-    "schedule.warmup_steps=3000": "schedule.warmup_steps=3000 must lie between 0 and training.steps=1200",
+    "schedule.warmup_steps=3000": "schedule.warmup_steps=3000 must lie between 0 and .*=1200; .*_steps=auto",
+    "schedule.warmup_steps=-1": "schedule.warmup_steps=-1 must lie between 0",
+    "schedule.warmup_steps=soon": "schedule.warmup_steps=soon is not a whole number or auto",
+    "schedule.warmup_steps=1.5": "schedule.warmup_steps=1.5 is not a whole number or auto",
+    "training.steps=1e6": "training.steps=1000000.0 is not a whole number; write training.steps=1000000",
+    "optimizer.lr=-1": "^optimizer.lr=-1.0 must be above 0 and finite, such as optimizer.lr=1e-3",
+    "optimizer.eps=0": "^optimizer.eps=0.0 must be above 0",
+    "optimizer.clip=-1": "^optimizer.clip=-1.0 must not be negative",
     "model.n_heads=7 model.n_embd=64": "model.n_embd=64 is not a multiple of model.n_heads=7; .* 1, 2, 4",
     "model.dropout=1": "model.dropout=1",
     "attention.dropout=1.5": "attention.dropout=1.5",
@@ -132,7 +140,7 @@ def test_a_mistake_is_refused_before_anything_is_done(arguments, sentence, tmp_p
         pytest.skip("there is a CUDA GPU here")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=sentence) as raised:
-        cli.prepare(arguments.split())
+        prepare(arguments.split())
     assert "\n" not in str(raised.value)
     assert not list(tmp_path.iterdir())
 
@@ -149,8 +157,28 @@ def test_a_mistake_ends_the_command_with_its_sentence_alone(arguments: list[str]
     assert not list(tmp_path.iterdir())
 
 
+def test_all_mistakes_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = ["atention=flash", "model.n_head=4", "seq_len=abc", "optimizer=adam", "training.steps=2.5", "seed"]
+    wrong += ["optimizer.lr=-1", "optimizer.clip=-1", "training.batch_size=0", "model.n_heads=0", "model.dropout=2"]
+    with pytest.raises(ConfigError) as raised:
+        prepare([*wrong, "training.log_every=5", "attention=tiled,naive"])
+    sentences = str(raised.value).splitlines()
+    assert len(sentences) == len(wrong) + 1
+    for override in [*wrong, "attention=tiled,naive"]:
+        assert sum(sentence.startswith(override) for sentence in sentences) == 1
+
+
+def test_a_mistake_that_every_job_of_a_sweep_shares_is_told_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        prepare(["-m", "attention=naive,tiled", "seed=1,-2", "training.steps=0", "optimizer.lr=fast"])
+    assert sorted(sentence.split(" ")[0] for sentence in str(raised.value).splitlines()) == [
+        "optimizer.lr=fast", "seed=-2", "training.steps=0"
+    ]  # fmt: skip
+
+
 def test_what_a_value_has_to_be_can_be_said_of_every_key() -> None:
-    assert all(cli.expected(key) for key in keys())
+    assert all(expected(key) for key in keys())
 
 
 def test_overrides_reach_the_parts_with_their_types() -> None:
@@ -161,25 +189,12 @@ def test_overrides_reach_the_parts_with_their_types() -> None:
 
 
 def test_a_sweep_has_every_combination_and_the_experiments_own() -> None:
-    jobs = cli.jobs(["attention=naive,tiled", "seed=1,2", "seq_len=64"])
+    jobs = compose.jobs(["attention=naive,tiled", "seed=1,2", "seq_len=64"])
     assert len(jobs) == 4
     assert ["attention=tiled", "seed=1", "seq_len=64"] in jobs
-    swept = cli.jobs(["experiment=parity", "seed=5"])
+    swept = compose.jobs(["experiment=parity", "seed=5"])
     assert {tuple(o for o in job if o.startswith("seed=")) for job in swept} == {("seed=5",)}
     assert len(swept) > 1
-
-
-@pytest.mark.parametrize(
-    "override", ["seq_len=256", "model.n_layers=5", "data.tokenizer=bpe", "model.positions=rotary"]
-)
-def test_a_resumed_run_keeps_its_model_and_data(override: str) -> None:
-    with pytest.raises(ConfigError, match=override):
-        check_resumable(as_plain(composed()), composed(override))
-
-
-def test_a_resumed_run_may_change_how_it_trains() -> None:
-    changed = ["attention=tiled", "model.dropout=0.1", "training.steps=9000", "optimizer.lr=1e-4", "schedule=constant"]
-    check_resumable(as_plain(composed()), composed(*changed))
 
 
 def test_help_names_groups_choices_and_overrides(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-import cli
-from config import register
+from cli import compose
+from cli.launch import prepare
+from cli.wording import explain
+from config import ConfigError, register
 from data import eval_batches
-from training.step import TrainingError
 from training.sweeps import launcher
 
 ROOT = Path(__file__).parents[1]
@@ -44,16 +45,16 @@ def commands(file: Path) -> list[list[str]]:
 def test_every_command_in_a_file_composes(file: Path) -> None:
     assert f"experiment={file.stem}" in commands(file)[0]
     for command in commands(file):
-        jobs = cli.jobs(command)
+        jobs = compose.jobs(command)
         for job in (jobs[0], jobs[-1]):
-            cli.to_config(cli.composed(job))
+            compose.to_config(compose.composed(job))
 
 
 def test_a_length_changes_the_batch_and_not_the_tokens_of_a_step() -> None:
     for name in ("crossover", "context_length"):
         tokens = set()
-        for job in cli.jobs([f"experiment={name}"]):
-            config = cli.to_config(cli.composed(job))
+        for job in compose.jobs([f"experiment={name}"]):
+            config = compose.to_config(compose.composed(job))
             tokens.add(config.training.batch_size * config.seq_len * config.training.micro_steps(config.seq_len, 1))
         assert len(tokens) == 1
 
@@ -61,8 +62,8 @@ def test_a_length_changes_the_batch_and_not_the_tokens_of_a_step() -> None:
 def test_every_context_length_is_evaluated_on_the_same_text() -> None:
     text = np.arange(200_000, dtype=np.uint32)
     evaluated = set()
-    for job in cli.jobs(["experiment=context_length"]):
-        config = cli.to_config(cli.composed(job))
+    for job in compose.jobs(["experiment=context_length"]):
+        config = compose.to_config(compose.composed(job))
         batch = config.training.batch_size, config.training.eval_batches, config.training.eval_span
         windows = eval_batches(text, config.seq_len, *batch)
         evaluated.add(tuple(torch.cat([targets.flatten() for _, targets in windows]).tolist()))
@@ -74,17 +75,17 @@ def test_every_context_length_is_evaluated_on_the_same_text() -> None:
 )
 def test_a_span_that_a_length_does_not_divide_is_refused(overrides: list[str], use: int) -> None:
     sentence = rf"eval_span=.* is not a multiple of seq_len=.*; use training\.eval_span={use}, or null"
-    with pytest.raises(TrainingError, match=sentence):
-        cli.prepare(["experiment=context_length", "training.batch_tokens=16384", *overrides])
+    with pytest.raises(ConfigError, match=sentence):
+        prepare(["experiment=context_length", "training.batch_tokens=16384", *overrides])
 
 
 def test_tiles_of_the_block_size_experiment_are_square() -> None:
-    configs = [cli.to_config(cli.composed(job)) for job in cli.jobs(["experiment=block_size"])]
+    configs = [compose.to_config(compose.composed(job)) for job in compose.jobs(["experiment=block_size"])]
     assert [(c.attention.block_q, c.attention.block_k) for c in configs] == [(b, b) for b in (16, 32, 64, 128)]
 
 
 def test_a_launcher_per_gpu_composes() -> None:
-    composed = cli.composed(["experiment=parity", "hydra/launcher=gpus"]).hydra.launcher
+    composed = compose.composed(["experiment=parity", "hydra/launcher=gpus"]).hydra.launcher
     assert (composed._target_, composed.gpus) == (MULTI_GPU, "all")
 
 
@@ -93,7 +94,7 @@ def test_gpus_that_are_not_there_are_one_sentence() -> None:
         instantiate({"_target_": MULTI_GPU, "gpus": [4096]})
     assert re.fullmatch(
         r"hydra\.launcher\.gpus=\[4096\] must be all, or a list such as \[0,1\]; [^;]*\.",
-        str(cli.explain(raised.value)),
+        str(explain(raised.value)),
     )
 
 
@@ -101,7 +102,7 @@ def test_the_slurm_launcher_composes_where_its_plugin_is_installed() -> None:
     if find_spec("hydra_plugins") is None or find_spec(SLURM) is None:
         pytest.skip("hydra-submitit-launcher is not installed")
     overrides = ["experiment=parity", "hydra/launcher=slurm", "hydra.launcher.partition=gpu", "tracking.group=parity"]
-    composed = cli.composed(overrides).hydra.launcher
+    composed = compose.composed(overrides).hydra.launcher
     assert composed._target_ == f"{SLURM}.submitit_launcher.SlurmLauncher"
     assert (composed.gpus_per_node, composed.partition) == (1, "gpu")
 

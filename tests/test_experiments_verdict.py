@@ -61,7 +61,7 @@ def train(config: Config, folder: Path, tokens) -> None:
     metrics = MetricsFile(folder / "metrics.jsonl")
     for step in range(STEPS):
         batch = batches.batch(step, 0)
-        measured = compare(probe, trainer, step, batch) if probe.due(step) else {}
+        measured = compare(probe, trainer, step, batch) if probe.is_due(step) else {}
         loss, _ = trainer.update(step, [batch])
         if (step + 1) % 10 == 0:
             measured["val/loss"] = trainer.evaluate(windows)

@@ -87,7 +87,7 @@ def fit(
     for step in range(start, config.steps):
         n = step + 1  # updates done when this one is
 
-        def due(every: int, n: int = n) -> bool:
+        def is_due(every: int, n: int = n) -> bool:
             return every > 0 and (n % every == 0 or n == config.steps)
 
         if step == profiler.first:
@@ -97,7 +97,7 @@ def fit(
         with meter.waiting_for_data(), record_function("data"):
             micro_batches = [next(batches) for _ in range(trainer.micro_steps)]
         metrics: dict[str, Any] = {}
-        if probe is not None and probe.due(step):
+        if probe is not None and probe.is_due(step):
             with meter.paused():
                 metrics = compare(probe, trainer, step, micro_batches[0])
             meter.step_start()
@@ -108,17 +108,17 @@ def fit(
                 metrics |= profiler.stop()
 
         stopping = interruption.agreed()
-        if not (metrics or stopping or any(map(due, (config.log_every, config.eval_every, config.checkpoint_every)))):
+        if not (metrics or stopping or any(map(is_due, (config.log_every, config.eval_every, config.checkpoint_every)))):
             continue
         trainer.raise_failure()  # before these weights are measured or saved
         lr = learning_rate(step, config.steps, trainer.peak_lr, trainer.schedule)
         metrics |= {"train/loss": loss.item(), "optim/lr": lr, "optim/grad_norm": norm.item()}
         metrics |= meter.interval(trainer.replay.peak_bytes if trainer.replay else 0)
-        if due(config.eval_every):
+        if is_due(config.eval_every):
             with meter.paused():
                 metrics["val/loss"] = trainer.evaluate(windows)
         log(n, metrics)  # counts as training: whoever logs more often trains more slowly
-        if due(config.checkpoint_every) or (stopping and config.checkpoint_every):
+        if is_due(config.checkpoint_every) or (stopping and config.checkpoint_every):
             with meter.paused():
                 save(n, metrics.get("val/loss"))
         if stopping:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from errors import UserError
-
-
-class OptimizerError(UserError, ValueError):
-    """Hyperparameters that cannot train; the message says what to change."""
+AUTO = "auto"
 
 
 @dataclass
@@ -41,20 +37,25 @@ class ScheduleConfig:
     """What a user chooses under `schedule.*`.
 
     name            cosine, wsd (warmup-stable-decay) or constant
-    warmup_steps    steps of linear growth from (almost) zero
+    warmup_steps    steps of linear growth from (almost) zero; auto: a tenth of all steps, 100 at most
     min_lr_ratio    what is left of the learning rate at the end, as a part of its peak (cosine, wsd)
     decay_fraction  part of all steps that the final decay takes (wsd)
     """
 
     name: str = "cosine"
-    warmup_steps: int = 100
+    warmup_steps: int | str = AUTO
     min_lr_ratio: float = 0.1
     decay_fraction: float = 0.2
+
+    def warmup(self, steps: int) -> int:
+        """The steps that warm up, of `steps` in all."""
+        return min(steps // 10, 100) if self.warmup_steps == AUTO else int(self.warmup_steps)
 
 
 def cosine(step: int, steps: int, config: ScheduleConfig) -> float:
     """Half a cosine from 1 down to min_lr_ratio: Loshchilov and Hutter 2017, "SGDR", eq. 5, without restarts."""
-    progress = (step - config.warmup_steps) / max(steps - config.warmup_steps, 1)
+    warmup = config.warmup(steps)
+    progress = (step - warmup) / max(steps - warmup, 1)
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -75,7 +76,7 @@ SCHEDULES: dict[str, Callable[[int, int, ScheduleConfig], float]] = {f.__name__:
 
 def learning_rate(step: int, steps: int, peak: float, config: ScheduleConfig) -> float:
     """The learning rate of the update after `step` of `steps` updates: linear warm-up, then the schedule."""
-    warmup = min(1.0, (step + 1) / (config.warmup_steps + 1))
+    warmup = min(1.0, (step + 1) / (config.warmup(steps) + 1))
     return peak * (warmup if warmup < 1 else SCHEDULES[config.name](step, steps, config))
 
 
@@ -123,29 +124,31 @@ def update_parameters(optimizer: torch.optim.AdamW, divisor: Tensor, skip: Tenso
     optimizer.step()
 
 
-def check_optimizer(config: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> None:
-    """Raise OptimizerError for a value that cannot train."""
+def optimizer_mistakes(config: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> Iterator[str]:
+    """A sentence for each hyperparameter that cannot train, with what to change."""
     if config.name not in OPTIMIZERS:
-        raise OptimizerError(f"optimizer.name={config.name} is not known; choose one of {', '.join(OPTIMIZERS)}.")
+        yield f"optimizer.name={config.name} is not known; choose one of {', '.join(OPTIMIZERS)}."
     if schedule.name not in SCHEDULES:
-        raise OptimizerError(f"schedule.name={schedule.name} is not known; choose one of {', '.join(SCHEDULES)}.")
+        yield f"schedule.name={schedule.name} is not known; choose one of {', '.join(SCHEDULES)}."
     if not (len(config.betas) == 2 and all(0 <= beta < 1 for beta in config.betas)):
-        raise OptimizerError(f"optimizer.betas={list(config.betas)} must be two numbers in [0, 1), such as [0.9,0.99].")
-    if not (config.eps > 0 and math.isfinite(config.lr) and config.lr > 0):
-        raise OptimizerError(
-            f"optimizer.lr={config.lr} and optimizer.eps={config.eps} must be above 0 and finite, such as "
-            "optimizer.lr=1e-3 and optimizer.eps=1e-8."
+        yield f"optimizer.betas={list(config.betas)} must be two numbers in [0, 1), such as [0.9,0.99]."
+    for name, usual in (("lr", "1e-3"), ("eps", "1e-8")):
+        value = getattr(config, name)
+        if not (value > 0 and math.isfinite(value)):
+            yield f"optimizer.{name}={value} must be above 0 and finite, such as optimizer.{name}={usual}."
+    for name in ("weight_decay", "clip"):
+        if not getattr(config, name) >= 0:
+            yield f"optimizer.{name}={getattr(config, name)} must not be negative; optimizer.{name}=0 turns it off."
+    if isinstance(schedule.warmup_steps, str) and schedule.warmup_steps != AUTO:
+        yield (
+            f"schedule.warmup_steps={schedule.warmup_steps} is not a whole number or auto; "
+            f"use schedule.warmup_steps={AUTO}."
         )
-    if not (config.weight_decay >= 0 and config.clip >= 0):
-        raise OptimizerError(
-            f"optimizer.weight_decay={config.weight_decay} and optimizer.clip={config.clip} must not be negative; "
-            "0 turns either off."
-        )
-    if not 0 <= schedule.warmup_steps <= steps:
-        raise OptimizerError(
+    elif isinstance(schedule.warmup_steps, int) and not 0 <= schedule.warmup_steps <= steps:
+        yield (
             f"schedule.warmup_steps={schedule.warmup_steps} must lie between 0 and training.steps={steps}; "
-            f"use schedule.warmup_steps={steps // 10}."
+            f"use schedule.warmup_steps={AUTO}."
         )
     for name in ("min_lr_ratio", "decay_fraction"):
         if not 0 <= getattr(schedule, name) <= 1:
-            raise OptimizerError(f"schedule.{name}={getattr(schedule, name)} must lie between 0 and 1.")
+            yield f"schedule.{name}={getattr(schedule, name)} must lie between 0 and 1."

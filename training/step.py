@@ -11,7 +11,7 @@ weights alone when a loss or gradient is not finite is taken there too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,10 +43,6 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) int64 each
 
 # fp16's loss scale: halved by an overflow, doubled after so many steps without one.
 FIRST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2000
-
-
-class TrainingError(UserError, ValueError):
-    """Settings that cannot train; the message says what to change."""
 
 
 class NonFiniteError(UserError, RuntimeError):
@@ -114,24 +110,24 @@ class TrainingConfig:
         return 1 if self.batch_tokens is None else self.batch_tokens // tokens
 
 
-def check_training(config: TrainingConfig, seq_len: int, world: World) -> None:
-    """Raise TrainingError for a value that cannot train."""
+def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Iterator[str]:
+    """A sentence for each value that cannot train, with what to change. `seq_len` is at least 1."""
     lowest = {"steps": 1, "batch_size": 1, "log_every": 1, "eval_every": 0, "eval_batches": 1}
     lowest |= {"checkpoint_every": 0, "keep_last": 1, "sample_tokens": 0}
     for name, least in lowest.items():
         if getattr(config, name) < least:
-            raise TrainingError(f"training.{name}={getattr(config, name)} must be at least {least}.")
+            yield f"training.{name}={getattr(config, name)} must be at least {least}."
     if config.eval_span is not None and (config.eval_span < 1 or config.eval_span % seq_len):
         nearest = max(1, round(config.eval_span / seq_len)) * seq_len
-        raise TrainingError(
+        yield (
             f"training.eval_span={config.eval_span} is not a multiple of seq_len={seq_len}; "
             f"use training.eval_span={nearest}, or null."
         )
-    micro_batch = config.batch_size * seq_len * world.size
+    micro_batch = max(config.batch_size, 1) * seq_len * world.size
     if config.batch_tokens is not None and (config.batch_tokens < 1 or config.batch_tokens % micro_batch):
         nearest = max(1, round(config.batch_tokens / micro_batch)) * micro_batch
         ranks = f" * {world.size} ranks" if world.size > 1 else ""
-        raise TrainingError(
+        yield (
             f"training.batch_tokens={config.batch_tokens} is not a multiple of the {micro_batch} tokens of a "
             f"micro-batch (training.batch_size={config.batch_size} * seq_len={seq_len}{ranks}); "
             f"use training.batch_tokens={nearest}."

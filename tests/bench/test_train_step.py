@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-import cli
 from bench import nanogpt, train_step
 from bench.measure import RESULTS
 from bench.train_step import (
@@ -27,6 +26,7 @@ from bench.train_step import (
     publish,
     table,
 )
+from cli import compose
 from config import register
 from report.draw import scheme
 from training.sweeps import launcher
@@ -47,7 +47,7 @@ def test_every_cell_is_a_command_that_train_accepts(attention, dropout):
     register()
     launcher.register()
     for shape in SHAPES:
-        config = cli.to_config(cli.composed(overrides(attention, shape, dropout, "block", 60)))
+        config = compose.to_config(compose.composed(overrides(attention, shape, dropout, "block", 60)))
         assert config.training.batch_size * config.seq_len == 32_768
         assert (config.attention.name, config.attention.dropout) == (attention, dropout)
         assert (config.training.steps, config.training.recompute.value) == (60, "block")

@@ -73,7 +73,7 @@ def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled: bool, devi
         losses = []
         for step in range(9):
             meter.step_start()
-            if probed and probe.due(step):
+            if probed and probe.is_due(step):
                 with meter.paused():
                     compare(probe, trained, step, batch(step, device))
                 meter.step_start()
@@ -113,7 +113,7 @@ def test_flash_is_naive_up_to_rounding(dropout: float, precision: Precision, dev
     trained = trainer(device, config, precision)
     probe = ParityProbe(ParityConfig(every=10), config, shape(device, precision.dtype))
     for step in range(31):
-        if probe.due(step):
+        if probe.is_due(step):
             measured = compare(probe, trained, step, batch(step, device))
             assert measured["parity/grad_rel_err"] > 0
             if step == 0:  # rounding, and not other masks in another precision

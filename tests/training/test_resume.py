@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import cli
 import train as train_module
+from cli import compose
+from cli.launch import prepare
 from config import ConfigError, register
 from run_folder import read_metrics
 from training.checkpoint import CheckpointError, load_checkpoint, newest_valid
@@ -40,9 +41,9 @@ def command(*overrides: str) -> list[str]:
 
 def train(*overrides: str) -> None:
     """What the command does, in this process and folder; the folder of the run has to be known."""
-    arguments = cli.prepare(list(overrides))
-    cfg = cli.composed(arguments)
-    assert train_module.train(cli.to_config(cfg), Path(cfg.hydra.run.dir), arguments) == 0
+    arguments = prepare(list(overrides))
+    cfg = compose.composed(arguments)
+    assert train_module.train(compose.to_config(cfg), Path(cfg.hydra.run.dir), arguments) == 0
 
 
 def losses(run: Path) -> list[tuple[int, float | None, float | None]]:
@@ -123,7 +124,7 @@ def runs(where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def resumed(*arguments: str) -> str:
     """The run folder that these arguments go on in."""
-    folder = next(a for a in cli.prepare(list(arguments)) if a.startswith("hydra.run.dir="))
+    folder = next(a for a in prepare(list(arguments)) if a.startswith("hydra.run.dir="))
     return folder.removeprefix("hydra.run.dir=").strip("'")
 
 
@@ -181,7 +182,7 @@ def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(runs: Path) -> 
         damage(checkpoint)
     for arguments in (["resume=outputs/newer"], ["resume=auto", "hydra.run.dir=outputs/newer"]):
         with pytest.raises(CheckpointError, match="is damaged"):
-            cli.prepare(arguments)
+            prepare(arguments)
 
 
 def test_auto_begins_anew_in_a_folder_without_a_checkpoint(runs: Path) -> None:
@@ -197,18 +198,33 @@ def test_auto_begins_anew_in_a_folder_without_a_checkpoint(runs: Path) -> None:
 def test_another_model_or_other_data_are_refused_and_leave_the_run_alone(runs: Path, override: str) -> None:
     before = contents(runs)
     with pytest.raises(ConfigError, match=f"{override} differs from the run's"):
-        cli.prepare(["resume=auto", override])
+        prepare(["resume=auto", override])
     assert contents(runs) == before
+
+
+def test_a_resumed_run_may_change_how_it_trains(runs: Path) -> None:
+    changed = ["attention=tiled", "model.dropout=0.2", "training.steps=9000", "optimizer.lr=1e-4", "schedule=constant"]
+    assert resumed("resume=auto", *changed) == "outputs/newer"
+
+
+def test_a_checkpoint_of_another_run_is_told_from_an_override(runs: Path) -> None:
+    config = runs / "newer" / ".hydra" / "config.yaml"
+    config.write_text(config.read_text().replace("n_layers: 2", "n_layers: 3"))
+    overrides = runs / "newer" / ".hydra" / "overrides.yaml"
+    overrides.write_text(overrides.read_text().replace("model.n_layers=2", "model.n_layers=3"))
+    with pytest.raises(ConfigError, match=r"step-00000060 belongs to another run, whose model\.n_layers is 2"):
+        prepare(["resume=auto"])
 
 
 def test_a_folder_that_holds_a_run_is_not_used_for_another(runs: Path) -> None:
     with pytest.raises(ConfigError, match="outputs/older already holds a run; add resume=auto"):
-        cli.prepare(["hydra.run.dir=outputs/older"])
+        prepare(["hydra.run.dir=outputs/older"])
 
 
 def test_a_run_that_is_still_going_on_is_not_resumed(runs: Path) -> None:
     script = (
-        "import cli, pathlib, time\nwith cli.held(pathlib.Path('outputs/newer')): print(flush=True); time.sleep(60)"
+        "import cli.run_folder, pathlib, time\n"
+        "with cli.run_folder.locked(pathlib.Path('outputs/newer')): print(flush=True); time.sleep(60)"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     holder = subprocess.Popen([sys.executable, "-c", script], cwd=runs.parent, env=environment, stdout=subprocess.PIPE)
@@ -216,7 +232,7 @@ def test_a_run_that_is_still_going_on_is_not_resumed(runs: Path) -> None:
         assert holder.stdout
         holder.stdout.readline()
         with pytest.raises(ConfigError, match="outputs/newer belongs to a run that is still going on"):
-            cli.prepare(["resume=auto"])
+            prepare(["resume=auto"])
     finally:
         holder.kill()
         holder.wait()

@@ -67,33 +67,48 @@ class ParityError(UserError, ValueError):
     """A comparison that would mean nothing; the message says what to change."""
 
 
+def check_parity(config: ParityConfig, attention: AttentionConfig, shape: AttentionShape) -> None:
+    """Raise ParityError where the run's dropout masks cannot be the reference's, UnsupportedAttention where the
+    reference cannot serve the model in the run's precision and in the higher one."""
+    if config.every < 0:
+        raise ParityError(f"parity.every={config.every} must be a number of steps, or 0 for no probe.")
+    if config.every == 0:
+        return
+    if attention.dropout > 0 and attention.rng is DropoutRng.torch:
+        raise ParityError(
+            "parity.every with attention.rng=torch would compare different dropout masks; "
+            "set attention.rng=replay, attention.dropout=0 or parity.every=0."
+        )
+    reference = build_attention(reference_config(config, attention))
+    for dtype in (shape.dtype, exact_dtype(shape.dtype)):
+        reference.check(replace(shape, dtype=dtype))
+
+
+def reference_config(config: ParityConfig, attention: AttentionConfig) -> AttentionConfig:
+    """The attention to compare with: `config.reference`, with the run's dropout."""
+    return AttentionConfig(name=config.reference, dropout=attention.dropout)
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which rounding in `dtype` is measured."""
+    return torch.float64 if dtype is torch.float32 else torch.float32
+
+
 class ParityProbe:
     """Compares a run's attention with a reference on the run's own weights and batches."""
 
     def __init__(self, config: ParityConfig, attention: AttentionConfig, shape: AttentionShape) -> None:
-        """Build the reference.
-
+        """
+        config     as `check_parity` accepts it
         attention  the run's
         shape      what the model asks of its attention; its dtype is the precision of the run
-
-        Raises ParityError where the masks of the two cannot be the same, UnsupportedAttention where the reference
-        cannot serve the model in the run's precision and in the higher one.
         """
-        if config.every < 0:
-            raise ParityError(f"parity.every={config.every} must be a number of steps, or 0 for no probe.")
-        if attention.dropout > 0 and attention.rng is DropoutRng.torch:
-            raise ParityError(
-                "parity.every with attention.rng=torch would compare different dropout masks; "
-                "set attention.rng=replay, attention.dropout=0 or parity.every=0."
-            )
         self.config, self.shape = config, shape
-        self.exact_dtype = torch.float64 if shape.dtype is torch.float32 else torch.float32
-        self.reference = build_attention(AttentionConfig(name=config.reference, dropout=attention.dropout))
-        for dtype in (shape.dtype, self.exact_dtype):
-            self.reference.check(replace(shape, dtype=dtype))
+        self.exact_dtype = exact_dtype(shape.dtype)
+        self.reference = build_attention(reference_config(config, attention))
         self.window: tuple[int, int] | None = None  # the largest (sequences, tokens) that fitted, once one did not
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether update `step`, counted from 0, is one to probe."""
         return self.config.every > 0 and step % self.config.every == 0
 

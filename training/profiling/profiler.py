@@ -67,6 +67,14 @@ class ProfileError(UserError, ValueError):
     """Something that cannot be recorded here; the message says what to change."""
 
 
+def check_profile(device: torch.device, memory_snapshot: bool) -> None:
+    """Raise ProfileError for a memory snapshot without a GPU."""
+    if memory_snapshot and device.type != "cuda":
+        raise ProfileError(
+            f"training.memory_snapshot=true records a GPU's allocator, and device={device} has none; leave it out."
+        )
+
+
 class Profiler:
     """Records some steps of a run, once.
 
@@ -84,14 +92,7 @@ class Profiler:
         steps: int,
         print: Callable[[str], None] = print,
     ) -> None:
-        """The steps recorded are PROFILED_STEPS after WARMUP_STEPS, or earlier in a run of fewer `steps`.
-
-        Raises ProfileError for a memory snapshot without a GPU.
-        """
-        if memory_snapshot and device.type != "cuda":
-            raise ProfileError(
-                f"training.memory_snapshot=true records a GPU's allocator, and device={device} has none; leave it out."
-            )
+        """The steps recorded are PROFILED_STEPS after WARMUP_STEPS, or earlier in a run of fewer `steps`."""
         self.folder, self.device, self.print = folder / "profile", device, print
         self.profile, self.memory_snapshot = profile, memory_snapshot
         self.first: int | None = None

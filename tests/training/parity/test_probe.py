@@ -208,9 +208,9 @@ def test_masks_that_cannot_be_replayed_are_refused():
 def test_steps_to_probe():
     probe = probe_for(AttentionConfig())
     probe.config.every = 100
-    assert [step for step in range(301) if probe.due(step)] == [0, 100, 200, 300]
+    assert [step for step in range(301) if probe.is_due(step)] == [0, 100, 200, 300]
     probe.config.every = 0
-    assert not probe.due(0)
+    assert not probe.is_due(0)
 
 
 def test_summary_is_the_worst_of_every_check():

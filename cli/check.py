@@ -1,0 +1,61 @@
+"""What is wrong with a configuration as a whole, said before anything is built or read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from attention import build_attention
+from config import Config
+from data.corpora import CORPORA, check_data
+from errors import UserError
+from model.gpt import model_mistakes
+from parts import attention_shape
+from training.device import Precision, World, resolve_device, resolve_precision
+from training.optimizer import optimizer_mistakes
+from training.parallel import check_parallel
+from training.parity.probe import check_parity
+from training.profiling.profiler import check_profile
+from training.step import training_mistakes
+
+
+def mistakes(config: Config) -> Iterator[str]:
+    """A sentence for each value that could not train, with the override that repairs it."""
+    if not 0 <= config.seed < 2**32:
+        yield f"seed={config.seed} must lie between 0 and 2**32 - 1."
+    if config.seq_len < 1:
+        yield f"seq_len={config.seq_len} must be at least 1."
+    world = World.from_environment()
+    yield from refusal(check_parallel, config.parallel, world.size)
+    yield from training_mistakes(config.training, max(config.seq_len, 1), world)
+    yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
+    yield from (of_data := list(refusal(check_data, config.data)))
+    if not of_data:
+        yield from refusal(CORPORA[config.data.name], config.data)  # finds the files, and reads none
+    yield from (of_model := list(model_mistakes(config.model)))
+    yield from (of_device := list(refusal(resolve_device, config.device)))
+    if not of_model and not of_device:
+        yield from device_mistakes(config)
+
+
+def device_mistakes(config: Config) -> Iterator[str]:
+    """A sentence for each value that the device, or the precision chosen for it, cannot serve."""
+    device = resolve_device(config.device)
+    precision = resolve_precision(config.training.precision, device)
+    if precision is Precision.fp32 and not config.training.residual_in_fp32:
+        yield (
+            "training.residual_in_fp32=false has no effect in fp32 (training.precision="
+            f"{config.training.precision.value} on {device}); leave it out, or set training.precision=bf16."
+        )
+    shape = attention_shape(config, device)
+    yield from refusal(lambda: build_attention(config.attention).check(shape))
+    yield from refusal(check_parity, config.parity, config.attention, shape)
+    yield from refusal(check_profile, device, config.training.memory_snapshot)
+
+
+def refusal(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
+    """What `check` refuses the arguments with, if it does."""
+    try:
+        check(*arguments)
+    except UserError as error:
+        yield str(error)

@@ -1,0 +1,89 @@
+"""From the command line to a run: what is wrong with it is said before Hydra makes a run folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+# There is no public name for how Hydra reads its flags, and a copy would drift from what hydra.main goes by.
+from hydra._internal.utils import get_args_parser
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from cli.check import mistakes
+from cli.compose import Composition, by_key, compose_right, jobs, lines, swept_mistakes, to_config
+from cli.run_folder import check_folder, check_writable, resumed
+from cli.wording import explain, one_sentence
+from config import ConfigError, register
+from training.device import World
+from training.sweeps import launcher
+
+
+def launch(main: Callable[[], None]) -> None:
+    """Call `main`, decorated with hydra.main, on the checked command line."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would otherwise print over several lines
+    register()
+    launcher.register()
+    with one_sentence():
+        sys.argv[1:] = prepare(sys.argv[1:])
+        main()
+
+
+def prepare(arguments: list[str]) -> list[str]:
+    """The arguments for Hydra: checked, and with the overrides of the run that `resume` names.
+
+    Raises UserError with a sentence, in a line of its own, for each mistake.
+    """
+    args = get_args_parser().parse_args(arguments)
+    if args.multirun and (args.cfg or args.info):
+        raise ConfigError("-m does not go with --cfg or --info; leave it out to see the configuration of one run.")
+    if args.help or args.hydra_help or args.cfg or args.info:
+        return arguments
+    try:
+        found = compose_right(args.overrides)
+        if args.multirun or found.multirun:
+            check_sweep(found)
+            return arguments
+        if found.wrong:
+            refuse(found.wrong + swept_mistakes(found.right) + mistakes_of(found))
+        flags = [argument for argument in arguments if argument not in args.overrides]
+        return [*flags, *checked_run(args.overrides)]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error) from error
+
+
+def check_sweep(found: Composition) -> None:
+    """Raise ConfigError for what is wrong with a sweep's overrides, with any of its jobs, or with its folder."""
+    sentences = list(found.wrong)
+    if found.cfg is not None:
+        for job in jobs(found.right):
+            composed = compose_right(job)
+            sentences += composed.wrong + mistakes_of(composed)
+    refuse(sentences)
+    assert found.cfg is not None
+    check_writable(Path(found.cfg.hydra.sweep.dir), "hydra.sweep.dir")
+
+
+def checked_run(overrides: list[str]) -> list[str]:
+    """The overrides of a run, of the one to resume too. Raises UserError for what is wrong with them."""
+    overrides = resumed(overrides)
+    found = compose_right(overrides)
+    refuse(found.wrong + swept_mistakes(found.right) + mistakes_of(found))
+    assert found.cfg is not None
+    if World.from_environment().rank > 0:  # the first rank keeps the run folder
+        return lines(by_key(["hydra.run.dir=."]) | by_key([*overrides, "hydra.output_subdir=null"]))
+    check_folder(Path(found.cfg.hydra.run.dir), to_config(found.cfg))
+    return overrides
+
+
+def mistakes_of(found: Composition) -> list[str]:
+    """A sentence for each value that could not train; none where nothing could be composed."""
+    return [] if found.cfg is None else list(mistakes(to_config(found.cfg)))
+
+
+def refuse(sentences: list[str]) -> None:
+    """Raise ConfigError with every sentence once, a line each, if there are any."""
+    if sentences:
+        raise ConfigError("\n".join(dict.fromkeys(sentences)))

@@ -1,0 +1,86 @@
+"""One sentence for what Hydra and OmegaConf say over several lines, and how a program ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from types import UnionType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from config import Config, ConfigError, keys
+from errors import UserError
+
+
+@contextlib.contextmanager
+def one_sentence() -> Iterator[None]:
+    """End the process with status 1 and a sentence, without a traceback, for a failure that a user can act on."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        fail(explain(error))
+    except UserError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def fail(error: UserError) -> NoReturn:
+    """Print each line of the error as a sentence of its own, and exit with status 1."""
+    for sentence in str(error).splitlines():
+        print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(1)
+
+
+def explain(error: Exception) -> UserError:
+    """One sentence for an error of Hydra's or OmegaConf's."""
+    cause = error.__cause__ or error
+    if isinstance(cause, UserError):  # of a launcher, around which Hydra puts words of its own
+        return cause
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        hint = suggestion(choice, list(error.options)) or "."
+        return ConfigError(f"{group}={choice} is not known; choose one of {', '.join(error.options)}{hint}")
+    if isinstance(error, OverrideParseException):
+        return ConfigError(
+            f"{error.override} is not an override; write key=value, and quote a value with special characters twice: "
+            "'key=\"a b\"'."
+        )
+    if isinstance(cause, ValidationError) and cause.full_key is not None and cause.full_key in keys():
+        key, value = cause.full_key, cause.value
+        return ConfigError(f"{key}={value} is not {expected(key)}{whole_number_hint(key, value)}.")
+    return ConfigError(" ".join(" ".join(str(e).split()) for e in dict.fromkeys((error, cause))))
+
+
+def expected(key: str) -> str:
+    """What a value of `key` has to be, in words."""
+    kind: Any = Config
+    for name in key.split("."):
+        kind = get_type_hints(kind)[name]
+    if get_origin(kind) is UnionType:
+        kind, other = get_args(kind)
+        if other is str:
+            return "a whole number or auto"
+    if get_origin(kind) is tuple:
+        return "a list of numbers, such as [0.9,0.99]"
+    if issubclass(kind, Enum):
+        return "one of " + ", ".join(member.name for member in kind)
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+
+
+def whole_number_hint(key: str, value: Any) -> str:
+    """ "; write key=1000000" for 1e6 where a whole number is expected, else nothing."""
+    if isinstance(value, float) and value.is_integer() and expected(key) == "a whole number":
+        return f"; write {key}={value:.0f}"
+    return ""
+
+
+def suggestion(wrong: str, known: list[str]) -> str:
+    """ "; did you mean x?" for the known name nearest to a wrong one, else nothing."""
+    near = difflib.get_close_matches(wrong, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

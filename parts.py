@@ -1,0 +1,86 @@
+"""The parts of a run, built from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from attention import AttentionShape, build_attention
+from config import Config
+from model.gpt import GPT
+from model.gpt2_weights import load_gpt2
+from training.device import Precision, World, resolve_precision
+from training.parity.probe import ParityProbe
+from training.profiling.meters import StepMeter
+from training.profiling.peaks import product_precision
+from training.profiling.profiler import Profiler
+from training.step import Trainer
+
+
+def attention_shape(config: Config, device: torch.device) -> AttentionShape:
+    """What the model will ask of its attention."""
+    return AttentionShape(
+        head_dim=config.model.n_embd // config.model.n_heads,
+        n_heads=config.model.n_heads,
+        n_kv_heads=config.model.n_kv_heads or config.model.n_heads,
+        dtype=resolve_precision(config.training.precision, device).dtype,
+        device=device,
+    )
+
+
+def build_model(config: Config, vocab_size: int, device: torch.device, precision: Precision) -> GPT:
+    """The model with its first weights: drawn from the seed, or those of `init_from`."""
+    attend, training = build_attention(config.attention), config.training
+    torch.manual_seed(config.seed)
+    model = GPT(
+        config.model,
+        vocab_size,
+        config.seq_len,
+        attend,
+        training.recompute,
+        training.loss,
+        residual_in_fp32=training.residual_in_fp32,
+        device=device,
+        dtype=precision.dtype,
+    )
+    if config.init_from is not None:
+        load_gpt2(model, config.init_from)
+    return model
+
+
+def build_meter(trainer: Trainer) -> StepMeter:
+    """What times the steps and counts their operations."""
+    B, T, ranks = trainer.training.batch_size, trainer.model.seq_len, trainer.world.size
+    return StepMeter(
+        trainer.device,
+        tokens_per_step=B * T * ranks * trainer.micro_steps,
+        flops_per_token_full=trainer.model.flops_per_token(T, causal=False),
+        flops_per_token_causal=trainer.model.flops_per_token(T, causal=True),
+        precision=product_precision(trainer.training.precision.value, trainer.model.attend.config.allow_tf32),
+        device_count=ranks,
+    )
+
+
+def build_probe(config: Config, device: torch.device) -> ParityProbe | None:
+    """The parity probe, where one is asked for."""
+    if not config.parity.every:
+        return None
+    return ParityProbe(config.parity, config.attention, attention_shape(config, device))
+
+
+def build_profiler(
+    config: Config, folder: Path, device: torch.device, start: int, print: Callable[[str], None]
+) -> Profiler:
+    """What records some of the steps after `start` on the first rank, where that is asked for."""
+    wanted, first = config.training, World.from_environment().rank == 0
+    return Profiler(
+        folder,
+        device,
+        profile=wanted.profile and first,
+        memory_snapshot=wanted.memory_snapshot and first,
+        start=start,
+        steps=wanted.steps,
+        print=print,
+    )
