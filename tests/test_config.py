@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -207,3 +208,19 @@ def test_help_names_groups_choices_and_overrides(tmp_path: Path) -> None:
     mentioned = {word.split("=")[0] for word in done.stdout.split() if "=" in word and "." in word.split("=")[0]}
     assert {name for name in mentioned if not name.startswith("hydra.")} <= set(keys())
     assert len(mentioned) > 15
+
+
+def test_completion_offers_every_name_and_choice_without_importing_torch(tmp_path: Path) -> None:
+    def offered(word: str) -> set[str]:
+        query = [sys.executable, "-X", "importtime", ROOT / "train.py", "-sc", "query=bash"]
+        environment = os.environ | {"COMP_LINE": f"python train.py {word}"}
+        done = subprocess.run(query, env=environment, capture_output=True, text=True, check=True)
+        imported.append(done.stderr)
+        return set(done.stdout.split())
+
+    imported: list[str] = []
+    offered("s")  # notes the names, if that has not been done since the code changed
+    assert {"seed=", "seq_len=", "schedule=", "schedule."} == offered("s")
+    assert {f"{key}=" for key in keys() if key.startswith("data.")} == offered("data.")
+    assert {"attention=tiled"} == offered("attention=t")
+    assert not any("torch" in line.split("|")[-1] for told in imported[1:] for line in told.splitlines())

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
@@ -225,6 +224,8 @@ def chosen_devices(gpus: Any) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of each place for a job; None leaves it as it is. Raises SweepError."""
     if gpus is None:
         return [None]
+    import torch  # here, as completion reads this file too, and torch's import takes longer than one waits for a TAB
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     count = torch.cuda.device_count()
     numbers = range(count) if gpus == "all" else gpus
