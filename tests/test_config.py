@@ -212,7 +212,7 @@ def test_help_names_groups_choices_and_overrides(tmp_path: Path) -> None:
 
 def test_completion_offers_every_name_and_choice_without_importing_torch(tmp_path: Path) -> None:
     def offered(word: str) -> set[str]:
-        query = [sys.executable, "-X", "importtime", ROOT / "train.py", "-sc", "query=bash"]
+        query = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), "-sc", "query=bash"]
         environment = os.environ | {"COMP_LINE": f"python train.py {word}"}
         done = subprocess.run(query, env=environment, capture_output=True, text=True, check=True)
         imported.append(done.stderr)

@@ -108,7 +108,9 @@ def fit(
                 metrics |= profiler.stop()
 
         stopping = interruption.agreed()
-        if not (metrics or stopping or any(map(is_due, (config.log_every, config.eval_every, config.checkpoint_every)))):
+        if not (
+            metrics or stopping or any(map(is_due, (config.log_every, config.eval_every, config.checkpoint_every)))
+        ):
             continue
         trainer.raise_failure()  # before these weights are measured or saved
         lr = learning_rate(step, config.steps, trainer.peak_lr, trainer.schedule)
