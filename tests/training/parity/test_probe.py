@@ -16,7 +16,7 @@ from model.gpt import GPT, GPTConfig, Recompute
 from tests.wrong_attention import CLASSES, WRONG
 from training.parity import probe as parity
 from training.parity.fwd_bwd import forward_backward
-from training.parity.probe import ParityConfig, ParityError, ParityProbe, beyond_rounding, summarise
+from training.parity.probe import ParityConfig, ParityError, ParityProbe, beyond_rounding, check_parity, summarise
 
 VOCABULARY, T, B = 65, 32, 4
 
@@ -60,9 +60,12 @@ def small_gpt(config: AttentionConfig, seed: int = 0, **kwargs) -> GPT:
     return GPT(size, VOCABULARY, T, build_attention(config), **kwargs)
 
 
+def shape_in(dtype: torch.dtype) -> AttentionShape:
+    return AttentionShape(head_dim=16, n_heads=2, n_kv_heads=2, dtype=dtype, device=torch.device("cpu"))
+
+
 def probe_for(config: AttentionConfig, dtype: torch.dtype = torch.float32, reference: str = "naive") -> ParityProbe:
-    shape = AttentionShape(head_dim=16, n_heads=2, n_kv_heads=2, dtype=dtype, device=torch.device("cpu"))
-    return ParityProbe(ParityConfig(every=1, reference=reference), config, shape)
+    return ParityProbe(ParityConfig(every=1, reference=reference), config, shape_in(dtype))
 
 
 def batches(seed: int, count: int) -> Iterator[tuple[Tensor, Tensor, DropoutKey]]:
@@ -202,7 +205,7 @@ def test_scores_that_will_not_fit_the_free_memory_are_not_tried(monkeypatch: pyt
 
 def test_masks_that_cannot_be_replayed_are_refused():
     with pytest.raises(ParityError, match=r"attention\.rng=replay"):
-        probe_for(AttentionConfig(dropout=0.1, rng=DropoutRng.torch))
+        check_parity(ParityConfig(every=1), AttentionConfig(dropout=0.1, rng=DropoutRng.torch), shape_in(torch.float32))
 
 
 def test_steps_to_probe():

@@ -9,7 +9,15 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from model.gpt import GPT, GPTConfig
-from training.profiling.profiler import CATEGORIES, ProfileError, Profiler, category_of, read_trace, summarise
+from training.profiling.profiler import (
+    CATEGORIES,
+    ProfileError,
+    Profiler,
+    category_of,
+    check_profile,
+    read_trace,
+    summarise,
+)
 
 CPU = torch.device("cpu")
 
@@ -150,6 +158,6 @@ def test_nothing_is_recorded_unasked(tmp_path):
     assert (profiler.first, profiler.last) == (None, None)
 
 
-def test_a_memory_snapshot_without_a_gpu_is_refused(tmp_path):
+def test_a_memory_snapshot_without_a_gpu_is_refused():
     with pytest.raises(ProfileError, match=r"training\.memory_snapshot=true records a GPU's allocator"):
-        Profiler(tmp_path, CPU, profile=False, memory_snapshot=True, start=0, steps=5)
+        check_profile(CPU, memory_snapshot=True)
