@@ -24,10 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 from attention.dropout import RATES, DropoutKey, is_valid_rate
 from attention.interface import Attention, AttentionShape
+from attention.score import Layout, Score, alibi_slopes, documents, visible_pairs
 from errors import UserError
 from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
 from model.loss import LossKind, cross_entropy
+from model.score import ScoreConfig, layer_scores
 
 # Matrix products over the vocabulary are fastest when its rows fill whole tiles.
 VOCAB_MULTIPLE = 64
@@ -62,6 +64,7 @@ class GPTConfig:
                 attention weights)
     bias        biases in linear layers and norms, as GPT-2 has them
     positions   learned or rotary
+    qk_norm     normalise each head's queries and keys before the scores, with a learned scale
     """
 
     name: str = "tiny"
@@ -72,13 +75,14 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = False
     positions: Positions = Positions.learned
+    qk_norm: bool = False
 
 
 class ModelError(UserError, ValueError):
     """A model that cannot be built or fed as asked; the message says what to change."""
 
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin of each position's angles, (T, D / 2) each
+Rotation = tuple[Tensor, Tensor]  # cos and sin of each position's angles, (T, D / 2) or (B, T, D / 2) each
 Masks = Sequence[Mask | None]  # what residual dropout keeps at each site; None: all
 
 
@@ -91,7 +95,7 @@ def rotation_table(seq_len: int, head_dim: int) -> Rotation:
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Turn the pairs (i, i + D / 2) of each head's channels by their position's angles: (B, T, H, D) in and out."""
-    cos, sin = (r[:, None, :] for r in rotation)  # (T, 1, D / 2)
+    cos, sin = (r.unsqueeze(-2) for r in rotation)  # (T, 1, D / 2)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
@@ -119,24 +123,39 @@ def gelu(x: Tensor) -> Tensor:
 class SelfAttention(nn.Module):
     """Fused projection to queries, keys and values; the given attention; projection back."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    slopes: Tensor | None  # (H,), with ALiBi only
+    sinks: Tensor | None  # (H,), learned, with sinks only
+
+    def __init__(self, config: GPTConfig, score: Score) -> None:
         super().__init__()
+        self.score = score
         self.n_heads = config.n_heads
         self.n_kv_heads = config.n_kv_heads or config.n_heads
         self.head_dim = config.n_embd // config.n_heads
         self.c_attn = nn.Linear(config.n_embd, (self.n_heads + 2 * self.n_kv_heads) * self.head_dim, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        # Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters"; OLMo 2
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=1e-6) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
+        self.register_buffer("slopes", alibi_slopes(self.n_heads) if score.alibi else None, persistent=False)
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(self.n_heads)) if score.sinks else None)
 
-    def forward(self, x: Tensor, rotation: Rotation | None, attend: Attention, key: DropoutKey | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation | None, layout: Layout, attend: Attention, key: DropoutKey | None
+    ) -> Tensor:
         B, T, C = x.shape
         heads = self.c_attn(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2 H_kv, D)
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         # Views: an attention takes any strides, so nothing is copied on the way in.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, H_kv, T, D) twice
         with labelled("attention"):
-            out = attend(q, k, v, dropout_key=key).out  # (B, H, T, D)
+            out = attend(
+                q, k, v, score=self.score, layout=layout, dropout_key=key, slopes=self.slopes, sinks=self.sinks
+            ).out  # (B, H, T, D)
         return self.c_proj(out.transpose(1, 2).reshape(B, T, C))
 
 
@@ -155,19 +174,25 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Two sub-layers, each normalised on the way in, dropped out on the way out and added to the stream."""
 
-    def __init__(self, config: GPTConfig, recompute_attention: bool) -> None:
+    def __init__(self, config: GPTConfig, score: Score, recompute_attention: bool) -> None:
         super().__init__()
         self.recompute_attention = recompute_attention
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.attn = SelfAttention(config)
+        self.attn = SelfAttention(config, score)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, rotation: Rotation | None, attend: Attention, key: DropoutKey | None, masks: Masks
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        layout: Layout,
+        attend: Attention,
+        key: DropoutKey | None,
+        masks: Masks,
     ) -> Tensor:
         def attention(x: Tensor) -> Tensor:
-            return drop(self.attn(self.ln_1(x), rotation, attend, key), masks[0])
+            return drop(self.attn(self.ln_1(x), rotation, layout, attend, key), masks[0])
 
         x = x + call(self.recompute_attention, attention, x)
         return x + drop(self.mlp(self.ln_2(x)), masks[1])
@@ -188,6 +213,9 @@ class GPT(nn.Module):
         recompute: Recompute = Recompute.none,
         loss: LossKind = LossKind.auto,
         *,
+        score: ScoreConfig | None = None,
+        documents: bool = False,
+        restart_positions: bool = False,
         residual_in_fp32: bool = True,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -197,19 +225,28 @@ class GPT(nn.Module):
         vocab_size     of the tokenizer; embedding rows are padded to a multiple of 64 that stay zero
         seq_len        the longest input
         attend         the attention every layer calls
+        score          what it computes in each layer; None: causal attention
+        documents      whether batches will tell their documents apart: what `attend` must be able to serve
+        restart_positions  count learned and rotary positions from the start of each document
         residual_in_fp32  under autocast, add the sub-layers' outputs up in fp32; else in autocast's dtype
         device, dtype  where the model will be moved and what it will compute in: what `attend` must be able to serve
 
-        Raises ModelError where the sizes do not fit together, UnsupportedAttention where `attend` cannot serve them.
+        Raises ModelError or ScoreError where values do not fit together, UnsupportedAttention where `attend` cannot
+        serve them.
         """
         super().__init__()
         check_config(config)
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
         self.attend, self.recompute, self.loss = attend, recompute, loss
-        self.residual_in_fp32 = residual_in_fp32
+        self.residual_in_fp32, self.restart_positions = residual_in_fp32, restart_positions
+        self.scores = layer_scores(score or ScoreConfig(), config.n_layers)
         n_kv_heads = config.n_kv_heads or config.n_heads
         head_dim = config.n_embd // config.n_heads
-        attend.check(AttentionShape(head_dim, config.n_heads, n_kv_heads, dtype, torch.device(device)))
+        attend.check(
+            AttentionShape(
+                head_dim, config.n_heads, n_kv_heads, dtype, torch.device(device), self.scores, documents=documents
+            )
+        )
 
         self.wte = nn.Embedding(-(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, config.n_embd)
         if config.positions is Positions.learned:
@@ -218,7 +255,7 @@ class GPT(nn.Module):
             cos, sin = rotation_table(seq_len, head_dim)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
-        self.h = nn.ModuleList(Block(config, recompute is Recompute.attention) for _ in range(config.n_layers))
+        self.h = nn.ModuleList(Block(config, score, recompute is Recompute.attention) for score in self.scores)
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.apply(self.initialise)
 
@@ -234,12 +271,20 @@ class GPT(nn.Module):
         if module is self.wte:
             self.wte.weight[self.vocab_size :].zero_()
 
-    def hidden(self, tokens: Tensor, dropout_key: DropoutKey | None = None, attend: Attention | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        dropout_key: DropoutKey | None = None,
+        attend: Attention | None = None,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
         """The residual stream after the final norm.
 
-        tokens       (B, T)   int64, T <= seq_len
-        dropout_key  of all dropout: required in training mode where there is any, unused in evaluation
-        attend       another attention for this call
+        tokens           (B, T)   int64, T <= seq_len
+        dropout_key      of all dropout: required in training mode where there is any, unused in evaluation
+        attend           another attention for this call
+        document_starts  (B, T)   int32, for each token the position at which its document begins; None: no token is
+                         kept from seeing those before it
 
         Returns (B, T, C). Raises ModelError.
         """
@@ -261,18 +306,25 @@ class GPT(nn.Module):
         if dropout_key is not None and self.config.dropout > 0:
             masks = draw_masks(dropout_key, self.config.dropout, len(masks), B, T, self.config.n_embd, tokens.device)
         x = lookup(self.wte.weight, tokens)  # (B, T, C)
+        layout, positions = Layout(), None
+        if document_starts is not None:
+            layout = documents(document_starts)
+            if self.restart_positions:
+                positions = torch.arange(T, device=tokens.device) - document_starts  # (B, T)
         rotation = None
         if self.config.positions is Positions.learned:
-            x = x + self.wpe.weight[:T]
-        else:
+            x = x + (self.wpe.weight[:T] if positions is None else lookup(self.wpe.weight, positions))
+        elif positions is None:
             rotation = (self.cos[:T], self.sin[:T])
+        else:
+            rotation = (self.cos[positions], self.sin[positions])
         x = drop(x, masks[0])
         if not self.residual_in_fp32 and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for layer, block in enumerate(self.h):
             key = dropout_key and dropout_key.at_layer(layer)
             site = 2 * layer + 1
-            x = call(self.recompute is Recompute.block, block, x, rotation, attend, key, masks[site : site + 2])
+            x = call(self.recompute is Recompute.block, block, x, rotation, layout, attend, key, masks[site : site + 2])
         return self.ln_f(x)
 
     def forward(
@@ -282,12 +334,13 @@ class GPT(nn.Module):
         *,
         dropout_key: DropoutKey | None = None,
         attend: Attention | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, vocab_size) or, with targets (B, T), their mean cross-entropy: a scalar in fp32.
 
         Targets of -100 are left out of the mean. For the other arguments and what is raised see `hidden`.
         """
-        hidden = self.hidden(tokens, dropout_key, attend)
+        hidden = self.hidden(tokens, dropout_key, attend, document_starts)
         if targets is None:
             return F.linear(hidden, self.wte.weight)[..., : self.vocab_size]
         with labelled("loss"):
@@ -339,18 +392,21 @@ class GPT(nn.Module):
     def flops_per_token(self, seq_len: int, causal: bool) -> float:
         """Floating-point operations of training on one token, forward and backward.
 
-            6 N + 12 L C T         causal: 6 N + 6 L C T
+            6 N + 12 L C T         causal: 6 N + 6 L C T         with a window w: 6 N + 12 L C (w - w^2 / 2 T)
 
         N is the number of parameters that enter matrix products: linear layers and the vocabulary's head, not
         the lookup of tokens and positions, biases or norms. Each is one multiplication and one addition in the
         forward and twice that in the backward pass. Attention's two products take 4 C T per layer and token in the
         forward (scores over T keys, and their sum of values), and twice that backward: 12 L C T. A causal query
         sees half of the keys on average. (PaLM, Chowdhery et al. 2022, appendix B.) Recomputation is not counted.
+
+        causal  count the keys that each layer's score leaves visible; else all of them
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         N = matrices + self.vocab_size * self.config.n_embd
-        attention = 12 * self.config.n_layers * self.config.n_embd * seq_len
-        return 6 * N + (attention / 2 if causal else attention)
+        scores = self.scores if causal else (Score(causal=False),) * self.config.n_layers
+        keys_per_query = sum(visible_pairs(score, seq_len) for score in scores) / max(seq_len, 1)
+        return 6 * N + 12 * self.config.n_embd * keys_per_query
 
 
 def check_config(config: GPTConfig) -> None:

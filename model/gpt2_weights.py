@@ -16,6 +16,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from attention.score import Score
 from errors import UserError
 from model.gpt import GPT, Positions
 
@@ -83,10 +84,15 @@ def load_gpt2(model: GPT, source: str) -> None:
 def export_gpt2(model: GPT, folder: Path) -> None:
     """Write config.json and model.safetensors that transformers' GPT2LMHeadModel.from_pretrained(folder) reads.
 
-    A model without biases gets biases of zero. Raises WeightsError for rotary positions or grouped heads, which GPT-2
-    does not have.
+    A model without biases gets biases of zero. Raises WeightsError for what GPT-2 does not have: rotary positions,
+    grouped heads, normalised queries and keys, or a score other than causal.
     """
     config = model.config
+    if set(model.scores) != {Score()} or config.qk_norm:
+        raise WeightsError(
+            f"GPT-2 has causal attention alone; a model with model.qk_norm={str(config.qk_norm).lower()} and "
+            f"{' and '.join(str(score) for score in dict.fromkeys(model.scores))} cannot be exported."
+        )
     if config.positions is not Positions.learned or (config.n_kv_heads or config.n_heads) != config.n_heads:
         raise WeightsError(
             f"GPT-2 has learned positions and as many key/value heads as query heads; model.positions="
@@ -172,6 +178,8 @@ def require_same_model(model: GPT, config: dict[str, Any], source: str) -> None:
         ("model.n_kv_heads", ours.n_kv_heads or ours.n_heads, config.get("n_head", 12)),
         ("model.n_embd", ours.n_embd, n_embd),
         ("model.positions", ours.positions.value, Positions.learned.value),
+        ("model.qk_norm", ours.qk_norm, False),
+        ("score.sinks", any(score.sinks for score in model.scores), False),
     ):
         if mine != theirs:
             raise WeightsError(f"init_from={source} has {name}={theirs}, and the model {mine}; set {name}={theirs}.")

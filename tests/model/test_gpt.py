@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention import AttentionConfig, build_attention
+from attention import AttentionConfig, Score, build_attention
 from attention.dropout import DropoutKey, keep_mask
 from attention.interface import AttentionShape, UnsupportedAttention
 from attention.naive import NaiveAttention
@@ -141,7 +141,7 @@ def test_attention_receives_views_of_the_fused_projection():
 def test_attention_is_asked_when_the_model_is_built():
     spy = Spy()
     GPT(replace(SMALL, n_kv_heads=2), 100, 16, spy, device="cuda", dtype=torch.bfloat16)
-    assert spy.shapes == [AttentionShape(8, 4, 2, torch.bfloat16, torch.device("cuda"))]
+    assert spy.shapes == [AttentionShape(8, 4, 2, torch.bfloat16, torch.device("cuda"), (Score(), Score()))]
 
     class Refuses(Spy):
         def check(self, shape: AttentionShape) -> None:

@@ -1,0 +1,80 @@
+"""What the layers' attention computes: one score for all, or a pattern over the layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from attention.score import Score, ScoreError
+
+# What a layer may have of its own, and the types it may have.
+KINDS = {
+    "window": (int, type(None)),
+    "soft_cap": (float, int, type(None)),
+    "alibi": (bool,),
+    "sinks": (bool,),
+}
+
+
+@dataclass
+class ScoreConfig:
+    """What a user chooses under `score.*`; attention/score.py says what each value means.
+
+    name      of the preset, for tables and legends
+    window    keys a query sees, its own included; None: all before it
+    soft_cap  bound of the scores; None: no bound
+    alibi     subtract a distance from the scores
+    sinks     a learned logit for each head in the softmax's sum
+    layers    what layers have in place of the values above, [{window: 1024}, {}] for a window in every other layer:
+              the list is repeated over the layers. None: all alike
+    """
+
+    name: str = "causal"
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    layers: list[dict[str, Any]] | None = None
+
+
+def layer_scores(config: ScoreConfig, n_layers: int) -> tuple[Score, ...]:
+    """The score of each layer. Raises ScoreError."""
+    for sentence in score_mistakes(config, n_layers):
+        raise ScoreError(sentence)
+    base = {name: getattr(config, name) for name in KINDS}
+    pattern = config.layers or [{}]
+    return tuple(Score(**(base | pattern[layer % len(pattern)])) for layer in range(n_layers))
+
+
+def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[str]:
+    """A sentence for each value that no layer can have, with what to change."""
+    pattern = [{}] if config.layers is None else config.layers
+    if not pattern or n_layers % len(pattern):
+        yield (
+            f"score.layers has {len(pattern)} entries, which do not divide model.n_layers={n_layers}; give one for "
+            "each layer, a pattern that fits, or score.layers=null."
+        )
+    base = {name: getattr(config, name) for name in KINDS}
+    for entry in pattern:
+        wrong = [name for name, value in entry.items() if name not in KINDS or type(value) not in KINDS[name]]
+        if wrong:
+            known = "window, soft_cap, alibi and sinks"
+            yield f"score.layers has {wrong[0]}={entry[wrong[0]]}, which is not a value of {known} as score.* has them."
+            continue
+        try:
+            Score(**(base | entry))
+        except ScoreError as error:
+            yield str(error)
+
+
+def describe_score(config: ScoreConfig) -> str:
+    """The preset and what differs from plain causal attention: "window (window=64)"."""
+    default = ScoreConfig()
+    chosen = {
+        name: value for name, value in asdict(config).items() if name != "name" and value != getattr(default, name)
+    }
+    # As one writes them on the command line.
+    values = ", ".join(f"{name}={json.dumps(value)}" for name, value in chosen.items()).replace('"', "")
+    return f"{config.name} ({values})" if values else config.name

@@ -1,0 +1,124 @@
+"""Layers whose attention differs, normalised queries and keys, learned sinks, and documents within a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention import AttentionConfig, Layout, Score, ScoreError, build_attention
+from model.gpt import GPT, GPTConfig, Positions
+from model.gpt2_weights import WeightsError, export_gpt2
+from model.score import ScoreConfig, describe_score, layer_scores
+from training.optimizer import OPTIMIZERS, OptimizerConfig
+
+SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
+WINDOW_AND_FULL = ScoreConfig("gemma2", window=3, soft_cap=20.0, layers=[{}, {"window": None}])
+
+
+def build(config: GPTConfig = SMALL, name: str = "naive", seq_len: int = 16, **options) -> GPT:
+    torch.manual_seed(0)
+    return GPT(config, 100, seq_len, build_attention(AttentionConfig(name)), **options)
+
+
+def tokens(B: int = 2, T: int = 16) -> torch.Tensor:
+    return torch.randint(100, (B, T), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_pattern_is_repeated_over_the_layers():
+    windowed, full = Score(window=3, soft_cap=20.0), Score(soft_cap=20.0)
+    assert layer_scores(WINDOW_AND_FULL, 4) == (windowed, full, windowed, full)
+    assert layer_scores(replace(WINDOW_AND_FULL, layers=None), 2) == (windowed, windowed)
+    assert describe_score(WINDOW_AND_FULL) == "gemma2 (window=3, soft_cap=20.0, layers=[{}, {window: null}])"
+    assert describe_score(ScoreConfig()) == "causal"
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (ScoreConfig(layers=[{}, {}, {}]), r"score.layers has 3 entries, which do not divide model.n_layers=4"),
+        (ScoreConfig(layers=[]), r"score.layers has 0 entries"),
+        (ScoreConfig(layers=[{"windows": 3}]), r"score.layers has windows=3, which is not a value of window,"),
+        (ScoreConfig(layers=[{"window": "all"}]), r"score.layers has window=all"),
+        (ScoreConfig(layers=[{"window": 0}]), r"score.window=0 must be at least 1"),
+        (ScoreConfig(window=-1), r"score.window=-1 must be at least 1"),
+    ],
+)
+def test_scores_that_fit_no_model_are_refused(config, complaint):
+    with pytest.raises(ScoreError, match=complaint):
+        layer_scores(config, 4)
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled"])
+def test_what_the_first_layer_does_not_see_reaches_through_the_second(name):
+    """Two windows of three reach four tokens back; with a full second layer, to the start."""
+    changed = tokens()
+    changed[:, 4] = (changed[:, 4] + 1) % 100
+    for score, reach in ((ScoreConfig(window=3), 4), (WINDOW_AND_FULL, 16)):
+        model = build(name=name, score=score).eval()
+        differs = (model(tokens()) != model(changed)).any(-1).any(0)
+        assert not differs[:4].any()
+        assert differs[4 : min(4 + reach + 1, 16)].all()
+        assert not differs[4 + reach + 1 :].any()
+
+
+def test_queries_and_keys_are_normalised_with_a_learned_scale():
+    model = build(replace(SMALL, qk_norm=True, positions=Positions.rotary, n_kv_heads=2))
+    torch.nn.init.constant_(model.get_parameter("h.0.attn.q_norm.weight"), 3.0)
+    seen = {}
+
+    def spy(q, k, v, **options):
+        seen["q"], seen["k"] = q, k
+        return model.attend(q, k, v, **options)
+
+    model.h[0](torch.randn(2, 16, 32), (model.cos, model.sin), Layout(), spy, None, [None, None])
+    # A rotation leaves the length of a vector as it is: sqrt(D) times the scale.
+    torch.testing.assert_close(seen["q"].norm(dim=-1), torch.full((2, 4, 16), 3.0 * 8**0.5), rtol=1e-3, atol=0)
+    torch.testing.assert_close(seen["k"].norm(dim=-1), torch.full((2, 2, 16), 8**0.5), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled"])
+def test_sinks_are_learned_and_do_not_decay(name):
+    model = build(name=name, score=ScoreConfig(sinks=True))
+    model(tokens(), tokens()).backward()
+    sinks = [model.get_parameter(f"h.{layer}.attn.sinks") for layer in (0, 1)]
+    assert all(sink.shape == (4,) and sink.grad is not None and sink.grad.abs().min() > 0 for sink in sinks)
+    optimizer = OPTIMIZERS["adamw"](model, OptimizerConfig())
+    (group,) = [group for group in optimizer.param_groups if any(p is sinks[0] for p in group["params"])]
+    assert group["weight_decay"] == 0
+
+
+@pytest.mark.parametrize("positions", Positions)
+@pytest.mark.parametrize("name", ["naive", "tiled"])
+def test_documents_of_a_row_are_what_they_are_alone(name, positions):
+    """With positions that restart, a packed row gives each document the logits it has in a row of its own."""
+    config = replace(SMALL, positions=positions)
+    model = build(config, name, documents=True, restart_positions=True).eval()
+    starts = torch.tensor([[0] * 5 + [5] * 1 + [6] * 10, [0] * 16], dtype=torch.int32)
+    packed = model(tokens(), document_starts=starts)
+    for row, first, last in ((0, 0, 5), (0, 5, 6), (0, 6, 16), (1, 0, 16)):
+        torch.testing.assert_close(packed[row, first:last], model(tokens()[row : row + 1, first:last])[0])
+    masked = build(config, name, documents=True).eval()(tokens(), document_starts=starts)
+    torch.testing.assert_close(masked[0, :5], packed[0, :5])
+    if positions is Positions.learned:  # rotary positions are relative
+        assert not torch.allclose(masked[0, 6:], packed[0, 6:])
+
+
+def test_flops_count_what_the_layers_see():
+    causal, windowed = build(seq_len=64), build(seq_len=64, score=WINDOW_AND_FULL)
+    none, full = causal.flops_per_token(0, causal=True), causal.flops_per_token(64, causal=False)
+    assert windowed.flops_per_token(64, causal=False) == full
+    # Of two layers one sees half of the keys, the other a band of three.
+    band = (3 * 64 - 3**2 / 2) / 64**2
+    assert windowed.flops_per_token(64, causal=True) == pytest.approx(none + (full - none) * (0.5 + band) / 2)
+
+
+@pytest.mark.parametrize(
+    "options", [{"score": ScoreConfig(window=4)}, {"score": ScoreConfig(sinks=True)}, {"qk": True}]
+)
+def test_what_gpt2_does_not_have_is_not_exported(tmp_path, options):
+    model = build(replace(SMALL, qk_norm=options.pop("qk", False)), **options)
+    with pytest.raises(WeightsError, match="GPT-2 has causal attention alone"):
+        export_gpt2(model, tmp_path / "weights")
+    assert not (tmp_path / "weights").exists()
