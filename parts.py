@@ -52,14 +52,14 @@ def build_model(config: Config, vocab_size: int, device: torch.device, precision
 
 def build_meter(trainer: Trainer) -> StepMeter:
     """What times the steps and counts their operations."""
-    B, T, ranks = trainer.training.batch_size, trainer.model.seq_len, trainer.world.size
+    T = trainer.model.seq_len
     return StepMeter(
         trainer.device,
-        tokens_per_step=B * T * ranks * trainer.micro_steps,
+        tokens_per_step=trainer.tokens_per_step,
         flops_per_token_full=trainer.model.flops_per_token(T, causal=False),
         flops_per_token_causal=trainer.model.flops_per_token(T, causal=True),
         precision=product_precision(trainer.training.precision.value, trainer.model.attend.config.allow_tf32),
-        device_count=ranks,
+        device_count=trainer.world.size,
     )
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported: threads that spin for each other halve the speed of a CPU that has other work too.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -30,6 +31,7 @@ from cli.run_folder import has_checkpoints, locked
 from cli.wording import one_sentence
 from config import Config, ConfigError, as_plain
 from data import Batches, Prefetcher, PreparedData, eval_batches, prepare, save_tokenizer
+from model.gpt import GPT
 from parts import attention_shape, build_meter, build_model, build_probe, build_profiler
 from sample import stream
 from training.checkpoint import newest_valid, read_manifest
@@ -98,8 +100,10 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
                     interruption=interruption,
                     start=start,
                 )
-            if done == training.steps and training.sample_tokens and world.rank == 0:
-                record.print(example(trainer, data))
+            if done == training.steps and training.sample_tokens:
+                model = trainer.whole_model()
+                if world.rank == 0:
+                    record.print(example(model, trainer, data))
     return 0 if done == training.steps else 128 + (interruption.number or 0)
 
 
@@ -115,14 +119,27 @@ def resume(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -
         raise ConfigError(
             f"The text of data={config.data.name} has changed since {path}; start a new run without resume."
         )
+    check_step_size(trainer, manifest.metadata, path)
     trainer.load(path)
     return manifest.step
 
 
-def example(trainer: Trainer, data: PreparedData) -> str:
+def check_step_size(trainer: Trainer, metadata: dict[str, Any], path: Path) -> None:
+    """Refuse steps whose size has changed with the number of ranks alone. Raises ConfigError."""
+    then, now, training = metadata.get("tokens_per_step"), trainer.tokens_per_step, trainer.training
+    unchanged = training.batch_tokens is None and training.batch_size == metadata["config"]["training"]["batch_size"]
+    if then is not None and then != now and unchanged:
+        raise ConfigError(
+            f"{path} was trained with {then} tokens a step, and {trainer.world.size} ranks of "
+            f"training.batch_size={training.batch_size} have {now}; set training.batch_tokens={then} to go on alike, "
+            f"or training.batch_tokens={now} to go on with these."
+        )
+
+
+def example(model: GPT, trainer: Trainer, data: PreparedData) -> str:
     """A text that the model makes up."""
     with trainer.autocast():
-        pieces = stream(trainer.model, data.tokenizer, "\n", trainer.training.sample_tokens, seed=trainer.seed)
+        pieces = stream(model, data.tokenizer, "\n", trainer.training.sample_tokens, seed=trainer.seed)
         return f"\n{''.join(pieces).strip()}\n"
 
 
@@ -136,6 +153,9 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
         f"device={device}{auto * (config.device == 'auto')}",
         f"precision={precision}{auto * (config.training.precision is Precision.auto)}",
     ]
+    if trainer.world.size > 1:
+        exact = "" if config.parallel.exact else ", sums in any order"
+        parts.append(f"{trainer.world.size} ranks, parallel.data={config.parallel.data.value}{exact}")
     if device.type == "cuda":
         parts.append(f"MFU of {describe_peak(device_name(device), meter.precision)}")
     return "  ".join(parts)

@@ -20,9 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from training.device import World
-from training.parallel import ParallelConfig
-
 ALIGNMENT = 32  # elements between the starts of two gradients: what every kernel that reads them asks for, and more
 
 # torch 2.13 has renamed it.
@@ -35,8 +32,8 @@ class Exchange(Protocol):
     def add(self) -> None:
         """Take in what a micro-batch's backward pass has left in `.grad`."""
 
-    def finish(self) -> None:
-        """Leave the sum over all micro-batches of all ranks in `.grad`."""
+    def finish(self) -> Tensor:
+        """Leave the sum over all micro-batches of all ranks in `.grad`. Returns its norm over all parameters, 0-dim."""
 
 
 class AnyOrder:
@@ -49,11 +46,12 @@ class AnyOrder:
     def add(self) -> None:
         """Autograd has added already."""
 
-    def finish(self) -> None:
+    def finish(self) -> Tensor:
         if self.ranks > 1:
             total = self.flat.take()
             dist.all_reduce(total)
             self.flat.give(total)
+        return self.flat.norm()
 
 
 class FixedTree:
@@ -68,12 +66,13 @@ class FixedTree:
         own = self.flat.take()
         self.carries.add(own if self.ranks == 1 else add_shares(own, self.ranks))
 
-    def finish(self) -> None:
+    def finish(self) -> Tensor:
         total = self.carries.finish()
         if self.ranks > 1:
             share, total = total, total.new_empty(self.ranks * total.numel())
             all_gather(total, share)
         self.flat.give(total)
+        return self.flat.norm()
 
 
 class Counter:
@@ -127,14 +126,6 @@ def add_losses(losses: Sequence[Tensor], ranks: int) -> Tensor:
     return counter.finish()
 
 
-def build_exchange(model: nn.Module, world: World, micro_steps: int, config: ParallelConfig) -> Exchange:
-    """What a step of so many micro-batches on each of the ranks needs."""
-    parameters = list(model.parameters())
-    if config.exact and world.size * micro_steps > 1:
-        return FixedTree(parameters, world.size)
-    return AnyOrder(parameters, world.size)
-
-
 class FlatGradients:
     """The gradients of some parameters as one tensor: copied there, and as views of it."""
 
@@ -172,6 +163,11 @@ class FlatGradients:
                 )
             parameter.grad = view
             start += size + gap
+
+    def norm(self) -> Tensor:
+        """Euclidean norm of all gradients together, 0-dim fp32."""
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def fit(
 
 def compare(probe: ParityProbe, trainer: Trainer, step: int, batch: Batch) -> dict[str, Any]:
     """What the parity probe measures on the step's first micro-batch, with the dropout masks it will train with."""
-    return probe.measure(trainer.model, *batch, trainer.dropout_key_for(step, 0), trainer.scale.item())
+    return probe.measure(trainer.whole_model(), *batch, trainer.dropout_key_for(step, 0), trainer.scale.item())
 
 
 @contextmanager

@@ -100,12 +100,6 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.AdamW]] = {"adamw": build_adamw}
 
 
-def gradient_norm(optimizer: torch.optim.AdamW) -> Tensor:
-    """Euclidean norm of all gradients together, 0-dim fp32."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).float()
-
-
 def set_learning_rate(optimizer: torch.optim.AdamW, lr: float) -> None:
     """The learning rate of the next update, written to where the device reads it."""
     for group in optimizer.param_groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 from errors import UserError
 
@@ -12,14 +13,23 @@ class ParallelError(UserError, ValueError):
     """A way of sharing the work that these ranks cannot; the message says what to change."""
 
 
+class DataParallel(Enum):
+    """What a rank keeps of weights, gradients and moments."""
+
+    replicate = "replicate"  # everything
+    shard = "shard"  # some rows of each, gathered where they are needed: less memory, more communication
+
+
 @dataclass
 class ParallelConfig:
     """What a user chooses under `parallel.*`.
 
+    data       what each rank keeps of weights, gradients and moments
     exact      add gradients in an order that does not depend on the number of ranks: the same losses, bit for bit
     timeout_s  seconds to wait for another rank before giving up
     """
 
+    data: DataParallel = DataParallel.replicate
     exact: bool = True
     timeout_s: float = 600.0
 

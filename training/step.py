@@ -25,18 +25,18 @@ from errors import UserError
 from model.gpt import GPT, Recompute
 from model.loss import LossKind
 from training.device import Precision, World
-from training.exchange import add_losses, build_exchange
+from training.exchange import add_losses
 from training.graphed_step import GraphedStep
 from training.optimizer import (
     OPTIMIZERS,
     OptimizerConfig,
     ScheduleConfig,
-    gradient_norm,
     learning_rate,
     set_learning_rate,
     update_parameters,
 )
-from training.parallel import ParallelConfig
+from training.parallel import DataParallel, ParallelConfig
+from training.sharding import build_exchange, gathered, shard
 from training.state import gather_state, restore_state
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) int64 each
@@ -68,7 +68,7 @@ class TrainingConfig:
     batch_tokens      tokens of one step over all ranks, gathered from micro-batches; None: one micro-batch a rank
     precision         of the model's computations
     compile           torch.compile the model
-    cuda_graph        with compile, on GPUs and without accumulation: replay the whole step as a CUDA graph
+    cuda_graph        with compile, on GPUs, without accumulation or sharding: replay the whole step as a CUDA graph
     recompute         what the backward pass computes again: less memory, more time
     residual_in_fp32  in half precision, keep the residual stream in fp32: more exact, more memory, more time
     loss              how the loss over the vocabulary is computed
@@ -157,13 +157,22 @@ class Trainer:
         self.training, self.schedule, self.peak_lr, self.clip = training, schedule, optimizer.lr, optimizer.clip
         self.seed, self.device, self.world = seed, device, world
         self.micro_steps = training.micro_steps(model.seq_len, world.size)
+        self.tokens_per_step = training.batch_size * model.seq_len * world.size * self.micro_steps
         self.dtype = training.precision.dtype
         self.model = model.to(device)
+        parallel = parallel or ParallelConfig()
+        sharded = parallel.data is DataParallel.shard and world.size > 1
+        self.blueprint = shard(self.model, device, parallel.exact) if sharded else None
         self.optimizer = OPTIMIZERS[optimizer.name](self.model, optimizer)
-        self.network: Callable[..., Tensor] = torch.compile(self.model) if training.compile else self.model
-        self.exchange = build_exchange(self.model, world, self.micro_steps, parallel or ParallelConfig())
+        self.network: Callable[..., Tensor] = self.model
+        if training.compile and sharded:  # between blocks, weights are gathered, which a graph cannot contain
+            for block in self.model.h:
+                block.compile()
+        elif training.compile:
+            self.network = torch.compile(self.model)
+        self.exchange = build_exchange(self.optimizer, world, self.micro_steps, parallel, sharded)
         self.replay: GraphedStep | None = None
-        single = device.type == "cuda" and self.micro_steps == 1
+        single = device.type == "cuda" and self.micro_steps == 1 and not sharded
         # A profile tells kernels apart by the operations that launch them, which a replay does not have.
         if training.compile and training.cuda_graph and single and not training.profile:
             self.replay = GraphedStep(self._whole_step, device)
@@ -211,9 +220,8 @@ class Trainer:
 
     def _apply(self, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Update the weights from the step's gradients, and drop these."""
-        self.exchange.finish()
+        norm = self.exchange.finish() / self.scale
         loss = add_losses(losses, self.world.size)
-        norm = gradient_norm(self.optimizer) / self.scale
         overflow = ~norm.isfinite()
         # An overflow in fp16 is not a failure as long as a smaller scale can avoid it.
         failed = ~loss.isfinite() | (overflow & (self.scale <= 1))
@@ -241,14 +249,21 @@ class Trainer:
         """Mean loss over `batches`, which the ranks share out, without dropout."""
         self.model.eval()
         losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
-        for i in range(self.world.rank, len(batches), self.world.size):
-            inputs, targets = (tensor.to(self.device) for tensor in batches[i])
+        for i in range(self.world.rank, -(-len(batches) // self.world.size) * self.world.size, self.world.size):
+            # Sharded ranks take part in every forward pass of the others: one without a batch repeats the last.
+            inputs, targets = (tensor.to(self.device) for tensor in batches[min(i, len(batches) - 1)])
             with self.autocast():
-                losses[i] = self.network(inputs, targets)
+                loss = self.network(inputs, targets)
+            if i < len(batches):
+                losses[i] = loss
         self.model.train()
         if self.world.size > 1:
             dist.all_reduce(losses)  # each is one rank's loss and the others' zeros: exact in any order
         return sum(losses.tolist()) / len(batches)
+
+    def whole_model(self) -> GPT:
+        """The model with whole parameters: a copy where they are sharded. Every rank calls this."""
+        return self.model if self.blueprint is None else gathered(self.model, self.blueprint)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """All that a checkpoint holds besides the step, on this rank."""

@@ -17,9 +17,10 @@ import torch
 from attention import AttentionConfig, build_attention
 from data import Batches
 from model.gpt import GPT, GPTConfig
+from training.checkpoint import newest_valid, save_checkpoint
 from training.device import Precision, World
 from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.parallel import ParallelConfig
+from training.parallel import DataParallel, ParallelConfig
 from training.ranks import joined
 from training.step import Trainer, TrainingConfig
 
@@ -27,6 +28,18 @@ CPU = torch.device("cpu")
 T, B, MICRO_BATCHES, SEED = 32, 2, 4, 7
 TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)
 MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1)
+
+
+PARALLEL = {
+    "exact": ParallelConfig(),
+    "any": ParallelConfig(exact=False),
+    "sharded": ParallelConfig(DataParallel.shard),
+    "sharded, any": ParallelConfig(DataParallel.shard, exact=False),
+}
+
+# Ranks that go on, one after the other, from the checkpoint of those before.
+SHARD, REPLICATE = DataParallel.shard, DataParallel.replicate
+CHAIN = ((4, SHARD), (2, SHARD), (1, REPLICATE), (4, REPLICATE))
 
 
 def build(world: World, parallel: ParallelConfig, **training: Any) -> Trainer:
@@ -54,25 +67,45 @@ def validate(trainer: Trainer) -> str:
     return trainer.evaluate([Batches(TEXT, T, B, SEED).batch(step) for step in range(50, 55)]).hex()
 
 
-def work(world: World, folder: Path) -> dict[str, Any]:
+@torch.no_grad()
+def one_loss(trainer: Trainer) -> str:
+    """Of the whole model on its own, without the other ranks."""
+    return trainer.whole_model().eval()(*Batches(TEXT, T, B, SEED).batch(50)).item().hex()
+
+
+def work(world: World) -> dict[str, Any]:
     """Everything that is compared between numbers of ranks."""
     found: dict[str, Any] = {}
-    for name, parallel in {"exact": ParallelConfig(), "any": ParallelConfig(exact=False)}.items():
+    for name, parallel in PARALLEL.items():
         trainer = build(world, parallel)
         found[name] = {"updates": train(trainer, range(8)), "validation": validate(trainer)}
+        found[name]["whole model"] = one_loss(trainer)
     return found
+
+
+def go_on(world: World, folder: Path, steps: range, data: DataParallel) -> list[list[str]]:
+    """Some steps from the newest checkpoint, where there is one, to the next."""
+    trainer = build(world, ParallelConfig(data))
+    if steps.start:
+        trainer.load(newest_valid(folder)[0])
+    done = train(trainer, steps)
+    save_checkpoint(folder, trainer.state(), steps.stop, keep_last=1, metadata={})
+    return done
 
 
 def main(folder: Path, port: int) -> None:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    for size in (4, 2, 1):
+    resumed: dict[str, Any] = {}
+    for turn, (size, data) in enumerate(CHAIN):
         if rank < size:
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port + size))
-            world = World(rank, size, rank)
-            with joined(world, CPU, timeout_s=60):
-                found = work(world, folder)
-            (folder / f"{rank}-of-{size}.json").write_text(json.dumps(found))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port + turn))
+            world, steps = World(rank, size, rank), range(2 * turn, 2 * turn + 2)
+            with joined(world, CPU, timeout_s=200):
+                resumed[str(steps.start)] = go_on(world, folder / "checkpoints", steps, data)
+                if turn < 3:
+                    (folder / f"{rank}-of-{size}.json").write_text(json.dumps(work(world)))
+    (folder / f"{rank}-resumed.json").write_text(json.dumps(resumed))
 
 
 if __name__ == "__main__":

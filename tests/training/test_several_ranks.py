@@ -22,16 +22,18 @@ Found = dict[int, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank of 1, 2 and 4 found."""
+    """What each rank of 1, 2 and 4 found and, at 0, of a training handed from 4 to 2 to 1 to 4 ranks."""
     folder, port = tmp_path_factory.mktemp("ranks"), free_port()
     command = [sys.executable, "-m", "tests.training.several_ranks", str(folder), port]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ranks = [subprocess.Popen(command, cwd=ROOT, env=environment | {"RANK": str(rank)}) for rank in range(4)]
     assert [rank.wait(timeout=240) for rank in ranks] == [0, 0, 0, 0]
-    return {
+    found = {
         size: [json.loads((folder / f"{rank}-of-{size}.json").read_text()) for rank in range(size)]
         for size in (1, 2, 4)
     }
+    found[0] = [json.loads((folder / f"{rank}-resumed.json").read_text()) for rank in range(4)]
+    return found
 
 
 def local_tree(terms: list[Tensor]) -> Tensor:
@@ -51,16 +53,27 @@ def test_terms_that_come_one_by_one_are_added_in_a_tree(count: int) -> None:
     assert torch.equal(counter.finish(), local_tree(terms))
 
 
-def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Found) -> None:
+@pytest.mark.parametrize("name", ["exact", "sharded"])
+def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Found, name: str) -> None:
     (alone,) = found[1]
     assert len({loss for loss, _ in alone["exact"]["updates"]}) == 8
     for rank in (*found[2], *found[4]):
-        assert rank["exact"] == alone["exact"]
+        assert rank[name] == alone["exact"]
 
 
-def test_an_order_that_the_library_chooses_differs_by_rounding_alone(found: Found) -> None:
+def test_checkpoints_are_read_on_another_number_of_ranks(found: Found) -> None:
+    """Of four sharded ranks on two, of two on one, of one on four replicated ones."""
+    (alone,) = found[1]
+    for resumed in found[0]:
+        for start, updates in resumed.items():
+            assert updates == alone["exact"]["updates"][int(start) :][:2]
+    assert list(found[0][0]) == ["0", "2", "4", "6"]
+
+
+@pytest.mark.parametrize("name", ["any", "sharded, any"])
+def test_an_order_that_the_library_chooses_differs_by_rounding_alone(found: Found, name: str) -> None:
     (alone,) = found[1]
     expected = [float.fromhex(loss) for loss, _ in alone["exact"]["updates"]]
     for rank in (*found[2], *found[4]):
-        losses = [float.fromhex(loss) for loss, _ in rank["any"]["updates"]]
+        losses = [float.fromhex(loss) for loss, _ in rank[name]["updates"]]
         assert losses == pytest.approx(expected, abs=1e-4)

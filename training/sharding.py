@@ -1,0 +1,131 @@
+"""Weights, gradients and moments spread over the ranks by FSDP2: each rank keeps some rows of every parameter.
+
+What a step computes stays, bit for bit: the ranks add gradients in their fixed tree (exchange.py), and norms are taken
+of whole gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from model.gpt import GPT
+from training.device import World
+from training.exchange import AnyOrder, Exchange, FixedTree, add_shares, local
+from training.parallel import ParallelConfig
+
+
+def shard(model: GPT, device: torch.device, exact: bool) -> GPT:
+    """Spread the parameters of `model` over all ranks, block by block, and return a description of the whole one for
+    `gathered`: its modules without their values."""
+    blueprint = copy.deepcopy(model).to("meta")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (*model.h, model):
+        fully_shard(module, mesh=mesh)
+        assert isinstance(module, FSDPModule)
+        # A micro-batch's loss is its share of the step's already.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if exact:
+            module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
+    return blueprint
+
+
+@torch.no_grad()
+def gathered(model: GPT, blueprint: GPT) -> GPT:
+    """A copy of a sharded model with whole parameters, on every rank. Every rank calls this."""
+    whole = copy.deepcopy(blueprint).to_empty(device=model.wte.weight.device).train(model.training)
+    sources = (*model.parameters(), *model.buffers())
+    for target, source in zip((*whole.parameters(), *whole.buffers()), sources, strict=True):
+        target.copy_(source.full_tensor() if isinstance(source, DTensor) else source)
+    return whole
+
+
+class TreeReduceScatter:
+    """FSDP2's reduction of gradients, in the order of `add_shares`."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(add_shares(input_tensor, group.size()))
+
+
+class WholeNorms:
+    """The norms of sharded gradients, each taken of the whole gradient, as one process does.
+
+    A norm's bits depend on how its tensor is cut. So every parameter has an owner among the ranks, which gets the
+    others' rows of its gradient: one all-to-all that moves each rank's gradients once.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        ranks = dist.get_world_size()
+        loads = [0] * ranks
+        self.owned: list[list[int]] = [[] for _ in range(ranks)]
+        for i in sorted(range(len(self.parameters)), key=lambda i: -self.parameters[i].numel()):
+            owner = loads.index(min(loads))
+            loads[owner] += self.parameters[i].numel()
+            self.owned[owner].append(i)
+        own = self.owned[dist.get_rank()]
+        self.sent = [sum(local(self.parameters[i]).numel() for i in owned) for owned in self.owned]
+        self.received = [[rows_of(rank, ranks, self.parameters[i].shape) for i in own] for rank in range(ranks)]
+
+    def __call__(self) -> Tensor:
+        """(len(parameters),), in their order, on every rank."""
+        gradients = [p.grad for p in self.parameters]
+        sent = torch.cat([local(gradients[i]).reshape(-1) for owned in self.owned for i in owned])  # type: ignore
+        sizes = [sum(counts) for counts in self.received]
+        received = sent.new_empty(sum(sizes))
+        dist.all_to_all_single(received, sent, sizes, self.sent)
+        pieces = [piece.split(counts) for piece, counts in zip(received.split(sizes), self.received, strict=True)]
+        norms = sent.new_zeros(len(gradients))
+        for place, i in enumerate(self.owned[dist.get_rank()]):
+            whole = torch.cat([piece[place] for piece in pieces]).view(self.parameters[i].shape)
+            norms[i] = torch.nn.utils.get_total_norm([whole])
+        dist.all_reduce(norms)  # each is its owner's and zero elsewhere: exact in any order
+        return norms
+
+
+def rows_of(rank: int, ranks: int, shape: torch.Size) -> int:
+    """Numbers of a tensor of this shape that a rank keeps: FSDP2 cuts the rows as torch.chunk does."""
+    each = -(-shape[0] // ranks)
+    return max(0, min(each, shape[0] - rank * each)) * shape[1:].numel()
+
+
+class ShardedTree(FixedTree):
+    """The fixed tree where FSDP2 has added the ranks' gradients of each micro-step already."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(parameters, ranks=1)
+        self.norms = WholeNorms(self.flat.parameters)
+
+    def finish(self) -> Tensor:
+        self.flat.give(self.carries.finish())
+        return torch.linalg.vector_norm(self.norms())
+
+
+def build_exchange(
+    optimizer: torch.optim.Optimizer, world: World, micro_steps: int, config: ParallelConfig, sharded: bool
+) -> Exchange:
+    """What a step of so many micro-batches on each of the ranks needs."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if sharded:
+        return ShardedTree(parameters) if config.exact else AnyOrder(parameters, ranks=1)
+    if config.exact and world.size * micro_steps > 1:
+        return FixedTree(parameters, world.size)
+    return AnyOrder(parameters, world.size)
