@@ -1,4 +1,4 @@
-"""The jobs of a sweep: what each one is, and how its run folder says it stands."""
+"""The jobs of a sweep: what each one is, and what its run folder says about it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from errors import UserError
 
 MANIFEST = "sweep.json"
 CONSOLE = "console.log"
-# What a run records of its overrides beside those of its job.
-ADDED = ("resume", "tracking.group")
+# What the launcher adds to a job's overrides, and the run records with them.
+LAUNCHER_OVERRIDES = ("resume", "tracking.group")
 
 
 class SweepError(UserError, RuntimeError):
@@ -32,7 +32,7 @@ class Job:
     overrides  as on the command line, without Hydra's own
     folder     its run folder
     steps      updates it will make
-    ablated    whether a line of its attention is left out on purpose, so that a loss that breaks is its result
+    ablated    whether a line of its attention is left out on purpose
     """
 
     number: int
@@ -42,7 +42,7 @@ class Job:
     ablated: bool = False
 
     def summary(self) -> dict[str, Any]:
-        """summary.json; empty as long as there is none."""
+        """summary.json; empty while there is none."""
         try:
             return json.loads((self.folder / "summary.json").read_text())
         except (OSError, ValueError):
@@ -55,11 +55,10 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether it has given its result. Running out of memory is one."""
-        status, message = self.status, str(self.summary().get("message"))
-        return status in ("completed", "out_of_memory") or (
-            self.ablated and status == "failed" and "not finite" in message
-        )
+        """Whether it has a result. Running out of memory is one, and so is an ablation's loss that is not finite."""
+        summary = self.summary()
+        not_finite = summary.get("non_finite_step") is not None
+        return summary.get("status") in ("completed", "out_of_memory") or (self.ablated and not_finite)
 
     def latest(self) -> dict[str, Any]:
         """The last whole line of metrics.jsonl that has a training loss."""
@@ -78,8 +77,8 @@ class Job:
                 return record
         return {}
 
-    def sentence(self) -> str:
-        """Why it failed: what its summary says, else the last line it wrote."""
+    def failure_message(self) -> str:
+        """Why it failed: the message in its summary, else the last line of its console."""
         message = self.summary().get("message")
         if message:
             return str(message)
@@ -87,12 +86,12 @@ class Job:
             lines = [line for line in (self.folder / CONSOLE).read_text(errors="replace").splitlines() if line.strip()]
         except OSError:
             lines = []
-        return lines[-1].removeprefix("error: ").strip() if lines else "it ended without a word."
+        return lines[-1].removeprefix("error: ").strip() if lines else "it ended without a message."
 
-    def clear_the_way(self) -> None:
-        """Remove what a run left that died before its first checkpoint, so that it can start again.
+    def clear_folder(self) -> None:
+        """Remove what is left of a run that died before its first checkpoint, so that the job can start again.
 
-        Raises SweepError where the folder holds another run than this job's, or one that is still going on.
+        Raises SweepError where the folder holds another job's run, or one that is still going on.
         """
         if not self.folder.exists():
             return
@@ -110,7 +109,7 @@ class Job:
                     f"{self.folder} holds a run without its overrides; name another folder with hydra.sweep.dir."
                 )
             return
-        if recorded != set(without(self.overrides, ADDED)):
+        if recorded != set(without(self.overrides, LAUNCHER_OVERRIDES)):
             raise SweepError(
                 f"{self.folder} holds the run of {' '.join(sorted(recorded))}, not of {' '.join(self.overrides)}; "
                 "repeat the sweep's own overrides, or name another folder with hydra.sweep.dir."
@@ -125,16 +124,16 @@ def recorded_overrides(folder: Path) -> set[str] | None:
         recorded = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())
     except (OSError, yaml.YAMLError):
         return None
-    return set(without(recorded or [], ADDED))
+    return set(without(recorded or [], LAUNCHER_OVERRIDES))
 
 
 def without(overrides: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """The overrides of anything but `keys`."""
+    """`overrides` except those of `keys`."""
     return [override for override in overrides if override.split("=")[0].lstrip("+~") not in keys]
 
 
-def too_long(job: Job, jobs: Sequence[Job]) -> Job | None:
-    """The job that differs from `job` in a shorter seq_len only, and ran out of memory all the same."""
+def shorter_out_of_memory(job: Job, jobs: Sequence[Job]) -> Job | None:
+    """The job that differs from `job` only in a shorter seq_len, and already ran out of memory."""
     seq_len, rest = _seq_len(job)
     for other in jobs:
         shorter, others = _seq_len(other)
@@ -148,14 +147,14 @@ def _seq_len(job: Job) -> tuple[int | None, list[str]]:
     return (int(values[0]) if values else None), without(job.overrides, ["seq_len"])
 
 
-def varied(jobs: Sequence[Job]) -> dict[int, str]:
-    """What tells each job from the others, by number: "attention=tiled seed=2"."""
+def distinct_overrides(jobs: Sequence[Job]) -> dict[int, str]:
+    """The overrides that not every job has, by job number: "attention=tiled seed=2"."""
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     return {job.number: " ".join(o for o in job.overrides if o not in common) or "the only job" for job in jobs}
 
 
 def write_manifest(folder: Path, jobs: Sequence[Job], group: str) -> None:
-    """Note in `folder` which sweep it is."""
+    """Write the sweep's jobs and W&B group to `folder`/sweep.json."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"group": group, "jobs": [list(job.overrides) for job in jobs]}
     (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
@@ -169,7 +168,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def newest_like(folder: Path, overrides: Sequence[Sequence[str]]) -> Path | None:
+def newest_sweep_of(folder: Path, overrides: Sequence[Sequence[str]]) -> Path | None:
     """The newest sweep beside `folder` (multirun/<date>/<time>) that has exactly the jobs of `overrides`."""
     wanted = [list(job) for job in overrides]
     sweeps = sorted(folder.parent.parent.glob(f"*/*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True)

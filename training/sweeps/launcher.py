@@ -1,8 +1,11 @@
-"""A sweep whose every job is a process of its own: `python train.py -m ...` without what one job leaves to the next.
+"""A sweep in which every job is a process of its own, so that no job inherits anything from the one before.
 
-Peak memory, compiled graphs, the allocator's cache and the W&B run belong to a process. So the launcher only starts
-`python train.py <overrides>`, one after the other or one on each GPU, watches metrics.jsonl grow, and says in the end
-what became of each job. It is a Hydra launcher, the default of conf/config.yaml.
+Peak memory, compiled graphs, the allocator's cache and the W&B run belong to a process. So the launcher starts
+`python train.py <overrides>` for each job, one after the other or one on each GPU, follows metrics.jsonl, and reports
+what became of each. It is a Hydra launcher, the default of conf/config.yaml.
+
+submitit's local executor starts all jobs at once, and joblib's workers run several in one process; neither gives each
+job a GPU, forwards signals, goes on after a failure or resumes a sweep.
 """
 
 from __future__ import annotations
@@ -29,20 +32,20 @@ from training.sweeps.jobs import (
     CONSOLE,
     Job,
     SweepError,
-    newest_like,
+    distinct_overrides,
+    newest_sweep_of,
     read_manifest,
-    too_long,
-    varied,
+    shorter_out_of_memory,
     without,
     write_manifest,
 )
 from training.sweeps.progress import SweepProgress
 
-SECONDS_BETWEEN_LOOKS = 0.2
-# Overrides of Hydra's that describe the sweep; its jobs get the others.
-OF_THE_SWEEP = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
-# Signals to a job: the second makes it stop at once, and the third cannot be ignored.
-PATIENCE = 2
+SECONDS_BETWEEN_POLLS = 0.2
+# Hydra's overrides that describe the sweep; its jobs get the others.
+SWEEP_OVERRIDES = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
+# The first asks a job to finish its step, the second to stop at once; the third is a SIGKILL.
+SIGNALS_BEFORE_KILL = 2
 
 
 @dataclass
@@ -63,29 +66,29 @@ def register() -> None:
 
 
 @dataclass
-class Children:
-    """The processes that run, each with its device, and the last signal that came for them."""
+class RunningJobs:
+    """The running processes, each with its device, and the last signal received."""
 
-    running: dict[Job, tuple[subprocess.Popen[bytes], str | None]] = field(default_factory=dict)
+    processes: dict[Job, tuple[subprocess.Popen[bytes], str | None]] = field(default_factory=dict)
     signal: int = 0
     signals: int = 0
 
     def forward(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on. A job finishes its step, writes a checkpoint and ends."""
+        """Send a signal on to every job, which finishes its step, writes a checkpoint and ends."""
         self.signal, self.signals = number, self.signals + 1
-        for process, _ in self.running.values():
-            process.send_signal(number if self.signals <= PATIENCE else signal.SIGKILL)
+        for process, _ in self.processes.values():
+            process.send_signal(number if self.signals <= SIGNALS_BEFORE_KILL else signal.SIGKILL)
 
 
 @contextmanager
-def forwarding(children: Children) -> Iterator[None]:
-    """While active, what would end this process asks its children to end first."""
+def forward_signals(running: RunningJobs) -> Iterator[None]:
+    """Within the block, signals that would end this process go to its jobs instead."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.signal(number, children.forward) for number in numbers}
+    handlers = {number: signal.signal(number, running.forward) for number in numbers}
     try:
         yield
     finally:
-        for process, _ in children.running.values():  # none, unless something went wrong here
+        for process, _ in running.processes.values():  # none, unless something went wrong here
             process.terminate()
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -104,7 +107,7 @@ class ProcessLauncher(Launcher):
         self.loader, self.config = hydra_context.config_loader, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs that are not done already; go on after one that fails.
+        """Run the jobs that are not done yet, also after one of them fails.
 
         Exits with status 1 if one failed, with 128 + n after signal n. Raises SweepError where a job's folder holds
         something else.
@@ -117,39 +120,39 @@ class ProcessLauncher(Launcher):
         write_manifest(folder, jobs, group)
         for job in jobs:
             if not job.done:
-                job.clear_the_way()
-        children = Children()
-        with SweepProgress(jobs) as progress, forwarding(children):
-            self.run(jobs, group, children, progress)
-        return conclude(jobs, folder, progress, children.signal)
+                job.clear_folder()
+        running = RunningJobs()
+        with SweepProgress(jobs) as progress, forward_signals(running):
+            self.run(jobs, group, running, progress)
+        return report_outcome(jobs, folder, progress, running.signal)
 
-    def run(self, jobs: list[Job], group: str, children: Children, progress: SweepProgress) -> None:
-        """Keep every device busy until no job waits, or a signal came."""
+    def run(self, jobs: list[Job], group: str, running: RunningJobs, progress: SweepProgress) -> None:
+        """Keep every device busy until no job waits or a signal comes."""
         waiting = [job for job in jobs if not job.done]
         free = list(self.devices)
-        while children.running or (waiting and not children.signal):
-            while waiting and free and not children.signal:
+        while running.processes or (waiting and not running.signal):
+            while waiting and free and not running.signal:
                 job = waiting.pop(0)
-                shorter = too_long(job, jobs)
+                shorter = shorter_out_of_memory(job, jobs)
                 if shorter:
-                    progress.passed_over(job, shorter)
+                    progress.skipped(job, shorter)
                     continue
                 device = free.pop(0)
-                children.running[job] = self.start(job, device, group), device
+                running.processes[job] = self.start(job, device, group), device
                 progress.started(job)
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-            for job, (process, device) in list(children.running.items()):
+            time.sleep(SECONDS_BETWEEN_POLLS)
+            for job, (process, device) in list(running.processes.items()):
                 if process.poll() is not None:
-                    del children.running[job]
+                    del running.processes[job]
                     free.append(device)
                     progress.ended(job, process.returncode)
-            progress.refresh(list(children.running))
+            progress.refresh(list(running.processes))
 
     def start(self, job: Job, device: str | None, group: str) -> subprocess.Popen[bytes]:
         """The job's process, which writes to console.log."""
         added = ["hydra.mode=RUN", f"hydra.run.dir={quoted(str(job.folder))}", "resume=auto"]
         added += [f"tracking.group={quoted(group)}"]
-        kept = [override for override in self.config.hydra.overrides.hydra if not override.startswith(OF_THE_SWEEP)]
+        kept = [override for override in self.config.hydra.overrides.hydra if not override.startswith(SWEEP_OVERRIDES)]
         job.folder.mkdir(parents=True, exist_ok=True)
         with (job.folder / CONSOLE).open("ab") as console:
             return subprocess.Popen(
@@ -158,18 +161,18 @@ class ProcessLauncher(Launcher):
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 env=self.environment(device),
-                start_new_session=True,  # a terminal's Ctrl-C reaches it once, through `Children.forward`
+                start_new_session=True,  # a terminal's Ctrl-C reaches it once, through `RunningJobs.forward`
             )
 
     def environment(self, device: str | None) -> dict[str, str]:
-        """A device of its own for each of several jobs, and its share of the cores."""
+        """Where several jobs run at once, each gets its device and its share of the cores."""
         if device is None:
             return dict(os.environ)
         threads = max(1, (os.cpu_count() or 1) // len(self.devices))
         return {"OMP_NUM_THREADS": str(threads), **os.environ, "CUDA_VISIBLE_DEVICES": device}
 
     def job(self, number: int, overrides: Sequence[str], folder: Path) -> Job:
-        """A job as Hydra composes it."""
+        """The job that Hydra composes from `overrides`."""
         composed = self.loader.load_sweep_config(self.config, list(overrides))
         composed.hydra.job.num, composed.hydra.job.id = number, str(number)
         subdir = str(composed.hydra.sweep.subdir)
@@ -179,7 +182,7 @@ class ProcessLauncher(Launcher):
     def folder(self, wanted: Sequence[Sequence[str]], resume: bool) -> Path:
         """hydra.sweep.dir; with resume=auto, the newest earlier sweep of the same jobs where there is one."""
         fresh = Path(self.config.hydra.sweep.dir)
-        earlier = newest_like(fresh, wanted) if resume and not read_manifest(fresh) else None
+        earlier = newest_sweep_of(fresh, wanted) if resume and not read_manifest(fresh) else None
         if earlier is None:
             return fresh
         (fresh / "multirun.yaml").unlink(missing_ok=True)  # Hydra has made the folder already
@@ -194,34 +197,34 @@ class ProcessLauncher(Launcher):
         return "-".join([experiment, *folder.parts[-2:]])
 
 
-def conclude(jobs: list[Job], folder: Path, progress: SweepProgress, number: int) -> list[JobReturn]:
-    """Say what became of the jobs and what to do next; exit unless every one is done."""
-    left = [job for job in jobs if not (job.done or too_long(job, jobs))]
+def report_outcome(jobs: list[Job], folder: Path, progress: SweepProgress, number: int) -> list[JobReturn]:
+    """Report what became of the jobs and what to do next; exit unless all of them are done."""
+    left = [job for job in jobs if not (job.done or shorter_out_of_memory(job, jobs))]
     progress.table()
     again = [a for a in sys.argv if not a.startswith(("hydra.sweep.dir=", "resume="))]
     command = shlex.join(["python", *again, f"hydra.sweep.dir={folder}"])
     if number:
-        progress.say(f"Stopped with {len(left)} of {len(jobs)} jobs left. Go on with:\n  {command}")
+        progress.print(f"Stopped with {len(left)} of {len(jobs)} jobs left. Continue with:\n  {command}")
         sys.exit(128 + number)
     for job in left:
-        progress.say(f"error: job {job.number} ({varied(jobs)[job.number]}): {progress.reason(job)}")
+        progress.print(f"error: job {job.number} ({distinct_overrides(jobs)[job.number]}): {progress.reason(job)}")
     if left:
-        progress.say(f"{len(left)} of {len(jobs)} jobs failed; try those again with:\n  {command}")
-    progress.say(f"Compare the runs with:\n  python compare.py {shlex.quote(str(folder))}")
+        progress.print(f"{len(left)} of {len(jobs)} jobs failed; run those again with:\n  {command}")
+    progress.print(f"Compare the runs with:\n  python compare.py {shlex.quote(str(folder))}")
     if left:
         sys.exit(1)
-    return [returned(job) for job in jobs]
+    return [job_return(job) for job in jobs]
 
 
-def returned(job: Job) -> JobReturn:
-    """What Hydra's sweeper expects of a job; its value is the final validation loss."""
+def job_return(job: Job) -> JobReturn:
+    """The result that Hydra's sweeper expects of a job: its final validation loss."""
     result = JobReturn(overrides=list(job.overrides), working_dir=str(job.folder), status=JobStatus.COMPLETED)
     result.return_value = job.summary().get("val_loss")
     return result
 
 
 def chosen_devices(gpus: Any) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each place for a job; None leaves it as it is. Raises SweepError."""
+    """CUDA_VISIBLE_DEVICES for each job that may run at once; None leaves it unchanged. Raises SweepError."""
     if gpus is None:
         return [None]
     import torch  # here, as completion reads this file too, and torch's import takes longer than one waits for a TAB

@@ -1,4 +1,4 @@
-"""How far a sweep is: a live bar in a terminal, a line at each job's start and end in a log."""
+"""Progress of a sweep: a live bar in a terminal, a line at each job's start and end in a log."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from training.sweeps.jobs import Job, too_long, varied
+from training.sweeps.jobs import Job, distinct_overrides, shorter_out_of_memory
 from training.tracking.progress import Terminal, duration
 
 
 class SweepProgress:
-    """What the jobs of a sweep are doing, and what became of them."""
+    """Shows what the jobs of a sweep are doing, and what became of them."""
 
     def __init__(self, jobs: Sequence[Job], console: Console | None = None) -> None:
-        self.jobs, self.names = jobs, varied(jobs)
+        self.jobs, self.names = jobs, distinct_overrides(jobs)
         self.console = console or Terminal()
         self.began: dict[Job, float] = {}
         self.codes: dict[Job, int] = {}
@@ -29,8 +29,8 @@ class SweepProgress:
 
     def __enter__(self) -> SweepProgress:
         done = sum(job.done for job in self.jobs)
-        skipped = f", {done} of them done already" if done else ""
-        self.say(f"{len(self.jobs)} job{'s' if len(self.jobs) != 1 else ''}{skipped}")
+        finished = f", {done} of them done already" if done else ""
+        self.print(f"{len(self.jobs)} job{'s' if len(self.jobs) != 1 else ''}{finished}")
         if self.console.is_terminal:
             self.bar.start()
         return self
@@ -41,22 +41,24 @@ class SweepProgress:
         if self.console.is_terminal:
             self.bar.stop()
 
-    def say(self, text: str) -> None:
-        """A line of its own, above the bar where there is one."""
+    def print(self, text: str) -> None:
+        """Print a line, above the bar where there is one."""
         self.console.print(text, markup=False)
 
     def started(self, job: Job) -> None:
         self.began[job] = time.monotonic()
-        self.say(f"{self.place(job)}  {self.names[job.number]}")
+        self.print(f"{self.label(job)}  {self.names[job.number]}")
 
-    def passed_over(self, job: Job, shorter: Job) -> None:
-        self.say(f"{self.place(job)}  {self.names[job.number]}: passed over, as job {shorter.number} ran out of memory")
+    def skipped(self, job: Job, shorter: Job) -> None:
+        self.print(
+            f"{self.label(job)}  {self.names[job.number]}: skipped, because job {shorter.number} ran out of memory"
+        )
 
     def ended(self, job: Job, code: int) -> None:
         """`code` is the process's exit status, negative for a signal."""
         self.codes[job] = code
         took = duration(time.monotonic() - self.began[job])
-        self.say(f"{self.place(job)}  {self.names[job.number]}: {self.outcome(job)}, {took}")
+        self.print(f"{self.label(job)}  {self.names[job.number]}: {self.outcome(job)}, {took}")
 
     def refresh(self, running: Sequence[Job]) -> None:
         """Redraw the bar."""
@@ -67,12 +69,12 @@ class SweepProgress:
             latest = job.latest()
             step, loss = latest.get("step", 0), latest.get("train/loss")
             share += step / job.steps
-            told = f"step {step}/{job.steps}" + (f"  loss {float(loss):.4f}" if loss is not None else "")
-            lines.append(f"{self.place(job)}  {self.names[job.number]}  {told}")
+            text = f"step {step}/{job.steps}" + (f"  loss {float(loss):.4f}" if loss is not None else "")
+            lines.append(f"{self.label(job)}  {self.names[job.number]}  {text}")
         finished = sum(1 for job in self.jobs if job not in running and (job.done or job in self.codes))
         self.bar.update(self.task, completed=finished + share, description="  |  ".join(lines), refresh=True)
 
-    def place(self, job: Job) -> str:
+    def label(self, job: Job) -> str:
         """ "[3/9]", counted from 1."""
         return f"[{list(self.jobs).index(job) + 1}/{len(self.jobs)}]"
 
@@ -84,8 +86,8 @@ class SweepProgress:
             return f"loss {float(loss):.4f}" if loss is not None else "completed"
         if job.done:
             return "out of memory" if status == "out_of_memory" else "loss not finite, which is this ablation's result"
-        if too_long(job, self.jobs):
-            return "passed over: a shorter one ran out of memory"
+        if shorter_out_of_memory(job, self.jobs):
+            return "skipped: a shorter one ran out of memory"
         if job in self.codes:
             return "interrupted" if status == "interrupted" else "failed"
         return "not run"
@@ -96,13 +98,13 @@ class SweepProgress:
         if code < 0 and job.status != "failed":
             memory = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
             return f"it was ended by {signal.Signals(-code).name}{memory}."
-        return job.sentence()
+        return job.failure_message()
 
     def table(self) -> None:
         """What became of every job."""
         rows = [(str(job.number), self.names[job.number], self.outcome(job), str(job.folder)) for job in self.jobs]
         rows.insert(0, ("job", "overrides", "outcome", "run folder"))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        self.say("")
+        self.print("")
         for row in rows:
-            self.say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            self.print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

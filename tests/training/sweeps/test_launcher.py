@@ -36,8 +36,8 @@ recorded = [argument for argument in sys.argv[1:] if not argument.startswith("hy
 with (folder / "calls").open("a") as calls:
     calls.write(json.dumps({"argv": sys.argv[1:], "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}) + "\\n")
 
-def end(status, message=None, code=0):
-    (folder / "summary.json").write_text(json.dumps({"status": status, "message": message, "val_loss": 2.5}))
+def end(status, message=None, code=0, **more):
+    (folder / "summary.json").write_text(json.dumps({"status": status, "message": message, "val_loss": 2.5, **more}))
     if message:
         print("error:", message)
     sys.exit(code)
@@ -51,7 +51,7 @@ if kind == "misconfigured":
     print("error: seq_len=abc is not a whole number.")
     sys.exit(1)
 if kind == "breaks":
-    end("failed", "Step 3 was not finite.", 1)
+    end("failed", "Step 3 was not finite.", 1, non_finite_step=3)
 if kind == "large" and int(overrides["seq_len"]) >= 512:
     end("out_of_memory", "It does not fit.", 1)
 if kind == "killed":
@@ -71,7 +71,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     script = tmp_path / "train.py"
     script.write_text(JOB)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launcher_module, "SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(launcher_module, "SECONDS_BETWEEN_POLLS", 0.01)
 
     def run(jobs: Sequence[str], name: str = "10-00-00", devices: list[str | None] | None = None) -> list:
         monkeypatch.setattr(sys, "argv", ["train.py", "-m", "experiment=wall"])
@@ -192,7 +192,7 @@ def test_out_of_memory_is_a_result_and_spares_longer_sequences(sweep, tmp_path, 
     lengths = [f"kind={kind} seq_len={n}" for kind in ("large", "small") for n in (256, 512, 1024, 2048)]
     sweep(lengths)
     assert [len(calls(tmp_path, job)) for job in range(8)] == [1, 1, 0, 0, 1, 1, 1, 1]
-    assert "passed over, as job 1 ran out of memory" in capsys.readouterr().out
+    assert "skipped, because job 1 ran out of memory" in capsys.readouterr().out
 
 
 def test_a_loss_that_breaks_is_a_failure_unless_a_line_was_left_out(sweep):
