@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 
 def problems(args: argparse.Namespace) -> Iterator[Problem]:
-    """Every combination that was asked for, each series from short to long."""
+    """Every requested combination, each series from short to long."""
     for head_size, dropout, mask, length in product(args.heads, args.dropout, args.masks, sorted(args.lengths)):
         yield Problem(
             B=max(1, args.tokens // length),
@@ -82,7 +82,7 @@ def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float, budg
             known = expected if not problem.dropout or candidate.replays else None
             rows[name] |= try_out(attend, inputs, dout, known, problem.device)
             able[name] = attend
-        except Exception as error:  # a peer may fail in any way; the others go on
+        except Exception as error:  # a peer may fail in any way; the others continue
             rows[name] |= failure(error)
         release(problem.device)
 
@@ -106,7 +106,7 @@ def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float, budg
 
 
 def describe(problem: Problem) -> Row:
-    """The problem as it stands in a row."""
+    """The fields of a row that name the problem."""
     return {
         "batch": problem.B,
         "heads": problem.H,
@@ -143,7 +143,7 @@ def try_out(
 def reference(problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor] | None:
     """out, dq, dk, dv of the first head of the first sequence in fp32, by the formula; None where they do not fit.
 
-    Heads and sequences do not know of each other, and neither do their masks.
+    Heads and sequences are independent, and so are their masks.
     """
     attend = build_attention(AttentionConfig("naive", dropout=problem.dropout))
     try:
@@ -182,7 +182,7 @@ class TooSlow(Exception):
 
 
 class TimeBudget:
-    """Foresees from shorter lengths how long a step will take."""
+    """Predicts from shorter lengths how long a step will take."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -195,9 +195,9 @@ class TimeBudget:
                 self.seen.setdefault(self.series(row), []).append((row["length"], row["step_s"]))
 
     def check(self, row: Row) -> None:
-        """Raise TooSlow if a step of what the row describes is likely to take longer than the limit.
+        """Raise TooSlow if a step of the row's problem is likely to exceed the limit.
 
-        With the tokens of a batch held constant work grows with the length, and the tiles' launches with its square.
+        At a constant number of tokens the work grows with the length, and the number of tile launches with its square.
         """
         seen = self.seen.get(self.series(row))
         if not seen:
@@ -227,7 +227,7 @@ def positive(text: str) -> int:
 
 
 def rate(text: str) -> float:
-    """A probability of dropping that the mask can realise."""
+    """A dropout rate that the mask supports."""
     try:
         return build_attention(AttentionConfig(dropout=float(text))).dropout
     except ValueError as error:
@@ -235,7 +235,7 @@ def rate(text: str) -> float:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; what depends on the device is filled in."""
+    """The command line, with the defaults that depend on the device."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -280,9 +280,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what was asked for, print it, and write it with its figures."""
+    """Measure, print the tables, and write the result with its figures."""
     args = parse(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 160)  # a file is as wide as the tables
+    console = Console(width=None if sys.stdout.isatty() else 160)  # tables in a file keep their full width
     if args.plot_only:
         path, *others = args.plot_only
         result = json.loads(path.read_text())
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for other in others:
             more = comparable(other, result, rows[0]["dtype"])
             if not more:
-                sys.exit(f"error: {other} is of another device, software, size of the work or dtype than {path}.")
+                sys.exit(f"error: {other} differs from {path} in device, software, size of the work or dtype.")
             rows = joined([*rows, *more])
         if others:
             path = args.out
@@ -323,33 +323,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def comparable(path: Path, result: Row, dtype: str) -> list[Row]:
-    """The rows in `path` that may stand beside this result's: same device, software, size of the work and dtype,
-    which tables and figures do not tell apart."""
+    """The rows in `path` with the device, software, size of the work and dtype of this result: tables and figures show
+    none of these."""
     found = json.loads(path.read_text())
     same = all(found.get(name) == result[name] for name in ("device", "versions", "tokens", "hidden"))
     return [row for row in found["rows"] if same and row["dtype"] == dtype]
 
 
 def joined(rows: Iterable[Row]) -> list[Row]:
-    """The rows in order; what was measured twice counts as it was last."""
+    """The rows in order; of a problem measured twice, the last one."""
     last = {(row["head_size"], not row["causal"], row["dropout"], row["length"], row["name"]): row for row in rows}
     return [last[place] for place in sorted(last, key=lambda place: place[:4])]
 
 
 def when(result: Row) -> Row:
-    """What tells a row's run from others in the file."""
+    """When and at which commit a row was measured."""
     return {"date": result["date"], "commit": result["git"]["commit"], "dirty": result["git"]["dirty"]}
 
 
 def as_json(result: Row, rows: Sequence[Row]) -> str:
-    """The result with a line for each row."""
+    """The result as JSON, one row per line."""
     head = json.dumps(result, indent=1).removesuffix("\n}")
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     return f'{head},\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
 def show(console: Console, rows: Sequence[Row], path: Path) -> None:
-    """Print the tables and what stands in the way of the missing cells; draw the figures beside `path`."""
+    """Print the tables and the reasons for missing cells; draw the figures beside `path`."""
     console.print(*tables(rows), *notes(rows), sep="\n", highlight=False)
     publish(rows, path)
 

@@ -1,4 +1,4 @@
-"""What bench/attention.py shows of its rows: tables for the console, figures for the README."""
+"""Tables and figures of bench/attention.py's rows."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def series(rows: Iterable[Row]) -> dict[tuple[int, bool, float], list[Row]]:
 
 
 def named(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """label -> rows from short to long, of those that were measured at all."""
+    """label -> rows from short to long, for labels with any measurement."""
     labels = dict.fromkeys(row["label"] for row in rows if row["status"] == "measured")
     return {label: sorted((r for r in rows if r["label"] == label), key=lambda r: r["length"]) for label in labels}
 
 
 def lengths(rows: Iterable[Row]) -> list[int]:
-    """Those that were measured."""
+    """The lengths that were measured."""
     return sorted({row["length"] for row in rows})
 
 
@@ -139,7 +139,7 @@ def charts(rows: Sequence[Row], stem: str) -> Iterator[Chart]:
 
 
 def value_of(name: str) -> Value:
-    """What a figure shows of a row: TFLOP/s of the forward pass, GiB, or how many times as fast as naive."""
+    """The value of a row that a figure shows: forward TFLOP/s, GiB, or speed over naive's."""
     return {"speed": tflops("forward"), "memory": gibibytes, "crossover": gain}[name]
 
 
@@ -202,7 +202,7 @@ def draw_memory(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
 
 
 def draw_crossover(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
-    """Speed over naive's, forward and backward together, with the length at which each overtakes it."""
+    """Speed over naive's, forward and backward together, marking the length at which each overtakes it."""
     for axes, rate in draw_by_dropout(figure, palette, rows, gain, "times as fast as naive"):
         axes.axhline(1, color=palette["naive"], lw=1.4, zorder=1)
         for cells in named([row for row in rows if row["dropout"] == rate]).values():
@@ -217,7 +217,7 @@ def draw_crossover(figure: Figure, palette: Palette, rows: Sequence[Row]) -> Non
 def overtakes(points: Sequence[tuple[int, float | None]]) -> float | None:
     """The length at which the gain last rises through 1; None if it never does.
 
-    Between measurements it is read off the straight line that joins them on logarithmic axes.
+    Between measurements it is interpolated on logarithmic axes.
     """
     known = [(length, value) for length, value in points if value is not None]
     for (left, below), (right, above) in reversed(list(pairwise(known))):
@@ -267,5 +267,5 @@ def over_lengths(axes: Axes, ticks: Sequence[int]) -> None:
 
 
 def legend_of_all(figure: Figure, grid: Iterable[Axes], palette: Palette) -> None:
-    """The legend of whichever axes show most."""
+    """The legend of the axes with the most lines."""
     legend(figure, max(grid, key=lambda axes: len(axes.get_legend_handles_labels()[0])), palette)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import platform
 import re
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from files import write_atomically
 from training.tracking import summary
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +30,7 @@ RESULTS = ROOT / "bench" / "results"
 ROUNDS = 5
 MIN_SAMPLES, MAX_SAMPLES = 3, 100
 LONGEST_PAUSE_S = 0.1
-# What `torch.cuda._sleep` counts in; a GPU whose clock is slower pauses for longer.
+# The clock that `torch.cuda._sleep` counts; a slower GPU pauses for longer.
 CYCLES_PER_SECOND = 2e9
 
 Call = Callable[[], object]
@@ -103,8 +103,8 @@ def interleaved(
 ) -> dict[str, Timing | Exception]:
     """Time the calls that each candidate prepares, in turns; one that raises drops out with its exception.
 
-    candidates    name -> preparation, which is run anew, untimed, before every call
-    seconds       spent on each, so far as MIN_SAMPLES and MAX_SAMPLES allow
+    candidates    name -> preparation, which runs untimed before every call
+    seconds       to spend on each, within MIN_SAMPLES and MAX_SAMPLES
     """
     samplers = {name: Sampler(prepare, device, seconds) for name, prepare in candidates.items()}
     failed: dict[str, Exception] = {}
@@ -173,7 +173,7 @@ class Sampler:
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:
-    """Bytes that `call` had allocated at its peak above what was there before; None on a CPU, which does not count."""
+    """Peak bytes that `call` allocated above what was allocated before; None on a CPU, which does not count."""
     if device.type != "cuda":
         call()
         return None
@@ -198,15 +198,13 @@ def synchronise(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Give back what a candidate held, also after it ran out of memory."""
+    """Free what a candidate held, also after it ran out of memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file in one step: an interruption leaves the old one."""
+    """Replace a file in one step, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    write_atomically(path, text)

@@ -1,4 +1,4 @@
-"""Who takes part in bench/attention.py: this project's implementations and their peers, each behind one call."""
+"""The candidates of bench/attention.py: this project's implementations and their peers, each behind one call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Problem:
     device: torch.device
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and the gradient of out, (B, H, T, D) as a model has them: views of (B, T, H, D) in memory."""
+        """q, k, v and the gradient of out, (B, H, T, D), laid out as in a model: views of (B, T, H, D)."""
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (self.B, self.T, self.H, self.D)
         q, k, v, dout = (
@@ -51,8 +51,10 @@ class Problem:
         return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
 
     def flops(self) -> tuple[float, float]:
-        """Floating-point operations of a forward and of a backward pass: causality leaves half of the scores, and the
-        backward pass has five products for the forward's two."""
+        """Floating-point operations of a forward and of a backward pass, with two and five products.
+
+        The causal mask halves both.
+        """
         forward = 4 * self.B * self.H * self.T**2 * self.D / (2 if self.causal else 1)
         return forward, 2.5 * forward
 
@@ -63,8 +65,8 @@ class Candidate:
 
     label   for tables and figures
     build   the call for a problem; raises UnsupportedAttention with the reason where there is none
-    ours    of this project, and so none of its own peers
-    replays drops by this project's mask, so that its error with dropout can be told
+    ours    whether it belongs to this project and is no peer
+    replays whether it drops by this project's mask, so that its error with dropout is known
     """
 
     label: str
@@ -74,7 +76,7 @@ class Candidate:
 
 
 def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
-    """An implementation of attention/, under the contract's own checks."""
+    """An implementation of attention/, with the contract's own checks."""
 
     def build(problem: Problem) -> Attend:
         rng = DropoutRng.torch if config.name == "sdpa" and problem.dropout else DropoutRng.replay
@@ -86,7 +88,7 @@ def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
 
 
 def build_flex(problem: Problem) -> Attend:
-    """FlexAttention, compiled for the problem's very shape."""
+    """FlexAttention, compiled for the shape of the problem."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if problem.dropout:
@@ -98,13 +100,13 @@ def build_flex(problem: Problem) -> Attend:
         mask = create_block_mask(
             lambda b, h, i, j: i >= j, None, None, problem.T, problem.T, device=problem.device.type
         )
-    torch._dynamo.reset()  # after a number of shapes dynamo stops compiling new ones, and flex runs unfused
+    torch._dynamo.reset()  # after some shapes dynamo stops compiling new ones, and flex would run unfused
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask)
 
 
 def from_package(module: str, has_dropout: bool) -> Callable[[Problem], Attend]:
-    """`flash_attn_func` of one of FlashAttention's own packages, which take (B, T, H, D)."""
+    """`flash_attn_func` of one of FlashAttention's packages, which take (B, T, H, D)."""
 
     def build(problem: Problem) -> Attend:
         if problem.dropout and not has_dropout:
@@ -132,7 +134,7 @@ PACKAGES = {
 
 
 def candidates() -> dict[str, Candidate]:
-    """Everyone who could take part here, by the name used on the command line."""
+    """All candidates on this machine, by their name on the command line."""
     found = {
         name: Candidate(name, from_registry(AttentionConfig(name)), ours=True, replays=True)
         for name in ("naive", "tiled", "flash")

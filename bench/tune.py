@@ -55,8 +55,7 @@ class Candidate(NamedTuple):
 def candidates(heads: list[int], rates: list[float], kernels: list[str]) -> Iterator[Candidate]:
     """Tiles whose rows fill the warps' matrix instructions: 64 rows for each four warps.
 
-    Small tiles also with fewer registers a thread than the compiler would take, to fit one more program on a
-    multiprocessor.
+    Small tiles are tried with a register limit too, to fit one more program on a multiprocessor.
     """
     sizes = (32, 64, 128)
     for head_dim, dropout, kernel in itertools.product(heads, rates, kernels):
@@ -70,7 +69,7 @@ def candidates(heads: list[int], rates: list[float], kernels: list[str]) -> Iter
 
 
 def problem_of(candidate: Candidate) -> tuple[int, float, str]:
-    """What candidates that compete with each other have in common."""
+    """The problem that a candidate competes on."""
     return candidate[:3]
 
 

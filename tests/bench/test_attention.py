@@ -102,7 +102,7 @@ def test_results_measured_apart_are_joined(result, tmp_path, capsys):
     other.write_text(json.dumps(as_before | {"rows": [kept], "tokens": 32}))
     main(["--plot-only", str(first), str(second), "--out", str(out)])
     assert json.loads(out.read_text())["rows"] == [kept, *newer]
-    with pytest.raises(SystemExit, match="of another device, software, size of the work or dtype"):
+    with pytest.raises(SystemExit, match="in device, software, size of the work or dtype"):
         main(["--plot-only", str(first), str(other), "--out", str(out)])
     with pytest.raises(SystemExit):
         main(["--plot-only", str(first), str(second)])
