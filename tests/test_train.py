@@ -78,14 +78,14 @@ def test_one_command_trains_on_real_text_and_says_where_everything_is(tmp_path: 
     (folder,) = tmp_path.glob("outputs/*/*-naive")
     assert f"run folder  {folder.relative_to(tmp_path)}" in done.stdout
     assert "step 120/120  loss" in done.stdout
-    assert "tokens/s" in done.stdout
+    assert "46.1k tokens, " in done.stdout  # 120 steps of 12 sequences of 32
     assert "device=cpu (auto)  precision=fp32 (auto)" in done.stdout or torch.cuda.is_available()
     first, middle, last = (line["val/loss"] for line in read_metrics(folder / "metrics.jsonl") if "val/loss" in line)
     assert first > middle > last
     assert last < 3.2
     assert {"metrics.jsonl", "summary.json", "loss.png", "checkpoints", ".hydra"} <= {p.name for p in folder.iterdir()}
     # A text of its own making stands between the last step and the run folder.
-    made_up = done.stdout.split("tokens/s")[-1].split("run folder")[0]
+    made_up = done.stdout.split("tokens, ")[-1].split("run folder")[0]
     assert len(made_up) > 100
 
 
@@ -96,6 +96,7 @@ def test_the_summary_tells_how_the_run_went(config: Config) -> None:
     assert set(evaluated) == {0, 4, 8}
     assert (told["status"], told["message"], told["non_finite_step"]) == ("completed", None, None)
     assert (told["step"], told["steps"], told["tokens"]) == (8, 8, 8 * 4 * 32)
+    assert [line["train/tokens"] for line in lines] == [line["step"] * 4 * 32 for line in lines]
     assert told["train_loss"] == lines[-1]["train/loss"]
     assert told["val_loss"] == evaluated[8]
     assert told["best_val_loss"] == min(evaluated.values())

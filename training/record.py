@@ -95,20 +95,27 @@ class Record(NullRecord):
         )
         self.step, self.started = start, datetime.now(UTC)
         lines = read_metrics(folder / "metrics.jsonl")
-        before = lines[-1]["throughput/elapsed_s"] if lines else 0.0  # what the run took until it was resumed
-        self.clock_zero = time.monotonic() - before
+        # What the run took until it was resumed.
+        last = lines[-1] if lines else {"throughput/elapsed_s": 0.0}
+        self.clock_zero = time.monotonic() - last["throughput/elapsed_s"]
+        self.start, self.tokens_before = start, last.get("train/tokens", start * meter.tokens_per_step)
 
     @property
     def elapsed(self) -> float:
         """Seconds that the run has taken, those before it was resumed included."""
         return time.monotonic() - self.clock_zero
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that the run has trained on, those before it was resumed included."""
+        return self.tokens_before + (self.step - self.start) * self.meter.tokens_per_step
+
     def print(self, text: str) -> None:
         self.tracker.print(text)
 
     def log(self, n: int, metrics: dict[str, Any]) -> None:
         self.step = n
-        self.tracker.log(n, metrics | {"throughput/elapsed_s": self.elapsed})
+        self.tracker.log(n, metrics | {"train/tokens": self.tokens, "throughput/elapsed_s": self.elapsed})
 
     def save(self, n: int, val_loss: float | None) -> None:
         metadata = {"val_loss": val_loss, "config": self.origin.config, "data": self.origin.data}
@@ -153,7 +160,7 @@ class Record(NullRecord):
             "parity": summarise(lines),
             "ablation": measure_ablation(trainer.model.attend.config),
             "wall_time_s": self.elapsed,
-            "tokens": self.step * self.meter.tokens_per_step,
+            "tokens": self.tokens,
             "parameters": trainer.model.num_parameters(),
             "precision": trainer.training.precision.value,
             **self.environment,

@@ -161,9 +161,10 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(runs: Path, capsys
 
 
 def test_resuming_takes_the_recorded_overrides_and_the_new_ones(runs: Path) -> None:
-    train("resume=auto", "training.steps=63", "attention=tiled")
+    train("resume=auto", "training.steps=63", "attention=tiled", "training.batch_tokens=128")
     recorded = summary(runs / "newer")
     assert (recorded["step"], recorded["attention"], recorded["config"]["seq_len"]) == (63, "tiled", 32)
+    assert recorded["tokens"] == STEPS * 384 + 3 * 128
     assert [step for step, *_ in losses(runs / "newer")] == list(range(64))
     assert losses(runs / "newer")[: STEPS + 1] == losses(runs / "older")
 

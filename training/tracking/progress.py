@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+BAR = 10  # columns; a terminal narrower than this and the longest usual line shows the line alone
+WIDE_ENOUGH = 90
 # The rate of the recent past tells the remaining time; the first steps, with their compilation, soon drop out.
 MARKS = 20
 
@@ -31,7 +33,7 @@ class Terminal(Console):
 
 
 class ProgressLine:
-    """Step, losses, tokens/s and remaining time.
+    """Step, losses, tokens seen and their rate, and remaining time.
 
     Redrawn when `update` is called and at no other time, so that no thread competes with the training.
     """
@@ -49,13 +51,12 @@ class ProgressLine:
         self.console = console or Terminal()
         self.marks = deque([(clock(), first_step)], maxlen=MARKS)
         self.latest: dict[str, float] = {}
+        self.evaluated = first_step  # when the latest validation loss was measured
         self.printed = -float("inf")
         self.bar: Progress | None = None
         if self.console.is_terminal:
-            # A bar of 10 leaves room for the whole line in a terminal of 80 columns.
-            self.bar = Progress(
-                BarColumn(bar_width=10), TextColumn("{task.description}"), console=self.console, auto_refresh=False
-            )
+            columns = [BarColumn(BAR)] if self.console.width >= WIDE_ENOUGH else []
+            self.bar = Progress(*columns, TextColumn("{task.description}"), console=self.console, auto_refresh=False)
             self.task = self.bar.add_task("starting", total=steps, completed=first_step)
             self.bar.start()
 
@@ -63,6 +64,8 @@ class ProgressLine:
         """Show that `step` updates are done. Without a terminal: every few seconds, each evaluation, and the last."""
         self.marks.append((self.clock(), step))
         self.latest |= {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        if "val/loss" in metrics:
+            self.evaluated = step
         if self.bar is not None:
             self.bar.update(self.task, completed=step, description=self.line(step), refresh=True)
             return
@@ -72,13 +75,17 @@ class ProgressLine:
             self.print(self.line(step))
 
     def line(self, step: int) -> str:
-        """ "step  200/2000  loss 2.6013  val 2.5911  61.3k tokens/s  1:32 left", as far as known."""
+        """ "step  300/2000  loss 2.6013  val 2.5911 @200  1.23M tokens, 61.3k/s  1:32 left", as far as known: the
+        validation loss is that of step 200."""
         parts = [f"step {step:>{len(str(self.steps))}}/{self.steps}"]
-        for name, label in (("train/loss", "loss"), ("val/loss", "val")):
-            if name in self.latest:
-                parts.append(f"{label} {self.latest[name]:.4f}")
-        if "throughput/tokens_per_s" in self.latest:
-            parts.append(f"{count(self.latest['throughput/tokens_per_s'])} tokens/s")
+        if "train/loss" in self.latest:
+            parts.append(f"loss {self.latest['train/loss']:.4f}")
+        if "val/loss" in self.latest:
+            earlier = "" if self.evaluated == step else f" @{self.evaluated}"
+            parts.append(f"val {self.latest['val/loss']:.4f}{earlier}")
+        tokens, rate = (self.latest.get(name) for name in ("train/tokens", "throughput/tokens_per_s"))
+        if tokens is not None:
+            parts.append(f"{count(tokens)} tokens" + (f", {count(rate)}/s" if rate is not None else ""))
         seconds = remaining_seconds(list(self.marks), self.steps)
         if seconds is not None and step < self.steps:
             parts.append(f"{duration(seconds)} left")
@@ -108,7 +115,9 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """950, 61.3k or 1.23M."""
+    """950, 61.3k, 1.23M or 1.23B."""
     if number < 1e3:
         return f"{number:.0f}"
-    return f"{number / 1e3:.1f}k" if number < 1e6 else f"{number / 1e6:.2f}M"
+    if number < 1e6:
+        return f"{number / 1e3:.1f}k"
+    return f"{number / 1e6:.2f}M" if number < 1e9 else f"{number / 1e9:.2f}B"

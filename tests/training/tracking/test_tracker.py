@@ -224,7 +224,7 @@ def test_remaining_time_follows_the_recent_rate() -> None:
 
 def test_numbers_are_written_for_people() -> None:
     assert [duration(s) for s in (0.4, 65, 3599.6, 7384)] == ["0:00", "1:05", "1:00:00", "2:03:04"]
-    assert [count(n) for n in (950, 61_300, 1_234_000)] == ["950", "61.3k", "1.23M"]
+    assert [count(n) for n in (950, 61_300, 1_234_000, 9.1e9)] == ["950", "61.3k", "1.23M", "9.10B"]
 
 
 def progress_line(terminal: bool, clock: Callable[[], float], width: int = 120) -> tuple[ProgressLine, io.StringIO]:
@@ -238,23 +238,25 @@ def test_a_log_gets_a_line_every_few_seconds_and_for_each_evaluation() -> None:
     line, output = progress_line(terminal=False, clock=lambda: now)
     for step in range(10, 201, 10):
         now += 1.0
-        line.update(
-            step, {"train/loss": 2.0, "throughput/tokens_per_s": 61_300} | ({"val/loss": 2.25} if step == 50 else {})
-        )
+        metrics = {"train/loss": 2.0, "train/tokens": 1000 * step, "throughput/tokens_per_s": 61_300}
+        line.update(step, metrics | ({"val/loss": 2.25} if step == 50 else {}))
     line.close()
     shown = output.getvalue().splitlines()
-    assert shown[0] == "step  10/200  loss 2.0000  61.3k tokens/s  0:19 left"
-    assert shown[1] == "step  50/200  loss 2.0000  val 2.2500  61.3k tokens/s  0:15 left"
-    assert shown[-1] == "step 200/200  loss 2.0000  val 2.2500  61.3k tokens/s"
+    assert shown[0] == "step  10/200  loss 2.0000  10.0k tokens, 61.3k/s  0:19 left"
+    assert shown[1] == "step  50/200  loss 2.0000  val 2.2500  50.0k tokens, 61.3k/s  0:15 left"
+    assert shown[-1] == "step 200/200  loss 2.0000  val 2.2500 @50  200.0k tokens, 61.3k/s"
     assert [text.split()[1] for text in shown] == ["10/200", "50/200", "150/200", "200/200"]
 
 
 def test_the_whole_line_fits_a_terminal_of_80_columns() -> None:
-    line, output = progress_line(terminal=True, clock=iter([0.0, 6.0]).__next__, width=80)
+    line, output = progress_line(terminal=True, clock=iter([0.0, 3.0, 6.0]).__next__, width=80)
     line.steps = 2000
-    line.update(200, {"train/loss": 2.6, "val/loss": 2.5, "throughput/tokens_per_s": 61_300})
+    line.update(1000, {"val/loss": 2.5})
+    line.update(1200, {"train/loss": 2.6, "train/tokens": 1.2e6, "throughput/tokens_per_s": 61_300})
     line.close()
-    assert "step  200/2000  loss 2.6000  val 2.5000  61.3k tokens/s  0:54 left" in output.getvalue()
+    told = "step 1200/2000  loss 2.6000  val 2.5000 @1000  1.20M tokens, 61.3k/s  0:04 left"
+    assert told in output.getvalue()
+    assert len(told) == 79
 
 
 def test_a_terminal_gets_a_bar_and_lines_above_it() -> None:
