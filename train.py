@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,13 +38,14 @@ from parts import attention_shape, build_meter, build_model, build_probe, build_
 from sample import stream
 from training.checkpoint import newest_valid, read_manifest
 from training.device import Precision, World, resolve_device, resolve_precision
-from training.loop import Interruption, fit, oom_guard
-from training.profiling.attention_memory import limit_cpu_memory
+from training.loop import Interruption, OutOfMemory, fit, oom_guard, too_large_model, too_large_step
+from training.profiling.attention_memory import cpu_memory_limit
 from training.profiling.meters import StepMeter, device_name
 from training.profiling.peaks import describe_peak
 from training.ranks import from_first_rank, joined
 from training.record import NullRecord, Record, RunMetadata
 from training.step import Trainer
+from training.tracking.summary import write_summary
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -62,16 +65,19 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
     world, device = World.from_environment(), resolve_device(config.device)
     training = replace(config.training, precision=resolve_precision(config.training.precision, device))
     B, T = training.batch_size, config.seq_len
-    if device.type == "cpu" and training.cpu_memory_gib is not None:
-        limit_cpu_memory(training.cpu_memory_gib)
-
     with joined(world, device, config.parallel.timeout_s):
         folder = from_first_rank(lambda: folder)
         data = prepare(config.data, progress=world.rank == 0)
-        model = build_model(config, data.vocab_size, device, training.precision)
-        trainer = Trainer(
-            model, config.optimizer, config.schedule, training, config.seed, device, world, config.parallel
-        )
+        memory_gib = training.cpu_memory_gib if device.type == "cpu" else None
+        with (
+            recorded_refusal(folder, config, overrides),
+            oom_guard(too_large_model(config.model, device)),
+            cpu_memory_limit(memory_gib),
+        ):
+            model = build_model(config, data.vocab_size, device, training.precision)
+            trainer = Trainer(
+                model, config.optimizer, config.schedule, training, config.seed, device, world, config.parallel
+            )
         start = resume(trainer, config, folder, data)
         if start >= training.steps and (folder / "summary.json").exists():
             print(f"{folder} is complete with {start} steps; training.steps={2 * start} would make it go on.")
@@ -87,7 +93,12 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
             record = Record(folder, config.tracking, trainer, meter, origin, start, again=config.resume is not None)
         with record:
             record.print(describe_run(config, trainer, meter))
-            with oom_guard(trainer), interruption, Prefetcher(batches, device, start) as prefetched:
+            with (
+                oom_guard(too_large_step(trainer)),
+                cpu_memory_limit(memory_gib),
+                interruption,
+                Prefetcher(batches, device, start) as prefetched,
+            ):
                 done = fit(
                     trainer,
                     prefetched,
@@ -105,6 +116,21 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
                 if world.rank == 0:
                     record.print(example(model, trainer, data))
     return 0 if done == training.steps else 128 + (interruption.number or 0)
+
+
+@contextmanager
+def recorded_refusal(folder: Path, config: Config, overrides: list[str]) -> Iterator[None]:
+    """Write a summary.json of what is known for a run that runs out of memory before it has a record: a sweep takes
+    that for its result."""
+    try:
+        yield
+    except OutOfMemory as error:
+        if World.from_environment().rank == 0:
+            known = {"attention": config.attention.name, "config": as_plain(config), "overrides": overrides}
+            progress = {"step": 0, "steps": config.training.steps}
+            ended = {"status": "out_of_memory", "message": str(error)}
+            write_summary(folder / "summary.json", ended | known | progress)
+        raise
 
 
 def resume(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -> int:

@@ -120,20 +120,31 @@ def test_nothing_carries_over_from_one_run_of_a_process_to_the_next(config: Conf
     assert losses(run(config, "again")) == losses(alone)
 
 
-def test_running_out_of_memory_is_told_in_the_summary(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    update = Trainer.update
+def used_gib() -> float:
+    """What of this process a memory limit counts."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmData:")[1].split()[0]) / 2**20
 
-    def full(self: Trainer, step: int, batches: Any) -> Any:
-        if step == 5:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1024.00 GiB.")
-        return update(self, step, batches)
 
-    monkeypatch.setattr(Trainer, "update", full)
-    with pytest.raises(OutOfMemory, match="does not fit the memory of cpu"):
+def test_running_out_of_memory_is_told_in_the_summary(config: Config) -> None:
+    config.seq_len = 2048  # whose scores of 16 sequences take 0.5 GiB
+    config.training = replace(config.training, batch_size=16, cpu_memory_gib=used_gib() + 0.3)
+    with pytest.raises(OutOfMemory, match=r"attention=naive with seq_len=2048 .* does not fit the memory of cpu"):
         run(config, "run")
     told = summary(Path("run"))
-    assert (told["status"], told["step"]) == ("out_of_memory", 4)
+    assert (told["status"], told["step"]) == ("out_of_memory", 0)
     assert "attention=flash on a GPU, tiled or sdpa" in told["message"]
+    assert Path("run/loss.png").exists()  # the limit is the training's alone
+
+
+def test_a_model_that_does_not_fit_is_told_in_the_summary(config: Config) -> None:
+    config.model.n_embd = 4096
+    config.training = replace(config.training, cpu_memory_gib=used_gib() + 0.1)
+    with pytest.raises(OutOfMemory, match=r"model\.n_embd=4096 does not fit the memory of cpu"):
+        run(config, "run")
+    told = summary(Path("run"))
+    assert (told["status"], told["attention"], told["step"], told["steps"]) == ("out_of_memory", "naive", 0, 8)
+    assert told["config"]["model"]["n_embd"] == 4096
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(

@@ -13,11 +13,15 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from errors import UserError
+from model.gpt import GPTConfig
 from training.optimizer import learning_rate
 from training.parity.probe import ParityProbe
 from training.profiling.meters import StepMeter
 from training.profiling.profiler import Profiler
 from training.step import Batch, Trainer
+
+# What torch's allocators, and the system where a thread cannot have its stack, say of memory that is used up.
+SIGNS_OF_FULL_MEMORY = ("out of memory", "allocate memory", "can't start new thread", "temporarily unavailable")
 
 
 class OutOfMemory(UserError, RuntimeError):
@@ -134,21 +138,30 @@ def compare(probe: ParityProbe, trainer: Trainer, step: int, batch: Batch) -> di
 
 
 @contextmanager
-def oom_guard(trainer: Trainer) -> Iterator[None]:
-    """Turn running out of memory into OutOfMemory, with what would make this run smaller."""
+def oom_guard(sentence: str) -> Iterator[None]:
+    """Turn running out of memory into OutOfMemory with `sentence`, which says what does not fit and what would."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if (
-            isinstance(error, RuntimeError)
-            and "out of memory" not in str(error)
-            and "allocate memory" not in str(error)
-        ):
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in SIGNS_OF_FULL_MEMORY):
             raise
-        model, training = trainer.model, trainer.training
-        raise OutOfMemory(
-            f"attention={model.attend.name} with seq_len={model.seq_len} and training.batch_size={training.batch_size} "
-            f"does not fit the memory of {trainer.device}; use an attention whose memory is linear in seq_len "
-            "(attention=flash on a GPU, tiled or sdpa), training.recompute=block, or a smaller training.batch_size "
-            "with training.batch_tokens to keep the tokens of a step."
-        ) from error
+        raise OutOfMemory(sentence) from error
+
+
+def too_large_model(model: GPTConfig, device: torch.device) -> str:
+    """The sentence for a model that does not fit even before it trains."""
+    return (
+        f"A model with model.n_layers={model.n_layers} and model.n_embd={model.n_embd} does not fit the memory of "
+        f"{device} with its gradients and moments; choose smaller ones, or a device with more memory."
+    )
+
+
+def too_large_step(trainer: Trainer) -> str:
+    """The sentence for a training step that does not fit."""
+    model, training = trainer.model, trainer.training
+    return (
+        f"attention={model.attend.name} with seq_len={model.seq_len} and training.batch_size={training.batch_size} "
+        f"does not fit the memory of {trainer.device}; use an attention whose memory is linear in seq_len "
+        "(attention=flash on a GPU, tiled or sdpa), training.recompute=block, or a smaller training.batch_size "
+        "with training.batch_tokens to keep the tokens of a step."
+    )

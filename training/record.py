@@ -98,7 +98,8 @@ class Record(NullRecord):
         # What the run took until it was resumed.
         last = lines[-1] if lines else {"throughput/elapsed_s": 0.0}
         self.clock_zero = time.monotonic() - last["throughput/elapsed_s"]
-        self.start, self.tokens_before = start, last.get("train/tokens", start * meter.tokens_per_step)
+        self.start = start
+        self.tokens_before = int(last.get("train/tokens", start * meter.tokens_per_step))
 
     @property
     def elapsed(self) -> float:

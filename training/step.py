@@ -117,6 +117,8 @@ def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Ite
     for name, least in lowest.items():
         if getattr(config, name) < least:
             yield f"training.{name}={getattr(config, name)} must be at least {least}."
+    if config.cpu_memory_gib is not None and not config.cpu_memory_gib > 0:
+        yield f"training.cpu_memory_gib={config.cpu_memory_gib} must be above 0, or null for no limit."
     if config.eval_span is not None and (config.eval_span < 1 or config.eval_span % seq_len):
         nearest = max(1, round(config.eval_span / seq_len)) * seq_len
         yield (

@@ -20,7 +20,7 @@ from data import Batches
 from model.gpt import GPT, GPTConfig
 from tests.training.old_checkpoint import format_1
 from training.device import Precision, World
-from training.loop import Interruption, OutOfMemory, compare, fit, oom_guard
+from training.loop import Interruption, OutOfMemory, compare, fit, oom_guard, too_large_step
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parity import probe as parity
 from training.parity.fwd_bwd import Pass, forward_backward
@@ -303,14 +303,19 @@ def test_a_failure_is_noticed_before_anything_is_saved() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError("[enforce] can't allocate memory: 9")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("[enforce] can't allocate memory: 9"),
+        RuntimeError("can't start new thread"),
+    ],
 )
 def test_running_out_of_memory_says_what_makes_the_run_smaller(error: Exception) -> None:
     sentence = r"attention=naive with seq_len=32 and training.batch_size=4 .*tiled"
-    with pytest.raises(OutOfMemory, match=sentence), oom_guard(build()):
+    with pytest.raises(OutOfMemory, match=sentence), oom_guard(too_large_step(build())):
         raise error
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
-    with pytest.raises(RuntimeError, match="another"), oom_guard(build()):
+    with pytest.raises(RuntimeError, match="another"), oom_guard("too large"):
         raise RuntimeError("another")

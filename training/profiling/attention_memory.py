@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import resource
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,13 +80,24 @@ def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> 
     return meter.peak
 
 
-def limit_cpu_memory(gib: float) -> None:
-    """Let this process run out of memory at `gib` GiB of its own, as it would on a GPU of that size, instead of
-    taking the machine's. Tensors that go beyond raise RuntimeError. Raises MemoryLimitError."""
-    limit = int(gib * 2**30)
+@contextmanager
+def cpu_memory_limit(gib: float | None) -> Iterator[None]:
+    """For the length of the block, let this process run out of memory at `gib` GiB of its own, as it would on a GPU of
+    that size, instead of taking the machine's; None: no limit. Tensors that go beyond raise RuntimeError.
+
+    Raises MemoryLimitError.
+    """
+    if gib is None:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     try:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30), hard))
     except (ValueError, OSError) as error:
         raise MemoryLimitError(
             f"training.cpu_memory_gib={gib:g} cannot be set here ({error}); use training.cpu_memory_gib=null."
         ) from error
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

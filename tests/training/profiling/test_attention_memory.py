@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attention import AttentionConfig, AttentionShape, build_attention
-from training.profiling.attention_memory import AllocationMeter, attention_peak, limit_cpu_memory
+from training.profiling.attention_memory import AllocationMeter, attention_peak, cpu_memory_limit
 
 SHAPE = AttentionShape(head_dim=16, n_heads=2, n_kv_heads=2, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -58,12 +58,10 @@ def test_generators_are_left_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_limit_on_the_cpu_is_kept():
+def test_a_limit_on_the_cpu_is_kept_and_lifted():
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    try:
-        limit_cpu_memory(16)
+    with cpu_memory_limit(16):
         with pytest.raises(RuntimeError, match="can't allocate memory"):
             torch.empty(20 * 2**30, dtype=torch.uint8)
         torch.empty(2**20, dtype=torch.uint8)
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
