@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -97,6 +99,11 @@ def mistakes(line: str) -> Iterator[str]:
         yield f"{line} overrides nothing, as there is no {key}{hint}"
     elif key in groups() and not override.is_sweep_override() and not isinstance(override.value(), str | None):
         yield f"{line} has to name a file of conf/{key}/; single values are {key}.<name>=..."
+
+
+def expand_home(argument: str) -> str:
+    """key=~/text as a shell would expand it; Hydra's grammar has no tilde in a value."""
+    return re.sub(r"(?<=[=,])~(?=/)", lambda _: str(Path.home()), argument)
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:

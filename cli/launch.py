@@ -10,15 +10,17 @@ from pathlib import Path
 # There is no public name for how Hydra reads its flags, and a copy would drift from what hydra.main goes by.
 from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from cli.check import mistakes
-from cli.compose import Composition, by_key, compose_right, jobs, lines, swept_mistakes, to_config
+from cli.compose import Composition, by_key, compose_right, expand_home, jobs, lines, swept_mistakes, to_config
 from cli.run_folder import check_folder, check_writable, resumed
 from cli.wording import explain, one_sentence
 from config import ConfigError, register
 from training.device import World
 from training.sweeps import launcher
+from training.sweeps.submitit_jobs import share_checkout
 
 
 def launch(main: Callable[[], None]) -> None:
@@ -36,6 +38,7 @@ def prepare(arguments: list[str]) -> list[str]:
 
     Raises UserError with a sentence, in a line of its own, for each mistake.
     """
+    arguments = [expand_home(argument) for argument in arguments]
     args = get_args_parser().parse_args(arguments)
     if args.multirun and (args.cfg or args.info):
         raise ConfigError("-m does not go with --cfg or --info; leave it out to see the configuration of one run.")
@@ -44,7 +47,9 @@ def prepare(arguments: list[str]) -> list[str]:
     try:
         found = compose_right(args.overrides)
         if args.multirun or found.multirun:
-            check_sweep(found)
+            cfg = check_sweep(found)
+            if "submitit" in cfg.hydra.launcher._target_:
+                share_checkout()
             return arguments
         if found.wrong:
             refuse(found.wrong + swept_mistakes(found.right) + mistakes_of(found))
@@ -54,8 +59,8 @@ def prepare(arguments: list[str]) -> list[str]:
         raise explain(error) from error
 
 
-def check_sweep(found: Composition) -> None:
-    """Raise ConfigError for what is wrong with a sweep's overrides, with any of its jobs, or with its folder."""
+def check_sweep(found: Composition) -> DictConfig:
+    """The sweep's configuration. Raises ConfigError for what is wrong with it, with any of its jobs or its folder."""
     sentences = list(found.wrong)
     if found.cfg is not None:
         for job in jobs(found.right):
@@ -64,6 +69,7 @@ def check_sweep(found: Composition) -> None:
     refuse(sentences)
     assert found.cfg is not None
     check_writable(Path(found.cfg.hydra.sweep.dir), "hydra.sweep.dir")
+    return found.cfg
 
 
 def checked_run(overrides: list[str]) -> list[str]:

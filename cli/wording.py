@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from config import Config, ConfigError, keys
 from errors import UserError
+from training.sweeps.submitit_jobs import failed_job
 
 
 @contextlib.contextmanager
@@ -26,6 +27,11 @@ def one_sentence() -> Iterator[None]:
         fail(explain(error))
     except UserError as error:
         fail(error)
+    except RuntimeError as error:
+        failed = failed_job(error)
+        if failed is None:
+            raise
+        fail(failed)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -44,6 +50,10 @@ def explain(error: Exception) -> UserError:
         return cause
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
+        if group == "hydra/launcher" and choice.startswith("submitit_"):
+            return ConfigError(
+                "hydra/launcher=slurm needs Hydra's submitit launcher; install it with: pip install -e '.[slurm]'"
+            )
         hint = suggestion(choice, list(error.options)) or "."
         return ConfigError(f"{group}={choice} is not known; choose one of {', '.join(error.options)}{hint}")
     if isinstance(error, OverrideParseException):

@@ -124,6 +124,7 @@ MISTAKES = {
     "optimizer.lr=0": "optimizer.lr=0",
     "attention=sdpa attention.dropout=0.1": "attention.rng=torch",
     "data=text": "set data.path",
+    "data=text data.path=~/no/notes.txt": f"data.path={Path.home()}/no/notes.txt does not exist",
     "data.path=notes.txt": "data.path=notes.txt has no effect with data=stdlib",
     "device=gpu": "device=gpu is not known; choose one of auto, cpu, cuda",
     "device=cuda": "device=cuda needs a CUDA GPU, .* use device=cpu",

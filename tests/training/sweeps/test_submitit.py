@@ -1,0 +1,62 @@
+"""A sweep through Hydra's submitit launcher, whose local executor stands for Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.compose import composed
+from cli.wording import explain
+from config import register
+from training.sweeps import launcher
+
+ROOT = Path(__file__).parents[3]
+OVERRIDES = [
+    "data=text", "data.path=text.txt", "data.cache=cache", "device=cpu", "seq_len=32", "tracking=disabled",
+    "model.n_layers=1", "model.n_embd=32", "training.steps=2", "training.sample_tokens=0",
+    "training.eval_every=0", "training.checkpoint_every=0",
+]  # fmt: skip
+
+
+def test_jobs_run_from_any_folder_and_one_that_fails_is_named_in_a_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    (tmp_path / "text.txt").write_text(Path(os.__file__).read_text()[:20_000])
+    sweep = ["-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep", "optimizer.lr=0.001,1e30"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *sweep, *OVERRIDES],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    summaries = [json.loads((tmp_path / "sweep" / job / "summary.json").read_text()) for job in "01"]
+    assert [summary["status"] for summary in summaries] == ["completed", "failed"]
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: a job of the sweep failed: Step 2 was not finite")
+    assert "output is in .submitit/" in last
+    assert list((tmp_path / "sweep" / ".submitit").glob("*/*_log.out"))
+
+
+def test_slurm_jobs_have_a_gpu_each(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    register()
+    launcher.register()
+    slurm = composed(["hydra/launcher=slurm", "hydra.launcher.partition=gpu"]).hydra.launcher
+    assert slurm._target_ == "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
+    assert (slurm.gpus_per_node, slurm.tasks_per_node, slurm.partition) == (1, 1, "gpu")
+
+
+def test_without_submitit_the_package_to_install_is_named() -> None:
+    register()
+    launcher.register()
+    with pytest.raises(Exception, match="submitit_of_another_name") as raised:
+        composed(["hydra/launcher=submitit_of_another_name"])
+    sentence = str(explain(raised.value))
+    assert sentence.endswith("needs Hydra's submitit launcher; install it with: pip install -e '.[slurm]'")
