@@ -16,15 +16,24 @@ Reads run folders alone: no GPU, no W&B, no network. Writes index.html (one page
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from errors import UserError
+from cli.arguments import parse as key_values
+from errors import UserError, fail
 from report.groups import label_order
 from report.page import write_report
 from report.publish import MODES, mode_of, publish
 from report.runs import ReportError, find_runs
 
-OPTIONS = ("out", "reference", "wandb")
+
+@dataclass
+class CompareConfig:
+    """The options; the module's docstring says what each does."""
+
+    out: str | None = None
+    reference: str | None = None
+    wandb: str | None = None
 
 
 def main(arguments: list[str]) -> None:
@@ -32,13 +41,13 @@ def main(arguments: list[str]) -> None:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)
         return
-    folders, options = parse(arguments)
+    folders, config = parse(arguments)
     found = find_runs(folders)
-    reference = options.get("reference", "naive")
+    reference = config.reference or "naive"
     labels = sorted({run.label for run in found.runs}, key=label_order)
-    if "reference" in options and reference not in labels:
+    if config.reference and reference not in labels:
         raise ReportError(f"reference={reference} is not among the runs; there are {', '.join(labels)}.")
-    out = Path(options.get("out") or (folders[0] / "report" if len(folders) == 1 else "report-out"))
+    out = Path(config.out or (folders[0] / "report" if len(folders) == 1 else "report-out"))
     try:
         report = write_report(found, out, reference)
     except OSError as error:
@@ -49,33 +58,25 @@ def main(arguments: list[str]) -> None:
         print(f"note: {note}")
     print(report.verdict.sentence)
     print(f"report: {out / 'index.html'}")
-    mode = options.get("wandb") or mode_of(found.runs)
+    mode = config.wandb or mode_of(found.runs)
     if mode != "disabled":
         print(publish(found.runs, out, mode))
 
 
-def parse(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
-    """Folders and key=value options. Raises ReportError for a key or a value that is not known."""
-    options: dict[str, str] = {}
-    folders: list[Path] = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or Path(argument).exists():
-            folders.append(Path(argument))
-        elif key not in OPTIONS:
-            raise ReportError(f"{argument} is not an option of compare.py; there are {', '.join(OPTIONS)}.")
-        else:
-            options[key] = value
+def parse(arguments: list[str]) -> tuple[list[Path], CompareConfig]:
+    """Folders and options. Raises UserError for an option or a value that is not known."""
+    folders = [argument for argument in arguments if "=" not in argument or Path(argument).exists()]
+    options = [argument for argument in arguments if argument not in folders]
+    config = key_values(options, CompareConfig, "compare.py")
     if not folders:
         raise ReportError("compare.py needs a folder of runs, such as multirun/2026-11-20/10-00-00.")
-    if options.get("wandb", "offline") not in MODES:
-        raise ReportError(f"wandb={options['wandb']} is not a mode; choose one of {', '.join(MODES)}.")
-    return folders, options
+    if config.wandb not in (None, *MODES):
+        raise ReportError(f"wandb={config.wandb} is not a mode; choose one of {', '.join(MODES)}.")
+    return [Path(folder) for folder in folders], config
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        fail(error)

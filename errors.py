@@ -1,4 +1,9 @@
-"""The one kind of failure a user can act on."""
+"""The one kind of failure a user can act on, and how a program ends with it."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
 
 
 class UserError(Exception):
@@ -6,3 +11,10 @@ class UserError(Exception):
 
     Entry points print it as `error: ...` and exit with a non-zero status, without a traceback.
     """
+
+
+def fail(error: UserError) -> NoReturn:
+    """Print each line of the error as a sentence of its own, and exit with status 1."""
+    for sentence in str(error).splitlines():
+        print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(1)

@@ -21,21 +21,21 @@ import codecs
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 import tiktoken
 import torch
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
 from attention import AttentionConfig, build_attention
-from cli.wording import fail, suggestion
+from cli.arguments import parse as key_values
 from config import Config, ConfigError
 from data import load_tokenizer
-from errors import UserError
+from errors import UserError, fail
 from model.gpt import GPT
 from model.gpt2_weights import export_gpt2
 from training.checkpoint import CheckpointError, best_checkpoint, load_checkpoint, newest_valid
@@ -53,7 +53,7 @@ class Which(Enum):
 class SampleConfig:
     """The arguments; the module's docstring says what each does."""
 
-    run: str = MISSING
+    run: str = ""
     prompt: str = ""
     tokens: int = 200
     temperature: float = 0.8
@@ -66,28 +66,16 @@ class SampleConfig:
 
 
 def parse(arguments: list[str]) -> SampleConfig:
-    """key=value arguments, typed. The value is taken as it is: spaces at the end of a prompt matter.
+    """The arguments, typed. A prompt is taken as it is: spaces at its end matter.
 
-    Raises ConfigError for a key that does not exist or a value that cannot be meant.
+    Raises UserError for a key that does not exist or a value that cannot be meant.
     """
-    known = [f.name for f in fields(SampleConfig)]
-    config = OmegaConf.structured(SampleConfig)
-    for argument in arguments:
-        key, separator, value = argument.partition("=")
-        if not separator or key not in known:
-            raise ConfigError(
-                f"{argument} is not an argument{suggestion(key, known) or '; python sample.py --help lists them.'}"
-            )
-        text = key in ("run", "prompt", "export")
-        try:
-            config[key] = None if value == "null" and not text else value
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{argument} is not possible: {str(error).splitlines()[0]}.") from error
-    if OmegaConf.is_missing(config, "run"):
+    config = key_values(arguments, SampleConfig, "sample.py", verbatim=("run", "prompt", "export"))
+    if not config.run:
         raise ConfigError("run=<folder> is missing; name the run folder that train.py printed.")
     if config.tokens < 0:
         raise ConfigError(f"tokens={config.tokens} must be at least 0, the number of tokens to add.")
-    return OmegaConf.to_object(config)  # type: ignore[return-value]
+    return config
 
 
 def read_config(run: Path) -> Config:

@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 
 from cli.compose import to_config
 from cli.launch import launch
-from cli.run_folder import has_checkpoints, locked
+from cli.resume import has_checkpoints, locked
 from cli.wording import one_sentence
 from config import Config, ConfigError, as_plain
 from data import Batches, Prefetcher, PreparedData, eval_batches, prepare, save_tokenizer

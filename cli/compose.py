@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from cli import CONF
-from cli.wording import explain, suggestion
+from cli.arguments import suggestion
+from cli.wording import explain
 from config import Config, keys
 
 

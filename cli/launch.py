@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cli.check import mistakes
 from cli.compose import Composition, by_key, compose_right, expand_home, jobs, lines, swept_mistakes, to_config
-from cli.run_folder import check_folder, check_writable, resumed
+from cli.resume import check_folder, check_writable, resumed
 from cli.wording import explain, one_sentence
 from config import ConfigError, register
 from training.device import World

@@ -1,20 +1,20 @@
-"""One sentence for what Hydra and OmegaConf say over several lines, and how a program ends with it."""
+"""One sentence for what Hydra and OmegaConf say over several lines."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import sys
 from collections.abc import Iterator
 from enum import Enum
 from types import UnionType
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from cli.arguments import suggestion
 from config import Config, ConfigError, keys
-from errors import UserError
+from errors import UserError, fail
 from training.sweeps.submitit_jobs import failed_job
 
 
@@ -34,13 +34,6 @@ def one_sentence() -> Iterator[None]:
         fail(failed)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def fail(error: UserError) -> NoReturn:
-    """Print each line of the error as a sentence of its own, and exit with status 1."""
-    for sentence in str(error).splitlines():
-        print(f"error: {sentence}", file=sys.stderr)
-    sys.exit(1)
 
 
 def explain(error: Exception) -> UserError:
@@ -88,9 +81,3 @@ def whole_number_hint(key: str, value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and expected(key) == "a whole number":
         return f"; write {key}={value:.0f}"
     return ""
-
-
-def suggestion(wrong: str, known: list[str]) -> str:
-    """ "; did you mean x?" for the known name nearest to a wrong one, else nothing."""
-    near = difflib.get_close_matches(wrong, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import compare
+from errors import UserError
 from report import publish
 from report.runs import ReportError
 from tests.report.synthetic import write_run
@@ -73,7 +74,7 @@ def test_failures_are_one_sentence_and_a_status(tmp_path: Path) -> None:
     [
         (["missing"], "missing is not a folder"),
         (["."], "no runs found"),
-        (["outt=x"], "outt=x is not an option of compare.py; there are out, reference, wandb"),
+        (["outt=x"], "outt=x is not an argument; did you mean out?"),
         (["out=x"], "needs a folder of runs"),
         ([".", "wandb=maybe"], "wandb=maybe is not a mode; choose one of online, offline, disabled"),
     ],
@@ -82,7 +83,7 @@ def test_mistakes_are_named(
     arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ReportError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         compare.main(arguments)
     assert list(tmp_path.iterdir()) == []
 

@@ -16,6 +16,7 @@ from attention import AttentionConfig, build_attention
 from config import Config, ConfigError
 from data import save_tokenizer
 from data.tokenizers import bytes_tokenizer
+from errors import UserError
 from model.gpt import GPT, GPTConfig
 from sample import SampleConfig, Which, main, parse, stream
 from training.checkpoint import save_checkpoint
@@ -132,7 +133,7 @@ def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused_in_one_sentence(arguments, sentence):
-    with pytest.raises(ConfigError, match=sentence) as raised:
+    with pytest.raises(UserError, match=sentence) as raised:
         main(arguments)
     assert "\n" not in str(raised.value)
 

@@ -228,8 +228,8 @@ def test_a_folder_that_holds_a_run_is_not_used_for_another(runs: Path) -> None:
 
 def test_a_run_that_is_still_going_on_is_not_resumed(runs: Path) -> None:
     script = (
-        "import cli.run_folder, pathlib, time\n"
-        "with cli.run_folder.locked(pathlib.Path('outputs/newer')): print(flush=True); time.sleep(60)"
+        "import cli.resume, pathlib, time\n"
+        "with cli.resume.locked(pathlib.Path('outputs/newer')): print(flush=True); time.sleep(60)"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     holder = subprocess.Popen([sys.executable, "-c", script], cwd=runs.parent, env=environment, stdout=subprocess.PIPE)

@@ -1,0 +1,50 @@
+"""key=value arguments as a dataclass, for the programs that compose nothing: sample.py and compare.py.
+
+Hydra's own grammar would want quotes around a prompt's spaces and commas; here a value is what follows the first `=`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+from typing import TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from errors import UserError
+
+T = TypeVar("T")
+
+
+class ArgumentError(UserError, ValueError):
+    """An argument that cannot be meant; the message says what can."""
+
+
+def parse(arguments: Sequence[str], schema: type[T], program: str, verbatim: Collection[str] = ()) -> T:
+    """An instance of the dataclass `schema`, typed, from key=value arguments.
+
+    program   whose --help lists the arguments
+    verbatim  keys whose value is any text, the word null too
+
+    Raises ArgumentError for a key that does not exist and for a value of another type.
+    """
+    known = [f.name for f in fields(schema)]  # type: ignore[arg-type]
+    config = OmegaConf.structured(schema)
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if not separator or key not in known:
+            hint = suggestion(key, known) or f"; python {program} --help lists them."
+            raise ArgumentError(f"{argument} is not an argument{hint}")
+        try:
+            config[key] = None if value == "null" and key not in verbatim else value
+        except OmegaConfBaseException as error:
+            raise ArgumentError(f"{argument} is not possible: {str(error).splitlines()[0]}.") from error
+    return OmegaConf.to_object(config)  # type: ignore[return-value]
+
+
+def suggestion(wrong: str, known: list[str]) -> str:
+    """ "; did you mean x?" for the known name nearest to a wrong one, else nothing."""
+    near = difflib.get_close_matches(wrong, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
