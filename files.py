@@ -1,4 +1,4 @@
-"""Files that hold either the old or the new content, whatever interrupts the writing."""
+"""Atomic writes: after an interruption a file holds either its old or its new content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk; a folder, so that names created or renamed in it are."""
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -36,9 +36,9 @@ def write_atomically(path: Path, content: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """`value` in what JSON knows: non-finite numbers as "nan", "inf" and "-inf", which `float` reads back.
+    """`value` in JSON's types, with non-finite numbers as "nan", "inf" and "-inf", which `float` reads back.
 
-    JSON has no such numbers, and a null would make a loss that overflowed look like one that was not measured.
+    JSON has no such numbers, and null would make an overflowed loss look like one that was not measured.
     """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

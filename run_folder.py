@@ -1,4 +1,4 @@
-"""What training leaves in a run folder and the report reads: metrics.jsonl, and how far `parity/*` may go."""
+"""What training and the report share: reading metrics.jsonl, and the limit for `parity/*`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-# What a right implementation's `parity/*` may be, in units of `parity/noise_*`. Summing in another order, it is mostly
-# within twice; where queries' and keys' gradients nearly cancel, FlashAttention's delta = rowsum(do * out) costs up to
-# eight times in fp32 and four in bf16. Wrong ones are off by tens to millions of times after a few updates.
+# The limit for `parity/*` of a right implementation, in units of `parity/noise_*`. Another order of summation is mostly
+# within twice. FlashAttention's delta = rowsum(do * out) costs up to eight times in fp32 and four in bf16, where the
+# gradients of queries and keys nearly cancel. Wrong implementations are off by tens to millions after a few updates.
 PARITY_MARGIN = 10.0
 
 
 def read_metrics(path: Path, damaged: list[int] | None = None) -> list[dict[str, Any]]:
-    """The records in `path` by rising step, each step once; none where there is no file.
+    """The records in `path` in order of steps, each step once; none if there is no file.
 
-    damaged  takes the numbers of the lines that are not whole, counted from 1; they are left out: the last one of a
-             process that was killed
+    damaged  receives the numbers of incomplete lines, counted from 1, such as the last line of a killed process. They
+             are skipped
 
     Of a step that was logged more than once, the later values count.
     """

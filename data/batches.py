@@ -5,8 +5,8 @@ into n windows side by side, at a random offset of its own, and visits them in a
 
     sequence g of a run  ->  epoch e = g // n,  window (offset_e + seq_len * order_e[g % n])
 
-Sequences are numbered over the whole run, through micro-batches and ranks, so that how a global batch is cut
-does not change what is in it, and a step in mid-epoch needs nothing of the steps before it.
+Sequences are numbered over the whole run, across micro-batches and ranks. So the way a global batch is cut does not
+change its content, and a step in mid-epoch does not depend on the steps before it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Batches:
         self.windows = _windows(tokens, seq_len, "training")
         self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
         self.rank, self.world_size, self.micro_steps = rank, world_size, micro_steps
-        # The last window's worth of tokens is what the offset moves in; a very short text has one window and no phase.
+        # The offset moves within the tokens of one window; a very short text has one window and no offset.
         self.n_windows = max(1, (len(tokens) - seq_len) // seq_len)
         self.n_offsets = min(seq_len, len(self.windows) - (self.n_windows - 1) * seq_len)
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # two: a batch may straddle
@@ -60,7 +60,7 @@ class Batches:
         return (micro_step * self.world_size + self.rank) * self.batch_size
 
     def starts(self, step: int, micro_step: int = 0) -> np.ndarray:
-        """Where the micro-batch's windows begin: (B,) int64."""
+        """The first token of each window of the micro-batch: (B,) int64."""
         global_batch = self.batch_size * self.world_size * self.micro_steps
         sequence = step * global_batch + self.first_sequence(micro_step) + np.arange(self.batch_size)
         epochs, places = np.divmod(sequence, self.n_windows)
@@ -72,7 +72,7 @@ class Batches:
         return starts
 
     def window(self, step: int, micro_step: int = 0) -> np.ndarray:
-        """The micro-batch as it lies in the file: (B, T + 1), of the tokens' own type."""
+        """The micro-batch as stored: (B, T + 1), in the type of the tokens."""
         return self.windows[self.starts(step, micro_step)]
 
     def batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
@@ -88,10 +88,10 @@ class Batches:
 def eval_batches(
     tokens: np.ndarray, seq_len: int, batch_size: int, count: int, span: int | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """The same for every run: at most `count` full batches of windows that never overlap.
+    """At most `count` full batches of windows that never overlap, the same in every run.
 
     span  tokens of a piece of text, a multiple of seq_len: pieces are evenly spaced, and each is cut into windows side
-          by side, so that batches of equally many tokens hold the same text at every seq_len; None: one window
+          by side. Batches of equally many tokens then hold the same text at every seq_len. None: one window
 
     Each is (inputs, targets), (B, T) int64 on the CPU; a text of fewer than batch_size windows gives one smaller batch.
     Raises DataError when the tokens do not fill one window, or one piece.
@@ -115,13 +115,13 @@ def eval_batches(
 class Prefetcher:
     """Iterates over a run's device batches in the order of (step, micro-step), prepared by a thread `depth` ahead.
 
-    On CUDA the tokens travel in their small type from pinned memory, on a stream of their own, and widen to int64
-    there. An exception of the thread reaches the consumer. Iteration ends with close() only.
+    On CUDA the tokens are copied in their small type from pinned memory, on a separate stream, and widened to int64
+    there. An exception in the thread is raised in the consumer. Iteration ends with close() only.
     """
 
     def __init__(self, batches: Batches, device: torch.device | str, start_step: int = 0, depth: int = 3):
         self._batches, self._device, self._step = batches, torch.device(device), start_step
-        if self._device.type == "cuda" and self._device.index is None:  # the thread has a current device of its own
+        if self._device.type == "cuda" and self._device.index is None:  # the thread has its own current device
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._ready: SimpleQueue[tuple[Tensor, Tensor, torch.cuda.Event | None] | BaseException] = SimpleQueue()
         self._room = threading.Semaphore(depth)
@@ -137,20 +137,20 @@ class Prefetcher:
             raise StopIteration
         item = self._ready.get()
         if isinstance(item, BaseException):
-            self._ready.put(item)  # for whoever asks again
+            self._ready.put(item)  # for later calls
             raise item
         self._room.release()
         inputs, targets, arrived = item
         if arrived is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(arrived)
-            # Made on the other stream, which must not reuse their memory before this one has read it.
+            # Allocated on the other stream, which must not reuse the memory before this stream has read it.
             inputs.record_stream(stream)
             targets.record_stream(stream)
         return inputs, targets
 
     def close(self) -> None:
-        """Ends the thread; safe to call twice."""
+        """End the thread; safe to call twice."""
         self._closed = True
         self._room.release()
         self._thread.join()

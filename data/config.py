@@ -1,4 +1,4 @@
-"""What a user chooses of the data."""
+"""The data options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class DataConfig:
 
     name            a corpus in the registry (data/corpora.py)
     path            a file or folder of .txt, .jsonl, .parquet (data=text)
-    tokenizer       what text is cut into
+    tokenizer       bytes, gpt2 or bpe
     bpe_vocab_size  tokens that tokenizer=bpe learns at most, end-of-text included
     max_tokens      tokens to prepare, training and validation together; null for all
     val_fraction    of the text that is held out for validation

@@ -1,11 +1,11 @@
-"""Where text comes from: a corpus is one or two streams of rows, each row bound for a split.
+"""Corpora: a corpus is one or two streams of rows, and each row belongs to a split.
 
-Rows come one by one, so that no corpus has to fit the memory:
+Rows are read one by one, so no corpus has to fit into memory:
 
     {"split": "train" | "val", "text": str, "opens": bool}      opens: this row begins a document
 
-A corpus of one file gives its last part to validation. A corpus of many files holds out whole files. A stream,
-whose length nobody knows, holds out documents spread evenly over it.
+A corpus of one file gives its last part to validation. A corpus of many files holds out whole files. A stream
+of unknown length holds out documents spread evenly over it.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Stream(NamedTuple):
 class Corpus(ABC):
     """A source of documents."""
 
-    size: int | None = None  # bytes of text, where that is known beforehand
+    size: int | None = None  # bytes of text, if known beforehand
 
     @abstractmethod
     def source(self) -> dict[str, Any]:
-        """What the text is, as JSON: as long as this is equal, so is the text."""
+        """JSON that identifies the text: equal JSON means equal text."""
 
     @abstractmethod
     def streams(self) -> list[Stream]:
         """The rows, in an order that never changes."""
 
     def notices(self) -> list[str]:
-        """What a user may not expect of the way this text is used, a sentence each."""
+        """Sentences about anything unexpected in how this text is used."""
         return []
 
 
@@ -109,7 +109,7 @@ class FileCorpus(Corpus):
         """The files of the validation split: in the order of their names' hashes until `val_fraction` is filled."""
         room = self.config.val_fraction * self.total
         order = sorted(self.files, key=lambda file: sha256(self._name(file).encode()).digest())
-        for largest in (room / 8, room):  # many files rather than few, so that no single one decides the loss
+        for largest in (room / 8, room):  # many files rather than few, so that no single file decides the loss
             held: set[Path] = set()
             filled = 0
             for file in order:
@@ -156,7 +156,7 @@ class HubCorpus(Corpus):
         return [Stream(self._spread(), 1.0)]
 
     def texts(self) -> Iterator[str]:
-        """The text of every row that has some."""
+        """The text of every row that is not empty."""
         c = self.config
         try:
             for row in _hub_rows(str(c.hub), c.hub_subset, c.hub_split, c.hub_revision):
@@ -164,7 +164,7 @@ class HubCorpus(Corpus):
                     yield text
         except UserError:
             raise
-        except Exception as error:  # of whatever kind: the hub's libraries raise some dozens
+        except Exception as error:  # any kind: the hub's libraries raise dozens of different ones
             raise DataError(
                 f"could not stream {c.hub} from the Hugging Face hub ({brief(error)}); check the network and the names "
                 "under data.hub, or train on text at hand with data=stdlib or data=text data.path=<file or folder>."
@@ -178,7 +178,7 @@ class HubCorpus(Corpus):
 
 
 class JoinedHubCorpus(HubCorpus):
-    """A small data set of the hub whose rows are the parts of one text, and whose last part is for validation."""
+    """A small data set of the hub whose rows are parts of one text. Validation takes the last part."""
 
     def streams(self) -> list[Stream]:
         text, fraction = "".join(self.texts()), self.config.val_fraction
@@ -190,18 +190,18 @@ class JoinedHubCorpus(HubCorpus):
 
 
 def stdlib(config: DataConfig) -> Corpus:
-    """The source text of the running Python's standard library, without its tests and what is installed in it."""
+    """The source of the running Python's standard library, without its tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = _files_below(root, (".py",), lambda name: name in left_out)
-    files = [file for file in files if file.stat().st_size]  # empty __init__.py are nothing to report
+    files = [file for file in files if file.stat().st_size]  # empty __init__.py files are normal
     if not files:
         raise DataError(f"this Python has no source text in {root}; use data=text data.path=<file or folder>.")
     return FileCorpus(config, root, files)
 
 
 def text(config: DataConfig) -> Corpus:
-    """Local .txt, .jsonl and .parquet: one file, or all in and below a folder but for the hidden ones."""
+    """Local .txt, .jsonl and .parquet: one file, or all files below a folder except hidden ones."""
     accepted = ", ".join(TEXT_SUFFIXES)
     if config.path is None:
         raise DataError("data=text needs to know where the text is; set data.path=<file or folder>.")
@@ -236,7 +236,7 @@ CORPORA: dict[str, Callable[[DataConfig], Corpus]] = {
 HUB_CORPORA = ("shakespeare", "openwebtext", "fineweb_edu")
 
 
-# The corpora that read an option, where not all do.
+# The corpora that read an option, for options that not all corpora read.
 READERS = {
     "path": ("text",),
     "text_field": ("text", *HUB_CORPORA),
@@ -248,7 +248,7 @@ READERS = {
 
 
 def check_data(config: DataConfig) -> None:
-    """Refuses what no corpus or tokenizer takes, before any text is read. Raises DataError."""
+    """Raise DataError for options that no corpus or tokenizer accepts, before any text is read."""
     if config.name not in CORPORA:
         raise DataError(f"data.name={config.name} is not a corpus; choose data={' or '.join(CORPORA)}.")
     for option in fields(config):
@@ -267,7 +267,7 @@ def check_data(config: DataConfig) -> None:
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...], left_out: Callable[[str], bool]) -> list[Path]:
-    """The files with one of these endings in and below a folder, but for the names `left_out`. Raises DataError."""
+    """The files with one of these suffixes below a folder, except those `left_out`. Raises DataError."""
 
     def refuse(error: OSError) -> None:
         raise unreadable(Path(error.filename), error) from error
@@ -293,7 +293,7 @@ def _hub_rows(hub: str, subset: str | None, splits: str, revision: str | None) -
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
             raise
-        parts = load("refs/convert/parquet")  # what the hub itself makes of a data set that is a loading script
+        parts = load("refs/convert/parquet")  # the hub's own conversion of a data set that is a loading script
     for part in parts:
         yield from part
 

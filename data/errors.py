@@ -1,4 +1,4 @@
-"""How data fails: in one sentence."""
+"""Errors of the data, each a sentence for the user."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ class DataError(UserError):
 
 
 def brief(error: BaseException) -> str:
-    """An exception of another library in a few words, to stand in brackets."""
+    """An exception of another library in a few words, for use in brackets."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """What to raise where the system does not let a file or folder be read."""
+    """The error for a file or folder that cannot be read."""
     return DataError(
         f"{path} cannot be read ({error.strerror or error}); make it readable, or set another file or folder with "
         "data.path=..."

@@ -1,6 +1,6 @@
-"""Local files to rows: .jsonl and .parquet row by row through `datasets`, plain text in pieces of our own.
+"""Local files to rows: .jsonl and .parquet row by row through `datasets`, plain text in pieces.
 
-`datasets` reads plain text as lines, whose tokens differ from those of the whole, or as one document in memory.
+`datasets` would read plain text as one document in memory, or as lines, whose tokens differ from those of the whole.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from data.errors import DataError, brief, unreadable
 
 Row = dict[str, Any]
 BLOCK = 1 << 22  # bytes of plain text read at a time
-TABLES = {".jsonl": "json", ".parquet": "parquet"}  # suffix -> what `datasets` calls it
+TABLES = {".jsonl": "json", ".parquet": "parquet"}  # suffix -> the name in `datasets`
 TEXT_SUFFIXES = (".txt", *TABLES)
-# A UTF-32 mark begins with a UTF-16 one, so it is looked for first.
+# UTF-32's byte-order mark begins with UTF-16's, so it is checked first.
 BYTE_ORDER_MARKS = (
     ((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-32"),
     ((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16"),
 )
 
-# After a printable character and before a lone space or newline, GPT-2's pattern always ends a piece, so that
-# a document cut there has the tokens of the whole. Both neighbours are ASCII, so no character is cut either.
+# GPT-2's pattern always splits after a printable character and before a lone space or newline. A document cut there
+# keeps its tokens. Both neighbours are ASCII, so no character is cut either.
 _LAST_CUT = re.compile(rb".*[!-~](?=[ \n][!-~])", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a file, bound for a split: from byte to byte of plain text, from row to row of a table."""
+    """A part of a file for one split: a range of bytes of plain text, or of rows of a table."""
 
     path: str
     split: str
@@ -56,7 +56,7 @@ def read_spans(spans: list[Span], text_field: str) -> Iterator[Row]:
 
 
 def pieces(path: Path, start: int, stop: int) -> Iterator[str]:
-    """A file's text from byte to byte, in pieces that have the same tokens apart as together."""
+    """The text of a range of bytes, in pieces whose tokens are those of the whole."""
     piece, offset = b"", start
     with reading(path), path.open("rb") as file:
         file.seek(start)
@@ -71,10 +71,10 @@ def pieces(path: Path, start: int, stop: int) -> Iterator[str]:
 
 def table_rows(path: Path) -> Iterator[Row]:
     """The rows of a .jsonl or .parquet file."""
-    import datasets  # takes a second, which only those pay who read rows
+    import datasets  # takes a second to import, and only reading rows needs it
 
     try:
-        # Escaped, because `datasets` takes the brackets of a file name for a pattern.
+        # Escaped, because `datasets` would read brackets in a file name as a pattern.
         data_files = glob.escape(str(path))
         yield from datasets.load_dataset(TABLES[path.suffix], data_files=data_files, split="train", streaming=True)
     except Exception as error:
@@ -94,7 +94,7 @@ def text_of(row: Row, field: str, where: str) -> str:
 
 
 def character_boundary(path: Path, offset: int) -> int:
-    """The first byte from `offset` on that begins a UTF-8 character, or the file's end."""
+    """The first byte at or after `offset` that begins a UTF-8 character, or the file's end."""
     with reading(path), path.open("rb") as file:
         file.seek(offset)
         while (byte := file.read(1)) and 0x80 <= byte[0] < 0xC0:
@@ -104,7 +104,7 @@ def character_boundary(path: Path, offset: int) -> int:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns what the system says where a file cannot be read into DataError."""
+    """Raise DataError for a file that the system cannot read."""
     try:
         yield
     except OSError as error:
@@ -112,7 +112,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def listed(names: Iterable[object]) -> str:
-    """At most five names, and that there are more."""
+    """At most five names, and how many more there are."""
     first = [str(name) for name in islice(names, 6)]
     return ", ".join(first[:5] + ["..."] * (len(first) > 5))
 

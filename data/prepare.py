@@ -1,8 +1,8 @@
-"""Tokenise a corpus once, into memory-mapped files that every later run opens at once.
+"""Tokenise a corpus once, into memory-mapped files that later runs open immediately.
 
-They lie in <data.cache>/<corpus>-<tokenizer>-<recipe>/ (see store.py), built under a lock and under another name,
-so that a sweep tokenises once and a killed run leaves nothing that looks finished. The next run goes on where an
-interrupted one stopped.
+The files are in <data.cache>/<corpus>-<tokenizer>-<recipe>/ (see store.py). They are built under a lock and under a
+temporary name, so a sweep tokenises once and a killed run leaves nothing that looks finished. The next run continues
+where an interrupted one stopped.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from data.tokenizers import (
     save_tokenizer,
 )
 
-FORMAT = 1  # raise it when the same recipe would give other files, or cut the text into other rows
-BPE_TEXT = 1 << 28  # characters that a BPE is learned from, at most
-SECONDS_BETWEEN_SAVES = 5.0  # what an interrupted preparation loses, at most
+FORMAT = 1  # increase it when the same recipe gives other files, or cuts the text into other rows
+BPE_TEXT = 1 << 28  # the most characters to learn a BPE from
+SECONDS_BETWEEN_SAVES = 5.0  # the most that an interrupted preparation loses
 
 
 def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
-    """The tokens of a corpus: opened where they lie prepared and sound, prepared where not.
+    """The tokens of a corpus: opened if they are prepared and intact, else prepared.
 
     progress    show progress and notices on stderr
-    Raises DataError for a configuration, a source or a disk that cannot serve.
+    Raises DataError for an unusable configuration, source or disk.
     """
     check_data(config)
     console = Console(stderr=True, quiet=not progress, soft_wrap=True, highlight=False)
@@ -91,7 +91,7 @@ def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
 
 
 def _recipe(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
-    """All that decides what the files contain."""
+    """Everything that determines the content of the files."""
     return {
         "format": FORMAT,
         "source": corpus.source(),
@@ -104,7 +104,7 @@ def _recipe(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
 
 
 def _folder_name(config: DataConfig, recipe: dict[str, Any]) -> str:
-    # Without format and fingerprint: text or code that changed is prepared again in the place of the old.
+    # Without format and fingerprint: changed text or code replaces the old files.
     lasting = {key: value for key, value in recipe.items() if key not in ("format", "source")}
     source = {key: value for key, value in recipe["source"].items() if key != "fingerprint"}
     return f"{config.name}-{config.tokenizer.value}-{digest([lasting, source])[:10]}"
@@ -144,7 +144,7 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus, recipe: dict[str, A
         }
         write_manifest(partial, content)
         publish(folder)
-    except OSError:  # a full disk gets its room back
+    except OSError:  # free the space on a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise
     tokens = " and ".join(f"{counts[split]['tokens']:,} for {split}" for split in SPLITS)
@@ -160,7 +160,7 @@ def _write_tokens(
     partial: Path,
     recipe: dict[str, Any],
 ) -> dict[str, dict[str, int]]:
-    """Tokenises what lies after `position`. Returns the counts of the splits. Raises DataError where one is empty."""
+    """Tokenise the rows after `position`. Returns the counts of the splits. Raises DataError if one is empty."""
     dtype, end_of_text = token_dtype(tokenizer), tokenizer.eot_token
     with ExitStack() as stack:
         writers = {
@@ -221,12 +221,12 @@ def _tokenise(
     writers: dict[str, TokenWriter],
     save: Callable[[], None],
 ) -> None:
-    """Writes every row after `position` to its split, until each stream's share of `max_tokens` is filled.
+    """Write every row after `position` to its split, until each stream's share of `max_tokens` is filled.
 
-    `position` is kept up to date; `save` is called now and then.
+    Updates `position`, and calls `save` every few seconds.
     """
     limit, saved = config.max_tokens, time.monotonic()
-    # Progress counts the characters of the text or, where these are unknown or limited, the tokens asked for.
+    # Progress counts the characters of the text, or the requested tokens if the characters are unknown or limited.
     with PreparationProgress(config.name, limit or corpus.size, console, position.done) as progress:
         for number, stream in list(enumerate(corpus.streams()))[position.stream :]:
             if number > position.stream:
@@ -250,7 +250,7 @@ def _tokenise(
 
 
 def _in_threads(tokenizer: tiktoken.Encoding, rows: Iterable[Row]) -> Iterator[tuple[Row, np.ndarray]]:
-    """Each row with its tokens, in order; tokenising runs ahead in as many threads as there are cores."""
+    """Each row with its tokens, in order, tokenised ahead by one thread per core."""
     threads = os.cpu_count() or 1
     waiting: deque[tuple[Row, Future[np.ndarray]]] = deque()
     encode = encoder(tokenizer)

@@ -1,4 +1,4 @@
-"""How far the preparation is: a bar in a terminal, a line now and then in a log."""
+"""The progress of preparing tokens: a bar in a terminal, a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class PreparationProgress:
-    """Tokens so far, and the share that they are of the whole where its size is known."""
+    """Tokens so far, and their share of the whole if its size is known."""
 
     def __init__(
         self,
@@ -25,8 +25,8 @@ class PreparationProgress:
     ) -> None:
         """
         name   of the corpus
-        total  what `done` will be in the end; None where nobody knows
-        done   where an interrupted preparation goes on
+        total  the final value of `done`; None if unknown
+        done   where an interrupted preparation continues
         """
         self.name, self.total, self.console, self.clock = name, total, console, clock
         self.printed = clock()
@@ -46,7 +46,7 @@ class PreparationProgress:
         self.bar.stop()
 
     def update(self, done: int, tokens: int) -> None:
-        """So much of `total` is done, and `tokens` are written."""
+        """`done` of `total` is finished, and `tokens` are written."""
         text = f"{tokens / 1e6:.1f}M tokens"
         self.bar.update(self.task, completed=done, description=text)
         if not self.console.is_terminal and self.clock() - self.printed >= SECONDS_BETWEEN_LINES:

@@ -1,11 +1,11 @@
-"""Tokens on disk: a folder that is either whole and memory-mapped, or not there.
+"""Tokens on disk, memory-mapped: a folder that is either complete or absent.
 
-train.bin  val.bin                  tokens, of the smallest unsigned type that holds the vocabulary
+train.bin  val.bin                  tokens, in the smallest unsigned type that holds the vocabulary
 train.documents  val.documents      where each document begins, int64
 tokenizer.json                      see tokenizers.py
-manifest.json                       what all this was made from, with sizes and checksums
+manifest.json                       the recipe of all this, with sizes and checksums
 
-While it is prepared it has another name, and position.json in place of the manifest.
+During preparation the folder has another name, and position.json instead of the manifest.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from files import sync, write_atomically
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
 POSITION = "position.json"
-OFFSET = np.dtype("<i8")  # of a document's beginning
-CHUNK = 1 << 26  # bytes behind one checksum
+OFFSET = np.dtype("<i8")  # the start of a document
+CHUNK = 1 << 26  # bytes per checksum
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What training reads. `manifest["identity"]` is equal for equal tokens, wherever they were prepared."""
+    """The tokens for training. `manifest["identity"]` is equal for equal tokens, wherever they were prepared."""
 
     tokenizer: tiktoken.Encoding
     vocab_size: int
@@ -63,7 +63,7 @@ class TokenWriter:
     def __init__(
         self, folder: Path, split: str, dtype: np.dtype, end_of_text: int, tokens: int = 0, documents: int = 0
     ):
-        """Goes on after the first `tokens` and `documents` of what an interrupted preparation has written."""
+        """Continue after the first `tokens` and `documents` of an interrupted preparation."""
         self.dtype, self.end_of_text = dtype, np.array([end_of_text], dtype)
         self.tokens, self.documents = tokens, documents
         self._tokens = (folder / f"{split}.bin").open("ab", buffering=1 << 20)
@@ -72,7 +72,7 @@ class TokenWriter:
         self._documents.truncate(documents * OFFSET.itemsize)
 
     def write(self, tokens: np.ndarray, opens: bool, room: int | None = None) -> int:
-        """Appends a piece of a document, which it `opens` or continues: at most `room` tokens. Returns how many."""
+        """Append a piece that `opens` or continues a document: at most `room` tokens. Returns how many."""
         before = self.tokens
         if opens and before:
             self._append(self.end_of_text[:room])
@@ -85,7 +85,7 @@ class TokenWriter:
         return self.tokens - before
 
     def sync(self) -> dict[str, int]:
-        """Brings everything to the disk; returns the counts."""
+        """Flush everything to the disk; returns the counts."""
         to_disk(self._tokens)
         to_disk(self._documents)
         return {"tokens": self.tokens, "documents": self.documents}
@@ -94,7 +94,7 @@ class TokenWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._tokens, self._documents:  # both are closed, even if the first has no room for its last block
+        with self._tokens, self._documents:  # closes both, even if the disk has no room for the first one's last block
             pass
 
     def _append(self, tokens: np.ndarray) -> None:
@@ -104,13 +104,13 @@ class TokenWriter:
 
 @dataclass
 class Position:
-    """How far a preparation is; everything before it lies on the disk.
+    """The state of a preparation; everything before it is on the disk.
 
     stream  index of the corpus's stream that is being tokenised
-    rows    of that stream that are done
+    rows    finished rows of that stream
     room    tokens that the stream may still fill; None without a limit, or before its first row
-    done    of what the progress counts
-    splits  what each split's TokenWriter has written: {"tokens": ..., "documents": ...}
+    done    finished units of the progress display
+    splits  counts written for each split: {"tokens": ..., "documents": ...}
     """
 
     stream: int = 0
@@ -128,17 +128,17 @@ def token_dtype(tokenizer: tiktoken.Encoding) -> np.dtype:
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where `folder` is prepared, before it gets its name."""
+    """The temporary folder in which `folder` is prepared."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def save_position(partial: Path, recipe: dict[str, Any], position: Position) -> None:
-    """Notes how far the preparation in `partial` is, so that it goes on from there if it is interrupted."""
+    """Save the state of the preparation in `partial`, so that an interrupted one continues from there."""
     write_atomically(partial / POSITION, json.dumps({"recipe": recipe, **asdict(position)}))
 
 
 def load_position(partial: Path, recipe: dict[str, Any]) -> Position | None:
-    """Where a preparation by this recipe was interrupted; None where none was, or where its files are not whole."""
+    """Where a preparation with this recipe was interrupted; None if there is none, or if its files are incomplete."""
     try:
         content = json.loads((partial / POSITION).read_text())
         if content.pop("recipe") != recipe:
@@ -155,7 +155,7 @@ def load_position(partial: Path, recipe: dict[str, Any]) -> Position | None:
 
 
 def publish(folder: Path) -> None:
-    """Gives what was prepared in `partial_folder` its name, in the place of what had it."""
+    """Rename the prepared `partial_folder` to `folder`, replacing an older one."""
     if folder.exists():
         shutil.rmtree(folder)
     partial_folder(folder).rename(folder)
@@ -164,7 +164,7 @@ def publish(folder: Path) -> None:
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Adds the sizes and checksums of the folder's files to the content, and writes it beside them."""
+    """Write the content with the sizes and checksums of the folder's files as its manifest."""
     paths = [path for path in sorted(folder.iterdir()) if path.name != POSITION]
     files = {path.name: {"bytes": path.stat().st_size, "crc32": checksums(path)} for path in paths}
     manifest = {"identity": digest(files), **content, "files": files}
@@ -174,7 +174,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def find_flaw(folder: Path, recipe: dict[str, Any]) -> str | None:
-    """Why the folder does not hold what the recipe gives; None if every byte is as its manifest says."""
+    """Why the folder does not match the recipe; None if it does and every byte matches its manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         if manifest["recipe"] != recipe:
@@ -191,7 +191,7 @@ def find_flaw(folder: Path, recipe: dict[str, Any]) -> str | None:
 
 
 def open_prepared(folder: Path) -> PreparedData:
-    """Maps a folder without a flaw into memory."""
+    """Map an intact folder into memory."""
     manifest = json.loads((folder / MANIFEST).read_text())
     tokenizer = load_tokenizer(folder)
     train, val = (
@@ -205,7 +205,7 @@ def open_prepared(folder: Path) -> PreparedData:
 
 
 def checksums(path: Path) -> list[int]:
-    """CRC-32 of each CHUNK of the file, in parallel: zlib lets go of the interpreter's lock."""
+    """CRC-32 of each CHUNK of the file, in parallel: zlib releases the interpreter lock."""
     content = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda i: zlib.crc32(content[i : i + CHUNK].data), range(0, len(content), CHUNK)))
@@ -217,6 +217,6 @@ def digest(content: Any) -> str:
 
 
 def to_disk(file: IO[Any]) -> None:
-    """Returns when the file's content has reached the disk."""
+    """Return when the file's content has reached the disk."""
     file.flush()
     os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Text to tokens and back, always by a `tiktoken.Encoding`, whatever it was made from.
+"""Text to tokens and back. Every tokenizer is a `tiktoken.Encoding`.
 
 bytes   the 256 bytes and an end-of-text token; nothing to fetch, nothing to train
 gpt2    GPT-2's 50,257 tokens, fetched once by tiktoken
@@ -32,7 +32,7 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 
 
 class TokenizerName(Enum):
-    """What text is cut into."""
+    """The tokenizers."""
 
     bytes = "bytes"
     gpt2 = "gpt2"
@@ -48,7 +48,7 @@ def gpt2_tokenizer() -> tiktoken.Encoding:
     """GPT-2's own tokens. Raises DataError where they are neither cached nor to be fetched."""
     try:
         return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken passes on what requests, the file system and its hash check raise
+    except Exception as error:  # tiktoken passes on errors of requests, the file system and its hash check
         raise DataError(
             f"could not fetch the tokens of data.tokenizer=gpt2 ({brief(error)}); set TIKTOKEN_CACHE_DIR to a folder "
             "that holds them, go online once, or use data.tokenizer=bytes or data.tokenizer=bpe."
@@ -74,7 +74,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 def as_encoding(model: tokenizers.Tokenizer) -> tiktoken.Encoding:
     """The same tokens, ids and merges in tiktoken: a token's id is its merge rank in both."""
-    # GPT-2 writes bytes as printable characters: those that print stand for themselves, the others follow 255.
+    # GPT-2 writes bytes as printable characters: printable ones as themselves, the others as characters from 256 on.
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(256) if b not in printable]
     byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -83,7 +83,7 @@ def as_encoding(model: tokenizers.Tokenizer) -> tiktoken.Encoding:
 
 
 def encoder(tokenizer: tiktoken.Encoding) -> Callable[[str], np.ndarray]:
-    """text -> its tokens, 1-D unsigned, with no special ones among them; safe and parallel in threads."""
+    """text -> its tokens, 1-D unsigned, without special tokens; threads can call it in parallel."""
     if tokenizer.name == "bytes":
         return lambda text: np.frombuffer(text.encode("utf-8"), np.uint8)
 
@@ -100,7 +100,7 @@ def encoder(tokenizer: tiktoken.Encoding) -> Callable[[str], np.ndarray]:
 
 
 def save_tokenizer(tokenizer: tiktoken.Encoding, folder: Path | str) -> None:
-    """Writes all that the encoding consists of to `folder`/tokenizer.json."""
+    """Write the whole encoding to `folder`/tokenizer.json."""
     tokens = map(tokenizer.decode_single_token_bytes, range(tokenizer.eot_token))
     content = {
         "name": tokenizer.name,

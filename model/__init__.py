@@ -1,1 +1,1 @@
-"""The GPT that is trained, and its loss. Knows attention's interface only."""
+"""The GPT that is trained, and its loss. It uses attention's interface only."""

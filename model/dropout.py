@@ -1,7 +1,7 @@
-"""Dropout of the residual stream, from the same counters as attention's: one mask wherever and however it is drawn.
+"""Dropout of the residual stream, from the same counters as attention's: the same mask on every device and rank.
 
-A place in the stream (sequence, position t, channel c) that dropout visits at several sites of the model is addressed
-like a row, a column and a head of attention's mask, in a layer that no model has:
+The model drops from the stream at several sites. An element (sequence, position t, channel c) of a site is addressed
+like an element of attention's mask: t is the row, c the column, the site the head, in a layer that no model has:
 
     keep_mask(key.at_layer(LAYER), p, B, n_sites, T, C)        # attention/dropout
 
@@ -27,24 +27,24 @@ LAYER = 2**16 - 1
 
 
 class Mask(NamedTuple):
-    """What one site keeps, and how to apply it."""
+    """The dropout mask of one site, and how to apply it."""
 
     bits: Tensor  # (B, T, ceil(C / 64) * 8) uint8
-    shifts: Tensor  # (8, 1), which get the bits out
-    scale: float  # of what is kept
+    shifts: Tensor  # (8, 1), to extract the bits
+    scale: float  # factor of the kept elements
 
 
 def draw_masks(key: DropoutKey, p: float, n_sites: int, B: int, T: int, C: int, device: torch.device) -> list[Mask]:
-    """What `drop` keeps at each of the sites."""
-    key = replace(key, layer=LAYER, first_head=0, first_key=0)  # which every rank has all sites and channels of
+    """The masks of all sites, for `drop`."""
+    key = replace(key, layer=LAYER, first_head=0, first_key=0)  # every rank has all sites and channels
     bits = draw_bits(key.pack(device), p, n_sites, B, T, C)
-    # A row of shifts for each site: were one shared, the compiler would keep all that is computed from it, unpacked.
+    # Each site gets its own shifts: if sites shared them, the compiler would store the unpacked masks.
     shifts = torch.arange(8, dtype=torch.uint8, device=device)[:, None].expand(n_sites, 8, 1)
     return [Mask(bits[site], shifts[site], keep_scale(p)) for site in range(n_sites)]
 
 
 def drop(x: Tensor, mask: Mask | None) -> Tensor:
-    """x (B, T, C) with 0 where its site's mask has a clear bit and the rest scaled up for it; without a mask, x."""
+    """x (B, T, C) with the dropped elements 0 and the others scaled up; without a mask, x."""
     if mask is None:
         return x
     keep = (mask.bits.unflatten(-1, (-1, 1, 8)) >> mask.shifts & 1).flatten(-3)[..., : x.shape[-1]]  # (B, T, C)
@@ -61,7 +61,7 @@ def draw_bits(key: Tensor, p: float, n_sites: int, B: int, T: int, C: int) -> Te
     unpacked = DropoutKey(*key)
     shifts = torch.arange(8, dtype=torch.uint8, device=key.device)[:, None]
     sequences = []
-    for i in range(B):  # one at a time, as each call of the generator takes a hundred bytes on the way
+    for i in range(B):  # one at a time: each call of the generator needs a hundred bytes of workspace
         key_i = replace(unpacked, first_sequence=unpacked.first_sequence + i)
         keep = keep_mask(key_i, p, 1, n_sites, T, -(-C // 64) * 64, device=key.device)[0]
         bits = (keep.unflatten(-1, (-1, 8, 8)).to(torch.uint8) << shifts).sum(-2, dtype=torch.uint8)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention.dropout.kernel import load_key, philox
 
-BLOCK = 1024  # generator calls of a program
+BLOCK = 1024  # generator calls per program
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Token lookup whose gradient is the same bits every time.
 
-Compiled, the gradient of a lookup becomes atomic additions, whose order changes from run to run where a token occurs
-more than once. torch's own kernel sorts the tokens first and adds in order; behind a custom operator it stays.
+A compiled lookup's gradient becomes atomic additions, and their order changes from run to run where a token occurs more
+than once. torch's own kernel sorts the tokens and adds in order; as a custom operator it survives compilation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @torch.library.custom_op("gpt::lookup_gradient", mutates_args=())
 def lookup_gradient(d_out: Tensor, tokens: Tensor, rows: int) -> Tensor:
-    """(rows, C): the sum of d_out (..., C) over the places where tokens (...) name a row."""
+    """(rows, C): for each row, the sum of d_out (..., C) over the places where tokens (...) name it."""
     return torch.ops.aten.embedding_dense_backward(d_out, tokens, rows, -1, False)
 
 
@@ -41,4 +41,4 @@ def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
     """Rows of weight (V, C) for tokens (...) int64: (..., C)."""
     if weight.is_cuda or torch.compiler.is_compiling():
         return Lookup.apply(weight, tokens)
-    return F.embedding(tokens, weight)  # which has torch's own gradient as it is, and costs a small model less
+    return F.embedding(tokens, weight)  # eager, torch's own gradient is deterministic, and cheaper for a small model

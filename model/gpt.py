@@ -1,11 +1,11 @@
-"""A GPT in the manner of GPT-2 and nanoGPT, handed the attention it computes with.
+"""A GPT like GPT-2 and nanoGPT, which receives its attention as an argument.
 
     x = wte[tokens] + wpe[positions]
     x = x + proj(attend(q, k, v)),      q, k, v = c_attn(ln_1(x))          for each of n_layers
     x = x + c_proj(gelu(c_fc(ln_2(x))))
     logits = ln_f(x) wte^T
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Submodules bear GPT-2's names.
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Submodules have GPT-2's names.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ROTARY_BASE = 10_000.0
 
 
 class Positions(Enum):
-    """How the model knows where a token stands."""
+    """How the model encodes positions."""
 
     learned = "learned"  # a vector added to each embedding
     rotary = "rotary"  # queries and keys turned by an angle that grows with the position
 
 
 class Recompute(Enum):
-    """What the backward pass computes again instead of having stored it."""
+    """What the backward pass recomputes instead of storing it."""
 
     none = "none"
     attention = "attention"  # each attention sub-layer, from the residual stream
@@ -55,13 +55,13 @@ class Recompute(Enum):
 class GPTConfig:
     """What a user chooses under `model.*`.
 
-    name        of the preset, for tables and legends
+    name        name of the preset, for tables and legends
     n_layers    blocks
     n_heads     query heads of n_embd / n_heads channels each
     n_kv_heads  key/value heads, a divisor of n_heads; None: as many as n_heads
     n_embd      channels of the residual stream
-    dropout     of the embedding and of each sub-layer's output, realised in steps of 1/256 (attention.dropout drops
-                attention weights)
+    dropout     rate for the embedding and each sub-layer's output, in steps of 1/256; attention.dropout is that of the
+                attention weights
     bias        biases in linear layers and norms, as GPT-2 has them
     positions   learned or rotary
     qk_norm     normalise each head's queries and keys before the scores, with a learned scale
@@ -79,11 +79,11 @@ class GPTConfig:
 
 
 class ModelError(UserError, ValueError):
-    """A model that cannot be built or fed as asked; the message says what to change."""
+    """A model or an input that does not fit; the message says what to change."""
 
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of each position's angles, (T, D / 2) or (B, T, D / 2) each
-Masks = Sequence[Mask | None]  # what residual dropout keeps at each site; None: all
+Masks = Sequence[Mask | None]  # residual dropout's mask at each site; None: keep all
 
 
 def rotation_table(seq_len: int, head_dim: int) -> Rotation:
@@ -106,14 +106,15 @@ def call(recompute: bool, function: Callable[..., Tensor], *inputs: object) -> T
 
 
 def labelled(name: str) -> AbstractContextManager[object]:
-    """Name a part of the step for a profiler. The compiler, which fuses across such borders, does not see it."""
+    """Name a part of the step for a profiler. Hidden from the compiler, which fuses across such borders."""
     return nullcontext() if torch.compiler.is_compiling() else record_function(name)
 
 
 def gelu(x: Tensor) -> Tensor:
     """x Phi(x) in the tanh approximation: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", section 2.
 
-    (1 + tanh(u)) / 2 is the logistic function of 2 u, of which the compiler makes faster code (docs/training-step.md).
+    (1 + tanh(u)) / 2 is the logistic function of 2 u, for which the compiler generates faster code
+    (docs/training-step.md).
     """
     if torch.compiler.is_compiling():
         return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
@@ -160,7 +161,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times wider in between, with GPT-2's GELU: the tanh approximation."""
+    """Two linear layers with GPT-2's GELU between them, four times as wide as the stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -172,7 +173,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Two sub-layers, each normalised on the way in, dropped out on the way out and added to the stream."""
+    """Two sub-layers, each with a norm before and dropout after, added to the stream."""
 
     def __init__(self, config: GPTConfig, score: Score, recompute_attention: bool) -> None:
         super().__init__()
@@ -226,13 +227,13 @@ class GPT(nn.Module):
         seq_len        the longest input
         attend         the attention every layer calls
         score          what it computes in each layer; None: causal attention
-        documents      whether batches will tell their documents apart: what `attend` must be able to serve
+        documents      whether batches will have document bounds, which `attend` must then support
         restart_positions  count learned and rotary positions from the start of each document
         residual_in_fp32  under autocast, add the sub-layers' outputs up in fp32; else in autocast's dtype
-        device, dtype  where the model will be moved and what it will compute in: what `attend` must be able to serve
+        device, dtype  where and in which precision the model will compute, which `attend` must support
 
-        Raises ModelError or ScoreError where values do not fit together, UnsupportedAttention where `attend` cannot
-        serve them.
+        Raises ModelError or ScoreError for values that do not fit together, UnsupportedAttention for what `attend`
+        does not support.
         """
         super().__init__()
         check_config(config)
@@ -261,7 +262,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialise(self, module: nn.Module) -> None:
-        """GPT-2's: normal with deviation 0.02; projections into the residual stream, 2 n_layers in all, smaller."""
+        """GPT-2's: normal with deviation 0.02, smaller for the 2 n_layers projections into the residual stream."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -281,7 +282,7 @@ class GPT(nn.Module):
         """The residual stream after the final norm.
 
         tokens           (B, T)   int64, T <= seq_len
-        dropout_key      of all dropout: required in training mode where there is any, unused in evaluation
+        dropout_key      of all dropout: required in training mode if the model drops anything, unused in evaluation
         attend           another attention for this call
         document_starts  (B, T)   int32, for each token the position at which its document begins; None: no token is
                          kept from seeing those before it
@@ -338,7 +339,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits (B, T, vocab_size) or, with targets (B, T), their mean cross-entropy: a scalar in fp32.
 
-        Targets of -100 are left out of the mean. For the other arguments and what is raised see `hidden`.
+        Targets of -100 are left out of the mean. `hidden` describes the other arguments and errors.
         """
         hidden = self.hidden(tokens, dropout_key, attend, document_starts)
         if targets is None:
@@ -355,7 +356,7 @@ class GPT(nn.Module):
         top_k        draw among the k likeliest tokens only
         seed         of the draws, which are made on the CPU: the same on every device up to rounding of the logits
 
-        The model sees the last `seq_len` tokens and computes each time from scratch. Raises ModelError.
+        Each token is computed from scratch from the last `seq_len` tokens. Raises ModelError.
         """
         if not tokens:
             raise ModelError("The prompt has no tokens; give at least one.")
@@ -385,7 +386,7 @@ class GPT(nn.Module):
             yield token
 
     def num_parameters(self) -> int:
-        """Trained numbers: the tied embedding once, without its padding."""
+        """Number of trained values; the tied embedding counts once, without its padding."""
         padding = self.wte.num_embeddings - self.vocab_size
         return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
 
@@ -416,7 +417,7 @@ def check_config(config: GPTConfig) -> None:
 
 
 def model_mistakes(config: GPTConfig) -> Iterator[str]:
-    """A sentence for each value of which no model can be built, with what to change."""
+    """A sentence for each value that no model can have, with the change that helps."""
     if not is_valid_rate(config.dropout):
         yield f"model.dropout={config.dropout} must be {RATES}."
     too_small = [name for name in ("n_layers", "n_heads", "n_embd") if getattr(config, name) < 1]

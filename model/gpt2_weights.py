@@ -1,7 +1,7 @@
 """GPT-2's weights in Hugging Face's naming, read and written.
 
-The names are the model's own behind the prefix `transformer.`. What differs: Hugging Face keeps the matrices of
-linear layers transposed (its Conv1D computes x W + b), the vocabulary unpadded and biases always there.
+The names are the model's own with the prefix `transformer.`. Hugging Face stores the matrices of linear layers
+transposed (its Conv1D computes x W + b), does not pad the vocabulary, and always has biases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRANSPOSED = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
 # The causal mask, which old files carry as a buffer, and the head, which is the tied embedding.
 NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|^lm_head\.weight)$")
 
-# What a GPT-2 configuration may say that this model does not compute, and the only value it can have here.
+# Options of a GPT-2 configuration for which this model supports one value only.
 FIXED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -39,7 +39,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 
 
 class WeightsError(UserError, ValueError):
-    """Weights that cannot be read into, or written from, this model; the message says why."""
+    """Weights that this model cannot load or export; the message says why."""
 
 
 def load_gpt2(model: GPT, source: str) -> None:
@@ -101,7 +101,7 @@ def export_gpt2(model: GPT, folder: Path) -> None:
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         used = parameter[: model.vocab_size] if name == "wte.weight" else parameter
-        # A copy each: safetensors refuses tensors that share memory, and views of the padded embedding do.
+        # Copies, because safetensors refuses tensors that share memory, as views of the padded embedding do.
         tensors[PREFIX + name] = (used.T if TRANSPOSED.search(name) else used).detach().cpu().clone().contiguous()
         if not config.bias and name != "wte.weight" and name != "wpe.weight":
             bias = PREFIX + name.removesuffix("weight") + "bias"
@@ -127,7 +127,7 @@ def export_gpt2(model: GPT, folder: Path) -> None:
 
 
 def find(source: str) -> Path:
-    """The folder that `source` is, or the one its files were fetched to from the hub."""
+    """The folder `source`, or the folder to which its files were downloaded from the hub."""
     if Path(source).is_dir():
         return Path(source)
     try:
@@ -141,7 +141,7 @@ def find(source: str) -> Path:
 
 
 def read_config(folder: Path, source: str) -> dict[str, Any]:
-    """config.json, with GPT-2's defaults where it is silent."""
+    """config.json, with GPT-2's defaults for what it leaves out."""
     try:
         return json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:

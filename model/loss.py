@@ -1,12 +1,12 @@
-"""Next-token cross-entropy over a vocabulary that is padded for the hardware's sake.
+"""Next-token cross-entropy over a vocabulary whose rows are padded for speed.
 
     loss = mean over i with target_i != -100 of  lse_i - x_{i, target_i}
     x_ij = h_i w_j,      lse_i = log sum_j exp(x_ij),      j < vocab_size
     dx_ij = exp(x_ij - lse_i) - [j = target_i]
 
 With 50,304 classes the logits x are the largest tensor of a step: 6 GiB in fp32 for 32,768 tokens, and autograd keeps
-several of their kind. `chunked` takes some rows of h at a time, turns their logits into dx in place while they are
-at hand, and keeps only dx w and dx^T h, so that no more than one chunk of logits ever exists. Computing the gradients
+several such tensors. `chunked` takes some rows of h at a time, turns their logits into dx in place, and keeps only
+dx w and dx^T h. No more than one chunk of logits ever exists. Computing the gradients
 in the forward pass is the idea of Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024).
 """
 

@@ -3,9 +3,9 @@
     loss_i = lse_i - x_{i, target_i},      dx_ij = exp(x_ij - lse_i) - [j = target_i]
 
 Each row is read twice, the second time from the L2 cache, and written once: a third of the traffic of separate
-softmax, loss and gradient kernels. The log-sum-exp is accumulated online (Milakov and Gimelshein 2018), in each thread
-apart: eight columns at a time, in 16 bits those of one load, and only at the end over all threads. A row has a program
-of 1,024 threads, so that the rows at work, two on a multiprocessor, fit the L2 cache.
+softmax, loss and gradient kernels. Each thread accumulates its own log-sum-exp online (Milakov and Gimelshein 2018),
+eight columns at a time, which one load fetches in 16 bits. The threads' results are joined at the end of the row. A row
+has a program of 1,024 threads, so only two rows per multiprocessor are in flight, and they fit the L2 cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LANES = 32 * WARPS
 def accumulate(m, s, b_x):
     """Add columns b_x (LANES, 8) to each lane's maximum m (LANES,) and sum s of exp(x - m)."""
     m_new = tl.maximum(m, tl.max(b_x, axis=1))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new) * LOG2_E  # where nothing but -inf was seen yet
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new) * LOG2_E  # while all columns were -inf
     s = s * tl.exp2(m * LOG2_E - shift) + tl.sum(tl.exp2(b_x * LOG2_E - shift[:, None]), axis=1)
     return m_new, s
 
@@ -55,7 +55,7 @@ def softmax_gradient_kernel(p_x, p_targets, p_losses, stride, vocab_size, V, LAN
     lse = row_max + tl.log(tl.sum(s * tl.exp2((m - row_max) * LOG2_E), axis=0))
 
     kept = target != IGNORE_INDEX
-    lse2 = tl.where(kept, lse * LOG2_E, float("inf"))  # infinity makes a row zero that does not count
+    lse2 = tl.where(kept, lse * LOG2_E, float("inf"))  # infinity makes the gradient of an ignored row zero
     for start in range(0, whole, BLOCK):
         b_x = tl.load(p_row + start + o_x).to(tl.float32)
         tl.store(p_row + start + o_x, tl.exp2(b_x * LOG2_E - lse2).to(p_x.dtype.element_ty))
