@@ -7,9 +7,9 @@
         manifest.json         format, step, metadata, and each file's size and SHA-256
       best -> step-00000400  the lowest validation loss so far
 
-A checkpoint is written into a hidden folder beside, brought to the disk (files, then folder), and renamed: a
-kill at any moment leaves the earlier ones as they were, and what it left behind goes with the next save.
-The best checkpoint is a fact about the manifests; the link to it is a convenience for people.
+A checkpoint is written into a hidden folder, synced to the disk (files, then folder), and renamed. A kill at any
+moment leaves the earlier checkpoints as they were, and the next save removes its remains. The manifests decide which
+checkpoint is the best; the link to it is a convenience for people.
 
     path = save_checkpoint(folder, {"model": {name: tensor}, "training": {name: tensor}}, step=500, keep_last=2,
                            metadata={"val_loss": 1.83, "config": {...}})
@@ -53,8 +53,8 @@ from training.ranks import from_every_rank, from_first_rank, rank
 FORMAT, READABLE_FORMATS = 2, (1, 2)
 MANIFEST, PARTS = "manifest.json", ("model", "training")
 
-_PARTIAL = ".partial-"  # being written or being removed: worth nothing
-_REPLACED = ".replaced-"  # a whole checkpoint, moved aside while another of the same step takes its name
+_PARTIAL = ".partial-"  # being written or removed: not valid
+_REPLACED = ".replaced-"  # a whole checkpoint, moved aside while another of the same step replaces it
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -66,10 +66,10 @@ class Manifest:
     """What a checkpoint says of itself.
 
     step      number of updates done
-    metadata  what `save_checkpoint` was given
+    metadata  as given to `save_checkpoint`
     files     name -> {"bytes": size, "sha256": digest in hex}
-    format    how the files are laid out
-    aliases   of format 1: weights stored once under another's name, name -> the name stored
+    format    version of the layout
+    aliases   in format 1, name -> stored name, for weights that share storage
     """
 
     step: int
@@ -90,15 +90,15 @@ def save_checkpoint(
 ) -> Path:
     """Save the state after `step` updates as `folder`/step-XXXXXXXX, and return that path.
 
-    Every rank calls this, and writes its share; `folder`, keep_last and metadata are the first rank's.
+    Every rank calls this and writes its share; `folder`, keep_last and metadata of the first rank count.
 
     state      {"model": name -> tensor, "training": name -> tensor}, whole or sharded
-    keep_last  how many of the newest to keep, at least 1; the best one is kept besides
-    metadata   plain values; "val_loss", where present, is the validation loss of exactly these weights, and decides
-               which checkpoint is the best (of equals, the earliest)
+    keep_last  how many of the newest to keep, at least 1, in addition to the best
+    metadata   plain values. "val_loss", if present, is the validation loss of these very weights and decides which
+               checkpoint is the best; of equals, the earliest
 
-    Raises CheckpointError where the disk is full or cannot be written: the checkpoints that were there are
-    untouched, and nothing half-written stays.
+    Raises CheckpointError if the disk is full or not writable. Earlier checkpoints stay untouched, and nothing
+    half-written remains.
     """
     if keep_last < 1:
         raise CheckpointError(f"training.keep_last={keep_last} would keep no checkpoint; it must be at least 1.")
@@ -156,7 +156,7 @@ def best_checkpoint(folder: Path) -> Path | None:
         try:
             val_loss = read_manifest(path).val_loss
         except CheckpointError:
-            continue  # damaged: whoever loads it is told so
+            continue  # damaged: loading it reports that
         if val_loss is not None and (best is None or (val_loss, step) < best[:2]):
             best = val_loss, step, path
     return best[2] if best else None
@@ -165,8 +165,8 @@ def best_checkpoint(folder: Path) -> Path | None:
 def load_checkpoint(path: Path, allocate: Allocate | None = None) -> dict[str, Tensors]:
     """The state that was saved. Nothing in the files is executed.
 
-    allocate  gives the tensor to load another one into, by its name, whole shape and dtype; then every rank calls
-              this, and each reads its share. None: whole tensors on the CPU, read by this process alone
+    allocate  returns the tensor to load into, given a name, whole shape and dtype. Every rank then calls this and
+              reads its share. None: whole tensors on the CPU, read by this process alone
 
     Raises CheckpointError where the checkpoint is damaged.
     """
@@ -251,7 +251,7 @@ def _link_best(folder: Path) -> None:
     link, fresh = folder / "best", folder / f"{_PARTIAL}best"
     if best is None or (link.is_symlink() and link.readlink() == Path(best.name)):
         return
-    if link.is_dir() and not link.is_symlink():  # of a run folder that was copied with what its links pointed to
+    if link.is_dir() and not link.is_symlink():  # from a run folder that was copied with its links followed
         copied = folder / f"{_PARTIAL}copied-best"
         link.rename(copied)
         _remove(copied)
@@ -270,12 +270,12 @@ def _prune(folder: Path, step: int, keep_last: int) -> None:
     for old, path in _checkpoints(folder).items():
         if old < kept[0] and path != best:
             doomed = folder / f"{_PARTIAL}{path.name}"
-            path.rename(doomed)  # first the name: a removal that is interrupted must not look like a damaged checkpoint
+            path.rename(doomed)  # rename first: an interrupted removal must not look like a damaged checkpoint
             _remove(doomed)
 
 
 def _clean(folder: Path) -> None:
-    """Remove what a killed save has left, and put back a checkpoint that it had only moved aside."""
+    """Remove the remains of a killed save, and restore a checkpoint that it had moved aside."""
     for aside in folder.glob(f"{_REPLACED}*"):
         original = aside.with_name(aside.name.removeprefix(_REPLACED))
         if original.exists():
@@ -296,7 +296,7 @@ def _remove(path: Path) -> None:
 def _checkpoints(folder: Path) -> dict[int, Path]:
     """Step -> checkpoint, undamaged or not. One that was moved aside counts while nothing has taken its name."""
     found = {}
-    for path in sorted(folder.glob("*step-*")):  # '.' sorts before 's', so that the proper name wins
+    for path in sorted(folder.glob("*step-*")):  # '.' sorts before 's', so the proper name wins
         if match := re.fullmatch(rf"(?:{re.escape(_REPLACED)})?step-(\d+)", path.name):
             found[int(match[1])] = path
     return found
@@ -304,14 +304,14 @@ def _checkpoints(folder: Path) -> dict[int, Path]:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Remove what was written on any failure, and turn the operating system's into a CheckpointError."""
+    """On any failure remove the partial checkpoint; turn errors of the system into CheckpointError."""
     try:
         yield
     except BaseException as error:
         _remove(_partial(path))
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__  # the library covers the system's error with one of its own
+            cause = cause.__context__  # the library wraps the system's error
         if cause is None:
             raise
         full = cause.errno in (errno.ENOSPC, errno.EDQUOT)

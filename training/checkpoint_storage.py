@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 Tensors = dict[str, Tensor]
-Allocate = Callable[[str, torch.Size, torch.dtype], Tensor]  # name, whole shape, dtype -> where to load it
+Allocate = Callable[[str, torch.Size, torch.dtype], Tensor]  # name, whole shape, dtype -> the tensor to load into
 
 # Of format 1.
 WEIGHTS, TRAINING = "model.safetensors", "training.pt"
@@ -43,9 +43,9 @@ def written_by(folder: Path, rank: int) -> list[Path]:
 
 
 def read_tensors(folder: Path, allocate: Allocate, *, together: bool) -> Tensors:
-    """Every tensor that `folder` holds, each loaded into what `allocate` gives for it.
+    """Every tensor in `folder`, each loaded into the tensor that `allocate` returns for it.
 
-    together  whether all ranks call this, each for its share; else this process reads alone
+    together  whether every rank calls this, each for its share; else this process reads alone
     """
     reader = dcp.HuggingFaceStorageReader(str(folder))
     known = reader.read_metadata().state_dict_metadata

@@ -1,13 +1,13 @@
-"""One step's gradients from all of its micro-batches, on this rank and the others.
+"""The sum of a step's gradients over all micro-batches and ranks.
 
 Floating-point sums depend on their order. A step of n micro-batches adds its gradients in a fixed tree:
 
     ((g0 + g1) + (g2 + g3)) + ((g4 + g5) + (g6 + g7)) + ...
 
-Micro-batch m of rank r is number m W + r of the step's, W ranks being a power of two: the ranks' gradients of one
-micro-step are a subtree, which they add between them, and the micro-steps' sums go up the tree like the carries of a
-binary counter. So 1, 2 and 4 ranks give the same bits. The library's own all-reduce chooses its order by itself:
-`parallel.exact=false` leaves that to it.
+With W ranks, a power of two, micro-batch m of rank r is leaf m W + r. The ranks' gradients of one micro-step are then a
+subtree, which the ranks add together, and the sums of the micro-steps go up the tree like the carries of a binary
+counter. So 1, 2 and 4 ranks give the same bits. An all-reduce of the communication library chooses its own order;
+`parallel.exact=false` uses it.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-ALIGNMENT = 32  # elements between the starts of two gradients: what every kernel that reads them asks for, and more
+ALIGNMENT = 32  # elements; the start of every gradient is a multiple of it, which suits every kernel that reads them
 
 # torch 2.13 has renamed it.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Exchange(Protocol):
-    """Called with each micro-batch's gradients in `.grad`, and once a step for their sum there."""
+    """Sums gradients: `add` is called after each micro-batch, `finish` once a step."""
 
     def add(self) -> None:
-        """Take in what a micro-batch's backward pass has left in `.grad`."""
+        """Add the gradients of a micro-batch, which are in `.grad`."""
 
     def finish(self) -> Tensor:
-        """Leave the sum over all micro-batches of all ranks in `.grad`. Returns its norm over all parameters, 0-dim."""
+        """Put the sum over all micro-batches and ranks in `.grad`. Returns its norm over all parameters, 0-dim."""
 
 
 class AnyOrder:
-    """The sum in the order that autograd and the communication library come by it."""
+    """The sum in the order of autograd and the communication library."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
         """ranks  that have gradients of their own; 1: nothing is exchanged"""
         self.flat, self.ranks = FlatGradients(parameters, 1), ranks
 
     def add(self) -> None:
-        """Autograd has added already."""
+        """Nothing to do: autograd accumulates in `.grad`."""
 
     def finish(self) -> Tensor:
         if self.ranks > 1:
@@ -55,7 +55,7 @@ class AnyOrder:
 
 
 class FixedTree:
-    """The sum in the order that the module's docstring gives."""
+    """The sum in the order of the module's docstring."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
         """ranks  that have gradients of their own, a power of two; 1: those that this process has are all"""
@@ -76,13 +76,13 @@ class FixedTree:
 
 
 class Counter:
-    """A pairwise sum of terms that come one after another: level k holds the sum of 2^k of them, or nothing."""
+    """A pairwise sum of successive terms: level k holds the sum of 2^k of them, or nothing."""
 
     def __init__(self) -> None:
         self.levels: list[Tensor | None] = []
 
     def add(self, term: Tensor) -> None:
-        """The next term, which is the counter's from now on."""
+        """Add the next term; the counter owns it from then on."""
         for level, earlier in enumerate(self.levels):
             if earlier is None:
                 self.levels[level] = term
@@ -127,10 +127,10 @@ def add_losses(losses: Sequence[Tensor], ranks: int) -> Tensor:
 
 
 class FlatGradients:
-    """The gradients of some parameters as one tensor: copied there, and as views of it."""
+    """The gradients of some parameters as one flat tensor."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], shares: int) -> None:
-        """shares  parts of equal length that the tensor has to be divisible into"""
+        """shares  the number of equal parts into which the tensor must divide"""
         self.parameters = [p for p in parameters if p.requires_grad]
         self.sizes = [local(p).numel() for p in self.parameters]
         self.gaps = [-size % ALIGNMENT for size in self.sizes]
@@ -139,7 +139,7 @@ class FlatGradients:
         self.padding = torch.zeros(max(self.gaps), device=self.parameters[0].device)
 
     def take(self) -> Tensor:
-        """Every gradient, one after the other, as a tensor of its own; `.grad` is None afterwards."""
+        """A copy of all gradients, one after the other; `.grad` is None afterwards."""
         pieces = []
         for parameter, gap in zip(self.parameters, self.gaps, strict=True):
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
@@ -171,5 +171,5 @@ class FlatGradients:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that may be sharded."""
+    """This rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

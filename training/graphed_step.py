@@ -1,8 +1,8 @@
 """A step's device work as one CUDA graph: recorded once, then replayed by a single launch.
 
-A small model's kernels are shorter than the time Python takes to launch them. Replaying the recorded launches
-leaves the device nothing to wait for. What varies from step to step has to be data at a fixed place: the batch, the
-dropout key, the learning rate. Random numbers follow the default generator's seed at the time of the replay.
+A small model's kernels take less time than Python needs to launch them. With a replayed graph the device never waits
+for launches. Everything that varies from step to step must be data at a fixed address: the batch, the dropout key, the
+learning rate. Random numbers follow the default generator's seed at the time of the replay.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Calls before recording: compilation, autotuning and lazily made state must not be part of the graph.
+# Calls before recording: the graph must not contain compilation, autotuning or lazy initialisation.
 WARMUP_CALLS = 3
 
 
 class GraphedStep:
     """Calls `function`, from the fourth call on by replaying it as a CUDA graph.
 
-    function     tensors in, tensors out, without a look at any value; whatever else it reads or writes stays where
-                 it is. Its results are overwritten by the next call.
-    peak_bytes   memory allocated while it was recorded, at most: the allocator does not see replays
+    function     tensors in, tensors out. It never looks at a value, and everything else that it reads or writes keeps
+                 its address. The next call overwrites its results.
+    peak_bytes   peak of the memory allocated while recording: the allocator does not see replays
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], device: torch.device) -> None:
@@ -45,7 +45,7 @@ class GraphedStep:
         return self.outputs
 
     def _aside(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Call on the stream that records later, as autograd remembers the stream that it first saw."""
+        """Call on the stream that will record, because autograd remembers the first stream it sees."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -56,7 +56,7 @@ class GraphedStep:
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: another one prepares the next batch meanwhile.
+        # This thread alone: another one is preparing the next batch.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self.outputs = self.function(*self.inputs)
         self.peak_bytes = torch.cuda.max_memory_allocated(self.device)

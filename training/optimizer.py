@@ -21,7 +21,7 @@ class OptimizerConfig:
     weight_decay  per step, times the learning rate, of matrices and embeddings only
     betas         decay of the running means of the gradient and of its square
     eps           added to the root of the second
-    clip          largest norm of the gradient over all parameters; 0: any
+    clip          largest norm of the gradient over all parameters; 0: no clipping
     """
 
     name: str = "adamw"
@@ -38,8 +38,8 @@ class ScheduleConfig:
 
     name            cosine, wsd (warmup-stable-decay) or constant
     warmup_steps    steps of linear growth from (almost) zero; auto: a tenth of all steps, 100 at most
-    min_lr_ratio    what is left of the learning rate at the end, as a part of its peak (cosine, wsd)
-    decay_fraction  part of all steps that the final decay takes (wsd)
+    min_lr_ratio    final learning rate as a fraction of its peak (cosine, wsd)
+    decay_fraction  fraction of all steps used by the final decay (wsd)
     """
 
     name: str = "cosine"
@@ -48,7 +48,7 @@ class ScheduleConfig:
     decay_fraction: float = 0.2
 
     def warmup(self, steps: int) -> int:
-        """The steps that warm up, of `steps` in all."""
+        """The number of warm-up steps in a run of `steps`."""
         return min(steps // 10, 100) if self.warmup_steps == AUTO else int(self.warmup_steps)
 
 
@@ -83,8 +83,8 @@ def learning_rate(step: int, steps: int, peak: float, config: ScheduleConfig) ->
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019) that decays matrices and embeddings, not biases and norms.
 
-    The learning rate is a tensor on the parameters' device, to be filled before each step, so that neither a
-    compiled nor a captured step has to be made anew for it.
+    The learning rate is a tensor on the parameters' device, filled before each step. A new value then needs neither
+    recompilation nor a new CUDA graph.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -101,19 +101,19 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.AdamW]]
 
 
 def set_learning_rate(optimizer: torch.optim.AdamW, lr: float) -> None:
-    """The learning rate of the next update, written to where the device reads it."""
+    """Set the learning rate of the next update, in the tensor that the device reads."""
     for group in optimizer.param_groups:
         group["lr"].fill_(lr)
 
 
 def update_parameters(optimizer: torch.optim.AdamW, divisor: Tensor, skip: Tensor) -> None:
-    """One update from gradients / divisor or, where `skip`, none: decided on the device, the host waits for nothing.
+    """One update from gradients / divisor, or none if `skip`. The device decides; the host does not wait.
 
     divisor  0-dim: scaling and clipping in one
     skip     0-dim bool: leave weights, moments and their step count as they are
     """
     # The fused kernel divides by `grad_scale` as it reads the gradients, and returns at once where `found_inf` is 1:
-    # clipping and stopping cost no pass of their own.
+    # clipping and skipping need no extra pass over the gradients.
     optimizer.grad_scale, optimizer.found_inf = divisor, skip.float()  # type: ignore[attr-defined]
     optimizer.step()
 

@@ -1,4 +1,4 @@
-"""The ranks of one run: how they find each other, what they tell each other, and how they notice that one is gone."""
+"""The ranks of one run: joining, exchanging values between hosts, and noticing that one is gone."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from training.device import World
 
 T = TypeVar("T")
 
-# A rank that loses another one waits this long for the rest to report, so that it can name the one that is missing.
+# A rank that loses another one waits this long for the others to report, so that it can name the missing one.
 SECONDS_TO_REPORT = 3.0
-# torchrun starts the ranks of one machine within seconds; after this long without them a line says who is waited for.
+# torchrun starts the ranks of one machine within seconds. After this long a line names the ranks that are missing.
 SECONDS_OF_SILENCE = 10.0
 
 
 class RankError(UserError, RuntimeError):
-    """Ranks that did not come or are gone; the message names them."""
+    """Ranks that did not join or are gone; the message names them."""
 
 
 @contextmanager
 def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[None]:
-    """Make `device` the current one, and let the ranks find each other for the length of the block.
+    """Make `device` the current one, and connect the ranks for the duration of the block.
 
     timeout_s  how long to wait for the others, when joining and in every exchange
 
-    Raises RankError where a rank does not come, or is gone before the block ends.
+    Raises RankError if a rank does not join, or is gone before the block ends.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -62,7 +62,7 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
 
 
 def _meet(world: World, timeout_s: float) -> dist.Store:
-    """The store at MASTER_ADDR:MASTER_PORT once every rank has come."""
+    """The store at MASTER_ADDR:MASTER_PORT, once every rank has joined."""
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
@@ -70,7 +70,7 @@ def _meet(world: World, timeout_s: float) -> dist.Store:
             f"RANK={world.rank} of WORLD_SIZE={world.size} needs MASTER_ADDR and MASTER_PORT to find the others; start "
             "the ranks with torchrun --nproc-per-node, or unset RANK and WORLD_SIZE to train alone."
         ) from None
-    # torchrun keeps a store of its own at this address, which every rank then only connects to.
+    # torchrun runs a store at this address itself; every rank then only connects to it.
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     first = world.rank == 0 and not hosted
     began, told = time.monotonic(), False
@@ -104,13 +104,13 @@ def _did_not_come(world: World, absent: list[int], host: str, port: int, timeout
 
 
 def _missing(store: dist.Store, world: World) -> list[int]:
-    """The ranks that do not report within a few seconds that they, too, have noticed a failure."""
+    """The ranks that do not report within a few seconds that they have noticed the failure too."""
     try:
         store.set(f"noticed/{world.rank}", "yes")
         deadline = time.monotonic() + SECONDS_TO_REPORT
         while (absent := _absent(store, "noticed", world)) and time.monotonic() < deadline:
             time.sleep(0.05)
-    except RuntimeError:  # the store is gone with the rank that kept it
+    except RuntimeError:  # the rank that ran the store is gone
         return [0]
     return absent
 
@@ -124,12 +124,12 @@ def _names(ranks: list[int]) -> str:
 
 
 def rank() -> int:
-    """This process's number among the ranks that have joined; 0 where it is alone."""
+    """The rank of this process; 0 if it is alone."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def from_first_rank(work: Callable[[], T]) -> T:
-    """work() of the first rank, on every rank; where it fails there, every rank raises its error."""
+    """The result of work() on the first rank, on every rank. If it fails there, every rank raises its error."""
     if not dist.is_initialized():
         return work()
     outcome: list[object] = [None, None]
@@ -145,7 +145,7 @@ def from_first_rank(work: Callable[[], T]) -> T:
 
 
 def from_every_rank(value: T) -> list[T]:
-    """The value of each rank, in their order."""
+    """The values of all ranks, in their order."""
     if not dist.is_initialized():
         return [value]
     values: list[T] = [value] * dist.get_world_size()

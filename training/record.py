@@ -1,4 +1,4 @@
-"""What is kept of a run while it lasts: its lines, its checkpoints and, on the way out, how it ended."""
+"""The record of a run: its metrics, its checkpoints and, at the end, its summary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from training.tracking.tracker import Tracker, TrackingConfig
 
 
 class NullRecord:
-    """The record of a rank that leaves all but its share of a checkpoint to the first one."""
+    """The record of ranks other than the first: they only write their share of checkpoints."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -37,24 +37,24 @@ class NullRecord:
         """Metrics after n updates."""
 
     def save(self, n: int, val_loss: float | None) -> None:
-        """This rank's share of the checkpoint after n updates, whose folder and validation loss the first one knows."""
+        """This rank's share of the checkpoint after n updates. The first rank knows its folder and validation loss."""
         save_checkpoint(Path(), self.trainer.state(), n, keep_last=1, metadata={})
 
     def __enter__(self) -> NullRecord:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """The run is over, by `error` or in peace."""
+        """The run is over, with or without an `error`."""
 
 
 @dataclass(frozen=True)
 class RunMetadata:
-    """What a run came from.
+    """The origin of a run.
 
     config     as plain values
     overrides  of the command line
     data       identity of the prepared tokens
-    shape      what the model asks of its attention
+    shape      the model's requirements for its attention
     """
 
     config: dict[str, Any]
@@ -64,7 +64,7 @@ class RunMetadata:
 
 
 class Record(NullRecord):
-    """Keeps a run folder, and writes its summary.json when the `with` block is left, whatever it is left by."""
+    """Keeps a run folder, and writes its summary.json at the end of the `with` block, also after an exception."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Record(NullRecord):
     ) -> None:
         """
         start  updates done already
-        again  whether the folder is this run's own, so that what was logged beyond `start` gives way
+        again  whether the folder belongs to this run; lines logged beyond `start` are then replaced
         """
         super().__init__(trainer)
         self.folder, self.meter, self.origin = folder, meter, origin
@@ -103,7 +103,7 @@ class Record(NullRecord):
 
     @property
     def elapsed(self) -> float:
-        """Seconds that the run has taken, those before it was resumed included."""
+        """Seconds of the run, including those before it was resumed."""
         return time.monotonic() - self.clock_zero
 
     @property
@@ -137,7 +137,7 @@ class Record(NullRecord):
             self.tracker.finish(self.summary(status, sentence, non_finite_step))
 
     def summary(self, status: str, message: str | None, non_finite_step: int | None) -> dict[str, Any]:
-        """summary.json; the losses are those of all lines, also of those before a resume."""
+        """The content of summary.json. Losses are those of all lines, including lines from before a resume."""
         trainer, lines = self.trainer, read_metrics(self.folder / "metrics.jsonl")
         evaluated = [(float(line["val/loss"]), line["step"]) for line in lines if "val/loss" in line]
         best_val_loss, best_val_step = min((e for e in evaluated if math.isfinite(e[0])), default=(None, None))
@@ -170,8 +170,8 @@ class Record(NullRecord):
         }
 
     def _memory(self, finished: bool) -> tuple[str | None, dict[str, float]]:
-        """Where the peak was measured, and the peak. A process on a CPU has none to ask for, so there the attention's
-        own allocations are counted."""
+        """Where the peak was measured, and the peak. A CPU has no such counter; there the attention's allocations are
+        counted."""
         if self.origin.shape.device.type != "cpu":
             return "cuda", self.meter.peaks()
         if not finished:

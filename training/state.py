@@ -1,4 +1,4 @@
-"""All that a training run is between two steps, as named tensors: what a checkpoint holds."""
+"""The state of a training run between two steps as named tensors, for checkpoints."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, others: Ten
 def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, others: Tensors) -> None:
     """Fill weights, moments and `others` from a checkpoint. Hyperparameters stay the optimizer's.
 
-    Every rank calls this; how many ranks had written it does not matter. Raises CheckpointError.
+    Every rank calls this; the number of ranks may differ from that of the writers. Raises CheckpointError.
     """
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     parameters = dict(model.named_parameters())
     index_of = {name: next(i for i, q in enumerate(ordered) if q is p) for name, p in parameters.items()}
 
     def index(name: str) -> int:
-        """Of the parameter that a moment belongs to; checkpoints of format 1 give the index itself."""
+        """The index of the parameter that a moment belongs to; checkpoints of format 1 store the index itself."""
         owner = name.removeprefix(MOMENTS).rpartition(".")[0]
         return int(owner) if owner.isdecimal() else index_of[owner]
 
     def allocate(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Sharded as its parameter is."""
+        """An empty tensor, sharded like its parameter."""
         like = ordered[index(name)] if name.startswith(MOMENTS) else parameters.get(name)
         if like is not None and like.shape == size:
             return torch.empty_like(like, dtype=dtype)

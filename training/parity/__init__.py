@@ -1,1 +1,1 @@
-"""Whether an attention computes what the reference computes, asked in the middle of a run."""
+"""Checks, during a run, that an attention computes the same as the reference."""

@@ -1,13 +1,13 @@
 """Where the online softmax goes wrong when one of its lines is left out, and how far.
 
-attention=tiled visits the keys tile by tile, and after each tile its output is attention over the keys seen so
-far. Called with the keys cut off behind tile j, it therefore shows what it had made of a tile of queries i when it
-was done with tile (i, j); each such state is compared with the textbook formula in fp64.
+attention=tiled visits the keys tile by tile, and after each tile its output is attention over the keys seen so far. A
+call with the keys cut off after tile j therefore shows the state of query tile i after tile (i, j). Each such state is
+compared with the textbook formula in fp64.
 
-Queries and keys are drawn so that scores grow along the keys, from nothing to beyond what exp can hold in fp32. The
-line that keeps exp in range is then missed at a certain tile: in fp16, whose probabilities end at 65504 = exp(11.1),
-well before fp32, whose largest number is exp(88.7). The line that takes earlier tiles to a new maximum is missed at
-the second tile of every row, in any precision.
+The scores grow along the keys, from 0 to beyond the range of exp in fp32. Without the line that keeps exp in range the
+result is wrong from a certain tile on: early in fp16, whose largest number is 65504 = exp(11.1), and later in fp32,
+where it is exp(88.7). Without the line that rescales earlier tiles to a new maximum it is wrong from the second tile of
+every row on, in any precision.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attention import Ablation, Attention, AttentionConfig, Score, build_attenti
 TILES = 4  # in each direction
 HEAD_DIM = 64
 STEEPEST = 40.0  # standard deviation of the last key's scores: of 64 keys a few stand beyond 88, none beyond 200
-# The intact algorithm's own error, times this, is what a row may be off.
+# A row may be off by this many times the error of the intact algorithm.
 MARGIN = 8.0
 FULL = Score(causal=False)
 

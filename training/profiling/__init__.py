@@ -1,1 +1,1 @@
-"""What a step costs: time, utilisation, memory, and where they go."""
+"""The cost of a step: time, utilisation and memory."""

@@ -1,7 +1,7 @@
-"""What one layer's attention allocates, counted tensor by tensor.
+"""The memory that one layer's attention allocates, counted tensor by tensor.
 
-A GPU's allocator keeps the peak of a whole process; the CPU's keeps nothing. There, and wherever the attention
-alone is of interest, every operator is watched: what it returns counts until the last reference to it is gone.
+A GPU's allocator records the peak of the whole process; the CPU's records nothing. So a dispatch mode watches every
+operator: each tensor that it returns counts until the last reference to it is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MemoryLimitError(UserError, RuntimeError):
 class AllocationMeter(TorchDispatchMode):
     """While active, `peak` is the most bytes that tensors made since the start have held at once.
 
-    What an operator allocates and frees inside itself is not seen.
+    Memory that an operator allocates and frees internally is not seen.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class AllocationMeter(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
-                self._known.add(tensor.untyped_storage())  # made before the start, or counted already
+                self._known.add(tensor.untyped_storage())  # allocated before the start, or already counted
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):

@@ -1,4 +1,4 @@
-"""How long steps take, what share of the device they use, and how much memory.
+"""Step time, utilisation of the device, and memory.
 
     meter = StepMeter(device, tokens_per_step=tokens, flops_per_token_full=full, flops_per_token_causal=causal,
                       precision="bf16")
@@ -15,9 +15,9 @@
             ...                                 # evaluation, checkpoint, parity probe: not training, not counted
     summary = {"median": meter.medians(), "peak": meter.peaks()}
 
-A step lasts from the end of the step before to its own end, so that nothing the loop does between two steps is
-free, unless it stands under `paused`. On a GPU the ends are events in the stream, read back at `interval` alone:
-the host never waits for the device in between. The first steps (allocation, compilation, autotuning) are not counted.
+A step lasts from the end of the previous step to its own end. Everything the loop does between two steps counts, except
+under `paused`. On a GPU the ends are events in the stream, read back at `interval` only, so the host never waits for
+the device in between. The first steps (allocation, compilation, autotuning) do not count.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class StepMeter:
     """Times steps and their waits for data; see the module's docstring for the order of calls.
 
     tokens_per_step         over all devices
-    flops_per_token_full    forward and backward, attention counted whole
-    flops_per_token_causal  the same, attention counted as causality leaves it
+    flops_per_token_full    forward and backward, with every query and key
+    flops_per_token_causal  the same, with visible keys only
     precision               of the matrix products: bf16, fp16, tf32 or fp32
     device_count            devices that share the step
     warmup_steps            steps of this process that are not counted
@@ -104,8 +104,8 @@ class StepMeter:
         self.clock = clock or (CudaClock(device) if device.type == "cuda" else HostClock())
 
         self._warmup_left = warmup_steps
-        self._start: Any = None  # where the current step began: where the last one ended, unless paused
-        self._waited = 0.0  # host seconds that the current step has waited for data
+        self._start: Any = None  # start of the current step: the end of the last one, unless paused
+        self._waited = 0.0  # host seconds spent waiting for data in the current step
         self._pending: list[tuple[Any, Any, float]] = []  # (start, end, waited), not read back yet
         self._step_seconds, self._data_seconds = array("d"), array("d")  # of the whole run
         self._peak_bytes = {"allocated": 0, "reserved": 0}  # since the last interval, pauses left out
@@ -131,13 +131,13 @@ class StepMeter:
         end = self.clock.mark()
         if self._warmup_left:
             self._warmup_left -= 1
-        elif self._start is not None:  # a step with a pause inside is not one to learn from
+        elif self._start is not None:  # steps with a pause inside do not count
             self._pending.append((self._start, end, self._waited))
         self._start = end
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is not training: neither its time nor its memory counts."""
+        """Around work that is not training: neither its time nor its memory counts."""
         self._note_memory()
         try:
             yield
@@ -149,7 +149,7 @@ class StepMeter:
     def interval(self, replayed_bytes: int = 0) -> dict[str, float]:
         """Means over the steps since the last call, and the peaks of memory; then both start afresh.
 
-        replayed_bytes   what a replayed CUDA graph uses at its peak, which the allocator does not notice
+        replayed_bytes   peak memory of a replayed CUDA graph, which the allocator does not see
 
         The throughput is absent while all of them were warm-up, MFU where the device's peak is unknown, memory on
         a CPU. Waits for the device to finish the last step.

@@ -1,8 +1,8 @@
-"""What a GPU could do at most, by its name, and what share of it a training step reaches.
+"""The peak FLOP/s of GPUs by name, and the share of it that a training step reaches.
 
-Model FLOPs utilisation (Chowdhery et al. 2022, "PaLM", appendix B): the FLOPs that the model's arithmetic needs,
-over those that the device could have done in the same time. It is given in two conventions: `full` counts
-attention as if every query saw every key, as most published figures do; `causal` counts what causality leaves.
+Model FLOPs utilisation (Chowdhery et al. 2022, "PaLM", appendix B): the FLOPs of the model's arithmetic over those that
+the device could have done in the same time. There are two conventions: `full` counts attention as if every query saw
+every key, as most published figures do; `causal` counts the visible keys only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 # Dense peak in TFLOP/s: bf16, fp16, tf32 and fp32 (outside the tensor cores), by NVIDIA's datasheet or architecture
-# whitepaper; where a datasheet gives figures with sparsity, half of them. GeForce: fp16 with fp32 accumulation, which
+# whitepaper; half of the figure where a datasheet assumes sparsity. GeForce: fp16 with fp32 accumulation, which
 # is what torch uses. None: the device does not have the precision.
 _H100_SXM = (989.4, 989.4, 494.7, 66.9)  # H100 whitepaper, H100 SXM5
 _H100_PCIE = (756.0, 756.0, 378.0, 51.2)  # H100 whitepaper, H100 PCIe

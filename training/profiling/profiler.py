@@ -42,7 +42,7 @@ DESCRIPTIONS = {
     "idle": "nothing runs on the device",
 }
 
-# What an operation's or kernel's name says of its purpose; the first match counts. Names in the model's own code
+# The category of an operation or kernel by its name; the first match counts. Names in the model's own code
 # (`record_function`) and of its custom ops come first, then torch's, then those of kernels.
 RULES = tuple(
     (category, re.compile(pattern))
@@ -54,9 +54,9 @@ RULES = tuple(
         ("matmul", r"^aten::(mm|addmm|linear|matmul)$|gemm|nvjet|cutlass|xmma|cublas|splitKreduce"),
     )
 )
-# An operation inside one of these serves its purpose, whatever its own name: a matrix product of attention's.
+# Operations inside one of these belong to its category, such as a matrix product of attention.
 ENCLOSING = ("attention", "loss", "optimizer", "data")
-# What torch calls the events of the host and of the device in a trace.
+# torch's names for the events of the host and of the device in a trace.
 HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -163,10 +163,10 @@ def format_table(times: dict[str, float]) -> str:
 def summarise(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Microseconds of the profiled window by category; together they are the window.
 
-    A kernel belongs to the operation that launched it, an operation to the category of what encloses it or, in the
-    backward pass, to that of its forward operation. On a GPU each instant goes to what runs then, to copies only
-    where nothing else runs, and to `data` or `idle` where nothing does. On a CPU each operation counts without
-    those it calls, and `idle` is Python between operations.
+    A kernel belongs to the operation that launched it. An operation belongs to the category of the enclosing one or, in
+    the backward pass, of its forward operation. On a GPU each instant counts for the running kernel, for a copy only if
+    nothing else runs, and for `data` or `idle` if nothing runs at all. On a CPU each operation counts without those it
+    calls, and `idle` is Python between operations.
     """
     host = [e for e in events if e.get("ph") == "X" and e.get("cat") in HOST]
     window = next(e for e in host if e["name"] == WINDOW and e["cat"] == "user_annotation")
@@ -179,7 +179,7 @@ def summarise(events: Iterable[dict[str, Any]]) -> dict[str, float]:
         spans = []
         for e in device:
             named = category_of(e["name"])
-            # A copy is not the purpose of what asks for it, and the launch of a graph says nothing of its kernels.
+            # A copy does not belong to the operation that asks for it; a graph's launch says nothing of its kernels.
             launched_for = launches.get(e["args"].get("correlation"))
             category = named if named == "data" else launched_for or named or "other"
             spans.append((e["ts"], e["ts"] + e["dur"], category))

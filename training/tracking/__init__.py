@@ -1,1 +1,1 @@
-"""What a run tells: metrics.jsonl, the progress line, summary.json, the loss curve, W&B."""
+"""Tracking: metrics.jsonl, the progress line, summary.json, the loss curve, W&B."""

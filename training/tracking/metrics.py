@@ -2,8 +2,8 @@
 
     {"step": 10, "train/loss": 4.1, "optim/lr": 0.0001, ...}
 
-A loss that is not finite stands there as "nan", "inf" or "-inf", which `float` reads. A line reaches the operating
-system before `append` returns, so that a killed process loses none, and the disk within half a minute.
+A loss that is not finite is written as "nan", "inf" or "-inf", which `float` reads. A line reaches the operating system
+before `append` returns, so a killed process loses none. It reaches the disk within half a minute.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class MetricsFile:
     """The metrics of one run, written a line at a time."""
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        """Begin a new file, or, with `resume_step`, keep of the old one what was logged up to that step.
+        """Begin a new file or, with `resume_step`, keep the lines of the old one up to that step.
 
-        Raises TrackingError where a new run would mix its lines with those of another.
+        Raises TrackingError if the file belongs to another run.
         """
         self.path = path
         if resume_step is not None:
@@ -58,7 +58,7 @@ class MetricsFile:
             raise ValueError(f"step {step} is logged after step {self.last_step}")
         line = (to_json({"step": step, **metrics}) + "\n").encode()
         try:
-            if self.file.write(line) != len(line):  # a file system with room for a part of it
+            if self.file.write(line) != len(line):  # the disk had room for part of the line only
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if time.monotonic() - self.synced > SECONDS_BETWEEN_SYNCS:
                 self.sync()
@@ -75,7 +75,7 @@ class MetricsFile:
         self.synced = time.monotonic()
 
     def close(self) -> None:
-        """Bring the file to the disk. More than one call does no harm."""
+        """Sync the file to the disk and close it; safe to call twice."""
         if not self.file.closed:
             self.sync()
             self.file.close()

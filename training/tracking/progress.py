@@ -1,4 +1,4 @@
-"""How far a run is: a live bar in a terminal, a line every few seconds in a log."""
+"""The progress of a run: a live bar in a terminal, a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 BAR = 10  # columns; a terminal narrower than this and the longest usual line shows the line alone
 WIDE_ENOUGH = 90
-# The rate of the recent past tells the remaining time; the first steps, with their compilation, soon drop out.
+# The remaining time follows from the recent rate, which soon leaves out the first steps and their compilation.
 MARKS = 20
 
 
 class Terminal(Console):
-    """Standard output, whose reader may leave (`| head`) without ending what is being reported."""
+    """Standard output that survives a closed pipe (`| head`)."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
-        """Write to nowhere from now on, and let `print` and the interpreter's last flush do the same."""
+        """Discard all further output, also that of `print` and the interpreter's last flush."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -35,7 +35,7 @@ class Terminal(Console):
 class ProgressLine:
     """Step, losses, tokens seen and their rate, and remaining time.
 
-    Redrawn when `update` is called and at no other time, so that no thread competes with the training.
+    Redrawn by `update` only, so no thread competes with the training.
     """
 
     def __init__(
@@ -92,17 +92,17 @@ class ProgressLine:
         return "  ".join(parts)
 
     def print(self, text: str) -> None:
-        """A line of its own, above the bar where there is one."""
+        """Print a line, above the bar if there is one."""
         self.console.print(text, markup=False)
 
     def close(self) -> None:
-        """Leave the bar as it stands. More than one call does no harm."""
+        """Stop the bar; safe to call twice."""
         if self.bar is not None:
             self.bar.stop()
 
 
 def remaining_seconds(marks: list[tuple[float, int]], steps: int) -> float | None:
-    """From (time, steps done) at some points, the oldest first: seconds to `steps` at that rate; None without one."""
+    """Seconds until `steps`, from pairs (time, steps done), oldest first; None without a rate."""
     (start, first), (now, done) = marks[0], marks[-1]
     return None if done <= first else (now - start) / (done - first) * (steps - done)
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind for people and reports: where it ran, how it ended, and its loss curve."""
+"""A run's environment, summary.json and loss curve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAIN_COLOUR, VAL_COLOUR, INK, GRID = "#8da9c4", "#c8553d", "#333333", "#e6e6e6"
 def environment(device: torch.device, device_count: int = 1) -> dict[str, Any]:
     """{"device": {type, name, count}, "versions": {python, torch, triton, cuda}, "git": {commit, dirty}}.
 
-    What is not there (triton, CUDA, a git checkout) is None.
+    None for what is missing (triton, CUDA, a git checkout).
     """
     try:
         triton = metadata.version("triton")
@@ -62,7 +62,7 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 def draw_loss_curve(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw train and validation loss over steps as PNG. Values that are not finite leave a gap."""
-    from matplotlib.figure import Figure  # half a second to import, which the start of a run need not wait for
+    from matplotlib.figure import Figure  # half a second to import, too long for the start of a run
 
     train, val = _series(records, "train/loss"), _series(records, "val/loss")
     figure = Figure(figsize=(7.2, 4.2), dpi=144, layout="constrained")

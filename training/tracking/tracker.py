@@ -1,4 +1,4 @@
-"""What a run tells the world: metrics.jsonl, the progress line, W&B, and at the end summary.json and the loss curve.
+"""Records a run: metrics.jsonl, the progress line and W&B; at the end summary.json and the loss curve.
 
     tracker = Tracker(run_folder, config.tracking, run_config=as_plain_dicts, steps=2000, resume_step=None,
                       environment=environment(device))
@@ -7,8 +7,8 @@
         tracker.print("a line above the progress bar")
         tracker.finish({"status": "completed", ...})   # writes summary.json as given, draws, says where to look
 
-Log before saving the checkpoint of the same step: a resumed run keeps the lines up to its checkpoint's step, and
-writes the later ones itself.
+Log before saving the checkpoint of the same step: a resumed run keeps the lines up to its checkpoint's step and writes
+later ones again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from training.tracking.wandb_mirror import WandbMirror
 
 __all__ = ["Tracker", "TrackingConfig", "TrackingError", "TrackingMode"]
 
-# How long the end of a run may wait for W&B: an upload takes longer than writing a file.
+# The longest wait for W&B at the end of a run, when an upload takes longer than writing a file.
 SECONDS_TO_FINISH = {"online": 60.0, "offline": 30.0}
 SECONDS_TO_LEAVE = 10.0  # where the run breaks off without `finish`
 
 
 class TrackingMode(Enum):
-    """Where W&B keeps the run."""
+    """Where W&B stores the run."""
 
     online = "online"  # on its server
     offline = "offline"  # in the run folder; `wandb sync` uploads it
@@ -73,8 +73,8 @@ class Tracker:
     ) -> None:
         """
         run_config   recorded in W&B as the run's configuration
-        steps        that the run is going to have done at its end
-        resume_step  the step it goes on from; None for a new run
+        steps        updates of the whole run
+        resume_step  the step from which it resumes; None for a new run
         environment  versions, device and git commit, recorded beside the configuration
 
         Raises TrackingError where the run folder belongs to another run.
@@ -103,18 +103,18 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record `metrics` after `step` updates: numbers, or words where the name says so.
 
-        Raises TrackingError where metrics.jsonl cannot be written, and for nothing else.
+        Raises TrackingError if metrics.jsonl cannot be written, and nothing else.
         """
         self.metrics.append(step, metrics)
         self.progress.update(step, metrics)
         self._warn()
 
     def print(self, text: str) -> None:
-        """A line on the terminal, above the progress bar where there is one."""
+        """Print a line, above the progress bar if there is one."""
         self.progress.print(text)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, draw loss.png, close W&B, and say where all of it is.
+        """Write summary.json, draw loss.png, close W&B, and print where they are.
 
         Raises TrackingError where the run folder cannot be written.
         """

@@ -1,11 +1,10 @@
-"""Weights & Biases, at arm's length: a process of its own copies metrics.jsonl into a W&B run.
+"""Weights & Biases in a separate process, which copies metrics.jsonl into a W&B run.
 
-W&B's own process is not enough: where it stalls, `wandb.log` waits for it and the training with it. Whatever W&B does
-here (import, start, raise, print, hang, get killed), the run neither waits nor fails, and the next run of a sweep
-starts with nothing of it. The run writes its metrics.jsonl and does not know who reads it; the mirror reads what is
-new every second. Between the two go only
+W&B's own process is not enough: when it stalls, `wandb.log` waits for it, and the training too. Here the run neither
+waits nor fails, whatever W&B does (import, start, raise, print, hang, get killed), and the next run of a sweep starts
+clean. The run only writes metrics.jsonl; the mirror reads new lines every second. The two exchange these messages:
 
-    to the mirror    a line of JSON with what to call the run; then "finish", once the run folder is complete
+    to the mirror    a line of JSON with the arguments of wandb.init; then "finish", once the run folder is complete
     from the mirror  {"location": ...} when the W&B run has started, with {"offline": reason} where its server could
                      not be used, and {"done": true} or {"failed": reason} at the end
 
@@ -29,12 +28,12 @@ from typing import IO, Any
 
 SECONDS_BETWEEN_READS = 1.0
 NOT_FINITE = ("nan", "inf", "-inf")
-# Of the profile, what people open; a snapshot of the memory may be too large to upload while a run waits.
+# The files of the profile that people open; a memory snapshot may be too large to upload while a run waits.
 PROFILE = ("profile/table.txt", "profile/trace.json.gz")
 
 
 class WandbMirror:
-    """The training process's end: starts the mirror, hears its complaint, ends it."""
+    """The mirror as seen by the training process: start it, collect its warnings, end it."""
 
     def __init__(self, run_folder: Path, options: dict[str, Any]) -> None:
         """`options`: keyword arguments of wandb.init, plain values."""
@@ -47,7 +46,7 @@ class WandbMirror:
         self._log = run_folder / "wandb" / "mirror.log"
         request = json.dumps({"run_folder": str(run_folder.absolute()), "pid": os.getpid(), "options": options})
         self.process = subprocess.Popen(
-            # -P: the folder of this file is not one to import from.
+            # -P: do not import from the folder of this file.
             [sys.executable, "-P", __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -60,18 +59,18 @@ class WandbMirror:
         self._send(request)
 
     def warnings(self) -> list[str]:
-        """What went wrong since the last call, a sentence each. Never waits."""
+        """Warnings since the last call, a sentence each. Never waits."""
         self._listen()
         told, self._warnings = self._warnings, []
         return told
 
     def finish(self, timeout: float) -> None:
-        """Have the rest copied and the W&B run closed, waiting at most `timeout` seconds."""
+        """Let the mirror copy the rest and close the W&B run, waiting at most `timeout` seconds."""
         self._send("finish")
         self.end(timeout)
 
     def end(self, timeout: float) -> None:
-        """End the mirror, its W&B run as failed unless `finish` was sent. More than one call does no harm."""
+        """End the mirror, and its W&B run as failed unless `finish` was sent. Safe to call twice."""
         assert self.process.stdin
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -120,7 +119,7 @@ class WandbMirror:
 
 
 def main() -> None:
-    """The mirror's end."""
+    """The mirror process."""
     status = os.fdopen(os.dup(1), "w", buffering=1)
     orders = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - for as long as the process lives
     request = json.loads(orders.readline())
@@ -179,7 +178,7 @@ def mirror(folder: Path, pid: int, options: dict[str, Any], orders: IO[bytes], s
 
 
 def complete_lines(file: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """The records that have been added to `file`; a line that is still being written is left for later."""
+    """The new records in `file`; an incomplete last line is left for the next call."""
     while True:
         start = file.tell()
         line = file.readline()
@@ -190,12 +189,12 @@ def complete_lines(file: IO[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception of W&B's, which may take several."""
+    """An exception of W&B in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def number(value: Any) -> Any:
-    """Undo what metrics.jsonl does to numbers that are not finite."""
+    """A number of metrics.jsonl, whose non-finite values are words."""
     return float(value) if value in NOT_FINITE else value
 
 
