@@ -4,7 +4,7 @@
     python compare.py outputs/2026-11-20/10-00-00-naive outputs/2026-11-20/10-05-00-flash out=comparison
 
 Reads run folders alone: no GPU, no W&B, no network. Writes index.html (one page, figures within), report.md, figures/
-(SVG and PNG, light and dark), runs.csv and curves.csv.
+(PNG, light and dark), runs.csv and curves.csv.
 
     <folder> ...          run folders, or folders that hold some (a sweep)
     out=<folder>          where to write; report/ in the given folder, or report-out/ where several are given
@@ -21,10 +21,10 @@ from pathlib import Path
 
 from cli.arguments import parse as key_values
 from errors import UserError, fail
-from report.groups import label_order
 from report.page import write_report
 from report.publish import MODES, mode_of, publish
 from report.runs import ReportError, find_runs
+from report.sweeps import label_order, labels_of
 
 
 @dataclass
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
     folders, config = parse(arguments)
     found = find_runs(folders)
     reference = config.reference or "naive"
-    labels = sorted({run.label for run in found.runs}, key=label_order)
+    labels = sorted(set(labels_of(found.runs).values()), key=label_order)
     if config.reference and reference not in labels:
         raise ReportError(f"reference={reference} is not among the runs; there are {', '.join(labels)}.")
     out = Path(config.out or (folders[0] / "report" if len(folders) == 1 else "report-out"))
@@ -56,7 +56,10 @@ def main(arguments: list[str]) -> None:
         ) from error
     for note in report.notes:
         print(f"note: {note}")
-    print(report.verdict.sentence)
+    print(f"{report.headline}.")
+    for section in report.sections:
+        for subject, sentences in section.answer.bullets:
+            print(f"  {subject}: {sentences}")
     print(f"report: {out / 'index.html'}")
     mode = config.wandb or mode_of(found.runs)
     if mode != "disabled":

@@ -23,10 +23,9 @@ from report.draw import (
     legend,
     log_axis,
     render_png,
-    short_length,
-    short_number,
     styles,
 )
+from report.text import short_length, short_number
 
 SHORT = {"out of memory": "OOM", "too slow": "slow", "refused": "-", "failed": "failed"}
 

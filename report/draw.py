@@ -1,17 +1,16 @@
 """One drawing, three renderings: SVG that follows the page's colour scheme, and PNG in light and in dark.
 
 A figure is drawn in colours of a palette. In SVG each of them becomes a CSS variable with a value for either
-scheme, so that one file serves both; PNG is drawn once with each column of the palette.
+scheme; PNG is drawn once with each column of the palette.
 """
 
 from __future__ import annotations
 
-import colorsys
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -21,7 +20,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from report.numbers import power_of_ten
+from report.text import short_number
 
 # role: (light, dark). An implementation looks the same in every figure.
 COLOURS: dict[str, tuple[str, str]] = {
@@ -34,29 +33,22 @@ COLOURS: dict[str, tuple[str, str]] = {
     "tiled": ("#d9822b", "#f0a35a"),
     "sdpa": ("#1f9a8a", "#4fc9b7"),
     "flash": ("#5b5bd6", "#9a9bff"),
-    "other": ("#b0408f", "#e27fc4"),
+    "flex": ("#3f8f3a", "#7fce78"),
     "bad": ("#cf3f3f", "#ff7b7b"),
+    "other-0": ("#2f6fd0", "#7fb0ff"),
+    "other-1": ("#b8327f", "#ef86bd"),
+    "other-2": ("#0e8a9e", "#53c8da"),
+    "other-3": ("#7a4bc4", "#b795f2"),
+    "other-4": ("#96720c", "#dfb850"),
+    "other-5": ("#5a6980", "#aab8cc"),
 }
-IMPLEMENTATIONS = ("naive", "tiled", "sdpa", "flash")
-# Variants of an implementation (tile sizes, backends) keep near its hue: turns of the colour wheel, and lightness.
-_TINTS = ((-0.035, -0.12), (0.045, 0.08), (-0.07, 0.06), (0.02, -0.2))
-
-
-def _tint(colour: str, turn: float, lighter: float) -> str:
-    red, green, blue = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
-    hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
-    tinted = colorsys.hls_to_rgb((hue + turn) % 1, min(0.9, max(0.1, lightness + lighter)), saturation)
-    return "#" + "".join(f"{round(255 * part):02x}" for part in tinted)
-
-
-for _name in (*IMPLEMENTATIONS, "other"):
-    for _n, _shift in enumerate(_TINTS, start=1):
-        COLOURS[f"{_name}-{_n}"] = (_tint(COLOURS[_name][0], *_shift), _tint(COLOURS[_name][1], *_shift))
+IMPLEMENTATIONS = ("naive", "tiled", "sdpa", "flash", "flex")
+OTHERS = sum(role.startswith("other-") for role in COLOURS)
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
 # Inches at 72 to the inch make the units of the SVG: about a phone's width, so that 9.5 is a readable size there.
 WIDTH, HEIGHT = 4.8, 3.2
 SIZE = 9.5
-LINES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.4, 1.2, 1.4)))
+LINES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.4, 1.2, 1.4)))
 MARKERS = ("o", "s", "D", "^")
 
 _RC: dict[Any, Any] = {
@@ -73,14 +65,12 @@ _RC: dict[Any, Any] = {
 Palette = Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Style:
-    """How one label is drawn: the colour of its implementation, and a dash and marker among its namesakes."""
+class Style(NamedTuple):
+    """How one label is drawn."""
 
     colour: str
     line: str | tuple[int, tuple[float, ...]]
     marker: str
-    width: float
 
 
 @dataclass(frozen=True)
@@ -101,22 +91,16 @@ class Chart:
     height: float = HEIGHT
 
 
-def styles(labels: list[str], palette: Palette) -> dict[str, Style]:
-    """One style a label. Lines grow thinner in order, so that curves that coincide all show."""
-    namesakes: dict[str, int] = {}
-    styled = {}
-    for n, label in enumerate(labels):
-        name = label.split(" ")[0]
-        variant = namesakes[name] = namesakes.get(name, -1) + 1
-        first = IMPLEMENTATIONS.index(name) if name in IMPLEMENTATIONS else len(IMPLEMENTATIONS)
-        role = name if name in IMPLEMENTATIONS else "other"
-        tint = (variant - 1) % len(_TINTS) + 1
-        styled[label] = Style(
-            palette[f"{role}-{tint}" if variant else role],
-            LINES[variant % len(LINES)] if variant else LINES[0],
-            MARKERS[(first + variant) % len(MARKERS)],
-            max(1.2, 4.4 - 1.1 * n),
-        )
+def styles(labels: Sequence[str], palette: Palette) -> dict[str, Style]:
+    """One style a label: an implementation looks the same in every figure; variants and all else follow in order."""
+    styled: dict[str, Style] = {}
+    others = 0
+    for label in labels:
+        role, line = label.split(" ")[0], LINES[0]
+        if role not in IMPLEMENTATIONS or palette[role] in [style.colour for style in styled.values()]:
+            role, line = f"other-{others % OTHERS}", LINES[(others // OTHERS) % len(LINES)]
+            others += 1
+        styled[label] = Style(palette[role], line, MARKERS[len(styled) % len(MARKERS)])
     return styled
 
 
@@ -151,16 +135,6 @@ def render_svg(chart: Chart) -> str:
     return svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(chart.title)}" ', 1)
 
 
-def standalone_svg(svg: str) -> str:
-    """An SVG file that brings its colours along and follows the scheme of whoever shows it."""
-    style = (
-        f"<style>svg{{{css_variables(dark=False)}background:var(--surface)}}"
-        f"@media (prefers-color-scheme: dark){{svg{{{css_variables(dark=True)}}}}}</style>"
-    )
-    end = svg.index(">") + 1
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{svg[:end]}{style}{svg[end:]}\n'
-
-
 def render_png(chart: Chart, dark: bool) -> bytes:
     """PNG at twice the size of a screen's pixels."""
     file = io.BytesIO()
@@ -191,7 +165,8 @@ def dress(axes: Axes, palette: Palette, title: str, xlabel: str = "") -> None:
 
 def legend(figure: Figure, axes: Axes, palette: Palette) -> None:
     """All labels in rows above the axes."""
-    handles, labels = axes.get_legend_handles_labels()
+    named = {label: handle for handle, label in reversed(list(zip(*axes.get_legend_handles_labels(), strict=True)))}
+    labels, handles = list(reversed(named)), list(reversed(named.values()))
     if not handles:
         return
     columns = legend_columns(labels)
@@ -199,11 +174,6 @@ def legend(figure: Figure, axes: Axes, palette: Palette) -> None:
         handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=palette["ink"],
         handlelength=1.6, handletextpad=0.5, columnspacing=1.4, borderaxespad=0.2,
     )  # fmt: skip
-
-
-def short_length(n: float) -> str:
-    """1024 -> 1k, 524288 -> 512k, 1000 -> 1,000"""
-    return f"{int(n) // 1024}k" if n >= 1024 and n % 1024 == 0 else f"{n:,.0f}"
 
 
 def legend_columns(labels: Sequence[str]) -> int:
@@ -228,17 +198,6 @@ def log_axis(axes: Axes, low: float, high: float) -> None:
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps, numticks=8))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-
-
-def short_number(value: float) -> str:
-    """1500000 -> 1.5M, 40000 -> 40k, 0.05 -> 0.05, 1e-6 -> 10⁻⁶"""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if size >= limit:
-            return f"{value / limit:.3g}{unit}"
-    return f"{value:.3g}" if size >= 1e-2 else power_of_ten(value)
 
 
 def _attribute(text: str) -> str:

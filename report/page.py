@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from report.draw import Chart, css_variables, render_png, render_svg, standalone_svg
-from report.evidence import MARGIN, WINDOW
+from report.draw import Chart, css_variables, render_png, render_svg
 from report.figures import charts
-from report.findings import findings
-from report.groups import Family, differing_settings, family_runs
-from report.parity import Verdict, judge_groups
-from report.record import Run
-from report.runs import RunSet
-from report.tables import (
-    Table,
-    ablation_table,
-    block_table,
-    context_table,
-    crossover_table,
-    curves_csv,
-    judgement_table,
-    run_table,
-    runs_csv,
-    wall_table,
-)
+from report.parity import Outcome, Verdict, judge, outcome_of
+from report.runs import Run, RunSet
+from report.sweeps import Sweep, labels_of, settings_apart, sweeps_of
+from report.tables import Table, curves_csv, run_table, runs_csv, tables_of
+from report.text import Answer, answer, notes_on
+from run_folder import PARITY_MARGIN
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -46,12 +36,12 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Section:
-    """What there is to say about one family of runs; `prefix` sets its files and ids apart from other families'."""
+    """What there is to say about one sweep; `prefix` sets its files and ids apart from other sweeps'."""
 
     prefix: str
     title: str
     subtitle: str
-    findings: tuple[str, ...]
+    answer: Answer
     drawings: tuple[Drawing, ...]
     tables: tuple[Table, ...]
 
@@ -60,9 +50,9 @@ class Section:
 class Report:
     """Everything the templates show."""
 
-    verdict: Verdict
     headline: str
     tone: str
+    outcome: Outcome | None  # of parity, where implementations were compared
     sections: tuple[Section, ...]
     notes: tuple[str, ...]
     runs: Table
@@ -74,161 +64,97 @@ def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
 
     reference  the label of the implementation that the others are compared with
     """
-    runs = found.runs
-    families = family_runs(runs)
-    verdict = judge_groups([group for family in families for group in family.groups], reference)
+    runs, labels = found.runs, labels_of(found.runs)
+    sweeps = sweeps_of(runs)
+    verdicts = judge([cell for sweep in sweeps for cell in sweep.cells], reference)
+    decisive = [verdict for verdict in verdicts if verdict.decisive]
+    places = settings_apart([sweep.cells[0].runs[0] for sweep in sweeps])
+    where = {
+        run.name: ", ".join(dict.fromkeys([*places[n], *cell.where]))
+        for n, sweep in enumerate(sweeps)
+        for cell in sweep.cells
+        for run in cell.runs
+    }
     (out / "figures").mkdir(parents=True, exist_ok=True)
     sections = tuple(
-        _section(family, verdict, reference, f"{n}-" if len(families) > 1 else "", settings, out)
-        for n, (family, settings) in enumerate(zip(families, _own_settings(families), strict=True), start=1)
+        _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", [*places[n]], out)
+        for n, sweep in enumerate(sweeps)
     )
-    headline, tone = _headline(verdict, families)
+    spoken = next((s for s in sections if s.answer.tone == "broken"), sections[0])
     report = Report(
-        verdict=verdict,
-        headline=headline,
-        tone=tone,
+        headline=spoken.answer.headline,
+        tone=spoken.answer.tone,
+        outcome=outcome_of(decisive),
         sections=sections,
-        notes=(*_family_notes(families), *found.notes, *(note for run in runs for note in run.notes)),
-        runs=run_table(runs),
+        notes=tuple(notes_on(found, sweeps)),
+        runs=run_table(runs, labels, where),
         sources=_sources(runs),
     )
-    context = {"report": report, "method": _method(reference)}
-    html = _environment(autoescape=True).get_template("index.html.j2")
-    page = html.render(context, light=Markup(css_variables(dark=False)), dark=Markup(css_variables(dark=True)))
+    shown = {"report": report, "reference": reference, "margin": f"{PARITY_MARGIN:g}"}
+    light, dark = Markup(css_variables(dark=False)), Markup(css_variables(dark=True))
+    page = _environment(autoescape=True).get_template("index.html.j2").render(shown, light=light, dark=dark)
     (out / "index.html").write_text(page, encoding="utf-8")
-    markdown = _environment(autoescape=False).get_template("report.md.j2").render(context)
+    markdown = _environment(finalize=escape_markdown).get_template("report.md.j2").render(shown)
     (out / "report.md").write_text(markdown, encoding="utf-8")
-    (out / "runs.csv").write_text(runs_csv(runs), encoding="utf-8")
-    (out / "curves.csv").write_text(curves_csv(runs), encoding="utf-8")
+    (out / "runs.csv").write_text(runs_csv(runs, labels, where), encoding="utf-8")
+    (out / "curves.csv").write_text(curves_csv(runs, labels), encoding="utf-8")
     return report
 
 
-def _environment(autoescape: bool) -> jinja2.Environment:
-    environment = jinja2.Environment(
+def _environment(**options: Any) -> jinja2.Environment:
+    return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=autoescape,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
+        **options,
     )
-    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    return environment
+
+
+def escape_markdown(value: Any) -> str:
+    """What Markdown shows as it stands: no markup, no HTML, no end of a cell or line."""
+    text = re.sub(r"([\\`*<>\[\]|~]|&(?=#|\w+;)|(?<!\w)_|_(?!\w))", r"\\\1", str(value))
+    return " ".join(text.split("\n"))
 
 
 def _section(
-    family: Family, verdict: Verdict, reference: str, prefix: str, settings: Sequence[str], out: Path
+    sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: str, settings: Sequence[str], out: Path
 ) -> Section:
-    """Draw and describe a family.
+    """Draw and describe a sweep.
 
     prefix    of its files and ids
-    settings  that set it apart from other families and that no subtitle names, in words
+    settings  that set it apart from other sweeps
     """
-    judgements = [j for j in verdict.judgements if any(j.group is group for group in family.groups)]
-    drawings = [_draw(chart, out) for chart in charts(family, judgements, reference, prefix)]
-    tables = [
-        judgement_table(telling, reference) if (telling := [j for j in judgements if j.telling]) else None,
-        ablation_table(family.runs, reference),
-        wall_table(family),
-        crossover_table(family, reference) if len(family.groups) > 1 else None,
-        block_table(family, judgements),
-        context_table(family),
-    ]
-    run = family.runs[0]
-    lengths = [group.seq_len for group in family.groups]
-    length = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
+    own = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
+    drawings = tuple(_draw(chart, out) for chart in charts(sweep, own, reference, prefix))
+    run = sweep.runs[0]
+
+    def all_of(value: Callable[[Run], str]) -> str:
+        return ", ".join(dict.fromkeys(value(run) for run in sweep.runs))
+
+    lengths = sorted({cell.seq_len for cell in sweep.cells})
     subtitle = [
         f"{run.option('model.n_layers', '?')} layers, {run.option('model.n_heads', '?')} heads, "
         f"{run.option('model.n_embd', '?')} channels",
-        f"seq_len {length}",
-        f"dropout {run.option('attention.dropout', 0.0):g}",
-        run.precision,
-        run.device,
+        f"seq_len {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else ""),
+        f"dropout {all_of(lambda run: format(run.option('attention.dropout') or 0.0, 'g'))}",
+        all_of(lambda run: run.precision),
+        all_of(lambda run: f"{run.devices} x {run.device}" if run.devices > 1 else run.device),
         *settings,
     ]
     title = f"{run.option('model.name', 'model')} on {run.option('data.name', 'data')}"
-    found = tuple(findings(family, reference))
-    shown = tuple(table for table in tables if table)
-    return Section(prefix, title, " · ".join(subtitle), found, tuple(drawings), shown)
-
-
-# What a section's title and subtitle say of every family.
-_SAID = (
-    "data.name",
-    "model.n_layers",
-    "model.n_heads",
-    "model.n_embd",
-    "seq_len",
-    "attention.dropout",
-    "training.precision",
-    "device",
-)
-
-
-def _own_settings(families: Sequence[Family]) -> list[list[str]]:
-    """For each family, the settings that tell it from the others, beside those in _SAID: "optimizer.lr 0.1"."""
-    differing = differing_settings([family.groups[0] for family in families])
-    names = [name for name in differing if name not in _SAID]
-    return [[f"{name} {differing[name][n]}" for name in names] for n in range(len(families))]
-
-
-def _headline(verdict: Verdict, families: Sequence[Family]) -> tuple[str, str]:
-    """What the page says first, and its tone: holds, broken, open, or none where parity was not what was measured."""
-    if verdict.holds is not None:
-        return ("Parity holds", "holds") if verdict.holds else ("Parity is broken", "broken")
-    if any(judgement.telling for judgement in verdict.judgements):
-        return "Parity is open", "open"
-    lengths = any(len(family.groups) > 1 for family in families)
-    return ("Over the sequence length", "none") if lengths else ("Parity was not measured", "open")
+    tables = tuple(tables_of(sweep, own, reference))
+    return Section(prefix, title, " · ".join(subtitle), answer(sweep, own, reference), drawings, tables)
 
 
 def _draw(chart: Chart, out: Path) -> Drawing:
-    svg = render_svg(chart)
     path = f"figures/{chart.name}"
-    (out / f"{path}.svg").write_text(standalone_svg(svg), encoding="utf-8")
     (out / f"{path}.png").write_bytes(render_png(chart, dark=False))
     (out / f"{path}-dark.png").write_bytes(render_png(chart, dark=True))
-    return Drawing(path, chart.title, chart.caption, Markup(svg))  # drawn here, from numbers and escaped labels
-
-
-def _family_notes(families: Sequence[Family]) -> list[str]:
-    """Why there are several sections: what sets them apart."""
-    if len(families) < 2:
-        return []
-    differing = differing_settings([family.groups[0] for family in families])
-    settings = "; ".join(
-        f"{name}: {', '.join(dict.fromkeys(values))}" for name, values in differing.items() if name != "seq_len"
-    )
-    return [
-        f"The runs have {len(families)} configurations that should not be compared with each other, so each has a "
-        f"section of its own ({settings})."
-    ]
-
-
-def _method(reference: str) -> list[tuple[str, str]]:
-    """How the verdict is reached: the three measurements of report/evidence.py in the reader's words."""
-    return [
-        (
-            "Same weights",
-            f"The probe inside a run sends a training batch once more through the same weights with {reference} and "
-            f"the same dropout masks. Logits and gradients may differ by {MARGIN:g} times what rounding does to "
-            f"{reference} itself, measured against {reference} in a higher precision. This is what tells a wrong "
-            "implementation from a right one.",
-        ),
-        (
-            "Curves",
-            f"At every step the training loss must be closer to {reference}'s of the same seed than {reference}'s "
-            f"seeds are to each other: root mean squares over a window of {100 * WINDOW:g} % of the run. Seeds draw "
-            "different batches, so this band is wide.",
-        ),
-        (
-            "Final losses",
-            f"They may differ by {reference}'s own floating-point floor: what rounding does to the loss of one step, "
-            "added up over all updates. Training can amplify rounding until two runs are strangers, as seeds are: a "
-            f"difference that began within the floor may grow until it can be told from that of {reference}'s seeds, "
-            "one that was there from the start may not.",
-        ),
-    ]
+    return Drawing(
+        path, chart.title, chart.caption, Markup(render_svg(chart))
+    )  # drawn here, from numbers and escaped labels
 
 
 def _sources(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:

@@ -1,35 +1,42 @@
-"""Is an implementation the reference, up to rounding? A verdict, from what report/evidence.py measures.
+"""Is an implementation the reference, up to rounding? Three measurements, and a verdict from them.
 
-    verdict = judge(find_runs([sweep]).runs)
-    print(verdict.holds, verdict.sentence)
+Same weights   The probe inside a run compares logits and gradients of both on the run's weights, batch and dropout
+               masks, beside what rounding alone does to the reference (parity/noise_*). Two right implementations
+               are about as far apart as the reference is from its exact self; PARITY_MARGIN times that is allowed, at
+               every check. A wrong implementation is off by tens to thousands of times as much, long before a loss
+               curve shows it.
+Curves         At every step the training loss must be closer to the reference's of the same seed than the seeds of
+               the reference are to each other. Both distances are root mean squares over a window of WINDOW of the
+               run, because two curves that cross are close to each other by accident. Seeds also draw different
+               batches, so this spread is wide: it tells the same training from another, not a right kernel from a
+               wrong one.
+Final losses   Their floor is what rounding does to the loss of one step by the probe, added up over the updates as if
+               it never cancelled. Training may amplify rounding beyond it, up to the spread between seeds. A
+               difference above the floor is therefore accepted if the first losses agreed to rounding, and counts
+               against an implementation if they did not: that one was there from the start.
 
-Parity holds when all three were measured and none objects; it is broken when one objects; else it is open, and the
-verdict names what was not measured and is therefore not claimed.
+Parity holds when all three were measured and none objects. It is broken when one objects, else it is open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
 
-from report.evidence import (
-    MEASURES,
-    Band,
-    CurveEvidence,
-    FinalEvidence,
-    ProbeEvidence,
-    curve_evidence,
-    final_evidence,
-    probe_evidence,
-    rounding_of_a_step,
-    seed_band,
-)
-from report.groups import Group, describe, group_runs
-from report.numbers import size
-from report.record import Run
+from report.runs import Run, Series
+from report.sweeps import Cell
+from run_folder import PARITY_MARGIN
+
+Array = NDArray[np.float64]
+
+WINDOW = 0.1
+EARLY = 0.1  # of the run
+EPS = float(np.finfo(np.float32).eps)  # losses are computed in fp32, whatever the precision
+MEASURES = {"logits_max_diff": "logits", "grad_rel_err": "gradients"}
 
 
 class Outcome(Enum):
@@ -40,264 +47,286 @@ class Outcome(Enum):
     open = "open"
 
 
+class Gap(Enum):
+    """Why something was not measured."""
+
+    own_masks = "own_masks"  # of dropout
+    no_probe = "no_probe"  # against the reference
+    no_reference = "no_reference"  # under the same settings
+    single_seed = "single_seed"  # of the reference
+    no_shared_losses = "no_shared_losses"  # of the same seed and step
+
+
 @dataclass(frozen=True)
-class Judgement:
-    """One implementation against the reference, in one group of comparable runs."""
+class Probe:
+    """The worst check at the same weights: how many times the reference's own rounding, in which measure, and where."""
 
-    label: str
-    group: Group
-    outcome: Outcome
-    probe: ProbeEvidence | None
-    curve: CurveEvidence | None
-    final: FinalEvidence | None
-    objections: tuple[str, ...]  # why it is broken
-    missing: tuple[str, ...]  # why it is open
+    checks: int
+    ratio: float
+    measure: str
+    step: int
+    parameter: str | None
 
     @property
-    def seeds(self) -> tuple[int, ...]:
-        return self.curve.seeds if self.curve else ()
+    def agrees(self) -> bool:
+        return self.ratio <= PARITY_MARGIN
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The largest distance to the reference of the same seed; as a share of the spread between seeds where known."""
+
+    seeds: tuple[int, ...]
+    last_step: int
+    largest: float
+    ratio: float | None
+    step: int
 
     @property
-    def telling(self) -> bool:
-        """Whether anything was measured that could decide: a probe, or a curve beside a band."""
-        return bool(self.objections or self.probe or (self.curve and self.curve.ratio is not None))
+    def agrees(self) -> bool | None:
+        return None if self.ratio is None else self.ratio < 1
+
+
+@dataclass(frozen=True)
+class Final:
+    """The difference of the final losses at the same seed, of the worst seed.
+
+    floor      what the reference's rounding adds up to over the run; None without a probe
+    amplified  whether a difference above it began within rounding, so that what it became is training's work
+    """
+
+    metric: str
+    step: int
+    difference: float
+    floor: float | None
+    amplified: bool
+
+    @property
+    def agrees(self) -> bool | None:
+        return None if self.floor is None else self.difference <= self.floor or self.amplified
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """A loss that is not finite at a step where that of another run, by its label, is."""
+
+    step: int
+    seed: int
+    other: str
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`holds` is True where every judgement holds, False where one is broken, else None; `sentence` says why."""
+    """One implementation against the reference, in one cell of comparable runs."""
 
-    holds: bool | None
-    sentence: str
-    judgements: tuple[Judgement, ...]
+    label: str
+    cell: Cell
+    probe: Probe | None = None
+    curve: Curve | None = None
+    final: Final | None = None
+    not_finite: NotFinite | None = None
+    gaps: tuple[Gap, ...] = ()
 
+    @property
+    def outcome(self) -> Outcome:
+        measured = (self.probe, self.curve, self.final)
+        if self.not_finite or any(m is not None and m.agrees is False for m in measured):
+            return Outcome.broken
+        return Outcome.open if self.gaps else Outcome.holds
 
-def judge(runs: Sequence[Run], reference: str = "naive") -> Verdict:
-    """Judge every implementation among `runs` against `reference`, wherever runs may be compared.
-
-    runs       of one or several sweeps, from report.runs.find_runs
-    reference  the label of the implementation to compare with
-    """
-    return judge_groups(group_runs(runs), reference)
-
-
-def judge_groups(groups: Sequence[Group], reference: str = "naive") -> Verdict:
-    """The verdict over runs that are grouped already."""
-    ran = any(group.of(reference) for group in groups)
-    judgements = tuple(judgement for group in groups for judgement in judge_group(group, reference, ran))
-    outcomes = {judgement.outcome for judgement in judgements}
-    holds = False if Outcome.broken in outcomes else True if outcomes == {Outcome.holds} else None
-    return Verdict(holds, _sentence(judgements, groups, reference), judgements)
+    @property
+    def decisive(self) -> bool:
+        """Whether anything was measured that could decide: a probe, or a curve beside the spread between seeds."""
+        return bool(self.not_finite or self.probe or (self.curve and self.curve.ratio is not None))
 
 
-def judge_group(group: Group, reference: str = "naive", ran: bool = False) -> list[Judgement]:
-    """The implementations of one group; empty where neither a run of the reference nor a probe speaks of them.
-
-    ran  whether the reference ran in any group
-    """
-    references = group.of(reference)
-    if not references and rounding_of_a_step(group.runs, reference) is None:
-        return []
-    band = seed_band(list(references.values()))
-    others = [label for label in group.labels() if label != reference]
-    return [_judge(group, label, reference, references, band, ran) for label in others]
+def outcome_of(verdicts: Sequence[Verdict]) -> Outcome | None:
+    """Broken where one is, holds where all do, else open; None without verdicts."""
+    outcomes = {verdict.outcome for verdict in verdicts}
+    if not outcomes:
+        return None
+    return Outcome.broken if Outcome.broken in outcomes else Outcome.open if Outcome.open in outcomes else Outcome.holds
 
 
-def _judge(
-    group: Group, label: str, reference: str, references: Mapping[int, Run], band: Band | None, ran: bool
-) -> Judgement:
-    runs = group.of(label)
-    pairs = [(run, references[seed]) for seed, run in runs.items() if seed in references]
-    objections = [sentence for run in runs.values() if (sentence := _divergence(run, _beside(group, run, references)))]
-    missing: list[str] = []
-
-    if _draws_its_own_masks(next(iter(runs.values()))):
-        missing.append(f"{label} draws dropout masks of its own (attention.rng=torch)")
-        return Judgement(label, group, Outcome.open, None, None, None, (), tuple(missing))
-
-    probe = probe_evidence(list(runs.values()), reference)
-    curve = curve_evidence(pairs, band)
-    final = final_evidence(pairs, band, rounding_of_a_step([*runs.values(), *references.values()], reference))
-
-    if probe is None:
-        missing.append(f"{_no_probe(list(runs.values()), reference)}, so that a difference is rounding is not claimed")
-    elif not probe.agrees:
-        where = f" in {probe.parameter}" if probe.parameter and probe.measure == "grad_rel_err" else ""
-        objections.append(
-            f"at the same weights its {MEASURES[probe.measure]}{where} are off by {times(probe.ratio)} "
-            f"{reference}'s own rounding (step {probe.step})"
-        )
-    if not pairs or band is None:
-        missing.append(_no_curve(references, bool(pairs), reference, ran))
-    elif curve is None or curve.ratio is None or final is None:
-        missing.append(f"it logged no loss at a step that {reference} of the same seed logged too")
-    if curve and curve.agrees is False:
-        objections.append(
-            f"its training loss is {size(curve.largest)} from {reference}'s of the same seed at step {curve.step}, "
-            f"{times(curve.ratio or 0)} the distance between seeds"
-        )
-    if final and final.agrees is False:
-        allowed = size(final.allowed or 0.0)
-        words = f"its final {_LOSSES[final.metric]} differs by {size(final.difference)} where {allowed} is allowed"
-        # Without a band there is no telling how far training amplifies rounding, and an excess proves nothing.
-        (objections if band else missing).append(words)
-    outcome = Outcome.broken if objections else Outcome.open if missing else Outcome.holds
-    return Judgement(label, group, outcome, probe, curve, final, tuple(objections), tuple(missing))
-
-
-def times(ratio: float) -> str:
-    """A factor in words a reader can weigh: 0.04, 3.2, 170, 25,000 times."""
-    if not np.isfinite(ratio):
-        return "infinitely many times"
-    return f"{float(f'{ratio:.2g}'):,.0f} times" if ratio >= 10 else f"{ratio:.2g} times"
-
-
-_LOSSES = {"val/loss": "validation loss", "train/loss": "training loss"}
-
-
-def _no_probe(runs: Sequence[Run], reference: str) -> str:
-    """Why nothing was measured at the same weights."""
-    probed = {str(run.option("parity.reference", "naive")) for run in runs if len(run.series("parity/loss_diff"))}
-    if probed:
-        return f"the probe compared with {_words(sorted(probed))}, not {reference} (parity.reference)"
-    return "no probe ran (parity.every)"
-
-
-def _no_curve(references: Mapping[int, Run], paired: bool, reference: str, ran: bool) -> str:
-    """Why there is no curve of the reference, or no band of its seeds, to compare with.
-
-    paired  whether a seed is shared
-    ran     whether the reference ran anywhere
-    """
-    if not references and ran:
-        return f"no run of {reference} shares its configuration (device, settings)"
-    if not references:
-        return f"{reference} did not run, so there is no curve to compare with"
-    if not paired:
-        return f"it shares no seed with {reference}"
-    if len(references) == 1:
-        return f"no band could be measured from a single seed of {reference}"
-    if sum(len(run.series("train/loss").finite()) > 0 for run in references.values()) < 2:
-        return f"fewer than two seeds of {reference} logged losses"
-    return f"no two seeds of {reference} logged a loss at the same step"
-
-
-def _draws_its_own_masks(run: Run) -> bool:
-    return bool(run.option("attention.dropout", 0.0)) and run.option("attention.rng", "replay") == "torch"
-
-
-def _beside(group: Group, run: Run, references: Mapping[int, Run]) -> list[Run]:
-    """The runs that show that a loss of `run` could have been finite: the reference's of the same seed or, where that
-    did not run, those of every other implementation with nothing left out, its own first."""
-    if run.seed in references:
-        return [references[run.seed]]
-    intact = [
-        other
-        for other in group.runs
-        if other.seed == run.seed and other.label != run.label and other.option("attention.ablate", "none") == "none"
+def judge(cells: Sequence[Cell], reference: str = "naive") -> list[Verdict]:
+    """Judge every implementation against `reference`, in each cell where a run of it or a probe speaks of it."""
+    return [
+        _judge(cell, label, reference)
+        for cell in cells
+        if cell.of(reference) or rounding_of_a_step(cell.runs, reference) is not None
+        for label in cell.labels()
+        if label != reference
     ]
-    return sorted(intact, key=lambda other: other.attention != run.attention)
 
 
-def _divergence(run: Run, others: Sequence[Run]) -> str | None:
-    """That a run came to NaN or infinity at a step that one of `others` took, and came past with a finite loss."""
+def _judge(cell: Cell, label: str, reference: str) -> Verdict:
+    runs, references = cell.of(label), cell.of(reference)
+    stopped = next((found for run in runs.values() if (found := _not_finite(run, cell, reference))), None)
+    own = next(iter(runs.values()))
+    if own.option("attention.dropout") and own.option("attention.rng") == "torch":
+        return Verdict(label, cell, not_finite=stopped, gaps=(Gap.own_masks,))
+    pairs = [(run, references[seed]) for seed, run in runs.items() if seed in references]
+    probe = probe_worst(list(runs.values()), reference)
+    curve = curve_worst(pairs, seed_spread(list(references.values())))
+    final = final_worst(pairs, rounding_of_a_step([*runs.values(), *references.values()], reference))
+    gaps = [] if probe else [Gap.no_probe]
+    if not references:
+        gaps.append(Gap.no_reference)
+    elif pairs and len(references) == 1:
+        gaps.append(Gap.single_seed)
+    elif curve is None or curve.ratio is None or final is None:
+        gaps.append(Gap.no_shared_losses)
+    return Verdict(label, cell, probe, curve, final, stopped, tuple(gaps))
+
+
+def _not_finite(run: Run, cell: Cell, reference: str) -> NotFinite | None:
+    """That a run came to NaN or infinity at a step that another one came past with a finite loss: the reference of the
+    same seed or, where that did not run, any implementation with nothing left out, its own first."""
     step = run.diverged()
     if step is None:
         return None
-    for other in others:
-        fine, theirs = other.series("train/loss").finite(), other.diverged()
-        if len(fine) and fine.steps[-1] >= step and (theirs is None or theirs > step):
-            ablated = other.attention == run.attention and run.option("attention.ablate", "none") != "none"
-            name = f"the intact {other.label}" if ablated else other.label
-            return f"its loss is not finite at step {step} with seed {run.seed}, where {name}'s is"
+    others = [other for other in cell.runs if other.seed == run.seed and other is not run and not other.ablated]
+    others = [other for other in others if cell.label(other) == reference] or others
+    for other in sorted(others, key=lambda other: other.attention != run.attention):
+        fine, theirs = other.series("train/loss").finite().steps, other.diverged()
+        if len(fine) and fine[-1] >= step and (theirs is None or theirs > step):
+            return NotFinite(step, run.seed, cell.label(other))
     return None
 
 
-def _sentence(judgements: Sequence[Judgement], groups: Sequence[Group], reference: str) -> str:
-    if not judgements:
-        others = {label for group in groups for label in group.labels()} - {reference}
-        if not others:
-            return f"There is no verdict: {reference} ran alone, with nothing to compare it with."
-        return f"There is no verdict: no run of {reference} shares its configuration with {_words(sorted(others))}."
-    by = {outcome: [j for j in judgements if j.outcome is outcome] for outcome in Outcome}
-    clauses = []
-    if by[Outcome.broken]:
-        worst = [f"{_named([j], judgements)}: {j.objections[0]}" for j in by[Outcome.broken]]
-        clauses.append(f"Parity is broken for {'; for '.join(worst)}")
-    if by[Outcome.holds]:
-        names = _named(by[Outcome.holds], judgements)
-        close = _how_close(by[Outcome.holds], reference)
-        clauses.append(f"it holds for {names}" if clauses else f"Parity holds for {names}: {close}")
-    if by[Outcome.open]:
-        names = _named(by[Outcome.open], judgements)
-        reasons = list(dict.fromkeys(reason for j in by[Outcome.open] for reason in j.missing))
-        lead = "it is open for" if clauses else "Parity is open for"
-        close = _how_close(by[Outcome.open], reference)
-        clauses.append(f"{lead} {names}: {', and '.join(reasons)}{f'; as far as measured, {close}' if close else ''}")
-    return f"{'; '.join(clauses)}."
+def seed_spread(references: Sequence[Run]) -> Series | None:
+    """Root-mean-square distance of two of the reference's seeds: their training losses, windowed, by step.
+
+    None with fewer than two seeds that share logged steps.
+    """
+    runs = [run for run in references if len(run.series("train/loss").finite().steps)]
+    if len(runs) < 2:
+        return None
+    curves = [run.series("train/loss") for run in runs]
+    steps = np.unique(np.concatenate([curve.steps for curve in curves]))
+    table = np.full((len(curves), len(steps)), np.nan)
+    for row, curve in zip(table, curves, strict=True):
+        row[np.searchsorted(steps, curve.steps)] = curve.values
+    table[~np.isfinite(table)] = np.nan
+    enough = np.isfinite(table).sum(axis=0) >= 2
+    if not enough.any():
+        return None
+    # The mean square of the difference of two draws is twice their variance.
+    apart = np.sqrt(2 * np.nanvar(table[:, enough], axis=0, ddof=1))
+    return Series(steps[enough], rolling_rms(apart))
 
 
-def _how_close(judgements: Sequence[Judgement], reference: str) -> str:
-    """The worst of each measurement over some judgements."""
-    parts = []
-    curves = [j.curve for j in judgements if j.curve]
-    shares = [curve.ratio for curve in curves if curve.ratio is not None]
-    bands = [band for j in judgements if (band := seed_band(list(j.group.of(reference).values())))]
-    if shares and bands:
-        seeds = {len(band.seeds) for band in bands}
-        apart = float(np.median(np.concatenate([band.train.values for band in bands])))
-        parts.append(
-            f"at every step the training loss is closer to {reference}'s of the same seed than {reference}'s "
-            f"{f'{min(seeds)} ' if len(seeds) == 1 else ''}seeds are to each other "
-            f"(at most {size(max(shares))} of their distance, which is {size(apart)} in the median)"
-        )
-    elif curves:
-        largest = max(curve.largest for curve in curves)
-        parts.append(f"the training loss is never further than {size(largest)} from {reference}'s of the same seed")
-    finals = [j.final for j in judgements if j.final]
-    if finals:
-        worst = max(finals, key=lambda final: final.difference / (final.floor or 1.0))
-        parts.append(f"the final {_LOSSES[worst.metric]} differs by at most {_explained(worst, reference)}")
-    probes = [j.probe.ratio for j in judgements if j.probe]
-    if probes:
-        parts.append(f"at the same weights the difference is {times(max(probes))} {reference}'s own rounding")
-    return _words(parts)
+def difference(run: Run, reference: Run, metric: str = "train/loss") -> Series:
+    """run - reference at the steps that both logged and where both are finite."""
+    a, b = run.series(metric).finite(), reference.series(metric).finite()
+    steps, in_a, in_b = np.intersect1d(a.steps, b.steps, return_indices=True)
+    return Series(steps, a.values[in_a] - b.values[in_b])
 
 
-def _explained(final: FinalEvidence, reference: str) -> str:
-    """A difference of final losses, and what it is to be measured by."""
-    amount, between = size(final.difference), size(final.band or 0.0)
-    if final.floor is None:
-        return amount
-    if final.rounding is None:
-        return f"{amount}, where two seeds of {reference} differ by {between}"
-    if final.difference <= final.floor:
-        return f"{amount}, within the floor of {size(final.floor)} that {reference}'s own rounding sets"
-    if final.agrees:
-        return f"{amount}, which is rounding that training has amplified (two seeds differ by {between})"
-    return f"{amount}, beyond the floor of {size(final.floor)} that {reference}'s own rounding sets"
+def curve_worst(pairs: Sequence[tuple[Run, Run]], spread: Series | None) -> Curve | None:
+    """The worst window of the worst seed; None where no pair has a step in common."""
+    found = []
+    for pair in pairs:
+        apart = difference(*pair)
+        if not len(apart.steps):
+            continue
+        distance = rolling_rms(apart.values)
+        at, ratio = int(np.argmax(distance)), None
+        if spread is not None:
+            steps, here, there = np.intersect1d(apart.steps, spread.steps, return_indices=True)
+            if len(steps):
+                with np.errstate(divide="ignore", invalid="ignore"):  # nothing over nothing is nothing
+                    shares = np.where(distance[here] == 0, 0.0, distance[here] / spread.values[there])
+                at, ratio = int(here[np.argmax(shares)]), float(np.max(shares))
+        seeds = tuple(run.seed for run, _ in pairs)
+        found.append(Curve(seeds, int(apart.steps[-1]), float(distance[at]), ratio, int(apart.steps[at])))
+    return max(found, key=lambda curve: (curve.ratio or 0, curve.largest), default=None)
 
 
-def _named(found: Sequence[Judgement], judgements: Sequence[Judgement]) -> str:
-    """The labels of some judgements; of which groups, where all the judgements have a label in several."""
-    groups = list({id(j.group): j.group for j in judgements}.values())
-    places = dict(zip(map(id, groups), describe(groups), strict=True))
-    noun = "lengths" if all(place.startswith("seq_len") and "," not in place[12:] for place in places.values()) else ""
-    together: dict[str, list[str]] = {}
-    for label in dict.fromkeys(j.label for j in found):
-        here, everywhere = ([j for j in some if j.label == label] for some in (found, judgements))
-        if len(everywhere) == 1:
-            where = ""
-        elif len(here) == 1:
-            where = f" at {places[id(here[0].group)]}"
-        else:
-            counted = "all" if len(here) == len(everywhere) else f"{len(here)} of"
-            where = f" at {counted} {len(everywhere)} {noun or 'configurations'}"
-        together.setdefault(where, []).append(label)
-    return _words([f"{_words(labels)}{where}" for where, labels in together.items()])
+def final_worst(pairs: Sequence[tuple[Run, Run]], rounding: float | None) -> Final | None:
+    """The pair whose final losses differ most; of interrupted runs, the last losses both have.
+
+    rounding   what rounding does to the loss of one step, from the probe
+    """
+    metric = "val/loss" if all(len(_trained(difference(*pair, "val/loss")).steps) for pair in pairs) else "train/loss"
+    found = []
+    for pair in pairs:
+        apart = _trained(difference(*pair, metric))
+        if not len(apart.steps):
+            continue
+        # Evaluations are of many sequences; a step's training loss is of its batch.
+        last = apart.values[-1:] if metric == "val/loss" else apart.values[-window_of(len(apart.values)) :]
+        step, size = int(apart.steps[-1]), abs(float(last.mean()))
+        floor = None if rounding is None else rounding * step
+        amplified = rounding is not None and size > rounding * step and _began_within(pair, rounding)
+        found.append(Final(metric, step, size, floor, amplified))
+    return max(found, key=lambda final: (final.agrees is False, final.difference), default=None)
 
 
-def _words(parts: Sequence[str]) -> str:
-    """One, two and three; with a comma before the last where the parts have commas or brackets of their own."""
-    joint = ", and " if any("(" in part or "," in part for part in parts) else " and "
-    return joint.join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
+def _trained(series: Series) -> Series:
+    """Without what was measured before the first update, when all seeds know nothing alike."""
+    return Series(series.steps[series.steps > 0], series.values[series.steps > 0])
+
+
+def _began_within(pair: tuple[Run, Run], rounding: float) -> bool:
+    """Whether the first losses of two runs differ by no more than rounding explains; true where none are early."""
+    starts = [difference(*pair, metric) for metric in ("val/loss", "train/loss")]
+    return all(
+        abs(apart.values[0]) <= PARITY_MARGIN * rounding * max(1, apart.steps[0])
+        for apart in starts
+        if len(apart.steps) and apart.steps[0] <= EARLY * max(apart.steps[-1], 1)
+    )
+
+
+def probe_worst(runs: Sequence[Run], reference: str) -> Probe | None:
+    """The worst of every check in the runs of one implementation; None where none ran against `reference`.
+
+    The loss does not decide: the difference of two scalars is near zero by accident too often to be a floor.
+    """
+    probed = _probed(runs, reference)
+    found = []
+    checks = sum("parity/loss_diff" in record for run in probed for record in run.records)
+    for name in MEASURES:
+        noises = [run.series(f"parity/noise_{name}").finite().values for run in probed]
+        if not noises or not len(pooled := np.concatenate(noises)):
+            continue
+        least = max(float(np.median(pooled)), EPS)
+        for run in probed:
+            apart, noise = run.series(f"parity/{name}"), run.series(f"parity/noise_{name}").finite()
+            steps, here, there = np.intersect1d(apart.steps, noise.steps, return_indices=True)
+            shares = np.nan_to_num(
+                apart.values[here] / np.maximum(noise.values[there], least), nan=np.inf, posinf=np.inf
+            )
+            parameters = {record["step"]: record.get("parity/worst_parameter") for record in run.records}
+            found += [
+                Probe(checks, float(share), name, int(step), parameters.get(int(step)))
+                for share, step in zip(shares, steps, strict=True)
+            ]
+    return max(found, key=lambda probe: probe.ratio, default=None)
+
+
+def _probed(runs: Sequence[Run], reference: str) -> list[Run]:
+    return [run for run in runs if run.option("parity.reference") == reference.split(" ")[0]]
+
+
+def rounding_of_a_step(runs: Sequence[Run], reference: str) -> float | None:
+    """What rounding does to the reference's loss in one step: the probe's largest, and no less than one unit in the
+    last place of a loss in fp32. None where no probe ran."""
+    noises = [run.series("parity/noise_loss_diff").finite().values for run in _probed(runs, reference)]
+    if not noises or not len(pooled := np.concatenate(noises)):
+        return None
+    losses = [loss for run in runs if (loss := run.series("train/loss").finite().last()) is not None]
+    return max(float(np.max(pooled)), EPS * max(map(abs, losses), default=1.0))
+
+
+def rolling_rms(values: Array, window: int | None = None) -> Array:
+    """Root mean square over a centred window, cut off at the ends; by default of WINDOW of the points."""
+    ones = np.ones(window or window_of(len(values)))
+    middle = slice(len(ones) // 2, len(ones) // 2 + len(values))
+    total, count = np.convolve(values**2, ones)[middle], np.convolve(np.ones(len(values)), ones)[middle]
+    return np.sqrt(np.maximum(total, 0) / count)
+
+
+def window_of(points: int) -> int:
+    """An odd number of logged points: WINDOW of the run, and at least 11, because two seeds are one pair a point."""
+    return max(11, int(WINDOW * points)) | 1

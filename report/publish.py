@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from report.record import Run
+from report.runs import Run
 
 MODES = ("online", "offline", "disabled")
 SECONDS = 90
@@ -34,13 +33,9 @@ def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
     The run joins the group that the runs share, so that their workspace shows the comparison.
     """
     groups = Counter(str(group) for run in runs if (group := run.option("tracking.group")))
-    request = {
-        "out": str(out.resolve()),
-        "mode": mode,
-        "project": str(runs[0].option("tracking.project", "gpt-attention")),
-        "group": groups.most_common(1)[0][0] if groups else None,
-    }
-    command = [sys.executable, "-m", "report.publish", json.dumps(request)]
+    project = str(runs[0].option("tracking.project", "gpt-attention"))
+    group = groups.most_common(1)[0][0] if groups else ""
+    command = [sys.executable, "-m", "report.publish", str(out.resolve()), mode, project, group]
     try:
         done = subprocess.run(
             command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=SECONDS, check=False
@@ -53,19 +48,19 @@ def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
     return f"W&B: {done.stdout.strip().splitlines()[-1]}"
 
 
-def run_id(group: str | None) -> str | None:
+def run_id(group: str) -> str | None:
     """The same for every report on a group, so that W&B keeps one run of them; None, without a group: a new one."""
-    return group and f"report-{hashlib.sha256(group.encode()).hexdigest()[:16]}"
+    return f"report-{hashlib.sha256(group.encode()).hexdigest()[:16]}" if group else None
 
 
-def main(out: Path, mode: Any, project: str, group: str | None) -> None:
+def main(out: Path, mode: Any, project: str, group: str) -> None:
     """Log what `write_report` wrote into `out`. A later report on the same group takes this one's place."""
     import wandb
 
     settings = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=30)
     run = wandb.init(
-        project=project, group=group, job_type="report", name="report", id=run_id(group), mode=mode, dir=str(out),
-        settings=settings,
+        project=project, group=group or None, job_type="report", name="report", id=run_id(group), mode=mode,
+        dir=str(out), settings=settings,
     )  # fmt: skip
     for figure in sorted((out / "figures").glob("*.png")):
         if not figure.stem.endswith("-dark"):
@@ -80,5 +75,4 @@ def main(out: Path, mode: Any, project: str, group: str | None) -> None:
 
 
 if __name__ == "__main__":
-    request = json.loads(sys.argv[1])
-    main(Path(request.pop("out")), **request)
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,7 +1,7 @@
 """Run folders, found and read.
 
-A run folder is read as it was left: a run that is still going, was killed in the middle of a line or never
-wrote its summary is data too. What had to be read around is kept as a note, one sentence each.
+A run folder is read as it was left: a run that is still going, was killed in the middle of a line or never wrote its
+summary is data too. What could not be read is kept as a note, one sentence each.
 """
 
 from __future__ import annotations
@@ -9,21 +9,188 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from errors import UserError
-from report.record import UNKNOWN, Run, Series
+from run_folder import read_metrics
 
+UNKNOWN = "unknown device"
 _SKIPPED_FOLDERS = {"checkpoints", "wandb", "report", ".hydra", ".submitit"}
 
 
 class ReportError(UserError):
     """Nothing to report on; the message says what was looked for."""
+
+
+class Series(NamedTuple):
+    """One metric over the steps at which it was logged, in order: (n,) int64 and (n,) float64."""
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+    def last(self) -> float | None:
+        """The last value, or None where nothing was logged."""
+        return float(self.values[-1]) if len(self.values) else None
+
+    def finite(self) -> Series:
+        """Without what is not a number, or infinite."""
+        keep = np.isfinite(self.values)
+        return Series(self.steps[keep], self.values[keep])
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run folder says.
+
+    name     the folder's path below the sweep
+    status   completed, interrupted, failed, out_of_memory; unfinished where no summary was written
+    config   nested, as composed
+    records  the lines of metrics.jsonl, by step
+    notes    what could not be read, one sentence each
+    """
+
+    folder: Path
+    name: str
+    status: str
+    config: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]
+    overrides: tuple[str, ...]
+    summary: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    @property
+    def called(self) -> str:
+        """The name in a sentence, where a number alone would read as a count."""
+        return f"run {self.name}" if self.name.isdigit() else self.name
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The configuration by dotted names."""
+        return flatten(self.config)
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """A setting by its dotted name: `run.option("training.steps")`."""
+        return self.settings.get(name, default)
+
+    @cached_property
+    def metrics(self) -> dict[str, Series]:
+        """Every logged number over the steps."""
+        points: dict[str, list[tuple[int, float]]] = {}
+        for record in self.records:
+            for metric, logged in record.items():
+                if metric != "step" and (value := _float(logged)) is not None:
+                    points.setdefault(metric, []).append((int(record["step"]), value))
+        return {
+            name: Series(np.array([s for s, _ in found], np.int64), np.array([v for _, v in found]))
+            for name, found in points.items()
+        }
+
+    def series(self, metric: str) -> Series:
+        """A metric over steps; empty where it was never logged."""
+        return self.metrics.get(metric, Series(np.zeros(0, np.int64), np.zeros(0)))
+
+    def recorded(self, part: str) -> Mapping[str, Any]:
+        """A part of the summary that has parts of its own, such as `versions`; empty where it is missing or damaged."""
+        value = self.summary.get(part)
+        return value if isinstance(value, Mapping) else {}
+
+    @property
+    def attention(self) -> str:
+        return str(self.option("attention.name", self.summary.get("attention", "unknown")))
+
+    @property
+    def ablated(self) -> bool:
+        """Whether a line of the online softmax was left out on purpose."""
+        return self.option("attention.ablate", "none") != "none"
+
+    @property
+    def seed(self) -> int:
+        return int(number(self.option("seed")) or 0)
+
+    @property
+    def seq_len(self) -> int:
+        return int(number(self.option("seq_len")) or 0)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that a device takes at once."""
+        return int(number(self.option("training.batch_size")) or 1)
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        logged = int(self.records[-1]["step"]) if self.records else 0
+        return int(number(self.summary.get("step")) or logged)
+
+    @property
+    def precision(self) -> str:
+        return str(self.summary.get("precision") or self.option("training.precision", "auto"))
+
+    @property
+    def device(self) -> str:
+        """The device in words; UNKNOWN without a summary."""
+        device = self.recorded("device")
+        return str(device.get("name") or device.get("type") or UNKNOWN)
+
+    @property
+    def devices(self) -> int:
+        """How many it trained on."""
+        return int(number(self.recorded("device").get("count")) or 1)
+
+    @property
+    def commit(self) -> str:
+        """Abbreviated, with `+` where the tree had uncommitted changes; empty where unknown."""
+        git = self.recorded("git")
+        commit = str(git.get("commit") or "")[:7]
+        return f"{commit}+" if commit and git.get("dirty") else commit
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.status == "out_of_memory"
+
+    @property
+    def trained(self) -> bool:
+        """Whether it took a step, so that it shows something."""
+        return not self.out_of_memory and (self.status == "completed" or self.step > 0)
+
+    def median(self, metric: str) -> float | None:
+        """The run's median of a throughput metric: the summary's, else over the latter half of what was logged."""
+        values = self.series(metric).finite().values
+        logged = float(np.median(values[len(values) // 2 :])) if len(values) else None
+        recorded = number(self.recorded("median").get(metric))
+        return logged if recorded is None else recorded
+
+    def peak(self, metric: str = "memory/peak_allocated_gib") -> float | None:
+        """The run's peak of a memory metric, GiB."""
+        values = self.series(metric).finite().values
+        logged = float(values.max()) if len(values) else None
+        recorded = number(self.recorded("peak").get(metric))
+        return logged if recorded is None else recorded
+
+    def final(self, metric: str) -> float | None:
+        """The last value of `train/loss` or `val/loss`."""
+        value = number(self.summary.get(metric.replace("/", "_")))
+        return self.series(metric).last() if value is None else value
+
+    def probed_tokens(self) -> tuple[int, int] | None:
+        """(sequences, tokens) of the smallest probe; None where none ran, or an old run wrote it otherwise."""
+        found = [record.get("parity/tokens") for record in self.records]
+        sizes = [(int(t[0]), int(t[1])) for t in found if isinstance(t, list) and len(t) == 2]
+        return min(sizes, key=math.prod, default=None)
+
+    def diverged(self) -> int | None:
+        """The first step whose loss or gradient is known not to be finite; None where all are finite."""
+        losses = [self.series("train/loss"), self.series("val/loss")]
+        steps = [int(step) for s in losses for step in s.steps[~np.isfinite(s.values)]]
+        stopped = number(self.summary.get("non_finite_step"))
+        return min([*steps, *([] if stopped is None else [int(stopped)])], default=None)
 
 
 @dataclass(frozen=True)
@@ -39,27 +206,65 @@ def find_runs(folders: Sequence[Path]) -> RunSet:
 
     Raises ReportError where a folder does not exist, or where none holds a run.
     """
-    runs: list[Run] = []
+    runs: dict[Path, Run] = {}
     notes: list[str] = []
     for folder in folders:
         if not folder.is_dir():
             raise ReportError(f"{folder} is not a folder; give run folders, or the folder of a sweep.")
         found = sorted(_run_folders(folder), key=lambda path: [_natural(part) for part in path.parts])
-        if not found:
+        jobs = _jobs(folder)
+        if jobs is not None and len(found) < jobs:
+            notes.append(f"{folder.name} is a sweep of {jobs} jobs, of which {len(found)} have a run folder.")
+        elif not found:
             notes.append(f"{folder} holds no run and was left out.")
-        notes += _missing_jobs(folder, len(found))
         for path in found:
             name = path.relative_to(folder).as_posix() if path != folder else path.name
-            runs.append(read_run(path, name if len(folders) == 1 or path == folder else f"{folder.name}/{name}"))
+            full_name = name if len(folders) == 1 or path == folder else f"{folder.name}/{name}"
+            runs.setdefault(path.resolve(), read_run(path, full_name))
     if not runs:
         named = ", ".join(str(folder) for folder in folders)
         raise ReportError(
             f"no runs found in {named}; a run folder holds metrics.jsonl, as train.py writes it below outputs/ "
             "or multirun/."
         )
-    unique = {run.folder.resolve(): run for run in runs}
-    labelled = label_runs(unique.values())
-    return RunSet(tuple(labelled), (*notes, *_provenance_notes(labelled)))
+    return RunSet(tuple(runs.values()), tuple(notes))
+
+
+def read_run(folder: Path, name: str | None = None) -> Run:
+    """One run folder. Files that are missing, cut off or damaged are read around, and noted."""
+    notes: list[str] = []
+    summary = _read(folder / "summary.json", json.loads, {}, notes)
+    if not summary and (reason := _last_error(folder / "console.log")):
+        summary = {"status": "failed", "message": reason}
+    config = summary.get("config")
+    if not isinstance(config, Mapping):
+        config = _read(folder / ".hydra" / "config.yaml", yaml.safe_load, {}, notes)
+    overrides = summary.get("overrides")
+    if not isinstance(overrides, list):
+        overrides = _read(folder / ".hydra" / "overrides.yaml", yaml.safe_load, [], notes)
+    metrics, damaged = folder / "metrics.jsonl", list[int]()
+    records = read_metrics(metrics, damaged)
+    if damaged:
+        lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines from line {damaged[0]} on"
+        notes.append(f"{lines} of metrics.jsonl cannot be read.")
+    status = str(summary.get("status") or "unfinished")
+    if not records and not damaged and status in ("completed", "interrupted", "unfinished"):
+        notes.append(f"metrics.jsonl is {'empty' if metrics.is_file() else 'missing'}, so there is no curve.")
+    run = Run(folder, name or folder.name, status, config, records, tuple(map(str, overrides)), summary, tuple(notes))
+    return run
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"model": {"n_heads": 4}} -> {"model.n_heads": 4}"""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _run_folders(folder: Path) -> Iterable[Path]:
@@ -71,204 +276,41 @@ def _run_folders(folder: Path) -> Iterable[Path]:
             yield from _run_folders(child)
 
 
-def _missing_jobs(folder: Path, found: int) -> list[str]:
-    """Whether a sweep, which notes its jobs in sweep.json when it starts, has got to all of them."""
+def _jobs(folder: Path) -> int | None:
+    """How many jobs a sweep noted in sweep.json when it started; None where the folder is not a sweep's."""
     try:
-        jobs = len(json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["jobs"])
+        return len(json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["jobs"])
     except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [f"{folder.name} is a sweep of {jobs} jobs, of which {found} have a run folder."] if found < jobs else []
+        return None
 
 
-def read_run(folder: Path, name: str | None = None) -> Run:
-    """One run folder. Files that are missing, cut off or damaged are read around, and noted."""
-    name = name or folder.name
-    called = _called(name)
-    notes: list[str] = []
-    summary = _read_summary(folder / "summary.json", called, notes)
-    config = summary.get("config")
-    if not isinstance(config, Mapping):
-        config = _read_yaml(folder / ".hydra" / "config.yaml", dict, called, notes)
-    overrides = summary.get("overrides")
-    if not isinstance(overrides, list):
-        overrides = _read_yaml(folder / ".hydra" / "overrides.yaml", list, called, notes)
-    metrics, texts = _read_metrics(folder / "metrics.jsonl", called, notes)
-    run = Run(
-        folder=folder,
-        name=name,
-        label="",
-        status=str(summary.get("status") or "unfinished"),
-        config=config,
-        metrics=metrics,
-        texts=texts,
-        overrides=tuple(str(override) for override in overrides),
-        summary=summary,
-    )
-    notes += _smaller_probe(run, called)
-    # A run that did not fit may well have ended before it logged anything.
-    lines = folder / "metrics.jsonl"
-    if not run.out_of_memory and not (lines.is_file() and lines.stat().st_size):
-        notes.append(f"{called}: metrics.jsonl is {'empty' if lines.is_file() else 'missing'}, so it has no curve.")
-    return replace(run, label=run.attention, notes=(*notes, *_ending(run, called)))
-
-
-def _smaller_probe(run: Run, called: str) -> list[str]:
-    """Whether the probe compared less than a micro-batch, in a sentence."""
-    compared = run.recorded("parity").get("tokens")
-    if isinstance(compared, str):  # as older runs wrote it: 8x128
-        compared = [int(number) for number in compared.split("x")]
-    if compared is None or math.prod(compared) >= run.sequences * run.seq_len:
-        return []
-    return [
-        f"{called}: the probe compared {compared[0]} x {compared[1]} of {run.sequences} x {run.seq_len} tokens, "
-        "because the reference's scores of all did not fit the memory."
-    ]
-
-
-def _ending(run: Run, called: str) -> list[str]:
-    """How a run ended that did not complete, in a sentence."""
-    if run.status == "unfinished":
-        return [f"{called} wrote no summary: it is still running, or was killed after step {run.step}."]
-    if run.status == "interrupted":
-        return [f"{called} was interrupted after {run.step} of {run.summary.get('steps', '?')} steps."]
-    if run.status != "failed":
-        return []
-    ablation, step = run.option("attention.ablate", "none"), run.diverged()
-    if ablation != "none" and step is not None:  # the advice in train.py's message is for runs that should have trained
-        return [f"{called} was not finite at step {step}, which is the result of attention.ablate={ablation}."]
-    message = str(run.summary.get("message") or "").strip().rstrip(".")
-    return [f"{called} failed after step {run.step}{f': {message}' if message else ''}."]
-
-
-def _called(name: str) -> str:
-    """A run's name in a sentence, where a number alone would read as a count."""
-    return f"run {name}" if name.isdigit() else name
-
-
-def _read_summary(path: Path, name: str, notes: list[str]) -> Mapping[str, Any]:
+def _last_error(console: Path) -> str | None:
+    """The `error: ...` that a job of a sweep ended with before it could write a summary."""
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError):
-        summary = None
-    if isinstance(summary, Mapping):
-        return summary
-    notes.append(f"{name}: summary.json cannot be read and was passed over.")
-    return {}
+        lines = console.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return None
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return last.removeprefix("error: ") if last.startswith("error: ") else None
 
 
-def _read_yaml(path: Path, kind: type, name: str, notes: list[str]) -> Any:
+def _read(path: Path, parse: Any, empty: Any, notes: list[str]) -> Any:
+    """What a file holds, if it is of `empty`'s kind; else `empty`, with a note unless there is no file."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return kind()
+        return empty
     except (OSError, ValueError, yaml.YAMLError):
         content = None
-    if isinstance(content, kind):
+    if isinstance(content, type(empty)):
         return content
-    notes.append(f"{name}: {path.parent.name}/{path.name} cannot be read and was passed over.")
-    return kind()
-
-
-def _read_metrics(path: Path, name: str, notes: list[str]) -> tuple[dict[str, Series], dict[str, dict[int, str]]]:
-    values: dict[str, dict[int, float]] = {}
-    texts: dict[str, dict[int, str]] = {}
-    damaged: list[int] = []
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}, {}
-    for n, line in enumerate(lines):
-        try:
-            record = json.loads(line)
-            step = int(record["step"])
-        except (ValueError, TypeError, KeyError):
-            damaged += [n] if line.strip() else []
-            continue
-        # A run that was resumed logs some steps again: the later line is the one its weights came from.
-        for metric, logged in record.items():
-            if metric == "step":
-                continue
-            if (value := _float(logged)) is not None:
-                values.setdefault(metric, {})[step] = value
-            elif isinstance(logged, str):
-                texts.setdefault(metric, {})[step] = logged
-    if damaged == [len(lines) - 1]:
-        notes.append(f"{name}: the last line of metrics.jsonl is cut off and was left out.")
-    elif damaged:
-        plural = "s" if len(damaged) > 1 else ""
-        notes.append(
-            f"{name}: {len(damaged)} damaged line{plural} of metrics.jsonl left out (first: line {damaged[0] + 1})."
-        )
-    series = {metric: sorted(points.items()) for metric, points in values.items()}
-    return {
-        metric: Series(np.array([s for s, _ in points], np.int64), np.array([v for _, v in points]))
-        for metric, points in series.items()
-    }, texts
+    notes.append(f"{path.name} cannot be read and is left out.")
+    return empty
 
 
 def _float(value: Any) -> float | None:
     """A number, also one that strict JSON spells as a word: nan, inf, -inf."""
-    if isinstance(value, int | float) or value in ("nan", "inf", "-inf"):
-        return float(value)
-    return None
-
-
-def label_runs(runs: Iterable[Run]) -> list[Run]:
-    """The same runs, each labelled by its implementation and by the attention options in which its namesakes differ."""
-    runs = list(runs)
-    labelled = []
-    for run in runs:
-        options = _variant(run)
-        others = [_variant(other) for other in runs if other.attention == run.attention]
-        differing = [key for key in options if any(other.get(key) != options[key] for other in others)]
-        words = []
-        if {"block_q", "block_k"} & set(differing):
-            words.append(f"{options['block_q']}x{options['block_k']}")
-        for key in differing:
-            if key == "ablate":
-                words += [str(options[key])] if options[key] != "none" else []
-            elif key not in ("block_q", "block_k"):
-                words.append(f"{key}={options[key]}")
-        labelled.append(replace(run, label=" ".join([run.attention, *words])))
-    return labelled
-
-
-def _variant(run: Run) -> dict[str, Any]:
-    options = {**(run.option("attention") or {})}
-    return {
-        "block_q": 64,
-        "block_k": 64,
-        "ablate": "none",
-        **{key: value for key, value in options.items() if key not in ("name", "dropout")},
-    }
-
-
-def _provenance_notes(runs: Sequence[Run]) -> list[str]:
-    notes = []
-    if full := [_called(run.name) for run in runs if run.out_of_memory]:
-        notes.append(f"{_count(full, 'run')} ran out of memory, which is a result too ({listing(full)}).")
-    if dirty := [_called(run.name) for run in runs if run.commit.endswith("+")]:
-        notes.append(f"{_count(dirty, 'run')} came from a tree with uncommitted changes ({listing(dirty)}).")
-    for what, found in {
-        "commits": {run.commit.rstrip("+") for run in runs},
-        "torch versions": {str(run.recorded("versions").get("torch") or "") for run in runs},
-        "devices": {run.device for run in runs} - {UNKNOWN},
-    }.items():
-        if len(known := sorted(found - {""})) > 1:
-            notes.append(f"The runs come from different {what}: {', '.join(known)}.")
-    return notes
-
-
-def listing(names: Sequence[str], limit: int = 4) -> str:
-    """The first few names, and how many more there are."""
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
-
-
-def _count(items: Sequence[Any], noun: str) -> str:
-    return f"{len(items)} {noun}{'s' if len(items) != 1 else ''}"
+    return float(value) if isinstance(value, int | float) or value in ("nan", "inf", "-inf") else None
 
 
 def _natural(part: str) -> tuple[int, str]:

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from report import numbers
-from report.draw import short_length
-from report.evidence import MARGIN, FinalEvidence
-from report.groups import Family, flatten
-from report.parity import Judgement, Outcome
-from report.record import Run, number
-from report.scaling import (
-    TILES,
-    attention_alone,
-    crossovers,
-    longest_that_fits,
-    median_of,
-    memory_unit,
-    points,
-    predicted_memory,
-    same_tokens,
-)
+from report.parity import Verdict
+from report.runs import Run, number
+from report.sweeps import Point, Sweep, attention_alone, points, predicted_memory, ranked
+from report.text import memory_unit, size, times
+from run_folder import PARITY_MARGIN
 
 DASH = "-"
-WORDS = {Outcome.holds: "holds", Outcome.broken: "broken", Outcome.open: "open"}
-STATUS = {"out_of_memory": "out of memory"}
-_NOT_IN_TABLES = ("seed", "attention.name", "tracking", "parity", "hydra", "resume", "device")
+Names = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -44,281 +32,177 @@ class Table:
     caption: str = ""
 
 
-def table(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
-    """A table whose columns of numbers are found by looking."""
+def table(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:
+    """A table without the columns in which no row has anything; those of numbers are found by looking."""
+    cells = [tuple(row) for row in rows]
+    kept = [n for n in range(len(columns)) if any(row[n] != DASH for row in cells)]
+    cells = [tuple(row[n] for n in kept) for row in cells]
     numeric = {
         n
-        for n in range(1, len(columns))
-        if any(any(c.isdigit() for c in row[n]) for row in rows) and all(row[n][:1] in "0123456789-" for row in rows)
+        for n in range(1, len(kept))
+        if any(any(c.isdigit() for c in row[n]) for row in cells) and all(row[n][:1] in "0123456789-" for row in cells)
     }
-    return Table(name, title, tuple(columns), tuple(tuple(row) for row in rows), frozenset(numeric), caption)
+    return Table(name, title, tuple(columns[n] for n in kept), tuple(cells), frozenset(numeric), caption)
 
 
-def judgement_table(judgements: Sequence[Judgement], reference: str) -> Table:
+def tables_of(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> list[Table]:
+    """What there is to tabulate of a sweep."""
+    decisive = [verdict for verdict in verdicts if verdict.decisive]
+    found = [verdict_table(decisive, reference) if decisive else None, ablation_table(sweep.runs)]
+    several = len(sweep.cells) > 1 or len(sweep.labels()) > 1
+    return [made for made in (*found, cell_table(sweep) if several else None) if made]
+
+
+def verdict_table(verdicts: Sequence[Verdict], reference: str) -> Table:
     """What each measurement says of each implementation."""
-    several = len({j.group.seq_len for j in judgements}) > 1
-    rows = []
-    for j in judgements:
-        curve, final = j.curve, j.final
-        rows.append(
-            [
-                j.label,
-                *([short_length(j.group.seq_len)] if several else []),
-                WORDS[j.outcome],
-                f"{times(j.probe.ratio)} ({j.probe.checks} checks)" if j.probe else "not probed",
-                size(curve.ratio) if curve and curve.ratio is not None else "no band",
-                _final(final),
-                ", ".join(str(seed) for seed in j.seeds) or "none shared",
-            ]
-        )
-    columns = [
-        "implementation",
-        *(["seq_len"] if several else []),
-        "parity",
-        f"same weights (≤ {MARGIN:g})",
-        "curve (< 1)",
-        "final loss (floor)",
-        "seeds",
+    rows = [
+        [
+            v.label,
+            ", ".join(v.cell.where) or DASH,
+            v.outcome.value,
+            f"{times(v.probe.ratio).removesuffix(' times')} ({v.probe.checks} checks)" if v.probe else "not probed",
+            size(v.curve.ratio) if v.curve and v.curve.ratio is not None else DASH,
+            size(v.final.difference) if v.final else DASH,
+            size(v.final.floor) if v.final else DASH,
+            ", ".join(str(seed) for seed in v.curve.seeds) if v.curve else DASH,
+        ]
+        for v in verdicts
     ]
+    columns = ["implementation", "settings", "parity", f"same weights (≤ {PARITY_MARGIN:g})", "curve (< 1)"]
     caption = (
-        f"Same weights: the worst difference of logits or gradients to {reference}, in units of {reference}'s own "
-        f"rounding. Curve: the largest distance to {reference} of the same seed, as a share of the distance between "
-        f"{reference}'s seeds. Final loss: the largest difference, and the floor that rounding sets."
+        f"Same weights: the largest difference of logits or gradients, in units of {reference}'s own rounding. Curve: "
+        "the largest distance of the training loss at the same seed, in units of the spread between seeds. Final loss: "
+        "the largest difference, and the floor that rounding sets."
     )
-    return table("parity", "Verdict by implementation", columns, rows, caption)
+    return table("parity", "Parity by implementation", [*columns, "final loss", "its floor", "seeds"], rows, caption)
 
 
-def _final(final: FinalEvidence | None) -> str:
-    if final is None:
-        return DASH
-    amplified = final.agrees and final.floor is not None and final.difference > final.floor
-    return f"{size(final.difference)} ({size(final.floor)}{', amplified' if amplified else ''})"
+def cell_table(sweep: Sweep) -> Table:
+    """What was measured of each implementation under each setting: along the axis, or the lowest loss first."""
+    along = [point for found in points(sweep).values() for point in found]
+    predicted = {label: dict(predicted_memory(sweep, label)) for label in sweep.labels()}
+    rows = [
+        [
+            f"{point.at:,}" if sweep.axis else ", ".join(point.cell.where) or DASH,
+            point.label,
+            _state(point),
+            loss(point.train_loss),
+            loss(point.val_loss),
+            count(point.tokens_per_s),
+            DASH if point.step_ms is None else f"{point.step_ms:.3g} ms",
+            DASH if point.mfu is None else f"{100 * point.mfu:.3g} %",
+            memory(point.memory_gib),
+            memory(predicted[point.label].get(point.at)),
+        ]
+        for point in (along if sweep.axis else ranked(sweep))
+    ]
+    columns = [
+        sweep.axis or "settings",
+        "implementation",
+        "outcome",
+        "train loss",
+        "val loss",
+        "tokens/s",
+        "step",
+        "MFU (causal)",
+    ]
+    columns += [f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}", "predicted"]
+    title = f"By {sweep.axis}" if sweep.axis else f"By {'setting' if len(sweep.cells) > 1 else 'implementation'}"
+    return table("cells", title if sweep.axis else f"{title}, lowest loss first", columns, rows)
 
 
-def run_table(runs: Sequence[Run]) -> Table:
-    """Every run with the settings in which it differs."""
-    differing = differing_options(runs)
+def _state(point: Point) -> str:
+    """How runs ended that show less than the others."""
+    if point.out_of_memory:
+        return "out of memory"
+    stopped = [run.diverged() for run in point.runs if run.diverged() is not None]
+    if stopped:
+        return f"not finite at step {min(s for s in stopped if s is not None):,}"
+    return next((run.status for run in point.runs if run.status != "completed"), DASH)
+
+
+def ablation_table(runs: Sequence[Run]) -> Table | None:
+    """What breaks without a line of the online softmax, where and by how much: `ablation` of the summaries."""
+    measured = [run.summary.get("ablation") for run in runs]
+    entries = [entry for found in measured if isinstance(found, list) for entry in found if isinstance(entry, Mapping)]
+    rows = []
+    for entry in entries:
+        tile, row = entry.get("first_bad_tile"), entry.get("first_bad_row")
+        rows.append(
+            (
+                str(entry.get("ablate", DASH)),
+                str(entry.get("dtype", DASH)),
+                f"({tile[0]}, {tile[1]})" if isinstance(tile, Sequence) and len(tile) == 2 else "none",
+                str(row) if row is not None else "none",
+                "inf or NaN" if entry.get("non_finite") else "finite",
+                size(number(entry.get("max_error"))),
+            )
+        )
+    columns = ["left out", "dtype", "first wrong tile", "row", "output", "largest finite error"]
+    caption = "Tiles are (block of queries, block of keys) in the order visited; rows are counted over the sequence."
+    return table("ablation", "Where the output goes wrong", columns, dict.fromkeys(rows), caption) if rows else None
+
+
+def run_table(runs: Sequence[Run], labels: Names, places: Names) -> Table:
+    """Every run.
+
+    labels, places  the implementation, and the settings that set a run apart, by the run's name
+    """
     rows = [
         [
             run.name,
-            run.label,
+            labels[run.name],
+            places[run.name] or DASH,
             str(run.seed),
-            *(show(flatten(run.config).get(name, DASH)) for name in differing),
-            STATUS.get(run.status, run.status) + (f" at step {run.step:,}" if run.status != "completed" else ""),
+            run.status.replace("_", " ") + (f" at step {run.step:,}" if run.status != "completed" else ""),
             loss(run.final("train/loss")),
             loss(run.final("val/loss")),
-            loss(run.best_val_loss()),
             count(run.median("throughput/tokens_per_s")),
             memory(run.peak()),
             duration(number(run.summary.get("wall_time_s"))),
         ]
         for run in runs
     ]
-    columns = ["run", "implementation", "seed", *differing, "status", "train loss", "val loss", "best val loss"]
-    return table("runs", "All runs", [*columns, "tokens/s", "peak memory", "wall time"], rows)
+    columns = ["run", "implementation", "settings", "seed", "status", "train loss", "val loss", "tokens/s", "memory"]
+    return table("runs", "All runs", [*columns, "wall time"], rows)
 
 
-def differing_options(runs: Sequence[Run]) -> list[str]:
-    """The settings, by dotted name, that not all runs share."""
-    flat = [flatten(run.config) for run in runs if run.config]
-    names = sorted({name for config in flat for name in config})
-    return [
-        name
-        for name in names
-        if len({repr(config.get(name)) for config in flat}) > 1
-        and not any(name == skipped or name.startswith(f"{skipped}.") for skipped in _NOT_IN_TABLES)
-    ]
-
-
-def wall_table(family: Family) -> Table | None:
-    """The longest length that fits, the first that does not, and what was predicted for it."""
-    found = points(family)
-    if not any(point.out_of_memory for label in found for point in found[label]):
-        return None
-    rows = []
-    for label, measured in found.items():
-        failed = [point.seq_len for point in measured if point.out_of_memory]
-        predicted = dict(predicted_memory(family, label))
-        longest = longest_that_fits(measured)
-        at = next((point for point in measured if point.seq_len == longest), None)
-        rows.append(
-            [
-                label,
-                f"{longest:,}" if longest else DASH,
-                memory(at.memory_gib) if at else DASH,
-                f"{min(failed):,}" if failed else DASH,
-                memory(predicted.get(min(failed))) if failed else DASH,
-            ]
-        )
-    whose = " (one layer)" if attention_alone(family.runs) else ""
-    columns = ["implementation", "longest that fits", f"peak memory there{whose}"]
-    columns += ["out of memory at", f"predicted there{whose}"]
-    return table("memory_wall", "The memory wall", columns, rows)
-
-
-def crossover_table(family: Family, reference: str) -> Table | None:
-    """Where each implementation overtakes the reference."""
-    rows = []
-    for crossing in crossovers(family, reference):
-        if crossing.seq_len:
-            where = f"about {crossing.seq_len:,.0f}"
-        elif crossing.first:
-            where = f"at {crossing.first:,} or below"
-        elif crossing.last:
-            where = f"not beyond {crossing.last:,}"
-        else:
-            where = f"not up to {crossing.longest:,}"
-        rows.append([crossing.label, where, f"{crossing.speedup:.2f} times at {crossing.longest:,}"])
-    columns = ["implementation", f"overtakes {reference}", f"as fast as {reference}"]
-    return table("crossover", f"Where each overtakes {reference}", columns, rows) if rows else None
-
-
-def block_table(family: Family, judgements: Sequence[Judgement]) -> Table | None:
-    """Tile sizes of one implementation beside each other: equal to rounding, at different cost."""
-    found = points(family)
-    rows = []
-    for group in family.groups:
-        for label in group.labels():
-            if not TILES.fullmatch(label):
-                continue
-            point = next(point for point in found[label] if point.seq_len == group.seq_len)
-            probe = next((j.probe for j in judgements if j.label == label and j.group is group), None)
-            rows.append(
-                [
-                    label,
-                    f"{group.seq_len:,}",
-                    loss(median_of([run.final("train/loss") for run in group.of(label).values()]), digits=6),
-                    f"{times(probe.ratio)} times rounding" if probe else "not probed",
-                    milliseconds(point.step_ms),
-                    count(point.tokens_per_s),
-                    memory(point.memory_gib),
-                ]
-            )
-    columns = ["tiles", "seq_len", "train loss", "same weights", "step", "tokens/s", "peak memory"]
-    return table("block_size", "Tile sizes", columns, rows) if len(rows) > 1 else None
-
-
-def context_table(family: Family) -> Table | None:
-    """Validation loss over context length, where all lengths saw equally many tokens."""
-    if not same_tokens(family):
-        return None
-    trained = [point for found in points(family).values() for point in found if point.val_loss is not None]
-    rows = [
-        [point.label, f"{point.seq_len:,}", loss(point.val_loss), count(point.tokens), count(point.tokens_per_s)]
-        for point in sorted(trained, key=lambda point: point.seq_len)
-    ]
-    columns = ["implementation", "seq_len", "val loss", "tokens", "tokens/s"]
-    return table("context_length", "Validation loss over context length", columns, rows)
-
-
-def ablation_table(runs: Sequence[Run], reference: str) -> Table | None:
-    """What breaks, where, by how much, and what training with it came to: from `ablation` in the summaries.
-
-    A run trained in one precision, so what it came to stands in that row alone; in a row of its own where the
-    precision is none of those measured.
-    """
-    rows = []
-    for run in runs:
-        measured = run.summary.get("ablation")
-        entries = [e for e in measured if isinstance(e, Mapping)] if isinstance(measured, list) else []
-        if not entries:
-            continue
-        effect = _effect(run, runs, reference)
-        for entry in entries:
-            dtype = str(entry.get("dtype", DASH))
-            rows.append([*_failure(entry, dtype), effect if dtype == run.precision else DASH])
-        if run.precision not in [entry.get("dtype") for entry in entries]:
-            rows.append([str(entries[0].get("ablate", DASH)), run.precision, *[DASH] * 4, effect])
-    columns = ["left out", "dtype", "first wrong tile", "row", "output", "largest finite error", "val loss of the run"]
-    caption = "Tiles are (block of queries, block of keys) in the order visited; rows are counted over the sequence."
-    return table("break_it", "What the left-out line was for", columns, rows, caption) if rows else None
-
-
-def _failure(entry: Mapping[str, Any], dtype: str) -> list[str]:
-    """An entry of `ablation`, as far as the columns on the algorithm go."""
-    tile, row = entry.get("first_bad_tile"), entry.get("first_bad_row")
-    return [
-        str(entry.get("ablate", DASH)),
-        dtype,
-        f"({tile[0]}, {tile[1]})" if isinstance(tile, Sequence) and len(tile) == 2 else "none",
-        str(row) if row is not None else "none",
-        "inf or NaN" if entry.get("non_finite") else "finite",
-        size(number(entry.get("max_error"))),
-    ]
-
-
-def _effect(run: Run, runs: Sequence[Run], reference: str) -> str:
-    """What training came to, beside the reference or, where that did not run, the implementation left whole."""
-    step, final = run.diverged(), run.final("val/loss")
-    if step is not None:
-        return f"not finite at step {step:,}"
-    if run.status == "failed":
-        return f"failed after step {run.step:,}"
-    whole = [r for r in runs if r.attention == run.attention and r.option("attention.ablate", "none") == "none"]
-    for other in (*(r for r in runs if r.label == reference), *whole):
-        theirs = other.final("val/loss")
-        if final is not None and theirs is not None and other.seed == run.seed:
-            whose = reference if other.label == reference else f"the intact {other.label}"
-            return f"{final:.4f}, {final - theirs:+.4f} from {whose}'s"
-    return loss(final)
-
-
-def runs_csv(runs: Sequence[Run]) -> str:
+def runs_csv(runs: Sequence[Run], labels: Names, places: Names) -> str:
     """One line a run, numbers unrounded."""
-    differing = differing_options(runs)
-    head = [
-        "run", "implementation", "attention", "seed", "seq_len", *[n for n in differing if n != "seq_len"], "status",
-        "step", "train_loss", "val_loss", "best_val_loss", "tokens_per_s", "step_ms", "mfu_full", "mfu_causal",
-        "peak_allocated_gib", "peak_reserved_gib", "wall_time_s", "tokens", "parameters", "precision", "device",
-        "commit", "started",
-    ]  # fmt: skip
-    rows = []
-    for run in runs:
-        flat = flatten(run.config)
-        rows.append(
-            [
-                run.name, run.label, run.attention, run.seed, run.seq_len,
-                *[show(flat.get(n)) for n in differing if n != "seq_len"], run.status, run.step,
-                run.final("train/loss"), run.final("val/loss"), run.best_val_loss(),
-                *[run.median(f"throughput/{m}") for m in ("tokens_per_s", "step_ms", "mfu_full", "mfu_causal")],
-                *[run.peak(f"memory/{m}") for m in ("peak_allocated_gib", "peak_reserved_gib")],
-                run.summary.get("wall_time_s"), run.tokens(), run.summary.get("parameters"), run.precision, run.device,
-                run.commit, run.summary.get("started"),
-            ]
-        )  # fmt: skip
-    return _csv(head, rows)
+    kept = ("best_val_loss", "wall_time_s", "tokens", "parameters", "started")
+    rows = [
+        {"run": run.name, "implementation": labels[run.name], "settings": places[run.name], "seed": run.seed}
+        | {"seq_len": run.seq_len, "status": run.status, "step": run.step, "devices": run.devices}
+        | {"train_loss": run.final("train/loss"), "val_loss": run.final("val/loss")}
+        | {name: run.median(f"throughput/{name}") for name in ("tokens_per_s", "step_ms", "mfu_full", "mfu_causal")}
+        | {name: run.peak(f"memory/{name}") for name in ("peak_allocated_gib", "peak_reserved_gib")}
+        | {"device": run.device, "precision": run.precision, "commit": run.commit}
+        | {name: run.summary.get(name) for name in kept}
+        for run in runs
+    ]
+    return _csv([[*rows[0]], *([*row.values()] for row in rows)])
 
 
-def curves_csv(runs: Sequence[Run]) -> str:
-    """One line a logged value: run, implementation, seed, seq_len, step, metric, value."""
+def curves_csv(runs: Sequence[Run], labels: Names) -> str:
+    """One line a logged value."""
+    head = ["run", "implementation", "seed", "seq_len", "step", "metric", "value"]
     rows = (
-        [run.name, run.label, run.seed, run.seq_len, int(step), metric, float(value)]
+        [run.name, labels[run.name], run.seed, run.seq_len, int(step), metric, float(value)]
         for run in runs
         for metric, series in sorted(run.metrics.items())
         for step, value in zip(series.steps, series.values, strict=True)
     )
-    return _csv(["run", "implementation", "seed", "seq_len", "step", "metric", "value"], rows)
+    return _csv([head, *rows])
 
 
-def _csv(head: Sequence[str], rows: Any) -> str:
+def _csv(rows: Iterable[Sequence[Any]]) -> str:
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(head)
-    writer.writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
-def show(value: Any) -> str:
-    """A setting as one would write it in an override; a dash where a killed run left a reference to other settings."""
-    if isinstance(value, str) and "${" in value:
-        return DASH
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def loss(value: float | None, digits: int = 4) -> str:
-    return DASH if value is None else f"{value:.{digits}f}"
+def loss(value: float | None) -> str:
+    return DASH if value is None else f"{value:.4f}"
 
 
 def count(value: float | None) -> str:
@@ -329,26 +213,9 @@ def memory(gib: float | None) -> str:
     if gib is None:
         return DASH
     unit, factor = memory_unit([gib])
-    amount = factor * gib
-    return f"{amount:,.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
-
-
-def milliseconds(value: float | None) -> str:
-    return DASH if value is None else f"{value:.3g} ms"
-
-
-def size(value: float | None) -> str:
-    """A small number: 0.0014, 3·10⁻⁷."""
-    return DASH if value is None else numbers.size(value)
-
-
-def times(ratio: float) -> str:
-    return f"{float(f'{ratio:.2g}'):,.0f}" if 10 <= ratio < float("inf") else f"{ratio:.2g}"
+    return f"{factor * gib:,.0f} {unit}" if factor * gib >= 100 else f"{factor * gib:.3g} {unit}"
 
 
 def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return DASH
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+    """0:03:06"""
+    return DASH if seconds is None else str(datetime.timedelta(seconds=math.ceil(seconds)))

@@ -34,7 +34,7 @@ def sweep(tmp_path: Path) -> Path:
 def test_one_command_writes_the_report_into_the_sweep(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compare.main([str(sweep)])
     out = capsys.readouterr().out
-    assert "Parity is open for flash" in out
+    assert "Parity is open for flash.\n  flash: Its training loss" in out
     assert f"report: {sweep / 'report' / 'index.html'}" in out
     assert (sweep / "report" / "index.html").is_file()
     compare.main([str(sweep)])  # a second time reads the runs, not the report
@@ -169,7 +169,7 @@ def test_wandb_is_asked_as_the_runs_asked_it(tmp_path: Path) -> None:
 def test_reports_on_a_group_are_one_run_of_wandb() -> None:
     one, other = publish.run_id("parity-2026-11-20"), publish.run_id("a/b: c?")
     assert one == publish.run_id("parity-2026-11-20") != other
-    assert publish.run_id(None) is None
+    assert publish.run_id("") is None
     for name in (one, other):
         assert name is not None
         assert re.fullmatch(r"[\w-]{1,64}", name)  # what W&B takes

@@ -28,7 +28,7 @@ ERRORS = {
 }
 
 
-STRANGERS = 0.008  # how far training takes two runs of a seed from each other, about as far as seeds are
+SEEDS_APART = 0.008  # how far training takes two runs of a seed from each other, about as far as seeds are
 
 
 def _wandering(generator: np.random.Generator, length: int) -> np.ndarray:
@@ -48,9 +48,11 @@ def write_run(
     batch_size: int = 12,
     precision: str = "bf16",
     device: str = "NVIDIA H200",
+    devices: int = 1,
     status: str = "completed",
     stop: int | None = None,
     message: str | None = None,
+    non_finite_step: int | None = None,
     error: str | None = None,
     chaos: float = 1.0,
     probe_every: int = 100,
@@ -63,7 +65,7 @@ def write_run(
 
     stop      the last step done, where that is not all of them
     error     the name of what is wrong with the implementation, of ERRORS
-    chaos     by how much training amplifies rounding in 100 steps, until two runs are strangers: 1 is tame
+    chaos     by how much training amplifies rounding in 100 steps, until runs are as far apart as seeds: 1 is tame
     """
     loss_noise, logit_noise, grad_noise = ROUNDING[precision]
     done = steps if stop is None else stop
@@ -74,7 +76,7 @@ def write_run(
     batch = 0.06 * of_seed.normal(size=steps + 1)
 
     of_implementation = np.random.default_rng([seed, *attention.encode()])
-    drift = np.minimum(loss_noise * float(chaos) ** (n / 100), STRANGERS) * _wandering(of_implementation, steps + 1)
+    drift = np.minimum(loss_noise * float(chaos) ** (n / 100), SEEDS_APART) * _wandering(of_implementation, steps + 1)
     if attention == "naive" and error is None:
         drift[:] = 0
     bias, logit_error, grad_error = ERRORS[error] if error else (0.0, 0.0, 0.0)
@@ -112,7 +114,7 @@ def write_run(
     changed = [f"attention={attention}", f"seed={seed}", f"seq_len={seq_len}"]
     for name, value in (overrides or {}).items():
         part, _, option = name.rpartition(".")
-        (config[part] if part else config)[option] = value  # type: ignore[index]
+        (config.setdefault(part, {}) if part else config)[option] = value  # type: ignore[index]
         changed.append(f"{name}={value}")
 
     lines = []
@@ -152,7 +154,7 @@ def write_run(
     content = {
         "status": status,
         "message": message,
-        "non_finite_step": None,
+        "non_finite_step": non_finite_step,
         "attention": attention,
         "config": config,
         "overrides": changed,
@@ -177,7 +179,7 @@ def write_run(
         "wall_time_s": done * batch_size * seq_len / tokens_per_s,
         "tokens": done * batch_size * seq_len,
         "parameters": 124_000_000,
-        "device": {"type": "cuda", "name": device, "count": 1},
+        "device": {"type": "cuda", "name": device, "count": devices},
         "precision": precision,
         "versions": {"python": "3.12", "torch": "2.11.0", "triton": "3.6.0", "cuda": "12.8"},
         "git": {"commit": "0123456789abcdef", "dirty": False},

@@ -12,21 +12,19 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from report.curve_figures import draw_probe
-from report.draw import _RC, WIDTH, scheme
+from report.draw import _RC, WIDTH, Chart, legend_columns, scheme, styles
 from report.figures import charts
-from report.groups import Family, family_runs
-from report.length_figures import draw_costs, draw_memory
+from report.parity import judge
 from report.runs import find_runs
-from report.scaling import points
+from report.sweeps import sweeps_of
 from tests.report.synthetic import write_run
 
 PALETTE = scheme(dark=False)
 
 
-def only_family(folder: Path) -> Family:
-    (family,) = family_runs(find_runs([folder]).runs)
-    return family
+def charts_of(folder: Path) -> dict[str, Chart]:
+    (sweep,) = sweeps_of(find_runs([folder]).runs)
+    return {chart.name: chart for chart in charts(sweep, judge(sweep.cells))}
 
 
 @pytest.fixture
@@ -50,23 +48,17 @@ def write_memory(folder: Path, fits: dict[str, int]) -> None:
                 break
 
 
-def dashed(figure: Figure) -> list[float]:
-    """Where each prediction ends, in tokens."""
-    (axes,) = figure.axes
-    return [float(np.max(np.asarray(line.get_xdata()))) for line in axes.lines if line.get_linestyle() == "--"]
-
-
 def test_a_prediction_ends_where_its_implementation_ran_out_of_memory(tmp_path: Path, figure: Figure) -> None:
     write_memory(tmp_path, {"naive": 16384, "flash": 32768})
-    draw_memory(figure, PALETTE, only_family(tmp_path))
-    assert dashed(figure) == [32768, 65536]
+    charts_of(tmp_path)["memory"].draw(figure, PALETTE)
     figure.canvas.draw()
     (axes,) = figure.axes
+    assert [float(np.max(line.get_xdata())) for line in axes.lines if line.get_linestyle() == "--"] == [32768, 65536]
     words = [text.get_window_extent() for text in axes.texts if "out of memory" in text.get_text()]
     assert len(words) == 2
     for line in axes.lines:
-        points_drawn = axes.transData.transform(line.get_xydata())
-        assert all(y < min(word.y0 for word in words) for _, y in points_drawn), "a line runs into the words"
+        drawn = axes.transData.transform(line.get_xydata())
+        assert all(y < min(word.y0 for word in words) for _, y in drawn), "a line runs into the words"
 
 
 def test_a_prediction_does_not_stretch_the_axis_beyond_ten_times_what_was_measured(
@@ -78,14 +70,13 @@ def test_a_prediction_does_not_stretch_the_axis_beyond_ten_times_what_was_measur
         run = tmp_path / f"naive-{seq_len}"
         (run / "summary.json").unlink()
         (run / "metrics.jsonl").write_text("")
-    draw_memory(figure, PALETTE, only_family(tmp_path))
-    assert figure.axes[0].get_ylim()[1] == pytest.approx(10 * (2 + 64))
+    charts_of(tmp_path)["memory"].draw(figure, PALETTE)
+    assert figure.axes[0].get_ylim()[1] < 2 * 10 * (2 + 64)
 
 
 def test_a_single_check_has_a_single_tick(tmp_path: Path, figure: Figure) -> None:
     write_run(tmp_path / "flash", "flash", steps=1, probe_every=1)
-    (group,) = only_family(tmp_path).groups
-    draw_probe(figure, PALETTE, group, "naive")
+    charts_of(tmp_path)["probe"].draw(figure, PALETTE)
     figure.canvas.draw()
     (axes,) = figure.axes
     low, high = axes.get_xlim()
@@ -93,15 +84,26 @@ def test_a_single_check_has_a_single_tick(tmp_path: Path, figure: Figure) -> Non
     assert shown == ["1"]
 
 
-def test_the_titles_of_the_costs_fit_the_figure(tmp_path: Path, figure: Figure) -> None:
-    for ablate in ("none", "no_max_subtraction"):
-        write_run(tmp_path / ablate, "tiled", steps=50, overrides={"attention.ablate": ablate})
-    every = [found[0] for found in points(only_family(tmp_path)).values()]
-    draw_costs(figure, PALETTE, every, "one attention layer")
-    figure.canvas.draw()
-    for axes in figure.axes:
-        (title,) = [text for text in axes.get_children() if getattr(text, "get_text", str)() == axes.get_title("left")]
-        assert title.get_window_extent().x1 <= figure.bbox.x1
+def test_the_distance_is_drawn_beside_the_spread_between_seeds_and_the_rounding(tmp_path: Path, figure: Figure) -> None:
+    for seed in (1, 2):
+        for attention in ("naive", "flash"):
+            write_run(tmp_path / f"{attention}-{seed}", attention, seed, precision="fp32")
+    charts_of(tmp_path)["difference"].draw(figure, PALETTE)
+    (axes,) = figure.axes
+    assert axes.get_yscale() == "log"
+    lines = {str(line.get_label()): np.nanmax(line.get_ydata()) for line in axes.lines}
+    assert lines["flash"] < lines["rounding"] < lines["spread between seeds"]
+    assert min(line.get_linewidth() for line in axes.lines if line.get_label() == "flash") > 1.5
+
+
+def test_runs_of_a_sweep_lie_over_one_another(tmp_path: Path, figure: Figure) -> None:
+    for lr in (1e-3, 3e-3, 1e-2):
+        write_run(tmp_path / str(lr), steps=50, overrides={"optimizer.lr": lr})
+    found = charts_of(tmp_path)
+    assert set(found) == {"loss", "throughput"}
+    found["loss"].draw(figure, PALETTE)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["lr=0.001", "lr=0.003", "lr=0.01"]
 
 
 def test_the_caption_promises_validation_only_where_there_was_one(tmp_path: Path) -> None:
@@ -111,5 +113,17 @@ def test_the_caption_promises_validation_only_where_there_was_one(tmp_path: Path
     metrics.write_text(
         "".join(line for line in metrics.open() if "val/loss" not in line) + '{"step": 5, "train/loss": 3}\n'
     )
-    captions = [charts(only_family(tmp_path / name), [])[0].caption for name in ("validated", "not")]
+    captions = [charts_of(tmp_path / name)["loss"].caption for name in ("validated", "not")]
     assert ["validation" in caption for caption in captions] == [True, False]
+
+
+def test_no_two_labels_look_the_same() -> None:
+    labels = ["naive", "tiled 16x16", "tiled 32x32", "tiled 64x64", "flash", "lr=1", "lr=2", "lr=3"]
+    looks = [(style.colour, style.line) for style in styles(labels, PALETTE).values()]
+    assert len(set(looks)) == len(labels)
+    assert looks[0][0] == PALETTE["naive"]
+
+
+def test_long_labels_get_a_row_each() -> None:
+    assert legend_columns(["a", "b"]) == 2
+    assert legend_columns(["a" * 60, "b" * 60]) == 1

@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from report.groups import comparison_key, describe, family_runs, group_runs
 from report.page import write_report
 from report.runs import ReportError, find_runs, read_run
+from report.sweeps import cells_of, comparison_key, labels_of, sweeps_of
+from report.text import notes_on
 from tests.report.synthetic import write_run
+
+
+def notes(folder: Path) -> list[str]:
+    found = find_runs([folder])
+    return notes_on(found, sweeps_of(found.runs))
 
 
 def test_a_run_says_what_its_files_say(tmp_path: Path) -> None:
@@ -22,7 +29,6 @@ def test_a_run_says_what_its_files_say(tmp_path: Path) -> None:
     assert list(run.series("val/loss").steps) == [0, 50, 100]
     assert run.final("val/loss") == run.series("val/loss").values[-1]
     assert run.peak() == 11.5
-    assert run.texts["parity/worst_parameter"] == {100: "h.3.attn.c_attn.weight"}
     assert run.overrides == ("attention=flash", "seed=7", "seq_len=512")
     assert run.notes == ()
 
@@ -30,11 +36,12 @@ def test_a_run_says_what_its_files_say(tmp_path: Path) -> None:
 def test_half_a_last_line_is_left_out_and_noted(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=100) / "metrics.jsonl"
     content = path.read_text()
+    lines = len(content.splitlines())
     for cut in (3, 30, len(content.splitlines()[-1])):
         path.write_text(content[:-cut])
         run = read_run(path.parent)
         assert run.series("train/loss").steps[-1] == 90
-        assert [note for note in run.notes if "last line of metrics.jsonl is cut off" in note]
+        assert run.notes == (f"line {lines} of metrics.jsonl cannot be read.",)
     path.write_text(content[:-1])  # the line break alone is missing: nothing is lost
     assert read_run(path.parent).series("train/loss").steps[-1] == 100
     assert read_run(path.parent).notes == ()
@@ -46,7 +53,7 @@ def test_damaged_lines_within_are_counted(tmp_path: Path) -> None:
     lines[3], lines[5] = b"\xff\x00\xfe", b'["step", 5]'
     path.write_bytes(b"\n".join(lines) + b"\n\n")
     run = read_run(path.parent)
-    assert "run: 2 damaged lines of metrics.jsonl left out (first: line 4)." in run.notes
+    assert run.notes == ("2 lines from line 4 on of metrics.jsonl cannot be read.",)
     assert 30 not in run.series("train/loss").steps
 
 
@@ -55,10 +62,9 @@ def test_a_run_without_summary_is_read_from_its_lines_and_config(tmp_path: Path)
     (folder / "summary.json").unlink()
     run = read_run(folder)
     assert (run.status, run.step, run.attention, run.seed) == ("unfinished", 120, "flash", 3)
-    assert "run wrote no summary: it is still running, or was killed after step 120." in run.notes
+    assert notes(tmp_path) == ["run wrote no summary: it is still running, or was killed after step 120."]
     assert run.median("throughput/tokens_per_s") == pytest.approx(1000, rel=0.02)
     assert run.final("train/loss") == run.series("train/loss").values[-1]
-    assert run.best_val_loss() == run.series("val/loss").values.min()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"status": "comp'])
@@ -67,7 +73,7 @@ def test_a_damaged_summary_is_passed_over(tmp_path: Path, content: str) -> None:
     (folder / "summary.json").write_text(content)
     run = read_run(folder)
     assert run.status == "unfinished"
-    assert "run: summary.json cannot be read and was passed over." in run.notes
+    assert run.notes == ("summary.json cannot be read and is left out.",)
     assert run.attention == "naive"  # from .hydra/config.yaml
 
 
@@ -89,19 +95,18 @@ def test_losses_that_are_not_finite_are_read_as_such(tmp_path: Path) -> None:
     run = read_run(path.parent)
     assert math.isnan(run.series("train/loss").values[-3])
     assert run.series("train/loss").values[-2:].tolist() == [math.inf, -math.inf]
-    assert "train/loss" not in run.texts
     assert run.diverged() == 110
 
 
 def test_how_runs_ended_is_noted(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", status="failed", stop=20, message="disk full.")
+    """A run that is named by a number does not read as a count."""
+    write_run(tmp_path / "2", status="failed", stop=20, message="disk full.")
     write_run(tmp_path / "b", status="out_of_memory", stop=0, message="CUDA out of memory")
     write_run(tmp_path / "c", status="interrupted", stop=50)
-    found = find_runs([tmp_path])
-    assert found.notes == ("1 run ran out of memory, which is a result too (b).",)
-    assert [note for run in found.runs for note in run.notes] == [
-        "a failed after step 20: disk full.",
+    assert notes(tmp_path) == [
+        "1 run ran out of memory, which is a result too (b).",
         "c was interrupted after 50 of 400 steps.",
+        "run 2 failed after step 20: disk full.",
     ]
 
 
@@ -109,40 +114,47 @@ def test_a_run_that_logged_nothing_is_noted(tmp_path: Path) -> None:
     (write_run(tmp_path / "a") / "metrics.jsonl").write_text("")
     (write_run(tmp_path / "b") / "metrics.jsonl").unlink()
     (write_run(tmp_path / "c", status="out_of_memory", stop=0) / "metrics.jsonl").write_text("")  # noted as its result
-    assert [note for run in find_runs([tmp_path]).runs for note in run.notes] == [
-        "a: metrics.jsonl is empty, so it has no curve.",
-        "b: metrics.jsonl is missing, so it has no curve.",
+    assert [run.notes for run in find_runs([tmp_path]).runs] == [
+        ("metrics.jsonl is empty, so there is no curve.",),
+        ("metrics.jsonl is missing, so there is no curve.",),
+        (),
     ]
 
 
-def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path: Path) -> None:
+def test_a_job_that_ended_before_its_record_began_failed_for_what_it_printed_last(tmp_path: Path) -> None:
+    for n, printed in enumerate(("error: data.path=x is not there.\n\n", "attention=naive\n")):
+        (tmp_path / str(n) / ".hydra").mkdir(parents=True)
+        (tmp_path / str(n) / ".hydra" / "overrides.yaml").write_text("- seed=1\n")
+        (tmp_path / str(n) / "console.log").write_text(printed)
+    failed, unfinished = find_runs([tmp_path]).runs
+    assert (failed.status, failed.summary["message"]) == ("failed", "data.path=x is not there.")
+    assert unfinished.status == "unfinished"
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path: Path, old: bool) -> None:
+    """Runs of an older version wrote it as text, which is passed over."""
     folder = write_run(tmp_path / "3", "flash", steps=200)
-    assert find_runs([tmp_path]).runs[0].notes == ()
-    summary = json.loads((folder / "summary.json").read_text())
-    for tokens in ([1, 128], "1x128"):  # as a run writes it, and as older ones did
-        (folder / "summary.json").write_text(json.dumps(summary | {"parity": {"tokens": tokens}}))
-        assert find_runs([tmp_path]).runs[0].notes == (
-            "run 3: the probe compared 1 x 128 of 12 x 256 tokens, because the reference's scores of all did not fit "
-            "the memory.",
-        )
-
-
-def test_a_run_named_by_a_number_does_not_read_as_a_count(tmp_path: Path) -> None:
-    write_run(tmp_path / "2", status="failed", stop=25, message="disk full")
-    write_run(tmp_path / "3", status="out_of_memory", stop=0)
-    found = find_runs([tmp_path])
-    assert found.runs[0].notes == ("run 2 failed after step 25: disk full.",)
-    assert found.notes == ("1 run ran out of memory, which is a result too (run 3).",)
+    lines = (folder / "metrics.jsonl").read_text()
+    assert notes(tmp_path) == []
+    first, last = lines.split('"parity/tokens": [12, 256]', 1)
+    (folder / "metrics.jsonl").write_text(
+        f'{first}"parity/tokens": {chr(34) + "1x128" + chr(34) if old else "[1, 128]"}{last}'
+    )
+    expected = (
+        "run 3: the probe compared 1 x 128 of 12 x 256 tokens, because the reference's scores of all did not fit "
+    )
+    assert notes(tmp_path) == ([] if old else [f"{expected}the memory."])
 
 
 def test_an_ablated_run_that_came_to_nan_gets_no_advice(tmp_path: Path) -> None:
-    message = "Step 26 was not finite (loss nan, gradient norm nan) and was not taken; lower optimizer.lr."
     options = {"attention.ablate": "no_max_subtraction"}
-    write_run(tmp_path / "a", "tiled", status="failed", stop=25, message=message, overrides=options)
-    write_run(tmp_path / "b", "tiled", status="failed", stop=25, message=message)
-    assert [note for run in find_runs([tmp_path]).runs for note in run.notes] == [
+    stopped = {"status": "failed", "stop": 25, "message": "Lower optimizer.lr.", "non_finite_step": 26}
+    write_run(tmp_path / "a", "tiled", overrides=options, **stopped)  # type: ignore[arg-type]
+    write_run(tmp_path / "b", "tiled", **stopped)  # type: ignore[arg-type]
+    assert notes(tmp_path) == [
         "a was not finite at step 26, which is the result of attention.ablate=no_max_subtraction.",
-        f"b failed after step 25: {message}",
+        "b failed after step 25: Lower optimizer.lr.",
     ]
 
 
@@ -190,11 +202,12 @@ def test_no_runs_is_one_sentence(tmp_path: Path) -> None:
 def test_dirty_trees_mixed_commits_and_devices_are_named(tmp_path: Path) -> None:
     write_run(tmp_path / "a", summary={"git": {"commit": "a" * 40, "dirty": True}})
     write_run(tmp_path / "b", summary={"git": {"commit": "b" * 40, "dirty": False}}, device="cpu")
-    assert find_runs([tmp_path]).notes == (
+    assert notes(tmp_path) == [
+        "The runs differ in device, so they are not all compared with each other.",
         "1 run came from a tree with uncommitted changes (a).",
         "The runs come from different commits: aaaaaaa, bbbbbbb.",
         "The runs come from different devices: NVIDIA H200, cpu.",
-    )
+    ]
 
 
 def test_labels_tell_variants_of_an_implementation_apart(tmp_path: Path) -> None:
@@ -202,16 +215,20 @@ def test_labels_tell_variants_of_an_implementation_apart(tmp_path: Path) -> None
     write_run(tmp_path / "2", "tiled", overrides={"attention.block_q": 16, "attention.block_k": 16})
     write_run(tmp_path / "3", "tiled", overrides={"attention.block_q": 128, "attention.block_k": 32})
     write_run(tmp_path / "4", "tiled", overrides={"attention.ablate": "no_rescaling"})
-    write_run(tmp_path / "5", "sdpa", overrides={"attention.backend": "math"})
-    labels = [run.label for run in find_runs([tmp_path]).runs]
-    assert labels == ["naive", "tiled 16x16", "tiled 128x32", "tiled 64x64 no_rescaling", "sdpa"]
+    write_run(tmp_path / "5", "flash", overrides={"attention.path": "plain"})
+    write_run(tmp_path / "6", "flash", overrides={"attention.path": "hopper"})
+    labels = labels_of(find_runs([tmp_path]).runs)
+    variants = ["naive", "tiled 16x16", "tiled 128x32", "tiled 64x64 no_rescaling"]
+    assert list(labels.values()) == [*variants, "flash path=plain", "flash path=hopper"]
 
 
-def test_only_implementation_seed_and_bookkeeping_may_differ_within_a_group(tmp_path: Path) -> None:
+def test_only_implementation_seed_and_bookkeeping_may_differ_within_a_cell(tmp_path: Path) -> None:
     alike = {"seed": 2, "attention.block_q": 16, "training.eval_every": 5, "parity.every": 7, "tracking.group": "x"}
     apart = {
         "model.n_layers": 6,
         "data.name": "text",
+        "data.documents": "mask",
+        "score.window": 128,
         "optimizer.lr": 1e-4,
         "seq_len": 512,
         "attention.dropout": 0.1,
@@ -220,52 +237,69 @@ def test_only_implementation_seed_and_bookkeeping_may_differ_within_a_group(tmp_
     write_run(tmp_path / "base")
     for n, (name, value) in enumerate(alike.items()):
         write_run(tmp_path / f"alike-{n}", overrides={name: value})
-    assert len(group_runs(find_runs([tmp_path]).runs)) == 1
+    assert len(cells_of(find_runs([tmp_path]).runs)) == 1
     for n, (name, value) in enumerate(apart.items()):
         write_run(tmp_path / f"apart-{n}", overrides={name: value})
-    assert len(group_runs(find_runs([tmp_path]).runs)) == 1 + len(apart)
-
-
-def test_devices_and_precisions_are_compared_apart(tmp_path: Path) -> None:
-    write_run(tmp_path / "a")
-    write_run(tmp_path / "b", device="cpu")
-    write_run(tmp_path / "c", precision="fp32")
-    groups = group_runs(find_runs([tmp_path]).runs)
-    assert len(groups) == 3
-    assert all("device" in where or "precision" in where for where in describe(groups))
+    write_run(tmp_path / "cpu", device="cpu")
+    write_run(tmp_path / "two", devices=2)
+    write_run(tmp_path / "fp32", precision="fp32")
+    assert len(cells_of(find_runs([tmp_path]).runs)) == 4 + len(apart)
 
 
 def test_a_killed_run_joins_those_it_shares_its_settings_with(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "naive")
     (write_run(tmp_path / "b", "flash") / "summary.json").unlink()
-    (group,) = group_runs(find_runs([tmp_path]).runs)
-    assert group.labels() == ["naive", "flash"]
+    (cell,) = cells_of(find_runs([tmp_path]).runs)
+    assert cell.labels() == ["naive", "flash"]
     killed = tmp_path / "b" / ".hydra" / "config.yaml"
     config = json.loads(killed.read_text())
     config["training"]["batch_size"] = "${divide:${training.batch_tokens},${seq_len}}"
     killed.write_text(json.dumps(config))
-    assert len(group_runs(find_runs([tmp_path]).runs)) == 1
+    assert len(cells_of(find_runs([tmp_path]).runs)) == 1
     write_run(tmp_path / "c", "naive", device="cpu")  # now nobody knows on which of the two it ran
-    assert len(group_runs(find_runs([tmp_path]).runs)) == 3
+    assert len(cells_of(find_runs([tmp_path]).runs)) == 3
 
 
 def test_of_several_tries_the_one_that_came_furthest_stands_for_its_seed(tmp_path: Path) -> None:
     write_run(tmp_path / "1", status="interrupted", stop=390)
     write_run(tmp_path / "2")
     write_run(tmp_path / "3", status="failed", stop=10)
-    (group,) = group_runs(find_runs([tmp_path]).runs)
-    assert group.of("naive")[1].name == "2"
+    (cell,) = cells_of(find_runs([tmp_path]).runs)
+    assert cell.of("naive")[1].name == "2"
 
 
-def test_lengths_with_equal_tokens_are_one_family_and_mixed_batches_are_not(tmp_path: Path) -> None:
+def test_lengths_with_equal_tokens_are_one_sweep_and_mixed_batches_are_not(tmp_path: Path) -> None:
     for seq_len, batch_size in ((256, 8), (512, 4), (1024, 2)):
         write_run(tmp_path / f"{seq_len}-{batch_size}", seq_len=seq_len, batch_size=batch_size)
-    (family,) = family_runs(find_runs([tmp_path]).runs)
-    assert [group.seq_len for group in family.groups] == [256, 512, 1024]
+    (sweep,) = sweeps_of(find_runs([tmp_path]).runs)
+    assert (sweep.axis, [cell.seq_len for cell in sweep.cells]) == ("seq_len", [256, 512, 1024])
     for seq_len in (256, 512):
         write_run(tmp_path / f"{seq_len}-2", seq_len=seq_len, batch_size=2)
-    families = family_runs(find_runs([tmp_path]).runs)
-    assert sorted([group.seq_len for group in f.groups] for f in families) == [[256], [256, 512, 1024], [512]]
+    lengths, rest = sweeps_of(find_runs([tmp_path]).runs)
+    assert [cell.seq_len for cell in lengths.cells] == [256, 512, 1024]
+    assert (rest.axis, [cell.seq_len for cell in rest.cells]) == (None, [256, 512])
+
+
+def test_settings_on_the_same_text_are_one_sweep_named_by_their_overrides(tmp_path: Path) -> None:
+    swept: list[dict[str, Any]] = [{"optimizer.lr": 1e-3}, {"optimizer.lr": 3e-3}, {"score.window": 128}]
+    for n, overrides in enumerate(swept):
+        write_run(tmp_path / str(n), overrides=overrides)
+    write_run(tmp_path / "other", overrides={"data.name": "text"})
+    other, sweep = sweeps_of(find_runs([tmp_path]).runs)
+    assert [cell.where for cell in sweep.cells] == [
+        ("optimizer.lr=0.001",),
+        ("optimizer.lr=0.003",),
+        ("score.window=128",),
+    ]
+    assert [cell.short for cell in sweep.cells] == ["lr=0.001", "lr=0.003", "window=128"]
+    assert other.cells[0].where == ()
+
+
+def test_numbers_of_devices_are_an_axis(tmp_path: Path) -> None:
+    for devices in (8, 1, 2):
+        write_run(tmp_path / str(devices), devices=devices, batch_size=24 // devices)
+    (sweep,) = sweeps_of(find_runs([tmp_path]).runs)
+    assert (sweep.axis, [cell.devices for cell in sweep.cells]) == ("devices", [1, 2, 8])
 
 
 def test_the_comparison_key_does_not_depend_on_the_order_of_settings(tmp_path: Path) -> None:

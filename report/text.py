@@ -1,0 +1,369 @@
+"""The report in words: what a sweep answers, the verdict on each implementation, and what to know about the runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from report.parity import MEASURES, Final, Gap, Outcome, Verdict, outcome_of
+from report.runs import UNKNOWN, Run, RunSet, number
+from report.sweeps import Point, Sweep, attention_alone, crossovers, points, ranked, same_tokens, settings_apart
+from run_folder import PARITY_MARGIN
+
+LOSSES = {"val/loss": "validation loss", "train/loss": "training loss"}
+Bullets = Sequence[tuple[str, str]]  # what each is about, and a sentence or more
+Table = Mapping[str, list[Point]]
+
+
+class Answer(NamedTuple):
+    """What runs show: a headline, its tone (holds, broken, open, none), and the bullets below it."""
+
+    headline: str
+    tone: str
+    bullets: Bullets
+
+
+def answer(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Answer:
+    """What a sweep was made to find out."""
+    table = points(sweep)
+    decisive = [verdict for verdict in verdicts if verdict.decisive]
+    if not any(run.trained or run.out_of_memory for run in sweep.runs):
+        return _failures(sweep)
+    if any(run.ablated for run in sweep.runs):
+        return _ablations(sweep, reference)
+    if sweep.axis == "devices":
+        found = _scaling(table)
+    elif sweep.axis == "seq_len":
+        found = _over_lengths(sweep, table, reference)
+    elif len(sweep.cells) > 1:
+        found = _ranking(sweep)
+    else:
+        found = Answer(_alone(table), "none", _costs(sweep, table, reference))
+    if decisive or (verdicts and len(sweep.cells) == 1):
+        headline, outcome, bullets = parity_answer(decisive or verdicts, reference)
+        found = Answer(headline, outcome, [*bullets, *found.bullets])
+    merged: dict[str, list[str]] = {}
+    for subject, sentences in found.bullets:
+        merged.setdefault(subject, []).append(sentences)
+    return Answer(found.headline, found.tone, [(subject, " ".join(said)) for subject, said in merged.items()])
+
+
+def parity_answer(verdicts: Sequence[Verdict], reference: str) -> Answer:
+    """The verdict in a sentence, and for each implementation what was measured where it was worst."""
+    outcome = outcome_of(verdicts) or Outcome.open
+    verbs = {Outcome.broken: "is broken for", Outcome.open: "is open for", Outcome.holds: "holds for"}
+    groups: dict[tuple[str, Outcome], list[Verdict]] = {}
+    for verdict in verdicts:
+        groups.setdefault((verdict.label, verdict.outcome), []).append(verdict)
+    names, bullets = dict[Outcome, list[str]](), []
+    for (label, its), found in groups.items():
+        mixed = any(other == label and o is not its for other, o in groups)
+        name = f"{label} ({listing([verdict.cell.short for verdict in found])})" if mixed else label
+        names.setdefault(its, []).append(name)
+        worst = max(found, key=lambda v: (v.probe.ratio if v.probe else 0.0, v.curve.largest if v.curve else 0.0))
+        bullets.append((name, " ".join(verdict_sentences(worst, reference))))
+    clauses = [f"{verbs[o]} {listed(names[o])}" for o in (outcome, *verbs) if o in names]
+    return Answer(f"Parity {' and '.join(dict.fromkeys(clauses))}", outcome.value, bullets)
+
+
+def verdict_sentences(verdict: Verdict, reference: str) -> list[str]:
+    """What was measured of one implementation, what speaks against it, and what is missing."""
+    said = []
+    probe, curve, final = verdict.probe, verdict.curve, verdict.final
+    if lost := verdict.not_finite:
+        said.append(f"Its loss is not finite at step {lost.step:,} with seed {lost.seed}, where {lost.other}'s is.")
+    if probe and probe.agrees:
+        said.append(f"At the same weights it differs by {times(probe.ratio)} {reference}'s own rounding.")
+    elif probe:
+        where = f" of {probe.parameter}" if probe.parameter and probe.measure == "grad_rel_err" else ""
+        said.append(
+            f"At the same weights its {MEASURES[probe.measure]}{where} differ by {times(probe.ratio)} {reference}'s "
+            f"own rounding at step {probe.step:,}. Up to {PARITY_MARGIN:g} times is accepted."
+        )
+    if curve and curve.largest == 0 and (not final or final.difference == 0):
+        said.append(f"Its losses equal {reference}'s to the last bit.")
+    else:
+        if curve and curve.ratio is None:
+            said.append(f"Its training loss stays within {size(curve.largest)} of {reference}'s of the same seed.")
+        elif curve and curve.agrees:
+            said.append(f"Its training loss stays inside the spread between seeds ({percent(curve.ratio)} of it).")
+        elif curve:
+            said.append(
+                f"Its training loss is {size(curve.largest)} from {reference}'s at step {curve.step:,}, "
+                f"{times(curve.ratio or 0.0)} the spread between seeds."
+            )
+        said += _final_sentences(final, curve is not None and curve.agrees is True) if final else []
+    gaps = {
+        Gap.own_masks: "it draws dropout masks of its own (attention.rng=torch)",
+        Gap.no_probe: f"no probe compared it with {reference} (parity.every, parity.reference)",
+        Gap.no_reference: f"no run of {reference} has its settings",
+        Gap.single_seed: f"{reference} ran with one seed, which shows no spread between seeds",
+        Gap.no_shared_losses: f"too few losses share a seed and a step with {reference}'s",
+    }
+    return [*said, f"Not measured: {listed([gaps[gap] for gap in verdict.gaps])}."] if verdict.gaps else said
+
+
+def _final_sentences(final: Final, inside: bool) -> list[str]:
+    apart = f"Its final {LOSSES[final.metric]} differs by {size(final.difference)}"
+    if final.floor is None:
+        return [f"{apart}."]
+    if final.difference <= final.floor:
+        return [f"{apart}, where rounding adds up to {size(final.floor)}."]
+    apart += f", above the {size(final.floor)} that rounding adds up to."
+    if not final.amplified:
+        return [apart, "The losses differ by more than rounding from the first steps on."]
+    end = " and the runs end no further apart than seeds do" if inside else ""
+    return [apart, f"Training amplified the rounding: the first losses agree{end}."]
+
+
+def _failures(sweep: Sweep) -> Answer:
+    reasons: dict[str, list[str]] = {}
+    for run in sweep.runs:
+        message = str(run.summary.get("message") or "It left no summary").strip().rstrip(".")
+        reasons.setdefault(f"{message}.", []).append(run.called)
+    every = f"All {len(sweep.runs)} runs" if len(sweep.runs) > 1 else "The run"
+    headline = f"{every} failed" if all(run.status == "failed" for run in sweep.runs) else "No run took a step"
+    return Answer(headline, "broken", [(listing(names), reason) for reason, names in reasons.items()])
+
+
+def _ablations(sweep: Sweep, reference: str) -> Answer:
+    """What training came to without a line of the online softmax."""
+    said: dict[str, list[str]] = {}
+    for run in sweep.runs:
+        if run.ablated:
+            effect = training_effect(run, sweep.runs, reference)
+            said.setdefault(str(run.option("attention.ablate")), []).append(f"In {run.precision}, {effect}.")
+    ends = [f"{ablate} {'overflows' if 'finite' in ' '.join(its) else 'trains on'}" for ablate, its in said.items()]
+    return Answer(listed(ends), "none", [(ablate, " ".join(its)) for ablate, its in said.items()])
+
+
+def training_effect(run: Run, runs: Sequence[Run], reference: str) -> str:
+    """What training came to, beside the reference of the same settings or, where that did not run, the intact one."""
+    step, final = run.diverged(), run.final("val/loss")
+    if step is not None:
+        return f"the loss is not finite at step {step:,}"
+    if run.status == "failed" or final is None:
+        return f"it ended at step {run.step:,} ({run.status})"
+    for name in (reference, run.attention):
+        for other in runs:
+            theirs = other.final("val/loss")
+            alike = (other.attention, other.seed, other.precision) == (name, run.seed, run.precision)
+            if alike and not other.ablated and theirs is not None:
+                whose = reference if name == reference else f"the intact {name}"
+                return f"the validation loss is {final:.4f}, {final - theirs:+.4f} from {whose}'s"
+    return f"the validation loss is {final:.4f}"
+
+
+def _over_lengths(sweep: Sweep, table: Table, reference: str) -> Answer:
+    """What a sweep over lengths shows: the memory wall, the best context, or who overtakes whom."""
+    found = [_wall(sweep, table), *([_context(table)] if same_tokens(sweep) else []), _crossings(sweep, reference)]
+    answers = [part for part in found if part]
+    lengths = f"{sweep.cells[0].seq_len:,} to {sweep.cells[-1].seq_len:,}"
+    headline = answers[0].headline if answers else f"Speed and memory from {lengths} tokens"
+    return Answer(headline, "none", [bullet for part in answers for bullet in part.bullets])
+
+
+def _wall(sweep: Sweep, table: Table) -> Answer | None:
+    bullets = []
+    fits = {label: max((p.at for p in found if p.trained), default=0) for label, found in table.items()}
+    for label, found in table.items():
+        failed = min((point.at for point in found if point.out_of_memory), default=None)
+        fit = f"It fits up to {fits[label]:,} tokens" if fits[label] else "It fits at no length that was tried"
+        bullets.append((label, f"{fit}{f' and runs out of memory at {failed:,}' if failed else ''}."))
+    if not any(point.out_of_memory for found in table.values() for point in found):
+        return None
+    limits = {limit for run in sweep.runs if (limit := number(run.option("training.cpu_memory_gib")))}
+    if limits and attention_alone(sweep.runs):
+        gib = " or ".join(f"{limit:g}" for limit in sorted(limits))
+        words = f"Stands for a GPU's memory: {gib} GiB for the whole run. The memory shown is one attention layer's."
+        bullets.append(("training.cpu_memory_gib", words))
+    best = max(fits.values())
+    names = listed([label for label, longest in fits.items() if longest == best])
+    headline = f"The longest sequence that fits: {best:,} tokens, with {names}" if best else "Nothing fits the memory"
+    return Answer(headline, "none", bullets)
+
+
+def _crossings(sweep: Sweep, reference: str) -> Answer | None:
+    found, bullets = crossovers(sweep, reference), []
+    for crossing in found:
+        if crossing.seq_len:
+            where = f"It overtakes {reference} at about {crossing.seq_len:,.0f} tokens"
+        elif crossing.first:
+            where = f"It is faster than {reference} from the shortest length on, {crossing.first:,} tokens,"
+        else:
+            where = f"It does not overtake {reference} for good"
+        speed = f"is {crossing.speedup:.2g} times as fast at {crossing.longest:,}"
+        bullets.append((crossing.label, f"{where} and {speed}."))
+    ahead = [crossing for crossing in found if crossing.first]
+    if not ahead:
+        headline = (
+            f"Nothing overtakes {reference} for good up to {max(c.longest for c in found):,} tokens" if found else ""
+        )
+        return Answer(headline, "none", bullets) if found else None
+    soonest = min(ahead, key=lambda crossing: crossing.seq_len or 0)
+    at = f"at about {soonest.seq_len:,.0f} tokens" if soonest.seq_len else f"at {soonest.first:,} tokens or fewer"
+    return Answer(f"{soonest.label} overtakes {reference} {at}", "none", bullets)
+
+
+def _context(table: Table) -> Answer:
+    """Of the implementation that reaches furthest; the others have the same losses or a broken parity."""
+    known = {label: [point for point in found if point.val_loss is not None] for label, found in table.items()}
+    label, found = max(known.items(), key=lambda item: len(item[1]))
+    best = min(found, key=lambda point: point.val_loss or math.inf)
+    losses = [f"{point.val_loss:.4f} with {point.at:,}" for point in (found[0], found[-1])]
+    bullets = [(label, f"Validation loss {losses[0]} tokens of context, {losses[1]}.")]
+    return Answer(f"The lowest validation loss: {best.at:,} tokens of context", "none", bullets)
+
+
+def _scaling(table: Table) -> Answer:
+    bullets, best = [], (0.0, "Throughput over devices")
+    for label, found in table.items():
+        known = [(point.at, point.tokens_per_s) for point in found if point.tokens_per_s]
+        if len(known) > 1:
+            (few, slow), (many, fast) = known[0], known[-1]
+            words = f"{many} devices train {fast / slow:.2g} times as fast as {few}"
+            bullets.append((label, f"{words}, {percent(fast / slow * few / many)} of proportional."))
+            best = max(best, (fast / slow, words))
+    return Answer(best[1], "none", bullets)
+
+
+def _ranking(sweep: Sweep) -> Answer:
+    """The setting with the lowest loss, and the next."""
+    found = [point for point in ranked(sweep) if point.loss is not None]
+    if not found:
+        return Answer("No run logged a loss", "open", [])
+    best = found[0]
+    kind = "training" if best.val_loss is None else "validation"
+    bullets = [(", ".join(best.cell.where), f"{kind.capitalize()} loss {best.loss:.4f}.")]
+    if other := next((point for point in found if point.cell is not best.cell), None):
+        bullets.append((", ".join(other.cell.where), f"Next, {(other.loss or 0.0) - (best.loss or 0.0):.4f} higher."))
+    return Answer(f"The lowest {kind} loss: {', '.join(best.cell.where)}", "none", bullets)
+
+
+def _alone(table: Table) -> str:
+    label, (point,) = next(iter(table.items()))
+    if len(table) > 1:
+        return f"{listed(list(table))} side by side"
+    return f"{label} ran alone{'' if point.loss is None else f', to a loss of {point.loss:.4f}'}"
+
+
+def _costs(sweep: Sweep, table: Table, reference: str) -> Bullets:
+    """How fast and how large each implementation is beside the reference."""
+    theirs = next((found[0] for label, found in table.items() if label == reference), None)
+    whose = "the attention's memory" if attention_alone(sweep.runs) else "the memory"
+    bullets = []
+    for label, (ours,) in table.items():
+        if theirs and label != reference and ours.tokens_per_s and theirs.tokens_per_s:
+            both = ours.memory_gib and theirs.memory_gib
+            memory = (
+                f" and takes {percent((ours.memory_gib or 0) / (theirs.memory_gib or 1))} of {whose}" if both else ""
+            )
+            speed = f"{ours.tokens_per_s / theirs.tokens_per_s:.2g} times as fast as {reference}"
+            bullets.append((label, f"It trains {speed}{memory}."))
+    return bullets
+
+
+def ending(run: Run) -> str | None:
+    """How a run ended that did not complete, in a sentence."""
+    if run.status == "unfinished":
+        return f"{run.called} wrote no summary: it is still running, or was killed after step {run.step:,}."
+    if run.status == "interrupted":
+        return f"{run.called} was interrupted after {run.step:,} of {run.summary.get('steps', '?')} steps."
+    if run.status != "failed":
+        return None
+    if run.ablated and (step := run.diverged()) is not None:  # train.py's advice is for runs that should have trained
+        cause = f"attention.ablate={run.option('attention.ablate')}"
+        return f"{run.called} was not finite at step {step:,}, which is the result of {cause}."
+    message = str(run.summary.get("message") or "").strip().rstrip(".")
+    return f"{run.called} failed after step {run.step:,}{f': {message}' if message else ''}."
+
+
+def notes_on(found: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
+    """What to know about the runs: how they were found, how they ended, where they came from."""
+    runs, notes = found.runs, list(found.notes)
+    if len(sweeps) > 1:
+        apart = settings_apart([sweep.cells[0].runs[0] for sweep in sweeps])
+        names = [setting.partition("=")[0] for setting in apart[0]]
+        notes.insert(0, f"The runs differ in {listed(names)}, so they are not all compared with each other.")
+    for what, named in {
+        "ran out of memory, which is a result too": [run.called for run in runs if run.out_of_memory],
+        "came from a tree with uncommitted changes": [run.called for run in runs if run.commit.endswith("+")],
+    }.items():
+        if named:
+            notes.append(f"{len(named)} run{'s' if len(named) > 1 else ''} {what} ({listing(named)}).")
+    for what, values in {
+        "commits": {run.commit.rstrip("+") for run in runs},
+        "torch versions": {str(run.recorded("versions").get("torch") or "") for run in runs},
+        "devices": {run.device for run in runs} - {UNKNOWN},
+    }.items():
+        if len(known := sorted(values - {""})) > 1:
+            notes.append(f"The runs come from different {what}: {', '.join(known)}.")
+    for run in runs:
+        notes += [f"{run.called}: {note}" for note in run.notes]
+        probed, whole = run.probed_tokens(), (run.sequences, run.seq_len)
+        if probed and math.prod(probed) < math.prod(whole):
+            notes.append(
+                f"{run.called}: the probe compared {probed[0]} x {probed[1]} of {whole[0]} x {whole[1]} tokens, "
+                "because the reference's scores of all did not fit the memory."
+            )
+        notes += [sentence] if (sentence := ending(run)) else []
+    return notes
+
+
+def size(value: float | None) -> str:
+    """A number to two digits or, where it is small, as a power of ten: 0.0014, 3·10⁻⁷."""
+    if value is None:
+        return "-"
+    return f"{value:.2g}" if value == 0 or abs(value) >= 1e-4 else power_of_ten(value)
+
+
+def power_of_ten(value: float) -> str:
+    """1e-06 -> 10⁻⁶, -2e-05 -> -2·10⁻⁵"""
+    if value == 0:
+        return "0"
+    digits, exponent = f"{abs(value):.0e}".split("e")
+    power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{'-' if value < 0 else ''}{'' if digits == '1' else f'{digits}·'}10{power}"
+
+
+def times(ratio: float) -> str:
+    """A factor in words a reader can weigh: 0.04, 3.2, 170, 25,000 times."""
+    if not math.isfinite(ratio):
+        return "infinitely many times"
+    return f"{float(f'{ratio:.2g}'):,.0f} times" if ratio >= 10 else f"{size(ratio)} times"
+
+
+def percent(share: float | None) -> str:
+    """Two digits: 0.13 %, 41 %, 160 %; what is smaller than a tenth is said to be so."""
+    value = 100 * (share or 0.0)
+    return "under 0.1 %" if value < 0.1 else f"{float(f'{value:.2g}'):g} %"
+
+
+def short_length(n: float) -> str:
+    """1024 -> 1k, 524288 -> 512k, 1000 -> 1,000"""
+    return f"{int(n) // 1024}k" if n >= 1024 and n % 1024 == 0 else f"{n:,.0f}"
+
+
+def short_number(value: float) -> str:
+    """1500000 -> 1.5M, 40000 -> 40k, 0.05 -> 0.05, 1e-6 -> 10⁻⁶"""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}" if value == 0 or abs(value) >= 1e-2 else power_of_ten(value)
+
+
+def memory_unit(every: Iterable[float | None]) -> tuple[str, float]:
+    """The unit in which amounts given in GiB are best read, and how many of it make a GiB."""
+    return ("GiB", 1.0) if max((value or 0.0 for value in every), default=1.0) >= 0.5 else ("MiB", 1024.0)
+
+
+def listing(names: Sequence[str], limit: int = 4) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def listed(parts: Sequence[str]) -> str:
+    """One, two and three."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
