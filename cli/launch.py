@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +49,13 @@ def prepare(arguments: list[str]) -> list[str]:
         found = compose_right(args.overrides)
         if args.multirun or found.multirun:
             cfg = check_sweep(found)
-            if "submitit" in cfg.hydra.launcher._target_:
+            launcher_class = cfg.hydra.launcher._target_
+            if launcher_class.endswith(".SlurmLauncher") and shutil.which("srun") is None:
+                raise ConfigError(
+                    "hydra/launcher=slurm needs a machine of a Slurm cluster, and srun is not found here; "
+                    "use hydra/launcher=process or gpus."
+                )
+            if "submitit" in launcher_class:
                 share_checkout()
             return arguments
         if found.wrong:

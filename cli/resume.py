@@ -53,11 +53,18 @@ def resumed(overrides: list[str]) -> list[str]:
 
 def newest_run() -> Path:
     """The run folder under outputs/ whose newest valid checkpoint was written last. Raises ConfigError."""
+    damaged = []
     for folder in sorted(OUTPUTS.glob("**/checkpoints"), key=lambda f: f.stat().st_mtime, reverse=True):
-        with contextlib.suppress(CheckpointError):
+        try:
             newest_valid(folder)
+        except CheckpointError:
+            damaged += [str(folder.parent)] if has_checkpoints(folder.parent) else []
+        else:
             return folder.parent
-    raise ConfigError(f"resume=auto finds no run with a valid checkpoint under {OUTPUTS}/; leave it out to start one.")
+    reason = f": every checkpoint of {' and '.join(damaged)} is damaged" if damaged else ""
+    raise ConfigError(
+        f"resume=auto finds no run with a valid checkpoint under {OUTPUTS}/{reason}; leave it out to start one."
+    )
 
 
 def has_checkpoints(run: Path) -> bool:
@@ -111,10 +118,10 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
                 f"{checkpoint} belongs to another run, whose {name} is {then} instead of {new}; put that one's "
                 "checkpoints back, or start a new run without resume."
             )
-        reason = "the text is another" if name.startswith("data.") else "the weights do not fit"
+        reason = "is of another text" if name.startswith("data.") else "does not fit it"
         sentences.append(
-            f"{name}={new} differs from the run's {name}={then}: {reason}; leave it out, or start a new run without "
-            "resume."
+            f"{name}={new} differs from the run's {name}={then}, and {checkpoint.name} {reason}; leave it out, or "
+            "start a new run without resume."
         )
     if sentences:
         raise ConfigError("\n".join(sentences))

@@ -109,6 +109,7 @@ MISTAKES = {
     "schedule.warmup_steps=-1": "schedule.warmup_steps=-1 must lie between 0",
     "schedule.warmup_steps=soon": "schedule.warmup_steps=soon is not a whole number or auto",
     "schedule.warmup_steps=1.5": "schedule.warmup_steps=1.5 is not a whole number or auto",
+    "-m hydra/launcher=slurm seed=1,2": "needs a machine of a Slurm cluster|pip install",
     "training.cpu_memory_gib=-1": "training.cpu_memory_gib=-1.0 must be above 0, or null",
     "hydra.run.dir=/proc/run": "hydra.run.dir=/proc/run cannot be written, because of /proc .*; name another folder",
     f"hydra.run.dir={ROOT}/Makefile": "hydra.run.dir=.*Makefile cannot be written, .*Not a directory",

@@ -146,7 +146,11 @@ def newest_valid(folder: Path) -> tuple[Path, list[str]]:
             rejected.append(str(error))
         else:
             return path, rejected
-    raise CheckpointError(" ".join([f"There is no checkpoint to load in {folder}.", *rejected]))
+    if not rejected:
+        raise CheckpointError(f"There is no checkpoint to load in {folder}.")
+    raise CheckpointError(
+        f"No checkpoint in {folder} is whole. {' '.join(rejected)} Start a new run in another hydra.run.dir."
+    )
 
 
 def best_checkpoint(folder: Path) -> Path | None:

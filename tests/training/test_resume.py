@@ -186,8 +186,11 @@ def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(runs: Path) -> 
     for checkpoint in (runs / "newer" / "checkpoints").glob("step-*"):
         damage(checkpoint)
     for arguments in (["resume=outputs/newer"], ["resume=auto", "hydra.run.dir=outputs/newer"]):
-        with pytest.raises(CheckpointError, match="is damaged"):
+        with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole.*60 is damaged.*Start a new run"):
             prepare(arguments)
+    shutil.rmtree(runs / "older")
+    with pytest.raises(ConfigError, match=r"resume=auto finds no .*: every checkpoint of outputs/newer is damaged"):
+        prepare(["resume=auto"])
 
 
 def test_auto_begins_anew_in_a_folder_without_a_checkpoint(runs: Path) -> None:
@@ -202,7 +205,8 @@ def test_auto_begins_anew_in_a_folder_without_a_checkpoint(runs: Path) -> None:
 @pytest.mark.parametrize("override", ["model.n_layers=3", "seq_len=16", "data.tokenizer=bpe", "data.max_tokens=5000"])
 def test_another_model_or_other_data_are_refused_and_leave_the_run_alone(runs: Path, override: str) -> None:
     before = contents(runs)
-    with pytest.raises(ConfigError, match=f"{override} differs from the run's"):
+    reason = "is of another text" if override.startswith("data.") else "does not fit it"
+    with pytest.raises(ConfigError, match=f"{override} differs from the run's .*, and step-00000060 {reason}"):
         prepare(["resume=auto", override])
     assert contents(runs) == before
 
