@@ -48,7 +48,7 @@ IMPLEMENTATIONS: dict[str, type[Attention]] = {
 
 
 def build_attention(config: AttentionConfig) -> Attention:
-    """The implementation that `config.name` names; raises UnsupportedAttention where it cannot do what is asked."""
+    """The implementation that `config.name` names; raises UnsupportedAttention for unsupported options."""
     try:
         implementation = IMPLEMENTATIONS[config.name]
     except KeyError:

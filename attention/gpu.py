@@ -1,4 +1,4 @@
-"""What Triton and the GPU at hand can do."""
+"""Properties of Triton and the GPU on this machine."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from importlib.util import find_spec
 
 import torch
 
-HAS_TRITON = find_spec("triton") is not None  # it exists for Linux alone
+HAS_TRITON = find_spec("triton") is not None  # available for Linux only
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
     INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Triton's interpreter, without a GPU
 
-ALIGNMENT = 16  # bytes: what Hopper's copy engine asks of a tensor's start and of every stride
+ALIGNMENT = 16  # bytes: Hopper's copy engine needs it for a tensor's start and every stride
 
 
 def capability(device: torch.device) -> tuple[int, int]:

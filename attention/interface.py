@@ -5,8 +5,8 @@ Every implementation answers the same call
     out = attend(q, k, v, score=Score(window=1024), layout=Layout(), dropout_key=key).out
 
 and computes  out = dropout(softmax(scale * q k^T + mask)) v  (Vaswani et al. 2017, eq. 1), with the mask and the
-changes of scores that attention/score.py defines. What differs is which intermediate results exist in memory, and how
-fast it goes.
+changes of scores that attention/score.py defines. Implementations differ in which intermediate results exist in memory,
+and in speed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from errors import UserError
 
 
 class Ablation(Enum):
-    """A line of the online softmax to leave out, to see what it was for."""
+    """A line of the online softmax to leave out (experiment=break_it)."""
 
     none = "none"
     no_max_subtraction = "no_max_subtraction"
@@ -35,10 +35,10 @@ class Ablation(Enum):
 
 
 class DropoutRng(Enum):
-    """Where dropout's random bits come from."""
+    """The source of dropout's random bits."""
 
     replay = "replay"  # keep_mask: the same mask for every implementation, tile size, device and rank
-    torch = "torch"  # the backend's own generator: a mask nobody else can reproduce
+    torch = "torch"  # the backend's own generator, whose masks no other implementation can reproduce
 
 
 class SDPABackend(Enum):
@@ -57,7 +57,7 @@ class AttentionConfig:
 
     name       an implementation in the registry (attention/__init__.py)
     dropout    probability of dropping an attention weight, realised in steps of 1/256 (see attention/dropout)
-    rng        whose random bits dropout uses; only sdpa takes `torch`
+    rng        source of dropout's random bits; only sdpa takes `torch`
     block_q    rows of a score tile: queries (tiled)
     block_k    columns of a score tile: keys (tiled)
     ablate     leave out one line of the online softmax (tiled)
@@ -88,10 +88,10 @@ class UnsupportedAttention(UserError, ValueError):
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a model asks of its attention, known before any tensor exists.
+    """A model's requirements for its attention, known before any tensor exists.
 
     scores     of its layers
-    documents  whether its batches tell documents apart
+    documents  whether its batches have document bounds
     """
 
     head_dim: int
@@ -104,7 +104,7 @@ class AttentionShape:
 
 
 class AttentionOutput(NamedTuple):
-    """What a call gives.
+    """The result of a call.
 
     out  (B, H, T, D)   in q's dtype
     lse  (B, H, T)      fp32, without gradient: the log of the softmax's sum; None unless asked for
@@ -115,7 +115,7 @@ class AttentionOutput(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a call says besides q, k and v, with defaults filled in; see `Attention.__call__`.
+    """The arguments of a call besides q, k and v, with defaults filled in; see `Attention.__call__`.
 
     dropout_key  None where nothing is to be dropped
     slopes       (H,) fp32 where score.alibi, else None
@@ -137,11 +137,11 @@ class Attention(ABC):
     """
 
     name: ClassVar[str]
-    options: ClassVar[frozenset[str]] = frozenset()  # what it reads of AttentionConfig beside name and dropout
-    supports: ClassVar[frozenset[str]] = frozenset()  # FEATURES that it has beside causal attention
+    options: ClassVar[frozenset[str]] = frozenset()  # fields of AttentionConfig it reads, besides name and dropout
+    supports: ClassVar[frozenset[str]] = frozenset()  # the FEATURES that it has besides causal attention
 
     def __init__(self, config: AttentionConfig) -> None:
-        """Raises UnsupportedAttention where the configuration asks for what this class does not do."""
+        """Raises UnsupportedAttention for options that this class does not support."""
         for option in fields(AttentionConfig):
             chosen = getattr(config, option.name)
             if option.name not in {"name", "dropout", *self.options} and chosen != option.default:
@@ -155,7 +155,7 @@ class Attention(ABC):
         self.dropout = config.dropout
 
     def check(self, shape: AttentionShape) -> None:
-        """Refuse, when the model is built, what this implementation cannot serve: scores, shapes, dtypes, devices.
+        """Refuse, when the model is built, scores, shapes, dtypes and devices that this class does not support.
 
         Raises UnsupportedAttention with the override that helps.
         """
@@ -165,7 +165,7 @@ class Attention(ABC):
             self.check_features({"documents": "data.documents=mask"})
 
     def check_features(self, features: Mapping[str, str]) -> None:
-        """Raise UnsupportedAttention unless this implementation has all of `features`, name -> what asks for it."""
+        """Raise UnsupportedAttention unless this class has all `features`: name -> the override that asks for it."""
         for feature, asked_by in features.items():
             if feature not in self.supports:
                 others = [f"attention={cls.name}" for cls in Attention.__subclasses__() if feature in cls.supports]
@@ -192,17 +192,17 @@ class Attention(ABC):
         q            (B, H, T, D)      fp32, bf16 or fp16; any strides
         k, v         (B, H_kv, S, D)   H a multiple of H_kv: query heads h share key/value head h // (H // H_kv)
         score        who sees whom and how scores are changed. Causal: query i sees key j iff j <= i + S - T
-        layout       other positions than those, and documents
+        layout       other positions, and documents
         scale        of the scores; D ** -0.5 by default
-        dropout_key  what the mask is a function of; None (evaluation) drops nothing
+        dropout_key  determines the mask; None (evaluation) drops nothing
         slopes       (H,) fp32, of ALiBi, where score.alibi; None: those of Press et al. No gradient
         sinks        (H,) fp32, logits that join the softmax's sum, where score.sinks
         return_lse   also return the log of the softmax's sum, which counts the sink: log(exp(sink) + sum of exp(s)).
                      For a query that sees nothing that is the sink, or -inf without one
 
-        Queries that see nothing give zeros, with a sink too. Dropout numbers rows and columns of the call, whatever
-        the documents. Raises ValueError where the tensors do not fit together, UnsupportedAttention for what this
-        implementation does not serve.
+        Queries that see nothing give zeros, also with a sink. Dropout addresses rows and columns of the call, whatever
+        the documents. Raises ValueError for tensors that do not fit together, UnsupportedAttention for what this
+        implementation does not support.
         """
         check_tensors(q, k, v, score, layout, slopes, sinks)
         self.check_features(score.features() | layout.features())
@@ -216,7 +216,7 @@ class Attention(ABC):
             slopes=slopes,
             sinks=sinks,
         )
-        # The precision is that of q, k and v: what an implementation computes in fp32 stays so under autocast.
+        # q, k and v set the precision; autocast must not change what an implementation computes in fp32.
         with torch.autocast(q.device.type, enabled=False):
             out, lse = self.attend(q, k, v, terms)
             if not return_lse:
@@ -225,22 +225,22 @@ class Attention(ABC):
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
-        """The implementation's part of `__call__`. lse is None where it does not fall out on the way."""
+        """The implementation's part of `__call__`. lse is None if computing it takes extra work."""
 
     def lse(self, q: Tensor, k: Tensor, terms: Terms) -> Tensor:
-        """The log-sum-exp that `__call__` describes, for an implementation whose `attend` does not come by it."""
+        """The log-sum-exp that `__call__` describes, for an implementation whose `attend` returns none."""
         raise UnsupportedAttention(
             f"attention={self.name} does not return the log-sum-exp; use attention=naive, tiled or flash."
         )
 
 
 def printable(option: object) -> object:
-    """An option as one writes it on the command line."""
+    """An option as written on the command line."""
     return option.value if isinstance(option, Enum) else option
 
 
 def readers(option: str) -> list[str]:
-    """The implementations that read an option, as one writes them on the command line."""
+    """The implementations that read an option, as written on the command line."""
     return [f"attention={cls.name}" for cls in Attention.__subclasses__() if option in cls.options]
 
 
@@ -277,5 +277,5 @@ def check_tensors(
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of `dtype` are made in: fp32 for bf16, fp16 and fp32, and fp64 for fp64, which gradcheck uses."""
+    """The dtype for sums of `dtype`: fp32 for bf16, fp16 and fp32, and fp64 for fp64, which gradcheck uses."""
     return torch.promote_types(dtype, torch.float32)

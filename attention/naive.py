@@ -1,4 +1,4 @@
-"""The textbook formula, with every score in memory: the reference that the others are measured against.
+"""The textbook formula with all scores in memory: the reference for the other implementations.
 
     out = dropout(softmax(scale * q k^T)) v          Vaswani et al. 2017, "Attention Is All You Need", eq. 1
 

@@ -1,8 +1,8 @@
-"""One dropout mask for every implementation: Philox 4x32-7, addressed by what an attention weight *is*.
+"""One dropout mask for every implementation: Philox 4x32-7, addressed by the coordinates of an attention weight.
 
 A kept weight is a pure function of (seed, step, layer, sequence, head, query position, key position).
-Nothing of how the work is cut (tile sizes, micro-batches, ranks, devices) enters, so naive, tiled and
-flash drop exactly the same entries, and the backward pass replays the mask without having stored it.
+The way the work is cut (tile sizes, micro-batches, ranks, devices) does not enter. So naive, tiled and
+flash drop exactly the same weights, and the backward pass draws the mask again instead of storing it.
 
 The generator is Philox 4x32 with 7 rounds, the fewest that pass BigCrush (Salmon, Moraes, Dror, Shaw:
 "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). It maps a 128-bit counter and a 64-bit key to
@@ -12,19 +12,19 @@ The generator is Philox 4x32 with 7 rounds, the fewest that pass BigCrush (Salmo
     counter  c0 = sequence                c2 = layer << 16 | head
              c1 = column group C(j)       c3 = row group R(i)
 
-One call serves 16 weights, a byte each, of query rows {i, i + 8} and eight key columns 8 apart: those
-that one thread holds of a 16 x 64 piece of a score tile on a tensor core. With the bits of a query row i
-and a key column j numbered from 0:
+One call serves 16 weights, a byte each, of query rows {i, i + 8} and eight key columns 8 apart. On a
+tensor core one thread holds exactly these weights of a 16 x 64 piece of a score tile. With the bits of a
+query row i and a key column j numbered from 0:
 
     R(i) = i without bit 3                   = (i >> 4) * 8 + (i & 7)
     C(j) = j without bits 3, 4, 5            = (j >> 6) * 8 + (j & 7)
     word = bits 4 and 5 of j                 = (j >> 4) & 3
     byte = 3 - (2 * bit3(i) + bit3(j))         (the most significant byte is byte 3)
 
-so that a kernel finds its 16 bytes in the registers of the thread that needs them, for tiles whose rows
-start at multiples of 16 and whose columns start at multiples of 64. Rows enter in c3 and columns in c1,
-which Philox's first round only xors: the first three of seven rounds then work on rows and columns
-apart, and only the last four cost one evaluation for each pair.
+So the thread that computes 16 bytes is the one that needs them, in tiles whose rows start at multiples
+of 16 and whose columns start at multiples of 64. Rows enter in c3 and columns in c1, which Philox's first
+round only xors. The first three of seven rounds then work on rows and columns separately, and only the
+last four cost one evaluation for each pair.
 
 A weight is kept iff its byte >= round(256 p): p is realised in steps of 1/256, and kept weights are
 rescaled by the exact inverse of the realised keep probability, so the expectation is unbiased.
@@ -41,7 +41,7 @@ from torch import Tensor
 N_ROUNDS = 7
 RATES = "0 or between 1/256 and 255/256, because the mask is realised in steps of 1/256"
 
-# The multipliers less 2**32: a product with 32 bits then never overflows int64, which compilers take as a licence.
+# The multipliers less 2**32: a product with 32 bits then never overflows int64, which would be undefined behaviour.
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _UINT32 = 0xFFFFFFFF
@@ -49,7 +49,7 @@ _UINT32 = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What the masks of one call are a function of; each field an int or a 0-dim int64 tensor.
+    """Everything that determines the masks of one call; each field is an int or a 0-dim int64 tensor.
 
     seed             of the run, below 2**32
     step             of training, below 2**32
@@ -78,7 +78,7 @@ class DropoutKey:
     def pack(self, device: torch.device) -> Tensor:
         """(7,) int64 on `device`: the fields in their order. Kernels read it from there.
 
-        Raises ValueError where first_query or first_key, as a number, is not the multiple it must be.
+        Raises ValueError if first_query or first_key is a number but not the required multiple.
         """
         for name, position, unit in (("first_query", self.first_query, 16), ("first_key", self.first_key, 64)):
             if isinstance(position, int) and position % unit:
@@ -104,7 +104,7 @@ def drop_threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """What kept weights are multiplied by: the inverse of the keep probability that is realised."""
+    """The factor of kept weights: the inverse of the realised keep probability."""
     return 256 / (256 - drop_threshold(p))
 
 
