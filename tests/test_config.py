@@ -51,6 +51,12 @@ def test_every_file_of_every_group_composes(file: Path, tmp_path: Path) -> None:
             assert getattr(config, group).name == name
 
 
+@pytest.mark.parametrize("name", [file.stem for file in FILES if file.parent == Path("experiment")])
+def test_every_experiment_may_be_cut_to_three_steps(name: str) -> None:
+    job = compose.jobs([f"experiment={name}", "training.steps=3"])[0]
+    assert not list(mistakes(composed(*job)))
+
+
 @pytest.mark.parametrize("file", [*FILES, Path("config.yaml")], ids=str)
 def test_every_file_opens_with_the_command_that_uses_it(file: Path) -> None:
     lines = [line for line in (CONF / file).read_text().splitlines() if not line.startswith("# @package")]

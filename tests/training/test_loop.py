@@ -23,7 +23,7 @@ from training.device import Precision, World
 from training.loop import Interruption, OutOfMemory, compare, fit, oom_guard, too_large_step
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parity import probe as parity
-from training.parity.fwd_bwd import Pass, forward_backward
+from training.parity.fwd_bwd import FwdBwd, fwd_bwd
 from training.parity.probe import ParityConfig, ParityProbe
 from training.profiling.meters import StepMeter
 from training.profiling.profiler import Profiler
@@ -112,11 +112,11 @@ def test_the_probe_compares_with_the_masks_of_the_step(monkeypatch: pytest.Monke
     """Its loss is that of the step it precedes, where each step's masks give another."""
     attention, passes = AttentionConfig(dropout=0.3), []
 
-    def spy(*arguments: Any) -> Pass:
-        passes.append(forward_backward(*arguments))
+    def spy(*arguments: Any) -> FwdBwd:
+        passes.append(fwd_bwd(*arguments))
         return passes[-1]
 
-    monkeypatch.setattr(parity, "forward_backward", spy)
+    monkeypatch.setattr(parity, "fwd_bwd", spy)
     trainer = build(attention, replace(MODEL, dropout=0.3))
     shape = AttentionShape(MODEL.n_embd // MODEL.n_heads, MODEL.n_heads, MODEL.n_heads, torch.float32, CPU)
     probe = ParityProbe(ParityConfig(every=1), attention, shape)

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import Attention, DropoutKey
+from attention.interface import accum_dtype
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
 
 
 @dataclass
-class Pass:
-    """What one forward and backward pass gives."""
+class FwdBwd:
+    """The result of one forward and backward pass."""
 
     loss: Tensor  # scalar
     logits: Tensor  # (B, T, vocab_size)
@@ -28,7 +29,7 @@ class Pass:
 
 @dataclass
 class Differences:
-    """Two passes compared: |loss difference|, the largest |logit difference|, and each parameter's relative error of
+    """Two of them compared: |loss difference|, the largest |logit difference|, and each parameter's relative error of
     the gradient, ||a - b|| / ||b||."""
 
     loss: float
@@ -36,7 +37,7 @@ class Differences:
     gradients: dict[str, float]
 
 
-def forward_backward(
+def fwd_bwd(
     model: GPT,
     inputs: Tensor,
     targets: Tensor,
@@ -44,13 +45,13 @@ def forward_backward(
     attend: Attention,
     dtype: torch.dtype,
     loss_scale: float = 1.0,
-) -> Pass:
+) -> FwdBwd:
     """One pass through `model` with `attend`, computing in `dtype`; no parameter's .grad is touched.
 
     Half precisions are autocast, as in training; fp64 copies the parameters.
     """
     device = inputs.device.type
-    step = DifferentiatedStep(model)
+    step = FwdBwdModule(model)
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     if dtype is torch.float64:
         parameters = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
@@ -63,7 +64,7 @@ def forward_backward(
         )
 
 
-class DifferentiatedStep(nn.Module):
+class FwdBwdModule(nn.Module):
     """A model's loss, logits and gradients in one call, so that a functional call's parameters are still in place
     when activation checkpointing runs the forward pass again."""
 
@@ -80,20 +81,20 @@ class DifferentiatedStep(nn.Module):
         attend: Attention,
         parameters: Mapping[str, Tensor],
         loss_scale: float,
-    ) -> Pass:
+    ) -> FwdBwd:
         logits = self.model(inputs, dropout_key=key, attend=attend)  # (B, T, vocab_size)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+        x = logits.to(accum_dtype(logits.dtype)).flatten(0, 1)  # (B * T, vocab_size)
+        loss = F.cross_entropy(x, targets.flatten(), ignore_index=IGNORE_INDEX)
         gradients = torch.autograd.grad(loss * loss_scale, list(parameters.values()))
         unscaled = {name: g / loss_scale for name, g in zip(parameters, gradients, strict=True)}
-        return Pass(loss.detach(), logits.detach(), unscaled)
+        return FwdBwd(loss.detach(), logits.detach(), unscaled)
 
 
-def differences(a: Pass, b: Pass) -> Differences:
+def differences(a: FwdBwd, b: FwdBwd) -> Differences:
     """How far a is from b."""
-    wide = torch.promote_types(torch.promote_types(a.logits.dtype, b.logits.dtype), torch.float32)
-    # One sequence at a time: wide copies of all logits may be more memory than there is.
-    logits = torch.stack([(x.to(wide) - y.to(wide)).abs().max() for x, y in zip(a.logits, b.logits, strict=True)])
+    dtype = accum_dtype(torch.promote_types(a.logits.dtype, b.logits.dtype))
+    # One sequence at a time: copies of all logits in `dtype` may be more memory than there is.
+    logits = torch.stack([(x.to(dtype) - y.to(dtype)).abs().max() for x, y in zip(a.logits, b.logits, strict=True)])
     errors = torch.stack([relative_error(a.gradients[name], b.gradients[name]) for name in b.gradients])
     return Differences(
         loss=(a.loss.double() - b.loss.double()).abs().item(),
@@ -104,8 +105,8 @@ def differences(a: Pass, b: Pass) -> Differences:
 
 def relative_error(a: Tensor, b: Tensor) -> Tensor:
     """||a - b|| / ||b||, 0 where both are 0."""
-    wide = torch.promote_types(a.dtype, b.dtype)
-    error = torch.linalg.vector_norm(a.to(wide) - b.to(wide)).double()
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    error = torch.linalg.vector_norm(a.to(dtype) - b.to(dtype)).double()
     return torch.where(error == 0, error, error / torch.linalg.vector_norm(b).double())
 
 

@@ -37,11 +37,11 @@ from errors import UserError
 from model.gpt import GPT
 from run_folder import PARITY_MARGIN
 from training.parity.fwd_bwd import (
-    Pass,
+    FwdBwd,
     differences,
-    forward_backward,
     free_memory,
     full_precision_products,
+    fwd_bwd,
     memory_returned,
 )
 
@@ -156,8 +156,8 @@ class ParityProbe:
         key: DropoutKey | None,
         loss_scale: float,
     ) -> dict[str, Any]:
-        def run(attend: Attention, dtype: torch.dtype) -> Pass:
-            return forward_backward(model, inputs, targets, key, attend, dtype, loss_scale)
+        def run(attend: Attention, dtype: torch.dtype) -> FwdBwd:
+            return fwd_bwd(model, inputs, targets, key, attend, dtype, loss_scale)
 
         reference = run(self.reference, self.shape.dtype)
         difference = differences(run(model.attend, self.shape.dtype), reference)

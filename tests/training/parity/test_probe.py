@@ -15,7 +15,7 @@ from attention.naive import NaiveAttention
 from model.gpt import GPT, GPTConfig, Recompute
 from tests.wrong_attention import CLASSES, WRONG
 from training.parity import probe as parity
-from training.parity.fwd_bwd import forward_backward
+from training.parity.fwd_bwd import fwd_bwd
 from training.parity.probe import ParityConfig, ParityError, ParityProbe, beyond_rounding, check_parity, summarise
 
 VOCABULARY, T, B = 65, 32, 4
@@ -142,7 +142,7 @@ def test_a_pass_gives_the_loss_and_gradients_of_training(recompute: Recompute, d
     config = AttentionConfig(dropout=0.1)
     inputs, targets, key = next(batches(3, 1))
     model = small_gpt(config, recompute=recompute)
-    measured = forward_backward(model, inputs, targets, key, model.attend, dtype)
+    measured = fwd_bwd(model, inputs, targets, key, model.attend, dtype)
     model = small_gpt(config).to(dtype)
     model(inputs, targets, dropout_key=key).backward()
     for name, p in model.named_parameters():
