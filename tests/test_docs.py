@@ -25,8 +25,9 @@ def test_an_attention_added_as_the_page_says_trains_and_agrees_with_naive(tmp_pa
         shutil.copytree(ROOT / name, tmp_path / name)
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)  # a script's own folder comes first on Python's path, where no link leads
-    for name in ("data", "hydra_plugins", "model", "training"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    for path in ROOT.iterdir():
+        if path.is_dir() and not (path.name.startswith(".") or path.name in ("attention", "conf")):
+            (tmp_path / path.name).symlink_to(path)
     (tmp_path / "attention" / "rows.py").write_text(block_after("`attention/rows.py`"))
     with (tmp_path / "attention" / "__init__.py").open("a") as registry:
         registry.write(block_after("`attention/__init__.py` gets"))
