@@ -67,7 +67,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
     B, T = training.batch_size, config.seq_len
     with joined(world, device, config.parallel.timeout_s):
         folder = from_first_rank(lambda: folder)
-        data = prepare(config.data, progress=world.rank == 0)
+        data = prepare(config.data, announce_wait=world.rank == 0)
         memory_gib = training.cpu_memory_gib if device.type == "cpu" else None
         with (
             recorded_refusal(folder, config, overrides),

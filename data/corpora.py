@@ -140,7 +140,7 @@ class FileCorpus(Corpus):
 
 
 class HubCorpus(Corpus):
-    """A data set of the Hugging Face hub, streamed."""
+    """A data set of the Hugging Face hub, or a folder that one was downloaded to, streamed."""
 
     def __init__(self, config: DataConfig):
         if config.hub is None:
@@ -287,7 +287,8 @@ def _hub_rows(hub: str, subset: str | None, splits: str, revision: str | None) -
         names = splits.split("+")
         return [datasets.load_dataset(hub, subset, split=s, revision=revision, streaming=True) for s in names]
 
-    HfApi().dataset_info(hub, revision=revision, timeout=20)  # without network, load_dataset retries for half a minute
+    if not Path(hub).is_dir():  # without network, load_dataset retries for half a minute
+        HfApi().dataset_info(hub, revision=revision, timeout=20)
     try:
         parts = load(revision)
     except RuntimeError as error:

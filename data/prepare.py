@@ -59,14 +59,14 @@ BPE_TEXT = 1 << 28  # the most characters to learn a BPE from
 SECONDS_BETWEEN_SAVES = 5.0  # the most that an interrupted preparation loses
 
 
-def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
+def prepare(config: DataConfig, announce_wait: bool = True) -> PreparedData:
     """The tokens of a corpus: opened if they are prepared and intact, else prepared.
 
-    progress    show progress and notices on stderr
+    announce_wait   say so on stderr while another process prepares them; the process that does always shows progress
     Raises DataError for an unusable configuration, source or disk.
     """
     check_data(config)
-    console = Console(stderr=True, quiet=not progress, soft_wrap=True, highlight=False)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
     corpus = CORPORA[config.name](config)
     recipe = _recipe(config, corpus)
     folder = Path(config.cache).expanduser() / _folder_name(config, recipe)
@@ -74,7 +74,7 @@ def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if find_flaw(folder, recipe) is None:
             return open_prepared(folder)
-        with _locked(folder, console):
+        with _locked(folder, console, announce_wait):
             flaw = find_flaw(folder, recipe)  # another process may have prepared it meanwhile
             if flaw is not None:
                 if folder.exists():
@@ -110,12 +110,13 @@ def _folder_name(config: DataConfig, recipe: dict[str, Any]) -> str:
     return f"{config.name}-{config.tokenizer.value}-{digest([lasting, source])[:10]}"
 
 
-def _locked(folder: Path, console: Console) -> AbstractContextManager[Any]:
+def _locked(folder: Path, console: Console, announce_wait: bool) -> AbstractContextManager[Any]:
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
         return lock.acquire(timeout=0)
     except Timeout:
-        console.print(f"waiting for another process that prepares {folder}.")
+        if announce_wait:
+            console.print(f"waiting for another process that prepares {folder}.")
         return lock.acquire()
 
 

@@ -132,20 +132,20 @@ def test_kinds_of_files_mix_in_a_folder(tmp_path):
     assert sorted(found["train"] + found["val"]) == ["plain", "row 1", "row 2"]
 
 
-def test_a_stream_holds_out_documents_spread_evenly(monkeypatch):
+def test_a_stream_holds_out_documents_spread_evenly(tmp_path):
     texts = [f"document {i}" for i in range(1000)]
-    monkeypatch.setattr("data.corpora._hub_rows", lambda *names: ({"text": t} for t in texts))
-    found = documents(DataConfig(name="fineweb_edu", hub="owner/name", val_fraction=0.05))
+    write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in texts])
+    found = documents(DataConfig(name="fineweb_edu", hub=str(tmp_path), val_fraction=0.05))
     assert found["val"] == texts[::20]
     assert found["train"] == [t for i, t in enumerate(texts) if i % 20]
 
 
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare is not at hand")
-def test_shakespeare_is_cut_as_nanogpt_cuts_it(monkeypatch):
+def test_shakespeare_is_cut_as_nanogpt_cuts_it(tmp_path):
     text = SHAKESPEARE.read_text()
-    parts = [text[:1003854], text[1003854:1059624], text[1059624:]]  # the splits of the data set on the hub
-    monkeypatch.setattr("data.corpora._hub_rows", lambda *names: ({"text": t} for t in parts))
-    found = documents(DataConfig(name="shakespeare", hub="owner/name"))
+    for split, start, stop in (("train", 0, 1003854), ("validation", 1003854, 1059624), ("test", 1059624, None)):
+        write_jsonl(tmp_path / f"{split}.jsonl", [{"text": text[start:stop]}])  # the splits of the data set on the hub
+    found = documents(DataConfig(name="shakespeare", hub=str(tmp_path), hub_split="train+validation+test"))
     assert found == {"train": [text[: int(len(text) * 0.9)]], "val": [text[int(len(text) * 0.9) :]]}
     assert [len(found["train"][0]), len(found["val"][0])] == [1003854, 111540]
 
