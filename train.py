@@ -78,13 +78,14 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
             trainer = Trainer(
                 model, config.optimizer, config.schedule, training, config.seed, device, world, config.parallel
             )
+        world = trainer.world
         start = resume(trainer, config, folder, data)
         if start >= training.steps and (folder / "summary.json").exists():
             print(f"{folder} is complete with {start} steps; training.steps={2 * start} would make it go on.")
             return 0
 
-        batches = Batches(data.train.tokens, T, B, config.seed, world.rank, world.size, trainer.micro_steps)
-        windows = eval_batches(data.val.tokens, T, B, training.eval_batches * world.size, training.eval_span)
+        batches = Batches(data.train.tokens, T, B, config.seed, world.data_rank, world.data_size, trainer.micro_steps)
+        windows = eval_batches(data.val.tokens, T, B, training.eval_batches * world.data_size, training.eval_span)
         shape, meter, interruption = attention_shape(config, device), build_meter(trainer), Interruption()
         record = NullRecord(trainer)
         if world.rank == 0:

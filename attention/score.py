@@ -135,6 +135,12 @@ def shown(bounds: list[int]) -> str:
     return str(bounds) if len(bounds) <= 8 else f"[{', '.join(map(str, bounds[:4]))}, ..., {bounds[-1]}]"
 
 
+def take_rows(x: Tensor, rows: tuple[Range, ...], dim: int) -> Tensor:
+    """The parts of x that lie at `rows` of a dimension, one after the other; a view where it is one part."""
+    parts = [x.narrow(dim, start, stop - start) for start, stop in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
 class KeyIntervals(NamedTuple):
     """The keys that each query sees: those from `first` up to, but not including, `end`.
 

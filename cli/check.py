@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from attention import build_attention
@@ -13,7 +14,7 @@ from model.gpt import model_mistakes
 from parts import attention_shape
 from training.device import Precision, World, resolve_device, resolve_precision
 from training.optimizer import optimizer_mistakes
-from training.parallel import check_parallel
+from training.parallel import check_context, check_parallel
 from training.parity.probe import check_parity
 from training.profiling.profiler import check_profile
 from training.step import training_mistakes
@@ -26,7 +27,9 @@ def mistakes(config: Config) -> Iterator[str]:
     if config.seq_len < 1:
         yield f"seq_len={config.seq_len} must be at least 1."
     world = World.from_environment()
-    yield from refusal(check_parallel, config.parallel, world.size)
+    yield from (of_ranks := list(refusal(check_parallel, config.parallel, world.size)))
+    if not of_ranks:
+        world = replace(world, context=config.parallel.context)
     yield from training_mistakes(config.training, max(config.seq_len, 1), world)
     yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
     yield from (of_data := list(refusal(check_data, config.data)))
@@ -48,6 +51,7 @@ def device_mistakes(config: Config) -> Iterator[str]:
             f"{config.training.precision.value} on {device}); leave it out, or set training.precision=bf16."
         )
     shape = attention_shape(config, device)
+    yield from refusal(check_context, config.parallel, config.seq_len, shape.n_heads, shape.n_kv_heads)
     yield from refusal(lambda: build_attention(config.attention).check(shape))
     yield from refusal(check_parity, config.parity, config.attention, shape)
     yield from refusal(check_profile, device, config.training.memory_snapshot)

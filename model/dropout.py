@@ -34,10 +34,24 @@ class Mask(NamedTuple):
     scale: float  # factor of the kept elements
 
 
-def draw_masks(key: DropoutKey, p: float, n_sites: int, B: int, T: int, C: int, device: torch.device) -> list[Mask]:
-    """The masks of all sites, for `drop`."""
+def draw_masks(
+    key: DropoutKey,
+    p: float,
+    n_sites: int,
+    B: int,
+    T: int,
+    C: int,
+    device: torch.device,
+    rows: tuple[tuple[int, int], ...] | None = None,
+) -> list[Mask]:
+    """The masks of all sites, for `drop`.
+
+    rows  the positions of the T places: ranges that start at multiples of 16; None: those that follow key.first_query
+    """
     key = replace(key, layer=LAYER, first_head=0, first_key=0)  # every rank has all sites and channels
-    bits = draw_bits(key.pack(device), p, n_sites, B, T, C)
+    parts = [(key, T)] if rows is None else [(replace(key, first_query=start), stop - start) for start, stop in rows]
+    drawn = [draw_bits(part.pack(device), p, n_sites, B, length, C) for part, length in parts]
+    bits = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=2)
     # Each site gets its own shifts: if sites shared them, the compiler would store the unpacked masks.
     shifts = torch.arange(8, dtype=torch.uint8, device=device)[:, None].expand(n_sites, 8, 1)
     return [Mask(bits[site], shifts[site], keep_scale(p)) for site in range(n_sites)]

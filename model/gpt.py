@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention.dropout import RATES, DropoutKey, is_valid_rate
 from attention.interface import Attention, AttentionShape
-from attention.score import Layout, Score, alibi_slopes, documents, visible_pairs
+from attention.score import Layout, Range, Score, alibi_slopes, documents, take_rows, visible_pairs
 from errors import UserError
 from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
@@ -278,6 +278,7 @@ class GPT(nn.Module):
         dropout_key: DropoutKey | None = None,
         attend: Attention | None = None,
         document_starts: Tensor | None = None,
+        rows: tuple[Range, ...] | None = None,
     ) -> Tensor:
         """The residual stream after the final norm.
 
@@ -286,6 +287,8 @@ class GPT(nn.Module):
         attend           another attention for this call
         document_starts  (B, T)   int32, for each token the position at which its document begins; None: no token is
                          kept from seeing those before it
+        rows             the positions that the tokens have in their sequences, whose document_starts are then those of
+                         the whole sequences; None: 0 to T
 
         Returns (B, T, C). Raises ModelError.
         """
@@ -305,18 +308,22 @@ class GPT(nn.Module):
         B, T = tokens.shape
         masks: Masks = [None] * (2 * len(self.h) + 1)  # the embedding's, then two of each block
         if dropout_key is not None and self.config.dropout > 0:
-            masks = draw_masks(dropout_key, self.config.dropout, len(masks), B, T, self.config.n_embd, tokens.device)
+            C = self.config.n_embd
+            masks = draw_masks(dropout_key, self.config.dropout, len(masks), B, T, C, tokens.device, rows)
         x = lookup(self.wte.weight, tokens)  # (B, T, C)
-        layout, positions = Layout(), None
+        layout, positions, own = Layout(), None, rows or ((0, T),)
         if document_starts is not None:
             layout = documents(document_starts)
             if self.restart_positions:
-                positions = torch.arange(T, device=tokens.device) - document_starts  # (B, T)
+                positions = torch.arange(document_starts.shape[1], device=tokens.device) - document_starts
+                positions = take_rows(positions, own, dim=1)  # (B, T)
         rotation = None
         if self.config.positions is Positions.learned:
-            x = x + (self.wpe.weight[:T] if positions is None else lookup(self.wpe.weight, positions))
+            x = x + (
+                take_rows(self.wpe.weight, own, dim=0) if positions is None else lookup(self.wpe.weight, positions)
+            )
         elif positions is None:
-            rotation = (self.cos[:T], self.sin[:T])
+            rotation = (take_rows(self.cos, own, dim=0), take_rows(self.sin, own, dim=0))
         else:
             rotation = (self.cos[positions], self.sin[positions])
         x = drop(x, masks[0])
@@ -336,12 +343,13 @@ class GPT(nn.Module):
         dropout_key: DropoutKey | None = None,
         attend: Attention | None = None,
         document_starts: Tensor | None = None,
+        rows: tuple[Range, ...] | None = None,
     ) -> Tensor:
         """Logits (B, T, vocab_size) or, with targets (B, T), their mean cross-entropy: a scalar in fp32.
 
         Targets of -100 are left out of the mean. `hidden` describes the other arguments and errors.
         """
-        hidden = self.hidden(tokens, dropout_key, attend, document_starts)
+        hidden = self.hidden(tokens, dropout_key, attend, document_starts, rows)
         if targets is None:
             return F.linear(hidden, self.wte.weight)[..., : self.vocab_size]
         with labelled("loss"):

@@ -58,11 +58,29 @@ def resolve_precision(precision: Precision, device: torch.device) -> Precision:
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of one run, as torchrun says it."""
+    """This process among those of one run, as torchrun says it.
+
+    context  successive ranks that share the rows of a sequence; the others have other sequences
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    context: int = 1
+
+    @property
+    def data_rank(self) -> int:
+        """This process among those that have other sequences."""
+        return self.rank // self.context
+
+    @property
+    def data_size(self) -> int:
+        return self.size // self.context
+
+    @property
+    def context_rank(self) -> int:
+        """This process among those that have other rows of the same sequences."""
+        return self.rank % self.context
 
     @classmethod
     def from_environment(cls) -> World:

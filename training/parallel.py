@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+from attention.context import ContextBy, rows_unit
 from errors import UserError
 
 
@@ -25,17 +26,26 @@ class ParallelConfig:
     """What a user chooses under `parallel.*`.
 
     data       what each rank keeps of weights, gradients and moments
+    context    ranks that share the rows of every sequence; 1: each rank has whole ones
+    context_by  what these exchange to attend: heads or keys
     exact      add gradients in an order that does not depend on the number of ranks: the same losses, bit for bit
     timeout_s  seconds to wait for another rank before giving up
     """
 
     data: DataParallel = DataParallel.replicate
+    context: int = 1
+    context_by: ContextBy = ContextBy.auto
     exact: bool = True
     timeout_s: float = 600.0
 
 
 def check_parallel(config: ParallelConfig, ranks: int) -> None:
     """Raise ParallelError for what these ranks cannot do."""
+    if config.context < 1 or ranks % config.context:
+        raise ParallelError(
+            f"parallel.context={config.context} must divide the number of ranks, {ranks}; "
+            f"start {max(config.context, 1)} with torchrun --nproc-per-node, or leave it out."
+        )
     if config.exact and ranks & (ranks - 1):
         raise ParallelError(
             f"{ranks} ranks cannot add gradients in the order of one (parallel.exact=true); start "
@@ -43,3 +53,16 @@ def check_parallel(config: ParallelConfig, ranks: int) -> None:
         )
     if not (math.isfinite(config.timeout_s) and config.timeout_s > 0):
         raise ParallelError(f"parallel.timeout_s={config.timeout_s} must be a number of seconds above 0.")
+
+
+def check_context(config: ParallelConfig, seq_len: int, n_heads: int, n_kv_heads: int) -> None:
+    """Raise ParallelError or UnsupportedAttention where the ranks cannot share a sequence of this length."""
+    if config.context == 1:
+        return
+    unit = rows_unit(config.context, config.context_by.resolve(n_heads, n_kv_heads, config.context))
+    if seq_len % unit:
+        near = sorted({max(unit, seq_len // unit * unit), -(-seq_len // unit) * unit})
+        raise ParallelError(
+            f"seq_len={seq_len} cannot be shared by parallel.context={config.context} ranks; "
+            f"use {' or '.join(f'seq_len={n}' for n in near)}."
+        )

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from attention.context import WRAPPERS, ContextAttention, rows_of
+from attention.score import Range
 from model.gpt import GPT
 from training.device import World
 from training.exchange import AnyOrder, Exchange, FixedTree, add_shares, local
@@ -83,7 +85,7 @@ class WholeNorms:
             self.owned[owner].append(i)
         own = self.owned[dist.get_rank()]
         self.sent = [sum(local(self.parameters[i]).numel() for i in owned) for owned in self.owned]
-        self.received = [[rows_of(rank, ranks, self.parameters[i].shape) for i in own] for rank in range(ranks)]
+        self.received = [[kept_by(rank, ranks, self.parameters[i].shape) for i in own] for rank in range(ranks)]
 
     def __call__(self) -> Tensor:
         """(len(parameters),), in their order, on every rank."""
@@ -101,7 +103,7 @@ class WholeNorms:
         return norms
 
 
-def rows_of(rank: int, ranks: int, shape: torch.Size) -> int:
+def kept_by(rank: int, ranks: int, shape: torch.Size) -> int:
     """Numbers of a tensor of this shape that a rank keeps: FSDP2 cuts the rows as torch.chunk does."""
     each = -(-shape[0] // ranks)
     return max(0, min(each, shape[0] - rank * each)) * shape[1:].numel()
@@ -129,3 +131,13 @@ def build_exchange(
     if config.exact and world.size * micro_steps > 1:
         return FixedTree(parameters, world.size)
     return AnyOrder(parameters, world.size)
+
+
+def share_sequences(model: GPT, world: World, config: ParallelConfig) -> tuple[ContextAttention, tuple[Range, ...]]:
+    """The attention to call where successive ranks share every sequence, and the rows of it that this one has."""
+    n_heads = model.config.n_heads
+    by = config.context_by.resolve(n_heads, model.config.n_kv_heads or n_heads, world.context)
+    device = model.wte.weight.device.type
+    mesh = init_device_mesh(device, (world.data_size, world.context), mesh_dim_names=("data", "context"))
+    attend = WRAPPERS[by](model.attend, mesh["context"].get_group())
+    return attend, rows_of(world.context_rank, world.context, model.seq_len, by)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import DropoutKey
+from attention.score import take_rows
 from errors import UserError
 from model.gpt import GPT, Recompute
 from model.loss import LossKind
@@ -36,7 +37,7 @@ from training.optimizer import (
     update_parameters,
 )
 from training.parallel import DataParallel, ParallelConfig
-from training.sharding import build_exchange, gathered, shard
+from training.sharding import build_exchange, gathered, shard, share_sequences
 from training.state import gather_state, restore_state
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) int64 each
@@ -125,10 +126,10 @@ def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Ite
             f"training.eval_span={config.eval_span} is not a multiple of seq_len={seq_len}; "
             f"use training.eval_span={nearest}, or null."
         )
-    micro_batch = max(config.batch_size, 1) * seq_len * world.size
+    micro_batch = max(config.batch_size, 1) * seq_len * world.data_size
     if config.batch_tokens is not None and (config.batch_tokens < 1 or config.batch_tokens % micro_batch):
         nearest = max(1, round(config.batch_tokens / micro_batch)) * micro_batch
-        ranks = f" * {world.size} ranks" if world.size > 1 else ""
+        ranks = f" * {world.data_size} ranks" if world.data_size > 1 else ""
         yield (
             f"training.batch_tokens={config.batch_tokens} is not a multiple of the {micro_batch} tokens of a "
             f"micro-batch (training.batch_size={config.batch_size} * seq_len={seq_len}{ranks}); "
@@ -157,12 +158,14 @@ class Trainer:
     ) -> None:
         """Move `model` to `device`. `training.precision` is resolved, not auto."""
         self.training, self.schedule, self.peak_lr, self.clip = training, schedule, optimizer.lr, optimizer.clip
-        self.seed, self.device, self.world = seed, device, world
-        self.micro_steps = training.micro_steps(model.seq_len, world.size)
-        self.tokens_per_step = training.batch_size * model.seq_len * world.size * self.micro_steps
+        parallel = parallel or ParallelConfig()
+        self.seed, self.device, self.world = seed, device, replace(world, context=parallel.context)
+        sequences = training.batch_size * self.world.data_size
+        self.micro_steps = training.micro_steps(model.seq_len, self.world.data_size)
+        self.tokens_per_step = sequences * model.seq_len * self.micro_steps
         self.dtype = training.precision.dtype
         self.model = model.to(device)
-        parallel = parallel or ParallelConfig()
+        self.context = share_sequences(model, self.world, parallel) if parallel.context > 1 else None
         sharded = parallel.data is DataParallel.shard and world.size > 1
         self.blueprint = shard(self.model, device, parallel.exact) if sharded else None
         self.optimizer = OPTIMIZERS[optimizer.name](self.model, optimizer)
@@ -192,14 +195,16 @@ class Trainer:
         """Seed the generators for a micro-step, and return the key of its dropout, valid until the next."""
         reseed(self.seed, step, micro_step, self.world.rank)
         self.step.fill_(step)
-        self.first_sequence.fill_((micro_step * self.world.size + self.world.rank) * self.training.batch_size)
+        number = micro_step * self.world.data_size + self.world.data_rank
+        self.first_sequence.fill_(number * self.training.batch_size)
         return self.key
 
     def update(self, step: int, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """The update after `step` updates, from its micro-batches on the device.
 
-        Returns the mean loss over all ranks and the gradient's norm before clipping, on the device. Where one of
-        them is not finite, this update and every later one leaves weights and moments alone; see `raise_failure`.
+        Ranks that share sequences are each given all of them. Returns the mean loss over all ranks and the gradient's
+        norm before clipping, on the device. Where one of them is not finite, this update and every later one leaves
+        weights and moments alone; see `raise_failure`.
         """
         set_learning_rate(self.optimizer, learning_rate(step, self.training.steps, self.peak_lr, self.schedule))
         if self.replay is not None:
@@ -215,10 +220,18 @@ class Trainer:
     def _gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Add a micro-batch's gradients to the step's; returns its share of the step's loss."""
         with self.autocast():
-            loss = self.network(inputs, targets, dropout_key=self.key) / (self.micro_steps * self.world.size)
+            loss = self._loss(inputs, targets, self.key) / (self.micro_steps * self.world.size)
         (loss * self.scale).backward()
         self.exchange.add()
         return loss.detach()
+
+    def _loss(self, inputs: Tensor, targets: Tensor, key: DropoutKey | None) -> Tensor:
+        """The mean loss over those tokens of a micro-batch that this rank has."""
+        if self.context is None:
+            return self.network(inputs, targets, dropout_key=key)
+        attend, rows = self.context
+        inputs, targets = (take_rows(x, rows, dim=1) for x in (inputs, targets))
+        return self.network(inputs, targets, dropout_key=key, attend=attend, rows=rows)
 
     def _apply(self, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Update the weights from the step's gradients, and drop these."""
@@ -251,16 +264,17 @@ class Trainer:
         """Mean loss over `batches`, which the ranks share out, without dropout."""
         self.model.eval()
         losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
-        for i in range(self.world.rank, -(-len(batches) // self.world.size) * self.world.size, self.world.size):
+        rank, size = self.world.data_rank, self.world.data_size
+        for i in range(rank, -(-len(batches) // size) * size, size):
             # Sharded ranks take part in every forward pass of the others: one without a batch repeats the last.
             inputs, targets = (tensor.to(self.device) for tensor in batches[min(i, len(batches) - 1)])
             with self.autocast():
-                loss = self.network(inputs, targets)
+                loss = self._loss(inputs, targets, None)
             if i < len(batches):
-                losses[i] = loss
+                losses[i] = loss.double() / self.world.context
         self.model.train()
         if self.world.size > 1:
-            dist.all_reduce(losses)  # each is one rank's loss and the others' zeros: exact in any order
+            dist.all_reduce(losses)  # of ranks with other sequences one has a loss and the rest 0: exact in any order
         return sum(losses.tolist()) / len(batches)
 
     def whole_model(self) -> GPT:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from attention import AttentionConfig, build_attention
+from attention.context import ContextBy
 from data import Batches
 from model.gpt import GPT, GPTConfig
 from training.checkpoint import newest_valid, save_checkpoint
@@ -25,7 +26,7 @@ from training.ranks import joined
 from training.step import Trainer, TrainingConfig
 
 CPU = torch.device("cpu")
-T, B, MICRO_BATCHES, SEED = 32, 2, 4, 7
+T, B, MICRO_BATCHES, SEED = 64, 2, 4, 7
 TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)
 MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1)
 
@@ -35,6 +36,8 @@ PARALLEL = {
     "any": ParallelConfig(exact=False),
     "sharded": ParallelConfig(DataParallel.shard),
     "sharded, any": ParallelConfig(DataParallel.shard, exact=False),
+    "heads": ParallelConfig(context=2, context_by=ContextBy.heads),
+    "keys, sharded": ParallelConfig(DataParallel.shard, context=2, context_by=ContextBy.keys),
 }
 
 # Ranks that go on, one after the other, from the checkpoint of those before.
@@ -55,7 +58,7 @@ def build(world: World, parallel: ParallelConfig, **training: Any) -> Trainer:
 def train(trainer: Trainer, steps: range) -> list[list[str]]:
     """Loss and gradient norm of each step, in hexadecimal."""
     world = trainer.world
-    batches = Batches(TEXT, T, B, SEED, world.rank, world.size, trainer.micro_steps)
+    batches = Batches(TEXT, T, B, SEED, world.data_rank, world.data_size, trainer.micro_steps)
     done = []
     for step in steps:
         update = trainer.update(step, [batches.batch(step, m) for m in range(trainer.micro_steps)])
@@ -77,6 +80,8 @@ def work(world: World) -> dict[str, Any]:
     """Everything that is compared between numbers of ranks."""
     found: dict[str, Any] = {}
     for name, parallel in PARALLEL.items():
+        if world.size < parallel.context:
+            continue
         trainer = build(world, parallel)
         found[name] = {"updates": train(trainer, range(8)), "validation": validate(trainer)}
         found[name]["whole model"] = one_loss(trainer)

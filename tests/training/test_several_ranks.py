@@ -70,10 +70,12 @@ def test_checkpoints_are_read_on_another_number_of_ranks(found: Found) -> None:
     assert list(found[0][0]) == ["0", "2", "4", "6"]
 
 
-@pytest.mark.parametrize("name", ["any", "sharded, any"])
-def test_an_order_that_the_library_chooses_differs_by_rounding_alone(found: Found, name: str) -> None:
+@pytest.mark.parametrize("name", ["any", "sharded, any", "heads", "keys, sharded"])
+def test_sums_in_another_order_and_shared_sequences_differ_by_rounding_alone(found: Found, name: str) -> None:
     (alone,) = found[1]
     expected = [float.fromhex(loss) for loss, _ in alone["exact"]["updates"]]
+    validation = float.fromhex(alone["exact"]["validation"])
     for rank in (*found[2], *found[4]):
         losses = [float.fromhex(loss) for loss, _ in rank[name]["updates"]]
         assert losses == pytest.approx(expected, abs=1e-4)
+        assert float.fromhex(rank[name]["validation"]) == pytest.approx(validation, abs=1e-4)

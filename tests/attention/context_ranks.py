@@ -1,0 +1,86 @@
+"""What test_context.py runs in four processes: attention with its sequences spread over them, beside all of it in each.
+
+RANK=<rank> python -m tests.attention.context_ranks <folder> <port>
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention, documents
+from attention.context import WRAPPERS, ContextBy, rows_of
+from attention.score import take_rows
+from training.device import World
+from training.ranks import joined
+
+CPU = torch.device("cpu")
+KEY = DropoutKey(seed=1, step=2, layer=3, first_sequence=4)
+B, T, D = 2, 128, 16
+# name -> heads, key/value heads, attention, score, documents
+CASES: dict[str, tuple[int, int, AttentionConfig, Score, bool]] = {
+    "plain": (4, 4, AttentionConfig("tiled", 0.2, block_q=16, block_k=16), Score(), False),
+    "grouped": (8, 4, AttentionConfig("naive", 0.2), Score(window=37, sinks=True, alibi=True), False),
+    "documents": (4, 4, AttentionConfig("tiled", 0.2), Score(soft_cap=5.0), True),
+    "odd heads": (5, 5, AttentionConfig("tiled", 0.2), Score(window=50, sinks=True), True),
+    "grouped odd heads": (6, 3, AttentionConfig("naive", 0.2), Score(alibi=True), False),
+}
+
+
+def attend(case: str, by: ContextBy | None, compiled: bool = False) -> dict[str, Any]:
+    """out, lse and gradients of this rank's rows, by `by` or, None, of a call that has everything."""
+    H, H_kv, config, score, packed = CASES[case]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = (torch.randn(B, h, T, D, generator=generator) for h in (H, H_kv, H_kv, H))
+    sinks = torch.randn(H, generator=generator) if score.sinks else None
+    layout = Layout()
+    if packed:
+        starts = torch.zeros(B, T, dtype=torch.int32)
+        starts[0, 40:], starts[0, 100:], starts[1, 77:] = 40, 100, 77
+        layout = documents(starts)
+    function = build_attention(config)
+    if by is not None:
+        group = dist.group.WORLD
+        assert group is not None
+        rows = rows_of(group.rank(), group.size(), T, by)
+        q, k, v, d_out = (take_rows(x, rows, dim=2) for x in (q, k, v, d_out))
+        function = WRAPPERS[by](function, group)
+    call = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+    inputs = [x.clone().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+    result = call(
+        *inputs[:3],
+        score=score,
+        layout=layout,
+        dropout_key=KEY,
+        sinks=inputs[3] if score.sinks else None,
+        return_lse=True,
+    )
+    result.out.backward(d_out)
+    gradients = {name: x.grad for name, x in zip(("dq", "dk", "dv", "dsinks"), inputs, strict=False)}
+    return {"out": result.out.detach(), "lse": result.lse, **gradients}
+
+
+def main(folder: Path, port: int) -> None:
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for size in (2, 4):
+        if rank < size:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port + size))
+            with joined(World(rank, size), CPU, timeout_s=60):
+                for case, (H, H_kv, *_) in CASES.items():
+                    for by in (ContextBy.heads, ContextBy.keys):
+                        if by is ContextBy.keys or (H % size == 0 and H_kv % size == 0):
+                            found[f"{case}, {size} by {by.value}"] = attend(case, by)
+                for by in (ContextBy.heads, ContextBy.keys):
+                    found[f"compiled, {size} by {by.value}"] = attend("plain", by, compiled=True)
+    torch.save(found, folder / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
