@@ -1,4 +1,4 @@
-"""Is an implementation the reference, up to rounding? Three measurements, and a verdict from them.
+"""Does an implementation equal the reference, up to rounding? Three measurements, and the verdict from them.
 
 Same weights   The probe inside a run compares logits and gradients of both on the run's weights, batch and dropout
                masks, beside what rounding alone does to the reference (parity/noise_*). Two right implementations
@@ -8,14 +8,14 @@ Same weights   The probe inside a run compares logits and gradients of both on t
 Curves         At every step the training loss must be closer to the reference's of the same seed than the seeds of
                the reference are to each other. Both distances are root mean squares over a window of WINDOW of the
                run, because two curves that cross are close to each other by accident. Seeds also draw different
-               batches, so this spread is wide: it tells the same training from another, not a right kernel from a
-               wrong one.
+               batches, so this spread is wide: it can tell one training from another, but not a right kernel from
+               a slightly wrong one.
 Final losses   Their floor is what rounding does to the loss of one step by the probe, added up over the updates as if
                it never cancelled. Training may amplify rounding beyond it, up to the spread between seeds. A
                difference above the floor is therefore accepted if the first losses agreed to rounding, and counts
                against an implementation if they did not: that one was there from the start.
 
-Parity holds when all three were measured and none objects. It is broken when one objects, else it is open.
+Parity holds when all three were measured and pass. It is broken when one fails, else it is open.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MEASURES = {"logits_max_diff": "logits", "grad_rel_err": "gradients"}
 
 
 class Outcome(Enum):
-    """What the measurements allow to say."""
+    """The possible verdicts."""
 
     holds = "holds"
     broken = "broken"
@@ -91,8 +91,8 @@ class Curve:
 class Final:
     """The difference of the final losses at the same seed, of the worst seed.
 
-    floor      what the reference's rounding adds up to over the run; None without a probe
-    amplified  whether a difference above it began within rounding, so that what it became is training's work
+    floor      sum of the reference's rounding over the run; None without a probe
+    amplified  whether a difference above the floor began within rounding, and training amplified it
     """
 
     metric: str
@@ -108,7 +108,7 @@ class Final:
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A loss that is not finite at a step where that of another run, by its label, is."""
+    """A loss that is not finite at a step where that of another run, named by its label, is finite."""
 
     step: int
     seed: int
@@ -141,7 +141,7 @@ class Verdict:
 
 
 def outcome_of(verdicts: Sequence[Verdict]) -> Outcome | None:
-    """Broken where one is, holds where all do, else open; None without verdicts."""
+    """Broken if any verdict is, holds if all do, else open; None without verdicts."""
     outcomes = {verdict.outcome for verdict in verdicts}
     if not outcomes:
         return None
@@ -149,7 +149,7 @@ def outcome_of(verdicts: Sequence[Verdict]) -> Outcome | None:
 
 
 def judge(cells: Sequence[Cell], reference: str = "naive") -> list[Verdict]:
-    """Judge every implementation against `reference`, in each cell where a run of it or a probe speaks of it."""
+    """Judge every implementation against `reference`, in each cell that has a reference run or a probe."""
     return [
         _judge(cell, label, reference)
         for cell in cells
@@ -180,8 +180,8 @@ def _judge(cell: Cell, label: str, reference: str) -> Verdict:
 
 
 def _not_finite(run: Run, cell: Cell, reference: str) -> NotFinite | None:
-    """That a run came to NaN or infinity at a step that another one came past with a finite loss: the reference of the
-    same seed or, where that did not run, any implementation with nothing left out, its own first."""
+    """A run's NaN or infinite loss at a step where another run's loss is finite: the reference of the same seed or, if
+    that did not run, any implementation with nothing left out, preferably the same one."""
     step = run.diverged()
     if step is None:
         return None
@@ -246,7 +246,7 @@ def curve_worst(pairs: Sequence[tuple[Run, Run]], spread: Series | None) -> Curv
 def final_worst(pairs: Sequence[tuple[Run, Run]], rounding: float | None) -> Final | None:
     """The pair whose final losses differ most; of interrupted runs, the last losses both have.
 
-    rounding   what rounding does to the loss of one step, from the probe
+    rounding   effect of rounding on the loss of one step, from the probe
     """
     metric = "val/loss" if all(len(_trained(difference(*pair, "val/loss")).steps) for pair in pairs) else "train/loss"
     found = []
@@ -254,7 +254,7 @@ def final_worst(pairs: Sequence[tuple[Run, Run]], rounding: float | None) -> Fin
         apart = _trained(difference(*pair, metric))
         if not len(apart.steps):
             continue
-        # Evaluations are of many sequences; a step's training loss is of its batch.
+        # An evaluation covers many sequences, a step's training loss only its batch.
         last = apart.values[-1:] if metric == "val/loss" else apart.values[-window_of(len(apart.values)) :]
         step, size = int(apart.steps[-1]), abs(float(last.mean()))
         floor = None if rounding is None else rounding * step
@@ -264,12 +264,12 @@ def final_worst(pairs: Sequence[tuple[Run, Run]], rounding: float | None) -> Fin
 
 
 def _trained(series: Series) -> Series:
-    """Without what was measured before the first update, when all seeds know nothing alike."""
+    """The series from the first update on: before it all seeds are equally untrained."""
     return Series(series.steps[series.steps > 0], series.values[series.steps > 0])
 
 
 def _began_within(pair: tuple[Run, Run], rounding: float) -> bool:
-    """Whether the first losses of two runs differ by no more than rounding explains; true where none are early."""
+    """Whether the first losses of two runs agree to rounding; true if there are no early losses."""
     starts = [difference(*pair, metric) for metric in ("val/loss", "train/loss")]
     return all(
         abs(apart.values[0]) <= PARITY_MARGIN * rounding * max(1, apart.steps[0])
@@ -310,8 +310,8 @@ def _probed(runs: Sequence[Run], reference: str) -> list[Run]:
 
 
 def rounding_of_a_step(runs: Sequence[Run], reference: str) -> float | None:
-    """What rounding does to the reference's loss in one step: the probe's largest, and no less than one unit in the
-    last place of a loss in fp32. None where no probe ran."""
+    """The effect of rounding on the reference's loss in one step: the largest that a probe found, and at least one unit
+    in the last place of an fp32 loss. None without a probe."""
     noises = [run.series("parity/noise_loss_diff").finite().values for run in _probed(runs, reference)]
     if not noises or not len(pooled := np.concatenate(noises)):
         return None

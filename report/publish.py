@@ -1,6 +1,6 @@
 """The report in Weights & Biases: a summary run in the group of the runs, with the figures and the tables.
 
-W&B works in a process of its own with a time limit: whatever becomes of it, the report on disk is complete.
+W&B works in a separate process with a time limit. The report on disk is complete in any case.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SECONDS = 90
 
 
 def mode_of(runs: Sequence[Run]) -> str:
-    """What most of the runs had as tracking.mode; disabled where none recorded it."""
+    """The tracking.mode of most runs; disabled if none recorded it."""
     modes = Counter(str(run.option("tracking.mode", "disabled")) for run in runs)
     mode = modes.most_common(1)[0][0] if modes else "disabled"
     return mode if mode in MODES else "disabled"
 
 
 def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
-    """Log the report in `out` to W&B; a sentence on what became of it, never an exception.
+    """Log the report in `out` to W&B. Returns a sentence on the outcome; never raises.
 
     The run joins the group that the runs share, so that their workspace shows the comparison.
     """
@@ -54,7 +54,7 @@ def run_id(group: str) -> str | None:
 
 
 def main(out: Path, mode: Any, project: str, group: str) -> None:
-    """Log what `write_report` wrote into `out`. A later report on the same group takes this one's place."""
+    """Log the report in `out`. A later report on the same group replaces it."""
     import wandb
 
     settings = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=30)

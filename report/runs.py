@@ -1,7 +1,7 @@
 """Run folders, found and read.
 
-A run folder is read as it was left: a run that is still going, was killed in the middle of a line or never wrote its
-summary is data too. What could not be read is kept as a note, one sentence each.
+A run that is still going, was killed in the middle of a line or never wrote its summary is read too. Each file that
+cannot be read becomes a note of one sentence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SKIPPED_FOLDERS = {"checkpoints", "wandb", "report", ".hydra", ".submitit"}
 
 
 class ReportError(UserError):
-    """Nothing to report on; the message says what was looked for."""
+    """Nothing to report on; the message says where runs were expected."""
 
 
 class Series(NamedTuple):
@@ -40,14 +40,14 @@ class Series(NamedTuple):
         return float(self.values[-1]) if len(self.values) else None
 
     def finite(self) -> Series:
-        """Without what is not a number, or infinite."""
+        """The series without NaN and infinite values."""
         keep = np.isfinite(self.values)
         return Series(self.steps[keep], self.values[keep])
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run folder says.
+    """The content of one run folder.
 
     name     the folder's path below the sweep
     status   completed, interrupted, failed, out_of_memory; unfinished where no summary was written
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def called(self) -> str:
-        """The name in a sentence, where a number alone would read as a count."""
+        """The name for use in a sentence: "run 3", because a bare number would read as a count."""
         return f"run {self.name}" if self.name.isdigit() else self.name
 
     @cached_property
