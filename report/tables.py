@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import io
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from duration import duration
 from report.parity import Verdict
 from report.runs import Run, number
 from report.sweeps import Point, Sweep, attention_alone, points, predicted_memory, ranked
@@ -159,7 +158,7 @@ def run_table(runs: Sequence[Run], labels: Names, places: Names) -> Table:
             loss(run.final("val/loss")),
             count(run.median("throughput/tokens_per_s")),
             memory(run.peak()),
-            duration(number(run.summary.get("wall_time_s"))),
+            wall_time(number(run.summary.get("wall_time_s"))),
         ]
         for run in runs
     ]
@@ -216,6 +215,5 @@ def memory(gib: float | None) -> str:
     return f"{factor * gib:,.0f} {unit}" if factor * gib >= 100 else f"{factor * gib:.3g} {unit}"
 
 
-def duration(seconds: float | None) -> str:
-    """0:03:06"""
-    return DASH if seconds is None else str(datetime.timedelta(seconds=math.ceil(seconds)))
+def wall_time(seconds: float | None) -> str:
+    return DASH if seconds is None else duration(seconds)

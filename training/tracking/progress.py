@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from duration import duration
+
 BAR = 10  # columns; a terminal narrower than this and the longest usual line shows the line alone
 WIDE_ENOUGH = 90
 # The remaining time follows from the recent rate, which soon leaves out the first steps and their compilation.
@@ -105,13 +107,6 @@ def remaining_seconds(marks: list[tuple[float, int]], steps: int) -> float | Non
     """Seconds until `steps`, from pairs (time, steps done), oldest first; None without a rate."""
     (start, first), (now, done) = marks[0], marks[-1]
     return None if done <= first else (now - start) / (done - first) * (steps - done)
-
-
-def duration(seconds: float) -> str:
-    """1:05 or 2:03:04."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def count(number: float) -> str:

@@ -14,10 +14,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from duration import duration
 from run_folder import read_metrics
 from training.tracking import metrics
 from training.tracking.metrics import MetricsFile, TrackingError
-from training.tracking.progress import ProgressLine, count, duration, remaining_seconds
+from training.tracking.progress import ProgressLine, count, remaining_seconds
 from training.tracking.summary import draw_loss_curve, environment, git_state, write_summary
 from training.tracking.tracker import Tracker, TrackingConfig, TrackingMode
 
