@@ -14,6 +14,7 @@ from attention import AttentionConfig
 from data.config import DataConfig
 from errors import UserError
 from model.gpt import GPTConfig
+from model.score import ScoreConfig
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parallel import ParallelConfig
 from training.parity.probe import ParityConfig
@@ -42,6 +43,7 @@ class Config:
     resume: str | None = None
     init_from: str | None = None
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

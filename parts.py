@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from attention import AttentionShape, build_attention
 from config import Config
+from data.config import Documents
 from model.gpt import GPT
 from model.gpt2_weights import load_gpt2
+from model.score import layer_scores
 from training.device import Precision, World, resolve_precision
 from training.parity.probe import ParityProbe
 from training.profiling.meters import StepMeter
@@ -27,6 +29,8 @@ def attention_shape(config: Config, device: torch.device) -> AttentionShape:
         n_kv_heads=config.model.n_kv_heads or config.model.n_heads,
         dtype=resolve_precision(config.training.precision, device).dtype,
         device=device,
+        scores=layer_scores(config.score, config.model.n_layers),
+        documents=config.data.documents is not Documents.ignore,
     )
 
 
@@ -41,6 +45,9 @@ def build_model(config: Config, vocab_size: int, device: torch.device, precision
         attend,
         training.recompute,
         training.loss,
+        score=config.score,
+        documents=config.data.documents is not Documents.ignore,
+        restart_positions=config.data.documents is Documents.restart,
         residual_in_fp32=training.residual_in_fp32,
         device=device,
         dtype=precision.dtype,
@@ -50,14 +57,17 @@ def build_model(config: Config, vocab_size: int, device: torch.device, precision
     return model
 
 
-def build_meter(trainer: Trainer) -> StepMeter:
-    """What times the steps and counts their operations."""
+def build_meter(trainer: Trainer, pieces: Sequence[int] | None = None) -> StepMeter:
+    """What times the steps and counts their operations.
+
+    pieces  lengths of the documents that a sample of rows is cut into; None: rows of one document
+    """
     T = trainer.model.seq_len
     return StepMeter(
         trainer.device,
         tokens_per_step=trainer.tokens_per_step,
         flops_per_token_full=trainer.model.flops_per_token(T, causal=False),
-        flops_per_token_causal=trainer.model.flops_per_token(T, causal=True),
+        flops_per_token_causal=trainer.model.flops_per_token(T, causal=True, pieces=pieces),
         precision=product_precision(trainer.training.precision.value, trainer.model.attend.config.allow_tf32),
         device_count=trainer.world.size,
     )

@@ -152,6 +152,7 @@ def main(arguments: list[str]) -> None:
         tokenizer.n_vocab,
         trained.seq_len,
         build_attention(attention),
+        score=trained.score,
         residual_in_fp32=trained.training.residual_in_fp32,
         device=device,
         dtype=dtype,

@@ -23,6 +23,7 @@ if __name__ == "__main__":
     complete()  # before torch is imported, for which a shell's TAB would have to wait
 
 import hydra
+import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -32,8 +33,9 @@ from cli.launch import launch
 from cli.resume import has_checkpoints, locked
 from cli.wording import one_sentence
 from config import Config, ConfigError, as_plain
-from data import Batches, Prefetcher, PreparedData, eval_batches, prepare, save_tokenizer
+from data import Batches, Documents, Prefetcher, PreparedData, eval_batches, piece_lengths, prepare, save_tokenizer
 from model.gpt import GPT
+from model.score import ScoreConfig, describe_score
 from parts import attention_shape, build_meter, build_model, build_probe, build_profiler
 from sample import stream
 from training.checkpoint import newest_valid, read_manifest
@@ -84,9 +86,13 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
             print(f"{folder} is complete with {start} steps; training.steps={2 * start} would make it go on.")
             return 0
 
-        batches = Batches(data.train.tokens, T, B, config.seed, world.data_rank, world.data_size, trainer.micro_steps)
-        windows = eval_batches(data.val.tokens, T, B, training.eval_batches * world.data_size, training.eval_span)
-        shape, meter, interruption = attention_shape(config, device), build_meter(trainer), Interruption()
+        documents, val_documents = document_bounds(config, data)
+        order = (config.seed, world.data_rank, world.data_size, trainer.micro_steps)
+        batches = Batches(data.train.tokens, T, B, *order, documents)
+        count = training.eval_batches * world.data_size
+        windows = eval_batches(data.val.tokens, T, B, count, training.eval_span, val_documents)
+        pieces = piece_lengths(documents, batches.starts(0), T)
+        shape, meter, interruption = attention_shape(config, device), build_meter(trainer, pieces), Interruption()
         record = NullRecord(trainer)
         if world.rank == 0:
             save_tokenizer(data.tokenizer, folder)
@@ -134,6 +140,21 @@ def recorded_refusal(folder: Path, config: Config, overrides: list[str]) -> Iter
         raise
 
 
+def document_bounds(config: Config, data: PreparedData) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Where the documents of the training and the validation split begin, if batches shall tell them apart.
+
+    Raises ConfigError where there is only one.
+    """
+    if config.data.documents is Documents.ignore:
+        return None, None
+    if len(data.train.documents) < 2:
+        raise ConfigError(
+            f"data.documents={config.data.documents.name} has no effect on data={config.data.name}, whose training "
+            "text is one document; use data.documents=ignore, or a folder or file of several texts."
+        )
+    return data.train.documents, data.val.documents
+
+
 def resume(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -> int:
     """Where the configuration says `resume`, load the newest valid checkpoint. Returns the updates done."""
     if config.resume is None or not has_checkpoints(folder):
@@ -175,6 +196,8 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
     device, precision, auto = trainer.device, trainer.training.precision.value, " (auto)"
     parts = [
         f"attention={config.attention.name}",
+        *([] if config.score == ScoreConfig() else [f"score={describe_score(config.score)}"]),
+        *([] if config.data.documents is Documents.ignore else [f"documents={config.data.documents.name}"]),
         f"model={config.model.name}: {trainer.model.num_parameters():,} parameters",
         f"{meter.tokens_per_step:,} tokens a step",
         f"device={device}{auto * (config.device == 'auto')}",

@@ -7,6 +7,7 @@
 
 from attention.dropout import DropoutKey, keep_mask
 from attention.flash import FlashAttention
+from attention.flex import FlexAttention
 from attention.interface import (
     Ablation,
     Attention,
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 IMPLEMENTATIONS: dict[str, type[Attention]] = {
-    cls.name: cls for cls in (NaiveAttention, TiledAttention, SDPAAttention, FlashAttention)
+    cls.name: cls for cls in (NaiveAttention, TiledAttention, SDPAAttention, FlashAttention, FlexAttention)
 }
 
 

@@ -11,6 +11,7 @@ from config import Config
 from data.corpora import CORPORA, check_data
 from errors import UserError
 from model.gpt import model_mistakes
+from model.score import score_mistakes
 from parts import attention_shape
 from training.device import Precision, World, resolve_device, resolve_precision
 from training.optimizer import optimizer_mistakes
@@ -35,7 +36,8 @@ def mistakes(config: Config) -> Iterator[str]:
     yield from (of_data := list(refusal(check_data, config.data)))
     if not of_data:
         yield from refusal(CORPORA[config.data.name], config.data)  # finds the files, and reads none
-    yield from (of_model := list(model_mistakes(config.model)))
+    of_model = list(model_mistakes(config.model)) or list(score_mistakes(config.score, config.model.n_layers))
+    yield from of_model
     yield from (of_device := list(refusal(resolve_device, config.device)))
     if not of_model and not of_device:
         yield from device_mistakes(config)

@@ -103,11 +103,13 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
 
     recorded  the checkpoint's configuration, plain
     """
-    now = as_plain(config)
+    now, default = as_plain(config), as_plain(Config())
     then_and_now = {"seq_len": (recorded["seq_len"], now["seq_len"])}
-    for part, free in (("model", {"name", "dropout"}), ("data", {"cache"})):
+    for part, free in (("model", {"name", "dropout"}), ("score", {"name"}), ("data", {"cache"})):
         for name in now[part].keys() - free:
-            then_and_now[f"{part}.{name}"] = recorded[part].get(name), now[part][name]
+            # What the run was recorded without came later, and its default is what the run did.
+            then = recorded.get(part, {}).get(name, default[part][name])
+            then_and_now[f"{part}.{name}"] = then, now[part][name]
     composed = OmegaConf.load(checkpoint.parents[1] / ".hydra" / "config.yaml")
     sentences = []
     for name, (then, new) in sorted(then_and_now.items()):

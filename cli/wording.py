@@ -71,6 +71,8 @@ def expected(key: str) -> str:
             return "a whole number or auto"
     if get_origin(kind) is tuple:
         return "a list of numbers, such as [0.9,0.99]"
+    if get_origin(kind) is list:
+        return "a list with an entry for each layer, such as [{window:1024},{}]"
     if issubclass(kind, Enum):
         return "one of " + ", ".join(member.name for member in kind)
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]

@@ -1,7 +1,7 @@
 """Text to batches: corpora, tokenisers, prepared tokens, and the batch as a function of the step."""
 
-from data.batches import Batches, Prefetcher, eval_batches
-from data.config import DataConfig
+from data.batches import Batch, Batches, Prefetcher, eval_batches, piece_lengths
+from data.config import DataConfig, Documents
 from data.corpora import check_data
 from data.errors import DataError
 from data.prepare import prepare
@@ -9,9 +9,11 @@ from data.store import PreparedData, TokenFile
 from data.tokenizers import TokenizerName, load_tokenizer, save_tokenizer
 
 __all__ = [
+    "Batch",
     "Batches",
     "DataConfig",
     "DataError",
+    "Documents",
     "Prefetcher",
     "PreparedData",
     "TokenFile",
@@ -19,6 +21,7 @@ __all__ = [
     "check_data",
     "eval_batches",
     "load_tokenizer",
+    "piece_lengths",
     "prepare",
     "save_tokenizer",
 ]

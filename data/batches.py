@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from queue import SimpleQueue
 
@@ -24,6 +24,10 @@ from torch import Tensor
 
 from data.errors import DataError
 
+# inputs and targets, (B, T) int64 each and, where documents are told apart, for each input the position in its row at
+# which its document begins, (B, T) int32
+Batch = tuple[Tensor, ...]
+
 
 class Batches:
     """The training batches of one rank.
@@ -33,6 +37,7 @@ class Batches:
     batch_size   sequences of a micro-batch on one rank, B
     seed         of the order
     micro_steps  micro-batches of a step on one rank; a step has batch_size * world_size * micro_steps sequences
+    documents    where each document begins, 1-D, for batches that tell them apart; None: batches that do not
 
     Raises DataError when the tokens do not fill one window.
     """
@@ -46,7 +51,9 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
         micro_steps: int = 1,
+        documents: np.ndarray | None = None,
     ):
+        self.documents = documents
         self.windows = _windows(tokens, seq_len, "training")
         self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
         self.rank, self.world_size, self.micro_steps = rank, world_size, micro_steps
@@ -75,9 +82,13 @@ class Batches:
         """The micro-batch as stored: (B, T + 1), in the type of the tokens."""
         return self.windows[self.starts(step, micro_step)]
 
-    def batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs and targets on the CPU, each (B, T) int64."""
-        return _split(torch.from_numpy(self.window(step, micro_step)))
+    def document_starts(self, step: int, micro_step: int = 0) -> np.ndarray | None:
+        """The position in its row at which each input's document begins, (B, T) int32."""
+        return document_starts(self.documents, self.starts(step, micro_step), self.seq_len)
+
+    def batch(self, step: int, micro_step: int = 0) -> Batch:
+        """The micro-batch on the CPU."""
+        return _batch(self.window(step, micro_step), self.document_starts(step, micro_step))
 
     def _draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
         # Philox's raw output is the same on every platform and in every version of numpy, which shuffle() is not.
@@ -85,15 +96,48 @@ class Batches:
         return int(draws[0] % np.uint64(self.n_offsets)), np.argsort(draws[1:], kind="stable")
 
 
+def document_starts(documents: np.ndarray | None, starts: np.ndarray, seq_len: int) -> np.ndarray | None:
+    """For each token of windows that begin at `starts`, (B,): where in its window its document begins, (B, T) int32.
+
+    documents  where each document of the split begins; None: documents are not told apart, and the result is None
+
+    A document that began before the window begins at 0 in it.
+    """
+    if documents is None:
+        return None
+    rows = np.zeros((len(starts), seq_len), np.int32)
+    for row, start in zip(rows, starts, strict=True):
+        first, last = np.searchsorted(documents, (start, start + seq_len), side="right")
+        begins = np.asarray(documents[first:last]) - start
+        begins = begins[begins < seq_len]
+        row[begins] = begins
+        np.maximum.accumulate(row, out=row)
+    return rows
+
+
+def piece_lengths(documents: np.ndarray | None, starts: np.ndarray, seq_len: int) -> list[int]:
+    """The lengths of what documents leave of the windows that begin at `starts`: seq_len of each without documents."""
+    rows = document_starts(documents, starts, seq_len)
+    if rows is None:
+        return [seq_len] * len(starts)
+    return [int(n) for row in rows for n in np.unique(row, return_counts=True)[1]]
+
+
 def eval_batches(
-    tokens: np.ndarray, seq_len: int, batch_size: int, count: int, span: int | None = None
-) -> list[tuple[Tensor, Tensor]]:
+    tokens: np.ndarray,
+    seq_len: int,
+    batch_size: int,
+    count: int,
+    span: int | None = None,
+    documents: np.ndarray | None = None,
+) -> list[Batch]:
     """At most `count` full batches of windows that never overlap, the same in every run.
 
-    span  tokens of a piece of text, a multiple of seq_len: pieces are evenly spaced, and each is cut into windows side
-          by side. Batches of equally many tokens then hold the same text at every seq_len. None: one window
+    span       tokens of a piece of text, a multiple of seq_len: pieces are evenly spaced, and each is cut into windows
+               side by side. Batches of equally many tokens then hold the same text at every seq_len. None: one window
+    documents  as `Batches` has them
 
-    Each is (inputs, targets), (B, T) int64 on the CPU; a text of fewer than batch_size windows gives one smaller batch.
+    On the CPU; a text of fewer than batch_size windows gives one smaller batch.
     Raises DataError when the tokens do not fill one window, or one piece.
     """
     windows = _windows(tokens, seq_len, "validation")
@@ -109,7 +153,8 @@ def eval_batches(
     pieces = -(-n // windows_in_piece)
     first = np.arange(pieces) * (len(tokens) - span - 1) // max(pieces - 1, 1)
     starts = (first[:, None] + seq_len * np.arange(windows_in_piece)).ravel()[:n]
-    return [_split(torch.from_numpy(windows[starts[i : i + batch_size]])) for i in range(0, n, batch_size)]
+    of_batches = [starts[i : i + batch_size] for i in range(0, n, batch_size)]
+    return [_batch(windows[starts], document_starts(documents, starts, seq_len)) for starts in of_batches]
 
 
 class Prefetcher:
@@ -125,16 +170,16 @@ class Prefetcher:
         self._batches, self._device, self._step = batches, torch.device(device), start_step
         if self._device.type == "cuda" and self._device.index is None:  # the thread has its own current device
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._ready: SimpleQueue[tuple[Tensor, Tensor, torch.cuda.Event | None] | BaseException] = SimpleQueue()
+        self._ready: SimpleQueue[tuple[Batch, torch.cuda.Event | None] | BaseException] = SimpleQueue()
         self._room = threading.Semaphore(depth)
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="prefetcher", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> tuple[Tensor, Tensor]:
+    def __next__(self) -> Batch:
         if self._closed:
             raise StopIteration
         item = self._ready.get()
@@ -142,14 +187,14 @@ class Prefetcher:
             self._ready.put(item)  # for later calls
             raise item
         self._room.release()
-        inputs, targets, arrived = item
+        batch, arrived = item
         if arrived is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(arrived)
-            # Allocated on the other stream, which must not reuse the memory before this stream has read it.
-            inputs.record_stream(stream)
-            targets.record_stream(stream)
-        return inputs, targets
+            for tensor in batch:
+                # Allocated on the other stream, which must not reuse the memory before this stream has read it.
+                tensor.record_stream(stream)
+        return batch
 
     def close(self) -> None:
         """End the thread; safe to call twice."""
@@ -174,19 +219,22 @@ class Prefetcher:
                     self._room.acquire()
                     if self._closed:
                         return
-                    window = torch.from_numpy(self._batches.window(step, micro_step))
-                    self._ready.put(self._move(window, stream))
+                    window = self._batches.window(step, micro_step)
+                    starts = self._batches.document_starts(step, micro_step)
+                    self._ready.put(self._move(window, starts, stream))
         except BaseException as error:
             self._ready.put(error)
 
-    def _move(self, window: Tensor, stream: torch.cuda.Stream | None) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
+    def _move(
+        self, window: np.ndarray, starts: np.ndarray | None, stream: torch.cuda.Stream | None
+    ) -> tuple[Batch, torch.cuda.Event | None]:
         if stream is None:
-            return *_split(window.to(self._device)), None
+            return _batch(window, starts, lambda x: x.to(self._device)), None
         with torch.cuda.stream(stream):
-            inputs, targets = _split(window.pin_memory().to(self._device, non_blocking=True))
+            batch = _batch(window, starts, lambda x: x.pin_memory().to(self._device, non_blocking=True))
             arrived = torch.cuda.Event()
             arrived.record(stream)
-        return inputs, targets, arrived
+        return batch, arrived
 
 
 def _windows(tokens: np.ndarray, seq_len: int, split: str) -> np.ndarray:
@@ -199,10 +247,10 @@ def _windows(tokens: np.ndarray, seq_len: int, split: str) -> np.ndarray:
     return sliding_window_view(tokens, seq_len + 1)
 
 
-def _split(window: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T + 1) of any integer type -> inputs and targets, each (B, T) int64 and contiguous."""
+def _batch(window: np.ndarray, starts: np.ndarray | None, move: Callable[[Tensor], Tensor] = lambda x: x) -> Batch:
+    """(B, T + 1) of any integer type, moved, and then cut into inputs and targets; beside them what `starts` says."""
+    moved = move(torch.from_numpy(window))
     inputs, targets = (
-        part.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
-        for part in (window[:, :-1], window[:, 1:])
+        part.to(torch.int64, copy=True, memory_format=torch.contiguous_format) for part in (moved[:, :-1], moved[:, 1:])
     )
-    return inputs, targets
+    return (inputs, targets) if starts is None else (inputs, targets, move(torch.from_numpy(starts)))

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from data.tokenizers import TokenizerName
+
+
+class Documents(Enum):
+    """What is made of documents that lie side by side in one sequence."""
+
+    ignore = "ignore"  # a token sees those of earlier documents too
+    mask = "mask"  # it sees its own document alone
+    restart = "restart"  # the same, and positions count from the document's start
 
 
 @dataclass
@@ -20,6 +29,7 @@ class DataConfig:
     cache           folder of the prepared tokens
     hub             name of a data set on the Hugging Face hub, or a folder it was downloaded to; its revision, subset
                     and split ("train+test" joins two)
+    documents       what attention makes of documents that lie side by side in one sequence
     text_field      the field of .jsonl, .parquet and hub rows that holds the text
     """
 
@@ -35,3 +45,4 @@ class DataConfig:
     hub_subset: str | None = None
     hub_split: str = "train"
     text_field: str = "text"
+    documents: Documents = Documents.ignore

@@ -398,7 +398,7 @@ class GPT(nn.Module):
         padding = self.wte.num_embeddings - self.vocab_size
         return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
 
-    def flops_per_token(self, seq_len: int, causal: bool) -> float:
+    def flops_per_token(self, seq_len: int, causal: bool, pieces: Sequence[int] | None = None) -> float:
         """Floating-point operations of training on one token, forward and backward.
 
             6 N + 12 L C T         causal: 6 N + 6 L C T         with a window w: 6 N + 12 L C (w - w^2 / 2 T)
@@ -410,11 +410,13 @@ class GPT(nn.Module):
         sees half of the keys on average. (PaLM, Chowdhery et al. 2022, appendix B.) Recomputation is not counted.
 
         causal  count the keys that each layer's score leaves visible; else all of them
+        pieces  lengths of the documents that rows of seq_len tokens are cut into; None: one document a row
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         N = matrices + self.vocab_size * self.config.n_embd
         scores = self.scores if causal else (Score(causal=False),) * self.config.n_layers
-        keys_per_query = sum(visible_pairs(score, seq_len) for score in scores) / max(seq_len, 1)
+        pieces = pieces if causal and pieces else [seq_len]
+        keys_per_query = sum(visible_pairs(score, n) for score in scores for n in pieces) / max(sum(pieces), 1)
         return 6 * N + 12 * self.config.n_embd * keys_per_query
 
 

@@ -67,6 +67,7 @@ def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[str]:
             Score(**(base | entry))
         except ScoreError as error:
             yield str(error)
+            return
 
 
 def describe_score(config: ScoreConfig) -> str:

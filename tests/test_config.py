@@ -11,13 +11,14 @@ import pytest
 import torch
 import yaml
 
-from attention import IMPLEMENTATIONS
+from attention import IMPLEMENTATIONS, Score
 from cli import CONF, compose
 from cli.check import mistakes
 from cli.launch import prepare
 from cli.wording import expected
 from config import Config, ConfigError, as_plain, keys, register
 from errors import UserError
+from model.score import layer_scores
 from training.optimizer import OPTIMIZERS, SCHEDULES
 from training.sweeps import launcher
 
@@ -45,7 +46,7 @@ def test_every_file_of_every_group_composes(file: Path, tmp_path: Path) -> None:
             assert not list(mistakes(composed(*job)))
     else:
         config = composed(*overrides)
-        if name != "flash" or torch.cuda.is_available():
+        if name not in ("flash", "flex") or torch.cuda.is_available():
             assert not list(mistakes(config))
         if group != "tracking":
             assert getattr(config, group).name == name
@@ -137,6 +138,16 @@ MISTAKES = {
     "device=cuda": "device=cuda needs a CUDA GPU, .* use device=cpu",
     "training.memory_snapshot=true device=cpu": "training.memory_snapshot",
     "parity.every=-1": "parity.every=-1",
+    "score=window score.window=0": "^score.window=0 must be at least 1",
+    "score.window=wide": "score.window=wide is not a whole number",
+    "score.soft_cap=-1": "^score.soft_cap=-1.0 must be positive",
+    "score.layers=3": r"score.layers=3 is not a list with an entry for each layer",
+    "score.layers=[{},{},{}]": "score.layers has 3 entries, which do not divide model.n_layers=4",
+    "score.layers=[{span:3},{}]": "score.layers has span=3",
+    "score=sinks attention=sdpa": "attention=sdpa does not serve score.sinks=true; .* attention=tiled",
+    "score=sinks attention.backend=math attention=sdpa": "does not serve score.sinks=true",
+    "attention=flex device=cpu": "attention=flex has no backward pass on a CPU",
+    "data.documents=join": "data.documents=join is not one of ignore, mask, restart",
     "resume=nowhere": "resume=nowhere is not a run folder",
     "attention=naive,tiled": "attention=naive,tiled is more than one value; add -m",
     "-m --cfg job": "-m does not go with --cfg",
@@ -202,6 +213,14 @@ def test_overrides_reach_the_parts_with_their_types() -> None:
     assert as_plain(config)["training"]["precision"] == "bf16"
 
 
+def test_a_preset_of_scores_is_changed_by_single_values() -> None:
+    windowed, full = Score(window=1024, soft_cap=50.0), Score(soft_cap=50.0)
+    gemma = composed("score=gemma2", "score.window=1024").score
+    assert layer_scores(gemma, 4) == (windowed, full, windowed, full)
+    own = composed("score=window", "score.layers=[{window:8},{sinks:true}]").score
+    assert layer_scores(own, 2) == (Score(window=8), Score(window=64, sinks=True))
+
+
 def test_a_sweep_has_every_combination_and_the_experiments_own() -> None:
     jobs = compose.jobs(["attention=naive,tiled", "seed=1,2", "seq_len=64"])
     assert len(jobs) == 4
@@ -233,7 +252,7 @@ def test_completion_offers_every_name_and_choice_without_importing_torch(tmp_pat
 
     imported: list[str] = []
     offered("s")  # notes the names, if that has not been done since the code changed
-    assert {"seed=", "seq_len=", "schedule=", "schedule."} == offered("s")
+    assert {"seed=", "seq_len=", "score=", "score.", "schedule=", "schedule."} == offered("s")
     assert {f"{key}=" for key in keys() if key.startswith("data.")} == offered("data.")
     assert {"attention=tiled"} == offered("attention=t")
     assert not any("torch" in line.split("|")[-1] for told in imported[1:] for line in told.splitlines())

@@ -17,15 +17,17 @@ import torch
 import train as train_module
 from attention import AttentionConfig, build_attention
 from config import Config
-from data import DataConfig
+from data import DataConfig, Documents
 from data.tokenizers import bytes_tokenizer
 from errors import UserError
 from model.gpt import GPT, GPTConfig
 from model.gpt2_weights import export_gpt2
+from model.score import ScoreConfig
 from run_folder import read_metrics
 from training.checkpoint import load_checkpoint, newest_valid
 from training.loop import OutOfMemory
 from training.optimizer import ScheduleConfig
+from training.parity.probe import ParityConfig
 from training.step import NonFiniteError, Trainer, TrainingConfig
 from training.tracking.tracker import TrackingConfig, TrackingMode
 
@@ -188,6 +190,33 @@ def test_init_from_starts_with_the_weights_of_a_gpt2(config: Config) -> None:
     assert losses(run(config, "fresh"))[0] != first
     with pytest.raises(UserError, match=r"init_from=weights.*model.n_layers=2"):
         run(replace(with_weights, model=replace(config.model, n_layers=3)), "other")
+
+
+def test_documents_of_a_row_are_told_apart_in_training_evaluation_and_the_probe(config: Config) -> None:
+    Path("texts").mkdir()
+    for n in range(40):
+        (Path("texts") / f"{n}.txt").write_text(Path(os.__file__).read_text()[100 * n : 100 * n + 20 + n])
+    data = replace(config.data, path="texts", val_fraction=0.3)
+    config = replace(config, data=data, parity=ParityConfig(every=4), score=ScoreConfig(window=7, sinks=True))
+    found = {}
+    for documents in Documents:
+        for attention in (config.attention, AttentionConfig("tiled", dropout=0.1, block_q=8, block_k=8)):
+            name = f"{documents.name}-{attention.name}"
+            folder = run(replace(config, attention=attention, data=replace(data, documents=documents)), name)
+            found[name] = losses(folder)
+            parity = summary(folder)["parity"]
+            assert parity["worst_grad_rel_err"] <= 10 * parity["noise_grad_rel_err"]
+    for documents in Documents:
+        for naive, tiled in zip(found[f"{documents.name}-naive"], found[f"{documents.name}-tiled"], strict=True):
+            assert naive == tuple(loss and pytest.approx(loss, rel=1e-4) for loss in tiled)
+    at_the_start = [found[f"{documents.name}-naive"][0][2] for documents in Documents]
+    assert len(set(at_the_start)) == 3
+
+
+def test_documents_need_a_text_that_has_several(config: Config) -> None:
+    config = replace(config, data=replace(config.data, documents=Documents.mask))
+    with pytest.raises(UserError, match=r"data.documents=mask has no effect on data=text, .* is one document"):
+        run(config, "one")
 
 
 def test_two_ranks_train_as_one_does_with_the_same_global_batch(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from data import Batch
 from errors import UserError
 from model.gpt import GPTConfig
 from training.optimizer import learning_rate
 from training.parity.probe import ParityProbe
 from training.profiling.meters import StepMeter
 from training.profiling.profiler import Profiler
-from training.step import Batch, Trainer
+from training.step import Trainer
 
 # What torch's allocators, and the system where a thread cannot have its stack, say of memory that is used up.
 SIGNS_OF_FULL_MEMORY = ("out of memory", "allocate memory", "can't start new thread", "temporarily unavailable")
@@ -134,7 +135,9 @@ def fit(
 
 def compare(probe: ParityProbe, trainer: Trainer, step: int, batch: Batch) -> dict[str, Any]:
     """What the parity probe measures on the step's first micro-batch, with the dropout masks it will train with."""
-    return probe.measure(trainer.whole_model(), *batch, trainer.dropout_key_for(step, 0), trainer.scale.item())
+    inputs, targets, *rest = batch
+    key, scale = trainer.dropout_key_for(step, 0), trainer.scale.item()
+    return probe.measure(trainer.whole_model(), inputs, targets, key, scale, rest[0] if rest else None)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attention import DropoutKey
 from attention.score import take_rows
+from data import Batch
 from errors import UserError
 from model.gpt import GPT, Recompute
 from model.loss import LossKind
@@ -39,8 +40,6 @@ from training.optimizer import (
 from training.parallel import DataParallel, ParallelConfig
 from training.sharding import build_exchange, gathered, shard, share_sequences
 from training.state import gather_state, restore_state
-
-Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) int64 each
 
 # fp16's loss scale: halved by an overflow, doubled after so many steps without one.
 FIRST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2000
@@ -217,21 +216,21 @@ class Trainer:
             losses.append(self._gradients(*batch))
         return self._apply(losses)
 
-    def _gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _gradients(self, inputs: Tensor, targets: Tensor, document_starts: Tensor | None = None) -> Tensor:
         """Add a micro-batch's gradients to the step's; returns its share of the step's loss."""
         with self.autocast():
-            loss = self._loss(inputs, targets, self.key) / (self.micro_steps * self.world.size)
+            loss = self._loss(inputs, targets, document_starts, self.key) / (self.micro_steps * self.world.size)
         (loss * self.scale).backward()
         self.exchange.add()
         return loss.detach()
 
-    def _loss(self, inputs: Tensor, targets: Tensor, key: DropoutKey | None) -> Tensor:
+    def _loss(self, inputs: Tensor, targets: Tensor, document_starts: Tensor | None, key: DropoutKey | None) -> Tensor:
         """The mean loss over those tokens of a micro-batch that this rank has."""
         if self.context is None:
-            return self.network(inputs, targets, dropout_key=key)
+            return self.network(inputs, targets, dropout_key=key, document_starts=document_starts)
         attend, rows = self.context
         inputs, targets = (take_rows(x, rows, dim=1) for x in (inputs, targets))
-        return self.network(inputs, targets, dropout_key=key, attend=attend, rows=rows)
+        return self.network(inputs, targets, dropout_key=key, attend=attend, document_starts=document_starts, rows=rows)
 
     def _apply(self, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Update the weights from the step's gradients, and drop these."""
@@ -249,9 +248,9 @@ class Trainer:
             self._move_scale(overflow)
         return loss, norm
 
-    def _whole_step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _whole_step(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
         """A step of one micro-batch, as far as it is the device's."""
-        return self._apply([self._gradients(inputs, targets)])
+        return self._apply([self._gradients(*batch)])
 
     def raise_failure(self) -> None:
         """Raise NonFiniteError, which names the step, if an update was not finite. Waits for the device."""
@@ -267,9 +266,9 @@ class Trainer:
         rank, size = self.world.data_rank, self.world.data_size
         for i in range(rank, -(-len(batches) // size) * size, size):
             # Sharded ranks take part in every forward pass of the others: one without a batch repeats the last.
-            inputs, targets = (tensor.to(self.device) for tensor in batches[min(i, len(batches) - 1)])
+            inputs, targets, *rest = (tensor.to(self.device) for tensor in batches[min(i, len(batches) - 1)])
             with self.autocast():
-                loss = self._loss(inputs, targets, None)
+                loss = self._loss(inputs, targets, rest[0] if rest else None, None)
             if i < len(batches):
                 losses[i] = loss.double() / self.world.context
         self.model.train()

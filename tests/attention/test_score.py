@@ -21,6 +21,7 @@ from attention import (
     documents,
     packed,
 )
+from attention.flex import FlexAttention
 from attention.score import alibi_slopes, key_intervals, visible_pairs
 from tests.attention.reference import KEY, Case, assert_accurate, gradients, published_slopes
 
@@ -61,6 +62,42 @@ def test_error_is_a_small_multiple_of_the_plain_formulas(name, case, dropout, dt
 )
 def test_torch_is_asked_for_the_same_masks(case):
     assert_accurate(build_attention(AttentionConfig("sdpa")), case, torch.float32, factor=3.0)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["everything", "documents_full", "more_queries"])
+def test_flex_generates_the_same_masks_and_scores(name):
+    case = CASES[name]
+    q, k, v, _ = case.tensors(torch.float32)
+    options: Any = {"score": case.score, "layout": case.layout(), "sinks": case.sink_logits(), "return_lse": True}
+    got, expected = (build_attention(AttentionConfig(name))(q, k, v, **options) for name in ("flex", "naive"))
+    torch.testing.assert_close(got.out, expected.out)
+    torch.testing.assert_close(got.lse, expected.lse)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_makes_a_block_mask_again_when_the_documents_change():
+    case = CASES["documents"]
+    q, k, v, _ = case.tensors(torch.float32)
+    flex, naive = FlexAttention(AttentionConfig("flex")), build_attention(AttentionConfig("naive"))
+    starts = case.layout().document_starts
+    assert starts is not None
+    for _ in range(2):
+        layout = documents(starts)
+        torch.testing.assert_close(flex(q, k, v, layout=layout).out, naive(q, k, v, layout=layout).out)
+        assert len(flex.block_masks) == 1
+        starts.copy_(starts.flip(0))  # in place, as a CUDA graph's inputs are
+
+
+def test_flex_refuses_what_it_has_not():
+    with pytest.raises(UnsupportedAttention, match=r"attention=flex has no dropout; set attention.dropout=0"):
+        build_attention(AttentionConfig("flex", dropout=0.1))
+    flex = build_attention(AttentionConfig("flex"))
+    with pytest.raises(UnsupportedAttention, match=r"no backward pass on a CPU; choose attention=tiled"):
+        flex.check(AttentionShape(32, 4, 2, torch.float32, torch.device("cpu")))
+    q, k, v, _ = Case(1, 2, 2, 8, 8, 16).tensors(torch.float32)
+    with pytest.raises(UnsupportedAttention, match=r"no backward pass on a CPU"):
+        flex(q.requires_grad_(), k, v)
 
 
 @pytest.mark.parametrize("shape", [(7, 7), (4, 9), (9, 4)], ids=str)
@@ -231,7 +268,8 @@ FEATURES = {
 def test_what_an_implementation_does_not_serve_is_refused_when_the_model_is_built(name, feature):
     score, has_documents, asked_by = FEATURES[feature]
     attend = build_attention(AttentionConfig(name))
-    shape = AttentionShape(32, 4, 2, torch.float32, torch.device("cpu"), (Score(), score), has_documents)
+    device = torch.device("cuda" if name == "flex" else "cpu")
+    shape = AttentionShape(32, 4, 2, torch.float32, device, (Score(), score), has_documents)
     if feature in attend.supports:
         attend.check(shape)
         return

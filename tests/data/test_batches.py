@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import Batches, Prefetcher, eval_batches
+from data.batches import Batches, Prefetcher, eval_batches, piece_lengths
 from data.errors import DataError
 
 TOKENS = np.arange(1003, dtype=np.uint16)
@@ -209,3 +209,36 @@ def test_closing_ends_the_thread_and_the_iteration():
     assert time.monotonic() - start < 2
     assert threading.active_count() == before
     assert list(prefetcher) == []
+
+
+DOCUMENTS = np.array([0, 5, 7, 40, 41, 120, 130, 1000])
+
+
+def document_of(position: int) -> int:
+    """Where the document that holds a position begins."""
+    return max(int(start) for start in DOCUMENTS if start <= position)
+
+
+def test_each_input_is_told_where_in_its_row_its_document_begins():
+    batches = make(documents=DOCUMENTS)
+    for step in range(8):
+        inputs, _, starts = batches.batch(step)
+        assert (starts.shape, starts.dtype) == ((4, 16), torch.int32)
+        for row, row_starts in zip(inputs.tolist(), starts.tolist(), strict=True):  # the tokens count up from 0
+            assert row_starts == [max(document_of(token) - row[0], 0) for token in row]
+
+
+def test_documents_are_the_same_in_evaluation_and_from_the_prefetcher():
+    batches = make(documents=DOCUMENTS, micro_steps=2)
+    with Prefetcher(batches, "cpu", start_step=3) as prefetched:
+        for step, micro_step in ((3, 0), (3, 1), (4, 0)):
+            assert all(map(torch.equal, next(prefetched), batches.batch(step, micro_step)))
+    for inputs, _, starts in eval_batches(TOKENS, 16, 4, 3, documents=DOCUMENTS):
+        first = inputs[:, :1]
+        expected = torch.tensor([[document_of(token) for token in row] for row in inputs.tolist()])
+        assert torch.equal(starts, (expected - first).clamp(min=0).int())
+
+
+def test_pieces_are_what_documents_leave_of_a_row():
+    assert piece_lengths(DOCUMENTS, np.array([0, 36, 200]), 16) == [5, 2, 9, 4, 1, 11, 16]
+    assert piece_lengths(None, np.array([0, 36]), 16) == [16, 16]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, AttentionShape, DropoutRng, build_attention
-from data import Batches
+from data import Batch, Batches
 from model.gpt import GPT, GPTConfig
 from tests.training.old_checkpoint import format_1
 from training.device import Precision, World
@@ -52,7 +52,7 @@ def batches(trainer: Trainer) -> Batches:
     return Batches(TEXT, trainer.model.seq_len, trainer.training.batch_size, SEED, micro_steps=trainer.micro_steps)
 
 
-def micro_batches(trainer: Trainer, step: int) -> list[tuple[Tensor, Tensor]]:
+def micro_batches(trainer: Trainer, step: int) -> list[Batch]:
     return [batches(trainer).batch(step, m) for m in range(trainer.micro_steps)]
 
 
@@ -227,7 +227,7 @@ class Recorder:
 
 
 def run(trainer: Trainer, recorder: Recorder, start: int = 0, interruption: Interruption | None = None) -> int:
-    def stream() -> Iterator[tuple[Tensor, Tensor]]:
+    def stream() -> Iterator[Batch]:
         for step in range(start, trainer.training.steps):
             yield from micro_batches(trainer, step)
 

@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cli.run_folder import check_resumable
 from torch import Tensor
 
 import train as train_module
@@ -20,7 +22,8 @@ from cli import compose
 from cli.launch import prepare
 from config import ConfigError, register
 from run_folder import read_metrics
-from training.checkpoint import CheckpointError, load_checkpoint, newest_valid
+from sample import read_config
+from training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
 from training.sweeps import launcher
 
 ROOT = Path(__file__).parents[2]
@@ -202,13 +205,23 @@ def test_auto_begins_anew_in_a_folder_without_a_checkpoint(runs: Path) -> None:
     assert losses(run)[0] == losses(runs / "newer")[0]
 
 
-@pytest.mark.parametrize("override", ["model.n_layers=3", "seq_len=16", "data.tokenizer=bpe", "data.max_tokens=5000"])
+@pytest.mark.parametrize("override", ["model.n_layers=3", "seq_len=16", "data.tokenizer=bpe", "score.window=5"])
 def test_another_model_or_other_data_are_refused_and_leave_the_run_alone(runs: Path, override: str) -> None:
     before = contents(runs)
     reason = "is of another text" if override.startswith("data.") else "does not fit it"
     with pytest.raises(ConfigError, match=f"{override} differs from the run's .*, and step-00000060 {reason}"):
         prepare(["resume=auto", override])
     assert contents(runs) == before
+
+
+def test_a_run_recorded_before_an_option_existed_did_what_is_now_its_default(runs: Path) -> None:
+    checkpoint, _ = newest_valid(runs / "newer" / "checkpoints")
+    config = read_manifest(checkpoint).metadata["config"]
+    now = read_config(runs / "newer")
+    del config["score"], config["model"]["qk_norm"], config["data"]["documents"]
+    check_resumable(config, now, checkpoint)
+    with pytest.raises(ConfigError, match=r"model.qk_norm=True differs from the run's model.qk_norm=False"):
+        check_resumable(config, replace(now, model=replace(now.model, qk_norm=True)), checkpoint)
 
 
 def test_a_resumed_run_may_change_how_it_trains(runs: Path) -> None:

@@ -45,6 +45,7 @@ def fwd_bwd(
     attend: Attention,
     dtype: torch.dtype,
     loss_scale: float = 1.0,
+    document_starts: Tensor | None = None,
 ) -> FwdBwd:
     """One pass through `model` with `attend`, computing in `dtype`; no parameter's .grad is touched.
 
@@ -60,7 +61,7 @@ def fwd_bwd(
         return torch.func.functional_call(
             step,
             {f"model.{name}": p for name, p in parameters.items()},
-            (inputs, targets, key, attend, parameters, loss_scale),
+            (inputs, targets, key, attend, parameters, loss_scale, document_starts),
         )
 
 
@@ -81,8 +82,10 @@ class FwdBwdModule(nn.Module):
         attend: Attention,
         parameters: Mapping[str, Tensor],
         loss_scale: float,
+        document_starts: Tensor | None,
     ) -> FwdBwd:
-        logits = self.model(inputs, dropout_key=key, attend=attend)  # (B, T, vocab_size)
+        options = {"dropout_key": key, "attend": attend, "document_starts": document_starts}
+        logits = self.model(inputs, **options)  # (B, T, vocab_size)
         x = logits.to(accum_dtype(logits.dtype)).flatten(0, 1)  # (B * T, vocab_size)
         loss = F.cross_entropy(x, targets.flatten(), ignore_index=IGNORE_INDEX)
         gradients = torch.autograd.grad(loss * loss_scale, list(parameters.values()))

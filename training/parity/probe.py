@@ -119,6 +119,7 @@ class ParityProbe:
         targets: Tensor,
         key: DropoutKey | None,
         loss_scale: float = 1.0,
+        document_starts: Tensor | None = None,
     ) -> dict[str, Any]:
         """Compare on one micro-batch.
 
@@ -126,6 +127,7 @@ class ParityProbe:
         inputs, targets  (B, T) each
         key              of the micro-batch's dropout
         loss_scale       multiplies the loss before the backward pass (fp16), and is divided out again
+        document_starts  (B, T), where batches tell documents apart
 
         Returns `parity/*` as docs/experiments.md lists them. Where three passes do not fit the memory, fewer
         sequences or fewer tokens are compared, which is logged and shows in parity/tokens.
@@ -135,7 +137,8 @@ class ParityProbe:
             window = slice(0, B), slice(0, T)
             try:
                 with memory_returned(inputs.device):
-                    measured = self._compare(model, inputs[window], targets[window], key, loss_scale)
+                    starts = None if document_starts is None else document_starts[window].contiguous()
+                    measured = self._compare(model, inputs[window], targets[window], key, loss_scale, starts)
                 break
             except torch.OutOfMemoryError:
                 if B * T == 1:
@@ -155,9 +158,10 @@ class ParityProbe:
         targets: Tensor,
         key: DropoutKey | None,
         loss_scale: float,
+        document_starts: Tensor | None,
     ) -> dict[str, Any]:
         def run(attend: Attention, dtype: torch.dtype) -> FwdBwd:
-            return fwd_bwd(model, inputs, targets, key, attend, dtype, loss_scale)
+            return fwd_bwd(model, inputs, targets, key, attend, dtype, loss_scale, document_starts)
 
         reference = run(self.reference, self.shape.dtype)
         difference = differences(run(model.attend, self.shape.dtype), reference)

@@ -1,0 +1,138 @@
+"""torch's FlexAttention, compiled: the yardstick for windows, documents, biases, caps and sinks.
+
+Its mask and score functions, and the block masks that let it leave out what no query sees, come from the same Score and
+Layout that the other implementations read. It has no dropout, and no backward pass on a CPU.
+
+Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from attention.interface import (
+    FEATURES,
+    Attention,
+    AttentionConfig,
+    AttentionOutput,
+    AttentionShape,
+    Terms,
+    UnsupportedAttention,
+)
+from attention.score import Layout, Score
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of sequence, head, query and key
+
+MASKS_KEPT = 16
+
+
+class FlexAttention(Attention):
+    """Attention by torch's compiler, for a CUDA GPU. Keeps the block masks it has made last."""
+
+    name = "flex"
+    supports = FEATURES
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        if config.dropout > 0:
+            raise UnsupportedAttention(
+                f"attention=flex has no dropout; set attention.dropout=0 instead of {config.dropout}, or choose "
+                "attention=naive, tiled or flash."
+            )
+        self.compiled = torch.compile(flex_attention, dynamic=False)
+        # By what decides a mask; with the documents' tensor and its version, since its values may change in place.
+        self.block_masks: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
+
+    def check(self, shape: AttentionShape) -> None:
+        super().check(shape)
+        if shape.device.type == "cpu":
+            raise UnsupportedAttention(
+                "attention=flex has no backward pass on a CPU; choose attention=tiled or sdpa, or device=cuda."
+            )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
+        on_cpu = q.device.type == "cpu"
+        if on_cpu and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise UnsupportedAttention("attention=flex has no backward pass on a CPU; choose attention=tiled.")
+        T, S = q.shape[2], k.shape[2]
+        # On a CPU compilation would take longer than what it speeds up.
+        attend: Callable[..., Any] = flex_attention if on_cpu else self.compiled
+        out, aux = attend(
+            q,
+            k,
+            v,
+            score_mod=score_function(terms.score, terms.layout, terms.slopes, T, S),
+            block_mask=self.block_mask(terms.score, terms.layout, q.shape[0], T, S, q.device),
+            scale=terms.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
+        lse = aux.lse
+        if terms.sinks is not None:
+            # A sink takes exp(sink) of the softmax's sum, and leaves the rest exp(lse).
+            sinks = terms.sinks[:, None]
+            out = (out * torch.sigmoid(lse - sinks)[..., None]).to(q.dtype)
+            lse = torch.logaddexp(lse, sinks)
+        return AttentionOutput(out, lse)
+
+    def block_mask(
+        self, score: Score, layout: Layout, B: int, T: int, S: int, device: torch.device
+    ) -> BlockMask | None:
+        """The blocks to visit, made anew only where something that decides them has changed; None: all of them."""
+        mask = mask_function(score, layout, T, S)
+        if mask is None:
+            return None
+        starts = layout.document_starts
+        rows = None if starts is None else B
+        if torch.compiler.is_compiling():
+            return create_block_mask(mask, rows, None, T, S, device=device)
+        key = (score.causal, score.window, layout.query_start(T, S), layout.k_start, rows, T, S, device)
+        version = -1 if starts is None else starts._version
+        kept = self.block_masks.pop(key, None)
+        if kept is None or kept[0] is not starts or kept[1] != version:
+            kept = (starts, version, create_block_mask(mask, rows, None, T, S, device=device))
+        self.block_masks[key] = kept
+        if len(self.block_masks) > MASKS_KEPT:
+            del self.block_masks[next(iter(self.block_masks))]
+        return kept[2]
+
+
+def mask_function(score: Score, layout: Layout, T: int, S: int) -> Mask | None:
+    """Whether query i of sequence b sees key j; None where every query sees every key."""
+    q_start, k_start, starts = layout.query_start(T, S), layout.k_start, layout.document_starts
+    if not score.causal and starts is None:
+        return None
+
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        query, key = i + q_start, j + k_start
+        seen = key <= query if score.causal else j >= 0
+        if score.window is not None:
+            seen = seen & (query - key < score.window)
+        if starts is not None:  # documents are told apart by where they begin; before the row there is none
+            seen = seen & (query >= 0) & (starts[b, query] == starts[b, key])
+        return seen
+
+    return mask
+
+
+def score_function(
+    score: Score, layout: Layout, slopes: Tensor | None, T: int, S: int
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    """The changed score of query i and key j in head h; None where scores stay as they are."""
+    if score.soft_cap is None and slopes is None:
+        return None
+    offset = layout.query_start(T, S) - layout.k_start
+
+    def change(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if score.soft_cap is not None:
+            s = score.soft_cap * torch.tanh(s / score.soft_cap)
+        if slopes is not None:
+            s = s - slopes[h] * (i + offset - j)
+        return s
+
+    return change
