@@ -1,14 +1,14 @@
-"""The command line of train.py: Hydra's overrides in, a checked configuration or plain sentences out.
+"""The command line of train.py: from overrides to a checked configuration or a sentence for each mistake.
 
-launch.py      the order of things: what train.py calls
-compose.py     composing a configuration, and what is wrong with an override
-check.py       what is wrong with a configuration as a whole
-resume.py      the run to resume, and the folder that a run keeps to itself
-wording.py     a sentence for what Hydra says over several lines
-completion.py  the answers to a shell's TAB
-arguments.py   the key=value arguments of the programs that do without Hydra
+launch.py      the entry point: checks, then Hydra
+compose.py     composes a configuration, and finds mistakes in single overrides
+check.py       finds mistakes in a whole configuration
+resume.py      finds the run to resume, and locks run folders
+wording.py     turns errors of Hydra into one sentence
+completion.py  tab completion
+arguments.py   key=value arguments of the programs without Hydra
 
-This file imports nothing, so that completion.py answers before torch is loaded.
+This file imports nothing, so completion.py can answer before torch is loaded.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""key=value arguments as a dataclass, for the programs that compose nothing: sample.py and compare.py.
+"""key=value arguments as a dataclass, for the programs without Hydra: sample.py and compare.py.
 
-Hydra's own grammar would want quotes around a prompt's spaces and commas; here a value is what follows the first `=`.
+Hydra's grammar would need quotes around a prompt with spaces or commas. Here a value is everything after the first `=`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ T = TypeVar("T")
 
 
 class ArgumentError(UserError, ValueError):
-    """An argument that cannot be meant; the message says what can."""
+    """An invalid argument; the message says what is valid."""
 
 
 def parse(arguments: Sequence[str], schema: type[T], program: str, verbatim: Collection[str] = ()) -> T:
     """An instance of the dataclass `schema`, typed, from key=value arguments.
 
-    program   whose --help lists the arguments
-    verbatim  keys whose value is any text, the word null too
+    program   the script whose --help lists the arguments
+    verbatim  keys whose value is any text, including the word null
 
-    Raises ArgumentError for a key that does not exist and for a value of another type.
+    Raises ArgumentError for an unknown key or a value of the wrong type.
     """
     known = [f.name for f in fields(schema)]  # type: ignore[arg-type]
     config = OmegaConf.structured(schema)

@@ -1,9 +1,9 @@
-"""What the shell's TAB key offers after `python train.py`: Hydra's answer, in less than a second.
+"""Tab completion for `python train.py`: Hydra's answer, in less than a second.
 
     eval "$(python train.py -sc install=bash)"
 
-The names come from config.py, which needs torch, whose import takes longer than one waits for a TAB. They are
-therefore kept in a file, and gathered again when the code has changed since.
+The names come from config.py, which imports torch, and that takes too long for a TAB. So they are cached in a file,
+which is written again when the code has changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = ROOT / ".cache" / "completion.yaml"
 
 
 def complete() -> None:
-    """Answer `--shell-completion` and exit, where the command line asks for it."""
+    """If the command line asks for `--shell-completion`, answer and exit."""
     if not {"-sc", "--shell-completion"} & set(sys.argv[1:]):
         return
     store = ConfigStore.instance()
@@ -36,14 +36,14 @@ def complete() -> None:
 
 
 def names() -> Any:
-    """Everything that can be overridden, with its default."""
+    """Every override with its default."""
     code = [ROOT / "config.py", *(file for part in PARTS for file in (ROOT / part).rglob("*.py"))]
     if NAMES.is_file() and NAMES.stat().st_mtime > max(file.stat().st_mtime for file in code):
         return OmegaConf.load(NAMES)
     from config import Config
 
     defaults = OmegaConf.to_yaml(OmegaConf.structured(Config))
-    with contextlib.suppress(OSError):  # in a folder that cannot be written, every answer takes its time
+    with contextlib.suppress(OSError):  # without write permission every answer is slow, but right
         NAMES.parent.mkdir(exist_ok=True)
         write_atomically(NAMES, defaults)
     return OmegaConf.create(defaults)

@@ -1,4 +1,4 @@
-"""From overrides to a configuration: composing it, the jobs of a sweep, and what is wrong with an override."""
+"""From overrides to a configuration or the jobs of a sweep, and the mistakes in single overrides."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def to_config(cfg: DictConfig) -> Config:
 
 @dataclass(frozen=True)
 class Composition:
-    """What could be made of overrides.
+    """The result of composing overrides.
 
-    cfg    what Hydra composes from those that are right and have one value; None where even that fails
-    right  they, and the right ones that have several values
+    cfg    composed from the valid overrides with one value; None if even that fails
+    right  all valid overrides, also those with several values
     wrong  a sentence for each of the others
     """
 
@@ -57,7 +57,7 @@ class Composition:
 
 
 def compose_right(overrides: list[str]) -> Composition:
-    """Compose from the overrides that are right, and tell what is wrong with the others."""
+    """Compose the valid overrides, and word a sentence for each of the others."""
     wrong: list[str] = []
     single: dict[str, str] = {}  # key -> override
     swept: list[str] = []
@@ -77,14 +77,14 @@ def compose_right(overrides: list[str]) -> Composition:
         except (HydraException, OmegaConfBaseException) as error:
             sentence = str(explain(error))
             wrong.append(sentence)
-            # Hydra stops at the first value that is wrong: without that one, it finds the next.
+            # Hydra stops at the first invalid value. Without that one, it finds the next.
             if single.pop(sentence.partition("=")[0], None) is None:
                 break
     return Composition(cfg, [*single.values(), *swept], wrong)
 
 
 def mistakes(line: str) -> Iterator[str]:
-    """What is wrong with an override whatever the others are, with what was meant: a sentence at most."""
+    """A sentence if an override is wrong in itself, with the likely correction."""
     try:
         (override,) = parsed([line])
     except HydraException as error:
@@ -108,7 +108,7 @@ def expand_home(argument: str) -> str:
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:
-    """The overrides of each job of a sweep: every combination, of the command line and of the experiment's own."""
+    """The overrides of each job of a sweep: every combination of the command line's and the experiment's values."""
     params = composed(unswept(overrides)).hydra.sweeper.params or {}
     choices = {
         o.get_key_element(): list(o.sweep_string_iterator())
@@ -121,28 +121,28 @@ def jobs(overrides: list[str]) -> list[list[str]]:
 
 
 def swept_mistakes(overrides: list[str]) -> list[str]:
-    """A sentence for each override that has several values, where a run is to have one."""
+    """A sentence for each override with several values, for a command that is no sweep."""
     single = unswept(overrides)
     return [f"{o} is more than one value; add -m for a run with each." for o in overrides if o not in single]
 
 
 def unswept(overrides: list[str]) -> list[str]:
-    """The overrides that have one value."""
+    """The overrides with one value."""
     return [line for line, o in zip(overrides, parsed(overrides), strict=True) if not o.is_sweep_override()]
 
 
 def parsed(overrides: list[str]) -> list[Override]:
-    """As Hydra reads them."""
+    """The overrides as Hydra reads them."""
     return OverridesParser.create().parse_overrides(overrides)
 
 
 def by_key(overrides: list[str]) -> dict[str, Override]:
-    """Overrides by what they override; a later one replaces an earlier one."""
+    """Overrides by key; a later one replaces an earlier one."""
     return {o.key_or_group: o for o in parsed(overrides)}
 
 
 def lines(overrides: dict[str, Override]) -> list[str]:
-    """As they stand on a command line."""
+    """The overrides as on a command line."""
     return [str(override.input_line) for override in overrides.values()]
 
 

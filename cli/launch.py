@@ -1,4 +1,4 @@
-"""From the command line to a run: what is wrong with it is said before Hydra makes a run folder."""
+"""From the command line to a run. Mistakes are reported before Hydra makes a run folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-# There is no public name for how Hydra reads its flags, and a copy would drift from what hydra.main goes by.
+# Hydra's parser of flags has no public name, and a copy would drift from the one that hydra.main uses.
 from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -26,7 +26,7 @@ from training.sweeps.submitit_jobs import share_checkout
 
 def launch(main: Callable[[], None]) -> None:
     """Call `main`, decorated with hydra.main, on the checked command line."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would otherwise print over several lines
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors that it would print over several lines
     register()
     launcher.register()
     with one_sentence():
@@ -37,7 +37,7 @@ def launch(main: Callable[[], None]) -> None:
 def prepare(arguments: list[str]) -> list[str]:
     """The arguments for Hydra: checked, and with the overrides of the run that `resume` names.
 
-    Raises UserError with a sentence, in a line of its own, for each mistake.
+    Raises UserError with one line for each mistake.
     """
     arguments = [expand_home(argument) for argument in arguments]
     args = get_args_parser().parse_args(arguments)
@@ -67,7 +67,7 @@ def prepare(arguments: list[str]) -> list[str]:
 
 
 def check_sweep(found: Composition) -> DictConfig:
-    """The sweep's configuration. Raises ConfigError for what is wrong with it, with any of its jobs or its folder."""
+    """The sweep's configuration. Raises ConfigError for mistakes in it, in any of its jobs or in its folder."""
     sentences = list(found.wrong)
     if found.cfg is not None:
         for job in jobs(found.right):
@@ -80,7 +80,7 @@ def check_sweep(found: Composition) -> DictConfig:
 
 
 def checked_run(overrides: list[str]) -> list[str]:
-    """The overrides of a run, of the one to resume too. Raises UserError for what is wrong with them."""
+    """The overrides of a run, including those of a run to resume. Raises UserError for mistakes in them."""
     overrides = resumed(overrides)
     found = compose_right(overrides)
     refuse(found.wrong + swept_mistakes(found.right) + mistakes_of(found))
@@ -92,11 +92,11 @@ def checked_run(overrides: list[str]) -> list[str]:
 
 
 def mistakes_of(found: Composition) -> list[str]:
-    """A sentence for each value that could not train; none where nothing could be composed."""
+    """A sentence for each value that cannot train; none if nothing was composed."""
     return [] if found.cfg is None else list(mistakes(to_config(found.cfg)))
 
 
 def refuse(sentences: list[str]) -> None:
-    """Raise ConfigError with every sentence once, a line each, if there are any."""
+    """Raise ConfigError with each distinct sentence on its own line, if there are any."""
     if sentences:
         raise ConfigError("\n".join(dict.fromkeys(sentences)))
