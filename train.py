@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,14 +38,13 @@ from parts import attention_shape, build_meter, build_model, build_probe, build_
 from sample import stream
 from training.checkpoint import newest_valid, read_manifest
 from training.device import Precision, World, resolve_device, resolve_precision
-from training.loop import Interruption, OutOfMemory, fit, oom_guard, too_large_model, too_large_step
+from training.loop import Interruption, fit, oom_guard, too_large_model, too_large_step
 from training.profiling.attention_memory import cpu_memory_limit
 from training.profiling.meters import StepMeter, device_name
 from training.profiling.peaks import describe_peak
 from training.ranks import from_first_rank, joined
-from training.record import NullRecord, Record, RunMetadata
+from training.record import NullRecord, Record, RunMetadata, recorded_out_of_memory
 from training.step import Trainer
-from training.tracking.summary import write_summary
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -72,7 +69,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
         data = prepare(config.data, announce_wait=world.rank == 0)
         memory_gib = training.cpu_memory_gib if device.type == "cpu" else None
         with (
-            recorded_refusal(folder, config, overrides),
+            recorded_out_of_memory(folder, as_plain(config), overrides, device, world),
             oom_guard(too_large_model(config.model, device)),
             cpu_memory_limit(memory_gib),
         ):
@@ -123,21 +120,6 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
                 if world.rank == 0:
                     record.print(example(model, trainer, data))
     return 0 if done == training.steps else 128 + (interruption.number or 0)
-
-
-@contextmanager
-def recorded_refusal(folder: Path, config: Config, overrides: list[str]) -> Iterator[None]:
-    """Write a summary.json of what is known for a run that runs out of memory before it has a record: a sweep takes
-    that for its result."""
-    try:
-        yield
-    except OutOfMemory as error:
-        if World.from_environment().rank == 0:
-            known = {"attention": config.attention.name, "config": as_plain(config), "overrides": overrides}
-            progress = {"step": 0, "steps": config.training.steps}
-            ended = {"status": "out_of_memory", "message": str(error)}
-            write_summary(folder / "summary.json", ended | known | progress)
-        raise
 
 
 def document_bounds(config: Config, data: PreparedData) -> tuple[np.ndarray | None, np.ndarray | None]:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from attention import AttentionShape
 from errors import UserError
 from run_folder import read_metrics
 from training.checkpoint import save_checkpoint
+from training.device import World
 from training.loop import OutOfMemory
 from training.parity.ablation import measure as measure_ablation
 from training.parity.probe import summarise
 from training.profiling.attention_memory import attention_peak
 from training.profiling.meters import GIB, StepMeter
 from training.step import NonFiniteError, Trainer
-from training.tracking.summary import environment
+from training.tracking.summary import environment, write_summary
 from training.tracking.tracker import Tracker, TrackingConfig
 
 
@@ -179,3 +184,19 @@ class Record(NullRecord):
         model = self.trainer.model
         measured = attention_peak(model.attend, self.origin.shape, self.trainer.training.batch_size, model.seq_len)
         return "attention", {"memory/peak_allocated_gib": measured / GIB}
+
+
+@contextmanager
+def recorded_out_of_memory(
+    folder: Path, config: dict[str, Any], overrides: list[str], device: torch.device, world: World
+) -> Iterator[None]:
+    """Around the building of the model, before there is a record: where memory ends, write a summary.json of what is
+    known, as running out of memory is a result of a sweep."""
+    try:
+        yield
+    except OutOfMemory as error:
+        if world.rank == 0:
+            ended = {"status": "out_of_memory", "message": str(error), "step": 0, "steps": config["training"]["steps"]}
+            known = {"attention": config["attention"]["name"], "config": config, "overrides": overrides}
+            write_summary(folder / "summary.json", ended | known | environment(device, world.size))
+        raise

@@ -11,6 +11,10 @@
 A few steps, after compilation and warm-up, are recorded by torch's profiler. `profile/trace.json.gz` in the run
 folder opens in chrome://tracing or ui.perfetto.dev; `profile/table.txt` sums it up. `memory_snapshot` writes
 `profile/memory.pickle`, every allocation of those steps with its stack, for pytorch.org/memory_viz.
+
+The trace is read here, because the profiler's own `key_averages` adds up times by an operator's name: a product within
+attention would count as a linear layer, a backward kernel as its autograd node, two kernels that run at once twice,
+and the time in which nothing runs not at all.
 """
 
 from __future__ import annotations
