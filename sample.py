@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 
 from attention import AttentionConfig, build_attention
 from cli.arguments import parse as key_values
-from config import Config, ConfigError
+from config import Config, ConfigError, register
 from data import load_tokenizer
 from errors import UserError, fail
 from model.gpt import GPT
@@ -80,6 +80,7 @@ def parse(arguments: list[str]) -> SampleConfig:
 
 def read_config(run: Path) -> Config:
     """The composed configuration that the run was made from. Raises ConfigError."""
+    register()  # the resolvers that the experiments' files use
     path = run / ".hydra" / "config.yaml"
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))  # type: ignore

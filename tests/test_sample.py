@@ -61,6 +61,12 @@ def test_prompt_and_continuation_come_from_the_chosen_checkpoint(run, capsys, ch
     assert capsys.readouterr().out == expected({"best": 5, "newest": 9}[checkpoint], "def ", 40)
 
 
+def test_a_configuration_that_an_experiment_computed_is_read(run):
+    path = run / ".hydra" / "config.yaml"
+    path.write_text(path.read_text().replace("batch_size: 12", "batch_size: ${divide:64,${seq_len}}"))
+    assert sample.read_config(run).training.batch_size == 4
+
+
 def test_a_damaged_best_checkpoint_is_named_and_the_newest_taken(run, capsys):
     (weights,) = (run / "checkpoints" / "step-00000005" / "model").iterdir()
     with weights.open("r+b") as file:
