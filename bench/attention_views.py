@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from rich.table import Table
 
-from report.draw import (
+from drawing import (
     Chart,
     Palette,
     Style,
@@ -25,7 +25,7 @@ from report.draw import (
     render_png,
     styles,
 )
-from report.text import short_length, short_number
+from wording import short_length, short_number
 
 SHORT = {"out of memory": "OOM", "too slow": "slow", "refused": "-", "failed": "failed"}
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from bench.measure import RESULTS, ROOT
-from report.draw import Chart, Palette, dress, legend, log_axis, render_png
+from drawing import Chart, Palette, dress, legend, log_axis, render_png
 
 LOSSES = RESULTS / "losses-nvidia-h200.json"
 IMAGES = ROOT / "docs" / "images"

@@ -36,7 +36,7 @@ from bench.attention import positive, rate
 from bench.attention_views import over_lengths
 from bench.measure import RESULTS, ROOT, require_gpu, slug, write
 from bench.nanogpt import DROPOUTS, SHAPES, batch_and_length
-from report.draw import Chart, Palette, dress, legend, render_png, styles
+from drawing import Chart, Palette, dress, legend, render_png, styles
 
 ATTENTIONS = ("flash", "sdpa", "naive")
 

@@ -12,12 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from report.draw import Chart, Palette, dress, height_for, legend, log_axis, styles
+from drawing import Chart, Palette, dress, height_for, legend, log_axis, styles
+from report.costs import Point, attention_alone, crossovers, points, predicted_memory, same_tokens
 from report.parity import EPS, MEASURES, Verdict, difference, rolling_rms, rounding_of_a_step, seed_spread
 from report.runs import Run
-from report.sweeps import Cell, Point, Sweep, attention_alone, crossovers, points, predicted_memory, same_tokens
-from report.text import memory_unit, short_length, short_number
+from report.sweeps import Cell, Sweep
 from run_folder import PARITY_MARGIN
+from wording import memory_unit, short_length, short_number
 
 Curves = Mapping[str, Sequence[Run]]  # the name of a curve, and its seeds
 Value = Callable[[Point], float | None]

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
-from report.draw import Chart, css_variables, render_png, render_svg
+from drawing import Chart, css_variables, render_png, render_svg
 from report.figures import charts
 from report.parity import Outcome, Verdict, judge, outcome_of
 from report.runs import Run, RunSet
 from report.sweeps import Sweep, labels_of, settings_apart, sweeps_of
-from report.tables import Table, curves_csv, run_table, runs_csv, tables_of
+from report.tables import Table, ablation_table, cell_table, curves_csv, run_table, runs_csv
 from report.text import Answer, answer, notes_on
 from run_folder import PARITY_MARGIN
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-@dataclass(frozen=True)
-class Drawing:
+class Drawing(NamedTuple):
     """A figure in its renderings; `path` is that of its files, without their ending, relative to the page."""
 
     path: str
@@ -34,8 +32,7 @@ class Drawing:
     svg: Markup
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """What there is to say about one sweep; `prefix` sets its files and ids apart from other sweeps'."""
 
     prefix: str
@@ -46,8 +43,7 @@ class Section:
     tables: tuple[Table, ...]
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """Everything the templates show."""
 
     headline: str
@@ -77,7 +73,7 @@ def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
     }
     (out / "figures").mkdir(parents=True, exist_ok=True)
     sections = tuple(
-        _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", [*places[n]], out)
+        _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", ", ".join(places[n]), out)
         for n, sweep in enumerate(sweeps)
     )
     spoken = next((s for s in sections if s.answer.tone == "broken"), sections[0])
@@ -118,59 +114,55 @@ def escape_markdown(value: Any) -> str:
     return " ".join(text.split("\n"))
 
 
-def _section(
-    sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: str, settings: Sequence[str], out: Path
-) -> Section:
+def _section(sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: str, apart: str, out: Path) -> Section:
     """Draw and describe a sweep.
 
-    prefix    of its files and ids
-    settings  that set it apart from other sweeps
+    prefix  of its files and ids
+    apart   what sets it apart from other sweeps
     """
     own = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
-    drawings = tuple(_draw(chart, out) for chart in charts(sweep, own, reference, prefix))
-    run = sweep.runs[0]
-
-    def all_of(value: Callable[[Run], str]) -> str:
-        return ", ".join(dict.fromkeys(value(run) for run in sweep.runs))
-
-    lengths = sorted({cell.seq_len for cell in sweep.cells})
+    run, lengths = sweep.runs[0], sorted({cell.seq_len for cell in sweep.cells})
     subtitle = [
-        f"{run.option('model.n_layers', '?')} layers, {run.option('model.n_heads', '?')} heads, "
-        f"{run.option('model.n_embd', '?')} channels",
+        "{} layers, {} heads, {} channels".format(
+            *(run.option(f"model.n_{n}", "?") for n in ("layers", "heads", "embd"))
+        ),
         f"seq_len {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else ""),
-        f"dropout {all_of(lambda run: format(run.option('attention.dropout') or 0.0, 'g'))}",
-        all_of(lambda run: run.precision),
-        all_of(lambda run: f"{run.devices} x {run.device}" if run.devices > 1 else run.device),
-        *settings,
+        f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in sweep.runs)}",
+        _all_of(run.precision for run in sweep.runs),
+        _all_of(f"{run.devices} x {run.device}" if run.devices > 1 else run.device for run in sweep.runs),
+        *([apart] if apart else []),
     ]
-    title = f"{run.option('model.name', 'model')} on {run.option('data.name', 'data')}"
-    tables = tuple(tables_of(sweep, own, reference))
-    return Section(prefix, title, " · ".join(subtitle), answer(sweep, own, reference), drawings, tables)
+    return Section(
+        prefix,
+        f"{run.option('model.name', 'model')} on {run.option('data.name', 'data')}",
+        " · ".join(subtitle),
+        answer(sweep, own, reference),
+        tuple(_draw(chart, out) for chart in charts(sweep, own, reference, prefix)),
+        tuple(table for table in (cell_table(sweep, own), ablation_table(sweep.runs)) if table),
+    )
+
+
+def _all_of(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(value for value in values if value)) or "not recorded"
 
 
 def _draw(chart: Chart, out: Path) -> Drawing:
     path = f"figures/{chart.name}"
     (out / f"{path}.png").write_bytes(render_png(chart, dark=False))
     (out / f"{path}-dark.png").write_bytes(render_png(chart, dark=True))
-    return Drawing(
-        path, chart.title, chart.caption, Markup(render_svg(chart))
-    )  # drawn here, from numbers and escaped labels
+    svg = Markup(render_svg(chart))  # drawn here, from numbers and escaped labels
+    return Drawing(path, chart.title, chart.caption, svg)
 
 
 def _sources(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
     """What the report was made from, in words."""
-
-    def all_of(values: list[str]) -> str:
-        return ", ".join(dict.fromkeys(value for value in values if value)) or "not recorded"
-
-    dates = sorted(str(run.summary.get("started") or "")[:10] for run in runs if run.summary.get("started"))
     versions = [run.recorded("versions") for run in runs]
     return (
-        ("Run folders", all_of([str(run.folder.parent) for run in runs])),
-        ("Devices", all_of([run.device for run in runs])),
-        ("Precision", all_of([run.precision for run in runs])),
-        ("Commits", all_of([run.commit for run in runs])),
-        ("Software", all_of([", ".join(f"{name} {v}" for name, v in version.items() if v) for version in versions])),
-        ("Run on", " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "not recorded"),
+        ("Run folders", _all_of(str(run.folder.parent) for run in runs)),
+        ("Devices", _all_of(run.device for run in runs)),
+        ("Precision", _all_of(run.precision for run in runs)),
+        ("Commits", _all_of(run.commit for run in runs)),
+        ("Software", _all_of(", ".join(f"{name} {v}" for name, v in version.items() if v) for version in versions)),
+        ("Run on", _all_of(sorted(str(run.summary.get("started") or "")[:10] for run in runs))),
         ("Written on", datetime.date.today().isoformat()),
     )

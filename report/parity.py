@@ -2,18 +2,13 @@
 
 Same weights   The probe inside a run compares logits and gradients of both on the run's weights, batch and dropout
                masks, beside what rounding alone does to the reference (parity/noise_*). Two right implementations
-               are about as far apart as the reference is from its exact self; PARITY_MARGIN times that is allowed, at
-               every check. A wrong implementation is off by tens to thousands of times as much, long before a loss
-               curve shows it.
-Curves         At every step the training loss must be closer to the reference's of the same seed than the seeds of
-               the reference are to each other. Both distances are root mean squares over a window of WINDOW of the
-               run, because two curves that cross are close to each other by accident. Seeds also draw different
-               batches, so this spread is wide: it can tell one training from another, but not a right kernel from
-               a slightly wrong one.
-Final losses   Their floor is what rounding does to the loss of one step by the probe, added up over the updates as if
-               it never cancelled. Training may amplify rounding beyond it, up to the spread between seeds. A
-               difference above the floor is therefore accepted if the first losses agreed to rounding, and counts
-               against an implementation if they did not: that one was there from the start.
+               are about that far apart, a wrong one tens to thousands of times as far; PARITY_MARGIN is allowed.
+Curves         The training loss must be closer to the reference's of the same seed than the reference's seeds are to
+               each other, as root mean squares over WINDOW of the run, because two curves that cross are close to
+               each other by accident. Seeds draw different batches: this tells the same training from another.
+Final losses   Their floor is what rounding does to the loss of one step, added up over the updates as if it never
+               cancelled. Training may amplify rounding beyond it. A difference above the floor is accepted if the
+               first losses agreed to rounding, and counts against an implementation if they did not.
 
 Parity holds when all three were measured and pass. It is broken when one fails, else it is open.
 """
@@ -21,8 +16,9 @@ Parity holds when all three were measured and pass. It is broken when one fails,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
+from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,8 +53,7 @@ class Gap(Enum):
     no_shared_losses = "no_shared_losses"  # of the same seed and step
 
 
-@dataclass(frozen=True)
-class Probe:
+class Probe(NamedTuple):
     """The worst check at the same weights: how many times the reference's own rounding, in which measure, and where."""
 
     checks: int
@@ -72,11 +67,9 @@ class Probe:
         return self.ratio <= PARITY_MARGIN
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """The largest distance to the reference of the same seed; as a share of the spread between seeds where known."""
 
-    seeds: tuple[int, ...]
     last_step: int
     largest: float
     ratio: float | None
@@ -87,8 +80,7 @@ class Curve:
         return None if self.ratio is None else self.ratio < 1
 
 
-@dataclass(frozen=True)
-class Final:
+class Final(NamedTuple):
     """The difference of the final losses at the same seed, of the worst seed.
 
     floor      sum of the reference's rounding over the run; None without a probe
@@ -106,8 +98,7 @@ class Final:
         return None if self.floor is None else self.difference <= self.floor or self.amplified
 
 
-@dataclass(frozen=True)
-class NotFinite:
+class NotFinite(NamedTuple):
     """A loss that is not finite at a step where that of another run, named by its label, is finite."""
 
     step: int
@@ -115,8 +106,7 @@ class NotFinite:
     other: str
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """One implementation against the reference, in one cell of comparable runs."""
 
     label: str
@@ -143,9 +133,7 @@ class Verdict:
 def outcome_of(verdicts: Sequence[Verdict]) -> Outcome | None:
     """Broken if any verdict is, holds if all do, else open; None without verdicts."""
     outcomes = {verdict.outcome for verdict in verdicts}
-    if not outcomes:
-        return None
-    return Outcome.broken if Outcome.broken in outcomes else Outcome.open if Outcome.open in outcomes else Outcome.holds
+    return next((outcome for outcome in (Outcome.broken, Outcome.open, Outcome.holds) if outcome in outcomes), None)
 
 
 def judge(cells: Sequence[Cell], reference: str = "naive") -> list[Verdict]:
@@ -199,21 +187,13 @@ def seed_spread(references: Sequence[Run]) -> Series | None:
 
     None with fewer than two seeds that share logged steps.
     """
-    runs = [run for run in references if len(run.series("train/loss").finite().steps)]
-    if len(runs) < 2:
-        return None
-    curves = [run.series("train/loss") for run in runs]
-    steps = np.unique(np.concatenate([curve.steps for curve in curves]))
-    table = np.full((len(curves), len(steps)), np.nan)
-    for row, curve in zip(table, curves, strict=True):
-        row[np.searchsorted(steps, curve.steps)] = curve.values
-    table[~np.isfinite(table)] = np.nan
-    enough = np.isfinite(table).sum(axis=0) >= 2
-    if not enough.any():
-        return None
-    # The mean square of the difference of two draws is twice their variance.
-    apart = np.sqrt(2 * np.nanvar(table[:, enough], axis=0, ddof=1))
-    return Series(steps[enough], rolling_rms(apart))
+    squares: dict[int, list[float]] = {}
+    for pair in combinations(references, 2):
+        for step, apart in zip(*difference(*pair), strict=True):
+            squares.setdefault(int(step), []).append(apart**2)
+    steps = sorted(squares)
+    apart = np.sqrt([np.mean(squares[step]) for step in steps])
+    return Series(np.array(steps), rolling_rms(apart)) if steps else None
 
 
 def difference(run: Run, reference: Run, metric: str = "train/loss") -> Series:
@@ -238,8 +218,7 @@ def curve_worst(pairs: Sequence[tuple[Run, Run]], spread: Series | None) -> Curv
                 with np.errstate(divide="ignore", invalid="ignore"):  # nothing over nothing is nothing
                     shares = np.where(distance[here] == 0, 0.0, distance[here] / spread.values[there])
                 at, ratio = int(here[np.argmax(shares)]), float(np.max(shares))
-        seeds = tuple(run.seed for run, _ in pairs)
-        found.append(Curve(seeds, int(apart.steps[-1]), float(distance[at]), ratio, int(apart.steps[at])))
+        found.append(Curve(int(apart.steps[-1]), float(distance[at]), ratio, int(apart.steps[at])))
     return max(found, key=lambda curve: (curve.ratio or 0, curve.largest), default=None)
 
 

@@ -193,8 +193,7 @@ class Run:
         return min([*steps, *([] if stopped is None else [int(stopped)])], default=None)
 
 
-@dataclass(frozen=True)
-class RunSet:
+class RunSet(NamedTuple):
     """Everything found under the given folders, and what there is to say about how it was found."""
 
     runs: tuple[Run, ...]
@@ -250,8 +249,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     status = str(summary.get("status") or "unfinished")
     if not records and not damaged and status in ("completed", "interrupted", "unfinished"):
         notes.append(f"metrics.jsonl is {'empty' if metrics.is_file() else 'missing'}, so there is no curve.")
-    run = Run(folder, name or folder.name, status, config, records, tuple(map(str, overrides)), summary, tuple(notes))
-    return run
+    return Run(folder, name or folder.name, status, config, records, tuple(map(str, overrides)), summary, tuple(notes))
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

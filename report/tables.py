@@ -5,22 +5,19 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from duration import duration
+from report.costs import Point, attention_alone, points, predicted_memory, ranked
 from report.parity import Verdict
 from report.runs import Run, number
-from report.sweeps import Point, Sweep, attention_alone, points, predicted_memory, ranked
-from report.text import memory_unit, size, times
-from run_folder import PARITY_MARGIN
+from report.sweeps import Sweep
+from wording import duration, memory_unit, size, times
 
 DASH = "-"
 Names = Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Rows of words under columns; `numeric` columns are aligned right."""
 
     name: str
@@ -44,70 +41,37 @@ def table(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence
     return Table(name, title, tuple(columns[n] for n in kept), tuple(cells), frozenset(numeric), caption)
 
 
-def tables_of(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> list[Table]:
-    """What there is to tabulate of a sweep."""
-    decisive = [verdict for verdict in verdicts if verdict.decisive]
-    found = [verdict_table(decisive, reference) if decisive else None, ablation_table(sweep.runs)]
-    several = len(sweep.cells) > 1 or len(sweep.labels()) > 1
-    return [made for made in (*found, cell_table(sweep) if several else None) if made]
-
-
-def verdict_table(verdicts: Sequence[Verdict], reference: str) -> Table:
-    """What each measurement says of each implementation."""
-    rows = [
-        [
-            v.label,
-            ", ".join(v.cell.where) or DASH,
-            v.outcome.value,
-            f"{times(v.probe.ratio).removesuffix(' times')} ({v.probe.checks} checks)" if v.probe else "not probed",
-            size(v.curve.ratio) if v.curve and v.curve.ratio is not None else DASH,
-            size(v.final.difference) if v.final else DASH,
-            size(v.final.floor) if v.final else DASH,
-            ", ".join(str(seed) for seed in v.curve.seeds) if v.curve else DASH,
-        ]
-        for v in verdicts
-    ]
-    columns = ["implementation", "settings", "parity", f"same weights (≤ {PARITY_MARGIN:g})", "curve (< 1)"]
-    caption = (
-        f"Same weights: the largest difference of logits or gradients, in units of {reference}'s own rounding. Curve: "
-        "the largest distance of the training loss at the same seed, in units of the spread between seeds. Final loss: "
-        "the largest difference, and the floor that rounding sets."
-    )
-    return table("parity", "Parity by implementation", [*columns, "final loss", "its floor", "seeds"], rows, caption)
-
-
-def cell_table(sweep: Sweep) -> Table:
+def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
     """What was measured of each implementation under each setting: along the axis, or the lowest loss first."""
     along = [point for found in points(sweep).values() for point in found]
     predicted = {label: dict(predicted_memory(sweep, label)) for label in sweep.labels()}
-    rows = [
-        [
-            f"{point.at:,}" if sweep.axis else ", ".join(point.cell.where) or DASH,
-            point.label,
-            _state(point),
-            loss(point.train_loss),
-            loss(point.val_loss),
-            count(point.tokens_per_s),
-            DASH if point.step_ms is None else f"{point.step_ms:.3g} ms",
-            DASH if point.mfu is None else f"{100 * point.mfu:.3g} %",
-            memory(point.memory_gib),
-            memory(predicted[point.label].get(point.at)),
-        ]
-        for point in (along if sweep.axis else ranked(sweep))
-    ]
-    columns = [
-        sweep.axis or "settings",
-        "implementation",
-        "outcome",
-        "train loss",
-        "val loss",
-        "tokens/s",
-        "step",
-        "MFU (causal)",
-    ]
+    judged = {(verdict.label, sweep.at(verdict.cell)): verdict for verdict in verdicts if verdict.decisive}
+    rows = []
+    for point in along if sweep.axis else ranked(sweep):
+        verdict = judged.get((point.label, point.at))
+        probe = verdict.probe if verdict else None
+        rows.append(
+            [
+                f"{point.at:,}" if sweep.axis else ", ".join(point.cell.where) or DASH,
+                point.label,
+                verdict.outcome.value if verdict else DASH,
+                f"{times(probe.ratio)} ({probe.checks} checks)" if probe else DASH,
+                _state(point),
+                loss(point.train_loss),
+                loss(point.val_loss),
+                count(point.tokens_per_s),
+                DASH if point.step_ms is None else f"{point.step_ms:.3g} ms",
+                DASH if point.mfu is None else f"{100 * point.mfu:.3g} %",
+                memory(point.memory_gib),
+                memory(predicted[point.label].get(point.at)),
+            ]
+        )
+    columns = [sweep.axis or "settings", "implementation", "parity", "beside rounding", "outcome", "train loss"]
+    columns += ["val loss", "tokens/s", "step", "MFU (causal)"]
     columns += [f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}", "predicted"]
     title = f"By {sweep.axis}" if sweep.axis else f"By {'setting' if len(sweep.cells) > 1 else 'implementation'}"
-    return table("cells", title if sweep.axis else f"{title}, lowest loss first", columns, rows)
+    title += "" if sweep.axis else ", lowest loss first"
+    return table("cells", title, columns, rows) if len(rows) > 1 else None
 
 
 def _state(point: Point) -> str:
@@ -158,7 +122,7 @@ def run_table(runs: Sequence[Run], labels: Names, places: Names) -> Table:
             loss(run.final("val/loss")),
             count(run.median("throughput/tokens_per_s")),
             memory(run.peak()),
-            wall_time(number(run.summary.get("wall_time_s"))),
+            DASH if (took := number(run.summary.get("wall_time_s"))) is None else duration(took),
         ]
         for run in runs
     ]
@@ -213,7 +177,3 @@ def memory(gib: float | None) -> str:
         return DASH
     unit, factor = memory_unit([gib])
     return f"{factor * gib:,.0f} {unit}" if factor * gib >= 100 else f"{factor * gib:.3g} {unit}"
-
-
-def wall_time(seconds: float | None) -> str:
-    return DASH if seconds is None else duration(seconds)

@@ -28,7 +28,7 @@ from bench.train_step import (
 )
 from cli import compose
 from config import register
-from report.draw import scheme
+from drawing import scheme
 from training.sweeps import launcher
 
 NANOGPT = nanogpt.read(RESULTS, "NVIDIA H200")

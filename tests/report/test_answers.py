@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from report.costs import crossovers, points, predicted_memory, same_tokens
 from report.parity import judge
 from report.runs import find_runs
-from report.sweeps import Sweep, crossovers, labels_of, points, predicted_memory, same_tokens, sweeps_of
+from report.sweeps import Sweep, labels_of, sweeps_of
 from report.tables import ablation_table, cell_table, run_table
 from report.text import Answer, answer
 from tests.report.synthetic import write_run
@@ -93,8 +94,9 @@ def test_out_of_memory_is_a_data_point(tmp_path: Path) -> None:
     headline, tone, bullets = answered(tmp_path)
     assert (headline, tone) == ("The longest sequence that fits: 8,192 tokens, with flash", "none")
     assert bullets[0][1].startswith("It fits up to 2,048 tokens and runs out of memory at 4,096.")
-    rows = cell_table(sweep).rows
-    assert [row[2] for row in rows if row[1] == "naive"] == ["-", "-", "-", "out of memory", "out of memory"]
+    table = cell_table(sweep, [])
+    assert table is not None
+    assert [row[2] for row in table.rows if row[1] == "naive"] == ["-", "-", "-", "out of memory", "out of memory"]
 
 
 def test_a_run_that_was_killed_before_its_first_step_fits_nothing(tmp_path: Path) -> None:
@@ -114,7 +116,9 @@ def test_on_a_cpu_the_wall_says_what_stands_for_a_gpu_and_whose_memory_is_shown(
     bullets = dict(answered(tmp_path).bullets)
     assert bullets["naive"] == "It fits up to 512 tokens and runs out of memory at 1,024."
     assert bullets["training.cpu_memory_gib"].startswith("Stands for a GPU's memory: 2 GiB for the whole run.")
-    assert "memory (one layer)" in cell_table(only_sweep(tmp_path)).columns
+    table = cell_table(only_sweep(tmp_path), [])
+    assert table is not None
+    assert "memory (one layer)" in table.columns
 
 
 def test_the_crossover_is_where_step_times_are_equal(tmp_path: Path) -> None:
@@ -183,9 +187,9 @@ def test_settings_are_ranked_by_their_loss_and_parity_is_not_spoken_of(tmp_path:
         ("optimizer.lr=0.003", "Validation loss 3.2500."),
         ("optimizer.lr=0.001", "Next, 0.2500 higher."),
     ]
-    assert [row[0] for row in cell_table(only_sweep(tmp_path)).rows] == [
-        f"optimizer.lr={lr}" for lr in ("0.003", "0.001", "0.01")
-    ]
+    table = cell_table(only_sweep(tmp_path), [])
+    assert table is not None
+    assert [row[0] for row in table.rows] == [f"optimizer.lr={lr}" for lr in ("0.003", "0.001", "0.01")]
 
 
 def test_devices_are_compared_by_their_throughput(tmp_path: Path) -> None:

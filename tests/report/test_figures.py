@@ -12,7 +12,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from report.draw import _RC, WIDTH, Chart, legend_columns, scheme, styles
+from drawing import _RC, WIDTH, Chart, legend_columns, scheme, styles
 from report.figures import charts
 from report.parity import judge
 from report.runs import find_runs

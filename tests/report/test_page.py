@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from report.draw import COLOURS
+from drawing import COLOURS
 from report.page import Report, escape_markdown, write_report
 from report.runs import find_runs
-from report.text import percent, power_of_ten, short_length, short_number, size, times
 from tests.report.synthetic import write_run
+from wording import percent, power_of_ten, short_length, short_number, size, times
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE, DESK = 390, 1280

@@ -10,9 +10,9 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from duration import duration
 from training.sweeps.jobs import Job, distinct_overrides, shorter_out_of_memory
 from training.tracking.progress import Terminal
+from wording import duration
 
 
 class SweepProgress:

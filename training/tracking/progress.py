@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from duration import duration
+from wording import duration
 
 BAR = 10  # columns; a terminal narrower than this and the longest usual line shows the line alone
 WIDE_ENOUGH = 90

@@ -14,13 +14,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from duration import duration
 from run_folder import read_metrics
 from training.tracking import metrics
 from training.tracking.metrics import MetricsFile, TrackingError
 from training.tracking.progress import ProgressLine, count, remaining_seconds
 from training.tracking.summary import draw_loss_curve, environment, git_state, write_summary
 from training.tracking.tracker import Tracker, TrackingConfig, TrackingMode
+from wording import duration
 
 ROOT = Path(__file__).parents[3]
 DISABLED = TrackingConfig(mode=TrackingMode.disabled)

@@ -20,7 +20,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from report.text import short_number
+from wording import short_number
 
 # role: (light, dark). An implementation looks the same in every figure.
 COLOURS: dict[str, tuple[str, str]] = {
