@@ -89,20 +89,8 @@ def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
 
 def build_flex(problem: Problem) -> Attend:
     """FlexAttention, compiled for the shape of the problem."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    if problem.dropout:
-        raise UnsupportedAttention("FlexAttention has no dropout")
-    if problem.device.type != "cuda":
-        raise UnsupportedAttention("FlexAttention has no backward pass on this device")
-    mask = None
-    if problem.causal:
-        mask = create_block_mask(
-            lambda b, h, i, j: i >= j, None, None, problem.T, problem.T, device=problem.device.type
-        )
     torch._dynamo.reset()  # after some shapes dynamo stops compiling new ones, and flex would run unfused
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+    return from_registry(AttentionConfig("flex"))(problem)
 
 
 def from_package(module: str, has_dropout: bool) -> Callable[[Problem], Attend]:
