@@ -96,8 +96,9 @@ def mistakes(line: str) -> Iterator[str]:
     if override.is_delete():
         yield f"{line} would leave {key} without a value; write {key}=<value>."
     elif key not in known:
-        hint = suggestion(key, known) or "; python train.py --help lists what there is."
-        yield f"{line} overrides nothing, as there is no {key}{hint}"
+        namesakes = [name for name in known if "." in name and name.rpartition(".")[2] == key]
+        hint = f"; did you mean {' or '.join(namesakes)}?" if namesakes else suggestion(key, known)
+        yield f"{line} overrides nothing, as there is no {key}{hint or '; python train.py --help lists what there is.'}"
     elif key in groups() and not override.is_sweep_override() and not isinstance(override.value(), str | None):
         yield f"{line} has to name a file of conf/{key}/; single values are {key}.<name>=..."
 
