@@ -22,6 +22,7 @@ from attention.naive import NaiveAttention
 from attention.score import Layout, Score, ScoreError, documents, packed
 from attention.sdpa import SDPAAttention
 from attention.tiled import TiledAttention
+from attention.varlen import varlen
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -41,6 +42,7 @@ __all__ = [
     "documents",
     "keep_mask",
     "packed",
+    "varlen",
 ]
 
 IMPLEMENTATIONS: dict[str, type[Attention]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,10 +21,11 @@ from attention import (
     build_attention,
     documents,
     packed,
+    varlen,
 )
 from attention.flex import FlexAttention
 from attention.score import alibi_slopes, key_intervals, visible_pairs
-from tests.attention.reference import KEY, Case, assert_accurate, gradients, published_slopes
+from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients, published_slopes
 
 PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
 REPLAYING = {
@@ -181,6 +183,28 @@ def test_lse_counts_the_sink_and_a_row_that_sees_nothing_has_nothing_else(name):
     torch.testing.assert_close(lse.double(), total.log(), rtol=1e-6, atol=1e-6)
     assert not out[:, :, :15].any()
     assert torch.equal(lse[0, :, :15], sinks[:, None].expand(4, 15))
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled", "sdpa"])
+def test_sequences_of_any_length_prefill_in_one_call(name):
+    bounds = [0, 5, 5, 38, 39, 64]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(64, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2))
+    attend, cu_seqlens = build_attention(AttentionConfig(name)), torch.tensor(bounds, dtype=torch.int32)
+    out = varlen(attend, q, k, v, cu_seqlens, score=Score(window=20)).out
+    assert out.shape == q.shape
+    alone = [
+        formula(*(x[first:last].transpose(0, 1)[None] for x in (q, k, v)), case=Case(1, 4, 2, n, n, 16, window=20))
+        for first, last in pairwise(bounds)
+        if (n := last - first)
+    ]
+    expected = torch.cat([x[0].transpose(0, 1) for x in alone])
+    torch.testing.assert_close(out, expected)
+    got, wanted = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(ScoreError, match="must end at the row's length, 64"):
+        varlen(attend, q, k, v, torch.tensor([0, 60]))
 
 
 @pytest.mark.parametrize("name", REPLAYING)

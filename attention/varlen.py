@@ -1,0 +1,31 @@
+"""Sequences of different lengths in one call, without padding: prefill, as flash-attn's varlen interface has it.
+
+>>> attend = build_attention(AttentionConfig("flash"))
+>>> out = varlen(attend, q, k, v, cu_seqlens=torch.tensor([0, 7, 7, 1031])).out    # three sequences, the second empty
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from attention.interface import Attention, AttentionOutput
+from attention.score import packed
+
+
+def varlen(attend: Attention, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **options: Any) -> AttentionOutput:
+    """Attend within each of the sequences that lie one after the other.
+
+    q           (total, H, D)
+    k, v        (total, H_kv, D)
+    cu_seqlens  (n + 1,) integers: where each sequence begins and, last, total. Their values are looked at
+    options     score, scale, dropout_key, slopes, sinks and return_lse, as Attention.__call__ has them; dropout
+                numbers the rows and columns of the whole
+
+    Returns out (total, H, D) and, if asked for, lse (H, total). Raises ScoreError for bounds that are not such.
+    """
+    layout = packed(cu_seqlens.to(q.device), q.shape[0])
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, H, total, D)
+    out, lse = attend(q, k, v, layout=layout, **options)
+    return AttentionOutput(out[0].transpose(0, 1), None if lse is None else lse[0])
