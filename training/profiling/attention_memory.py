@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attention import Attention, AttentionShape, DropoutKey
+from attention import Attention, AttentionShape, DropoutKey, Layout, documents
 from errors import UserError
 
 
@@ -60,10 +60,10 @@ class AllocationMeter(TorchDispatchMode):
 
 
 def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> int:
-    """Bytes that a causal forward and backward pass of `attend` over B sequences of T tokens takes at its peak,
-    above q, k, v and the output's gradient: what it keeps, what it works with, its output and its gradients.
+    """Bytes that a forward and backward pass of `attend` over B sequences of T tokens takes at its peak, above q, k, v
+    and the output's gradient: what it keeps, what it works with, its output and its gradients.
 
-    Dropout is as `attend` was configured. Leaves the generators alone.
+    The score is that of the first layer, and dropout is as `attend` was configured. Leaves the generators alone.
     """
     generator = torch.Generator(shape.device).manual_seed(0)
 
@@ -73,9 +73,14 @@ def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> 
 
     q, k, v = random(shape.n_heads), random(shape.n_kv_heads), random(shape.n_kv_heads)
     do = torch.ones_like(q)
+    score = shape.scores[0]
+    sinks = torch.zeros(shape.n_heads, device=shape.device, requires_grad=True) if score.sinks else None
+    starts = torch.zeros(B, T, dtype=torch.int32, device=shape.device)
+    layout = documents(starts) if shape.documents else Layout()
+    key = DropoutKey(seed=0, step=0, layer=0, first_sequence=0)
     meter = AllocationMeter()
     with torch.random.fork_rng(devices=[]), meter:
-        out = attend(q, k, v, dropout_key=DropoutKey(seed=0, step=0, layer=0, first_sequence=0)).out
+        out = attend(q, k, v, score=score, layout=layout, dropout_key=key, sinks=sinks).out
         torch.autograd.grad(out, (q, k, v), do)
     return meter.peak
 
