@@ -39,6 +39,12 @@ def rates(schedule: ScheduleConfig) -> list[float]:
     return [learning_rate(step, STEPS, PEAK, schedule) for step in range(STEPS + 1)]
 
 
+def test_auto_warms_up_for_a_tenth_of_the_steps_and_100_at_most() -> None:
+    auto = ScheduleConfig()
+    assert [auto.warmup(steps) for steps in (1, 3, 50, 999, 1200, 100_000)] == [0, 0, 5, 99, 100, 100]
+    assert rates(auto) == rates(ScheduleConfig(warmup_steps=100))
+
+
 @pytest.mark.parametrize("name", ["cosine", "wsd", "constant"])
 def test_every_schedule_warms_up_linearly_to_the_peak(name: str) -> None:
     warm = rates(ScheduleConfig(name=name, warmup_steps=100))[:101]
