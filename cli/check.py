@@ -8,7 +8,7 @@ from typing import Any
 
 from attention import build_attention
 from config import Config
-from data.corpora import CORPORA, check_data
+from data.corpora import CORPORA, data_mistakes
 from errors import UserError
 from model.gpt import model_mistakes
 from model.score import score_mistakes
@@ -33,7 +33,7 @@ def mistakes(config: Config) -> Iterator[str]:
         world = replace(world, context=config.parallel.context)
     yield from training_mistakes(config.training, max(config.seq_len, 1), world)
     yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
-    yield from (of_data := list(refusal(check_data, config.data)))
+    yield from (of_data := list(data_mistakes(config.data)))
     if not of_data:
         yield from refusal(CORPORA[config.data.name], config.data)  # finds the files, and reads none
     of_model = list(model_mistakes(config.model)) or list(score_mistakes(config.score, config.model.n_layers))

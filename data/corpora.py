@@ -249,21 +249,28 @@ READERS = {
 
 def check_data(config: DataConfig) -> None:
     """Raise DataError for options that no corpus or tokenizer accepts, before any text is read."""
+    for sentence in data_mistakes(config):
+        raise DataError(sentence)
+
+
+def data_mistakes(config: DataConfig) -> Iterator[str]:
+    """A sentence for each option that no corpus or tokenizer accepts, with what to change."""
     if config.name not in CORPORA:
-        raise DataError(f"data.name={config.name} is not a corpus; choose data={' or '.join(CORPORA)}.")
+        yield f"data.name={config.name} is not a corpus; choose data={' or '.join(CORPORA)}."
+        return
     for option in fields(config):
         value, readers = getattr(config, option.name), READERS.get(option.name, tuple(CORPORA))
         if value != option.default and config.name not in readers:
-            raise DataError(
+            yield (
                 f"data.{option.name}={value} has no effect with data={config.name}; "
                 f"leave it out or choose data={' or '.join(readers)}."
             )
     if not 0 < config.val_fraction < 1:
-        raise DataError(f"data.val_fraction={config.val_fraction:g} must lie between 0 and 1, for instance 0.1.")
+        yield f"data.val_fraction={config.val_fraction:g} must lie between 0 and 1, for instance 0.1."
     if config.max_tokens is not None and config.max_tokens < 1:
-        raise DataError(f"data.max_tokens={config.max_tokens} must be positive, or null for the whole corpus.")
+        yield f"data.max_tokens={config.max_tokens} must be positive, or null for the whole corpus."
     if config.bpe_vocab_size < 257:
-        raise DataError(f"data.bpe_vocab_size={config.bpe_vocab_size} must be 257 or more: 256 bytes and end-of-text.")
+        yield f"data.bpe_vocab_size={config.bpe_vocab_size} must be 257 or more: 256 bytes and end-of-text."
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...], left_out: Callable[[str], bool]) -> list[Path]:

@@ -188,6 +188,7 @@ def test_all_mistakes_are_told_together(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     wrong = ["atention=flash", "model.n_head=4", "seq_len=abc", "optimizer=adam", "training.steps=2.5", "seed"]
     wrong += ["optimizer.lr=-1", "optimizer.clip=-1", "training.batch_size=0", "model.n_heads=0", "model.dropout=2"]
+    wrong += ["data.max_tokens=0", "data.val_fraction=2"]
     with pytest.raises(ConfigError) as raised:
         prepare([*wrong, "training.log_every=5", "attention=tiled,naive"])
     sentences = str(raised.value).splitlines()
