@@ -31,7 +31,7 @@ from torch import Tensor
 from attention import AttentionConfig, DropoutKey, build_attention
 from attention.dropout import drop_threshold
 from attention.flash.backward import launch_dkdv, launch_dq
-from attention.flash.configs import Blocks, KernelConfigs, Options
+from attention.flash.configs import Blocks, Extras, KernelConfigs, Options
 from attention.flash.forward import forward
 from attention.flash.tiles import rows_like
 from bench.attention import positive, rate
@@ -80,7 +80,7 @@ class Problem:
         torch.manual_seed(0)
         shape = (batch, n_heads, length, head_dim)
         self.q, self.k, self.v, self.do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
-        self.key = KEY.pack(self.q.device) if dropout else None
+        self.extras = Extras(key=KEY.pack(self.q.device) if dropout else None)
         self.options = Options(True, head_dim**-0.5, drop_threshold(dropout), False)
         self.out, self.lse2, self.delta = torch.empty_like(self.q), rows_like(self.q), rows_like(self.q)
 
@@ -88,14 +88,14 @@ class Problem:
         """Run one pass; the backward passes need `out`, `lse2` and `delta` of the passes before them."""
         q, k, v, do, lse2, delta = self.q, self.k, self.v, self.do, self.lse2, self.delta
         if kernel == "forward":
-            _, self.lse2 = forward(q, k, v, self.out, self.key, self.options, KernelConfigs(blocks, blocks, blocks))
+            _, self.lse2 = forward(q, k, v, self.out, self.extras, self.options, KernelConfigs(blocks, blocks, blocks))
             return [self.out]
         if kernel == "dq":
             dq = torch.empty_like(q)
-            launch_dq(do, q, k, v, self.out, lse2, delta, dq, self.key, self.options, blocks)
+            launch_dq(do, q, k, v, self.out, lse2, delta, dq, self.extras, self.options, blocks)
             return [dq]
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        launch_dkdv(do, q, k, v, lse2, delta, dk, dv, self.key, self.options, blocks)
+        launch_dkdv(do, q, k, v, lse2, delta, dk, dv, self.extras, self.options, blocks)
         return [dk, dv]
 
 

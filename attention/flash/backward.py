@@ -11,14 +11,27 @@ reproducible and need no workspace of their own size. Computing s and dp twice i
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attention.dropout.kernel import drop, keep_tile, load_key
-from attention.flash.configs import Blocks, KernelConfigs, Options
-from attention.flash.forward import LOG2_E
-from attention.flash.score import Lengths, seeing_queries, seen_keys
+from attention.flash.configs import Blocks, Extras, KernelConfigs, Options
+from attention.flash.score import (
+    LOG2_E,
+    alibi_bias,
+    alibi_frame,
+    base_2,
+    change_gradient,
+    change_scores,
+    key_interval,
+    locate,
+    query_interval,
+    seeing_queries,
+    seen_keys,
+    soft_cap_tanh,
+)
 from attention.flash.tiles import (
     ROW_ALIGNMENT,
     addressable,
@@ -58,54 +71,77 @@ class Keys(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What makes weights of q k^T: the scale times log2(e), the lengths, and the counters of the head's dropout."""
+    """What makes weights of q k^T in one head: scale and slope times log2(e), positions, and dropout's counters."""
 
     scale_log2: Any
-    lengths: Any
+    slope2: Any
+    at: Any
     key: Any
 
 
 @triton.jit
-def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr):
-    """Queries at i_m, b_rows of q, do, lse2 and delta, collect their gradient from keys and values at i_n."""
+def load_scores(scale_log2, at, extras, i_b, i_h, MODE: tl.constexpr):
+    """What belongs to query head i_h of row i_b; zeros for what MODE has not."""
+    slope2 = tl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
+    key = load_key(extras.key, i_b, i_h) if MODE.threshold else 0
+    return Scores(scale_log2, slope2, at, key)
+
+
+@triton.jit
+def dq_step(
+    b_dq, b_rows, keys, i_m, i_n, interval, scores, MASKED, BLOCKS: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
+    """Queries at i_m collect their gradient from keys and values at i_n.
+
+    b_rows     of q, do, lse2 and delta
+    interval   of keys that each query sees, where MODE has bounds or offsets
+    """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     THRESHOLD: tl.constexpr = MODE.threshold
     b_q, b_do, b_lse2, b_delta = b_rows
+    at, slope2, scale_log2 = scores.at, scores.slope2, scores.scale_log2
     b_k = load_tile(keys.k, keys.i_b, keys.i_kv, i_n, BN, BD)
     b_v = load_tile(keys.v, keys.i_b, keys.i_kv, i_n, BN, BD)
 
     # (BM, BN)
     b_s = dot(b_q, b_k.T, None, MODE)
     b_dp = dot(b_do, b_v.T, None, MODE)
-    b_p = tl.exp2(b_s * scores.scale_log2 - b_lse2[:, None])
+    b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
+    o_m, o_columns = i_m + tl.arange(0, BM), tl.arange(0, BN)[None, :]
+    b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_m + at.offset, at, MODE) if MODE.alibi else None
+    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+    b_p = tl.exp2(b_s * base_2(scale_log2, MODE) - b_lse2[:, None])
     if MASKED:
-        T, S = scores.lengths
-        o_m = i_m + tl.arange(0, BM)
         o_n = i_n + tl.arange(0, BN)
-        m_s = o_n[None, :] <= o_m[:, None] + (S - T) if MODE.causal else (o_n < S)[None, :]
+        if MODE.bounded or MODE.offsets:
+            first, end = interval
+            m_s = (o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None])
+        else:
+            m_s = o_n[None, :] <= o_m[:, None] + at.offset if MODE.causal else (o_n < at.S)[None, :]
         b_p = tl.where(m_s, b_p, 0.0)
     if THRESHOLD:
         b_dp = drop(b_dp, keep_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, False))
     b_ds = b_p * (b_dp - b_delta[:, None])
+    b_ds = change_gradient(b_ds, b_tanh, MODE)
     return dot(b_ds.to(b_k.dtype), b_k, b_dq, MODE)
 
 
-@triton.jit(do_not_specialize=["H", "G", "T", "S", "n_m", "n_together"])
+@triton.jit(do_not_specialize=["H", "G", "T", "S", "n_m", "n_together", "q_start", "k_start", "length"])
 def dq_kernel(
-    q, k, v, out, do, dq, p_lse2, p_delta, p_key, scale, scale_log2, H, G, T, S, n_m, n_together,
-    BLOCKS: tl.constexpr, MODE: tl.constexpr,
+    q, k, v, out, do, dq, p_lse2, p_delta, extras, scale, scale_log2, H, G, T, S, n_m, n_together,
+    q_start, k_start, length, BLOCKS: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries; also delta of its rows, which the second pass reads.
 
     Grid: n_m tiles x batch x heads, the longest rows first.
     """
     BM: tl.constexpr = BLOCKS.q
+    BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
-    THRESHOLD: tl.constexpr = MODE.threshold
     STAGES: tl.constexpr = BLOCKS.stages
-    KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
+    KEEP_SCALE: tl.constexpr = 256 / (256 - MODE.threshold)
     i_tile, i_bh = swizzle_program_id(n_m, n_together)
     i_m = (n_m - 1 - i_tile) * BM
     i_b, i_h = i_bh // H, i_bh % H
@@ -119,26 +155,40 @@ def dq_kernel(
     b_lse2 = tl.load(p_lse2 + o_row, mask=o_m < T, other=0.0)
     tl.store(p_delta + o_row, b_delta, mask=o_m < T)
 
-    key = load_key(p_key, i_b, i_h) if THRESHOLD else None
+    at = locate(T, S, q_start, k_start, length, extras, i_b)
+    scores = load_scores(scale_log2, at, extras, i_b, i_h, MODE)
+    if MODE.alibi:
+        b_lse2 += alibi_frame(scores.slope2, o_m, i_m + at.offset, at, MODE)
     b_rows = (load_tile(q, i_b, i_h, i_m, BM, BD), b_do, b_lse2, b_delta)
     keys = Keys(k, v, i_b, i_kv)
-    scores = Scores(scale_log2, Lengths(T, S), key)
     b_dq = tl.zeros([BM, BD], tl.float32)
-    n_full, n_end = seen_keys(i_m, scores.lengths, BLOCKS, MODE)
-    for i_n in tl.range(0, n_full, BLOCKS.k, num_stages=STAGES):
-        b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, False, BLOCKS, MODE)
-    for i_n in tl.range(n_full, n_end, BLOCKS.k, num_stages=STAGES):
-        b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, True, BLOCKS, MODE)
+    interval = key_interval(o_m, at, MODE) if MODE.bounded or MODE.offsets else None
+    n_start, n_whole, n_full, n_end = seen_keys(i_m, at, BLOCKS, MODE)
+    if MODE.bounded:
+        for i_n in tl.range(n_start, n_end, BN, num_stages=STAGES):
+            masked = (i_n >= n_full) | (i_n < n_whole)
+            b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, interval, scores, masked, BLOCKS, MODE)
+    else:
+        for i_n in tl.range(0, n_full, BN, num_stages=STAGES):
+            b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, interval, scores, False, BLOCKS, MODE)
+        for i_n in tl.range(n_full, n_end, BN, num_stages=STAGES):
+            b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, interval, scores, True, BLOCKS, MODE)
     store_tile(dq, i_b, i_h, i_m, b_dq * (scale * KEEP_SCALE), BM, BD)
 
 
 @triton.jit
-def dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, MODE: tl.constexpr):
-    """Keys and values at i_n collect their gradients from queries at i_m."""
+def dkdv_step(
+    b_dk, b_dv, b_k, b_v, queries, i_m, i_n, interval, scores, MASKED, BLOCKS: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
+    """Keys and values at i_n collect their gradients from queries at i_m.
+
+    interval   of queries that see each key, where MODE has bounds or offsets
+    """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     THRESHOLD: tl.constexpr = MODE.threshold
+    at, slope2, scale_log2 = scores.at, scores.slope2, scores.scale_log2
     if THRESHOLD:
         b_keep = keep_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, True)
     b_q = load_tile(queries.q, queries.i_b, queries.i_h, i_m, BM, BD)
@@ -147,12 +197,20 @@ def dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, scores, MASKED, BLOCKS: t
     # (BN, BM): the scores transposed, so that p^T and ds^T go from registers straight into the next product.
     b_s = dot(b_k, b_q.T, None, MODE)
     b_lse2 = load_row(queries.lse2, queries.i_bh, i_m, BM)
-    b_p = tl.exp2(b_s * scores.scale_log2 - b_lse2[None, :])
+    o_m, o_n = i_m + tl.arange(0, BM), i_n + tl.arange(0, BN)
+    b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
+    o_rows = tl.arange(0, BN)[:, None]
+    b_bias = alibi_bias(slope2, o_m[None, :], o_rows, i_n, i_n, at, MODE) if MODE.alibi else None
+    if MODE.alibi:
+        b_lse2 += alibi_frame(slope2, o_m, i_n, at, MODE)
+    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+    b_p = tl.exp2(b_s * base_2(scale_log2, MODE) - b_lse2[None, :])
     if MASKED:
-        T, S = scores.lengths
-        o_m = i_m + tl.arange(0, BM)
-        o_n = i_n + tl.arange(0, BN)
-        b_p = tl.where(o_n[:, None] <= o_m[None, :] + (S - T), b_p, 0.0)
+        if MODE.bounded or MODE.offsets:
+            first, end = interval
+            b_p = tl.where((o_m[None, :] >= first[:, None]) & (o_m[None, :] < end[:, None]), b_p, 0.0)
+        else:
+            b_p = tl.where(o_n[:, None] <= o_m[None, :] + at.offset, b_p, 0.0)
     b_p_kept = b_p.to(b_q.dtype)
     if THRESHOLD:
         b_p_kept = drop(b_p_kept, b_keep)
@@ -164,14 +222,15 @@ def dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, scores, MASKED, BLOCKS: t
         b_ds = b_p_kept.to(tl.float32) * b_dp - b_p * b_delta[None, :]
     else:
         b_ds = b_p * (b_dp - b_delta[None, :])
+    b_ds = change_gradient(b_ds, b_tanh, MODE)
     b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, MODE)
     return b_dk, b_dv
 
 
-@triton.jit(do_not_specialize=["H", "G", "T", "S", "n_n", "n_together"])
+@triton.jit(do_not_specialize=["H", "G", "T", "S", "n_n", "n_together", "q_start", "k_start", "length"])
 def dkdv_kernel(
-    q, k, v, do, dk, dv, lse2, delta, p_key, scale, scale_log2, H, G, T, S, n_n, n_together,
-    BLOCKS: tl.constexpr, MODE: tl.constexpr,
+    q, k, v, do, dk, dv, lse2, delta, extras, scale, scale_log2, H, G, T, S, n_n, n_together,
+    q_start, k_start, length, BLOCKS: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the G query heads that share it.
 
@@ -191,19 +250,24 @@ def dkdv_kernel(
     b_v = load_tile(v, i_b, i_kv, i_n, BN, BD)
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BD], tl.float32)
+    at = locate(T, S, q_start, k_start, length, extras, i_b)
+    interval = query_interval(i_n + tl.arange(0, BN), at, MODE) if MODE.bounded or MODE.offsets else None
     # Beyond the last query, q and do read as zeros and add nothing.
-    m_start, m_full = seeing_queries(i_n, Lengths(T, S), BLOCKS, MODE)
+    m_start, m_full, m_cut, m_end = seeing_queries(i_n, at, BLOCKS, MODE)
     for i_h in range(i_kv * G, i_kv * G + G):
-        key = load_key(p_key, i_b, i_h) if THRESHOLD else None
+        scores = load_scores(scale_log2, at, extras, i_b, i_h, MODE)
         queries = Queries(q, do, lse2, delta, i_b, i_h, i_b * H + i_h)
-        scores = Scores(scale_log2, Lengths(T, S), key)
-        # With dropout a second copy of the loop costs registers that the mask needs; the diagonal then is a branch.
-        for i_m in tl.range(m_start, T if THRESHOLD else m_full, BM, num_stages=STAGES):
-            masked = i_m < m_full if THRESHOLD else True
-            b_dk, b_dv = dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, scores, masked, BLOCKS, MODE)
-        if not THRESHOLD:
-            for i_m in tl.range(m_full, T, BM, num_stages=STAGES):
-                b_dk, b_dv = dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, scores, False, BLOCKS, MODE)
+        # One loop with a branch for tiles that need a mask, or one loop for those and one for the others. With dropout
+        # a second copy of the loop costs registers that the mask needs.
+        if MODE.bounded or THRESHOLD:
+            for i_m in tl.range(m_start, m_end, BM, num_stages=STAGES):
+                masked = (i_m < m_full) | (i_m + BM > m_cut) if MODE.bounded else i_m < m_full
+                b_dk, b_dv = dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, interval, scores, masked, BLOCKS, MODE)
+        else:
+            for i_m in tl.range(m_start, m_full, BM, num_stages=STAGES):
+                b_dk, b_dv = dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, interval, scores, True, BLOCKS, MODE)
+            for i_m in tl.range(m_full, m_end, BM, num_stages=STAGES):
+                b_dk, b_dv = dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, interval, scores, False, BLOCKS, MODE)
     store_tile(dv, i_b, i_kv, i_n, b_dv * KEEP_SCALE, BN, BD)
     store_tile(dk, i_b, i_kv, i_n, b_dk * (scale * KEEP_SCALE), BN, BD)
 
@@ -217,13 +281,13 @@ def launch_dq(
     lse2: Tensor,
     delta: Tensor,
     dq: Tensor,
-    key: Tensor | None,
+    extras: Extras,
     options: Options,
     blocks: Blocks,
 ) -> None:
     """The first pass: fills dq, which has q's shape, and `delta`."""
-    B, H, T, D = q.shape
-    mode = kernel_mode(D, options)
+    B, H, T, _ = q.shape
+    mode = kernel_mode(q, options, extras)
     n_m = triton.cdiv(T, blocks.q)
     dq_kernel[(n_m * B * H,)](
         tiles(q, blocks.q, mode.columns),
@@ -234,7 +298,7 @@ def launch_dq(
         tiles(dq, blocks.q, mode.columns),
         lse2,
         delta,
-        key,
+        extras,
         options.scale,
         options.scale * LOG2_E.value,
         H,
@@ -243,6 +307,9 @@ def launch_dq(
         k.shape[2],
         n_m,
         head_group_size(B * H, k[0, 0], H // k.shape[1]),
+        options.q_start,
+        options.k_start,
+        extras.starts.shape[1] if extras.starts is not None else None,
         BLOCKS=blocks,
         MODE=mode,
         **compile_options(blocks),
@@ -258,13 +325,13 @@ def launch_dkdv(
     delta: Tensor,
     dk: Tensor,
     dv: Tensor,
-    key: Tensor | None,
+    extras: Extras,
     options: Options,
     blocks: Blocks,
 ) -> None:
     """The second pass: fills dk and dv, which have the shape of k."""
-    B, H, T, D = q.shape
-    mode = kernel_mode(D, options)
+    B, H, T, _ = q.shape
+    mode = kernel_mode(q, options, extras)
     H_kv, S = k.shape[1:3]
     n_n = triton.cdiv(S, blocks.k)
     dkdv_kernel[(n_n * B * H_kv,)](
@@ -276,7 +343,7 @@ def launch_dkdv(
         tiles(dv, blocks.k, mode.columns),
         row_tiles(lse2, T, blocks.q),
         row_tiles(delta, T, blocks.q),
-        key,
+        extras,
         options.scale,
         options.scale * LOG2_E.value,
         H,
@@ -285,6 +352,9 @@ def launch_dkdv(
         S,
         n_n,
         head_group_size(B * H_kv, q[0, : H // H_kv]),
+        options.q_start,
+        options.k_start,
+        extras.starts.shape[1] if extras.starts is not None else None,
         BLOCKS=blocks,
         MODE=mode,
         **compile_options(blocks),
@@ -299,17 +369,25 @@ def backward(
     out: Tensor,
     lse2: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor],
-    key: Tensor | None,
+    extras: Extras,
     options: Options,
     configs: KernelConfigs,
-) -> None:
-    """do and out like q (B, H, T, D), lse2 of the forward; fills the gradients dq, dk, dv, of the shapes of q, k, v."""
+) -> Tensor | None:
+    """do and out like q (B, H, T, D), lse2 of the forward; fills the gradients dq, dk, dv, of the shapes of q, k, v.
+
+    Returns the gradient of the sinks (H,), or None where there are none.
+    """
     dq, dk, dv = gradients
     if q.numel() == 0 or k.numel() == 0:
         for gradient in gradients:
             gradient.zero_()
-        return
+        return None if extras.sinks is None else torch.zeros_like(extras.sinks)
     do = addressable(do)
     delta = rows_like(q)
-    launch_dq(do, q, k, v, out, lse2, delta, dq, key, options, configs.dq)
-    launch_dkdv(do, q, k, v, lse2, delta, dk, dv, key, options, configs.dkdv)
+    launch_dq(do, q, k, v, out, lse2, delta, dq, extras, options, configs.dq)
+    launch_dkdv(do, q, k, v, lse2, delta, dk, dv, extras, options, configs.dkdv)
+    if extras.sinks is None:
+        return None
+    # ds = p (dp - delta) with dp = 0, as a sink has no value; `delta` lacks the scale of what dropout keeps.
+    p_sink = torch.exp2(extras.sinks[:, None] * LOG2_E.value - lse2)  # (B, H, T or more)
+    return (p_sink * delta)[..., : q.shape[2]].sum((0, 2)) * (-256 / (256 - options.threshold))

@@ -8,29 +8,66 @@ timed. Dropout needs query tiles that are multiples of 16 and key tiles that are
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 
 class Options(NamedTuple):
-    """What a call asks for beside its tensors: dropout drops `threshold` of the 256 byte values."""
+    """What a call asks for beside its tensors: the fields of Score and Layout that are no tensors, and these.
+
+    Dropout drops `threshold` of the 256 byte values. q_start and k_start are None where the last query stands at the
+    last key.
+    """
 
     causal: bool
     scale: float
     threshold: int
     tf32: bool
+    window: int | None = None
+    soft_cap: float | None = None
+    q_start: int | None = None
+    k_start: int | None = None
+
+
+class Extras(NamedTuple):
+    """The tensors of a call beside q, k and v.
+
+    key           (7,) int64, as DropoutKey.pack gives it, where dropout drops
+    slopes        (H,) fp32, of ALiBi
+    sinks         (H,) fp32
+    starts, ends  (B, L) int32, contiguous: document_starts and document_ends of Layout
+    """
+
+    key: Any = None
+    slopes: Any = None
+    sinks: Any = None
+    starts: Any = None
+    ends: Any = None
 
 
 class Mode(NamedTuple):
     """What a kernel is compiled for, beside its blocks.
 
-    columns of a tile: the head size, rounded up; precision of the products of fp32 numbers, "ieee" or "tf32". Kernels
-    bind the fields that they hand on to names of their own: Triton 3.6 takes a member for no constant elsewhere.
+    bounded   whether a query sees keys from another than the first on: with a window or documents
+    offsets   whether the last query stands elsewhere than at the last key
+    exact     whether scores are of fp32, and are changed without approximation
+    precision of the products of fp32 numbers, "ieee" or "tf32"
+    columns   of a tile: the head size, rounded up
+
+    Kernels bind the fields that they hand on to names of their own: a member alone is no constant to Triton 3.6.
     """
 
     causal: bool
+    window: int | None
+    documents: bool
+    bounded: bool
+    offsets: bool
+    soft_cap: float | None
+    alibi: bool
+    sinks: bool
     threshold: int
+    exact: bool
     precision: str
     columns: int
 

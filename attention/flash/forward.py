@@ -16,8 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.dropout.kernel import drop, keep_tile, load_key
-from attention.flash.configs import KernelConfigs, Options
-from attention.flash.score import Lengths, seen_keys
+from attention.flash.configs import Extras, KernelConfigs, Options
+from attention.flash.score import (
+    LOG2_E,
+    alibi_bias,
+    alibi_frame,
+    base_2,
+    change_scores,
+    key_interval,
+    locate,
+    seen_keys,
+    soft_cap_tanh,
+)
 from attention.flash.tiles import (
     ROW_ALIGNMENT,
     compile_options,
@@ -31,12 +41,10 @@ from attention.flash.tiles import (
     tiles,
 )
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 
-
-@triton.jit(do_not_specialize=["H", "G", "T", "S", "n_m", "n_together"])
+@triton.jit(do_not_specialize=["H", "G", "T", "S", "n_m", "n_together", "q_start", "k_start", "length"])
 def forward_kernel(
-    q, k, v, out, p_lse, p_lse2, p_key, scale_log2, H, G, T, S, n_m, n_together,
+    q, k, v, out, p_lse, p_lse2, extras, scale_log2, H, G, T, S, n_m, n_together, q_start, k_start, length,
     BLOCKS: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile of queries. Grid: n_m tiles x batch x heads, the longest rows first."""
@@ -50,33 +58,52 @@ def forward_kernel(
     i_b, i_h = i_bh // H, i_bh % H
     i_kv = i_h // G
 
-    key = load_key(p_key, i_b, i_h) if THRESHOLD else None
+    key = load_key(extras.key, i_b, i_h) if THRESHOLD else None
     b_q = load_tile(q, i_b, i_h, i_m, BM, BD)
     o = tl.zeros([BM, BD], tl.float32)
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
 
-    n_full, n_end = seen_keys(i_m, Lengths(T, S), BLOCKS, MODE)
+    at = locate(T, S, q_start, k_start, length, extras, i_b)
+    n_start, n_whole, n_full, n_end = seen_keys(i_m, at, BLOCKS, MODE)
     o_m = i_m + tl.arange(0, BM)
-    for i_n in tl.range(0, n_end, BN, num_stages=STAGES):
+    if MODE.bounded or MODE.offsets:
+        first, end = key_interval(o_m, at, MODE)
+    if MODE.alibi:
+        slope2, i_frame = tl.load(extras.slopes + i_h) * LOG2_E, i_m + at.offset
+        b_frame = alibi_frame(slope2, o_m, i_frame, at, MODE)
+    if MODE.sinks:  # as if a key without a value had been seen before all others
+        m = tl.zeros([BM], tl.float32) + tl.load(extras.sinks + i_h) * LOG2_E
+        l = tl.full([BM], 1.0, tl.float32)
+        if MODE.alibi:
+            m += b_frame
+    unit = base_2(scale_log2, MODE)
+    for i_n in tl.range(n_start, n_end, BN, num_stages=STAGES):
         # Drawn before the scores, while the previous tile's product with v is still in flight.
         b_keep = keep_tile(key, i_m, i_n, THRESHOLD, BM, BN, False) if THRESHOLD else None
         # (BM, BN)
         b_k = load_tile(k, i_b, i_kv, i_n, BN, BD)
         b_s = dot(b_q, b_k.T, None, MODE)
-        if i_n >= n_full:
+        b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
+        o_columns = tl.arange(0, BN)[None, :]
+        b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_frame, at, MODE) if MODE.alibi else None
+        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+        if (i_n >= n_full) | (i_n < n_whole) if MODE.bounded else i_n >= n_full:
             o_n = i_n + tl.arange(0, BN)
-            m_s = o_n[None, :] <= o_m[:, None] + (S - T) if MODE.causal else (o_n < S)[None, :]
+            if MODE.bounded or MODE.offsets:
+                m_s = (o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None])
+            else:
+                m_s = o_n[None, :] <= o_m[:, None] + at.offset if MODE.causal else (o_n < S)[None, :]
             b_s = tl.where(m_s, b_s, -float("inf"))
 
         # (BM,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
-        m_new = tl.maximum(m, tl.max(b_s, 1) * scale_log2)
+        m_new = tl.maximum(m, tl.max(b_s, 1) * unit)
         m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
         alpha = tl.exp2(m - m_safe)
         m = m_new
 
         # (BM, BN) l is summed before anything is dropped.
-        b_p = tl.exp2(b_s * scale_log2 - m_safe[:, None])
+        b_p = tl.exp2(b_s * unit - m_safe[:, None])
         l = l * alpha + tl.sum(b_p, 1)
         b_p = b_p.to(b_q.dtype)
         if THRESHOLD:
@@ -89,12 +116,17 @@ def forward_kernel(
     # Kept weights are rescaled once, here, by the inverse of the keep probability.
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
     o = o * (KEEP_SCALE / l)[:, None]
-    if MODE.causal:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
+    # Rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too.
+    if MODE.bounded or MODE.offsets:
+        o = tl.where((first < end)[:, None], o, 0.0)
+    elif MODE.causal:
         o = tl.where((o_m >= T - S)[:, None], o, 0.0)
     store_tile(out, i_b, i_h, i_m, o, BM, BD)
     # The backward takes the log-sum-exp in base 2, unrounded by a change of base, and exp2(s - inf) = 0 for a row that
     # saw nothing.
     lse2 = m + tl.log2(l)
+    if MODE.alibi:
+        lse2 -= b_frame
     tl.store(p_lse + i_bh.to(tl.int64) * T + o_m, lse2 / LOG2_E, mask=o_m < T)
     lse2 = tl.where(lse2 == -float("inf"), float("inf"), lse2)
     T_padded = tl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -102,20 +134,23 @@ def forward_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, key: Tensor | None, options: Options, configs: KernelConfigs
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, extras: Extras, options: Options, configs: KernelConfigs
 ) -> tuple[Tensor, Tensor]:
-    """q (B, H, T, D), k and v (B, H_kv, S, D), key (7,) int64 or None -> lse (B, H, T) and lse2; fills out, like q.
+    """q (B, H, T, D), k and v (B, H_kv, S, D) -> lse (B, H, T) and lse2; fills out, like q.
 
     lse2 is what the backward needs, see `rows_like`: lse in base 2, +inf for rows that saw nothing.
     """
-    B, H, T, D = q.shape
-    mode = kernel_mode(D, options)
+    B, H, T, _ = q.shape
+    mode = kernel_mode(q, options, extras)
     S = k.shape[2]
     blocks = configs.forward
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
     if out.numel() == 0 or S == 0:
         out.zero_()
-        return lse.fill_(-torch.inf), lse2.fill_(torch.inf)
+        if extras.sinks is None:
+            return lse.fill_(-torch.inf), lse2.fill_(torch.inf)
+        sinks = extras.sinks[:, None]
+        return lse.copy_(sinks.expand_as(lse)), lse2.copy_((sinks * LOG2_E.value).expand_as(lse2))
     n_m = triton.cdiv(T, blocks.q)
     forward_kernel[(n_m * B * H,)](
         tiles(q, blocks.q, mode.columns),
@@ -124,7 +159,7 @@ def forward(
         tiles(out, blocks.q, mode.columns),
         lse,
         lse2,
-        key,
+        extras,
         options.scale * LOG2_E.value,
         H,
         H // k.shape[1],
@@ -132,6 +167,9 @@ def forward(
         S,
         n_m,
         head_group_size(B * H, k[0, 0], H // k.shape[1]),
+        options.q_start,
+        options.k_start,
+        extras.starts.shape[1] if extras.starts is not None else None,
         BLOCKS=blocks,
         MODE=mode,
         **compile_options(blocks),

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attention import gpu
 from attention.dropout import drop_threshold
-from attention.flash.configs import KernelConfigs, Options, choose
+from attention.flash.configs import Extras, KernelConfigs, Options, choose
 from attention.gpu import ALIGNMENT, HAS_TRITON
-from attention.interface import Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
+from attention.interface import FEATURES, Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
 
 if HAS_TRITON:
     import triton
@@ -24,12 +24,16 @@ if HAS_TRITON:
     from attention.flash.tiles import addressable, rows_like
 
 MAX_HEAD_DIM = 256
+DOCUMENT_LENGTH = 2048  # keys of a document that block sizes are chosen for, as nobody on the host knows them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def kernel_configs(q: Tensor, k: Tensor, threshold: int) -> KernelConfigs:
+def kernel_configs(q: Tensor, k: Tensor, extras: Extras, options: Options) -> KernelConfigs:
     """The block sizes for these queries and keys."""
-    return choose(q.shape[-1], k.shape[2], q.dtype, threshold > 0, gpu.capability(q.device))
+    seen = k.shape[2]  # keys by a query
+    if options.window is not None or extras.starts is not None:
+        seen = min(seen, options.window or DOCUMENT_LENGTH)
+    return choose(q.shape[-1], seen, q.dtype, options.threshold > 0, gpu.capability(q.device))
 
 
 def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -61,19 +65,36 @@ def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
 
 @torch.library.custom_op("gpt_attention::flash_forward", mutates_args=())
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, causal: bool, scale: float, threshold: int, tf32: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    causal: bool,
+    scale: float,
+    threshold: int,
+    tf32: bool,
+    window: int | None,
+    soft_cap: float | None,
+    q_start: int | None,
+    k_start: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and lse2 as `forward` gives them; key (7,) int64 is DropoutKey.pack's, threshold that of Options."""
+    """out, lse and lse2 as `forward` gives them; see Extras for the tensors and Options for the rest."""
     check(q.shape[-1], q.dtype, q.device)
     out = torch.empty_like(q)
+    extras = Extras(key, slopes, sinks, starts, ends)
+    options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
-        lse, lse2 = forward(q, k, v, out, key, Options(causal, scale, threshold, tf32), kernel_configs(q, k, threshold))
+        lse, lse2 = forward(q, k, v, out, extras, options, kernel_configs(q, k, extras, options))
     return out, lse, lse2
 
 
 @flash_forward.register_fake
-def _(q, k, v, key, causal, scale, threshold, tf32):
+def _(q, k, v, *_):
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32), rows_like(q)
 
 
@@ -86,24 +107,33 @@ def flash_backward(
     out: Tensor,
     lse2: Tensor,
     key: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
     causal: bool,
     scale: float,
     threshold: int,
     tf32: bool,
+    window: int | None,
+    soft_cap: float | None,
+    q_start: int | None,
+    k_start: int | None,
 ) -> list[Tensor]:
-    """The gradients, as `empty_gradients` lays them out."""
+    """The gradients of q, k and v, as `empty_gradients` lays them out, and where there are sinks theirs."""
     gradients = empty_gradients(q, k, v)
     dq_dk_dv = split_qkv_grad(gradients, q, k)
-    options = Options(causal, scale, threshold, tf32)
+    extras = Extras(key, slopes, sinks, starts, ends)
+    options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
-        backward(do, q, k, v, out, lse2, dq_dk_dv, key, options, kernel_configs(q, k, threshold))
-    return gradients
+        dsinks = backward(do, q, k, v, out, lse2, dq_dk_dv, extras, options, kernel_configs(q, k, extras, options))
+    return gradients if dsinks is None else [*gradients, dsinks]
 
 
 @flash_backward.register_fake
-def _(do, q, k, v, out, lse2, key, causal, scale, threshold, tf32):
-    return empty_gradients(q, k, v)
+def _(do, q, k, v, out, lse2, key, slopes, sinks, *_):
+    return [*empty_gradients(q, k, v), *([] if sinks is None else [torch.empty_like(sinks)])]
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -127,19 +157,23 @@ def split_qkv_grad(gradients: list[Tensor], q: Tensor, k: Tensor) -> tuple[Tenso
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, key, *ctx.options = inputs
+    q, k, v, *extras = inputs[: 3 + len(Extras._fields)]
+    ctx.options = inputs[3 + len(Extras._fields) :]
     out, lse, lse2 = output
-    ctx.save_for_backward(q, k, v, out, lse2, key)
+    ctx.save_for_backward(q, k, v, out, lse2, *extras)
     ctx.mark_non_differentiable(lse, lse2)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, *_):
-    if do is None:
-        return (None,) * 8
-    q, k, v, out, lse2, key = ctx.saved_tensors
-    dq, dk, dv = split_qkv_grad(flash_backward(do, q, k, v, out, lse2, key, *ctx.options), q, k)
-    return dq, dk, dv, None, None, None, None, None
+    gradients: dict[str, Tensor] = {}
+    if do is not None:
+        q, k, v, out, lse2, *extras = ctx.saved_tensors
+        found = flash_backward(do, q, k, v, out, lse2, *extras, *ctx.options)
+        if Extras(*extras).sinks is not None:
+            gradients["sinks"] = found.pop()
+        gradients |= zip("qkv", split_qkv_grad(found, q, k), strict=True)
+    return tuple(gradients.get(name) for name in ("q", "k", "v", *Extras._fields, *Options._fields))
 
 
 flash_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -150,14 +184,14 @@ class FlashAttention(Attention):
 
     name = "flash"
     options = frozenset({"allow_tf32"})
-    supports = frozenset({"full"})
+    supports = FEATURES
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)
         check(shape.head_dim, shape.dtype, shape.device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
-        D, scale = q.shape[-1], terms.scale
+        D, scale, score, layout = q.shape[-1], terms.scale, terms.score, terms.layout
         key, threshold = None, 0
         if terms.dropout_key is not None:
             key, threshold = terms.dropout_key.pack(q.device), drop_threshold(self.dropout)
@@ -166,10 +200,37 @@ class FlashAttention(Attention):
             q, scale = -q, -scale
         elif scale == 0:
             q, scale = q * 0, 1.0
+        offsets = layout.q_start is not None or layout.k_start != 0
+        options = Options(
+            causal=score.causal,
+            scale=scale,
+            threshold=threshold,
+            tf32=self.config.allow_tf32,
+            window=score.window,
+            soft_cap=score.soft_cap,
+            q_start=layout.query_start(q.shape[2], k.shape[2]) if offsets else None,
+            k_start=layout.k_start if offsets else None,
+        )
+        extras = Extras(
+            key=key,
+            slopes=fp32(terms.slopes),
+            sinks=fp32(terms.sinks),
+            starts=bounds(layout.document_starts),
+            ends=bounds(layout.document_ends),
+        )
         q, k, v = prepared(q), prepared(k), prepared(v)
-        causal, tf32 = terms.score.causal, self.config.allow_tf32
-        out, lse, _ = flash_forward(q, k, v, key, causal, scale, threshold, tf32)
+        out, lse, _ = flash_forward(q, k, v, *extras, *options)
         return AttentionOutput(out[..., :D], lse)
+
+
+def fp32(x: Tensor | None) -> Tensor | None:
+    """x (H,) as the kernels read it."""
+    return None if x is None else x.float().contiguous()
+
+
+def bounds(x: Tensor | None) -> Tensor | None:
+    """Bounds of documents (B, L) as the kernels read them."""
+    return None if x is None else x.to(torch.int32).contiguous()
 
 
 def prepared(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention import gpu
-from attention.flash.configs import Blocks, Mode, Options
+from attention.flash.configs import Blocks, Extras, Mode, Options
 from attention.gpu import ALIGNMENT, INTERPRET
 
 ROW_ALIGNMENT = tl.constexpr(4)  # numbers of fp32: 16 bytes
@@ -78,11 +78,24 @@ def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor | Strided:
     return TensorDescriptor(x, [B * H, T], [T_padded, 1], [1, rows])
 
 
-def kernel_mode(D: int, options: Options) -> Mode:
-    """What the kernels for head size D are compiled for."""
-    # Tiles are as wide as the next power of two, and no narrower than a matrix instruction.
-    columns = max(16, triton.next_power_of_2(D))
-    return Mode(options.causal, options.threshold, "tf32" if options.tf32 else "ieee", columns)
+def kernel_mode(q: Tensor, options: Options, extras: Extras) -> Mode:
+    """What the kernels for queries of this head size and dtype are compiled for."""
+    documents = extras.starts is not None
+    return Mode(
+        causal=options.causal,
+        window=options.window,
+        documents=documents,
+        bounded=documents or options.window is not None,
+        offsets=options.q_start is not None,
+        soft_cap=options.soft_cap,
+        alibi=extras.slopes is not None,
+        sinks=extras.sinks is not None,
+        threshold=options.threshold,
+        exact=q.dtype == torch.float32,
+        precision="tf32" if options.tf32 else "ieee",
+        # Tiles are as wide as the next power of two, and no narrower than a matrix instruction.
+        columns=max(16, triton.next_power_of_2(q.shape[-1])),
+    )
 
 
 def compile_options(blocks: Blocks) -> dict[str, int | None]:

@@ -17,7 +17,7 @@ from attention import AttentionConfig, AttentionShape, DropoutKey, UnsupportedAt
 from attention.dropout import drop_threshold
 from attention.flash import configs, tiles
 from attention.flash.backward import launch_dkdv, launch_dq
-from attention.flash.configs import Blocks, KernelConfigs, Options
+from attention.flash.configs import Blocks, Extras, KernelConfigs, Options
 from attention.flash.forward import forward
 from attention.flash.op import flash_forward
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients, reference_mask
@@ -104,7 +104,7 @@ def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(ker
     identity = torch.eye(D).expand(B, H, D, D).contiguous()
     launch: Any = {"forward": forward, "dq": launch_dq, "dkdv": launch_dkdv}[kernel]
     options = Options(causal=False, scale=1.0, threshold=drop_threshold(p), tf32=False)
-    key, keep = KEY.pack(torch.device(DEVICE)), reference_mask(KEY, p, B, H, T, S)
+    extras, keep = Extras(key=KEY.pack(torch.device(DEVICE))), reference_mask(KEY, p, B, H, T, S)
 
     def on_device(*tensors: Tensor) -> Any:
         return [x.to(DEVICE, dtype) for x in tensors]
@@ -116,21 +116,21 @@ def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(ker
 
     if kernel == "forward":
         out = torch.empty(B, H, T, D, dtype=dtype, device=DEVICE)
-        launch(*on_device(q, k, identity), out, key, options, KernelConfigs(blocks, blocks, blocks))
+        launch(*on_device(q, k, identity), out, extras, options, KernelConfigs(blocks, blocks, blocks))
         assert torch.equal(out.cpu() > 0, keep)
         return
     # With every dp = 1, ds is positive where a weight was kept and negative where it was dropped.
     unit_v, unit_do = ones_in_first_column(v), ones_in_first_column(do)
     if kernel == "dq":
         delta, dq = tiles.rows_like(q).to(DEVICE), torch.empty(B, H, T, D, dtype=dtype, device=DEVICE)
-        launch(*on_device(unit_do, q, identity, unit_v, unit_do), lse2(q, identity), delta, dq, key, options, blocks)
+        launch(*on_device(unit_do, q, identity, unit_v, unit_do), lse2(q, identity), delta, dq, extras, options, blocks)
         assert torch.equal(dq.cpu() > 0, keep)
         return
     delta = tiles.rows_like(q).fill_(0.5).to(DEVICE)
     dk, dv = (torch.empty(B, H, S, D, dtype=dtype, device=DEVICE) for _ in range(2))
-    launch(*on_device(identity, q, k, v), lse2(q, k), delta, dk, dv, key, options, blocks)
+    launch(*on_device(identity, q, k, v), lse2(q, k), delta, dk, dv, extras, options, blocks)
     assert torch.equal(dv.mT.cpu() > 0, keep)
-    launch(*on_device(unit_do, identity, k, unit_v), lse2(identity, k), delta, dk, dv, key, options, blocks)
+    launch(*on_device(unit_do, identity, k, unit_v), lse2(identity, k), delta, dk, dv, extras, options, blocks)
     assert torch.equal(dk.mT.cpu() > 0, keep)
 
 
@@ -325,7 +325,8 @@ def test_empty_inputs_give_empty_or_zero_results(B, T, S):
 def test_the_operator_keeps_torchs_rules(dropout, layout):
     q, k, v = (x.requires_grad_() for x in layout(torch.randn(2, 40, 4, 17, device=DEVICE)))
     key = KEY.pack(torch.device(DEVICE)) if dropout else None
-    torch.library.opcheck(flash_forward, (q, k, v, key, True, 0.25, drop_threshold(dropout), False))
+    options = Options(causal=True, scale=0.25, threshold=drop_threshold(dropout), tf32=False)
+    torch.library.opcheck(flash_forward, (q, k, v, *Extras(key=key), *options))
 
 
 @pytest.mark.parametrize(
