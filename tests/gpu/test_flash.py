@@ -8,13 +8,14 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import AttentionConfig, DropoutKey, build_attention, gpu, keep_mask
+from attention import AttentionConfig, DropoutKey, build_attention, documents, gpu, keep_mask
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -60,6 +61,81 @@ def test_error_in_fp16(case, dropout):
 @pytest.mark.parametrize(("T", "S", "D"), [(150, 203, 64), (203, 150, 111), (150, 203, 256), (150, 1, 64)])
 def test_error_in_fp32(T, S, D, dropout):
     assert_accurate(flash(dropout), Case(1, 4, 2, T, S, D, dropout=dropout), torch.float32, "cuda", factor=3.0)
+
+
+SCORES: dict[str, Any] = {
+    "window": {"window": 100},
+    "soft_cap": {"soft_cap": 3.0, "spread": 4.0},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "documents": {"documents": (200, 1, 129, 70, 64, 48)},
+    "documents_full": {"documents": (200, 1, 129, 70, 64, 48), "causal": False},
+    "everything": {"window": 100, "soft_cap": 3.0, "alibi": True, "sinks": True, "documents": (212, 300)},
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.17])
+@pytest.mark.parametrize("D", [64, 111, 128, 256])
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_error_of_changed_scores_in_bf16(score, D, dropout):
+    T = 300 if D == 111 and "documents" not in score else 512
+    case = Case(2, 4, 2, T, 512, D, dropout=dropout, **score)
+    assert_accurate(flash(dropout), case, torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("score", ["soft_cap", "alibi", "everything"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_error_of_changed_scores_in_fp16_and_fp32(score, dtype):
+    case = Case(1, 4, 2, 200, 512, 64, dropout=0.17, **SCORES[score])
+    assert_accurate(flash(0.17), case, dtype, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("score", ["window", "everything"])
+def test_pointers_serve_changed_scores(score, monkeypatch):
+    monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
+    case = Case(2, 4, 2, 512, 512, 64, dropout=0.17, **SCORES[score])
+    assert_accurate(flash(0.17), case, torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_repeats_of_changed_scores_are_bitwise_equal(D):
+    case = Case(
+        2, 4, 2, 2000, 2000, D, dropout=0.1, window=700, soft_cap=10.0, alibi=True, sinks=True, documents=(1500, 500)
+    )
+    tensors, sinks, layout = case.tensors(torch.bfloat16, "cuda"), case.sink_logits("cuda"), case.layout("cuda")
+
+    def run() -> dict[str, Tensor]:
+        def attend(q, k, v, sinks):
+            return flash(0.1)(q, k, v, score=case.score, layout=layout, sinks=sinks, dropout_key=KEY)
+
+        return gradients(attend, *tensors, sinks=sinks)
+
+    first = run()
+    for _ in range(100):
+        again = run()
+        assert all(torch.equal(again[name], x) for name, x in first.items())
+
+
+def test_a_replayed_graph_follows_its_documents():
+    q, k, v, do = Case(2, 2, 2, 200, 200, 64).tensors(torch.bfloat16, "cuda")
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    starts = torch.zeros(2, 200, dtype=torch.int32, device="cuda")
+
+    def run(starts: Tensor) -> list[Tensor]:
+        out = flash()(q, k, v, layout=documents(starts)).out
+        return [out, *torch.autograd.grad(out, (q, k, v), do)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(starts)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(starts)
+    for bound in (77, 150):
+        starts.zero_()[:, bound:] = bound
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, run(starts), strict=True))
 
 
 def test_tf32_is_used_where_asked_for_alone():
