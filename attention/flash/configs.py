@@ -117,6 +117,22 @@ HOPPER: Table = {
     ConfigKey(256, False): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1)),
     ConfigKey(256, True): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(32, 64, 8, 2)),
 }
+# The same GPUs where scores are changed or bounded, timed at 16k tokens; where a table has no entry, HOPPER's serves.
+HOPPER_SCORES: dict[str, Table] = {
+    "bounded": {
+        ConfigKey(64, False): KernelConfigs(Blocks(64, 64, 4, 2, 96), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3, 168)),
+        ConfigKey(128, False): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(128, 32, 8, 3), Blocks(64, 64, 4, 2)),
+    },
+    "alibi": {
+        ConfigKey(64, False): KernelConfigs(
+            Blocks(64, 128, 4, 2, 168), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3, 168)
+        ),
+    },
+    "soft_cap": {
+        ConfigKey(64, False): KernelConfigs(Blocks(64, 128, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 3)),
+        ConfigKey(128, False): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)),
+    },
+}
 # Ampere, Ada and whatever else has 99 KiB of shared memory for a program.
 OLDER: Table = {
     ConfigKey(64, False): KernelConfigs(Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
@@ -132,14 +148,40 @@ FP32: Table = {
     ConfigKey(128, True): KernelConfigs(Blocks(32, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
     ConfigKey(256, True): KernelConfigs(Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1), Blocks(16, 64, 8, 1)),
 }
-TABLES = {"hopper": HOPPER, "older": OLDER, "fp32": FP32}
+TABLES = {"hopper": HOPPER, "older": OLDER, "fp32": FP32, **HOPPER_SCORES}
+DOCUMENT_LENGTH = 2048  # keys of a document that blocks are chosen for: the host does not know its lengths
 
 
-def choose(head_dim: int, length: int, dtype: torch.dtype, dropout: bool, capability: tuple[int, int]) -> KernelConfigs:
-    """The blocks for a head size, a number of keys, an input dtype, dropout or not, and a GPU's compute capability."""
+def kind_of_scores(options: Options, extras: Extras) -> str:
+    """The table of HOPPER_SCORES that a call's scores ask for, or "plain"."""
+    if options.soft_cap is not None:
+        return "soft_cap"
+    if options.window is not None or extras.starts is not None:
+        return "bounded"
+    return "plain" if extras.slopes is None else "alibi"
+
+
+def choose(
+    head_dim: int,
+    length: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    options: Options,
+    extras: Extras,
+) -> KernelConfigs:
+    """The blocks for a head size, a number of keys, a dtype, a compute capability and what a call asks for."""
+    dropout = options.threshold > 0
+    if options.window is not None or extras.starts is not None:
+        length = min(length, options.window or DOCUMENT_LENGTH)
     if dtype == torch.float32:
-        table, dropout = FP32, True  # the same with and without
+        tables, dropout = [FP32], True  # the same with and without
+    elif capability[0] in (9, 10):
+        tables = [HOPPER_SCORES.get(kind_of_scores(options, extras), {}), HOPPER]
     else:
-        table = HOPPER if capability[0] in (9, 10) else OLDER
-    serving = (key for key in table if head_dim <= key.head_dim and length <= key.length)
-    return table[min(key for key in serving if key.dropout == dropout)]
+        tables = [OLDER]
+    serving = [
+        [key for key in table if head_dim <= key.head_dim and length <= key.length and key.dropout == dropout]
+        for table in tables
+    ]
+    table, keys = next((table, keys) for table, keys in zip(tables, serving, strict=True) if keys)
+    return table[min(keys)]

@@ -24,16 +24,12 @@ if HAS_TRITON:
     from attention.flash.tiles import addressable, rows_like
 
 MAX_HEAD_DIM = 256
-DOCUMENT_LENGTH = 2048  # keys of a document that block sizes are chosen for, as nobody on the host knows them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernel_configs(q: Tensor, k: Tensor, extras: Extras, options: Options) -> KernelConfigs:
     """The block sizes for these queries and keys."""
-    seen = k.shape[2]  # keys by a query
-    if options.window is not None or extras.starts is not None:
-        seen = min(seen, options.window or DOCUMENT_LENGTH)
-    return choose(q.shape[-1], seen, q.dtype, options.threshold > 0, gpu.capability(q.device))
+    return choose(q.shape[-1], k.shape[2], q.dtype, gpu.capability(q.device), options, extras)
 
 
 def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:

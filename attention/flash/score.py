@@ -147,21 +147,27 @@ def query_interval(o_n, at, MODE: tl.constexpr):
 
 @triton.jit
 def base_2(scale_log2, MODE: tl.constexpr):
-    """What takes scores to base 2 once `change_scores` has changed them: their scale, or 1 as it is in them already."""
-    return 1.0 if MODE.soft_cap is not None or MODE.alibi else scale_log2
+    """What takes the scores of `change_scores` to base 2: what scales them, or 1 where it is in them already."""
+    if MODE.alibi:
+        unit = 1.0
+    elif MODE.soft_cap is not None:
+        unit = MODE.soft_cap * LOG2_E
+    else:
+        unit = scale_log2
+    return unit
 
 
 @triton.jit
 def change_scores(b_s, b_tanh, b_bias, scale_log2, MODE: tl.constexpr):
-    """q k^T as it is, or log2(e) c tanh(s / c) + b_bias where the score asks for either; s = scale q k^T.
+    """q k^T, or tanh(s / c) with a soft cap, both short of `base_2`; or with ALiBi all of that and b_bias.
 
     b_tanh  from `soft_cap_tanh`, where there is a soft cap
     b_bias  from `alibi_bias`, where there is ALiBi
     """
     if MODE.soft_cap is not None:
-        b_s = b_tanh * (MODE.soft_cap * LOG2_E)
+        b_s = b_tanh
     if MODE.alibi:
-        b_s = (b_s if MODE.soft_cap is not None else b_s * scale_log2) + b_bias
+        b_s = b_s * (scale_log2 if MODE.soft_cap is None else MODE.soft_cap * LOG2_E) + b_bias
     return b_s
 
 
@@ -181,8 +187,10 @@ def alibi_bias(slope2, o_m, o_n, i_n, i_frame, at, MODE: tl.constexpr):
     number a column where the whole would be one a score: `alibi_frame` is what queries have besides.
     """
     if MODE.exact:
-        return slope2 * (i_n + o_n - (o_m + at.offset)).to(tl.float32)
-    return slope2 * o_n.to(tl.float32) + slope2 * (i_n - i_frame).to(tl.float32)
+        b_bias = slope2 * (i_n + o_n - (o_m + at.offset)).to(tl.float32)
+    else:
+        b_bias = slope2 * o_n.to(tl.float32) + slope2 * (i_n - i_frame).to(tl.float32)
+    return b_bias
 
 
 @triton.jit
@@ -196,9 +204,11 @@ def soft_cap_tanh(b_s, scale_log2, MODE: tl.constexpr):
     """tanh(s / c) of a soft cap, for s = scale q k^T."""
     b_x = b_s * (scale_log2 / (MODE.soft_cap * LOG2_E))
     if INTERPRET or MODE.exact:
-        return tanh(b_x)
-    # Off by 2^-11 of itself, where bf16 is off by 2^-9.
-    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1)
+        b_tanh = tanh(b_x)
+    else:  # off by 2^-11 of itself, where bf16 is off by 2^-9
+        asm: tl.constexpr = "tanh.approx.f32 $0, $1;"
+        b_tanh = tl.inline_asm_elementwise(asm, "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1)
+    return b_tanh
 
 
 @triton.jit

@@ -354,12 +354,14 @@ def test_a_gpu_before_ampere_is_refused(monkeypatch):
         flash().check(AttentionShape(64, 4, 4, torch.float16, torch.device("cuda:0")))
 
 
-def test_every_problem_finds_its_blocks():
+@pytest.mark.parametrize("changed", [{}, {"window": 100}, {"soft_cap": 30.0}], ids=str)
+def test_every_problem_finds_its_blocks(changed):
     for dtype in (torch.bfloat16, torch.float32):
-        for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
+        for capability in ((8, 0), (9, 0), (12, 0)):
             for head_dim in range(1, 257):
-                for dropout in (False, True):
+                for threshold in (0, 26):
+                    options = Options(causal=True, scale=1.0, threshold=threshold, tf32=False, **changed)
                     for length in (1, 3000, 10**6):
-                        kernels = configs.choose(head_dim, length, dtype, dropout, capability)
-                        if dropout:
+                        kernels = configs.choose(head_dim, length, dtype, capability, options, Extras())
+                        if threshold:
                             assert all(b.q % 16 == 0 and b.k % 64 == 0 for b in kernels)
