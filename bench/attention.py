@@ -2,13 +2,14 @@
 
     python -m bench.attention                        all of it: about ten minutes on an H200
     python -m bench.attention --quick                1k, 4k and 16k tokens, causal: about two minutes
+    python -m bench.attention --masks causal window documents alibi soft_cap sinks --dropout 0
     python -m bench.attention --device cpu           small sizes, on a CPU
     python -m bench.attention --only flash sdpa-cudnn --lengths 4096 --heads 128 --dropout 0.1
     python -m bench.attention --plot-only bench/results/attention-nvidia-h200.json
     python -m bench.attention --plot-only a.json b.json --out joined.json    one result of several
 
 The length grows; the tokens of a batch and the hidden size stay the same. A sequence longer than the batch is a batch
-by itself. A forward pass counts as 4 B H T T D FLOPs, half of that with the causal mask, and a backward pass as 2.5
+by itself. A forward pass counts as 4 B H T T D FLOPs, visible keys only, and a backward pass as 2.5
 times a forward pass. Memory is the peak of one forward and backward pass above its inputs, so it includes the output
 and the gradients. Errors are relative, ||x - x_fp32|| / ||x_fp32||, for the first head of the first sequence. Running
 out of memory is a result, and so is exceeding the time limit.
@@ -35,10 +36,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from attention import AttentionConfig, Score, UnsupportedAttention, build_attention
+from attention import AttentionConfig, UnsupportedAttention, build_attention
+from attention.score import alibi_slopes
 from bench.attention_views import notes, publish, tables
 from bench.measure import RESULTS, environment, interleaved, peak_bytes, release, require_gpu, slug, write
-from bench.peers import KEY, PACKAGES, Attend, Candidate, Problem, candidates
+from bench.peers import KEY, PACKAGES, VARIANTS, Attend, Candidate, Problem, candidates
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 QUICK_LENGTHS = (1024, 4096, 16384)
@@ -54,13 +56,13 @@ Row = dict[str, Any]
 
 def problems(args: argparse.Namespace) -> Iterator[Problem]:
     """Every requested combination, each series from short to long."""
-    for head_size, dropout, mask, length in product(args.heads, args.dropout, args.masks, sorted(args.lengths)):
+    for head_size, dropout, variant, length in product(args.heads, args.dropout, args.masks, sorted(args.lengths)):
         yield Problem(
             B=max(1, args.tokens // length),
             H=max(1, args.hidden // head_size),
             T=length,
             D=head_size,
-            causal=mask == "causal",
+            variant=variant,
             dropout=dropout,
             dtype=DTYPES[args.dtype],
             device=torch.device(args.device),
@@ -69,9 +71,8 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
 
 def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float, budget: TimeBudget) -> list[Row]:
     """Measure every candidate on one problem, with `seconds` of timing for each and each pass."""
-    q, k, v, dout = problem.tensors()
-    inputs = (q, k, v)
-    expected = reference(problem, q, k, v, dout)
+    inputs, dout = problem.tensors()
+    expected = reference(problem, inputs, dout)
     rows: dict[str, Row] = {}
     able: dict[str, Attend] = {}
     for name, candidate in chosen.items():
@@ -112,7 +113,7 @@ def describe(problem: Problem) -> Row:
         "heads": problem.H,
         "length": problem.T,
         "head_size": problem.D,
-        "causal": problem.causal,
+        "variant": problem.variant,
         "dropout": problem.dropout,
         "dtype": str(problem.dtype).removeprefix("torch."),
     }
@@ -120,7 +121,7 @@ def describe(problem: Problem) -> Row:
 
 def try_out(
     attend: Attend,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: Sequence[Tensor],
     dout: Tensor,
     expected: list[Tensor] | None,
     device: torch.device,
@@ -130,7 +131,7 @@ def try_out(
     gradients = torch.autograd.grad(out, inputs, dout)
     row: Row = {"status": "measured", "error": None}
     if expected is not None:
-        heads = [x.detach()[:1, :1].float() for x in (out, *gradients)]
+        heads = [x.detach()[:1, :1].float() for x in (out, *gradients[:3])]
         errors = [((x - e).norm() / e.norm()).item() for x, e in zip(heads, expected, strict=True)]
         row["error"] = dict(zip(("out", "dq", "dk", "dv"), errors, strict=True))
     del out, gradients
@@ -140,15 +141,19 @@ def try_out(
     return row
 
 
-def reference(problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor] | None:
+def reference(problem: Problem, inputs: Sequence[Tensor], dout: Tensor) -> list[Tensor] | None:
     """out, dq, dk, dv of the first head of the first sequence in fp32, by the formula; None where they do not fit.
 
     Heads and sequences are independent, and so are their masks.
     """
     attend = build_attention(AttentionConfig("naive", dropout=problem.dropout))
     try:
-        q, k, v = (x.detach()[:1, :1].float().requires_grad_() for x in (q, k, v))
-        out = attend(q, k, v, score=Score(problem.causal), dropout_key=KEY).out
+        q, k, v = (x.detach()[:1, :1].float().requires_grad_() for x in inputs[:3])
+        slopes = alibi_slopes(problem.H, problem.device)[:1] if problem.score.alibi else None
+        sinks = inputs[3].detach()[:1] if problem.score.sinks else None
+        out = attend(
+            q, k, v, score=problem.score, layout=problem.layout(1), slopes=slopes, sinks=sinks, dropout_key=KEY
+        ).out  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout[:1, :1].float())]
     except torch.OutOfMemoryError:
         return None
@@ -216,7 +221,7 @@ class TimeBudget:
 
     @staticmethod
     def series(row: Row) -> tuple[Any, ...]:
-        return tuple(row[field] for field in ("name", "head_size", "causal", "dropout"))
+        return tuple(row[field] for field in ("name", "head_size", "variant", "dropout"))
 
 
 def positive(text: str) -> int:
@@ -243,7 +248,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=positive, metavar="T", help=f"tokens of a sequence: {LENGTHS}")
     parser.add_argument("--heads", nargs="+", type=positive, metavar="D", help=f"channels of a head: {HEAD_SIZES}")
     parser.add_argument("--dropout", nargs="+", type=rate, metavar="P", help=f"default {DROPOUTS}")
-    parser.add_argument("--masks", nargs="+", choices=MASKS, help=f"default {MASKS}")
+    parser.add_argument(
+        "--masks", nargs="+", choices=VARIANTS, metavar="MASK", help=f"default {MASKS}, of {', '.join(VARIANTS)}"
+    )
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of {', '.join(names)}")
     parser.add_argument("--quick", action="store_true", help=f"lengths {QUICK_LENGTHS} and the causal mask alone")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
@@ -285,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)  # tables in a file keep their full width
     if args.plot_only:
         path, *others = args.plot_only
-        result = json.loads(path.read_text())
+        result = read(path)
         rows = result.pop("rows")
         for other in others:
             more = comparable(other, result, rows[0]["dtype"])
@@ -322,17 +329,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(f"{time.monotonic() - begin:.0f} s, {args.out}")
 
 
+def read(path: Path) -> Row:
+    """An earlier result. Rows from before there were variants say whether they are causal instead."""
+    result: Row = json.loads(path.read_text())
+    for row in result["rows"]:
+        if "causal" in row:
+            row["variant"] = "causal" if row.pop("causal") else "full"
+    return result
+
+
 def comparable(path: Path, result: Row, dtype: str) -> list[Row]:
     """The rows in `path` with the device, software, size of the work and dtype of this result: tables and figures show
     none of these."""
-    found = json.loads(path.read_text())
+    found = read(path)
     same = all(found.get(name) == result[name] for name in ("device", "versions", "tokens", "hidden"))
     return [row for row in found["rows"] if same and row["dtype"] == dtype]
 
 
 def joined(rows: Iterable[Row]) -> list[Row]:
     """The rows in order; of a problem measured twice, the last one."""
-    last = {(row["head_size"], not row["causal"], row["dropout"], row["length"], row["name"]): row for row in rows}
+    order = list(VARIANTS)
+    last = {
+        (row["head_size"], order.index(row["variant"]), row["dropout"], row["length"], row["name"]): row for row in rows
+    }
     return [last[place] for place in sorted(last, key=lambda place: place[:4])]
 
 

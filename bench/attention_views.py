@@ -33,11 +33,11 @@ Row = dict[str, Any]
 Value = Callable[[Row], float | None]
 
 
-def series(rows: Iterable[Row]) -> dict[tuple[int, bool, float], list[Row]]:
-    """(head size, causal, dropout) -> rows."""
-    found: dict[tuple[int, bool, float], list[Row]] = {}
+def series(rows: Iterable[Row]) -> dict[tuple[int, str, float], list[Row]]:
+    """(head size, variant, dropout) -> rows."""
+    found: dict[tuple[int, str, float], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["head_size"], row["causal"], row["dropout"]), []).append(row)
+        found.setdefault((row["head_size"], row["variant"], row["dropout"]), []).append(row)
     return found
 
 
@@ -54,7 +54,7 @@ def lengths(rows: Iterable[Row]) -> list[int]:
 
 def tables(rows: Sequence[Row]) -> Iterator[Table | str]:
     """For each head size, mask and dropout: speed, in the last line beside the fastest peer; memory and error."""
-    for (head_size, causal, dropout), found in series(rows).items():
+    for (head_size, variant, dropout), found in series(rows).items():
         columns = lengths(found)
         speed, cost = Table(), Table()
         for table in (speed, cost):
@@ -69,7 +69,15 @@ def tables(rows: Sequence[Row]) -> Iterator[Table | str]:
         if any("of_fastest_peer" in row.get("forward", {}) for row in flash.values()):
             speed.add_section()
             speed.add_row("flash / fastest peer", *(ratio_cell(flash.get(length)) for length in columns))
-        title = f"head size {head_size}, {'causal' if causal else 'full'}, dropout {dropout:g}"
+        causal = {
+            row["length"]: row
+            for row in rows
+            if (row["name"], row["head_size"], row["variant"], row["dropout"])
+            == ("flash", head_size, "causal", dropout)
+        }
+        if variant not in ("causal", "full") and causal:
+            speed.add_row("flash, time / causal", *(time_cell(flash.get(n), causal.get(n)) for n in columns))
+        title = f"head size {head_size}, {variant}, dropout {dropout:g}"
         yield f"\n{title}: TFLOP/s forward/backward"
         yield speed
         yield f"{title}: MiB above the inputs, largest relative error"
@@ -95,6 +103,13 @@ def ratio_cell(row: Row | None) -> str:
     if row is None or "of_fastest_peer" not in row.get("forward", {}):
         return ""
     return "/".join(f"{row[direction]['of_fastest_peer']:.2f}" for direction in ("forward", "backward"))
+
+
+def time_cell(row: Row | None, causal: Row | None) -> str:
+    """The time of both passes over that of plain causal attention."""
+    if not row or not causal or row["status"] != "measured" or causal["status"] != "measured":
+        return ""
+    return "/".join(f"{row[direction]['ms'] / causal[direction]['ms']:.2f}" for direction in ("forward", "backward"))
 
 
 def cost_cell(row: Row | None) -> str:
@@ -123,13 +138,13 @@ def publish(rows: Sequence[Row], path: Path) -> list[Path]:
 def charts(rows: Sequence[Row], stem: str) -> Iterator[Chart]:
     """Speed, memory and crossover for each head size and mask."""
     drawn = {"speed": (draw_speed, 2.2), "memory": (draw_memory, 1.0), "crossover": (draw_crossover, 1.0)}
-    for head_size, causal in dict.fromkeys((row["head_size"], row["causal"]) for row in rows):
-        found = with_naive([row for row in rows if row["head_size"] == head_size and row["causal"] == causal])
-        where = f"head size {head_size}, {'causal' if causal else 'full'}"
+    for head_size, variant in dict.fromkeys((row["head_size"], row["variant"]) for row in rows):
+        found = with_naive([row for row in rows if row["head_size"] == head_size and row["variant"] == variant])
+        where = f"head size {head_size}, {variant}"
         for name, (draw, taller) in drawn.items():
             if any(value_of(name)(row) is not None for row in found):
                 yield Chart(
-                    f"{stem}-{name}-d{head_size}{'' if causal else '-full'}",
+                    f"{stem}-{name}-d{head_size}{'' if variant == 'causal' else f'-{variant}'}",
                     f"Attention, {where}: {name}",
                     "",
                     partial(draw, rows=found),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -16,15 +16,29 @@ from attention import (
     AttentionShape,
     DropoutKey,
     DropoutRng,
+    Layout,
     Score,
     SDPABackend,
     UnsupportedAttention,
     build_attention,
+    documents,
 )
+from attention.score import visible_pairs
 
 KEY = DropoutKey(seed=1337, step=1, layer=0, first_sequence=0)
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v to out, all (B, H, T, D)
+WINDOW, DOCUMENT = 1024, 1024  # tokens
+VARIANTS = {
+    "causal": Score(),
+    "full": Score(causal=False),
+    "window": Score(window=WINDOW),
+    "documents": Score(),  # and rows packed with documents of DOCUMENT tokens
+    "alibi": Score(alibi=True),
+    "soft_cap": Score(soft_cap=50.0),
+    "sinks": Score(sinks=True),
+}
+
+Attend = Callable[..., Tensor]  # q, k, v and, with sinks, these, to out
 
 
 @dataclass(frozen=True)
@@ -35,27 +49,43 @@ class Problem:
     H: int
     T: int
     D: int
-    causal: bool
+    variant: str  # one of VARIANTS
     dropout: float
     dtype: torch.dtype
     device: torch.device
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and the gradient of out, (B, H, T, D), laid out as in a model: views of (B, T, H, D)."""
+    @property
+    def score(self) -> Score:
+        """The visible keys, and the changes of scores."""
+        return VARIANTS[self.variant]
+
+    def layout(self, sequences: int) -> Layout:
+        """The documents of `sequences` rows."""
+        if self.variant != "documents":
+            return Layout()
+        starts = torch.arange(self.T, dtype=torch.int32, device=self.device) // DOCUMENT * DOCUMENT
+        return documents(starts.expand(sequences, -1).contiguous())
+
+    def tensors(self) -> tuple[list[Tensor], Tensor]:
+        """Inputs and the gradient of out: q, k and v, (B, H, T, D), laid out as in a model, as views of (B, T, H, D);
+        with sinks also (H,) fp32."""
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (self.B, self.T, self.H, self.D)
         q, k, v, dout = (
             torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device).transpose(1, 2)
             for _ in range(4)
         )
-        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+        sinks = [torch.zeros(self.H, device=self.device)] if self.score.sinks else []
+        return [x.requires_grad_() for x in (q, k, v, *sinks)], dout
 
     def flops(self) -> tuple[float, float]:
         """Floating-point operations of a forward and of a backward pass, with two and five products.
 
-        The causal mask halves both.
+        Only visible keys count, so the causal mask halves both.
         """
-        forward = 4 * self.B * self.H * self.T**2 * self.D / (2 if self.causal else 1)
+        lengths = [DOCUMENT] * (self.T // DOCUMENT) + [self.T % DOCUMENT] if self.variant == "documents" else [self.T]
+        pairs = sum(visible_pairs(self.score, length) for length in lengths)
+        forward = 4 * self.B * self.H * self.D * pairs
         return forward, 2.5 * forward
 
 
@@ -81,8 +111,12 @@ def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
     def build(problem: Problem) -> Attend:
         rng = DropoutRng.torch if config.name == "sdpa" and problem.dropout else DropoutRng.replay
         attend = build_attention(AttentionConfig(config.name, problem.dropout, rng, backend=config.backend))
-        attend.check(AttentionShape(problem.D, problem.H, problem.H, problem.dtype, problem.device))
-        return lambda q, k, v: attend(q, k, v, score=Score(problem.causal), dropout_key=KEY).out
+        score, layout = problem.score, problem.layout(problem.B)
+        shape = AttentionShape(problem.D, problem.H, problem.H, problem.dtype, problem.device, (score,))
+        attend.check(replace(shape, documents=problem.variant == "documents"))
+        return lambda q, k, v, sinks=None: attend(
+            q, k, v, score=score, layout=layout, sinks=sinks, dropout_key=KEY
+        ).out  # fmt: skip
 
     return build
 
@@ -99,8 +133,10 @@ def from_package(module: str, has_dropout: bool) -> Callable[[Problem], Attend]:
     def build(problem: Problem) -> Attend:
         if problem.dropout and not has_dropout:
             raise UnsupportedAttention(f"{module} has no dropout")
+        if problem.variant not in ("causal", "full"):
+            raise UnsupportedAttention(f"{module} takes part with the causal and the full mask only")
         flash_attn_func = import_module(module).flash_attn_func
-        options = {"causal": problem.causal, "softmax_scale": 1 / math.sqrt(problem.D)}
+        options = {"causal": problem.score.causal, "softmax_scale": 1 / math.sqrt(problem.D)}
         if has_dropout:
             options["dropout_p"] = problem.dropout
 

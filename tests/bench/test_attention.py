@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bench.attention
 from attention import UnsupportedAttention
-from bench.attention import TimeBudget, TooSlow, comparable, main, with_ratios
+from bench.attention import TimeBudget, TooSlow, comparable, main, read, with_ratios
 from bench.attention_views import overtakes
 from bench.peers import Candidate, Problem, candidates, from_package
 
@@ -137,8 +137,8 @@ def test_a_wrong_implementation_shows_in_its_error_and_a_greedy_one_is_a_result(
 
 
 def test_flops_are_those_of_the_products_in_the_formula():
-    problem = Problem(B=2, H=3, T=32, D=8, causal=False, dropout=0.0, dtype=torch.float32, device=CPU)
-    q, k, v, dout = problem.tensors()
+    problem = Problem(B=2, H=3, T=32, D=8, variant="full", dropout=0.0, dtype=torch.float32, device=CPU)
+    (q, k, v), dout = problem.tensors()
     with FlopCounterMode(display=False) as counter:
         out = candidates()["naive"].build(problem)(q, k, v)
     forward, backward = problem.flops()
@@ -147,6 +147,32 @@ def test_flops_are_those_of_the_products_in_the_formula():
         out.backward(dout)
     assert counter.get_total_flops() == 2 * forward  # FlashAttention's fifth product computes the scores again
     assert backward == 2 * forward + forward / 2
+
+
+def test_flops_count_visible_keys_alone():
+    def forward(variant: str) -> float:
+        return Problem(B=1, H=1, T=4096, D=1, variant=variant, dropout=0.0, dtype=torch.float32, device=CPU).flops()[0]
+
+    assert forward("causal") == forward("alibi") == 4 * 4096**2 / 2
+    assert forward("window") == 4 * (1024 * 4096 - 1024**2 / 2)
+    assert forward("documents") == 4 * (4 * 1024**2 / 2)
+
+
+def test_every_variant_is_measured_against_its_own_formula(tmp_path):
+    variants = ["--masks", "window", "documents", "alibi", "soft_cap", "sinks", "--dropout", "0.1"]
+    rows = run(tmp_path / "a.json", "--lengths", "32", "--only", "naive", "tiled", "flex", *variants)["rows"]
+    for row in rows:
+        if row["name"] == "flex":
+            assert row["status"] == "refused"
+        else:
+            assert max(row["error"].values()) < 1e-5
+
+
+def test_results_from_before_there_were_variants_are_read(result, tmp_path):
+    path = tmp_path / "old.json"
+    rows = [{name: value for name, value in row.items() if name != "variant"} for row in result["rows"]]
+    path.write_text(json.dumps({"rows": [row | {"causal": True} for row in rows]}))
+    assert read(path)["rows"] == result["rows"]
 
 
 def test_ratios_are_to_the_fastest_of_the_others():
@@ -159,7 +185,7 @@ def test_ratios_are_to_the_fastest_of_the_others():
 
 def test_what_grows_too_slow_is_not_waited_for():
     def row(length: int, step_s: float | None = None) -> dict:
-        return {"name": "a", "head_size": 8, "causal": True, "dropout": 0.0, "length": length} | (
+        return {"name": "a", "head_size": 8, "variant": "causal", "dropout": 0.0, "length": length} | (
             {} if step_s is None else {"step_s": step_s}
         )
 
@@ -184,7 +210,7 @@ def test_the_crossing_lies_between_the_lengths_that_enclose_it():
 
 
 def test_a_package_is_called_with_its_own_layout_and_refused_dropout_it_lacks(monkeypatch):
-    problem = Problem(B=2, H=3, T=16, D=8, causal=True, dropout=0.0, dtype=torch.float32, device=CPU)
+    problem = Problem(B=2, H=3, T=16, D=8, variant="causal", dropout=0.0, dtype=torch.float32, device=CPU)
     called: dict = {}
 
     class Package:
@@ -194,7 +220,7 @@ def test_a_package_is_called_with_its_own_layout_and_refused_dropout_it_lacks(mo
             return q + k + v, None
 
     monkeypatch.setattr("bench.peers.import_module", lambda name: Package)
-    q, k, v, _ = problem.tensors()
+    (q, k, v), _ = problem.tensors()
     out = from_package("flash_attn_interface", has_dropout=False)(problem)(q, k, v)
     assert torch.equal(out, q + k + v)
     assert called == {"causal": True, "softmax_scale": pytest.approx(8**-0.5), "shape": (2, 16, 3, 8)}
