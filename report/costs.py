@@ -57,21 +57,20 @@ class Crossover(NamedTuple):
 
 def points(sweep: Sweep) -> dict[str, list[Point]]:
     """The measurements of each label, cell by cell."""
-    return {
-        label: [_point(label, cell, sweep.at(cell)) for cell in sweep.cells if label in cell.labels()]
-        for label in sweep.labels()
-    }
+    found = [_point(label, cell, sweep) for cell in sweep.cells for label in cell.labels()]
+    return {label: [point for point in found if point.label == label] for label in sweep.labels()}
 
 
-def _point(label: str, cell: Cell, at: int) -> Point:
+def _point(label: str, cell: Cell, sweep: Sweep) -> Point:
     runs = tuple(cell.of(label).values())
     done = [run for run in runs if not run.out_of_memory]
     return Point(
         label=label,
         cell=cell,
-        at=at,
+        at=sweep.at(cell),
         runs=runs,
         out_of_memory=not done,
+        trained=any(run.trained for run in runs),
         tokens_per_s=median_of(run.median("throughput/tokens_per_s") for run in done),
         step_ms=median_of(run.median("throughput/step_ms") for run in done),
         mfu=median_of(run.median("throughput/mfu_causal") for run in done),
@@ -79,7 +78,6 @@ def _point(label: str, cell: Cell, at: int) -> Point:
         train_loss=median_of(run.final("train/loss") for run in done),
         val_loss=median_of(run.final("val/loss") for run in done),
         tokens=median_of(number(run.summary.get("tokens")) for run in done),
-        trained=any(run.trained for run in runs),
     )
 
 

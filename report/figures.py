@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from drawing import Chart, Palette, dress, height_for, legend, log_axis, styles
 from report.costs import Point, attention_alone, crossovers, points, predicted_memory, same_tokens
-from report.parity import EPS, MEASURES, Verdict, difference, rolling_rms, rounding_of_a_step, seed_spread
+from report.parity import EPS, MEASURES, Outcome, Verdict, difference, rolling_rms, rounding_of_a_step, seed_spread
 from report.runs import Run
 from report.sweeps import Cell, Sweep
 from run_folder import PARITY_MARGIN
@@ -23,7 +23,7 @@ from wording import memory_unit, short_length, short_number
 Curves = Mapping[str, Sequence[Run]]  # the name of a curve, and its seeds
 Value = Callable[[Point], float | None]
 Dots = Mapping[str, Sequence[tuple[int, float]]]  # the name of a line, and its points
-MOST_CELLS = 3  # of a sweep, whose parity is drawn
+MOST_CELLS = 2  # of a sweep, whose parity is drawn
 MOST_CURVES = 6  # of settings and implementations in one figure
 HIGHEST_PREDICTION = 10  # times the largest memory that was measured
 
@@ -35,12 +35,13 @@ def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", 
     prefix    of the files' names, where several sweeps stand on a page
     """
     judged = [verdict for verdict in verdicts if verdict.decisive]
-    worst = sorted(judged, key=lambda v: (v.outcome.value != "broken", -(v.probe.ratio if v.probe else 0.0)))
+    worst = sorted(judged, key=lambda v: (v.outcome is not Outcome.broken, -(v.probe.ratio if v.probe else 0.0)))
     cells = list({id(verdict.cell): verdict.cell for verdict in worst}.values())[:MOST_CELLS]
     found = []
     if sweep.axis is None and len(sweep.cells) > 1:
         labels, where = sweep.labels(), ""
-        if len(labels) * len(sweep.cells) > MOST_CURVES:  # of the implementation that ran in most cells
+        agree = judged and all(verdict.outcome is not Outcome.broken for verdict in judged)
+        if agree or len(labels) * len(sweep.cells) > MOST_CURVES:  # the implementation that ran in most cells
             labels = [max(reversed(labels), key=lambda label: sum(label in cell.labels() for cell in sweep.cells))]
             where = f", {labels[0]}" if len(sweep.labels()) > 1 else ""
         curves = {
@@ -131,7 +132,11 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
         theirs = {point.at: point.step_ms for point in table[reference]}
         caption = f"Step time of {reference} over that of each implementation. A ring marks where one overtakes."
         rings = [crossing.seq_len for crossing in crossovers(sweep, reference) if crossing.seq_len]
-        gain = lambda p: (theirs.get(p.at) or 0) / p.step_ms or None if p.step_ms and p.label != reference else None  # noqa: E731
+
+        def gain(point: Point) -> float | None:
+            other = theirs.get(point.at) if point.label != reference else None
+            return other / point.step_ms if other and point.step_ms else None
+
         add("crossover", f"Speed beside {reference}", caption, f"times as fast as {reference}", gain, rings=rings)
     if same_tokens(sweep):
         spans = {run.option("training.eval_span") for run in sweep.runs if run.final("val/loss") is not None}
@@ -152,10 +157,7 @@ def _until_out_of_memory(sweep: Sweep, found: Sequence[Point], factor: float) ->
 
 
 def draw_steps(figure: Figure, palette: Palette, curves: Curves, metric: str, coincide: bool) -> None:
-    """A metric over steps; beside a training loss, the validation loss as marks.
-
-    coincide  whether the curves are to be the same: then the first is drawn wide, below the others
-    """
+    """A metric over steps, the validation loss as marks; of curves that are to `coincide` the first is wide, below."""
     axes = figure.add_subplot()
     looks, others, shown = styles(list(curves), palette), len(curves) - 1, [np.zeros(0)]
     for n, (name, runs) in enumerate(curves.items()):
@@ -264,8 +266,7 @@ def draw_over_axis(
             axes.plot(*zip(*expected, strict=True), color=look.colour, ls=(0, (4, 2)), lw=1.1, zorder=1)
     for ring in rings or ():
         axes.plot(ring, 1, "o", color=palette["surface"], mec=palette["ink"], mew=1.3, ms=6, zorder=5)
-        ink = palette["ink"]
-        axes.annotate(f"{ring:,.0f}", (ring, 1), xytext=(6, -12), textcoords="offset points", color=ink)
+        axes.annotate(f"{ring:,.0f}", (ring, 1), xytext=(6, -12), textcoords="offset points", color=palette["ink"])
     if rings is not None:
         axes.axhline(1, color=palette["naive"], lw=1.6, zorder=1)
     dress(axes, palette, unit, "sequence length, tokens" if sweep.axis == "seq_len" else "devices")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from report.figures import charts
 from report.parity import Outcome, Verdict, judge, outcome_of
 from report.runs import Run, RunSet
 from report.sweeps import Sweep, labels_of, settings_apart, sweeps_of
-from report.tables import Table, ablation_table, cell_table, curves_csv, run_table, runs_csv
+from report.tables import Table, ablation_table, cell_table, run_table, runs_csv
 from report.text import Answer, answer, notes_on
 from run_folder import PARITY_MARGIN
 
@@ -56,14 +55,13 @@ class Report(NamedTuple):
 
 
 def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
-    """Write index.html, report.md, runs.csv, curves.csv and figures/ into `out`.
+    """Write index.html, report.md, runs.csv and figures/ into `out`.
 
     reference  the label of the implementation that the others are compared with
     """
     runs, labels = found.runs, labels_of(found.runs)
     sweeps = sweeps_of(runs)
     verdicts = judge([cell for sweep in sweeps for cell in sweep.cells], reference)
-    decisive = [verdict for verdict in verdicts if verdict.decisive]
     places = settings_apart([sweep.cells[0].runs[0] for sweep in sweeps])
     where = {
         run.name: ", ".join(dict.fromkeys([*places[n], *cell.where]))
@@ -80,7 +78,7 @@ def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
     report = Report(
         headline=spoken.answer.headline,
         tone=spoken.answer.tone,
-        outcome=outcome_of(decisive),
+        outcome=outcome_of([verdict for verdict in verdicts if verdict.decisive]),
         sections=sections,
         notes=tuple(notes_on(found, sweeps)),
         runs=run_table(runs, labels, where),
@@ -93,19 +91,12 @@ def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
     markdown = _environment(finalize=escape_markdown).get_template("report.md.j2").render(shown)
     (out / "report.md").write_text(markdown, encoding="utf-8")
     (out / "runs.csv").write_text(runs_csv(runs, labels, where), encoding="utf-8")
-    (out / "curves.csv").write_text(curves_csv(runs, labels), encoding="utf-8")
     return report
 
 
 def _environment(**options: Any) -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        **options,
-    )
+    options |= {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    return jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, **options)
 
 
 def escape_markdown(value: Any) -> str:
@@ -164,5 +155,4 @@ def _sources(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
         ("Commits", _all_of(run.commit for run in runs)),
         ("Software", _all_of(", ".join(f"{name} {v}" for name, v in version.items() if v) for version in versions)),
         ("Run on", _all_of(sorted(str(run.summary.get("started") or "")[:10] for run in runs))),
-        ("Written on", datetime.date.today().isoformat()),
     )

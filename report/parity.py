@@ -70,7 +70,6 @@ class Probe(NamedTuple):
 class Curve(NamedTuple):
     """The largest distance to the reference of the same seed; as a share of the spread between seeds where known."""
 
-    last_step: int
     largest: float
     ratio: float | None
     step: int
@@ -218,7 +217,7 @@ def curve_worst(pairs: Sequence[tuple[Run, Run]], spread: Series | None) -> Curv
                 with np.errstate(divide="ignore", invalid="ignore"):  # nothing over nothing is nothing
                     shares = np.where(distance[here] == 0, 0.0, distance[here] / spread.values[there])
                 at, ratio = int(here[np.argmax(shares)]), float(np.max(shares))
-        found.append(Curve(int(apart.steps[-1]), float(distance[at]), ratio, int(apart.steps[at])))
+        found.append(Curve(float(distance[at]), ratio, int(apart.steps[at])))
     return max(found, key=lambda curve: (curve.ratio or 0, curve.largest), default=None)
 
 

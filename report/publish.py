@@ -18,12 +18,12 @@ from report.runs import Run
 
 MODES = ("online", "offline", "disabled")
 SECONDS = 90
+ROOT = Path(__file__).parents[1]
 
 
 def mode_of(runs: Sequence[Run]) -> str:
     """The tracking.mode of most runs; disabled if none recorded it."""
-    modes = Counter(str(run.option("tracking.mode", "disabled")) for run in runs)
-    mode = modes.most_common(1)[0][0] if modes else "disabled"
+    ((mode, _),) = Counter(str(run.option("tracking.mode", "disabled")) for run in runs).most_common(1)
     return mode if mode in MODES else "disabled"
 
 
@@ -37,9 +37,7 @@ def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
     group = groups.most_common(1)[0][0] if groups else ""
     command = [sys.executable, "-m", "report.publish", str(out.resolve()), mode, project, group]
     try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=SECONDS, check=False
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return f"W&B did not answer within {SECONDS} s; the report on disk is complete."
     if done.returncode:

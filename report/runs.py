@@ -163,27 +163,19 @@ class Run:
     def median(self, metric: str) -> float | None:
         """The run's median of a throughput metric: the summary's, else over the latter half of what was logged."""
         values = self.series(metric).finite().values
-        logged = float(np.median(values[len(values) // 2 :])) if len(values) else None
         recorded = number(self.recorded("median").get(metric))
-        return logged if recorded is None else recorded
+        return float(np.median(values[len(values) // 2 :])) if recorded is None and len(values) else recorded
 
     def peak(self, metric: str = "memory/peak_allocated_gib") -> float | None:
         """The run's peak of a memory metric, GiB."""
         values = self.series(metric).finite().values
-        logged = float(values.max()) if len(values) else None
         recorded = number(self.recorded("peak").get(metric))
-        return logged if recorded is None else recorded
+        return float(values.max()) if recorded is None and len(values) else recorded
 
     def final(self, metric: str) -> float | None:
         """The last value of `train/loss` or `val/loss`."""
         value = number(self.summary.get(metric.replace("/", "_")))
         return self.series(metric).last() if value is None else value
-
-    def probed_tokens(self) -> tuple[int, int] | None:
-        """(sequences, tokens) of the smallest probe; None where none ran, or an old run wrote it otherwise."""
-        found = [record.get("parity/tokens") for record in self.records]
-        sizes = [(int(t[0]), int(t[1])) for t in found if isinstance(t, list) and len(t) == 2]
-        return min(sizes, key=math.prod, default=None)
 
     def diverged(self) -> int | None:
         """The first step whose loss or gradient is known not to be finite; None where all are finite."""

@@ -23,7 +23,6 @@ _FREE_TRAINING = (
 _BATCH = ("training.batch_size", "training.batch_tokens")
 _WITH_LENGTH = ("seq_len", *_BATCH, "training.steps", "training.eval_batches", "schedule.warmup_steps")
 _WITH_DEVICES = ("devices", *_BATCH, "parallel")
-_DOCUMENTS = "data.documents"  # how a text is read, not which
 _ORDER = ("naive", "tiled", "sdpa", "flash", "flex")
 
 
@@ -62,11 +61,9 @@ class Cell:
 
     def of(self, label: str) -> dict[int, Run]:
         """The runs of an implementation by seed; of several tries of one seed the one that came furthest."""
-        best: dict[int, Run] = {}
-        for run in self.runs:
-            if self.label(run) == label and (run.seed not in best or _furthest(run) > _furthest(best[run.seed])):
-                best[run.seed] = run
-        return dict(sorted(best.items()))
+        runs = [run for run in self.runs if self.label(run) == label]
+        runs.sort(key=lambda run: (run.status == "completed", run.step, str(run.summary.get("started"))))
+        return dict(sorted({run.seed: run for run in runs}.items()))
 
 
 @dataclass(frozen=True)
@@ -90,12 +87,9 @@ class Sweep:
 
 def label_order(label: str) -> tuple[int, list[tuple[int, str]]]:
     """Sorts implementations as readers expect them, and 8x8 before 16x16."""
-    name = label.split(" ")[0]
-    words = label.replace("=", " ").replace("x", " ").split()
-    return (
-        _ORDER.index(name) if name in _ORDER else len(_ORDER),
-        [(int(word), "") if word.isdigit() else (-1, word) for word in words],
-    )
+    name, words = label.split(" ")[0], label.replace("=", " ").replace("x", " ").split()
+    order = _ORDER.index(name) if name in _ORDER else len(_ORDER)
+    return order, [(int(word), "") if word.isdigit() else (-1, word) for word in words]
 
 
 def labels_of(runs: Sequence[Run]) -> dict[str, str]:
@@ -180,7 +174,7 @@ def sweeps_of(runs: Sequence[Run]) -> list[Sweep]:
                 sweeps.append(Sweep(_placed(found), "seq_len"))
             else:
                 rest += found
-    for found in _partition(rest, lambda name: name == "device" or (_among(name, ("data",)) and name != _DOCUMENTS)):
+    for found in _partition(rest, lambda name: _among(name, ("data", "device")) and name != "data.documents"):
         names = {setting.partition("=")[0] for setting in settings_apart([cell.runs[0] for cell in found])[0]}
         if "devices" in names and all(_among(name, _WITH_DEVICES) for name in names):
             sweeps.append(Sweep(tuple(sorted(_placed(found), key=lambda cell: cell.devices)), "devices"))
@@ -219,7 +213,3 @@ def _overrides(cell: Cell) -> list[str]:
     """What was typed for every run of the cell, as far as it decides with which it may be compared."""
     found = [override for override in cell.runs[0].overrides if not _free(override.partition("=")[0].lstrip("+~"))]
     return [override for override in found if all(override in run.overrides for run in cell.runs)]
-
-
-def _furthest(run: Run) -> tuple[bool, int, str]:
-    return run.status == "completed", run.step, str(run.summary.get("started") or "")

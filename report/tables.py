@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from report.costs import Point, attention_alone, points, predicted_memory, ranked
 from report.parity import Verdict
@@ -143,24 +143,8 @@ def runs_csv(runs: Sequence[Run], labels: Names, places: Names) -> str:
         | {name: run.summary.get(name) for name in kept}
         for run in runs
     ]
-    return _csv([[*rows[0]], *([*row.values()] for row in rows)])
-
-
-def curves_csv(runs: Sequence[Run], labels: Names) -> str:
-    """One line a logged value."""
-    head = ["run", "implementation", "seed", "seq_len", "step", "metric", "value"]
-    rows = (
-        [run.name, labels[run.name], run.seed, run.seq_len, int(step), metric, float(value)]
-        for run in runs
-        for metric, series in sorted(run.metrics.items())
-        for step, value in zip(series.steps, series.values, strict=True)
-    )
-    return _csv([head, *rows])
-
-
-def _csv(rows: Iterable[Sequence[Any]]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows([[*rows[0]], *([*row.values()] for row in rows)])
     return text.getvalue()
 
 

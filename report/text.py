@@ -38,10 +38,8 @@ def answer(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Answer:
         found = _scaling(table)
     elif sweep.axis == "seq_len":
         found = _over_lengths(sweep, table, reference)
-    elif len(sweep.cells) > 1:
-        found = _ranking(sweep)
     else:
-        found = Answer(_alone(table), "none", _costs(sweep, table, reference))
+        found = _ranking(sweep, [] if len(sweep.cells) > 1 else _costs(sweep, table, reference))
     if decisive or (verdicts and len(sweep.cells) == 1):
         headline, outcome, bullets = parity_answer(decisive or verdicts, reference)
         found = Answer(headline, outcome, [*bullets, *found.bullets])
@@ -161,8 +159,7 @@ def _over_lengths(sweep: Sweep, table: Table, reference: str) -> Answer:
     """What a sweep over lengths shows: the memory wall, the best context, or who overtakes whom."""
     found = [_wall(sweep, table), *([_context(table)] if same_tokens(sweep) else []), _crossings(sweep, reference)]
     answers = [part for part in found if part]
-    lengths = f"{sweep.cells[0].seq_len:,} to {sweep.cells[-1].seq_len:,}"
-    headline = answers[0].headline if answers else f"Speed and memory from {lengths} tokens"
+    headline = answers[0].headline if answers else "Speed and memory over the sequence length"
     return Answer(headline, "none", [bullet for part in answers for bullet in part.bullets])
 
 
@@ -230,24 +227,19 @@ def _scaling(table: Table) -> Answer:
     return Answer(best[1], "none", bullets)
 
 
-def _ranking(sweep: Sweep) -> Answer:
-    """The setting with the lowest loss, and the next."""
+def _ranking(sweep: Sweep, costs: Bullets) -> Answer:
+    """The setting or implementation with the lowest loss, and the next; `costs` instead where there is one setting."""
     found = [point for point in ranked(sweep) if point.loss is not None]
     if not found:
-        return Answer("No run logged a loss", "open", [])
-    best = found[0]
-    kind = "training" if best.val_loss is None else "validation"
-    bullets = [(", ".join(best.cell.where), f"{kind.capitalize()} loss {best.loss:.4f}.")]
-    if other := next((point for point in found if point.cell is not best.cell), None):
-        bullets.append((", ".join(other.cell.where), f"Next, {(other.loss or 0.0) - (best.loss or 0.0):.4f} higher."))
-    return Answer(f"The lowest {kind} loss: {', '.join(best.cell.where)}", "none", bullets)
-
-
-def _alone(table: Table) -> str:
-    label, (point,) = next(iter(table.items()))
-    if len(table) > 1:
-        return f"{listed(list(table))} side by side"
-    return f"{label} ran alone{'' if point.loss is None else f', to a loss of {point.loss:.4f}'}"
+        return Answer("No run logged a loss", "open", costs)
+    kind = "training" if found[0].val_loss is None else "validation"
+    names = [", ".join(point.cell.where) or point.label for point in found]
+    if len(sweep.cells) == 1:
+        return Answer(f"{names[0]}: {kind} loss {found[0].loss:.4f}", "none", costs)
+    bullets = [(names[0], f"{kind.capitalize()} loss {found[0].loss:.4f}.")]
+    if n := next((n for n, point in enumerate(found) if point.cell is not found[0].cell), 0):
+        bullets.append((names[n], f"Next, {(found[n].loss or 0.0) - (found[0].loss or 0.0):.4f} higher."))
+    return Answer(f"The lowest {kind} loss: {names[0]}", "none", bullets)
 
 
 def _costs(sweep: Sweep, table: Table, reference: str) -> Bullets:
@@ -277,16 +269,16 @@ def ending(run: Run) -> str | None:
     if run.ablated and (step := run.diverged()) is not None:  # train.py's advice is for runs that should have trained
         cause = f"attention.ablate={run.option('attention.ablate')}"
         return f"{run.called} was not finite at step {step:,}, which is the result of {cause}."
-    message = str(run.summary.get("message") or "").strip().rstrip(".")
-    return f"{run.called} failed after step {run.step:,}{f': {message}' if message else ''}."
+    message = f": {run.summary['message']}".rstrip(" .") if run.summary.get("message") else ""
+    return f"{run.called} failed after step {run.step:,}{message}."
 
 
 def notes_on(found: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
     """What to know about the runs: how they were found, how they ended, where they came from."""
     runs, notes = found.runs, list(found.notes)
     if len(sweeps) > 1:
-        apart = settings_apart([sweep.cells[0].runs[0] for sweep in sweeps])
-        names = [setting.partition("=")[0] for setting in apart[0]]
+        apart, *_ = settings_apart([sweep.cells[0].runs[0] for sweep in sweeps])
+        names = [setting.partition("=")[0] for setting in apart]
         notes.insert(0, f"The runs differ in {listed(names)}, so they are not all compared with each other.")
     for what, named in {
         "ran out of memory, which is a result too": [run.called for run in runs if run.out_of_memory],
@@ -303,8 +295,8 @@ def notes_on(found: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
             notes.append(f"The runs come from different {what}: {', '.join(known)}.")
     for run in runs:
         notes += [f"{run.called}: {note}" for note in run.notes]
-        probed, whole = run.probed_tokens(), (run.sequences, run.seq_len)
-        if probed and math.prod(probed) < math.prod(whole):
+        probed, whole = run.recorded("parity").get("tokens"), (run.sequences, run.seq_len)
+        if isinstance(probed, list) and math.prod(probed) < math.prod(whole):  # older runs wrote text
             notes.append(
                 f"{run.called}: the probe compared {probed[0]} x {probed[1]} of {whole[0]} x {whole[1]} tokens, "
                 "because the reference's scores of all did not fit the memory."

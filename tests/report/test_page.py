@@ -51,7 +51,7 @@ def page(folder: Path, report: Report) -> str:
 
 def test_every_file_is_written(folder: Path, report: Report) -> None:
     out = folder / "report"
-    assert {path.name for path in out.iterdir()} == {"index.html", "report.md", "runs.csv", "curves.csv", "figures"}
+    assert {path.name for path in out.iterdir()} == {"index.html", "report.md", "runs.csv", "figures"}
     drawings = [drawing for section in report.sections for drawing in section.drawings]
     names = {drawing.path.removeprefix("figures/").split("-")[1] for drawing in drawings}
     assert names == {"loss", "difference", "probe", "memory", "throughput", "crossover"}
@@ -134,14 +134,6 @@ def test_the_numbers_can_be_copied(folder: Path, report: Report) -> None:
     flash = next(run for run in runs if run.name == "parity-flash-2")
     assert float(rows["parity-flash-2"]["val_loss"]) == flash.final("val/loss")
     assert rows["wall-naive-1024"]["status"] == "out_of_memory"
-    with (folder / "report" / "curves.csv").open(newline="") as file:
-        curve = [
-            (int(row["step"]), float(row["value"]))
-            for row in csv.DictReader(file)
-            if row["run"] == "parity-flash-2" and row["metric"] == "train/loss"
-        ]
-    series = flash.series("train/loss")
-    assert curve == list(zip(series.steps.tolist(), series.values.tolist(), strict=True))
 
 
 def test_a_report_of_nothing_but_failures_says_so(tmp_path: Path) -> None:

@@ -131,20 +131,14 @@ def test_a_job_that_ended_before_its_record_began_failed_for_what_it_printed_las
     assert unfinished.status == "unfinished"
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path: Path, old: bool) -> None:
+def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path: Path) -> None:
     """Runs of an older version wrote it as text, which is passed over."""
-    folder = write_run(tmp_path / "3", "flash", steps=200)
-    lines = (folder / "metrics.jsonl").read_text()
-    assert notes(tmp_path) == []
-    first, last = lines.split('"parity/tokens": [12, 256]', 1)
-    (folder / "metrics.jsonl").write_text(
-        f'{first}"parity/tokens": {chr(34) + "1x128" + chr(34) if old else "[1, 128]"}{last}'
-    )
-    expected = (
-        "run 3: the probe compared 1 x 128 of 12 x 256 tokens, because the reference's scores of all did not fit "
-    )
-    assert notes(tmp_path) == ([] if old else [f"{expected}the memory."])
+    for n, tokens in enumerate(([12, 256], "1x128", [1, 128])):
+        write_run(tmp_path / str(n), "flash", n, steps=20, summary={"parity": {"tokens": tokens}})
+    assert notes(tmp_path) == [
+        "run 2: the probe compared 1 x 128 of 12 x 256 tokens, because the reference's scores of all did not fit the "
+        "memory."
+    ]
 
 
 def test_an_ablated_run_that_came_to_nan_gets_no_advice(tmp_path: Path) -> None:
