@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.run_folder import check_resumable
 from torch import Tensor
 
 import train as train_module
 from cli import compose
 from cli.launch import prepare
+from cli.resume import check_resumable
 from config import ConfigError, register
 from run_folder import read_metrics
 from sample import read_config
