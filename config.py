@@ -1,4 +1,4 @@
-"""The root configuration: the parts' dataclasses in one, known to Hydra."""
+"""The root configuration: the dataclasses of all parts in one, registered with Hydra."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from training.tracking.tracker import TrackingConfig
 
 
 class ConfigError(UserError, ValueError):
-    """An override that cannot be meant; the message says what can."""
+    """An invalid override; the message says what is valid."""
 
 
 @dataclass
 class Config:
-    """Everything a run is made from; `python train.py --help` explains it.
+    """The whole configuration of a run; `python train.py --help` explains it.
 
-    seed       of everything random
-    seq_len    tokens that enter the model at once
+    seed       for everything random
+    seq_len    length of a sequence, in tokens
     device     auto, cpu, cuda or cuda:N
-    resume     auto or a run folder: go on from its newest checkpoint
+    resume     auto or a run folder: continue from its newest checkpoint
     init_from  a folder or name of GPT-2 weights to start from
     """
 
@@ -63,7 +63,7 @@ def register() -> None:
 
 
 def keys(config_type: type = Config, prefix: str = "") -> Iterator[str]:
-    """Every name that can be overridden: seed, ..., attention.name, ..."""
+    """The names of all overrides: seed, ..., attention.name, ..."""
     hints = get_type_hints(config_type)
     for f in fields(config_type):
         if is_dataclass(hints[f.name]):
@@ -73,7 +73,7 @@ def keys(config_type: type = Config, prefix: str = "") -> Iterator[str]:
 
 
 def as_plain(value: Any) -> Any:
-    """Nested dicts, lists, numbers and names, from dataclasses, tuples and enums: what JSON and W&B know."""
+    """Dataclasses, tuples and enums as nested dicts, lists, numbers and names, for JSON and W&B."""
     if is_dataclass(value):
         return {f.name: as_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Enum):

@@ -22,7 +22,7 @@ from training.step import Trainer
 
 
 def attention_shape(config: Config, device: torch.device) -> AttentionShape:
-    """What the model will ask of its attention."""
+    """The model's requirements for its attention."""
     return AttentionShape(
         head_dim=config.model.n_embd // config.model.n_heads,
         n_heads=config.model.n_heads,
@@ -35,7 +35,7 @@ def attention_shape(config: Config, device: torch.device) -> AttentionShape:
 
 
 def build_model(config: Config, vocab_size: int, device: torch.device, precision: Precision) -> GPT:
-    """The model with its first weights: drawn from the seed, or those of `init_from`."""
+    """The model with its initial weights, drawn from the seed or loaded from `init_from`."""
     attend, training = build_attention(config.attention), config.training
     torch.manual_seed(config.seed)
     model = GPT(
@@ -58,7 +58,7 @@ def build_model(config: Config, vocab_size: int, device: torch.device, precision
 
 
 def build_meter(trainer: Trainer, pieces: Sequence[int] | None = None) -> StepMeter:
-    """What times the steps and counts their operations.
+    """The meter of step times and operations.
 
     pieces  lengths of the documents that a sample of rows is cut into; None: rows of one document
     """
@@ -74,7 +74,7 @@ def build_meter(trainer: Trainer, pieces: Sequence[int] | None = None) -> StepMe
 
 
 def build_probe(config: Config, device: torch.device) -> ParityProbe | None:
-    """The parity probe, where one is asked for."""
+    """The parity probe, if the configuration asks for one."""
     if not config.parity.every:
         return None
     return ParityProbe(config.parity, config.attention, attention_shape(config, device))
@@ -83,7 +83,7 @@ def build_probe(config: Config, device: torch.device) -> ParityProbe | None:
 def build_profiler(
     config: Config, folder: Path, device: torch.device, start: int, print: Callable[[str], None]
 ) -> Profiler:
-    """What records some of the steps after `start` on the first rank, where that is asked for."""
+    """The profiler of some steps after `start`, on the first rank, if the configuration asks for it."""
     wanted, first = config.training, World.from_environment().rank == 0
     return Profiler(
         folder,

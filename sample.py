@@ -6,11 +6,11 @@ python sample.py run=outputs/2026-11-21/10-00-00-flash export=my-gpt2
 run          the run folder to take the model from
 prompt       the text to continue; a fresh text if empty
 tokens       how many to add at most; an end-of-text token ends the text earlier
-temperature  divides the logits: 0 always takes the likeliest token, 1 draws from the model as it is
-top_k        draw among so many likeliest tokens; null: among all
+temperature  divides the logits: 0 always takes the likeliest token, 1 keeps the model's probabilities
+top_k        draw among the k likeliest tokens; null: among all
 seed         of the draws
-checkpoint   best (by validation loss, where one was measured) or newest
-attention    an implementation other than the run's own, for a device that the latter cannot use
+checkpoint   best (by validation loss, if it was measured) or newest
+attention    an implementation other than the run's, for a device that does not support that one
 device       auto, cpu, cuda, cuda:1
 export       a folder to write model.safetensors and config.json to, in Hugging Face's naming, instead
 """
@@ -66,9 +66,9 @@ class SampleConfig:
 
 
 def parse(arguments: list[str]) -> SampleConfig:
-    """The arguments, typed. A prompt is taken as it is: spaces at its end matter.
+    """The typed arguments. A prompt is taken verbatim: spaces at its end matter.
 
-    Raises UserError for a key that does not exist or a value that cannot be meant.
+    Raises UserError for an unknown key or an invalid value.
     """
     config = key_values(arguments, SampleConfig, "sample.py", verbatim=("run", "prompt", "export"))
     if not config.run:
@@ -79,7 +79,7 @@ def parse(arguments: list[str]) -> SampleConfig:
 
 
 def read_config(run: Path) -> Config:
-    """The composed configuration that the run was made from. Raises ConfigError."""
+    """The configuration of the run. Raises ConfigError."""
     register()  # the resolvers that the experiments' files use
     path = run / ".hydra" / "config.yaml"
     try:
@@ -92,7 +92,7 @@ def read_config(run: Path) -> Config:
 
 
 def load_weights(model: GPT, run: Path, which: Which) -> None:
-    """Load a checkpoint of the run and say which. A damaged best one is named, and the newest whole one taken."""
+    """Load a checkpoint of the run and print which; if the best is damaged, say so and load the newest whole one."""
     folder = run / "checkpoints"
     path = best_checkpoint(folder) if which is Which.best else None
     state = None
@@ -119,7 +119,7 @@ def stream(
     seed: int = 1337,
 ) -> Iterator[str]:
     """The continuation of a prompt, in pieces of whole characters, up to the end of the text."""
-    # A character may be spread over several tokens: it appears when its last byte does.
+    # A character may span several tokens: it appears with its last byte.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     start = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
     for token in model.generate(start, tokens, temperature, top_k, seed):
@@ -140,7 +140,7 @@ def export(model: GPT, folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Everything the command line does. Raises UserError."""
+    """Run the command line. Raises UserError."""
     config = parse(arguments)
     run = Path(config.run).expanduser()
     trained = read_config(run)
@@ -181,5 +181,5 @@ if __name__ == "__main__":
         fail(error)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Where a run computes, in what precision, and beside which other ranks: each decided once."""
+"""The device, precision and ranks of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DeviceError(UserError, ValueError):
 
 
 class Precision(Enum):
-    """What the model computes in. Weights, moments and the loss are fp32 throughout."""
+    """The precision of the model's computations. Weights, moments and the loss are always fp32."""
 
     auto = "auto"  # bf16 on a GPU, fp32 on a CPU
     fp32 = "fp32"
@@ -58,7 +58,7 @@ def resolve_precision(precision: Precision, device: torch.device) -> Precision:
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of one run, as torchrun says it.
+    """The place of this process among the ranks of a run, as set by torchrun.
 
     context  successive ranks that share the rows of a sequence; the others have other sequences
     """
@@ -70,7 +70,7 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """This process among those that have other sequences."""
+        """The place of this process among the ranks with different sequences."""
         return self.rank // self.context
 
     @property
@@ -79,12 +79,12 @@ class World:
 
     @property
     def context_rank(self) -> int:
-        """This process among those that have other rows of the same sequences."""
+        """The place of this process among the ranks with different rows of the same sequences."""
         return self.rank % self.context
 
     @classmethod
     def from_environment(cls) -> World:
-        """From RANK, WORLD_SIZE and LOCAL_RANK; alone where they are not set."""
+        """From RANK, WORLD_SIZE and LOCAL_RANK; a single process if they are not set."""
         return cls(
             *(
                 int(os.environ.get(name, default))

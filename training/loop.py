@@ -1,4 +1,4 @@
-"""The loop: updates, and between them what is logged, evaluated, compared and saved."""
+"""The training loop: updates, and between them logging, evaluation, parity probes and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from training.profiling.meters import StepMeter
 from training.profiling.profiler import Profiler
 from training.step import Trainer
 
-# What torch's allocators, and the system where a thread cannot have its stack, say of memory that is used up.
+# Messages of torch's allocators, and of the system when a thread gets no stack, about exhausted memory.
 SIGNS_OF_FULL_MEMORY = ("out of memory", "allocate memory", "can't start new thread", "temporarily unavailable")
 
 
 class OutOfMemory(UserError, RuntimeError):
-    """The run did not fit into memory; the message says what makes it smaller."""
+    """The run did not fit into memory; the message says how to make it smaller."""
 
 
 class Interruption:
-    """SIGINT and SIGTERM, kept until the step is finished; a second one acts as it would have without this.
+    """Defers SIGINT and SIGTERM until the step is finished; a second one acts at once.
 
-    number  of the signal that came, else None
+    number  of the signal received, else None
     """
 
     def __init__(self) -> None:
@@ -78,11 +78,11 @@ def fit(
     """Train from `start` updates to `training.steps`, or until `interruption`, and return the updates done.
 
     batches  on the device, in the order of (step, micro-step) from (start, 0) on
-    windows  what the validation loss is measured on
-    log      called with n and metrics, n updates being done
-    save     called with n and, where it was measured after n updates, the validation loss
+    windows  batches for the validation loss
+    log      called with n and metrics after n updates
+    save     called with n and the validation loss after n updates, if it was measured
 
-    Raises NonFiniteError, with what was saved before as it was.
+    Raises NonFiniteError; earlier checkpoints stay.
     """
     config = trainer.training
     if start == 0 and config.eval_every:
@@ -124,7 +124,7 @@ def fit(
         if is_due(config.eval_every):
             with meter.paused():
                 metrics["val/loss"] = trainer.evaluate(windows)
-        log(n, metrics)  # counts as training: whoever logs more often trains more slowly
+        log(n, metrics)  # counts as training time: frequent logging slows training
         if is_due(config.checkpoint_every) or (stopping and config.checkpoint_every):
             with meter.paused():
                 save(n, metrics.get("val/loss"))
@@ -134,7 +134,7 @@ def fit(
 
 
 def compare(probe: ParityProbe, trainer: Trainer, step: int, batch: Batch) -> dict[str, Any]:
-    """What the parity probe measures on the step's first micro-batch, with the dropout masks it will train with."""
+    """The parity probe's metrics on the step's first micro-batch, with the dropout masks of its training."""
     inputs, targets, *rest = batch
     key, scale = trainer.dropout_key_for(step, 0), trainer.scale.item()
     return probe.measure(trainer.whole_model(), inputs, targets, key, scale, rest[0] if rest else None)
@@ -142,7 +142,7 @@ def compare(probe: ParityProbe, trainer: Trainer, step: int, batch: Batch) -> di
 
 @contextmanager
 def oom_guard(sentence: str) -> Iterator[None]:
-    """Turn running out of memory into OutOfMemory with `sentence`, which says what does not fit and what would."""
+    """Turn running out of memory into OutOfMemory with `sentence`, which says what does not fit and what helps."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -152,7 +152,7 @@ def oom_guard(sentence: str) -> Iterator[None]:
 
 
 def too_large_model(model: GPTConfig, device: torch.device) -> str:
-    """The sentence for a model that does not fit even before it trains."""
+    """The sentence for a model that does not fit even without training."""
     return (
         f"A model with model.n_layers={model.n_layers} and model.n_embd={model.n_embd} does not fit the memory of "
         f"{device} with its gradients and moments; choose smaller ones, or a device with more memory."

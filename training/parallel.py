@@ -1,4 +1,4 @@
-"""How the work of a step is shared by several ranks."""
+"""How several ranks share the work of a step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from errors import UserError
 
 
 class ParallelError(UserError, ValueError):
-    """A way of sharing the work that these ranks cannot; the message says what to change."""
+    """A division of the work that these ranks do not support; the message says what to change."""
 
 
 class DataParallel(Enum):
     """What a rank keeps of weights, gradients and moments."""
 
     replicate = "replicate"  # everything
-    shard = "shard"  # some rows of each, gathered where they are needed: less memory, more communication
+    shard = "shard"  # some rows of each, gathered when needed: less memory, more communication
 
 
 @dataclass
@@ -27,7 +27,7 @@ class ParallelConfig:
 
     data       what each rank keeps of weights, gradients and moments
     context    ranks that share the rows of every sequence; 1: each rank has whole ones
-    context_by  what these exchange to attend: heads or keys
+    context_by what these ranks exchange to attend: heads or keys
     exact      add gradients in an order that does not depend on the number of ranks: the same losses, bit for bit
     timeout_s  seconds to wait for another rank before giving up
     """
@@ -40,7 +40,7 @@ class ParallelConfig:
 
 
 def check_parallel(config: ParallelConfig, ranks: int) -> None:
-    """Raise ParallelError for what these ranks cannot do."""
+    """Raise ParallelError for options that these ranks do not support."""
     if config.context < 1 or ranks % config.context:
         raise ParallelError(
             f"parallel.context={config.context} must divide the number of ranks, {ranks}; "

@@ -1,7 +1,7 @@
 """Weights, gradients and moments spread over the ranks by FSDP2: each rank keeps some rows of every parameter.
 
-What a step computes stays, bit for bit: the ranks add gradients in their fixed tree (exchange.py), and norms are taken
-of whole gradients.
+A step gives the same bits as without sharding: the ranks add gradients in the fixed tree (exchange.py), and norms are
+those of whole gradients.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class TreeReduceScatter:
 class WholeNorms:
     """The norms of sharded gradients, each taken of the whole gradient, as one process does.
 
-    A norm's bits depend on how its tensor is cut. So every parameter has an owner among the ranks, which gets the
-    others' rows of its gradient: one all-to-all that moves each rank's gradients once.
+    The bits of a norm depend on how its tensor is cut. So every parameter has an owner among the ranks, which receives
+    the other ranks' rows of its gradient in one all-to-all that moves each gradient once.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -104,13 +104,13 @@ class WholeNorms:
 
 
 def kept_by(rank: int, ranks: int, shape: torch.Size) -> int:
-    """Numbers of a tensor of this shape that a rank keeps: FSDP2 cuts the rows as torch.chunk does."""
+    """The number of elements that a rank keeps of a tensor of this shape: FSDP2 cuts rows like torch.chunk."""
     each = -(-shape[0] // ranks)
     return max(0, min(each, shape[0] - rank * each)) * shape[1:].numel()
 
 
 class ShardedTree(FixedTree):
-    """The fixed tree where FSDP2 has added the ranks' gradients of each micro-step already."""
+    """The fixed tree for gradients that FSDP2 has already added over the ranks in each micro-step."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(parameters, ranks=1)
@@ -124,7 +124,7 @@ class ShardedTree(FixedTree):
 def build_exchange(
     optimizer: torch.optim.Optimizer, world: World, micro_steps: int, config: ParallelConfig, sharded: bool
 ) -> Exchange:
-    """What a step of so many micro-batches on each of the ranks needs."""
+    """The exchange for a step of `micro_steps` micro-batches on each rank."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if sharded:
         return ShardedTree(parameters) if config.exact else AnyOrder(parameters, ranks=1)

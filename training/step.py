@@ -1,11 +1,11 @@
 """A training step as a pure function of its number.
 
 Everything random in a step comes from counters: the batch from (seed, step), dropout's masks from (seed, step, layer,
-sequence), what `attention.rng=torch` draws from a generator seeded afresh from (seed, step, micro-step, rank).
-Weights, moments and a step number are therefore all there is to a checkpoint.
+sequence), and the draws of `attention.rng=torch` from a generator seeded with (seed, step, micro-step, rank). So a
+checkpoint needs only weights, moments and a step number.
 
-Nothing in a step waits for the device: losses stay there until a step is logged, and the decision to leave the
-weights alone when a loss or gradient is not finite is taken there too.
+Nothing in a step waits for the device. Losses stay on it until a step is logged, and it decides itself to skip an
+update whose loss or gradient is not finite.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from training.parallel import DataParallel, ParallelConfig
 from training.sharding import build_exchange, gathered, shard, share_sequences
 from training.state import gather_state, restore_state
 
-# fp16's loss scale: halved by an overflow, doubled after so many steps without one.
+# fp16's loss scale is halved by an overflow and doubled after this many steps without one.
 FIRST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2000
 
 
@@ -64,12 +64,12 @@ class TrainingConfig:
     """What a user chooses under `training.*`.
 
     steps             updates of the weights
-    batch_size        sequences that one rank takes at once: a micro-batch
-    batch_tokens      tokens of one step over all ranks, gathered from micro-batches; None: one micro-batch a rank
+    batch_size        sequences per rank and micro-batch
+    batch_tokens      tokens of one step over all micro-batches and ranks; None: one micro-batch per rank
     precision         of the model's computations
     compile           torch.compile the model
     cuda_graph        with compile, on GPUs, without accumulation or sharding: replay the whole step as a CUDA graph
-    recompute         what the backward pass computes again: less memory, more time
+    recompute         what the backward pass recomputes: less memory, more time
     residual_in_fp32  in half precision, keep the residual stream in fp32: more exact, more memory, more time
     loss              how the loss over the vocabulary is computed
     log_every         steps between two lines of metrics.jsonl
@@ -77,9 +77,9 @@ class TrainingConfig:
     eval_batches      micro-batches of one evaluation on each rank
     eval_span         tokens of validation text taken in one piece, a multiple of seq_len; None: one window
     checkpoint_every  steps between two checkpoints, the last after training; 0: none
-    keep_last         checkpoints that are kept, besides the best
+    keep_last         checkpoints to keep, in addition to the best
     sample_tokens     tokens of text to print after training; 0: none
-    cpu_memory_gib    on a CPU, memory of its own that the process may take, as if it were a GPU of that size
+    cpu_memory_gib    on a CPU, limit of the process's own memory, as if it were a GPU of that size
     profile           record where the time of a few steps goes
     memory_snapshot   record every allocation of these steps on a GPU
     """
@@ -137,12 +137,12 @@ def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Ite
 
 
 def reseed(seed: int, step: int, micro_step: int, rank: int) -> None:
-    """Seed torch's default generators, on every device, for one micro-step: what `attention.rng=torch` draws from."""
+    """Seed torch's default generators on every device for one micro-step, for `attention.rng=torch`."""
     torch.manual_seed(int(np.random.SeedSequence((seed, step, micro_step, rank)).generate_state(1, np.uint64)[0]))
 
 
 class Trainer:
-    """A model, its optimizer, and the two things done with them: `update` and `evaluate`."""
+    """Updates and evaluates a model."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Trainer:
         self.blueprint = shard(self.model, device, parallel.exact) if sharded else None
         self.optimizer = OPTIMIZERS[optimizer.name](self.model, optimizer)
         self.network: Callable[..., Tensor] = self.model
-        if training.compile and sharded:  # between blocks, weights are gathered, which a graph cannot contain
+        if training.compile and sharded:  # weights are gathered between blocks, which one graph cannot contain
             for block in self.model.h:
                 block.compile()
         elif training.compile:
@@ -177,16 +177,16 @@ class Trainer:
         self.exchange = build_exchange(self.optimizer, world, self.micro_steps, parallel, sharded)
         self.replay: GraphedStep | None = None
         single = device.type == "cuda" and self.micro_steps == 1 and not sharded
-        # A profile tells kernels apart by the operations that launch them, which a replay does not have.
+        # A profile assigns kernels to the operations that launch them; a replay has no such operations.
         if training.compile and training.cuda_graph and single and not training.profile:
             self.replay = GraphedStep(self._whole_step, device)
 
-        # The loss is multiplied by `scale`, which only fp16 moves away from 1; `growth_tracker` counts since it moved.
+        # The loss is multiplied by `scale`, which is 1 except in fp16; `growth_tracker` counts steps since it changed.
         self.scale = torch.tensor(FIRST_SCALE if self.dtype is torch.float16 else 1.0, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int64, device=device)
         # Step, loss and gradient norm of the first update that was not finite; step -1: none.
         self.failure = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64, device=device)
-        # Device tensors, so that a new step neither recompiles the model nor makes it wait.
+        # Device tensors, so a new step neither recompiles the model nor waits.
         self.step, self.first_sequence = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self.key = DropoutKey(torch.tensor(seed, device=device), self.step, 0, self.first_sequence)
 
@@ -233,11 +233,11 @@ class Trainer:
         return self.network(inputs, targets, dropout_key=key, attend=attend, document_starts=document_starts, rows=rows)
 
     def _apply(self, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Update the weights from the step's gradients, and drop these."""
+        """Update the weights from the step's gradients, then clear the gradients."""
         norm = self.exchange.finish() / self.scale
         loss = add_losses(losses, self.world.size)
         overflow = ~norm.isfinite()
-        # An overflow in fp16 is not a failure as long as a smaller scale can avoid it.
+        # An overflow in fp16 is no failure as long as the scale can be reduced.
         failed = ~loss.isfinite() | (overflow & (self.scale <= 1))
         now = torch.stack([self.step.double(), loss.double(), norm.double()])
         self.failure.copy_(torch.where(failed & (self.failure[0] < 0), now, self.failure))
@@ -249,23 +249,23 @@ class Trainer:
         return loss, norm
 
     def _whole_step(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
-        """A step of one micro-batch, as far as it is the device's."""
+        """The device work of a step of one micro-batch."""
         return self._apply([self._gradients(*batch)])
 
     def raise_failure(self) -> None:
-        """Raise NonFiniteError, which names the step, if an update was not finite. Waits for the device."""
+        """Raise NonFiniteError with the step if an update was not finite. Waits for the device."""
         step, loss, norm = self.failure.tolist()
         if step >= 0:
             raise NonFiniteError(int(step) + 1, loss, norm)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean loss over `batches`, which the ranks share out, without dropout."""
+        """Mean loss over `batches`, divided among the ranks, without dropout."""
         self.model.eval()
         losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
         rank, size = self.world.data_rank, self.world.data_size
         for i in range(rank, -(-len(batches) // size) * size, size):
-            # Sharded ranks take part in every forward pass of the others: one without a batch repeats the last.
+            # Sharded ranks take part in every forward pass of the others; a rank without a batch repeats its last.
             inputs, targets, *rest = (tensor.to(self.device) for tensor in batches[min(i, len(batches) - 1)])
             with self.autocast():
                 loss = self._loss(inputs, targets, rest[0] if rest else None, None)
@@ -281,11 +281,11 @@ class Trainer:
         return self.model if self.blueprint is None else gathered(self.model, self.blueprint)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """All that a checkpoint holds besides the step, on this rank."""
+        """This rank's part of a checkpoint, except the step."""
         return gather_state(self.model, self.optimizer, self._scaling())
 
     def load(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint of `state`, whatever number of ranks wrote it. Raises CheckpointError."""
+        """Continue from a checkpoint of `state`, written by any number of ranks. Raises CheckpointError."""
         restore_state(checkpoint, self.model, self.optimizer, self._scaling())
 
     def _scaling(self) -> dict[str, Tensor]:

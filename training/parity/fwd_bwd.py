@@ -1,4 +1,4 @@
-"""One forward and backward pass beside the training, and how far two of them are apart: what the probe is made of."""
+"""A forward and backward pass outside the training, and the differences of two of them, for the probe."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fwd_bwd(
 ) -> FwdBwd:
     """One pass through `model` with `attend`, computing in `dtype`; no parameter's .grad is touched.
 
-    Half precisions are autocast, as in training; fp64 copies the parameters.
+    Half precisions use autocast, as in training; fp64 copies the parameters.
     """
     device = inputs.device.type
     step = FwdBwdModule(model)
@@ -94,9 +94,9 @@ class FwdBwdModule(nn.Module):
 
 
 def differences(a: FwdBwd, b: FwdBwd) -> Differences:
-    """How far a is from b."""
+    """The differences of a and b."""
     dtype = accum_dtype(torch.promote_types(a.logits.dtype, b.logits.dtype))
-    # One sequence at a time: copies of all logits in `dtype` may be more memory than there is.
+    # One sequence at a time: copies of all logits in `dtype` may not fit the memory.
     logits = torch.stack([(x.to(dtype) - y.to(dtype)).abs().max() for x, y in zip(a.logits, b.logits, strict=True)])
     errors = torch.stack([relative_error(a.gradients[name], b.gradients[name]) for name in b.gradients])
     return Differences(
@@ -114,19 +114,19 @@ def relative_error(a: Tensor, b: Tensor) -> Tensor:
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that can still be allocated on `device`, as far as the system says."""
+    """Bytes that can still be allocated on `device`, according to the system."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not every system counts them
+    except (ValueError, OSError):  # not every system reports them
         return math.inf
 
 
 @contextlib.contextmanager
 def memory_returned(device: torch.device) -> Iterator[None]:
-    """On the way out, return the memory that the allocator keeps in reserve to the device."""
+    """At the end of the block, return the allocator's unused memory to the device."""
     try:
         yield
     finally:
@@ -136,7 +136,7 @@ def memory_returned(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_precision_products() -> Iterator[None]:
-    """fp32 matrix products in fp32, without TF32, whatever the run allows itself."""
+    """fp32 matrix products without TF32, whatever the run's settings."""
     allowed = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -1,17 +1,16 @@
-"""The probe that asks, in the middle of a run, what another attention would have computed.
+"""The probe compares a run's attention with another one during the run.
 
-A training micro-batch goes forward and backward three times more through the weights of the moment:
+A training micro-batch goes forward and backward three more times, at the current weights:
 
     run        the run's attention, in the run's precision, uncompiled
     reference  another attention, in the same precision
     exact      the reference in a higher precision: fp32 beside bf16 and fp16, fp64 beside fp32
 
-with the same dropout masks, which are the training step's.
-`run - reference` is what the choice of attention changes; `reference - exact` is what rounding alone changes,
-the floor below which a difference says nothing. Of two right implementations each is about as far from `exact`
-as the other, so they differ by no more than a small multiple of the floor.
+with the dropout masks of the training step. `run - reference` is the effect of the choice of attention;
+`reference - exact` is the effect of rounding alone, the floor below which a difference says nothing. Two right
+implementations are about equally far from `exact`, so they differ by a small multiple of the floor at most.
 
-The probe is a spectator: gradients and weights are left as they were found, and nothing is drawn from a generator.
+The probe changes no weight, gradient or random-number generator.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from training.parity.fwd_bwd import (
 
 log = logging.getLogger(__name__)
 
-# A probe takes at most this part of the memory that is free when it starts.
+# A probe takes at most this fraction of the memory that is free when it starts.
 MEMORY_SHARE = 0.8
 
 
@@ -64,7 +63,7 @@ class ParityConfig:
 
 
 class ParityError(UserError, ValueError):
-    """A comparison that would mean nothing; the message says what to change."""
+    """A meaningless comparison; the message says what to change."""
 
 
 def check_parity(config: ParityConfig, attention: AttentionConfig, shape: AttentionShape) -> None:
@@ -101,15 +100,15 @@ class ParityProbe:
         """
         config     as `check_parity` accepts it
         attention  the run's
-        shape      what the model asks of its attention; its dtype is the precision of the run
+        shape      the model's requirements for its attention; its dtype is the precision of the run
         """
         self.config, self.shape = config, shape
         self.exact_dtype = exact_dtype(shape.dtype)
         self.reference = build_attention(reference_config(config, attention))
-        self.window: tuple[int, int] | None = None  # the largest (sequences, tokens) that fitted, once one did not
+        self.window: tuple[int, int] | None = None  # the largest (sequences, tokens) that fits, known after a failure
 
     def is_due(self, step: int) -> bool:
-        """Whether update `step`, counted from 0, is one to probe."""
+        """Whether to probe update `step`, counted from 0."""
         return self.config.every > 0 and step % self.config.every == 0
 
     def measure(
@@ -129,8 +128,8 @@ class ParityProbe:
         loss_scale       multiplies the loss before the backward pass (fp16), and is divided out again
         document_starts  (B, T), where batches tell documents apart
 
-        Returns `parity/*` as docs/experiments.md lists them. Where three passes do not fit the memory, fewer
-        sequences or fewer tokens are compared, which is logged and shows in parity/tokens.
+        Returns `parity/*` as docs/experiments.md lists them. If three passes do not fit the memory, it compares fewer
+        sequences or fewer tokens, logs that, and reports the size in parity/tokens.
         """
         B, T = self.window or self._first_window(model, *inputs.shape)
         while True:
@@ -202,10 +201,10 @@ class ParityProbe:
 
 
 def beyond_rounding(measured: Mapping[str, Any]) -> str | None:
-    """What in a measurement rounding does not explain: a sentence, or None where it explains everything.
+    """A sentence on the difference that rounding does not explain, or None.
 
-    Logits and gradients may differ by PARITY_MARGIN times the noise. The loss does not enter: the difference of two
-    scalars is close to zero by accident too often to be a floor.
+    Logits and gradients may differ by PARITY_MARGIN times the noise. The loss does not count: the difference of two
+    scalars is too often close to zero by accident.
     """
     for name, what in (
         ("logits_max_diff", "a logit"),
@@ -218,7 +217,7 @@ def beyond_rounding(measured: Mapping[str, Any]) -> str | None:
 
 
 def _rank(value: Any) -> float:
-    """A number to compare by, with NaN above all others. metrics.jsonl has "nan" and "inf" as text."""
+    """A sort key with NaN above all numbers. metrics.jsonl has "nan" and "inf" as text."""
     return math.inf if math.isnan(float(value)) else float(value)
 
 
@@ -243,5 +242,5 @@ def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def smaller(B: int, T: int) -> tuple[int, int]:
-    """Half of the sequences or, of a single one, half of its tokens."""
+    """Half of the sequences or, for a single one, half of its tokens."""
     return (B // 2, T) if B > 1 else (1, max(1, T // 2))
