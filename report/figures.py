@@ -164,9 +164,10 @@ def draw_steps(figure: Figure, palette: Palette, curves: Curves, metric: str, co
         # Dashes that leave room for each other, so that curves that coincide show in turns.
         line = (4.0 * (n - 1), (4.0, 4.0 * (others - 1))) if coincide and n and others > 1 else "-"
         width = 3.2 if coincide and n == 0 and others else 1.5
+        axes.plot([], [], color=looks[name].colour, lw=width, label=name)  # solid in the legend
         for run in runs:
             series, val = run.series(metric).finite(), run.series("val/loss").finite()
-            axes.plot(*series, color=looks[name].colour, ls=line, lw=width, label=name, zorder=2 + 0.1 * n)
+            axes.plot(*series, color=looks[name].colour, ls=line, lw=width, zorder=2 + 0.1 * n)
             if metric == "train/loss" and len(val.steps) > 1:
                 axes.plot(
                     *val, ls="", marker=looks[name].marker, color=looks[name].colour, mec=palette["surface"], mew=0.8,

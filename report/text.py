@@ -57,7 +57,7 @@ def parity_answer(verdicts: Sequence[Verdict], reference: str) -> Answer:
     for verdict in verdicts:
         groups.setdefault((verdict.label, verdict.outcome), []).append(verdict)
     names, bullets = dict[Outcome, list[str]](), []
-    for (label, its), found in groups.items():
+    for (label, its), found in sorted(groups.items(), key=lambda group: group[0][1] is not Outcome.broken):
         mixed = any(other == label and o is not its for other, o in groups)
         name = f"{label} ({listing([verdict.cell.short for verdict in found])})" if mixed else label
         names.setdefault(its, []).append(name)
@@ -253,8 +253,8 @@ def _costs(sweep: Sweep, table: Table, reference: str) -> Bullets:
             memory = (
                 f" and takes {percent((ours.memory_gib or 0) / (theirs.memory_gib or 1))} of {whose}" if both else ""
             )
-            speed = f"{ours.tokens_per_s / theirs.tokens_per_s:.2g} times as fast as {reference}"
-            bullets.append((label, f"It trains {speed}{memory}."))
+            speed = f"{ours.tokens_per_s / theirs.tokens_per_s:.2g} times "
+            bullets.append((label, f"It trains {speed if speed != '1 times ' else ''}as fast as {reference}{memory}."))
     return bullets
 
 
