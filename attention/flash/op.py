@@ -6,6 +6,8 @@ break; the dropout key is a tensor among their arguments, so new steps and repla
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -59,8 +61,7 @@ def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-@torch.library.custom_op("gpt_attention::flash_forward", mutates_args=())
-def flash_forward(
+def run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -89,13 +90,15 @@ def flash_forward(
     return out, lse, lse2
 
 
+flash_forward = torch.library.custom_op("gpt_attention::flash_forward", run_forward, mutates_args=())
+
+
 @flash_forward.register_fake
 def _(q, k, v, *_):
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32), rows_like(q)
 
 
-@torch.library.custom_op("gpt_attention::flash_backward", mutates_args=())
-def flash_backward(
+def run_backward(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -125,6 +128,9 @@ def flash_backward(
         q, k, v = addressable(q), addressable(k), addressable(v)
         dsinks = backward(do, q, k, v, out, lse2, dq_dk_dv, extras, options, kernel_configs(q, k, extras, options))
     return gradients if dsinks is None else [*gradients, dsinks]
+
+
+flash_backward = torch.library.custom_op("gpt_attention::flash_backward", run_backward, mutates_args=())
 
 
 @flash_backward.register_fake
@@ -161,11 +167,11 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, *_):
+def _backward(ctx, do, *_, run: Callable[..., list[Tensor]] = flash_backward):
     gradients: dict[str, Tensor] = {}
     if do is not None:
         q, k, v, out, lse2, *extras = ctx.saved_tensors
-        found = flash_backward(do, q, k, v, out, lse2, *extras, *ctx.options)
+        found = run(do, q, k, v, out, lse2, *extras, *ctx.options)
         if Extras(*extras).sinks is not None:
             gradients["sinks"] = found.pop()
         gradients |= zip("qkv", split_qkv_grad(found, q, k), strict=True)
@@ -173,6 +179,20 @@ def _backward(ctx, do, *_):
 
 
 flash_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+class Eager(torch.autograd.Function):
+    """The operators without torch's dispatcher, which takes longer over so many arguments than short kernels run."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = run_forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, do, *_):
+        return _backward(ctx, do, run=run_backward)
 
 
 class FlashAttention(Attention):
@@ -215,7 +235,8 @@ class FlashAttention(Attention):
             ends=bounds(layout.document_ends),
         )
         q, k, v = prepared(q), prepared(k), prepared(v)
-        out, lse, _ = flash_forward(q, k, v, *extras, *options)
+        run = flash_forward if torch.compiler.is_compiling() else Eager.apply
+        out, lse, _ = run(q, k, v, *extras, *options)
         return AttentionOutput(out[..., :D], lse)
 
 
