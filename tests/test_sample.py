@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,11 +144,10 @@ def test_arguments_that_cannot_be_meant_are_refused_in_one_sentence(arguments, s
     assert "\n" not in str(raised.value)
 
 
-def test_failures_end_the_program_with_one_sentence(run):
-    script = Path(sample.__file__)
-    done = subprocess.run(
-        [sys.executable, script, f"run={run}", "top_k=0"], capture_output=True, text=True, cwd=script.parent
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error: top_k=0 must be at least 1; null draws among all tokens."
-    assert "Traceback" not in done.stderr
+def test_failures_end_the_program_with_one_sentence(run, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"run={run}", "top_k=0"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(sample.__file__, run_name="__main__")
+    assert ended.value.code == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "error: top_k=0 must be at least 1; null draws among all tokens."
