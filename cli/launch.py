@@ -59,10 +59,8 @@ def prepare(arguments: list[str]) -> list[str]:
             if "submitit" in launcher_class:
                 share_checkout()
             return arguments
-        if found.wrong:
-            refuse(found.wrong + swept_mistakes(found.right) + mistakes_of(found))
         flags = [argument for argument in arguments if argument not in args.overrides]
-        return [*flags, *checked_run(args.overrides)]
+        return [*flags, *checked_run(args.overrides, found)]
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error) from error
 
@@ -80,10 +78,14 @@ def check_sweep(found: Composition) -> DictConfig:
     return found.cfg
 
 
-def checked_run(overrides: list[str]) -> list[str]:
-    """The overrides of a run, including those of a run to resume. Raises UserError for mistakes in them."""
-    overrides = resumed(overrides)
-    found = compose_right(overrides)
+def checked_run(given: list[str], found: Composition) -> list[str]:
+    """The overrides of a run, including those of a run to resume. Raises UserError for mistakes in them.
+
+    found  what `given` compose
+    """
+    overrides = given if found.wrong else resumed(given)
+    if overrides != given:
+        found = compose_right(overrides)
     refuse(found.wrong + swept_mistakes(found.right) + mistakes_of(found))
     assert found.cfg is not None
     if World.from_environment().rank > 0:  # the first rank keeps the run folder
