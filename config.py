@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from attention import AttentionConfig
 from data.config import DataConfig
 from errors import UserError
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 from model.score import ScoreConfig
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parallel import ParallelConfig

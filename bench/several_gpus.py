@@ -31,7 +31,8 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from bench.measure import RESULTS, ROOT, environment, require_gpu, slug, write
-from model.gpt import GPT, GPTConfig, Positions, Recompute
+from model.config import GPTConfig, Positions, Recompute
+from model.gpt import GPT
 from model.loss import LossKind
 from training.device import Precision, World
 from training.optimizer import OptimizerConfig, ScheduleConfig

@@ -10,7 +10,7 @@ from attention import build_attention
 from config import Config
 from data.corpora import CORPORA, data_mistakes
 from errors import UserError
-from model.gpt import model_mistakes
+from model.config import model_mistakes
 from model.score import score_mistakes
 from parts import attention_shape
 from training.device import Precision, World, resolve_device, resolve_precision

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from attention.score import Score
 from errors import UserError
-from model.gpt import GPT, Positions
+from model.config import Positions
+from model.gpt import GPT
 
 PREFIX = "transformer."
 WEIGHTS = "model.safetensors"

@@ -16,7 +16,8 @@ import attention
 from attention import AttentionConfig, AttentionShape, build_attention
 from config import Config, as_plain
 from data import Batches, eval_batches
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from report.parity import Outcome, Verdict, judge
 from report.runs import find_runs
 from report.sweeps import cells_of

@@ -17,7 +17,8 @@ from config import Config, ConfigError
 from data import save_tokenizer
 from data.tokenizers import bytes_tokenizer
 from errors import UserError
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from sample import SampleConfig, Which, main, parse, stream
 from training.checkpoint import save_checkpoint
 

@@ -20,7 +20,8 @@ from config import Config
 from data import DataConfig, Documents
 from data.tokenizers import bytes_tokenizer
 from errors import UserError
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from model.gpt2_weights import export_gpt2
 from model.score import ScoreConfig
 from run_folder import read_metrics

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from data import Batch
 from errors import UserError
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 from training.optimizer import learning_rate
 from training.parity.probe import ParityProbe
 from training.profiling.meters import StepMeter

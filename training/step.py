@@ -24,7 +24,8 @@ from attention import DropoutKey
 from attention.score import take_rows
 from data import Batch
 from errors import UserError
-from model.gpt import GPT, Recompute
+from model.config import Recompute
+from model.gpt import GPT
 from model.loss import LossKind
 from training.device import Precision, World
 from training.exchange import add_losses

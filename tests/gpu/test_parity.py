@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, AttentionShape, build_attention
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from training.device import Precision, World
 from training.loop import compare
 from training.optimizer import OptimizerConfig, ScheduleConfig

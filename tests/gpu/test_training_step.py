@@ -10,8 +10,9 @@ from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, build_attention
 from attention.dropout import keep_mask
+from model.config import GPTConfig, Recompute
 from model.dropout import LAYER, draw_masks, drop
-from model.gpt import GPT, GPTConfig, Recompute
+from model.gpt import GPT
 from model.loss import LossKind, cross_entropy
 from model.softmax_kernel import launch_softmax_gradient
 from training.device import Precision, World

@@ -18,8 +18,10 @@ from attention import AttentionConfig, Score, build_attention
 from attention.dropout import DropoutKey, keep_mask
 from attention.interface import AttentionShape, UnsupportedAttention
 from attention.naive import NaiveAttention
+from model.blocks import gelu, rotate, rotation_table
+from model.config import GPTConfig, ModelError, Positions, Recompute
 from model.embedding import Lookup, lookup_gradient
-from model.gpt import GPT, GPTConfig, ModelError, Positions, Recompute, gelu, rotate, rotation_table
+from model.gpt import GPT
 from model.loss import LossKind
 
 SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from attention import AttentionConfig, build_attention
 from model import gpt2_weights
-from model.gpt import GPT, GPTConfig, Positions
+from model.config import GPTConfig, Positions
+from model.gpt import GPT
 from model.gpt2_weights import WeightsError, export_gpt2, load_gpt2
 
 transformers = pytest.importorskip("transformers")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attention import AttentionConfig, Layout, Score, ScoreError, build_attention
-from model.gpt import GPT, GPTConfig, Positions
+from model.config import GPTConfig, Positions
+from model.gpt import GPT
 from model.gpt2_weights import WeightsError, export_gpt2
 from model.score import ScoreConfig, describe_score, layer_scores
 from training.optimizer import OPTIMIZERS, OptimizerConfig

@@ -17,7 +17,8 @@ import torch
 from attention import AttentionConfig, build_attention
 from attention.context import ContextBy
 from data import Batches
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from training.checkpoint import newest_valid, save_checkpoint
 from training.device import Precision, World
 from training.optimizer import OptimizerConfig, ScheduleConfig

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, build_attention
-from model.gpt import GPT, GPTConfig, Recompute
+from model.config import GPTConfig, Recompute
+from model.gpt import GPT
 from model.loss import LossKind
 from training.device import Precision, World
 from training.optimizer import OptimizerConfig, ScheduleConfig

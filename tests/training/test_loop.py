@@ -17,7 +17,8 @@ from torch import Tensor
 
 from attention import AttentionConfig, AttentionShape, DropoutRng, build_attention
 from data import Batch, Batches
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from tests.training.old_checkpoint import format_1
 from training.device import Precision, World
 from training.loop import Interruption, OutOfMemory, compare, fit, oom_guard, too_large_step

@@ -12,7 +12,8 @@ from torch import Tensor
 import attention
 from attention import AttentionConfig, AttentionOutput, AttentionShape, DropoutKey, DropoutRng, Score, build_attention
 from attention.naive import NaiveAttention
-from model.gpt import GPT, GPTConfig, Recompute
+from model.config import GPTConfig, Recompute
+from model.gpt import GPT
 from tests.wrong_attention import CLASSES, WRONG
 from training.parity import probe as parity
 from training.parity.fwd_bwd import fwd_bwd

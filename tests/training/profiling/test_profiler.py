@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attention import AttentionConfig, build_attention
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from training.profiling.profiler import (
     CATEGORIES,
     ProfileError,
