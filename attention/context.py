@@ -1,14 +1,14 @@
 """One sequence over several ranks: an attention that wraps another.
 
-Each rank has the queries, keys and values of a part of every sequence, its `rows`. Two ways to bring together what
-belongs together:
+Each rank has the queries, keys and values of a part of every sequence, its `rows`. There are two ways to attend across
+ranks:
 
     heads  All-to-all: a rank gets all rows of some of the heads, attends, and sends the results back. Jacobs et al.
            2023, "DeepSpeed Ulysses". Needs heads that the ranks can share evenly.
-    keys   Every rank gets all keys and values, and attends with its own queries. So that causal work is shared evenly,
-           rank r of W has the r-th part of a sequence cut into 2 W, and the r-th from the end.
+    keys   Every rank gets all keys and values, and attends with its own queries. A sequence is cut into 2 W parts, and
+           rank r of W has the r-th part and the r-th from the end, so that causal work is shared evenly.
 
-Dropout keys tell the wrapped attention where in the whole call its part lies, so masks are those of one process.
+Dropout keys say where in the whole call a rank's part lies, so masks are those of one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The functional collectives are what torch.compile traces; their module has no public name yet.
+# torch.compile traces the functional collectives only; their module has no public name yet.
 from torch.distributed import _functional_collectives as collectives
 
 from attention.interface import Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention

@@ -1,7 +1,7 @@
 """torch's FlexAttention, compiled: the yardstick for windows, documents, biases, caps and sinks.
 
-Its mask and score functions, and the block masks that let it leave out what no query sees, come from the same Score and
-Layout that the other implementations read. It has no dropout, and no backward pass on a CPU.
+Its mask and score functions, and the block masks that skip invisible tiles, come from the same Score and Layout that
+the other implementations read. It has no dropout, and no backward pass on a CPU.
 
 Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels".
 """
@@ -45,7 +45,7 @@ class FlexAttention(Attention):
                 "attention=naive, tiled or flash."
             )
         self.compiled = torch.compile(flex_attention, dynamic=False)
-        # By what decides a mask; with the documents' tensor and its version, since its values may change in place.
+        # Keyed by what determines a mask; with the tensor of documents and its version, as it may change in place.
         self.block_masks: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
 
     def check(self, shape: AttentionShape) -> None:
@@ -60,7 +60,7 @@ class FlexAttention(Attention):
         if on_cpu and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise UnsupportedAttention("attention=flex has no backward pass on a CPU; choose attention=tiled.")
         T, S = q.shape[2], k.shape[2]
-        # On a CPU compilation would take longer than what it speeds up.
+        # On a CPU compiling would take longer than it saves.
         attend: Callable[..., Any] = flex_attention if on_cpu else self.compiled
         out, aux = attend(
             q,

@@ -3,8 +3,8 @@
     Score    fixed for a layer: what a kernel is compiled for
     Layout   where queries and keys stand, and which document each belongs to: tensors of a batch
 
-A query's visible keys are always an interval of keys, whatever is combined: `key_intervals` gives it, and masks, the
-tiles to visit and the rows that see nothing all follow from it.
+The visible keys of a query are always one interval, also when everything is combined. `key_intervals` computes it;
+masks, the tiles to visit and the rows that see nothing all follow from it.
 
     s = c tanh(scale q k^T / c) - slope_h (i - j)          soft cap, then ALiBi; i and j are positions
     p = exp(s) / (exp(sink_h) + sum over visible keys of exp(s))
@@ -25,14 +25,14 @@ Range = tuple[int, int]  # start, stop
 
 
 class ScoreError(UserError, ValueError):
-    """A score or layout that means nothing; the message says what would."""
+    """An invalid score or layout; the message says what is valid."""
 
 
 @dataclass(frozen=True)
 class Score:
     """Who sees whom and how scores are changed, in one layer. Hashable.
 
-    causal    a query sees no key behind its own position
+    causal    a query sees no key after its own position
     window    keys a query sees, its own included; None: all. Beltagy et al. 2020, "Longformer"; Jiang et al. 2023,
               "Mistral 7B"
     soft_cap  c in c tanh(s / c), which keeps scores between -c and c; None: no cap. Gemma Team 2024, "Gemma 2"
@@ -58,7 +58,7 @@ class Score:
             raise ScoreError("A window and ALiBi look back from the query: they need causal=True.")
 
     def features(self) -> dict[str, str]:
-        """What goes beyond plain causal attention: name -> the override that asks for it."""
+        """The features beyond plain causal attention: name -> the override that asks for it."""
         return {
             name: override
             for name, override, asked in (
@@ -77,11 +77,11 @@ class Layout(NamedTuple):
 
     q_start          position of the first query; None: the last query stands at the last key's position
     k_start          position of the first key
-    document_starts  (B, L) int32, for each position of a row that at which its document begins; None: one document
+    document_starts  (B, L) int32, for each position of a row the start of its document; None: one document
     document_ends    (B, L) int32, one past the document's last position
 
-    Rows may have any number of documents: the tensors' shapes do not tell, so nothing compiles anew and a CUDA graph
-    stays valid. A kernel finds the bounds of a tile of queries in its first and last entries.
+    The shapes do not depend on the number of documents, so new documents neither cause recompilation nor invalidate a
+    CUDA graph. A kernel finds the bounds of a tile of queries in its first and last entries.
     """
 
     q_start: int | None = None
@@ -94,7 +94,7 @@ class Layout(NamedTuple):
         return self.k_start + S - T if self.q_start is None else self.q_start
 
     def features(self) -> dict[str, str]:
-        """What goes beyond one document whose ends meet: name -> what asks for it."""
+        """The features beyond one document with default positions: name -> the override that asks for it."""
         asked = {"documents": "data.documents=mask"} if self.document_starts is not None else {}
         return asked | ({"offsets": "q_start or k_start"} if self.q_start is not None or self.k_start else {})
 
@@ -114,7 +114,7 @@ def packed(cu_seqlens: Tensor, length: int) -> Layout:
     cu_seqlens  (n + 1,) integers, where each document begins and, last, the row's length, as flash-attn's varlen has
                 them. Two equal ones are an empty document.
 
-    Looks at the values, so it waits for the device. Raises ScoreError.
+    Reads the values, so it waits for the device. Raises ScoreError.
     """
     bounds = cu_seqlens.tolist()
     if not bounds or bounds[0] != 0:
@@ -146,7 +146,7 @@ class KeyIntervals(NamedTuple):
 
     first, end     (T,) or, with documents, (B, T) int64
     begins, stops  whether `first` is ever above 0 and `end` ever below the number of keys
-    sighted        whether no query can see nothing: where each stands among the keys, it sees its own position at least
+    sighted        whether every query sees a key for certain: one that stands among the keys sees its own position
     """
 
     first: Tensor

@@ -1,11 +1,11 @@
 """torch's own scaled_dot_product_attention, the yardstick: one call, several kernels behind it.
 
-`attention.backend` names the kernel; `auto` leaves the choice to torch. None of them can replay the keep mask of
-attention/dropout, so dropout needs `attention.rng=torch`: the mask is then the kernel's own, drawn from torch's
-default generator, and a run with it can be compared with others in distribution only.
+`attention.backend` names the kernel; `auto` leaves the choice to torch. None of them can draw the mask of
+attention/dropout, so dropout needs `attention.rng=torch`. The kernel then draws its own mask from torch's default
+generator, and its runs match others in distribution only.
 
-A window, documents and queries that are not aligned with the keys are masks to it: T x S bits in memory for each
-sequence. ALiBi, soft caps and sinks it does not have, or not in fp32.
+Windows, documents and queries that are not aligned with the keys need a mask in memory, T x S for each sequence. ALiBi,
+soft caps and sinks are not supported.
 """
 
 from __future__ import annotations

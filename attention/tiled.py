@@ -3,10 +3,10 @@
     forward    Dao 2023, "FlashAttention-2", algorithm 1: the online softmax
     backward   the same paper, algorithm 2: scores recomputed from q, k and the log-sum-exp
 
-The score matrix is cut into tiles of block_q x block_k, and no more than one tile of it exists at a time, so
-memory is linear in the sequence: the backward keeps q, k, v, out and lse. Tiles in which no query sees a key, above the
-causal diagonal, outside the window or of other documents, are never visited. The dropout mask is drawn tile by tile,
-and drawn again in the backward.
+The score matrix is cut into tiles of block_q x block_k, and only one tile exists at a time. So memory is linear in the
+sequence: the backward keeps q, k, v, out and lse. Tiles in which no query sees a key (above the causal diagonal,
+outside the window, of other documents) are never visited. The dropout mask is drawn tile by tile, and again in the
+backward.
 
 Names are the paper's; the prefix b_ marks a tile. Tiles of q have the shape (B, H_kv, G, block_q, D) and tiles of
 k and v (B, H_kv, 1, block_k, D), where G = H // H_kv query heads share a key/value head.
@@ -88,7 +88,7 @@ class Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, key, slopes, sinks, starts, ends, settings):
         tensors = (q, k, v, key, slopes, sinks, starts, ends)
-        # torch.compile sees one operation: the loops, unrolled, would be a graph of thousands.
+        # One operation for torch.compile: unrolled, the loops would be a graph of thousands.
         compiling = torch.compiler.is_compiling()
         out, lse = forward_op(*tensors, *settings) if compiling else forward(*tensors, settings)
         ctx.save_for_backward(*tensors, out, lse)

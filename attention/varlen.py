@@ -19,11 +19,11 @@ def varlen(attend: Attention, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tenso
 
     q           (total, H, D)
     k, v        (total, H_kv, D)
-    cu_seqlens  (n + 1,) integers: where each sequence begins and, last, total. Their values are looked at
-    options     score, scale, dropout_key, slopes, sinks and return_lse, as Attention.__call__ has them; dropout
-                numbers the rows and columns of the whole
+    cu_seqlens  (n + 1,) integers: the start of each sequence and, last, total. Reading them waits for the device
+    options     score, scale, dropout_key, slopes, sinks and return_lse, as in Attention.__call__. Dropout addresses
+                rows and columns of the whole tensor
 
-    Returns out (total, H, D) and, if asked for, lse (H, total). Raises ScoreError for bounds that are not such.
+    Returns out (total, H, D) and, if asked for, lse (H, total). Raises ScoreError for invalid bounds.
     """
     layout = packed(cu_seqlens.to(q.device), q.shape[0])
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, H, total, D)
