@@ -34,9 +34,10 @@ class Point(NamedTuple):
 
     @property
     def loss(self) -> float | None:
-        """The final validation loss, else the training loss; None where there is no finite one."""
+        """The final validation loss, else the training loss; None where a run was cut short or it is not finite."""
         loss = self.train_loss if self.val_loss is None else self.val_loss
-        return loss if self.trained and loss is not None and math.isfinite(loss) else None
+        whole = all(run.status == "completed" for run in self.runs)
+        return loss if whole and loss is not None and math.isfinite(loss) else None
 
 
 class Crossover(NamedTuple):

@@ -55,7 +55,7 @@ def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
                 f"{point.at:,}" if sweep.axis else ", ".join(point.cell.where) or DASH,
                 point.label,
                 verdict.outcome.value if verdict else DASH,
-                f"{times(probe.ratio)} ({probe.checks} checks)" if probe else DASH,
+                times(probe.ratio).removesuffix(" times") if probe else DASH,
                 _state(point),
                 loss(point.train_loss),
                 loss(point.val_loss),
@@ -66,7 +66,7 @@ def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
                 memory(predicted[point.label].get(point.at)),
             ]
         )
-    columns = [sweep.axis or "settings", "implementation", "parity", "beside rounding", "outcome", "train loss"]
+    columns = [sweep.axis or "settings", "implementation", "parity", "times rounding", "outcome", "train loss"]
     columns += ["val loss", "tokens/s", "step", "MFU (causal)"]
     columns += [f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}", "predicted"]
     title = f"By {sweep.axis}" if sweep.axis else f"By {'setting' if len(sweep.cells) > 1 else 'implementation'}"

@@ -231,7 +231,7 @@ def _ranking(sweep: Sweep, costs: Bullets) -> Answer:
     """The setting or implementation with the lowest loss, and the next; `costs` instead where there is one setting."""
     found = [point for point in ranked(sweep) if point.loss is not None]
     if not found:
-        return Answer("No run logged a loss", "open", costs)
+        return Answer("No run has completed with a loss", "open", costs)
     kind = "training" if found[0].val_loss is None else "validation"
     names = [", ".join(point.cell.where) or point.label for point in found]
     if len(sweep.cells) == 1:
@@ -277,8 +277,7 @@ def notes_on(found: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
     """What to know about the runs: how they were found, how they ended, where they came from."""
     runs, notes = found.runs, list(found.notes)
     if len(sweeps) > 1:
-        apart, *_ = settings_apart([sweep.cells[0].runs[0] for sweep in sweeps])
-        names = [setting.partition("=")[0] for setting in apart]
+        names = [s.partition("=")[0] for s in settings_apart([sweep.cells[0].runs[0] for sweep in sweeps])[0]]
         notes.insert(0, f"The runs differ in {listed(names)}, so they are not all compared with each other.")
     for what, named in {
         "ran out of memory, which is a result too": [run.called for run in runs if run.out_of_memory],

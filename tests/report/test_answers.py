@@ -181,6 +181,8 @@ def test_settings_are_ranked_by_their_loss_and_parity_is_not_spoken_of(tmp_path:
     lowest = {"0.001": 3.5, "0.003": 3.25, "0.01": 4.0}
     for lr, loss in lowest.items():
         write_run(tmp_path / lr, overrides={"optimizer.lr": float(lr)}, summary={"val_loss": loss})
+    failed = {"status": "failed", "stop": 100, "summary": {"val_loss": 3.0}}  # earlier losses do not compare
+    write_run(tmp_path / "1", overrides={"optimizer.lr": 1.0}, **failed)  # type: ignore[arg-type]
     headline, _, bullets = answered(tmp_path)
     assert headline == "The lowest validation loss: optimizer.lr=0.003"
     assert bullets == [
@@ -189,7 +191,7 @@ def test_settings_are_ranked_by_their_loss_and_parity_is_not_spoken_of(tmp_path:
     ]
     table = cell_table(only_sweep(tmp_path), [])
     assert table is not None
-    assert [row[0] for row in table.rows] == [f"optimizer.lr={lr}" for lr in ("0.003", "0.001", "0.01")]
+    assert [row[0] for row in table.rows] == [f"optimizer.lr={lr}" for lr in ("0.003", "0.001", "0.01", "1.0")]
 
 
 def test_devices_are_compared_by_their_throughput(tmp_path: Path) -> None:

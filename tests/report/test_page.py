@@ -171,6 +171,7 @@ addEventListener("load", () => {{
         const a = box(text), b = box(text.closest("svg"));
         return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
       }}).map(text => text.textContent),
+      cut: [...page.querySelectorAll(".scroll")].filter(table => table.scrollWidth > table.clientWidth + 1).length,
       background: getComputedStyle(page.body).backgroundColor,
     }};
   }});
@@ -214,6 +215,7 @@ def test_the_page_opens_in_a_browser_on_a_phone_and_on_a_desk(page: str, report:
         assert frame["scrollWidth"] <= frame["width"], "the page scrolls sideways"
         assert frame["smallest"] >= 8, "labels are too small to read"
         assert frame["outside"] == [], "labels are cut off"
+    assert measured[1]["cut"] == 0, "a table is cut off on a desk"
 
 
 @needs_browser
