@@ -176,8 +176,9 @@ def example(model: GPT, trainer: Trainer, data: PreparedData) -> str:
 def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
     """What runs where, with what `auto` chose."""
     device, precision, auto = trainer.device, trainer.training.precision.value, " (auto)"
+    path = trainer.model.attend.path(attention_shape(config, device), config.seq_len)
     parts = [
-        f"attention={config.attention.name}",
+        f"attention={config.attention.name}" + (f" ({path} kernels)" if path else ""),
         *([] if config.score == ScoreConfig() else [f"score={describe_score(config.score)}"]),
         *([] if config.data.documents is Documents.ignore else [f"documents={config.data.documents.name}"]),
         f"model={config.model.name}: {trainer.model.num_parameters():,} parameters",

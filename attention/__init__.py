@@ -15,6 +15,7 @@ from attention.interface import (
     AttentionOutput,
     AttentionShape,
     DropoutRng,
+    KernelPath,
     SDPABackend,
     UnsupportedAttention,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "AttentionShape",
     "DropoutKey",
     "DropoutRng",
+    "KernelPath",
     "Layout",
     "SDPABackend",
     "Score",

@@ -51,6 +51,14 @@ class SDPABackend(Enum):
     math = "math"
 
 
+class KernelPath(Enum):
+    """The kernels of attention=flash; `auto` takes those that were measured to be the fastest (flash/paths.py)."""
+
+    auto = "auto"
+    plain = "plain"
+    hopper = "hopper"
+
+
 @dataclass
 class AttentionConfig:
     """What a user chooses under `attention.*`.
@@ -63,6 +71,7 @@ class AttentionConfig:
     ablate     leave out one line of the online softmax (tiled)
     backend    which of torch's kernels to use (sdpa)
     allow_tf32 let fp32 matrix products round their inputs to TF32 (flash)
+    path       whose kernels to use: plain Triton for every GPU, or those for Hopper (flash)
 
     Every implementation reads `name` and `dropout`; an option it does not read is refused unless left at its default.
     """
@@ -75,6 +84,7 @@ class AttentionConfig:
     ablate: Ablation = Ablation.none
     backend: SDPABackend = SDPABackend.auto
     allow_tf32: bool = False
+    path: KernelPath = KernelPath.auto
 
 
 # What an implementation may lack: see Score.features and Layout.features.
@@ -163,6 +173,10 @@ class Attention(ABC):
             self.check_features(score.features())
         if shape.documents:
             self.check_features({"documents": "data.documents=mask"})
+
+    def path(self, shape: AttentionShape, T: int) -> str | None:
+        """The kernels that would serve a model's layers on sequences of T tokens; None where there is but one kind."""
+        return None
 
     def check_features(self, features: Mapping[str, str]) -> None:
         """Raise UnsupportedAttention unless this class has all `features`: name -> the override that asks for it."""

@@ -104,7 +104,7 @@ def test_the_summary_tells_how_the_run_went(config: Config) -> None:
     assert told["val_loss"] == evaluated[8]
     assert told["best_val_loss"] == min(evaluated.values())
     assert evaluated[told["best_val_step"]] == told["best_val_loss"]
-    assert (told["attention"], told["overrides"]) == ("naive", ["seed=1"])
+    assert (told["attention"], told["attention_path"], told["overrides"]) == ("naive", None, ["seed=1"])
     assert told["config"]["training"]["precision"] == "auto"
     assert told["precision"] == "fp32"
     assert told["device"]["type"] == "cpu"

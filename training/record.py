@@ -152,6 +152,7 @@ class Record(NullRecord):
             "message": message,
             "non_finite_step": non_finite_step,
             "attention": trainer.model.attend.name,
+            "attention_path": trainer.model.attend.path(self.origin.shape, trainer.model.seq_len),
             "config": self.origin.config,
             "overrides": self.origin.overrides,
             "step": self.step,

@@ -17,7 +17,7 @@ class Options(NamedTuple):
     """What a call asks for beside its tensors: the fields of Score and Layout that are no tensors, and these.
 
     Dropout drops `threshold` of the 256 byte values. q_start and k_start are None where the last query stands at the
-    last key.
+    last key. `path` is AttentionConfig's.
     """
 
     causal: bool
@@ -28,6 +28,7 @@ class Options(NamedTuple):
     soft_cap: float | None = None
     q_start: int | None = None
     k_start: int | None = None
+    path: str = "auto"
 
 
 class Extras(NamedTuple):

@@ -14,24 +14,18 @@ from torch import Tensor
 
 from attention import gpu
 from attention.dropout import drop_threshold
-from attention.flash.configs import Extras, KernelConfigs, Options, choose
+from attention.flash.configs import Extras, Options
 from attention.gpu import ALIGNMENT, HAS_TRITON
 from attention.interface import FEATURES, Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
 
 if HAS_TRITON:
     import triton
 
-    from attention.flash.backward import backward
-    from attention.flash.forward import forward
+    from attention.flash.paths import PATHS, Problem, choose_path, describe, describe_path
     from attention.flash.tiles import addressable, rows_like
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def kernel_configs(q: Tensor, k: Tensor, extras: Extras, options: Options) -> KernelConfigs:
-    """The block sizes for these queries and keys."""
-    return choose(q.shape[-1], k.shape[2], q.dtype, gpu.capability(q.device), options, extras)
 
 
 def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -78,15 +72,17 @@ def run_forward(
     soft_cap: float | None,
     q_start: int | None,
     k_start: int | None,
+    path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and lse2 as `forward` gives them; see Extras for the tensors and Options for the rest."""
     check(q.shape[-1], q.dtype, q.device)
     out = torch.empty_like(q)
     extras = Extras(key, slopes, sinks, starts, ends)
-    options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start)
+    options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start, path)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
-        lse, lse2 = forward(q, k, v, out, extras, options, kernel_configs(q, k, extras, options))
+        chosen = choose_path(path, describe(q, k, extras, options), backward=False)
+        lse, lse2 = PATHS[chosen].forward(q, k, v, out, extras, options)
     return out, lse, lse2
 
 
@@ -118,15 +114,17 @@ def run_backward(
     soft_cap: float | None,
     q_start: int | None,
     k_start: int | None,
+    path: str,
 ) -> list[Tensor]:
     """The gradients of q, k and v, as `empty_gradients` lays them out, and where there are sinks theirs."""
     gradients = empty_gradients(q, k, v)
     dq_dk_dv = split_qkv_grad(gradients, q, k)
     extras = Extras(key, slopes, sinks, starts, ends)
-    options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start)
+    options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start, path)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
-        dsinks = backward(do, q, k, v, out, lse2, dq_dk_dv, extras, options, kernel_configs(q, k, extras, options))
+        chosen = choose_path(path, describe(q, k, extras, options), backward=True)
+        dsinks = PATHS[chosen].backward(do, q, k, v, out, lse2, dq_dk_dv, extras, options)
     return gradients if dsinks is None else [*gradients, dsinks]
 
 
@@ -199,12 +197,26 @@ class FlashAttention(Attention):
     """FlashAttention-2 in Triton, with dropout that replays (attention/flash/)."""
 
     name = "flash"
-    options = frozenset({"allow_tf32"})
+    options = frozenset({"allow_tf32", "path"})
     supports = FEATURES
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)
         check(shape.head_dim, shape.dtype, shape.device)
+        self.path(shape, 0)
+
+    def path(self, shape: AttentionShape, T: int) -> str:
+        paths = [describe_path(self.config.path.value, problem) for problem in self.problems(shape, T)]
+        return " and ".join(sorted(set(paths)))
+
+    def problems(self, shape: AttentionShape, T: int) -> list[Problem]:
+        """What each of the model's layers asks of the kernels."""
+        documents = {"documents"} if shape.documents else set()
+        capability, dropout = gpu.capability(shape.device), self.dropout > 0
+        return [
+            Problem(shape.head_dim, shape.dtype, frozenset(documents | set(score.features())), dropout, T, capability)
+            for score in shape.scores
+        ]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
         D, scale, score, layout = q.shape[-1], terms.scale, terms.score, terms.layout
@@ -226,6 +238,7 @@ class FlashAttention(Attention):
             soft_cap=score.soft_cap,
             q_start=layout.query_start(q.shape[2], k.shape[2]) if offsets else None,
             k_start=layout.k_start if offsets else None,
+            path=self.config.path.value,
         )
         extras = Extras(
             key=key,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import AttentionConfig, DropoutKey, build_attention, documents, gpu, keep_mask
+from attention import AttentionConfig, DropoutKey, KernelPath, build_attention, documents, gpu, keep_mask
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -27,7 +27,8 @@ TOKENS, HIDDEN = 16384, 2048
 
 
 def flash(dropout: float = 0.0, **options):
-    return build_attention(AttentionConfig("flash", dropout=dropout, **options))
+    """The plain kernels; tests/gpu/test_hopper.py has the others."""
+    return build_attention(AttentionConfig("flash", dropout=dropout, path=KernelPath.plain, **options))
 
 
 def grid() -> list[Case]:
@@ -279,7 +280,7 @@ def test_first_step_compiles_in_less_than_20_seconds(tmp_path: Path):
     """In a process of its own, whose cache of compiled kernels is empty."""
     script = """
 import time, torch
-from attention import AttentionConfig, DropoutKey, build_attention
+from attention import AttentionConfig, DropoutKey, KernelPath, build_attention
 q, k, v = (torch.randn(2, 4, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 torch.cuda.synchronize()
 start = time.perf_counter()

@@ -1,0 +1,68 @@
+"""Tile sizes of the Hopper kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+HEAD_DIMS = range(33, 129)  # in tiles of 64 or 128 columns
+# The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward).
+FASTER_FROM = {
+    (64, False, False): 8192,
+    (64, False, True): math.inf,
+    (64, True, False): math.inf,
+    (64, True, True): 2048,
+    (128, False, False): 1024,
+    (128, False, True): 1024,
+    (128, True, False): 2048,
+    (128, True, True): 1024,
+}
+
+
+class ForwardBlocks(NamedTuple):
+    """The forward's shape.
+
+    consumers  of 64 queries each
+    k          rows of a key tile
+    columns    of all tiles: the head size, rounded up
+    stages     key tiles in flight
+    registers  of a consumer's thread
+    in_turn    whether the consumers start their products in turn
+    """
+
+    consumers: int
+    k: int
+    columns: int
+    stages: int
+    registers: int
+    in_turn: bool
+
+
+class BackwardBlocks(NamedTuple):
+    """The backward's shape: rows of a query tile and of a key tile, columns of all tiles, query tiles in flight."""
+
+    q: int
+    k: int
+    columns: int
+    stages: int
+
+
+def forward_blocks(head_dim: int, dropout: bool) -> ForwardBlocks:
+    """The forward's shape for a head size of HEAD_DIMS."""
+    if head_dim > 64:
+        return ForwardBlocks(consumers=2, k=128, columns=128, stages=2, registers=240, in_turn=False)
+    if dropout:  # the mask needs the registers of a third consumer
+        return ForwardBlocks(consumers=2, k=128, columns=64, stages=4, registers=240, in_turn=False)
+    return ForwardBlocks(consumers=3, k=128, columns=64, stages=4, registers=160, in_turn=True)
+
+
+def backward_blocks(head_dim: int) -> BackwardBlocks:
+    """The backward's shape for a head size of HEAD_DIMS."""
+    if head_dim > 64:
+        return BackwardBlocks(q=64, k=128, columns=128, stages=2)
+    return BackwardBlocks(q=64, k=128, columns=64, stages=3)
+
+
+def is_faster(head_dim: int, dropout: bool, length: int, backward: bool) -> bool:
+    """Whether the forward or the backward was measured to be faster than the plain one for a head size of HEAD_DIMS."""
+    return length >= FASTER_FROM[64 if head_dim <= 64 else 128, dropout, backward]

@@ -1,0 +1,130 @@
+"""The kernel paths of attention=flash: which kernels serve a call, its forward and its backward each by itself.
+
+`attention.path` names one; `auto` takes the first that serves the call and was measured to be faster than plain there.
+Both directions hand on the same log-sum-exp and draw the same mask, so that they can be of different paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention.flash import backward as plain_backward
+from attention.flash import forward as plain_forward
+from attention.flash.configs import Extras, KernelConfigs, Options, choose
+from attention.flash.hopper import backward as hopper_backward
+from attention.flash.hopper import forward as hopper_forward
+from attention.flash.hopper.configs import HEAD_DIMS, backward_blocks, forward_blocks, is_faster
+from attention.gpu import INTERPRET, capability
+from attention.interface import UnsupportedAttention
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a path is chosen by.
+
+    features    of Score and Layout that the call asks for, of FEATURES
+    length      queries or keys of a sequence, the fewer
+    capability  of the GPU
+    """
+
+    head_dim: int
+    dtype: torch.dtype
+    features: frozenset[str]
+    dropout: bool
+    length: int
+    capability: tuple[int, int]
+
+
+class Path(NamedTuple):
+    """Kernels for both directions, and what they are for.
+
+    refusal  why the path cannot serve a problem, None where it can
+    pays     whether it was measured to be faster than `plain`, for the backward or the forward
+    forward, backward  as those of attention/flash/forward.py and backward.py
+    """
+
+    refusal: Callable[[Problem], str | None]
+    pays: Callable[[Problem, bool], bool]
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor, Extras, Options], tuple[Tensor, Tensor]]
+    backward: Callable[..., Tensor | None]
+
+
+def kernel_configs(q: Tensor, k: Tensor, extras: Extras, options: Options) -> KernelConfigs:
+    """The block sizes of the plain kernels for these queries and keys."""
+    return choose(q.shape[-1], k.shape[2], q.dtype, capability(q.device), options, extras)
+
+
+def describe(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Problem:
+    """The problem of a call."""
+    asked = {
+        "full": not options.causal,
+        "window": options.window is not None,
+        "soft_cap": options.soft_cap is not None,
+        "alibi": extras.slopes is not None,
+        "sinks": extras.sinks is not None,
+        "documents": extras.starts is not None,
+        "offsets": options.q_start is not None,
+    }
+    features = frozenset(name for name, is_asked in asked.items() if is_asked)
+    length = min(q.shape[2], k.shape[2])
+    return Problem(q.shape[-1], q.dtype, features, options.threshold > 0, length, capability(q.device))
+
+
+def hopper_refusal(problem: Problem) -> str | None:
+    """What of a problem the Hopper kernels do not serve."""
+    if INTERPRET.value or problem.capability[0] != 9:
+        return "needs a GPU of compute capability 9.0 (Hopper)"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bf16 or fp16, not {problem.dtype}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"takes head sizes from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not {problem.head_dim}"
+    others = sorted(problem.features - {"full"})
+    return f"does not serve {', '.join(others)}" if others else None
+
+
+PATHS = {
+    "hopper": Path(
+        refusal=hopper_refusal,
+        pays=lambda problem, backward: is_faster(problem.head_dim, problem.dropout, problem.length, backward),
+        forward=lambda q, k, v, out, extras, options: hopper_forward.forward(
+            q, k, v, out, extras.key, options, forward_blocks(q.shape[-1], options.threshold > 0)
+        ),
+        backward=lambda do, q, k, v, out, lse2, gradients, extras, options: hopper_backward.backward(
+            do, q, k, v, out, lse2, gradients, extras.key, options, backward_blocks(q.shape[-1])
+        ),
+    ),
+    "plain": Path(
+        refusal=lambda problem: None,
+        pays=lambda problem, backward: True,
+        forward=lambda q, k, v, out, extras, options: plain_forward.forward(
+            q, k, v, out, extras, options, kernel_configs(q, k, extras, options)
+        ),
+        backward=lambda do, q, k, v, out, lse2, gradients, extras, options: plain_backward.backward(
+            do, q, k, v, out, lse2, gradients, extras, options, kernel_configs(q, k, extras, options)
+        ),
+    ),
+}
+
+
+def choose_path(name: str, problem: Problem, backward: bool) -> str:
+    """The path that serves a problem in one direction: `name`, or the first that pays where that is auto.
+
+    Raises UnsupportedAttention where `name` cannot serve it.
+    """
+    if name == "auto":
+        return next(n for n, path in PATHS.items() if path.refusal(problem) is None and path.pays(problem, backward))
+    refusal = PATHS[name].refusal(problem)
+    if refusal is not None:
+        raise UnsupportedAttention(f"attention.path={name} {refusal}; choose attention.path=auto.")
+    return name
+
+
+def describe_path(name: str, problem: Problem) -> str:
+    """The paths of both directions as one reads them: "hopper", or "hopper forward, plain backward"."""
+    forward, backward = (choose_path(name, problem, backward) for backward in (False, True))
+    return forward if forward == backward else f"{forward} forward, {backward} backward"

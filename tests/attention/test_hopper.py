@@ -1,0 +1,129 @@
+"""The Hopper path without a Hopper GPU: who is served by which kernels, and what the compiler makes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from attention import AttentionConfig, AttentionShape, KernelPath, Score, UnsupportedAttention, build_attention, gpu
+from attention.flash import paths
+from attention.flash.paths import Problem, choose_path, describe_path
+
+ROOT = Path(__file__).parents[2]
+PROBLEM = Problem(128, torch.bfloat16, frozenset(), dropout=False, length=4096, capability=(9, 0))
+EVERY_LENGTH = range(0, 2**17, 64)
+
+# Bytes of registers that a thread may spill. The full mask's forward spills outside its loop, once a tile of queries;
+# the backward at head size 128 has no register left, and spills a few addresses. Nothing spills a tile.
+SPILLED = {"forward-64-full-exact": 192, "forward": 0, "backward-64": 0, "backward-128": 40}
+SHARED = 232_448  # bytes of a multiprocessor that a program may have
+
+
+@pytest.fixture
+def hopper_gpu(monkeypatch):
+    """As if a Hopper GPU were at hand."""
+    monkeypatch.setattr(paths, "INTERPRET", triton.language.constexpr(False))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+
+
+def shape(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, **options) -> AttentionShape:
+    return AttentionShape(head_dim, 4, 4, dtype, torch.device("cuda:0"), **options)
+
+
+def flash(**options):
+    return build_attention(AttentionConfig("flash", path=KernelPath.hopper, **options))
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"capability": (8, 0)}, r"needs a GPU of compute capability 9.0 \(Hopper\)"),
+        ({"capability": (10, 0)}, r"needs a GPU of compute capability 9.0 \(Hopper\)"),
+        ({"dtype": torch.float32}, "takes bf16 or fp16, not torch.float32"),
+        ({"head_dim": 32}, "takes head sizes from 33 to 128, not 32"),
+        ({"head_dim": 192}, "takes head sizes from 33 to 128, not 192"),
+        ({"features": frozenset({"window", "sinks", "full"})}, "does not serve sinks, window;"),
+    ],
+    ids=["Ampere", "Blackwell", "fp32", "narrow", "wide", "score"],
+)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_what_the_hopper_kernels_cannot_do_is_refused_where_named_and_left_to_plain_by_auto(
+    other, reason, backward, hopper_gpu
+):
+    problem = replace(PROBLEM, **other)
+    with pytest.raises(UnsupportedAttention, match=rf"attention.path=hopper {reason}.*choose attention.path=auto"):
+        choose_path("hopper", problem, backward)
+    assert choose_path("auto", problem, backward) == choose_path("plain", problem, backward) == "plain"
+
+
+def test_a_path_that_cannot_serve_a_layer_is_refused_when_the_model_is_built(hopper_gpu):
+    flash().check(shape(scores=(Score(), Score(causal=False))))
+    with pytest.raises(UnsupportedAttention, match=r"attention.path=hopper does not serve window"):
+        flash().check(shape(scores=(Score(), Score(window=64))))
+    with pytest.raises(UnsupportedAttention, match=r"attention.path=hopper does not serve documents"):
+        flash().check(shape(documents=True))
+
+
+def test_other_implementations_have_no_kernel_path():
+    with pytest.raises(UnsupportedAttention, match=r"attention.path=plain has no effect with attention=tiled"):
+        build_attention(AttentionConfig("tiled", path=KernelPath.plain))
+    assert build_attention(AttentionConfig("tiled")).path(shape(), 1024) is None
+
+
+def test_a_named_path_serves_both_directions_at_every_length(hopper_gpu):
+    for path in ("plain", "hopper"):
+        assert {describe_path(path, replace(PROBLEM, length=length)) for length in EVERY_LENGTH} == {path}
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("dropout", [False, True], ids=["exact", "dropout"])
+def test_auto_changes_to_the_hopper_kernels_once_as_rows_grow(head_dim, dropout, hopper_gpu):
+    for backward in (False, True):
+        chosen = [
+            choose_path("auto", replace(PROBLEM, head_dim=head_dim, dropout=dropout, length=n), backward)
+            for n in EVERY_LENGTH
+        ]
+        assert chosen == sorted(chosen, reverse=True)  # plain, then hopper
+
+
+def test_a_model_s_paths_are_told_layer_by_layer(hopper_gpu):
+    attend = build_attention(AttentionConfig("flash"))
+    assert attend.path(shape(), 4096) == "hopper"
+    assert attend.path(shape(head_dim=64), 16384) == "hopper forward, plain backward"
+    assert attend.path(shape(scores=(Score(window=64), Score())), 4096) == "hopper and plain"
+
+
+def compiled(names: list[str]) -> dict[str, dict]:
+    """What tests/attention/compiled.py says of configurations, or of all of them."""
+    command = [sys.executable, "-m", "tests.attention.compiled", *names]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {line.pop("name"): line for line in map(json.loads, done.stdout.splitlines())}
+
+
+def assert_no_product_waits(reports: dict[str, dict]) -> None:
+    """No registers spill and no product is serialised: either would cost the overlap that the kernels are built for."""
+    for name, report in reports.items():
+        spilled = next(limit for prefix, limit in SPILLED.items() if name.startswith(prefix))
+        assert report["serialised"] == [], name
+        assert report["spilled"] <= spilled, (name, report)
+        assert report["shared"] <= SHARED, (name, report)
+
+
+def test_the_kernels_compile_for_hopper_without_spills():
+    assert_no_product_waits(compiled(["forward-128-causal-exact-bf16", "backward-128-causal-exact-bf16"]))
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_hopper_without_spills():
+    assert_no_product_waits(compiled([]))

@@ -1,0 +1,214 @@
+"""The Hopper kernels on a Hopper GPU, forced: the grid of shapes, the mask, and what may race or wait for ever."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, DropoutKey, KernelPath, build_attention, keep_mask
+from tests.attention.reference import KEY, Case, assert_accurate, formula
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+
+HEAD_SIZES = (40, 59, 64, 80, 96, 111, 128)
+# Around the edges of tiles of 64 queries, of two or three of them, and of 128 keys; few queries; few keys.
+LENGTHS = (
+    (113, 203), (108, 256), (1023, 1024), (1, 239), (799, 3), (63, 64), (64, 65), (127, 129), (128, 128), (129, 127),
+    (191, 193), (192, 255), (257, 257), (300, 5),
+)  # fmt: skip
+HEADS = ((4, 4), (4, 2), (3, 1))
+DROPOUT = pytest.mark.parametrize("dropout", [0.0, 0.17])
+
+
+def flash(dropout: float = 0.0, path: KernelPath = KernelPath.hopper):
+    return build_attention(AttentionConfig("flash", dropout=dropout, path=path))
+
+
+def grid() -> list[Case]:
+    """Every pair of lengths meets every number of heads or two head sizes."""
+    cases = []
+    for n, (T, S) in enumerate(LENGTHS):
+        for m in range(2):
+            D, (H, H_kv) = HEAD_SIZES[(2 * n + m) % len(HEAD_SIZES)], HEADS[(n + m) % len(HEADS)]
+            cases.append(Case(2, H, H_kv, T, S, D))
+    return cases
+
+
+def run(attend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = attend(q, k, v).out
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), do)
+
+
+@DROPOUT
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", grid(), ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
+def test_error_is_a_small_multiple_of_the_plain_formula_s(case, causal, dropout):
+    # With three keys, dq is what is left when delta cancels dP, and delta comes from a rounded output.
+    factor = 4.0 if case.S == 3 else 3.0
+    assert_accurate(flash(dropout), replace(case, causal=causal, dropout=dropout), torch.bfloat16, "cuda", factor)
+
+
+@DROPOUT
+@pytest.mark.parametrize("case", grid()[::5], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
+def test_error_in_fp16(case, dropout):
+    assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.float16, "cuda", factor=4.0)
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 17, 128])
+def test_large_inputs_do_not_overflow(T):
+    assert_accurate(flash(), Case(2, 2, 2, T, T, 64, spread=25.0), torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("offset", [-300.0, 300.0])
+def test_the_log_sum_exp_may_be_far_from_zero(offset):
+    q, k, v, _ = Case(1, 2, 2, 200, 200, 64).tensors(torch.bfloat16, "cuda")
+    q[..., 0], k[..., 0] = offset / 10, 80.0  # adds offset to every score
+    lse = flash()(q, k, v, return_lse=True).lse
+    scores = (q.double() @ k.double().mT / 8).masked_fill(
+        ~torch.ones(200, 200, device="cuda").tril().bool(), -torch.inf
+    )
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_the_mask_is_that_of_the_plain_kernels_also_in_the_backward(D):
+    """With v and do made of unit vectors, out and dv are the kept weights themselves: zero exactly where dropped."""
+    T = D
+    q, k, _, _ = Case(2, 3, 3, T, T, D).tensors(torch.bfloat16, "cuda")
+    unit = torch.eye(T, D, device="cuda", dtype=torch.bfloat16).expand(2, 3, T, D).contiguous()
+    keep = keep_mask(KEY, 0.25, 2, 3, T, T, device="cuda") & torch.ones(T, T, device="cuda").tril().bool()
+    for path in (KernelPath.hopper, KernelPath.plain):
+        out, _, _, dv = run(partial(flash(0.25, path), dropout_key=KEY), q, k, unit, unit)
+        assert torch.equal(out != 0, keep), path
+        assert torch.equal(dv != 0, keep.mT), path
+
+
+@DROPOUT
+@pytest.mark.parametrize(("B", "H", "H_kv", "T", "S", "D"), [(4, 6, 2, 1000, 1000, 64), (2, 4, 4, 2100, 1990, 128)])
+def test_five_hundred_repeats_are_bitwise_equal_beside_other_work(B, H, H_kv, T, S, D, dropout):
+    tensors = Case(B, H, H_kv, T, S, D).tensors(torch.bfloat16, "cuda")
+    attend = partial(flash(dropout), dropout_key=KEY)
+    first, other = run(attend, *tensors), torch.cuda.Stream()
+    x = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    differs = torch.zeros((), dtype=torch.bool, device="cuda")
+    for n in range(500):
+        if n % 3 == 0:
+            with torch.cuda.stream(other):
+                x @ x
+        for a, b in zip(run(attend, *tensors), first, strict=True):
+            differs |= (a != b).any()
+    assert not differs
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_two_streams_at_once_do_not_share_counters(D):
+    tensors = Case(2, 8, 8, 1500, 1500, D).tensors(torch.bfloat16, "cuda")
+    first = run(flash(), *tensors)
+    torch.cuda.synchronize()
+    streams, results = (torch.cuda.Stream(), torch.cuda.Stream()), []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(run(flash(), *tensors))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, first, strict=True))
+
+
+def test_grids_of_any_size_end():
+    """From one program to four times the multiprocessors; a time limit ends programs that wait for ever."""
+    script = """
+import torch
+from attention import AttentionConfig, KernelPath, build_attention
+attend = build_attention(AttentionConfig("flash", path=KernelPath.hopper))
+n = torch.cuda.get_device_properties(0).multi_processor_count
+for H, T in ((1, 64), (1, 129), (n - 1, 128), (n, 128), (n + 1, 192), (1, 128 * n), (1, 256 * n), (4 * n, 128)):
+    q, k, v = (torch.randn(1, H, T, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    attend(q, k, v).out.sum().backward()
+    torch.cuda.synchronize()
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_long_rows_use_the_whole_mask():
+    """The last rows of 2 x 32768 x 32768 scores, more than 2**31 of them, and all their gradients beside plain's."""
+    T, rows, p = 32768, 48, 0.1
+    q, k, v, do = Case(1, 2, 1, T, T, 64).tensors(torch.bfloat16, "cuda")
+    out, *gradients = run(partial(flash(p), dropout_key=KEY), q, k, v, do)
+    keep = keep_mask(KEY, p, 1, 2, T, T, rows=(T - rows, T), device="cuda")
+    expected = formula(q[:, :, -rows:].float(), k.float(), v.float(), causal=True, keep=keep, rate=round(256 * p) / 256)
+    torch.testing.assert_close(out[:, :, -rows:].float(), expected, rtol=2e-2, atol=2e-3)
+    plain = run(partial(flash(p, KernelPath.plain), dropout_key=KEY), q, k, v, do)[1:]
+    for a, b in zip(gradients, plain, strict=True):
+        assert (a.float() - b.float()).norm() < 1e-2 * b.float().norm()
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_views_give_what_copies_give(D):
+    """Views of one projection, and a misaligned one: the same bits as from tensors of their own."""
+    fused = torch.randn(2, 300, 8, D, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (x.transpose(1, 2) for x in fused.split([4, 2, 2], dim=2))
+    do = torch.randn(2, 300, 4, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    shifted = torch.empty(q.numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(q.shape).copy_(q)
+    copies = run(flash(), *(x.contiguous() for x in (q, k, v, do)))
+    for x in (q, shifted):
+        assert all(torch.equal(a, b) for a, b in zip(run(flash(), x, k, v, do), copies, strict=True))
+
+
+def test_a_replayed_graph_draws_the_masks_of_its_key():
+    q, k, v, do = Case(2, 2, 2, 200, 200, 128).tensors(torch.bfloat16, "cuda")
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    step = torch.zeros((), dtype=torch.int64, device="cuda")
+    attend = flash(0.1)
+
+    def forward_backward(step: int | Tensor) -> list[Tensor]:
+        out = attend(q, k, v, dropout_key=DropoutKey(1, step, 0, 0)).out
+        return [out, *torch.autograd.grad(out, (q, k, v), do)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        forward_backward(step)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_backward(step)
+    for n in (3, 4):
+        step.fill_(n)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, forward_backward(n), strict=True))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_memory_at_16k_tokens(D):
+    """Output and gradients are 256 MiB, dq in fp32 128: there may be 12 besides."""
+    shape = (1, 2048 // D, 16384, D)
+    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+    attend = partial(flash(0.1), dropout_key=KEY)
+    torch.autograd.grad(attend(q, k, v).out, (q, k, v), do)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(attend(q, k, v).out, (q, k, v), do)
+    assert torch.cuda.max_memory_allocated() - before <= (256 + 140) * 2**20
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_run_on_the_gpu_of_their_tensors():
+    """While another GPU is the current one: the same results as on that one."""
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        tensors = Case(2, 4, 2, 300, 300, 128).tensors(torch.bfloat16, device)
+        results.append([x.cpu() for x in run(partial(flash(0.1), dropout_key=KEY), *tensors)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
