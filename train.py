@@ -119,6 +119,8 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
                 model = trainer.whole_model()
                 if world.rank == 0:
                     record.print(example(model, trainer, data))
+        trainer.release()
+    interruption.pass_on()
     return 0 if done == training.steps else 128 + (interruption.number or 0)
 
 

@@ -151,6 +151,7 @@ def measure(case: Case, world: World, device: torch.device) -> dict[str, Any]:
         for parameter in trainer.whole_model().parameters():
             digest.update(parameter.detach().cpu().numpy().tobytes())
         row["digest"] = digest.hexdigest()
+    trainer.release()
     return row
 
 

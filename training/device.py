@@ -58,7 +58,7 @@ def resolve_precision(precision: Precision, device: torch.device) -> Precision:
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among the ranks of a run, as set by torchrun.
+    """The place of this process among the ranks of a run, as set by torchrun or by Slurm's srun.
 
     context  successive ranks that share the rows of a sequence; the others have other sequences
     """
@@ -84,10 +84,9 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """From RANK, WORLD_SIZE and LOCAL_RANK; a single process if they are not set."""
-        return cls(
-            *(
-                int(os.environ.get(name, default))
-                for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-            )
-        )
+        """From torchrun's variables, else from those that srun sets for each task; a single process without either."""
+        torchrun, srun = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+        for rank, size, local_rank in (torchrun, srun):
+            if size in os.environ:
+                return cls(*(int(os.environ.get(name, 0)) for name in (rank, size, local_rank)))
+        return cls()

@@ -44,6 +44,12 @@ class GraphedStep:
         self.graph.replay()  # type: ignore[union-attr]
         return self.outputs
 
+    def release(self) -> None:
+        """Drop the graph; a further call records another."""
+        if self.graph is not None:
+            self.graph.reset()
+        self.graph, self.inputs, self.outputs = None, (), ()
+
     def _aside(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Call on the stream that will record, because autograd remembers the first stream it sees."""
         current = torch.cuda.current_stream(self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,9 @@ class OutOfMemory(UserError, RuntimeError):
 
 
 class Interruption:
-    """Defers SIGINT and SIGTERM until the step is finished; a second one acts at once.
+    """Defers SIGINT, SIGTERM and SIGUSR2 until the step is finished; a second one acts at once.
+
+    Slurm sends SIGUSR2 some time before a job ends if it was asked to (sbatch --signal=USR2@120).
 
     number  of the signal received, else None
     """
@@ -40,7 +43,7 @@ class Interruption:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
             self._handlers[number] = signal.signal(number, self._note)
         return self
 
@@ -51,6 +54,11 @@ class Interruption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         self.__exit__()
+
+    def pass_on(self) -> None:
+        """Give SIGUSR2 to whoever waited for it before, such as submitit, which then queues the job again."""
+        if self.number == signal.SIGUSR2 and callable(self._handlers[signal.SIGUSR2]):
+            os.kill(os.getpid(), signal.SIGUSR2)
 
     def agreed(self) -> bool:
         """Whether to stop after this step. Several ranks have to stop after the same one, so they ask each other: the

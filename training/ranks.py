@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -57,14 +58,18 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
             f"Rank {world.rank} lost {_names(missing)} in the middle of the run; look at what it printed last, "
             " and go on from the newest checkpoint with resume=<run folder>."
         ) from error
-    finally:
+    else:
         dist.destroy_process_group()
+    finally:
+        # After a failure the communicators of GPUs end with the process: to end them in order, all ranks are needed.
+        if device.type == "cpu" and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _meet(world: World, timeout_s: float) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT, once every rank has joined."""
     try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host, port = _address()
     except (KeyError, ValueError):
         raise RankError(
             f"RANK={world.rank} of WORLD_SIZE={world.size} needs MASTER_ADDR and MASTER_PORT to find the others; start "
@@ -94,6 +99,20 @@ def _meet(world: World, timeout_s: float) -> dist.Store:
             raise
         raise RankError(_did_not_come(world, [0], host, port, timeout_s)) from error
     return meeting
+
+
+def _address() -> tuple[str, int]:
+    """Where the ranks meet: as torchrun says or, for the tasks of a Slurm step, on its first node. Raises KeyError."""
+    if "MASTER_ADDR" in os.environ or "SLURM_STEP_NODELIST" not in os.environ:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
+    return first_node(os.environ["SLURM_STEP_NODELIST"]), 20_000 + (100 * job + step) % 10_000
+
+
+def first_node(nodes: str) -> str:
+    """Of a list as Slurm writes it: gpu[03-07,12],login1 begins with gpu03."""
+    head, bracket, numbers = nodes.partition("[") if "[" in nodes.split(",")[0] else (nodes.split(",")[0], "", "")
+    return head + re.split(r"[-,\]]", numbers)[0] if bracket else head
 
 
 def _did_not_come(world: World, absent: list[int], host: str, port: int, timeout_s: float) -> str:

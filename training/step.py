@@ -253,6 +253,11 @@ class Trainer:
         """The device work of a step of one micro-batch."""
         return self._apply([self._gradients(*batch)])
 
+    def release(self) -> None:
+        """Drop the recorded CUDA graph: while there is one, NCCL cannot end the communicators in it."""
+        if self.replay is not None:
+            self.replay.release()
+
     def raise_failure(self) -> None:
         """Raise NonFiniteError with the step if an update was not finite. Waits for the device."""
         step, loss, norm = self.failure.tolist()

@@ -37,6 +37,7 @@ def assembled(parts: list[Tensor], by: ContextBy) -> Tensor:
     return torch.cat(parts, dim=2)[:, :, positions.argsort()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("by", [ContextBy.heads, ContextBy.keys])
 @pytest.mark.parametrize("case", CASES)
@@ -60,6 +61,7 @@ def test_ranks_that_share_a_sequence_attend_as_one(
         torch.testing.assert_close(sum(rank["dsinks"] for rank in ranks), expected["dsinks"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [ContextBy.heads, ContextBy.keys])
 def test_compiled_as_one_graph_it_gives_the_same(found: list[dict[str, Any]], by: ContextBy) -> None:
     for rank in found:

@@ -282,7 +282,7 @@ def test_the_loss_of_a_line_is_that_of_its_update() -> None:
     assert logged == {2: expected[1], 4: expected[3], 6: expected[5]}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: signal.Signals) -> None:
     training = replace(TRAINING, log_every=1, eval_every=0, checkpoint_every=1000)
     recorder, before = Recorder(), signal.getsignal(number)
@@ -292,6 +292,20 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: signal.S
         assert interruption.number == number
         assert signal.getsignal(number) == before  # a second one acts at once
     assert recorder.events[-1][:2] == ("save", 4)
+
+
+def test_who_waited_for_slurms_signal_before_gets_it_after_the_run() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
+    try:
+        with Interruption() as interruption:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert interruption.agreed()
+        assert not came
+        interruption.pass_on()
+        assert came == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_a_failure_is_noticed_before_anything_is_saved() -> None:

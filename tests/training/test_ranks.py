@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from training.device import World
-from training.ranks import RankError, joined
+from training.ranks import RankError, _address, joined
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +50,30 @@ def test_a_rank_without_an_address_says_how_ranks_are_started(monkeypatch: pytes
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RankError, match=r"RANK=1 of WORLD_SIZE=2 needs MASTER_ADDR.*torchrun"):
         join(World(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu7", "gpu7"), ("gpu[03-07,12],login1", "gpu03"), ("a1,b[2-3]", "a1"), ("rack2-gpu[9]", "rack2-gpu9")],
+)
+def test_the_tasks_of_a_slurm_step_meet_on_its_first_node(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, first: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    slurm = {"PROCID": "5", "STEP_NUM_TASKS": "8", "LOCALID": "1", "JOB_ID": "123", "STEP_ID": "0"}
+    for name, value in (slurm | {"STEP_NODELIST": nodes}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert World.from_environment() == World(5, 8, 1)
+    assert _address() == (first, 22_300)
+
+
+def test_a_process_outside_a_slurm_step_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell of an allocation has the job's variables, and no task's."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert World.from_environment() == World()
 
 
 LOST = """

@@ -53,6 +53,7 @@ def test_terms_that_come_one_by_one_are_added_in_a_tree(count: int) -> None:
     assert torch.equal(counter.finish(), local_tree(terms))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exact", "sharded"])
 def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Found, name: str) -> None:
     (alone,) = found[1]
@@ -61,6 +62,7 @@ def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Fou
         assert rank[name] == alone["exact"]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_read_on_another_number_of_ranks(found: Found) -> None:
     """Of four sharded ranks on two, of two on one, of one on four replicated ones."""
     (alone,) = found[1]
@@ -70,6 +72,7 @@ def test_checkpoints_are_read_on_another_number_of_ranks(found: Found) -> None:
     assert list(found[0][0]) == ["0", "2", "4", "6"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["any", "sharded, any", "heads", "keys, sharded"])
 def test_sums_in_another_order_and_shared_sequences_differ_by_rounding_alone(found: Found, name: str) -> None:
     (alone,) = found[1]

@@ -1,0 +1,95 @@
+"""Several ranks lose nothing when one of them is killed or told to stop, and go on as one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from run_folder import read_metrics
+from training.checkpoint import load_checkpoint, newest_valid
+
+ROOT = Path(__file__).parents[2]
+STEPS = 300
+OVERRIDES = [
+    "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
+    "model.n_layers=1", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",
+    "training.batch_size=2", "training.batch_tokens=256", f"training.steps={STEPS}",
+    "training.log_every=1", "training.eval_every=0", "training.checkpoint_every=10", "training.sample_tokens=0",
+]  # fmt: skip
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+
+
+def steps_logged(run: Path) -> int:
+    return len(read_metrics(run / "metrics.jsonl"))
+
+
+def ranks_of(torchrun: subprocess.Popen[bytes]) -> dict[str, int]:
+    """Rank -> process, of those that torchrun has started."""
+    found = {}
+    for child in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            for variable in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                if variable.startswith(b"RANK="):
+                    found[variable.removeprefix(b"RANK=").decode()] = int(child)
+    return found
+
+
+def wait_for(condition: Callable[[], bool], torchrun: subprocess.Popen[bytes]) -> None:
+    while not condition():
+        assert torchrun.poll() is None
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(tmp_path: Path) -> None:
+    """torchrun starts the ranks again after the kill; after the signal all stop, and one process goes on alone."""
+    shutil.copy(os.__file__, tmp_path / "text.txt")
+    train = [str(ROOT / "train.py"), *OVERRIDES, "resume=auto"]
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *train, "hydra.run.dir=whole"], cwd=tmp_path, env=environment, check=True)
+
+    command = [sys.executable, *TORCHRUN, *train, "hydra.run.dir=run"]
+    with (tmp_path / "said").open("wb") as said:
+        torchrun = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=said, stderr=said)
+    try:
+        wait_for(lambda: steps_logged(run) >= 25, torchrun)
+        first = ranks_of(torchrun)
+        os.kill(first["1"], signal.SIGKILL)
+        wait_for(lambda: ranks_of(torchrun).keys() == {"0", "1"} and ranks_of(torchrun) != first, torchrun)
+        before = steps_logged(run)
+        wait_for(lambda: steps_logged(run) > before + 20, torchrun)
+        os.kill(ranks_of(torchrun)["1"], signal.SIGTERM)
+        assert torchrun.wait(60) != 0
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    text = (tmp_path / "said").read_text()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("interrupted", steps_logged(run)), text
+    assert newest_valid(run / "checkpoints")[0].name == f"step-{summary['step']:08d}"
+    assert "going on from" in text
+
+    subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "resume=auto", "hydra.run.dir=run"],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+    )
+    losses = [[line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")] for folder in (run, whole)]
+    assert len(losses[0]) == STEPS
+    assert losses[0] == losses[1]
+    ours, theirs = (load_checkpoint(newest_valid(folder / "checkpoints")[0]) for folder in (run, whole))
+    assert all(torch.equal(ours[part][name], tensor) for part in theirs for name, tensor in theirs[part].items())
