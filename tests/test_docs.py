@@ -8,9 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from attention import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "add-an-attention.md").read_text()
+VARIANTS = (ROOT / "docs" / "variants.md").read_text()
 
 
 def block_after(sentence: str) -> str:
@@ -50,3 +54,21 @@ def test_an_attention_added_as_the_page_says_trains_and_agrees_with_naive(tmp_pa
     errors = [record["parity/grad_rel_err"] for record in probed if "parity/grad_rel_err" in record]
     assert len(errors) == 2
     assert 0 < max(errors) < 1e-5
+
+
+def test_the_table_of_variants_is_what_implementations_support():
+    columns = {"window": "window", "documents": "documents", "soft cap": "soft_cap", "ALiBi": "alibi", "sinks": "sinks"}
+    assert f"| | {' | '.join(columns)} |" in VARIANTS
+    rows = re.findall(r"^\| `(\w+)` \| ((?:yes|no).*) \|$", VARIANTS, flags=re.MULTILINE)
+    assert {name for name, _ in rows} == set(IMPLEMENTATIONS)
+    for name, cells in rows:
+        supported = [feature in IMPLEMENTATIONS[name].supports for feature in columns.values()]
+        assert [cell == "yes" for cell in cells.split(" | ")] == supported
+
+
+def test_the_library_call_of_the_variants_page_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", VARIANTS, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["out"].shape == (1031, 8, 64)
+    assert names["lse"].shape == (8, 1031)
