@@ -56,7 +56,7 @@ class Cell:
         return self.names[run.name]
 
     def labels(self) -> list[str]:
-        """Implementations, the reference's kin first: naive, tiled, sdpa, flash, then the others."""
+        """Implementations in order: naive, tiled, sdpa, flash, flex, then the others."""
         return sorted({self.label(run) for run in self.runs}, key=label_order)
 
     def of(self, label: str) -> dict[int, Run]:
