@@ -1,10 +1,12 @@
 """What each step of the ladder reads and holds, where it overflows, and what goes wrong silently without one line."""
 
 from __future__ import annotations
+import __future__
 
 import inspect
+import linecache
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,14 +143,14 @@ def overflow(function: Callable[..., None], dtype: torch.dtype) -> float:
     return high
 
 
-def measure() -> list[Measured]:
+def measure(ladder: Sequence[Rung] = LADDER) -> list[Measured]:
     """Run the ladder. Raises AssertionError where a step differs from fp64 or the one before by more than rounding."""
     generator = torch.Generator().manual_seed(0)
     x, v = 3 * torch.randn(64, generator=generator), torch.randn(64, 8, generator=generator)
     exact = softmax.reference_softmax(x) @ v.double()
     measured: list[Measured] = []
     before = exact
-    for rung in LADDER:
+    for rung in ladder:
         out = run(rung.function, x, v)[0].double()
         entry = Measured(
             rung=rung,
@@ -172,8 +174,10 @@ def without(function: Callable[..., None], mark: str) -> Callable[..., None]:
     kept = [line for line in lines if mark not in line]
     if len(kept) == len(lines):
         raise ValueError(f"{function.__name__} has no line with {mark!r}.")
-    names = dict(function.__globals__)
-    exec("from __future__ import annotations\n" + "\n".join(kept), names)
+    text, names = "\n".join(kept), dict(function.__globals__)
+    file = f"<{function.__name__} without {mark}>"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # where `inspect` finds its source
+    exec(compile(text, file, "exec", flags=__future__.annotations.compiler_flag), names)
     return names[function.__name__]
 
 

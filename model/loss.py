@@ -37,12 +37,15 @@ class LossKind(Enum):
     chunked = "chunked"  # the logits of 5,632 tokens at a time, in the precision of the matrix products
 
 
-def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, kind: LossKind) -> Tensor:
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, kind: LossKind, chunk_rows: int = CHUNK_ROWS
+) -> Tensor:
     """Mean cross-entropy of the next token, a scalar in fp32.
 
     hidden      (..., C)   after the final norm
     weight      (V, C)     V >= vocab_size rows; those beyond it never enter the softmax
     targets     (...)      int64; -100 is left out of the mean
+    chunk_rows  rows of logits that `chunked` holds at once
     """
     if kind is LossKind.auto:
         kind = LossKind.chunked if hidden.is_cuda and vocab_size >= LARGE_VOCABULARY else LossKind.plain
@@ -53,13 +56,15 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: i
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    total, _, _ = chunked_cross_entropy(hidden.flatten(0, -2), weight, targets.flatten(), vocab_size, with_gradients)
+    total, _, _ = chunked_cross_entropy(
+        hidden.flatten(0, -2), weight, targets.flatten(), vocab_size, with_gradients, chunk_rows
+    )
     return total / (targets != IGNORE_INDEX).sum()
 
 
 @torch.library.custom_op("gpt::chunked_cross_entropy", mutates_args=())
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool, chunk_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed cross-entropy of hidden (N, C), in whose dtype the products are taken, and its gradients.
 
@@ -69,7 +74,7 @@ def chunked_cross_entropy(
     the latter two are empty.
     """
     N, V = len(hidden), len(weight)
-    rows = min(N, CHUNK_ROWS)
+    rows = min(N, chunk_rows)
     losses = hidden.new_empty(N, dtype=torch.float32)
     d_hidden = torch.empty_like(hidden) if with_gradients else hidden.new_empty(0)
     d_weight = weight.new_zeros(weight.shape if with_gradients else 0, dtype=torch.float32)
@@ -89,7 +94,7 @@ def chunked_cross_entropy(
 
 @chunked_cross_entropy.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool, chunk_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_hidden = torch.empty_like(hidden) if with_gradients else hidden.new_empty(0)
     d_weight = weight.new_empty(weight.shape if with_gradients else 0, dtype=torch.float32)
@@ -103,9 +108,9 @@ def _keep_gradients(ctx, inputs, output) -> None:
     ctx.save_for_backward(d_hidden, d_weight)
 
 
-def _scale_gradients(ctx, upstream: Tensor, *_: None) -> tuple[Tensor, Tensor, None, None, None]:
+def _scale_gradients(ctx, upstream: Tensor, *_: None) -> tuple[Tensor, Tensor, None, None, None, None]:
     d_hidden, d_weight = ctx.saved_tensors
-    return (d_hidden * upstream).to(d_hidden.dtype), d_weight * upstream, None, None, None
+    return (d_hidden * upstream).to(d_hidden.dtype), d_weight * upstream, None, None, None, None
 
 
 chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gradients)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -80,27 +81,30 @@ def test_a_damaged_best_checkpoint_is_named_and_the_newest_taken(run, capsys):
     assert "step-00000009" in captured.err
 
 
-def test_characters_of_several_tokens_are_never_split(monkeypatch):
+class Scripted:
+    """A model that says what it is told to, and notes what it was asked."""
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self.tokens = list(tokens)
+        self.prompts: list[list[int]] = []
+
+    def generate(self, start: list[int], *_: object) -> Iterator[int]:
+        self.prompts.append(start)
+        yield from self.tokens
+
+
+def test_characters_of_several_tokens_are_never_split():
     text = "déjà vu — 木 🦜"
-    model = fresh(5)
-    monkeypatch.setattr(model, "generate", lambda *_: iter(text.encode()))
-    pieces = list(stream(model, TOKENIZER, "", tokens=100))
+    pieces = list(stream(cast(GPT, Scripted(text.encode())), TOKENIZER, "", tokens=100))
     assert "".join(pieces) == text
     assert all("�" not in piece for piece in pieces)
-    monkeypatch.setattr(model, "generate", lambda *_: iter("木".encode()[:2]))
-    assert "".join(stream(model, TOKENIZER, "", tokens=100)) == "�"
+    assert "".join(stream(cast(GPT, Scripted("木".encode()[:2])), TOKENIZER, "", tokens=100)) == "�"
 
 
-def test_the_text_ends_at_its_end_token_and_an_empty_prompt_starts_after_one(monkeypatch):
-    model, prompts = fresh(5), []
-
-    def generate(start: list[int], *_: object) -> Iterator[int]:
-        prompts.append(start)
-        yield from (104, 105, 256, 104)
-
-    monkeypatch.setattr(model, "generate", generate)
-    assert "".join(stream(model, TOKENIZER, "", tokens=9)) == "hi"
-    assert prompts == [[256]]
+def test_the_text_ends_at_its_end_token_and_an_empty_prompt_starts_after_one():
+    model = Scripted((104, 105, 256, 104))
+    assert "".join(stream(cast(GPT, model), TOKENIZER, "", tokens=9)) == "hi"
+    assert model.prompts == [[256]]
 
 
 def test_weights_are_exported_for_transformers(run, tmp_path):

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from model import loss as loss_module
-from model.loss import LossKind, chunked_cross_entropy, cross_entropy, softmax_gradient_
+from model.loss import LARGE_VOCABULARY, LossKind, chunked_cross_entropy, cross_entropy
 
 VOCAB, PADDED, C = 100, 128, 24
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden, weight, targets
@@ -34,21 +34,21 @@ def autocast(dtype: torch.dtype) -> contextlib.AbstractContextManager:
     return torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
 
-def with_gradients(hidden: Tensor, weight: Tensor, targets: Tensor, kind: LossKind) -> tuple[Tensor, ...]:
-    loss = cross_entropy(hidden, weight, targets, VOCAB, kind)
+def with_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, kind: LossKind, rows: int = 16
+) -> tuple[Tensor, ...]:
+    loss = cross_entropy(hidden, weight, targets, VOCAB, kind, rows)
     return loss.detach(), *torch.autograd.grad(3 * loss, (hidden, weight))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 42, 1000])
-def test_chunked_equals_plain_for_every_chunk_size(inputs: Inputs, rows: int, monkeypatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_ROWS", rows)
-    plain, chunked = (with_gradients(*inputs, kind) for kind in (LossKind.plain, LossKind.chunked))
+def test_chunked_equals_plain_for_every_chunk_size(inputs: Inputs, rows: int) -> None:
+    plain, chunked = (with_gradients(*inputs, kind, rows) for kind in (LossKind.plain, LossKind.chunked))
     torch.testing.assert_close(chunked, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_chunked_is_as_exact_as_plain_under_autocast(inputs: Inputs, dtype: torch.dtype, monkeypatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_ROWS", 16)
+def test_chunked_is_as_exact_as_plain_under_autocast(inputs: Inputs, dtype: torch.dtype) -> None:
     hidden, weight, targets = inputs
     reference = with_gradients(hidden.double(), weight.double(), targets, LossKind.plain)
     with autocast(dtype):
@@ -58,35 +58,32 @@ def test_chunked_is_as_exact_as_plain_under_autocast(inputs: Inputs, dtype: torc
         assert ours.dtype == torch.float32
 
 
-def test_weight_gradient_is_summed_over_chunks_in_fp32(monkeypatch) -> None:
+def test_weight_gradient_is_summed_over_chunks_in_fp32() -> None:
     # Each of 4,096 rows adds a gradient of the same sign: a bf16 sum would stand still at a fraction of it.
-    monkeypatch.setattr(loss_module, "CHUNK_ROWS", 8)
     hidden = torch.ones(4096, 4, dtype=torch.bfloat16)
     weight = torch.zeros(64, 4, requires_grad=True)
-    loss = cross_entropy(hidden, weight, torch.zeros(4096, dtype=torch.long), 64, LossKind.chunked)
+    loss = cross_entropy(hidden, weight, torch.zeros(4096, dtype=torch.long), 64, LossKind.chunked, 8)
     (gradient,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close(gradient[0], torch.full((4,), 1 / 64 - 1), rtol=2e-3, atol=0)
 
 
-def test_no_more_than_a_chunk_of_logits_exists(inputs: Inputs, monkeypatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_ROWS", 16)
-    chunks = []
-
-    def spy(x: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        chunks.append((x.shape, x.data_ptr()))
-        return softmax_gradient_(x, targets, vocab_size)
-
-    monkeypatch.setattr(loss_module, "softmax_gradient_", spy)
-    with_gradients(*inputs, LossKind.chunked)
-    assert [shape for shape, _ in chunks] == [(16, PADDED), (16, PADDED), (10, PADDED)]
-    assert len({pointer for _, pointer in chunks}) == 1
+def test_no_more_than_a_chunk_of_logits_exists() -> None:
+    hidden, weight, targets = torch.randn(512, 4), torch.randn(1024, 4), torch.randint(1024, (512,))
+    largest = []
+    for rows in (512, 16):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            cross_entropy(hidden, weight, targets, 1024, LossKind.chunked, rows)
+        largest.append(max(event.self_cpu_memory_usage for event in profiled.events()))
+    assert largest == [512 * 1024 * 4, 16 * 1024 * 4]
 
 
-def test_evaluation_computes_no_gradients(inputs: Inputs, monkeypatch) -> None:
-    monkeypatch.setattr(loss_module, "add_product_", None)
+def test_evaluation_computes_no_gradients(inputs: Inputs) -> None:
+    hidden, weight, targets = inputs
     with torch.no_grad():
         chunked, plain = (cross_entropy(*inputs, VOCAB, kind) for kind in (LossKind.chunked, LossKind.plain))
     torch.testing.assert_close(chunked, plain)
+    _, *gradients = chunked_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), VOCAB, False, 16)
+    assert [gradient.numel() for gradient in gradients] == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,13 +106,20 @@ def test_custom_op_passes_opcheck(inputs: Inputs, with_gradients: bool) -> None:
     hidden, weight, targets = inputs
     hidden = hidden.detach().flatten(0, 1).requires_grad_(with_gradients)
     weight = weight.detach().requires_grad_(with_gradients)
-    torch.library.opcheck(chunked_cross_entropy, (hidden, weight, targets.flatten(), VOCAB, with_gradients))
+    torch.library.opcheck(chunked_cross_entropy, (hidden, weight, targets.flatten(), VOCAB, with_gradients, 16))
 
 
-def test_auto_is_plain_on_the_cpu(inputs: Inputs, monkeypatch) -> None:
-    monkeypatch.setattr(loss_module, "LARGE_VOCABULARY", 1)
-    monkeypatch.setattr(loss_module, "chunked_cross_entropy", None)
-    assert cross_entropy(*inputs, VOCAB, LossKind.auto).isfinite()
+def test_auto_is_plain_on_the_cpu() -> None:
+    hidden, weight = torch.randn(64, 8), torch.randn(LARGE_VOCABULARY, 8, requires_grad=True)
+    targets = torch.randint(LARGE_VOCABULARY, (64,))
+    gradients: list[Tensor] = []
+    for kind in (LossKind.auto, LossKind.plain, LossKind.chunked):
+        with torch.autocast("cpu", torch.bfloat16):  # in which plain and chunked differ by rounding
+            loss = cross_entropy(hidden, weight, targets, LARGE_VOCABULARY, kind)
+        gradients += torch.autograd.grad(loss, weight)
+    auto, plain, chunked = gradients
+    assert torch.equal(auto, plain)
+    assert not torch.equal(chunked, plain)
 
 
 def test_kernel_equals_its_plain_form():
