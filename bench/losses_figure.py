@@ -44,7 +44,7 @@ def distance(run: Losses, reference: Losses) -> Losses:
 def draw(figure: Figure, palette: Palette, runs: dict[str, Losses]) -> None:
     """The losses on the left; on the right the distances on a logarithmic axis."""
     naive, flash, seed = (runs[f"drop-{name}"] for name in ("naive-1", "flash-1", "naive-2"))
-    another: dict[str, Any] = {"color": palette["other"], "lw": 1.2, "zorder": 1.5}
+    another: dict[str, Any] = {"color": palette["other-1"], "lw": 1.2, "zorder": 1.5}
     curves, distances = figure.subplots(1, 2)
     curves.plot(*smooth(naive).T, color=palette["naive"], lw=4.5, label="naive")
     curves.plot(*smooth(flash).T, color=palette["flash"], lw=1.6, label="flash, same seed")
@@ -58,13 +58,13 @@ def draw(figure: Figure, palette: Palette, runs: dict[str, Losses]) -> None:
     legend(figure, curves, palette)
 
 
-def main() -> None:
+def main(folder: Path = IMAGES) -> None:
     """Draw both colour schemes and print the largest distance in units of the seeds'."""
     runs = read(LOSSES)
     chart = Chart("losses", "Training losses of flash and naive with dropout", "", partial(draw, runs=runs))
     for dark, name in ((False, "losses.png"), (True, "losses-dark.png")):
-        (IMAGES / name).write_bytes(render_png(chart, dark))
-        print(IMAGES / name)
+        (folder / name).write_bytes(render_png(chart, dark))
+        print(folder / name)
     naive, flash, seed = (runs[f"drop-{name}"] for name in ("naive-1", "flash-1", "naive-2"))
     share = distance(flash, naive)[:, 1] / distance(seed, naive)[:, 1]
     print(f"flash's distance from naive, in units of the other seed's: at most {share.max():.2g}")
