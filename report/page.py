@@ -148,10 +148,12 @@ def _draw(chart: Chart, out: Path) -> Drawing:
 def _sources(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
     """What the report was made from, in words."""
     versions = [run.recorded("versions") for run in runs]
+    kernels = [f"{run.attention}: {path}" for run in runs if (path := run.summary.get("attention_path"))]
     return (
         ("Run folders", _all_of(str(run.folder.parent) for run in runs)),
         ("Devices", _all_of(run.device for run in runs)),
         ("Precision", _all_of(run.precision for run in runs)),
+        *([("Kernels", _all_of(kernels))] if kernels else []),
         ("Commits", _all_of(run.commit for run in runs)),
         ("Software", _all_of(", ".join(f"{name} {v}" for name, v in version.items() if v) for version in versions)),
         ("Run on", _all_of(sorted(str(run.summary.get("started") or "")[:10] for run in runs))),

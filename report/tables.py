@@ -132,7 +132,7 @@ def run_table(runs: Sequence[Run], labels: Names, places: Names) -> Table:
 
 def runs_csv(runs: Sequence[Run], labels: Names, places: Names) -> str:
     """One line a run, numbers unrounded."""
-    kept = ("best_val_loss", "wall_time_s", "tokens", "parameters", "started")
+    kept = ("attention_path", "best_val_loss", "wall_time_s", "tokens", "parameters", "started")
     rows = [
         {"run": run.name, "implementation": labels[run.name], "settings": places[run.name], "seed": run.seed}
         | {"seq_len": run.seq_len, "status": run.status, "step": run.step, "devices": run.devices}

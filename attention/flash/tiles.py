@@ -57,9 +57,13 @@ def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor | Strided:
     """(B, H, T, D) as a kernel's argument, to be moved in tiles of rows x columns, columns >= D."""
     if not has_copy_engine(x.device):
         return Strided(x, *x.stride()[:-1], *x.shape[-2:])
-    # The stride of an axis of length 1 is never used and need not be aligned.
-    strides = [ALIGNMENT if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])
+    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, columns])
+
+
+def descriptor_strides(x: Tensor) -> list[int]:
+    """x's strides as a descriptor takes them: that of an axis of length 1 is never used and need not be aligned."""
+    outer = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return [*(ALIGNMENT if size == 1 else stride for size, stride in outer), 1]
 
 
 def rows_like(q: Tensor) -> Tensor:

@@ -126,6 +126,13 @@ def test_sources_are_named(folder: Path, page: str) -> None:
         assert source in page
 
 
+def test_the_kernels_of_an_implementation_that_has_several_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "naive", stop=0)
+    write_run(tmp_path / "b", "flash", stop=0, summary={"attention_path": "hopper forward, plain backward"})
+    write_report(find_runs([tmp_path]), tmp_path / "report")
+    assert "flash: hopper forward, plain backward" in (tmp_path / "report" / "index.html").read_text()
+
+
 def test_the_numbers_can_be_copied(folder: Path, report: Report) -> None:
     runs = find_runs([folder]).runs
     with (folder / "report" / "runs.csv").open(newline="") as file:

@@ -1,12 +1,10 @@
 """Tensors as arguments of the Hopper kernels: descriptors that also say how a tile lies in shared memory."""
 
-from typing import Any
-
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attention.flash import tiles as plain
+from attention.flash.tiles import descriptor_strides
 
 TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FP32 = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -14,19 +12,15 @@ FP32 = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """(B, H, T, D) of 16 bits as a kernel's argument, to be moved in tiles of rows x columns, columns >= D."""
-    return with_layout(plain.tiles(x, rows, columns), TILE)
+    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, columns], TILE)
 
 
 def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor:
     """(B, H, T or more) of `rows_like` as a kernel's argument, to be moved `rows` numbers at a time."""
-    return with_layout(plain.row_tiles(x, T, rows), FP32)
+    B, H, T_padded = x.shape
+    return TensorDescriptor(x, [B * H, T], [T_padded, 1], [1, rows], FP32)
 
 
 def matrix(x: Tensor, rows: int) -> TensorDescriptor:
     """(M, N) fp32, contiguous, as a kernel's argument, to be moved `rows` whole rows at a time."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, x.shape[1]], FP32)
-
-
-def with_layout(x: Any, layout: NVMMASharedLayout) -> TensorDescriptor:
-    """Triton's descriptor as Gluon's."""
-    return TensorDescriptor(x.base, x.shape, x.strides, x.block_shape, layout)
