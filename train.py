@@ -190,7 +190,10 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
     ]
     if trainer.world.size > 1:
         exact = "" if config.parallel.exact else ", sums in any order"
-        parts.append(f"{trainer.world.size} ranks, parallel.data={config.parallel.data.value}{exact}")
+        ways = [f"{trainer.world.size} ranks", f"parallel.data={config.parallel.data.value}"]
+        if trainer.world.context > 1:
+            ways.append(f"parallel.context={trainer.world.context}")
+        parts.append(", ".join(ways) + exact)
     if device.type == "cuda":
         parts.append(f"MFU of {describe_peak(device_name(device), meter.precision)}")
     return "  ".join(parts)

@@ -26,8 +26,6 @@ import json
 import math
 import os
 import pickle
-import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +37,7 @@ from torch import Tensor
 
 from errors import UserError
 from files import plain, sync, to_json
+from training.checkpoint_folder import PARTIAL, checkpoints_in, clean, partial_of, publish, remove
 from training.checkpoint_storage import (
     TRAINING,
     Allocate,
@@ -52,9 +51,6 @@ from training.ranks import from_every_rank, from_first_rank, rank
 
 FORMAT, READABLE_FORMATS = 2, (1, 2)
 MANIFEST, PARTS = "manifest.json", ("model", "training")
-
-_PARTIAL = ".partial-"  # being written or removed: not valid
-_REPLACED = ".replaced-"  # a whole checkpoint, moved aside while another of the same step replaces it
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -107,13 +103,13 @@ def save_checkpoint(
         path = folder / f"step-{step:08d}"
         with _explained(path):
             folder.mkdir(parents=True, exist_ok=True)
-            _clean(folder)
+            clean(folder)
             for part in PARTS:
-                (_partial(path) / part).mkdir(parents=True)
+                (partial_of(path) / part).mkdir(parents=True)
         return path
 
     path = from_first_rank(begin)
-    partial = _partial(path)
+    partial = partial_of(path)
     with _explained(path):
         for part in PARTS:
             write_tensors(partial / part, state[part])
@@ -125,7 +121,7 @@ def save_checkpoint(
     def finish() -> None:
         with _explained(path):
             _write_manifest(partial, {"step": step, "metadata": plain(metadata), "aliases": {}, "files": files})
-            _publish(partial, path)
+            publish(partial, path)
             _link_best(path.parent)
             _prune(path.parent, step, keep_last)
 
@@ -139,7 +135,7 @@ def newest_valid(folder: Path) -> tuple[Path, list[str]]:
     Raises CheckpointError where there is none.
     """
     rejected = []
-    for _, path in sorted(_checkpoints(folder).items(), reverse=True):
+    for _, path in sorted(checkpoints_in(folder).items(), reverse=True):
         try:
             verify(path)
         except CheckpointError as error:
@@ -156,7 +152,7 @@ def newest_valid(folder: Path) -> tuple[Path, list[str]]:
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint with the lowest validation loss, by the manifests; None where none was measured."""
     best: tuple[float, int, Path] | None = None
-    for step, path in _checkpoints(folder).items():
+    for step, path in checkpoints_in(folder).items():
         try:
             val_loss = read_manifest(path).val_loss
         except CheckpointError:
@@ -219,10 +215,6 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest(**content, format=written_in)
 
 
-def _partial(path: Path) -> Path:
-    return path.with_name(f"{_PARTIAL}{path.name}")
-
-
 def _seal(file: Path) -> dict[str, Any]:
     """What `verify` compares a file with."""
     with file.open("rb") as opened:
@@ -240,25 +232,15 @@ def _write_manifest(partial: Path, content: dict[str, Any]) -> None:
         sync(folder)
 
 
-def _publish(partial: Path, path: Path) -> None:
-    """Give the finished folder its name. Where the name is taken, the old checkpoint stays findable throughout."""
-    aside = path.with_name(f"{_REPLACED}{path.name}")
-    if path.exists():
-        path.rename(aside)
-    partial.rename(path)
-    sync(path.parent)
-    _remove(aside)
-
-
 def _link_best(folder: Path) -> None:
     best = best_checkpoint(folder)
-    link, fresh = folder / "best", folder / f"{_PARTIAL}best"
+    link, fresh = folder / "best", folder / f"{PARTIAL}best"
     if best is None or (link.is_symlink() and link.readlink() == Path(best.name)):
         return
     if link.is_dir() and not link.is_symlink():  # from a run folder that was copied with its links followed
-        copied = folder / f"{_PARTIAL}copied-best"
+        copied = folder / f"{PARTIAL}copied-best"
         link.rename(copied)
-        _remove(copied)
+        remove(copied)
     try:
         fresh.symlink_to(best.name)
         fresh.replace(link)
@@ -269,41 +251,13 @@ def _link_best(folder: Path) -> None:
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:
     """Keep the newest `keep_last` up to `step`, and the best. Later ones are damaged, or another run's to judge."""
-    kept = sorted(s for s in _checkpoints(folder) if s <= step)[-keep_last:]
+    kept = sorted(s for s in checkpoints_in(folder) if s <= step)[-keep_last:]
     best = best_checkpoint(folder)
-    for old, path in _checkpoints(folder).items():
+    for old, path in checkpoints_in(folder).items():
         if old < kept[0] and path != best:
-            doomed = folder / f"{_PARTIAL}{path.name}"
+            doomed = folder / f"{PARTIAL}{path.name}"
             path.rename(doomed)  # rename first: an interrupted removal must not look like a damaged checkpoint
-            _remove(doomed)
-
-
-def _clean(folder: Path) -> None:
-    """Remove the remains of a killed save, and restore a checkpoint that it had moved aside."""
-    for aside in folder.glob(f"{_REPLACED}*"):
-        original = aside.with_name(aside.name.removeprefix(_REPLACED))
-        if original.exists():
-            _remove(aside)
-        else:
-            aside.rename(original)
-    for partial in folder.glob(f"{_PARTIAL}*"):
-        _remove(partial)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _checkpoints(folder: Path) -> dict[int, Path]:
-    """Step -> checkpoint, undamaged or not. One that was moved aside counts while nothing has taken its name."""
-    found = {}
-    for path in sorted(folder.glob("*step-*")):  # '.' sorts before 's', so the proper name wins
-        if match := re.fullmatch(rf"(?:{re.escape(_REPLACED)})?step-(\d+)", path.name):
-            found[int(match[1])] = path
-    return found
+            remove(doomed)
 
 
 @contextmanager
@@ -312,7 +266,7 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _remove(_partial(path))
+        remove(partial_of(path))
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__context__  # the library wraps the system's error
