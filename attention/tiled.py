@@ -14,9 +14,6 @@ k and v (B, H_kv, 1, block_k, D), where G = H // H_kv query heads share a key/va
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -32,7 +29,8 @@ from attention.interface import (
     UnsupportedAttention,
     accum_dtype,
 )
-from attention.score import Layout, Range, Score, change_derivative, change_scores, key_intervals
+from attention.score import Range, change_derivative
+from attention.tile_scores import Settings, TileScores, tiles
 
 
 class TiledAttention(Attention):
@@ -67,21 +65,6 @@ class TiledAttention(Attention):
         return AttentionOutput(*Tiled.apply(q, k, v, *optional, settings))
 
 
-class Settings(NamedTuple):
-    """What a call says in plain values, which a custom operation takes one by one."""
-
-    causal: bool
-    window: int | None
-    soft_cap: float | None
-    q_start: int | None
-    k_start: int
-    scale: float
-    dropout: float
-    block_q: int
-    block_k: int
-    ablate: str
-
-
 class Tiled(torch.autograd.Function):
     """Keeps its inputs, out and lse from forward to backward, and nothing of the size of the scores."""
 
@@ -105,57 +88,6 @@ class Tiled(torch.autograd.Function):
             else:
                 dq, dk, dv, dsinks = backward(*(do, *ctx.saved_tensors, ctx.settings))
         return dq, dk, dv, None, None, dsinks if ctx.needs_input_grad[5] else None, None, None, None
-
-
-class TileScores:
-    """Which tiles there are to visit, and the scores of one."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        slopes: Tensor | None,
-        starts: Tensor | None,
-        ends: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-    ) -> None:
-        """slopes (H,), starts and ends (B, L), each or None; q (B, H, T, D) and k (B, H_kv, S, D)."""
-        self.T, self.S, self.settings = q.shape[2], k.shape[2], settings
-        self.score = Score(settings.causal, settings.window, settings.soft_cap)
-        self.layout = Layout(settings.q_start, settings.k_start, starts, ends)
-        self.slopes = None if slopes is None else slopes.view(k.shape[1], -1, 1, 1)  # (H_kv, G, 1, 1)
-        self.seen = key_intervals(self.score, self.layout, self.T, self.S, q.device)
-        # Python decides which tiles to visit. On a GPU it would have to wait for the documents' bounds, which a CUDA
-        # graph cannot: there tiles of other documents are visited, and masked whole.
-        self.host_knows_all = starts is None or starts.device.type == "cpu"
-        known = self.layout if self.host_knows_all else self.layout._replace(document_starts=None, document_ends=None)
-        self.known = key_intervals(self.score, known, self.T, self.S, "cpu")
-
-    def key_tiles(self, rows: Range) -> Iterator[Range]:
-        """The tiles of keys that the rows see."""
-        end = self.known.end[..., slice(*rows)]
-        for columns in tiles(0, int(end.amax()) if end.numel() else 0, self.settings.block_k):
-            if self.known.meet(rows, columns):
-                yield columns
-
-    def query_tiles(self, columns: Range) -> Iterator[Range]:
-        """The tiles of queries that see one of the columns."""
-        for rows in tiles(0, self.T, self.settings.block_q):
-            if self.known.meet(rows, columns):
-                yield rows
-
-    def change(self, b_s: Tensor, rows: Range, columns: Range) -> Tensor:
-        """A tile of scaled scores (B, H_kv, G, block_q, block_k), changed; -inf where a query does not see a key."""
-        b_s = change_scores(b_s, self.score, self.layout, self.slopes, rows, columns, self.T, self.S)
-        if not (self.host_knows_all and self.known.cover(rows, columns)):
-            mask = self.seen.mask(rows, columns)
-            if mask is not None:
-                b_s = b_s.masked_fill_(~over_groups(mask), -torch.inf)
-        return b_s
-
-    def blind(self, rows: Range) -> Tensor | None:
-        """The rows that see nothing, to broadcast over a tile; None where there cannot be any."""
-        return None if self.seen.sighted else over_groups(self.seen.blind(rows))
 
 
 def forward(
@@ -301,17 +233,6 @@ def grouped(x: Tensor, H_kv: int) -> Tensor:
 def cut(x: Tensor, rows: Range) -> Tensor:
     """The rows of x (..., T, D) that belong to a tile, as a view."""
     return x[..., slice(*rows), :]
-
-
-def tiles(start: int, stop: int, block: int) -> Iterator[Range]:
-    """(start, stop) of each tile; the last may be shorter."""
-    for i in range(start, stop, block):
-        yield i, min(i + block, stop)
-
-
-def over_groups(mask: Tensor) -> Tensor:
-    """A mask of (rows, columns) or (B, 1, rows, columns), to broadcast over (B, H_kv, G, rows, columns)."""
-    return mask.unsqueeze(1) if mask.ndim == 4 else mask
 
 
 @torch.library.custom_op("attention::tiled_forward", mutates_args=())
