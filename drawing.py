@@ -151,8 +151,8 @@ def _draw(chart: Chart, palette: Palette, canvas: type[FigureCanvasAgg] | type[F
     return figure
 
 
-def dress(axes: Axes, palette: Palette, title: str, xlabel: str = "") -> None:
-    """The look that all axes share; the title stands in for a label of the y axis, to be read without turning."""
+def label_axes(axes: Axes, palette: Palette, title: str, xlabel: str = "") -> None:
+    """Give axes their title, label and look; the title stands in for a label of the y axis, to read it upright."""
     axes.set_facecolor(palette["surface"])
     axes.set_title(title, loc="left", color=palette["muted"], pad=7)
     axes.set_xlabel(xlabel, color=palette["muted"], loc="right")

@@ -42,7 +42,7 @@ from training.checkpoint import CheckpointError, best_checkpoint, load_checkpoin
 from training.device import resolve_device, resolve_precision
 
 
-class Which(Enum):
+class CheckpointChoice(Enum):
     """The checkpoint to take."""
 
     best = "best"
@@ -59,7 +59,7 @@ class SampleConfig:
     temperature: float = 0.8
     top_k: int | None = 50
     seed: int = 1337
-    checkpoint: Which = Which.best
+    checkpoint: CheckpointChoice = CheckpointChoice.best
     attention: str | None = None
     device: str = "auto"
     export: str | None = None
@@ -91,10 +91,10 @@ def read_config(run: Path) -> Config:
         raise ConfigError(f"{path} is not a configuration of this version: {reason}.") from error
 
 
-def load_weights(model: GPT, run: Path, which: Which) -> None:
+def load_weights(model: GPT, run: Path, which: CheckpointChoice) -> None:
     """Load a checkpoint of the run and print which; if the best is damaged, say so and load the newest whole one."""
     folder = run / "checkpoints"
-    path = best_checkpoint(folder) if which is Which.best else None
+    path = best_checkpoint(folder) if which is CheckpointChoice.best else None
     state = None
     if path is not None:
         try:

@@ -146,14 +146,14 @@ class KeyGather(ContextAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
         """q (B, H, T / W, D), k and v (B, H_kv, T / W, D)."""
-        return AttentionOutput(self._both_parts(q, k, v, terms, return_lse=False).out)
+        return AttentionOutput(self._attend_both_parts(q, k, v, terms, return_lse=False).out)
 
     def lse(self, q: Tensor, k: Tensor, terms: Terms) -> Tensor:
-        lse = self._both_parts(q, k, k, terms, return_lse=True).lse
+        lse = self._attend_both_parts(q, k, k, terms, return_lse=True).lse
         assert lse is not None
         return lse
 
-    def _both_parts(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, return_lse: bool) -> AttentionOutput:
+    def _attend_both_parts(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, return_lse: bool) -> AttentionOutput:
         part, outputs = q.shape[2] // 2, []
         reaches = [(i + 1) * part for i in (self.rank, 2 * self.ranks - 1 - self.rank)]
         gathered = GatherKeys.apply(torch.stack([k, v]), self.group, *reaches)

@@ -27,7 +27,7 @@ class NaiveAttention(Attention):
         p = scores.softmax(dim=-1, dtype=accum_dtype(q.dtype))[..., :S]  # (B, H, T, S), less the sink's share
         seen = key_intervals(terms.score, terms.layout, T, S, q.device)
         if not seen.sighted:  # a softmax over nothing is NaN, and should be zero
-            p = p.masked_fill(seen.blind((0, T)), 0.0)
+            p = p.masked_fill(seen.fully_masked((0, T)), 0.0)
         if terms.dropout_key is not None:
             keep = keep_mask(terms.dropout_key, self.dropout, B, H, T, S, device=q.device)
             p = torch.where(keep, p * keep_scale(self.dropout), 0.0)
@@ -47,8 +47,8 @@ def masked_scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     scores = (q * terms.scale) @ k.mT  # scaled before the product: q k^T alone overflows fp16 where the scores do not
     if terms.score.soft_cap is not None or terms.slopes is not None:
         slopes = None if terms.slopes is None else terms.slopes[:, None, None]
-        wide = scores.to(accum_dtype(q.dtype))
-        scores = change_scores(wide, terms.score, terms.layout, slopes, (0, T), (0, S), T, S)
+        scores = scores.to(accum_dtype(q.dtype))
+        scores = change_scores(scores, terms.score, terms.layout, slopes, (0, T), (0, S), T, S)
     mask = key_intervals(terms.score, terms.layout, T, S, q.device).mask((0, T), (0, S))
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)

@@ -166,10 +166,10 @@ class KeyIntervals(NamedTuple):
             mask = after if mask is None else mask & after
         return mask.unsqueeze(-3) if mask is not None and mask.ndim == 3 else mask
 
-    def blind(self, rows: Range) -> Tensor:
+    def fully_masked(self, rows: Range) -> Tensor:
         """True for the queries that see nothing, (rows, 1) or (B, 1, rows, 1)."""
-        blind = (self.end <= self.first)[..., slice(*rows), None]
-        return blind.unsqueeze(-3) if blind.ndim == 3 else blind
+        fully_masked = (self.end <= self.first)[..., slice(*rows), None]
+        return fully_masked.unsqueeze(-3) if fully_masked.ndim == 3 else fully_masked
 
     def meet(self, rows: Range, columns: Range) -> bool:
         """Whether one of the rows sees one of the columns. Looks at values."""

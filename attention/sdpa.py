@@ -73,8 +73,8 @@ class SDPAAttention(Attention):
                 for score in set(shape.scores):
                     self(q, k, k, score=score, layout=layout, dropout_key=key).out.sum().backward()
             except RuntimeError as error:
-                told = [str(reason.message).split(" (Triggered")[0].rstrip(". ") for reason in reasons]
-                why = "; ".join(reason for reason in told if not reason.endswith(":"))  # less the headings
+                messages = [str(reason.message).split(" (Triggered")[0].rstrip(". ") for reason in reasons]
+                why = "; ".join(reason for reason in messages if not reason.endswith(":"))  # less the headings
                 raise UnsupportedAttention(
                     f"attention.backend={self.config.backend.value} cannot serve {shape.n_heads} heads "
                     f"({shape.n_kv_heads} for keys) of size {shape.head_dim} in {shape.dtype} on {shape.device} "
@@ -83,12 +83,12 @@ class SDPAAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
         (T, S), score = (q.shape[2], k.shape[2]), terms.score
-        blind = max(0, T - S) if score.causal else 0  # the first rows see nothing; torch has no answer of its own
+        n_masked = max(0, T - S) if score.causal else 0  # the first rows see nothing; torch has no answer of its own
         seen = key_intervals(score, terms.layout, T, S, q.device)
         # torch aligns its causal mask to the top left, which is ours where T = S; with fewer queries it needs a mask.
         masked = seen.begins or (score.causal and 1 < T < S)
-        mask = seen.mask((blind, T), (0, S)) if masked else None
-        q = q[:, :, blind:]
+        mask = seen.mask((n_masked, T), (0, S)) if masked else None
+        q = q[:, :, n_masked:]
         if masked and self.config.backend is SDPABackend.flash and q.is_cuda:
             raise UnsupportedAttention(
                 f"attention.backend=flash takes no mask, and {T} queries of {S} keys with {score} need one; use "
@@ -105,7 +105,7 @@ class SDPAAttention(Attention):
                 scale=terms.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
-        return AttentionOutput(F.pad(out, (0, 0, blind, 0)) if blind else out)
+        return AttentionOutput(F.pad(out, (0, 0, n_masked, 0)) if n_masked else out)
 
     def backend(self) -> contextlib.AbstractContextManager[None]:
         """Leaves torch no kernel but the chosen one."""

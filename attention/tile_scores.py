@@ -72,9 +72,9 @@ class TileScores:
                 b_s = b_s.masked_fill_(~over_groups(mask), -torch.inf)
         return b_s
 
-    def blind(self, rows: Range) -> Tensor | None:
+    def fully_masked(self, rows: Range) -> Tensor | None:
         """The rows that see nothing, to broadcast over a tile; None where there cannot be any."""
-        return None if self.seen.sighted else over_groups(self.seen.blind(rows))
+        return None if self.seen.sighted else over_groups(self.seen.fully_masked(rows))
 
 
 def tiles(start: int, stop: int, block: int) -> Iterator[Range]:

@@ -142,9 +142,9 @@ def forward(
             o = alpha * o + dot(b_p.to(v.dtype), b_v)
             m = m_new
 
-        b_out, blind = o / l, scores.blind(rows)
-        if blind is not None:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
-            b_out.masked_fill_(blind, 0.0)
+        b_out, fully_masked = o / l, scores.fully_masked(rows)
+        if fully_masked is not None:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
+            b_out.masked_fill_(fully_masked, 0.0)
         cut(out, rows).copy_(b_out)
         lse[..., slice(*rows)] = (m + torch.log(l)).squeeze(-1)
     return out.flatten(1, 2), lse.flatten(1, 2)

@@ -18,8 +18,8 @@ from drawing import (
     Chart,
     Palette,
     Style,
-    dress,
     height_for,
+    label_axes,
     legend,
     log_axis,
     render_png,
@@ -268,7 +268,7 @@ def plot(axes: Axes, palette: Palette, rows: Sequence[Row], rate: float, value: 
                 *zip(*points, strict=True), label=label, color=style.colour, linestyle=style.line, marker=style.marker,
                 markersize=3.5, linewidth=1.6,
             )  # fmt: skip
-    dress(axes, palette, title, "tokens")
+    label_axes(axes, palette, title, "tokens")
     over_lengths(axes, lengths(rows))
 
 

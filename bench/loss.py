@@ -28,19 +28,19 @@ N, C, VOCAB, PADDED = 32_768, 768, 50_257, 50_304
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def ours(hidden: Tensor, weight: Tensor, targets: Tensor, kind: LossKind) -> Tensor:
+def our_loss(hidden: Tensor, weight: Tensor, targets: Tensor, kind: LossKind) -> Tensor:
     """The recipe's loss."""
     return cross_entropy(hidden, weight, targets, VOCAB, kind)
 
 
-def torchs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def torch_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """torch's chunked linear_cross_entropy, on the unpadded vocabulary: it has no way to ignore padding."""
     return F.linear_cross_entropy(
         hidden.bfloat16(), weight[:VOCAB].bfloat16(), targets, options=torch.nn.LinearCrossEntropyOptions()
     )
 
 
-def ligers(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def liger_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Liger-Kernel's fused linear cross-entropy, on the unpadded vocabulary: it has no way to ignore padding."""
     functions = importlib.import_module("liger_kernel.transformers.functional")
     return functions.liger_fused_linear_cross_entropy(hidden.bfloat16(), weight[:VOCAB].bfloat16(), targets)
@@ -49,22 +49,22 @@ def ligers(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def candidates(rows: Sequence[int]) -> dict[str, Loss]:
     """Name -> loss, for what is installed here."""
     found: dict[str, Loss] = {
-        "plain": partial(ours, kind=LossKind.plain),
-        "plain, compiled": torch.compile(partial(ours, kind=LossKind.plain)),
+        "plain": partial(our_loss, kind=LossKind.plain),
+        "plain, compiled": torch.compile(partial(our_loss, kind=LossKind.plain)),
     }
     for count in rows:
         found[f"chunked, {count} rows"] = partial(in_chunks, rows=count)
     if hasattr(F, "linear_cross_entropy"):
-        found["torch, chunked"] = torchs
+        found["torch, chunked"] = torch_loss
     if importlib.util.find_spec("liger_kernel"):
-        found["Liger-Kernel"] = ligers
+        found["Liger-Kernel"] = liger_loss
     return found
 
 
 def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
     """The recipe's chunked loss with chunks of another size."""
     loss_module.CHUNK_ROWS = rows
-    return ours(hidden, weight, targets, LossKind.chunked)
+    return our_loss(hidden, weight, targets, LossKind.chunked)
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
     weight = (0.02 * torch.randn(PADDED, C, device="cuda")).requires_grad_()
     targets = torch.randint(VOCAB, (N,), device="cuda")
     small = slice(0, 4096)  # rows that an fp32 reference has room for
-    reference = torch.autograd.grad(ours(hidden[small], weight, targets[small], LossKind.plain), weight)[0]
+    reference = torch.autograd.grad(our_loss(hidden[small], weight, targets[small], LossKind.plain), weight)[0]
 
     print(f"{torch.cuda.get_device_name()}, {N} rows, {C} channels, {VOCAB} classes; matrix products alone take")
     print(f"{6 * N * C * PADDED / 790e12 * 1e3:.1f} ms at 790 TFLOP/s")

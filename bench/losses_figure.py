@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from bench.measure import RESULTS, ROOT
-from drawing import Chart, Palette, dress, legend, log_axis, render_png
+from drawing import Chart, Palette, label_axes, legend, log_axis, render_png
 
 LOSSES = RESULTS / "losses-nvidia-h200.json"
 IMAGES = ROOT / "docs" / "images"
@@ -50,11 +50,11 @@ def draw(figure: Figure, palette: Palette, runs: dict[str, Losses]) -> None:
     curves.plot(*smooth(flash).T, color=palette["flash"], lw=1.6, label="flash, same seed")
     curves.plot(*smooth(seed).T, label="naive, another seed", **another)
     curves.set_ylim(2.5, 6)
-    dress(curves, palette, "training loss", "step")
+    label_axes(curves, palette, "training loss", "step")
     distances.plot(*distance(seed, naive).T, **another)
     distances.plot(*distance(flash, naive).T, color=palette["flash"], lw=1.6)
     log_axis(distances, 1e-5, 10.0)
-    dress(distances, palette, "distance from naive", "step")
+    label_axes(distances, palette, "distance from naive", "step")
     legend(figure, curves, palette)
 
 

@@ -36,7 +36,7 @@ from bench.attention import positive, rate
 from bench.attention_views import over_lengths
 from bench.measure import RESULTS, ROOT, require_gpu, slug, write
 from bench.nanogpt import DROPOUTS, SHAPES, batch_and_length
-from drawing import Chart, Palette, dress, legend, render_png, styles
+from drawing import Chart, Palette, label_axes, legend, render_png, styles
 
 ATTENTIONS = ("flash", "sdpa", "naive")
 
@@ -161,7 +161,7 @@ def draw(figure: Figure, palette: Palette, rows: Sequence[Row], theirs: Sequence
     if theirs:
         curves(speed, memory, theirs, "nanoGPT", {"color": palette["muted"], "linestyle": "--", "lw": 1.4})
     for axes, title in ((speed, "thousand tokens/s"), (memory, "GiB at the peak")):
-        dress(axes, palette, title, "seq_len")
+        label_axes(axes, palette, title, "seq_len")
         over_lengths(axes, sorted({length(row) for row in (*rows, *theirs)}))
         axes.set_ylim(bottom=0)
     legend(figure, speed, palette)

@@ -90,42 +90,42 @@ class FileCorpus(Corpus):
         ]
 
     def notices(self) -> list[str]:
-        told = []
+        sentences = []
         if self.empty:
-            told.append(f"left out, because they are empty: {listed(self.empty)}.")
+            sentences.append(f"left out, because they are empty: {listed(self.empty)}.")
         fraction = self.config.val_fraction
         if len(self.files) > 1 and self.config.max_tokens is None:  # which cuts both splits to their shares
-            held = self.held_out()
-            share = sum(self.files[file] for file in held) / self.total
+            val_files = self.held_out()
+            share = sum(self.files[file] for file in val_files) / self.total
             if not fraction / 2 <= share <= 1.25 * fraction:
-                told.append(
-                    f"held out for validation: {len(held)} of {len(self.files)} files, {share:.0%} of the text instead "
-                    f"of the {fraction:.0%} of data.val_fraction, because only whole files are held out; a single "
-                    "file is cut exactly."
+                sentences.append(
+                    f"held out for validation: {len(val_files)} of {len(self.files)} files, {share:.0%} of the text "
+                    f"instead of the {fraction:.0%} of data.val_fraction, because only whole files are held out; "
+                    "a single file is cut exactly."
                 )
-        return told
+        return sentences
 
     def held_out(self) -> set[Path]:
         """The files of the validation split: in the order of their names' hashes until `val_fraction` is filled."""
         room = self.config.val_fraction * self.total
         order = sorted(self.files, key=lambda file: sha256(self._name(file).encode()).digest())
         for largest in (room / 8, room):  # many files rather than few, so that no single file decides the loss
-            held: set[Path] = set()
+            val_files: set[Path] = set()
             filled = 0
             for file in order:
                 if self.files[file] <= min(largest, room - filled):
-                    held.add(file)
+                    val_files.add(file)
                     filled += self.files[file]
             if filled >= room / 2:
-                return held
+                return val_files
         near = [file for file in order if room / 2 < self.files[file] <= self.total / 2]
-        if near or not held:
-            held = {min(near or order, key=self.files.__getitem__)}
-        return held
+        if near or not val_files:
+            val_files = {min(near or order, key=self.files.__getitem__)}
+        return val_files
 
     def _hold_out_some(self) -> list[Span]:
-        held = self.held_out()
-        return [Span(str(file), "val" if file in held else "train", 0, sys.maxsize) for file in self.files]
+        val_files = self.held_out()
+        return [Span(str(file), "val" if file in val_files else "train", 0, sys.maxsize) for file in self.files]
 
     def _cut_one(self) -> list[Span]:
         [file] = self.files
@@ -173,8 +173,8 @@ class HubCorpus(Corpus):
     def _spread(self) -> Iterator[Row]:
         fraction = self.config.val_fraction
         for i, text in enumerate(self.texts()):
-            held = math.ceil((i + 1) * fraction) > math.ceil(i * fraction)  # the first, and evenly from there
-            yield {"split": "val" if held else "train", "text": text, "opens": True}
+            is_val = math.ceil((i + 1) * fraction) > math.ceil(i * fraction)  # the first, and evenly from there
+            yield {"split": "val" if is_val else "train", "text": text, "opens": True}
 
 
 class JoinedHubCorpus(HubCorpus):

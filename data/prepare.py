@@ -35,7 +35,7 @@ from data.store import (
     PreparedData,
     TokenWriter,
     digest,
-    find_flaw,
+    find_damage,
     load_position,
     open_prepared,
     partial_folder,
@@ -72,10 +72,10 @@ def prepare(config: DataConfig, announce_wait: bool = True) -> PreparedData:
     folder = Path(config.cache).expanduser() / _folder_name(config, recipe)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if find_flaw(folder, recipe) is None:
+        if find_damage(folder, recipe) is None:
             return open_prepared(folder)
         with _locked(folder, console, announce_wait):
-            flaw = find_flaw(folder, recipe)  # another process may have prepared it meanwhile
+            flaw = find_damage(folder, recipe)  # another process may have prepared it meanwhile
             if flaw is not None:
                 if folder.exists():
                     console.print(f"preparing {folder} again: {flaw}.")

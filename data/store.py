@@ -173,7 +173,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
         to_disk(file)
 
 
-def find_flaw(folder: Path, recipe: dict[str, Any]) -> str | None:
+def find_damage(folder: Path, recipe: dict[str, Any]) -> str | None:
     """Why the folder does not match the recipe; None if it does and every byte matches its manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from drawing import Chart, Palette, dress, height_for, legend, log_axis, styles
+from drawing import Chart, Palette, height_for, label_axes, legend, log_axis, styles
 from report.costs import Point, attention_alone, crossovers, points, predicted_memory, same_tokens
 from report.parity import EPS, MEASURES, Outcome, Verdict, difference, rolling_rms, rounding_of_a_step, seed_spread
 from report.runs import Run
@@ -270,7 +270,7 @@ def draw_over_axis(
         axes.annotate(f"{ring:,.0f}", (ring, 1), xytext=(6, -12), textcoords="offset points", color=palette["ink"])
     if rings is not None:
         axes.axhline(1, color=palette["naive"], lw=1.6, zorder=1)
-    dress(axes, palette, unit, "sequence length, tokens" if sweep.axis == "seq_len" else "devices")
+    label_axes(axes, palette, unit, "sequence length, tokens" if sweep.axis == "seq_len" else "devices")
     rows = _mark_out_of_memory(axes, palette, sweep)
     room = 0.08 + 0.1 * rows  # no line ends among the words at the upper edge
     low, high = axes.dataLim.y0, axes.dataLim.y1
@@ -306,7 +306,7 @@ def _mark_out_of_memory(axes: Axes, palette: Palette, sweep: Sweep) -> int:
 
 
 def _finish_steps(figure: Figure, axes: Axes, palette: Palette, title: str) -> None:
-    dress(axes, palette, title, "step")
+    label_axes(axes, palette, title, "step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.margins(x=0.03)

@@ -143,7 +143,7 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
     for run in sorted(runs, key=lambda run: run.device == UNKNOWN):
         key = comparison_key(run)
         if run.device == UNKNOWN:
-            alike = [members for members in groups.values() if _agree(key, comparison_key(members[0]))]
+            alike = [members for members in groups.values() if _same_where_known(key, comparison_key(members[0]))]
             if len(alike) == 1:
                 alike[0].append(run)
                 continue
@@ -153,7 +153,7 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
     return sorted(cells, key=lambda cell: cell.seq_len)
 
 
-def _agree(killed: Mapping[str, str], other: Mapping[str, str]) -> bool:
+def _same_where_known(killed: Mapping[str, str], other: Mapping[str, str]) -> bool:
     """Whether the settings that a killed run did record are those of the other."""
     known = {n for n, value in killed.items() if "${" not in value} - {"device", "devices", "training.precision"}
     return all(killed[name] == other.get(name) for name in known)

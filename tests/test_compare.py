@@ -116,9 +116,9 @@ def Html(path): return {"html": pathlib.Path(path).name}
 def Settings(**kwargs): return kwargs
 class Run:
     url = "https://wandb.example/run"
-    def __init__(self, options): self.told = {"options": options, "logged": {}}
-    def log(self, values, step): self.told["logged"].update(values)
-    def finish(self): pathlib.Path(self.told["options"]["dir"], "told.json").write_text(json.dumps(self.told))
+    def __init__(self, options): self.stored = {"options": options, "logged": {}}
+    def log(self, values, step): self.stored["logged"].update(values)
+    def finish(self): pathlib.Path(self.stored["options"]["dir"], "stored.json").write_text(json.dumps(self.stored))
 def init(**options): return Run({key: value for key, value in options.items() if key != "settings"})
 """
 
@@ -132,14 +132,14 @@ def test_the_report_joins_the_group_of_its_runs_in_wandb(
     install(FAKE_WANDB, tmp_path, monkeypatch)
     compare.main([str(tmp_path / "sweep")])
     assert "W&B: https://wandb.example/run" in capsys.readouterr().out
-    told = json.loads((tmp_path / "sweep" / "report" / "told.json").read_text())
-    assert told["options"]["group"] == "sweep-1"
-    assert told["options"]["id"] == publish.run_id("sweep-1")
-    assert told["options"]["project"] == "mine"
-    assert told["options"]["mode"] == "offline"
-    assert told["logged"]["report/loss"] == {"image": "loss.png"}
-    assert told["logged"]["report/runs"]["rows"] == 2
-    assert told["logged"]["report/page"] == {"html": "index.html"}
+    stored = json.loads((tmp_path / "sweep" / "report" / "stored.json").read_text())
+    assert stored["options"]["group"] == "sweep-1"
+    assert stored["options"]["id"] == publish.run_id("sweep-1")
+    assert stored["options"]["project"] == "mine"
+    assert stored["options"]["mode"] == "offline"
+    assert stored["logged"]["report/loss"] == {"image": "loss.png"}
+    assert stored["logged"]["report/runs"]["rows"] == 2
+    assert stored["logged"]["report/page"] == {"html": "index.html"}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from data.tokenizers import bytes_tokenizer
 from errors import UserError
 from model.config import GPTConfig
 from model.gpt import GPT
-from sample import SampleConfig, Which, main, parse, stream
+from sample import CheckpointChoice, SampleConfig, main, parse, stream
 from training.checkpoint import save_checkpoint
 
 TOKENIZER = bytes_tokenizer()
@@ -127,7 +127,7 @@ def test_an_export_that_cannot_be_written_is_named(run, tmp_path, folder):
 def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():
     given = ["run=x y", "prompt= a=[1, 2]: ", "tokens=7", "temperature=0", "top_k=null", "checkpoint=newest"]
     assert parse(given) == SampleConfig(
-        run="x y", prompt=" a=[1, 2]: ", tokens=7, temperature=0.0, top_k=None, checkpoint=Which.newest
+        run="x y", prompt=" a=[1, 2]: ", tokens=7, temperature=0.0, top_k=None, checkpoint=CheckpointChoice.newest
     )
 
 

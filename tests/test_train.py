@@ -94,25 +94,25 @@ def test_one_command_trains_on_real_text_and_says_where_everything_is(tmp_path: 
 
 def test_the_summary_tells_how_the_run_went(config: Config) -> None:
     folder = run(config, "run")
-    told, lines = summary(folder), read_metrics(folder / "metrics.jsonl")
+    stored, lines = summary(folder), read_metrics(folder / "metrics.jsonl")
     evaluated = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
     assert set(evaluated) == {0, 4, 8}
-    assert (told["status"], told["message"], told["non_finite_step"]) == ("completed", None, None)
-    assert (told["step"], told["steps"], told["tokens"]) == (8, 8, 8 * 4 * 32)
+    assert (stored["status"], stored["message"], stored["non_finite_step"]) == ("completed", None, None)
+    assert (stored["step"], stored["steps"], stored["tokens"]) == (8, 8, 8 * 4 * 32)
     assert [line["train/tokens"] for line in lines] == [line["step"] * 4 * 32 for line in lines]
-    assert told["train_loss"] == lines[-1]["train/loss"]
-    assert told["val_loss"] == evaluated[8]
-    assert told["best_val_loss"] == min(evaluated.values())
-    assert evaluated[told["best_val_step"]] == told["best_val_loss"]
-    assert (told["attention"], told["attention_path"], told["overrides"]) == ("naive", None, ["seed=1"])
-    assert told["config"]["training"]["precision"] == "auto"
-    assert told["precision"] == "fp32"
-    assert told["device"]["type"] == "cpu"
-    assert told["median"]["throughput/tokens_per_s"] > 0
-    assert told["wall_time_s"] >= lines[-1]["throughput/elapsed_s"] > 0
-    assert told["memory_source"] == "attention"
+    assert stored["train_loss"] == lines[-1]["train/loss"]
+    assert stored["val_loss"] == evaluated[8]
+    assert stored["best_val_loss"] == min(evaluated.values())
+    assert evaluated[stored["best_val_step"]] == stored["best_val_loss"]
+    assert (stored["attention"], stored["attention_path"], stored["overrides"]) == ("naive", None, ["seed=1"])
+    assert stored["config"]["training"]["precision"] == "auto"
+    assert stored["precision"] == "fp32"
+    assert stored["device"]["type"] == "cpu"
+    assert stored["median"]["throughput/tokens_per_s"] > 0
+    assert stored["wall_time_s"] >= lines[-1]["throughput/elapsed_s"] > 0
+    assert stored["memory_source"] == "attention"
     scores = 4 * 2 * 32 * 32 * 4  # bytes of (B, H, T, T) in fp32
-    assert 2 * scores < told["peak"]["memory/peak_allocated_gib"] * 2**30 < 20 * scores
+    assert 2 * scores < stored["peak"]["memory/peak_allocated_gib"] * 2**30 < 20 * scores
     assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"step-00000006", "step-00000008", "best"}
 
 
@@ -134,9 +134,9 @@ def test_running_out_of_memory_is_told_in_the_summary(config: Config) -> None:
     config.training = replace(config.training, batch_size=16, cpu_memory_gib=used_gib() + 0.3)
     with pytest.raises(OutOfMemory, match=r"attention=naive with seq_len=2048 .* does not fit the memory of cpu"):
         run(config, "run")
-    told = summary(Path("run"))
-    assert (told["status"], told["step"]) == ("out_of_memory", 0)
-    assert "attention=flash on a GPU, tiled or sdpa" in told["message"]
+    stored = summary(Path("run"))
+    assert (stored["status"], stored["step"]) == ("out_of_memory", 0)
+    assert "attention=flash on a GPU, tiled or sdpa" in stored["message"]
     assert Path("run/loss.png").exists()  # the limit is the training's alone
 
 
@@ -145,9 +145,9 @@ def test_a_model_that_does_not_fit_is_told_in_the_summary(config: Config) -> Non
     config.training = replace(config.training, cpu_memory_gib=used_gib() + 0.1)
     with pytest.raises(OutOfMemory, match=r"model\.n_embd=4096 does not fit the memory of cpu"):
         run(config, "run")
-    told = summary(Path("run"))
-    assert (told["status"], told["attention"], told["step"], told["steps"]) == ("out_of_memory", "naive", 0, 8)
-    assert told["config"]["model"]["n_embd"] == 4096
+    stored = summary(Path("run"))
+    assert (stored["status"], stored["attention"], stored["step"], stored["steps"]) == ("out_of_memory", "naive", 0, 8)
+    assert stored["config"]["model"]["n_embd"] == 4096
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(config: Config) -> None:
@@ -156,9 +156,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoi
     config.training = replace(config.training, log_every=1, checkpoint_every=1)
     with pytest.raises(NonFiniteError, match=r"Step 2 was not finite \(loss"):
         run(config, "run")
-    told = summary(Path("run"))
-    assert (told["status"], told["step"], told["non_finite_step"]) == ("failed", 1, 2)
-    assert told["message"].startswith("Step 2 was not finite")
+    stored = summary(Path("run"))
+    assert (stored["status"], stored["step"], stored["non_finite_step"]) == ("failed", 1, 2)
+    assert stored["message"].startswith("Step 2 was not finite")
     assert [path.name for path in Path("run/checkpoints").glob("step-*")] == ["step-00000001"]
 
 

@@ -114,7 +114,9 @@ def save_checkpoint(
         for part in PARTS:
             write_tensors(partial / part, state[part])
         own = {
-            str(file.relative_to(partial)): _seal(file) for part in PARTS for file in written_by(partial / part, rank())
+            str(file.relative_to(partial)): _size_and_hash(file)
+            for part in PARTS
+            for file in written_by(partial / part, rank())
         }
         files = {name: seal for share in from_every_rank(own) for name, seal in share.items()}
 
@@ -215,7 +217,7 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest(**content, format=written_in)
 
 
-def _seal(file: Path) -> dict[str, Any]:
+def _size_and_hash(file: Path) -> dict[str, Any]:
     """What `verify` compares a file with."""
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()

@@ -36,7 +36,7 @@ class GraphedStep:
         """function(*inputs); the shapes are those of the first call."""
         self.calls += 1
         if self.calls <= WARMUP_CALLS:
-            return self._aside(inputs)
+            return self._warm_up(inputs)
         if self.graph is None:
             self._record(inputs)
         for static, given in zip(self.inputs, inputs, strict=True):
@@ -50,7 +50,7 @@ class GraphedStep:
             self.graph.reset()
         self.graph, self.inputs, self.outputs = None, (), ()
 
-    def _aside(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _warm_up(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Call on the stream that will record, because autograd remembers the first stream it sees."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)

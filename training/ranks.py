@@ -42,7 +42,7 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
     if world.size == 1:
         yield
         return
-    store = _meet(world, timeout_s)
+    store = _rendezvous(world, timeout_s)
     # Messages between hosts go through gloo, so that neither waits for the devices.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -66,7 +66,7 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
             dist.destroy_process_group()
 
 
-def _meet(world: World, timeout_s: float) -> dist.Store:
+def _rendezvous(world: World, timeout_s: float) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT, once every rank has joined."""
     try:
         host, port = _address()
@@ -78,7 +78,7 @@ def _meet(world: World, timeout_s: float) -> dist.Store:
     # torchrun runs a store at this address itself; every rank then only connects to it.
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     first = world.rank == 0 and not hosted
-    began, told = time.monotonic(), False
+    started, announced = time.monotonic(), False
     try:
         store = dist.TCPStore(
             host, port, None, first, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
@@ -87,17 +87,17 @@ def _meet(world: World, timeout_s: float) -> dist.Store:
         meeting = dist.PrefixStore(f"gpt-attention/{attempt}", store)
         meeting.set(f"here/{world.rank}", "yes")
         while absent := _absent(meeting, "here", world):
-            waited = time.monotonic() - began
+            waited = time.monotonic() - started
             if waited > timeout_s:
-                raise RankError(_did_not_come(world, absent, host, port, timeout_s))
-            if waited > SECONDS_OF_SILENCE and not told:
-                told = True
+                raise RankError(_absence_message(world, absent, host, port, timeout_s))
+            if waited > SECONDS_OF_SILENCE and not announced:
+                announced = True
                 print(f"rank {world.rank} waits for {_names(absent)} at {host}:{port}", file=sys.stderr, flush=True)
             time.sleep(0.02)
     except (dist.DistError, dist.DistStoreError, RuntimeError) as error:
         if isinstance(error, RankError):
             raise
-        raise RankError(_did_not_come(world, [0], host, port, timeout_s)) from error
+        raise RankError(_absence_message(world, [0], host, port, timeout_s)) from error
     return meeting
 
 
@@ -115,7 +115,7 @@ def first_node(nodes: str) -> str:
     return head + re.split(r"[-,\]]", numbers)[0] if bracket else head
 
 
-def _did_not_come(world: World, absent: list[int], host: str, port: int, timeout_s: float) -> str:
+def _absence_message(world: World, absent: list[int], host: str, port: int, timeout_s: float) -> str:
     return (
         f"Rank {world.rank} of {world.size} waited {timeout_s:g} s at {host}:{port}, and {_names(absent)} did not "
         "come; start every rank (torchrun --nproc-per-node does), or unset RANK and WORLD_SIZE to train alone."

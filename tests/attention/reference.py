@@ -110,12 +110,12 @@ def probabilities(q: Tensor, k: Tensor, case: Case, sinks: Tensor | None = None)
         slopes = torch.tensor(published_slopes(H), dtype=scores.dtype)
         scores = scores - (slopes[:, None, None] * distance).to(q.device)
     hidden = ~case.visible()[:, None].to(q.device)
-    blind = hidden.all(dim=-1, keepdim=True)
-    scores = scores.masked_fill(hidden & ~blind, float("-inf"))
+    fully_masked = hidden.all(dim=-1, keepdim=True)
+    scores = scores.masked_fill(hidden & ~fully_masked, float("-inf"))
     if sinks is not None:
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
-    return scores.softmax(dim=-1)[..., :S].masked_fill(blind, 0.0)
+    return scores.softmax(dim=-1)[..., :S].masked_fill(fully_masked, 0.0)
 
 
 def published_slopes(n_heads: int) -> list[float]:

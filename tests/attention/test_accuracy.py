@@ -94,12 +94,12 @@ def test_views_of_a_fused_projection_give_the_same_as_contiguous_tensors(name):
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_rows_that_see_nothing_are_zero_with_zero_gradients(name, dtype):
     case = Case(2, 4, 2, 75, 20, 16)
-    blind = case.T - case.S
+    fully_masked = case.T - case.S
     got = gradients(build_attention(IMPLEMENTATIONS[name]), *case.tensors(dtype))
     assert all(x.isfinite().all() for x in got.values())
-    assert (got["out"][:, :, :blind] == 0).all()
-    assert (got["dq"][:, :, :blind] == 0).all()
-    assert (got["out"][:, :, blind:] != 0).all()
+    assert (got["out"][:, :, :fully_masked] == 0).all()
+    assert (got["dq"][:, :, :fully_masked] == 0).all()
+    assert (got["out"][:, :, fully_masked:] != 0).all()
 
 
 @pytest.mark.parametrize("name", REPLAYING)

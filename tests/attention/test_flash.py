@@ -213,9 +213,9 @@ def test_lse_is_the_logarithm_of_the_sum_that_was_taken():
 
 def test_rows_with_nothing_to_see_are_zero_and_have_no_gradient(addressing):
     got = gradients(flash(0.1), *on_device(*Case(1, 2, 1, 90, 20, 16).tensors(torch.float32)))
-    blind = 90 - 20
-    assert not got["out"][:, :, :blind].any()
-    assert not got["dq"][:, :, :blind].any()
+    fully_masked = 90 - 20
+    assert not got["out"][:, :, :fully_masked].any()
+    assert not got["dq"][:, :, :fully_masked].any()
     assert all(x.isfinite().all() for x in got.values())
 
 

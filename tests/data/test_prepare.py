@@ -177,12 +177,12 @@ def test_of_several_at_once_one_prepares(config, capsys):
 def test_who_comes_second_waits_and_says_so(config):
     folder = prepare(config).folder
     (folder / "manifest.json").unlink()
-    told = io.StringIO()
+    output = io.StringIO()
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
-    with redirect_stderr(told), ThreadPoolExecutor() as pool:
+    with redirect_stderr(output), ThreadPoolExecutor() as pool:
         with lock:
             second = pool.submit(prepare, config)
-            while "waiting for another process that prepares" not in told.getvalue():
+            while "waiting for another process that prepares" not in output.getvalue():
                 assert not second.done()
                 time.sleep(0.01)
             assert not second.done()
@@ -289,8 +289,8 @@ def test_a_vocabulary_that_the_text_does_not_give_is_told(config, capsys):
     config.tokenizer = TokenizerName.bpe
     data = prepare(config)
     assert data.vocab_size < 4096
-    told = f"data=text gives {data.vocab_size:,} tokens only, fewer than data.bpe_vocab_size=4096"
-    assert told in " ".join(capsys.readouterr().err.split())
+    notice = f"data=text gives {data.vocab_size:,} tokens only, fewer than data.bpe_vocab_size=4096"
+    assert notice in " ".join(capsys.readouterr().err.split())
     config.bpe_vocab_size = 280
     assert prepare(config).vocab_size == 280
     assert "tokens only" not in capsys.readouterr().err

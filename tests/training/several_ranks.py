@@ -89,7 +89,7 @@ def work(world: World) -> dict[str, Any]:
     return found
 
 
-def go_on(world: World, folder: Path, steps: range, data: DataParallel) -> list[list[str]]:
+def resume(world: World, folder: Path, steps: range, data: DataParallel) -> list[list[str]]:
     """Some steps from the newest checkpoint, where there is one, to the next."""
     trainer = build(world, ParallelConfig(data))
     if steps.start:
@@ -108,7 +108,7 @@ def main(folder: Path, port: int) -> None:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port + turn))
             world, steps = World(rank, size, rank), range(2 * turn, 2 * turn + 2)
             with joined(world, CPU, timeout_s=200):
-                resumed[str(steps.start)] = go_on(world, folder / "checkpoints", steps, data)
+                resumed[str(steps.start)] = resume(world, folder / "checkpoints", steps, data)
                 if turn < 3:
                     (folder / f"{rank}-of-{size}.json").write_text(json.dumps(work(world)))
     (folder / f"{rank}-resumed.json").write_text(json.dumps(resumed))

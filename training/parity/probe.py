@@ -144,7 +144,7 @@ class ParityProbe:
                     raise
             # Outside the handler, whose traceback would keep the failed pass's tensors alive.
             B, T = smaller(B, T)
-            self._settle_for(B, T, *inputs.shape)
+            self._reduce_window(B, T, *inputs.shape)
         found = beyond_rounding(measured)
         if found:
             log.warning(f"parity: attention={model.attend.name} is not {self.config.reference}: {found}.")
@@ -183,7 +183,7 @@ class ParityProbe:
         while math.prod(window) > 1 and self._estimate(model, *window) > MEMORY_SHARE * free:
             window = smaller(*window)
         if window != (B, T):
-            self._settle_for(*window, B, T)
+            self._reduce_window(*window, B, T)
         return window
 
     def _estimate(self, model: GPT, B: int, T: int) -> int:
@@ -192,7 +192,7 @@ class ParityProbe:
         scores = 3 * model.config.n_layers * B * self.shape.n_heads * T * T if self.config.reference == "naive" else 0
         return self.exact_dtype.itemsize * (scores + 4 * B * T * model.vocab_size)
 
-    def _settle_for(self, B: int, T: int, of_B: int, of_T: int) -> None:
+    def _reduce_window(self, B: int, T: int, of_B: int, of_T: int) -> None:
         self.window = (B, T)
         log.warning(
             f"parity: attention={self.config.reference} on {of_B} sequences of {of_T} tokens does not fit the memory; "

@@ -130,7 +130,7 @@ class Tracker:
         if self.mirror is not None:
             self.mirror.finish(SECONDS_TO_FINISH[self.config.mode.value])
             self._warn()
-        self._say_where()
+        self._print_location()
 
     def __enter__(self) -> Tracker:
         return self
@@ -156,7 +156,7 @@ class Tracker:
             for warning in self.mirror.warnings():
                 self.print(f"warning: {warning}")
 
-    def _say_where(self) -> None:
+    def _print_location(self) -> None:
         lines = {"run folder": self.run_folder, "metrics": "metrics.jsonl, summary.json", "loss curve": "loss.png"}
         if self.mirror is not None and self.mirror.location is not None:
             lines["W&B"] = self.mirror.location if self.mirror.online else f"wandb sync {self.mirror.location}"

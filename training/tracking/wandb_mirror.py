@@ -61,8 +61,8 @@ class WandbMirror:
     def warnings(self) -> list[str]:
         """Warnings since the last call, a sentence each. Never waits."""
         self._listen()
-        told, self._warnings = self._warnings, []
-        return told
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
     def finish(self, timeout: float) -> None:
         """Let the mirror copy the rest and close the W&B run, waiting at most `timeout` seconds."""
@@ -146,15 +146,15 @@ def mirror(folder: Path, pid: int, options: dict[str, Any], orders: IO[bytes], s
         settings = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=30, x_stats_pid=pid)
         return wandb.init(dir=str(folder), settings=settings, **options)
 
-    told: dict[str, str] = {}
+    fallback: dict[str, str] = {}
     try:
         run = start(options)
     except Exception as error:  # no key, no network, no quota, no such project
         if options["mode"] != "online":
             raise
-        told["offline"] = one_line(error)
+        fallback["offline"] = one_line(error)
         run = start(options | {"mode": "offline", "resume": None})
-    status.write(json.dumps({"location": run.url or str(Path(run.dir).parent), **told}) + "\n")
+    status.write(json.dumps({"location": run.url or str(Path(run.dir).parent), **fallback}) + "\n")
 
     first_step = step = run.step  # what W&B already has, where an online run is resumed
     order = None
