@@ -185,7 +185,9 @@ def test_init_from_starts_with_the_weights_of_a_gpt2(config: Config) -> None:
         run(replace(with_weights, model=replace(config.model, n_layers=3)), "other")
 
 
-def test_documents_of_a_row_are_told_apart_in_training_evaluation_and_the_probe(config: Config) -> None:
+def test_documents_of_a_row_are_told_apart_in_training_evaluation_and_the_probe(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("texts").mkdir()
     for n in range(40):
         (Path("texts") / f"{n}.txt").write_text(Path(os.__file__).read_text()[100 * n : 100 * n + 20 + n])
@@ -202,6 +204,8 @@ def test_documents_of_a_row_are_told_apart_in_training_evaluation_and_the_probe(
     for documents in Documents:
         for naive, tiled in zip(found[f"{documents.name}-naive"], found[f"{documents.name}-tiled"], strict=True):
             assert naive == tuple(loss and pytest.approx(loss, rel=1e-4) for loss in tiled)
+    told = capsys.readouterr().out
+    assert all(words in told for words in ("score=causal (window=7, sinks=true)", "documents=restart"))
     at_the_start = [found[f"{documents.name}-naive"][0][2] for documents in Documents]
     assert len(set(at_the_start)) == 3
 

@@ -14,6 +14,7 @@ from model.config import GPTConfig, Recompute
 from model.dropout import LAYER, draw_masks, drop
 from model.gpt import GPT
 from model.loss import LossKind, cross_entropy
+from model.score import ScoreConfig
 from model.softmax_kernel import launch_softmax_gradient
 from training.device import Precision, World
 from training.graphed_step import WARMUP_CALLS
@@ -26,13 +27,15 @@ DEVICE = torch.device("cuda")
 T, B, VOCAB = 128, 4, 1000
 
 
-def trainer(attention: str = "flash", loss: LossKind = LossKind.chunked, **options: Any) -> Trainer:
+def trainer(
+    attention: str = "flash", loss: LossKind = LossKind.chunked, score: ScoreConfig | None = None, **options: Any
+) -> Trainer:
     config = TrainingConfig(steps=20, batch_size=B, precision=Precision.bf16, compile=True, **options)
     torch.manual_seed(0)
     attend = build_attention(AttentionConfig(name=attention, dropout=0.1))
     model = GPT(
         GPTConfig(n_layers=2, n_heads=2, n_embd=128, dropout=0.1), VOCAB, T, attend, config.recompute, loss,
-        device=DEVICE, dtype=torch.bfloat16,
+        score=score, device=DEVICE, dtype=torch.bfloat16,
     )  # fmt: skip
     return Trainer(model, OptimizerConfig(), ScheduleConfig(warmup_steps=2), config, 7, DEVICE, World())
 
@@ -54,6 +57,21 @@ def test_a_replayed_step_is_bitwise_the_launched_one(recompute):
     assert replayed.replay.graph is not None
     for (name, mine), theirs in zip(launched.model.named_parameters(), replayed.model.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("attention", ["naive", "tiled", "flash"])
+def test_a_replayed_step_takes_the_documents_of_its_batch(attention):
+    score = ScoreConfig(window=50, sinks=True, layers=[{}, {"window": None}])
+    launched, replayed = (trainer(attention, score=score, cuda_graph=graph) for graph in (False, True))
+    for step in range(WARMUP_CALLS + 4):
+        (inputs, targets), first = batch(step)[0], 20 + 10 * step  # two documents in each row
+        starts = first * (torch.arange(T, device=DEVICE) >= first).int().expand(B, T)
+        documents = [(inputs, targets, starts.contiguous())]
+        expected, given = launched.update(step, documents), replayed.update(step, documents)
+        assert torch.equal(expected[0], given[0]), f"loss of step {step}"
+        assert torch.equal(expected[1], given[1]), f"gradient norm of step {step}"
+    assert replayed.replay is not None
+    assert replayed.replay.graph is not None
 
 
 def test_a_replayed_step_counts_its_memory():
