@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bench import attention, loss, train_step, tune
+from bench import attention, bytes_moved, loss, train_step, tune
 from bench.measure import MIN_SAMPLES, RESULTS, ROOT, Timing, environment, interleaved, slug, write
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_writing_replaces_a_file_whole(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("benchmark", [attention, loss, train_step, tune])
+@pytest.mark.parametrize("benchmark", [attention, bytes_moved, loss, train_step, tune])
 def test_without_a_gpu_a_benchmark_says_so_once_and_leaves_nothing(benchmark, monkeypatch, capsys):
     before = sorted(RESULTS.iterdir())
     monkeypatch.setattr("sys.argv", ["bench"])
