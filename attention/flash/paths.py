@@ -13,13 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attention import gpu
 from attention.flash import backward as plain_backward
 from attention.flash import forward as plain_forward
 from attention.flash.configs import Extras, KernelConfigs, Options, choose
 from attention.flash.hopper import backward as hopper_backward
 from attention.flash.hopper import forward as hopper_forward
 from attention.flash.hopper.configs import HEAD_DIMS, backward_blocks, forward_blocks, is_faster
-from attention.gpu import INTERPRET, capability
+from attention.gpu import INTERPRET
 from attention.interface import UnsupportedAttention
 
 
@@ -56,7 +57,7 @@ class Path(NamedTuple):
 
 def kernel_configs(q: Tensor, k: Tensor, extras: Extras, options: Options) -> KernelConfigs:
     """The block sizes of the plain kernels for these queries and keys."""
-    return choose(q.shape[-1], k.shape[2], q.dtype, capability(q.device), options, extras)
+    return choose(q.shape[-1], k.shape[2], q.dtype, gpu.capability(q.device), options, extras)
 
 
 def describe(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Problem:
@@ -72,7 +73,7 @@ def describe(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Problem:
     }
     features = frozenset(name for name, is_asked in asked.items() if is_asked)
     length = min(q.shape[2], k.shape[2])
-    return Problem(q.shape[-1], q.dtype, features, options.threshold > 0, length, capability(q.device))
+    return Problem(q.shape[-1], q.dtype, features, options.threshold > 0, length, gpu.capability(q.device))
 
 
 def hopper_refusal(problem: Problem) -> str | None:

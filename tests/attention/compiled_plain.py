@@ -1,0 +1,136 @@
+"""Compiles the plain Triton kernels without a GPU, and prints what each takes as a line of JSON.
+
+TRITON_INTERPRET=0 python -m tests.attention.compiled_plain hopper older
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from attention import gpu
+from attention.flash import configs
+from attention.flash.backward import backward
+from attention.flash.configs import ConfigKey, Extras, Options
+from attention.flash.forward import forward
+
+CAPABILITIES = {"hopper": (9, 0), "older": (8, 0)}
+PLAIN = Options(causal=True, scale=0.125, threshold=0, tf32=False)
+B, H, H_KV, T = 2, 4, 2, 100
+
+
+class Problem(NamedTuple):
+    """What kernels are compiled for."""
+
+    name: str
+    key: ConfigKey
+    options: Options
+    extras: Extras
+
+
+def problems(architecture: str) -> Iterator[Problem]:
+    """Entries of the architecture's tables up to head size 128, and what else takes instructions of its own."""
+    documents = torch.zeros(B, T, dtype=torch.int32)
+    everything = Extras(slopes=torch.zeros(H), sinks=torch.zeros(H), starts=documents, ends=documents)
+    asked: dict[str, tuple[dict[str, Any], Extras]] = {
+        "window": ({"window": 1024}, Extras()),
+        "documents": ({}, Extras(starts=documents, ends=documents)),
+        "alibi": ({}, Extras(slopes=torch.zeros(H))),
+        "soft_cap": ({"soft_cap": 50.0}, Extras()),
+        "everything": ({"window": 1024, "soft_cap": 50.0, "q_start": 3, "k_start": 2}, everything),
+    }
+
+    def problem(label: str, key: ConfigKey, changed: dict[str, Any], extras: Extras) -> Problem:
+        options = PLAIN._replace(threshold=26 if key.dropout else 0, **changed)
+        rate = "dropout" if key.dropout else "exact"
+        if key.dropout:
+            extras = extras._replace(key=torch.zeros(7, dtype=torch.int64))
+        return Problem(f"{architecture}-{label}-{key.head_dim}-{rate}-{key.length:g}", key, options, extras)
+
+    for key in configs.TABLES[architecture]:
+        if key.head_dim <= 128:
+            yield problem("causal", key, {}, Extras())
+    for dropout in (False, True):
+        key = ConfigKey(64, dropout)
+        yield problem("full", key, {"causal": False}, Extras())
+        yield problem("everything", key, *asked["everything"])
+    if architecture == "hopper":
+        labels = {"bounded": ("window", "documents"), "alibi": ("alibi",), "soft_cap": ("soft_cap",)}
+        for table, kinds in labels.items():
+            for kind in kinds:
+                for key in configs.TABLES[table]:
+                    yield problem(kind, key, *asked[kind])
+
+
+class NoGPU:
+    """Stands in for Triton's driver."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.arch = 10 * capability[0] + capability[1]
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Registers of a thread, bytes of them that are spilled to memory, and shared memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    return {"registers": int(found[1]), "spilled": int(found[2]), "shared": kernel.metadata.shared}
+
+
+def compile_all(architecture: str) -> Iterator[dict[str, Any]]:
+    """What the kernels of each problem take, compiled through the launches that a GPU would get."""
+    capability = CAPABILITIES[architecture]
+    gpu.capability = lambda device: capability
+    triton.runtime.driver.set_active(NoGPU(capability))
+    compiled: list[tuple[str, Any]] = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs) -> None:
+        compiled.append((self.fn.__name__.removesuffix("_kernel"), run(self, *args, grid=grid, warmup=True, **kwargs)))
+
+    JITFunction.run = compile_only
+
+    def tensor(heads: int, D: int) -> Tensor:
+        return torch.zeros(B, T, heads, D, dtype=torch.bfloat16).transpose(1, 2)
+
+    for name, key, options, extras in problems(architecture):
+        D = key.head_dim
+        q, k, v, do, out = (tensor(heads, D) for heads in (H, H_KV, H_KV, H, H))
+        length = int(min(key.length, 2**20))
+        blocks = configs.choose(D, length, q.dtype, capability, options, extras)
+        compiled.clear()
+        _, lse2 = forward(q, k, v, out, extras, options, blocks)
+        backward(do, q, k, v, out, lse2, (tensor(H, D), tensor(H_KV, D), tensor(H_KV, D)), extras, options, blocks)
+        for kernel_name, kernel in compiled:
+            yield {"name": f"{name}-{kernel_name}"} | resources(kernel)
+    JITFunction.run = run
+
+
+if __name__ == "__main__":
+    for architecture in sys.argv[1:]:
+        for line in compile_all(architecture):
+            print(json.dumps(line), flush=True)
