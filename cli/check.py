@@ -21,13 +21,16 @@ from training.profiling.profiler import check_profile
 from training.step import training_mistakes
 
 
-def mistakes(config: Config) -> Iterator[str]:
-    """A sentence for each value that could not train, with the override that repairs it."""
+def mistakes(config: Config, world: World | None = None) -> Iterator[str]:
+    """A sentence for each value that could not train, with the override that repairs it.
+
+    world  the ranks that will train; None: this process and those beside it
+    """
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must lie between 0 and 2**32 - 1."
     if config.seq_len < 1:
         yield f"seq_len={config.seq_len} must be at least 1."
-    world = World.from_environment()
+    world = world or World.from_environment()
     yield from (of_ranks := list(refusal(check_parallel, config.parallel, world.size)))
     if not of_ranks:
         world = replace(world, context=config.parallel.context)

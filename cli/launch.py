@@ -96,7 +96,11 @@ def checked_run(given: list[str], found: Composition) -> list[str]:
 
 def mistakes_of(found: Composition) -> list[str]:
     """A sentence for each value that cannot train; none if nothing was composed."""
-    return [] if found.cfg is None else list(mistakes(to_config(found.cfg)))
+    if found.cfg is None:
+        return []
+    launcher = found.cfg.hydra.launcher
+    ranks = int(launcher.get("nodes") or 1) * int(launcher.get("tasks_per_node") or 1)  # of a job, which starts later
+    return list(mistakes(to_config(found.cfg), World(size=ranks) if ranks > 1 else None))
 
 
 def refuse(sentences: list[str]) -> None:

@@ -57,7 +57,7 @@ def check_parallel(config: ParallelConfig, ranks: int) -> None:
 
 def check_context(config: ParallelConfig, seq_len: int, n_heads: int, n_kv_heads: int) -> None:
     """Raise ParallelError or UnsupportedAttention where the ranks cannot share a sequence of this length."""
-    if config.context == 1:
+    if config.context <= 1:
         return
     unit = rows_unit(config.context, config.context_by.resolve(n_heads, n_kv_heads, config.context))
     if seq_len % unit:
