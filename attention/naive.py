@@ -26,7 +26,7 @@ class NaiveAttention(Attention):
         scores = masked_scores(q, k, terms)
         p = scores.softmax(dim=-1, dtype=accum_dtype(q.dtype))[..., :S]  # (B, H, T, S), less the sink's share
         seen = key_intervals(terms.score, terms.layout, T, S, q.device)
-        if not seen.sighted:  # a softmax over nothing is NaN, and should be zero
+        if not seen.never_empty:  # a softmax over nothing is NaN, and should be zero
             p = p.masked_fill(seen.fully_masked((0, T)), 0.0)
         if terms.dropout_key is not None:
             keep = keep_mask(terms.dropout_key, self.dropout, B, H, T, S, device=q.device)

@@ -146,14 +146,14 @@ class KeyIntervals(NamedTuple):
 
     first, end     (T,) or, with documents, (B, T) int64
     begins, stops  whether `first` is ever above 0 and `end` ever below the number of keys
-    sighted        whether every query sees a key for certain: one that stands among the keys sees its own position
+    never_empty    whether every query is certain to see a key: one that stands among the keys sees its own position
     """
 
     first: Tensor
     end: Tensor
     begins: bool
     stops: bool
-    sighted: bool
+    never_empty: bool
 
     def mask(self, rows: Range, columns: Range) -> Tensor | None:
         """True where the query sees the key, (rows, columns) or (B, 1, rows, columns); None where all are seen."""
@@ -206,7 +206,7 @@ def key_intervals(score: Score, layout: Layout, T: int, S: int, device: torch.de
         end,
         begins=bounded or score.window is not None,
         stops=bounded or score.causal,
-        sighted=S > 0 and (among_keys or not (bounded or score.causal)),
+        never_empty=S > 0 and (among_keys or not (bounded or score.causal)),
     )
 
 

@@ -74,7 +74,7 @@ class TileScores:
 
     def fully_masked(self, rows: Range) -> Tensor | None:
         """The rows that see nothing, to broadcast over a tile; None where there cannot be any."""
-        return None if self.seen.sighted else over_groups(self.seen.fully_masked(rows))
+        return None if self.seen.never_empty else over_groups(self.seen.fully_masked(rows))
 
 
 def tiles(start: int, stop: int, block: int) -> Iterator[Range]:
