@@ -40,8 +40,11 @@ def prepare(arguments: list[str]) -> list[str]:
     Raises UserError with one line for each mistake.
     """
     arguments = [expand_home(argument) for argument in arguments]
-    args, unknown = get_args_parser().parse_known_args(arguments)
-    refuse([f"{flag} is not a flag of train.py; overrides have no dashes: key=value." for flag in unknown])
+    args, rest = get_args_parser().parse_known_args(arguments)
+    refuse([f"{f} is not a flag of train.py; overrides have no dashes: key=value." for f in rest if f.startswith("-")])
+    if rest:  # argparse takes overrides from one place, and -m may stand among them
+        args.overrides += rest
+        arguments = [*(argument for argument in arguments if argument not in args.overrides), *args.overrides]
     if args.multirun and (args.cfg or args.info):
         raise ConfigError("-m does not go with --cfg or --info; leave it out to see the configuration of one run.")
     if args.help or args.hydra_help or args.cfg or args.info:

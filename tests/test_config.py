@@ -197,6 +197,11 @@ def test_all_mistakes_are_told_together(tmp_path: Path, monkeypatch: pytest.Monk
         assert sum(sentence.startswith(override) for sentence in sentences) == 1
 
 
+def test_flags_may_stand_among_the_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert prepare(["model=tiny", "-m", "seed=1,2", "data=stdlib"]) == ["-m", "model=tiny", "seed=1,2", "data=stdlib"]
+
+
 def test_a_mistake_that_every_job_of_a_sweep_shares_is_told_once() -> None:
     with pytest.raises(ConfigError) as raised:
         prepare(["-m", "attention=naive,tiled", "seed=1,-2", "training.steps=0", "optimizer.lr=fast"])
