@@ -1,6 +1,8 @@
-"""Compiles the Hopper kernels for sm_90a without a GPU, and prints what ptxas says of each as a line of JSON.
+"""Compiles the kernels of attention=flash without a GPU, and prints what ptxas says of each as a line of JSON.
 
-TRITON_INTERPRET=0 python -m tests.attention.compiled [name ...]
+TRITON_INTERPRET=0 python -m tests.attention.compiled [path-capability-head size-mask-dropout ...]
+
+The launch functions are called on tensors in the CPU's memory, and a launch compiles its kernel and leaves it there.
 """
 
 from __future__ import annotations
@@ -10,90 +12,92 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.runtime.jit import JITFunction
 
-from attention.flash.hopper.backward import WIDTH, backward_kernel
-from attention.flash.hopper.configs import backward_blocks, forward_blocks
-from attention.flash.hopper.forward import ROWS, forward_kernel
-from attention.flash.hopper.tiles import FP32, TILE
+from attention import DropoutKey, gpu
+from attention.dropout import drop_threshold
+from attention.flash.configs import Extras, Options
+from attention.flash.paths import PATHS
+from attention.flash.tiles import rows_like
 
-# name -> direction, head size, causal, dropout's threshold, dtype
+# name -> path, compute capability, head size, causal, dropout
 CONFIGURATIONS = {
-    f"{direction}-{D}-{'causal' if causal else 'full'}-{'dropout' if threshold else 'exact'}-{dtype}": (
-        direction,
+    f"{path}-{capability}-{D}-{'causal' if causal else 'full'}-{'dropout' if dropout else 'exact'}": (
+        path,
+        capability,
         D,
         causal,
-        threshold,
-        dtype,
+        dropout,
     )
-    for direction in ("forward", "backward")
+    for path, capability in (("hopper", 90), ("plain", 90), ("plain", 80))
     for D in (64, 128)
     for causal in (True, False)
-    for threshold in (0, 26)
-    for dtype in ("bf16", "fp16")
+    for dropout in (0.0, 0.1)
 }
 
 
-def descriptor(block: list[int], dtype: str, layout: NVMMASharedLayout) -> str:
-    """A tensor descriptor's type as Triton writes it."""
-    return f"tensordesc<{dtype}{block},{layout!r}>"
+def launch(path: str, D: int, causal: bool, dropout: float) -> None:
+    """A forward and a backward of 4,096 tokens in bf16."""
+    tensors = (torch.zeros(1, 2, 4096, D, dtype=torch.bfloat16) for _ in range(8))
+    q, k, v, out, do, *gradients = tensors
+    key = DropoutKey(1, 2, 3, 4).pack(q.device) if dropout else None
+    extras, options = Extras(key), Options(causal, D**-0.5, drop_threshold(dropout), False)
+    PATHS[path].forward(q, k, v, out, extras, options)
+    PATHS[path].backward(do, q, k, v, out, rows_like(q), tuple(gradients), extras, options)
 
 
-def forward_types(D: int, threshold: int, dtype: str) -> tuple[Any, dict[str, str], int]:
-    """The forward's blocks, the types of its arguments, its warps."""
-    blocks = forward_blocks(D, threshold > 0)
-    types = dict.fromkeys(("H", "G", "T", "S", "n_m", "n_heads", "n_together"), "i32")
-    types |= dict.fromkeys(("q", "out"), descriptor([1, 1, ROWS.value, blocks.columns], dtype, TILE))
-    types |= dict.fromkeys(("k", "v"), descriptor([1, 1, blocks.k, blocks.columns], dtype, TILE))
-    types |= {"p_lse": "*fp32", "p_lse2": "*fp32", "p_work": "*i32", "scale_log2": "fp32"}
-    return blocks, types, 4
+def kernels(capability: int, *configuration: Any) -> list[Any]:
+    """What a forward and a backward launch, compiled for a GPU of this compute capability."""
+    target, found = GPUTarget("cuda", capability, 32), []
+
+    def run(self: JITFunction, *args: Any, warmup: bool, **options: Any) -> None:
+        found.append(original(self, *args, warmup=True, **options))
+
+    original = JITFunction.run
+    driver = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: capability,  # Triton keeps compiled kernels by device
+        get_current_stream=lambda device: 0,
+    )
+    properties = SimpleNamespace(multi_processor_count=132)
+    triton.runtime.driver.set_active(driver)
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(gpu, "capability", return_value=divmod(capability, 10)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+    ):
+        launch(*configuration)
+    return found
 
 
-def backward_types(D: int, threshold: int, dtype: str) -> tuple[Any, dict[str, str], int]:
-    """The backward's blocks, the types of its arguments, its warps."""
-    blocks = backward_blocks(D)
-    types = dict.fromkeys(("H", "G", "T", "S", "n_n", "n_heads", "n_together"), "i32")
-    types |= dict.fromkeys(("q", "do", "dq"), descriptor([1, 1, blocks.q, blocks.columns], dtype, TILE))
-    types |= dict.fromkeys(("k", "v", "dk", "dv"), descriptor([1, 1, blocks.k, blocks.columns], dtype, TILE))
-    types |= dict.fromkeys(("lse2", "delta"), descriptor([1, blocks.q], "fp32", FP32))
-    types |= {"dq_sum": descriptor([blocks.q * blocks.columns // WIDTH.value, WIDTH.value], "fp32", FP32)}
-    return blocks, types | {"p_turn": "*i32", "p_work": "*i32", "scale": "fp32"}, 8
-
-
-def ptxas_report(direction: str, D: int, causal: bool, threshold: int, dtype: str) -> dict[str, Any]:
+def ptxas_report(capability: int, kernel: Any) -> dict[str, Any]:
     """Registers, bytes of spilled registers, and warnings about serialised products (C75xx)."""
-    kernel = forward_kernel if direction == "forward" else backward_kernel
-    blocks, types, warps = (forward_types if direction == "forward" else backward_types)(D, threshold, dtype)
-    constants: dict[str, Any] = {"CAUSAL": causal, "THRESHOLD": threshold, "BLOCKS": blocks}
-    if threshold:
-        types["p_key"] = "*i64"
-    else:
-        constants["p_key"] = None
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types[n] for n in names}
-    values = {(names.index(n),): value for n, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
-    source = GluonASTSource(kernel, signature, values, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    architecture = "sm_90a" if capability == 90 else f"sm_{capability}"
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
-        ptx.write_text(compiled.asm["ptx"])
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", ptx, "-o", f"{folder}/kernel.cubin"]
+        ptx.write_text(kernel.asm["ptx"])
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={architecture}", ptx, "-o", f"{folder}/cubin"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
+        "kernel": kernel.metadata.name,
         "registers": max(map(int, re.findall(r"Used (\d+) registers", said))),
         "spilled": sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
         "serialised": re.findall(r"\(C75\d+\)[^\n]*", said),
-        "shared": compiled.metadata.shared,
+        "shared": kernel.metadata.shared,
     }
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or CONFIGURATIONS:
-        print(json.dumps({"name": name, **ptxas_report(*CONFIGURATIONS[name])}), flush=True)
+        path, capability, *configuration = CONFIGURATIONS[name]
+        for report in map(partial(ptxas_report, capability), kernels(capability, path, *configuration)):
+            print(json.dumps({"name": name, **report}), flush=True)

@@ -21,9 +21,18 @@ ROOT = Path(__file__).parents[2]
 PROBLEM = Problem(128, torch.bfloat16, frozenset(), dropout=False, length=4096, capability=(9, 0))
 EVERY_LENGTH = range(0, 2**17, 64)
 
-# Bytes of registers that a thread may spill. The full mask's forward spills outside its loop, once a tile of queries;
-# the backward at head size 128 has no register left, and spills a few addresses. Nothing spills a tile.
-SPILLED = {"forward-64-full-exact": 192, "forward": 0, "backward-64": 0, "backward-128": 40}
+# Bytes of registers that a thread spills today: (start of a configuration's name, kernel). The Hopper kernels spill a
+# few addresses where head size 128 leaves no register, and with a full mask outside the loops; none of them a tile.
+SPILLED = {
+    ("hopper-90-64-full-exact", "forward_kernel"): 192,
+    ("hopper-90-64-full", "backward_kernel"): 8,
+    ("hopper-90-128", "backward_kernel"): 40,
+    ("plain-90-64", "dkdv_kernel"): 100,
+    ("plain-90-128", "dkdv_kernel"): 24,
+    ("plain-80-64", "dkdv_kernel"): 96,
+    ("plain-80-128", "dkdv_kernel"): 24,
+    ("plain-80-128-full-exact", "forward_kernel"): 4,
+}
 SHARED = 232_448  # bytes of a multiprocessor that a program may have
 
 
@@ -102,28 +111,33 @@ def test_a_model_s_paths_are_told_layer_by_layer(hopper_gpu):
     assert attend.path(shape(scores=(Score(window=64), Score())), 4096) == "hopper and plain"
 
 
-def compiled(names: list[str]) -> dict[str, dict]:
-    """What tests/attention/compiled.py says of configurations, or of all of them."""
+def compiled(names: list[str]) -> list[dict]:
+    """What tests/attention/compiled.py says of configurations: a report for each kernel."""
     command = [sys.executable, "-m", "tests.attention.compiled", *names]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return {line.pop("name"): line for line in map(json.loads, done.stdout.splitlines())}
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def assert_no_product_waits(reports: dict[str, dict]) -> None:
-    """No registers spill and no product is serialised: either would cost the overlap that the kernels are built for."""
-    for name, report in reports.items():
-        spilled = next(limit for prefix, limit in SPILLED.items() if name.startswith(prefix))
-        assert report["serialised"] == [], name
-        assert report["spilled"] <= spilled, (name, report)
-        assert report["shared"] <= SHARED, (name, report)
+def assert_as_lean_as_today(reports: list[dict]) -> None:
+    """No more registers spill than today, and no product waits for another: the kernels live of their overlap."""
+    assert reports
+    for report in reports:
+        allowed = [
+            spilled
+            for (name, kernel), spilled in SPILLED.items()
+            if report["name"].startswith(name) and report["kernel"] == kernel
+        ]
+        assert report["spilled"] <= max(allowed, default=0), report
+        assert report["serialised"] == [], report
+        assert report["shared"] <= SHARED, report
 
 
 def test_the_kernels_compile_for_hopper_without_spills():
-    assert_no_product_waits(compiled(["forward-128-causal-exact-bf16", "backward-128-causal-exact-bf16"]))
+    assert_as_lean_as_today(compiled(["hopper-90-128-causal-exact"]))
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_hopper_without_spills():
-    assert_no_product_waits(compiled([]))
+def test_every_kernel_of_both_paths_compiles_as_lean_as_today():
+    assert_as_lean_as_today(compiled([]))
