@@ -80,7 +80,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
         world = trainer.world
         start = resume(trainer, config, folder, data)
         if start >= training.steps and (folder / "summary.json").exists():
-            print(f"{folder} is complete with {start} steps; training.steps={2 * start} would make it go on.")
+            print(f"{folder} is complete with {start} steps; training.steps={2 * start} would continue it.")
             return 0
 
         documents, val_documents = document_bounds(config, data)
@@ -145,7 +145,7 @@ def resume(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -
         return 0
     path, rejected = from_first_rank(lambda: newest_valid(folder / "checkpoints"))
     if trainer.world.rank == 0:
-        print(*rejected, f"going on from {path}", sep="\n")
+        print(*rejected, f"resuming from {path}", sep="\n")
     manifest = read_manifest(path)
     if manifest.metadata["data"] != data.manifest["identity"]:
         raise ConfigError(
@@ -163,8 +163,8 @@ def check_step_size(trainer: Trainer, metadata: dict[str, Any], path: Path) -> N
     if then is not None and then != now and unchanged:
         raise ConfigError(
             f"{path} was trained with {then} tokens a step, and {trainer.world.size} ranks of "
-            f"training.batch_size={training.batch_size} have {now}; set training.batch_tokens={then} to go on alike, "
-            f"or training.batch_tokens={now} to go on with these."
+            f"training.batch_size={training.batch_size} have {now}; set training.batch_tokens={then} to keep it, "
+            f"or training.batch_tokens={now} to train on with these."
         )
 
 

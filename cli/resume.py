@@ -74,11 +74,11 @@ def has_checkpoints(run: Path) -> bool:
 
 def check_folder(folder: Path, config: Config) -> None:
     """Raise ConfigError for a run folder that cannot be written or holds another run, and for a checkpoint in it that
-    this configuration cannot go on from."""
+    this configuration cannot resume."""
     check_writable(folder, "hydra.run.dir")
     if config.resume is None and (folder / "metrics.jsonl").exists():
         raise ConfigError(
-            f"hydra.run.dir={folder} already holds a run; add resume=auto to go on with it, or name another folder."
+            f"hydra.run.dir={folder} already holds a run; add resume=auto to continue it, or name another folder."
         )
     with locked(folder):
         pass
@@ -139,7 +139,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise ConfigError(f"{folder} belongs to a run that is still going on; stop that one first.") from None
+        raise ConfigError(f"{folder} belongs to a run that is still running; stop that one first.") from None
     try:
         yield
     finally:

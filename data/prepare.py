@@ -135,7 +135,7 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus, recipe: dict[str, A
             save_position(partial, recipe, position)
         else:
             tokenizer = load_tokenizer(partial)
-            console.print(f"going on with data={config.name} where its preparation was interrupted.")
+            console.print(f"resuming the preparation of data={config.name} where it was interrupted.")
         counts = _write_tokens(corpus, tokenizer, config, console, position, partial, recipe)
         content = {
             "recipe": recipe,

@@ -114,8 +114,9 @@ def _section(sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: 
     own = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
     run, lengths = sweep.runs[0], sorted({cell.seq_len for cell in sweep.cells})
     subtitle = [
-        "{} layers, {} heads, {} channels".format(
-            *(run.option(f"model.n_{n}", "?") for n in ("layers", "heads", "embd"))
+        ", ".join(
+            f"{(n := run.option(f'model.n_{key}', '?'))} {unit}{'' if n == 1 else 's'}"
+            for key, unit in {"layers": "layer", "heads": "head", "embd": "channel"}.items()
         ),
         f"seq_len {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else ""),
         f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in sweep.runs)}",

@@ -30,7 +30,8 @@ def answer(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Answer:
     """What a sweep was made to find out."""
     table = points(sweep)
     decisive = [verdict for verdict in verdicts if verdict.decisive]
-    if not any(run.trained or run.out_of_memory for run in sweep.runs):
+    # Over lengths, running out of memory is the answer: where the memory ends.
+    if not any(run.trained or (run.out_of_memory and sweep.axis == "seq_len") for run in sweep.runs):
         return _failures(sweep)
     if any(run.ablated for run in sweep.runs):
         return _ablations(sweep, reference)
@@ -123,7 +124,9 @@ def _failures(sweep: Sweep) -> Answer:
         message = str(run.summary.get("message") or "It left no summary").strip().rstrip(".")
         reasons.setdefault(f"{message}.", []).append(run.called)
     every = f"All {len(sweep.runs)} runs" if len(sweep.runs) > 1 else "The run"
-    headline = f"{every} failed" if all(run.status == "failed" for run in sweep.runs) else "No run took a step"
+    endings = {"failed": f"{every} failed", "out_of_memory": f"{every} ran out of memory"}
+    statuses = {run.status for run in sweep.runs}
+    headline = endings.get(statuses.pop(), "No run took a step") if len(statuses) == 1 else "No run took a step"
     return Answer(headline, "broken", [(listing(names), reason) for reason, names in reasons.items()])
 
 
@@ -245,13 +248,15 @@ def _ranking(sweep: Sweep, costs: Bullets) -> Answer:
 def _costs(sweep: Sweep, table: Table, reference: str) -> Bullets:
     """How fast and how large each implementation is beside the reference."""
     theirs = next((found[0] for label, found in table.items() if label == reference), None)
-    whose = "the attention's memory" if attention_alone(sweep.runs) else "the memory"
+    subject = "its attention takes" if attention_alone(sweep.runs) else "takes"
     bullets = []
     for label, (ours,) in table.items():
         if theirs and label != reference and ours.tokens_per_s and theirs.tokens_per_s:
             both = ours.memory_gib and theirs.memory_gib
             memory = (
-                f" and takes {percent((ours.memory_gib or 0) / (theirs.memory_gib or 1))} of {whose}" if both else ""
+                f" and {subject} {percent((ours.memory_gib or 0) / (theirs.memory_gib or 1))} of the memory"
+                if both
+                else ""
             )
             speed = f"{ours.tokens_per_s / theirs.tokens_per_s:.2g} times "
             bullets.append((label, f"It trains {speed if speed != '1 times ' else ''}as fast as {reference}{memory}."))

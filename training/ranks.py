@@ -56,7 +56,7 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
             raise
         raise RankError(
             f"Rank {world.rank} lost {_names(missing)} in the middle of the run; look at what it printed last, "
-            "and go on from the newest checkpoint with resume=<run folder>."
+            "and resume from the newest checkpoint with resume=<run folder>."
         ) from error
     else:
         dist.destroy_process_group()

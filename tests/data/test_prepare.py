@@ -216,7 +216,7 @@ def test_a_stream_that_broke_off_goes_on_where_it_stopped(config, tmp_path, monk
         with pytest.raises(DataError, match="could not stream owner/name"):
             prepare(config)
     assert files_of(prepare(config)) == whole
-    assert "going on with data=fineweb_edu where its preparation was interrupted." in capsys.readouterr().err
+    assert "resuming the preparation of data=fineweb_edu where it was interrupted." in capsys.readouterr().err
 
 
 def test_a_killed_preparation_goes_on_where_it_stopped(config, tmp_path, capsys):
@@ -250,7 +250,7 @@ module.prepare(DataConfig("text", {config.path!r}, TokenizerName.bpe, 280, cache
     again = prepare(config)
     assert files_of(again) == whole
     assert (again.folder / "tokenizer.json").stat().st_mtime_ns == learned
-    assert "going on with data=text where its preparation was interrupted." in capsys.readouterr().err
+    assert "resuming the preparation of data=text where it was interrupted." in capsys.readouterr().err
     assert contents(config.cache) == {again.folder.name}
 
 

@@ -225,6 +225,12 @@ def test_a_sweep_in_which_every_run_failed_says_so(tmp_path: Path) -> None:
     assert answered(tmp_path) == ("All 3 runs failed", "broken", [("run 0, run 1, run 2", "Step 1 was not finite.")])
 
 
+def test_a_sweep_in_which_every_run_ran_out_of_memory_says_so(tmp_path: Path) -> None:
+    for n, name in enumerate(("naive", "tiled")):
+        write_run(tmp_path / str(n), name, status="out_of_memory", stop=0, message="The memory ended.")
+    assert answered(tmp_path) == ("All 2 runs ran out of memory", "broken", [("run 0, run 1", "The memory ended.")])
+
+
 def write_ablated(folder: Path, ablate: str, precision: str, **options: Any) -> None:
     """As experiment=break_it leaves a run: measured in fp16 and fp32, trained in one precision."""
     entry = {"first_bad_tile": [0, 1], "first_bad_row": 3, "max_error": 3.2, "non_finite": False, "ablate": ablate}

@@ -41,7 +41,7 @@ PARALLEL = {
     "keys, sharded": ParallelConfig(DataParallel.shard, context=2, context_by=ContextBy.keys),
 }
 
-# Ranks that go on, one after the other, from the checkpoint of those before.
+# Numbers of ranks, each of which resumes from the checkpoint of those before.
 SHARD, REPLICATE = DataParallel.shard, DataParallel.replicate
 CHAIN = ((4, SHARD), (2, SHARD), (1, REPLICATE), (4, REPLICATE))
 

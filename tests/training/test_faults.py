@@ -1,4 +1,4 @@
-"""Several ranks lose nothing when one of them is killed or told to stop, and go on as one."""
+"""Several ranks lose nothing when one of them is killed or told to stop, and resume as one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(tmp_path: Path)
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("interrupted", steps_logged(run)), text
     assert newest_valid(run / "checkpoints")[0].name == f"step-{summary['step']:08d}"
-    assert "going on from" in text
+    assert "resuming from" in text
 
     subprocess.run(
         [sys.executable, str(ROOT / "train.py"), "resume=auto", "hydra.run.dir=run"],

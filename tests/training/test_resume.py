@@ -112,7 +112,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, number: 
     again = command("resume=auto", f"hydra.run.dir={run.name}")
     done = subprocess.run(again, cwd=where, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert f"going on from {run.name}/checkpoints/{path.name}" in done.stdout
+    assert f"resuming from {run.name}/checkpoints/{path.name}" in done.stdout
     assert_same_run(run, where / "whole")
 
 
@@ -130,7 +130,7 @@ def runs(where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def resumed(*arguments: str) -> str:
-    """The run folder that these arguments go on in."""
+    """The run folder that these arguments resume in."""
     folder = next(a for a in prepare(list(arguments)) if a.startswith("hydra.run.dir="))
     return folder.removeprefix("hydra.run.dir=").strip("'")
 
@@ -253,7 +253,7 @@ def test_a_run_that_is_still_going_on_is_not_resumed(runs: Path) -> None:
     try:
         assert holder.stdout
         holder.stdout.readline()
-        with pytest.raises(ConfigError, match="outputs/newer belongs to a run that is still going on"):
+        with pytest.raises(ConfigError, match="outputs/newer belongs to a run that is still running"):
             prepare(["resume=auto"])
     finally:
         holder.kill()

@@ -91,7 +91,7 @@ class Job:
     def clear_folder(self) -> None:
         """Remove what is left of a run that died before its first checkpoint, so that the job can start again.
 
-        Raises SweepError where the folder holds another job's run, or one that is still going on.
+        Raises SweepError where the folder holds another job's run, or one that is still running.
         """
         if not self.folder.exists():
             return
@@ -99,7 +99,7 @@ class Job:
             with FileLock(self.folder / ".lock", timeout=0):
                 self._clear()
         except Timeout:
-            raise SweepError(f"{self.folder} belongs to a run that is still going on; stop that one first.") from None
+            raise SweepError(f"{self.folder} belongs to a run that is still running; stop that one first.") from None
 
     def _clear(self) -> None:
         recorded = recorded_overrides(self.folder)

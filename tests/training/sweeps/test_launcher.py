@@ -183,7 +183,7 @@ def test_a_job_that_another_sweep_is_running_is_left_alone(sweep, tmp_path):
     sweep(["kind=completes"])
     folder = tmp_path / "multirun" / "2026-11-20" / "10-00-00" / "0"
     (folder / "summary.json").unlink()
-    with FileLock(folder / ".lock"), pytest.raises(SweepError, match="still going on"):
+    with FileLock(folder / ".lock"), pytest.raises(SweepError, match="still running"):
         sweep(["kind=completes"])
     assert len(calls(tmp_path, 0)) == 1
 
