@@ -67,11 +67,11 @@ def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Ten
     return our_loss(hidden, weight, targets, LossKind.chunked)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=int, default=[loss_module.CHUNK_ROWS])
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     require_gpu(parser)
     torch.manual_seed(0)
     hidden = torch.randn(N, C, device="cuda", requires_grad=True)

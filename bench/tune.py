@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,7 +174,7 @@ def measure(good: list[Candidate], lengths: list[int], progress: Callable[[str],
     return times
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head", type=positive, nargs="+", default=[64, 128])
     parser.add_argument("--dropout", type=rate, nargs="+", default=[0.0, 0.1])
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=positive, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--top", type=int, default=4, help="how many to print for each problem")
     parser.add_argument("--out", type=Path, help="write every measurement to this JSON file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     require_gpu(parser)
 
     everything = list(candidates(args.head, args.dropout, args.passes))

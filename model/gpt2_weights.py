@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,16 @@ class WeightsError(UserError, ValueError):
     """Weights that this model cannot load or export; the message says why."""
 
 
-def load_gpt2(model: GPT, source: str) -> None:
+def load_gpt2(model: GPT, source: str, download: Callable[..., str] = snapshot_download) -> None:
     """Overwrite the model's parameters with those of GPT-2.
 
-    source   a folder with config.json and model.safetensors, or a model's name on the Hugging Face hub
+    source    a folder with config.json and model.safetensors, or a model's name on the Hugging Face hub
+    download  brings a model's files from the hub to a folder
 
     Positions beyond the model's seq_len are left out; a model without biases takes weights whose biases are all zero.
     Raises WeightsError where the source cannot be read or describes another model.
     """
-    folder = find(source)
+    folder = find(source, download)
     config = read_config(folder, source)
     require_same_model(model, config, source)
     tensors = {
@@ -127,12 +129,12 @@ def export_gpt2(model: GPT, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
-def find(source: str) -> Path:
-    """The folder `source`, or the folder to which its files were downloaded from the hub."""
+def find(source: str, download: Callable[..., str]) -> Path:
+    """The folder `source`, or the folder to which `download` brought its files from the hub."""
     if Path(source).is_dir():
         return Path(source)
     try:
-        return Path(snapshot_download(source, allow_patterns=["config.json", WEIGHTS]))
+        return Path(download(source, allow_patterns=["config.json", WEIGHTS]))
     except (OSError, ValueError) as error:  # the hub's errors all derive from these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WeightsError(

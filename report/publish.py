@@ -27,8 +27,8 @@ def mode_of(runs: Sequence[Run]) -> str:
     return mode if mode in MODES else "disabled"
 
 
-def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
-    """Log the report in `out` to W&B. Returns a sentence on the outcome; never raises.
+def publish(runs: Sequence[Run], out: Path, mode: str, seconds: float = SECONDS) -> str:
+    """Log the report in `out` to W&B, within `seconds`. Returns a sentence on the outcome; never raises.
 
     The run joins the group that the runs share, so that their workspace shows the comparison.
     """
@@ -37,9 +37,9 @@ def publish(runs: Sequence[Run], out: Path, mode: str) -> str:
     group = groups.most_common(1)[0][0] if groups else ""
     command = [sys.executable, "-m", "report.publish", str(out.resolve()), mode, project, group]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return f"W&B did not answer within {SECONDS} s; the report on disk is complete."
+        return f"W&B did not answer within {seconds:g} s; the report on disk is complete."
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         return f"W&B could not take the report ({reason}); the report on disk is complete."

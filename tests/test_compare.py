@@ -154,9 +154,8 @@ def test_a_wandb_that_fails_costs_a_sentence(
     wandb: str, sentence: str, sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(wandb, tmp_path, monkeypatch)
-    monkeypatch.setattr(publish, "SECONDS", 1 if "sleep" in wandb else 60)
     runs = compare.find_runs([sweep]).runs
-    assert re.search(sentence, publish.publish(runs, sweep, "online"))
+    assert re.search(sentence, publish.publish(runs, sweep, "online", seconds=1 if "sleep" in wandb else 60))
 
 
 def test_wandb_is_asked_as_the_runs_asked_it(tmp_path: Path) -> None:

@@ -277,3 +277,18 @@ def assert_accurate(
         assert error <= allowed * plain_error + slack, (
             f"{name}: error {error:.2e}, the plain formula's {plain_error:.2e} ({case}, {dtype})"
         )
+
+
+def flops_of_tiles(case: Case, block_q: int, block_k: int) -> int:
+    """FLOPs of the products, forward and backward, of one head that visits the tiles in which something is seen.
+
+    The forward makes two products of a tile, without the columns after the last that its rows see; the backward five.
+    """
+    scores = 0
+    for rows in case.visible()[0].split(block_q):
+        last = int(rows.any(dim=0).nonzero().max()) + 1 if rows.any() else 0
+        for j, tile in enumerate(rows.split(block_k, dim=1)):
+            if tile.any():
+                forward = len(rows) * (min((j + 1) * block_k, last) - j * block_k)
+                scores += 2 * forward + 5 * tile.numel()
+    return 2 * case.D * scores

@@ -236,11 +236,11 @@ def test_views_of_one_projection_get_the_gradient_of_the_formula(keys):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_compiled_model_does_not_copy_to_put_the_gradient_of_its_projection_together(monkeypatch):
+def test_a_compiled_model_does_not_copy_to_put_the_gradient_of_its_projection_together():
     graphs: list[torch.fx.Graph] = []
     x = torch.randn(2, 40, 6, 16, device=DEVICE, requires_grad=True)
-    monkeypatch.setattr(torch._inductor.config, "post_grad_custom_post_pass", Recorder(graphs))
-    torch.compile(lambda x: flash()(*projected(2 * x, 2, 40)).out.sum())(x).backward()
+    with torch._inductor.config.patch(post_grad_custom_post_pass=Recorder(graphs)):
+        torch.compile(lambda x: flash()(*projected(2 * x, 2, 40)).out.sum())(x).backward()
     forward_graph, backward_graph = (str(graph) for graph in graphs)
     assert "flash_forward" in forward_graph
     assert "flash_backward" in backward_graph

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-import attention.tiled
 from attention import (
     IMPLEMENTATIONS,
     AttentionConfig,
@@ -25,7 +25,7 @@ from attention import (
 )
 from attention.flex import FlexAttention
 from attention.score import alibi_slopes, key_intervals, visible_pairs
-from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients, published_slopes
+from tests.attention.reference import KEY, Case, assert_accurate, flops_of_tiles, formula, gradients, published_slopes
 
 PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
 REPLAYING = {
@@ -152,22 +152,12 @@ def test_tile_sizes_change_nothing(blocks):
     ],
     ids=lambda c: f"{c.T}-{c.window}-{c.documents}-{c.causal}",
 )
-def test_tiles_in_which_nothing_is_seen_are_never_visited(monkeypatch, case):
-    visited = []
-    original = attention.tiled.TileScores.change
-
-    def spy(self, b_s, rows, columns):
-        visited.append((rows[0], columns[0]))
-        return original(self, b_s, rows, columns)
-
-    monkeypatch.setattr(attention.tiled.TileScores, "change", spy)
+def test_tiles_in_which_nothing_is_seen_are_never_visited(case):
     attend = build_attention(AttentionConfig("tiled", block_q=16, block_k=32))
-    gradients(lambda q, k, v: attend(q, k, v, score=case.score, layout=case.layout()), *case.tensors(torch.float32))
-    seen = case.visible()[0]
-    expected = [
-        (i, j) for i in range(0, case.T, 16) for j in range(0, case.S, 32) if seen[i : i + 16, j : j + 32].any()
-    ]
-    assert sorted(visited) == sorted(2 * expected)
+    tensors, layout = case.tensors(torch.float32), case.layout()
+    with FlopCounterMode(display=False) as flops:
+        gradients(lambda q, k, v: attend(q, k, v, score=case.score, layout=layout), *tensors)
+    assert flops.get_total_flops() == flops_of_tiles(case, 16, 32)
 
 
 @pytest.mark.parametrize("name", REPLAYING)

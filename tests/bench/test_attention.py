@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 
 import pytest
 import torch
@@ -209,23 +210,26 @@ def test_the_crossing_lies_between_the_lengths_that_enclose_it():
     assert overtakes([(128, 2.0), (512, 4.0)]) is None
 
 
-def test_a_package_is_called_with_its_own_layout_and_refused_dropout_it_lacks(monkeypatch):
+PACKAGE = """
+def flash_attn_func(q, k, v, **options):
+    called.update(options, shape=q.shape)
+    return q + k + v, None
+
+called = {}
+"""
+
+
+def test_a_package_is_called_with_its_own_layout_and_refused_dropout_it_lacks(tmp_path, monkeypatch):
+    (tmp_path / "stand_in_for_flash_attn.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
     problem = Problem(B=2, H=3, T=16, D=8, variant="causal", dropout=0.0, dtype=torch.float32, device=CPU)
-    called: dict = {}
-
-    class Package:
-        @staticmethod
-        def flash_attn_func(q, k, v, **options):
-            called.update(options, shape=q.shape)
-            return q + k + v, None
-
-    monkeypatch.setattr("bench.peers.import_module", lambda name: Package)
     (q, k, v), _ = problem.tensors()
-    out = from_package("flash_attn_interface", has_dropout=False)(problem)(q, k, v)
+    out = from_package("stand_in_for_flash_attn", has_dropout=False)(problem)(q, k, v)
     assert torch.equal(out, q + k + v)
+    called = import_module("stand_in_for_flash_attn").called
     assert called == {"causal": True, "softmax_scale": pytest.approx(8**-0.5), "shape": (2, 16, 3, 8)}
-    with pytest.raises(UnsupportedAttention, match="flash_attn_interface has no dropout"):
-        from_package("flash_attn_interface", has_dropout=False)(Problem(**(vars(problem) | {"dropout": 0.1})))
+    with pytest.raises(UnsupportedAttention, match="stand_in_for_flash_attn has no dropout"):
+        from_package("stand_in_for_flash_attn", has_dropout=False)(Problem(**(vars(problem) | {"dropout": 0.1})))
 
 
 @pytest.mark.parametrize(("argument", "value"), [("--lengths", "0"), ("--tokens", "x"), ("--dropout", "1.5")])

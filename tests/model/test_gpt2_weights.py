@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, build_attention
-from model import gpt2_weights
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.gpt2_weights import WeightsError, export_gpt2, load_gpt2
@@ -124,18 +123,16 @@ def test_missing_damaged_and_pickled_weights_are_named(folder, tmp_path):
         load_gpt2(build(), str(tmp_path))
 
 
-def test_a_name_that_the_hub_does_not_give_is_named(monkeypatch):
+def test_a_name_that_the_hub_does_not_give_is_named():
     def no_network(*_, **__):
         raise ConnectionError("Cannot reach the hub\nlong advice")
 
-    monkeypatch.setattr(gpt2_weights, "snapshot_download", no_network)
     with pytest.raises(WeightsError, match=r"init_from=gpt2 is no folder here.*\(Cannot reach the hub\)"):
-        load_gpt2(build(), "gpt2")
+        load_gpt2(build(), "gpt2", download=no_network)
 
 
-def test_a_name_is_fetched_from_the_hub(folder, monkeypatch):
-    monkeypatch.setattr(gpt2_weights, "snapshot_download", lambda name, **_: {"small-gpt2": str(folder)}[name])
-    load_gpt2(build(), "small-gpt2")
+def test_a_name_is_fetched_from_the_hub(folder):
+    load_gpt2(build(), "small-gpt2", download=lambda name, **_: {"small-gpt2": str(folder)}[name])
 
 
 def test_what_gpt2_does_not_have_is_not_exported(tmp_path):

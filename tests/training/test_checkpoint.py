@@ -5,13 +5,11 @@ import json
 import os
 import pickle
 import random
-import resource
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from tests.limits import files_limited_to
 from tests.training.old_checkpoint import format_1
 from training.checkpoint import (
     CheckpointError,
@@ -250,16 +249,6 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
 def assert_nothing_changed(folder: Path) -> None:
     assert names(folder) == {"step-00000100", "step-00000200", "best"}
     assert is_state(load_checkpoint(newest_valid(folder)[0]), 200)
-
-
-@contextmanager
-def files_limited_to(size: int) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("limit", [0, 50, 1000])

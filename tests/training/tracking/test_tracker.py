@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 from rich.console import Console
 
 from run_folder import read_metrics
+from tests.limits import files_limited_to
 from training.tracking import metrics
 from training.tracking.metrics import MetricsFile, TrackingError
 from training.tracking.progress import ProgressLine, count, remaining_seconds
@@ -132,13 +132,8 @@ def test_a_step_before_the_last_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_clear_error_and_the_file_can_be_resumed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(TrackingError, match=r"metrics\.jsonl could not be written .*resume="):
-            log_steps(file, 100)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_limited_to(1000), pytest.raises(TrackingError, match=r"metrics\.jsonl could not be written .*resume="):
+        log_steps(file, 100)
     whole = len(read_metrics(path))
     assert whole > 10
     MetricsFile(path, resume_step=99).append(99, {})
@@ -168,15 +163,10 @@ def test_a_running_run_has_no_summary(tmp_path: Path) -> None:
         assert not (tmp_path / "summary.json").exists()
 
 
-def test_a_summary_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_is_replaced_in_one_step(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_summary(path, {"status": "interrupted"})
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with files_limited_to(10), pytest.raises(OSError, match="File too large"):
         write_summary(path, {"status": "completed"})
     assert strict(path.read_text()) == {"status": "interrupted"}
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]

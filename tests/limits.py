@@ -1,0 +1,18 @@
+"""Limits that the system sets, for tests of what happens at them."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """No file grows beyond `size` bytes: writing more fails as on a full disk, with another reason."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
