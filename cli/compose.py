@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cli import CONF
 from cli.arguments import suggestion
-from cli.wording import explain
+from cli.wording import expected, explain, misses_list
 from config import Config, keys
 
 
@@ -101,6 +101,8 @@ def mistakes(line: str) -> Iterator[str]:
         yield f"{line} overrides nothing, as there is no {key}{hint or '; python train.py --help lists what there is.'}"
     elif key in groups() and not override.is_sweep_override() and not isinstance(override.value(), str | None):
         yield f"{line} has to name a file of conf/{key}/; single values are {key}.<name>=..."
+    elif key in keys() and not override.is_sweep_override() and misses_list(key, override.value()):
+        yield f"{line} is not {expected(key)}."
 
 
 def expand_home(argument: str) -> str:

@@ -120,7 +120,7 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
                 f"{checkpoint} belongs to another run, whose {name} is {then} instead of {new}; put that one's "
                 "checkpoints back, or start a new run without resume."
             )
-        reason = "is of another text" if name.startswith("data.") else "does not fit it"
+        reason = "was trained on other data" if name.startswith("data.") else "does not fit it"
         sentences.append(
             f"{name}={new} differs from the run's {name}={then}, and {checkpoint.name} {reason}; leave it out, or "
             "start a new run without resume."

@@ -62,9 +62,7 @@ def explain(error: Exception) -> UserError:
 
 def expected(key: str) -> str:
     """What a value of `key` has to be, in words."""
-    kind: Any = Config
-    for name in key.split("."):
-        kind = get_type_hints(kind)[name]
+    kind = declared(key)
     if get_origin(kind) is UnionType:
         kind, other = get_args(kind)
         if other is str:
@@ -76,6 +74,21 @@ def expected(key: str) -> str:
     if issubclass(kind, Enum):
         return "one of " + ", ".join(member.name for member in kind)
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+
+
+def declared(key: str) -> Any:
+    """The type of a value of `key`."""
+    kind: Any = Config
+    for name in key.split("."):
+        kind = get_type_hints(kind)[name]
+    return kind
+
+
+def misses_list(key: str, value: Any) -> bool:
+    """Whether `key` holds lists of mappings and `value` is none: OmegaConf's error then does not name the key."""
+    of_mappings = any(get_origin(kind) is list for kind in (declared(key), *get_args(declared(key))))
+    fits = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
+    return of_mappings and value is not None and not fits
 
 
 def whole_number_hint(key: str, value: Any) -> str:

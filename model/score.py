@@ -57,17 +57,20 @@ def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[str]:
             "each layer, a pattern that fits, or score.layers=null."
         )
     base = {name: getattr(config, name) for name in KINDS}
+    told = set()
     for entry in pattern:
         wrong = [name for name, value in entry.items() if name not in KINDS or type(value) not in KINDS[name]]
         if wrong:
             known = "window, soft_cap, alibi and sinks"
             yield f"score.layers has {wrong[0]}={entry[wrong[0]]}, which is not a value of {known} as score.* has them."
             continue
-        try:
-            Score(**(base | entry))
-        except ScoreError as error:
-            yield str(error)
-            return
+        for name, value in (base | entry).items():
+            try:
+                Score(**{name: value})
+            except ScoreError as error:
+                if str(error) not in told:  # what layers share is told once
+                    yield str(error)
+                told.add(str(error))
 
 
 def describe_score(config: ScoreConfig) -> str:

@@ -145,6 +145,8 @@ MISTAKES = {
     "score.window=wide": "score.window=wide is not a whole number",
     "score.soft_cap=-1": "^score.soft_cap=-1.0 must be positive",
     "score.layers=3": r"score.layers=3 is not a list with an entry for each layer",
+    "score.layers={window:4}": r"^score.layers={window:4} is not a list with an entry for each layer",
+    "score.layers=[3,{}]": r"^score.layers=\[3,{}\] is not a list with an entry for each layer",
     "score.layers=[{},{},{}]": "score.layers has 3 entries, which do not divide model.n_layers=4",
     "score.layers=[{span:3},{}]": "score.layers has span=3",
     "score=sinks attention=sdpa": "attention=sdpa does not serve score.sinks=true; .* attention=tiled",

@@ -11,7 +11,7 @@ from attention import AttentionConfig, Layout, Score, ScoreError, build_attentio
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.gpt2_weights import WeightsError, export_gpt2
-from model.score import ScoreConfig, describe_score, layer_scores
+from model.score import ScoreConfig, describe_score, layer_scores, score_mistakes
 from training.optimizer import OPTIMIZERS, OptimizerConfig
 
 SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
@@ -49,6 +49,13 @@ def test_a_pattern_is_repeated_over_the_layers():
 def test_scores_that_fit_no_model_are_refused(config, complaint):
     with pytest.raises(ScoreError, match=complaint):
         layer_scores(config, 4)
+
+
+def test_all_that_is_wrong_with_a_score_is_told_once():
+    config = ScoreConfig(window=0, layers=[{"soft_cap": -1.0}, {"span": 3}, {}, {"window": -2}])
+    sentences = list(score_mistakes(config, 4))
+    told = ["score.window=0 ", "score.soft_cap=-1.0 ", "score.layers has span=3", "score.window=-2 "]
+    assert [s[: len(t)] for s, t in zip(sentences, told, strict=True)] == told
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled"])
