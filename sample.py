@@ -95,17 +95,17 @@ def load_weights(model: GPT, run: Path, which: CheckpointChoice) -> None:
     """Load a checkpoint of the run and print which; if the best is damaged, say so and load the newest whole one."""
     folder = run / "checkpoints"
     path = best_checkpoint(folder) if which is CheckpointChoice.best else None
-    state = None
+    state, damaged = None, list[str]()
     if path is not None:
         try:
             state = load_checkpoint(path)
         except CheckpointError as error:
-            print(error, file=sys.stderr)
+            damaged.append(str(error))
     if path is None or state is None:
         path, rejected = newest_valid(folder)
-        print(*rejected, sep="\n", end="\n" if rejected else "", file=sys.stderr)
+        damaged += rejected
         state = load_checkpoint(path)
-    print(f"{path}:", file=sys.stderr)
+    print(*dict.fromkeys(damaged), f"{path}:", sep="\n", file=sys.stderr)
     model.load_state_dict(state["model"])
 
 

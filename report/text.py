@@ -123,7 +123,7 @@ def _failures(sweep: Sweep) -> Answer:
     for run in sweep.runs:
         message = str(run.summary.get("message") or "It left no summary").strip().rstrip(".")
         reasons.setdefault(f"{message}.", []).append(run.called)
-    every = f"All {len(sweep.runs)} runs" if len(sweep.runs) > 1 else "The run"
+    every = {1: "The run", 2: "Both runs"}.get(len(sweep.runs), f"All {len(sweep.runs)} runs")
     endings = {"failed": f"{every} failed", "out_of_memory": f"{every} ran out of memory"}
     statuses = {run.status for run in sweep.runs}
     headline = endings.get(statuses.pop(), "No run took a step") if len(statuses) == 1 else "No run took a step"

@@ -81,6 +81,15 @@ def test_a_damaged_best_checkpoint_is_named_and_the_newest_taken(run, capsys):
     assert "step-00000009" in captured.err
 
 
+def test_damage_to_every_checkpoint_is_told_once(run, capsys):
+    for weights in (run / "checkpoints").glob("step-*/model/*"):
+        weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(UserError, match=r"No checkpoint in .* is whole") as raised:
+        main([f"run={run}"])
+    assert str(raised.value).count("is damaged") == 2
+    assert "is damaged" not in capsys.readouterr().err
+
+
 class Scripted:
     """A model that says what it is told to, and notes what it was asked."""
 

@@ -170,9 +170,10 @@ def too_large_model(model: GPTConfig, device: torch.device) -> str:
 def too_large_step(trainer: Trainer) -> str:
     """The sentence for a training step that does not fit."""
     model, training = trainer.model, trainer.training
+    linear = "an attention whose memory is linear in seq_len (attention=flash on a GPU, tiled or sdpa), "
     return (
         f"attention={model.attend.name} with seq_len={model.seq_len} and training.batch_size={training.batch_size} "
-        f"does not fit the memory of {trainer.device}; use an attention whose memory is linear in seq_len "
-        "(attention=flash on a GPU, tiled or sdpa), training.recompute=block, or a smaller training.batch_size "
-        "with training.batch_tokens to keep the tokens of a step."
+        f"does not fit the memory of {trainer.device}; use {linear if model.attend.name == 'naive' else ''}"
+        "training.recompute=block, or a smaller training.batch_size with training.batch_tokens to keep the tokens of a "
+        "step."
     )

@@ -228,7 +228,7 @@ def test_a_sweep_in_which_every_run_failed_says_so(tmp_path: Path) -> None:
 def test_a_sweep_in_which_every_run_ran_out_of_memory_says_so(tmp_path: Path) -> None:
     for n, name in enumerate(("naive", "tiled")):
         write_run(tmp_path / str(n), name, status="out_of_memory", stop=0, message="The memory ended.")
-    assert answered(tmp_path) == ("All 2 runs ran out of memory", "broken", [("run 0, run 1", "The memory ended.")])
+    assert answered(tmp_path) == ("Both runs ran out of memory", "broken", [("run 0, run 1", "The memory ended.")])
 
 
 def write_ablated(folder: Path, ablate: str, precision: str, **options: Any) -> None:

@@ -331,6 +331,10 @@ def test_running_out_of_memory_says_what_makes_the_run_smaller(error: Exception)
         raise error
 
 
+def test_an_attention_of_linear_memory_is_advised_to_naive_alone() -> None:
+    assert "tiled or sdpa" not in too_large_step(build(AttentionConfig("tiled")))
+
+
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
     with pytest.raises(RuntimeError, match="another"), oom_guard("too large"):
         raise RuntimeError("another")
