@@ -124,9 +124,10 @@ def _failures(sweep: Sweep) -> Answer:
         message = str(run.summary.get("message") or "It left no summary").strip().rstrip(".")
         reasons.setdefault(f"{message}.", []).append(run.called)
     every = {1: "The run", 2: "Both runs"}.get(len(sweep.runs), f"All {len(sweep.runs)} runs")
-    endings = {"failed": f"{every} failed", "out_of_memory": f"{every} ran out of memory"}
-    statuses = {run.status for run in sweep.runs}
-    headline = endings.get(statuses.pop(), "No run took a step") if len(statuses) == 1 else "No run took a step"
+    headline = "No run has completed with a loss"
+    for status, words in {"failed": "failed", "out_of_memory": "ran out of memory"}.items():
+        if all(run.status == status for run in sweep.runs):
+            headline = f"{every} {words}"
     return Answer(headline, "broken", [(listing(names), reason) for reason, names in reasons.items()])
 
 
@@ -234,7 +235,7 @@ def _ranking(sweep: Sweep, costs: Bullets) -> Answer:
     """The setting or implementation with the lowest loss, and the next; `costs` instead where there is one setting."""
     found = [point for point in ranked(sweep) if point.loss is not None]
     if not found:
-        return Answer("No run has completed with a loss", "open", costs)
+        return _failures(sweep)
     kind = "training" if found[0].val_loss is None else "validation"
     names = [", ".join(point.cell.where) or point.label for point in found]
     if len(sweep.cells) == 1:

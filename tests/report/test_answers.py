@@ -219,9 +219,10 @@ def test_variants_of_attention_are_judged_each_by_itself(tmp_path: Path) -> None
     assert answered(tmp_path).headline == ("Parity is broken for flash (window=128) and holds for flash (window=None)")
 
 
-def test_a_sweep_in_which_every_run_failed_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [0, 40])
+def test_a_sweep_in_which_every_run_failed_says_so(steps: int, tmp_path: Path) -> None:
     for n in range(3):
-        write_run(tmp_path / str(n), seed=n, status="failed", stop=0, message="Step 1 was not finite.")
+        write_run(tmp_path / str(n), seed=n, status="failed", stop=steps, message="Step 1 was not finite.")
     assert answered(tmp_path) == ("All 3 runs failed", "broken", [("run 0, run 1, run 2", "Step 1 was not finite.")])
 
 

@@ -147,7 +147,7 @@ def test_a_report_of_nothing_but_failures_says_so(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "naive", status="failed", stop=0, message="no such file")
     (write_run(tmp_path / "b", "flash", status="failed", stop=0) / "metrics.jsonl").write_text("")
     report = write_report(find_runs([tmp_path]), tmp_path / "report")
-    assert report.headline == "All 2 runs failed"
+    assert report.headline == "Both runs failed"
     assert report.outcome is None
     assert "a failed after step 0: no such file." in report.notes
 
