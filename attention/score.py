@@ -12,6 +12,7 @@ masks, the tiles to visit and the rows that see nothing all follow from it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -52,8 +53,8 @@ class Score:
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ScoreError(f"score.window={self.window} must be at least 1, the query's own key; null sees them all.")
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise ScoreError(f"score.soft_cap={self.soft_cap} must be positive; null caps nothing.")
+        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
+            raise ScoreError(f"score.soft_cap={self.soft_cap} must be positive and finite; null caps nothing.")
         if not self.causal and (self.window is not None or self.alibi):
             raise ScoreError("A window and ALiBi look back from the query: they need causal=True.")
 

@@ -5,8 +5,8 @@
 
 The score matrix is cut into tiles of block_q x block_k, and only one tile exists at a time. So memory is linear in the
 sequence: the backward keeps q, k, v, out and lse. Tiles in which no query sees a key (above the causal diagonal,
-outside the window, of other documents) are never visited. The dropout mask is drawn tile by tile, and again in the
-backward.
+outside the window and, on a CPU, of other documents) are never visited. The dropout mask is drawn tile by tile, and
+again in the backward.
 
 Names are the paper's; the prefix b_ marks a tile. Tiles of q have the shape (B, H_kv, G, block_q, D) and tiles of
 k and v (B, H_kv, 1, block_k, D), where G = H // H_kv query heads share a key/value head.

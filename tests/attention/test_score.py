@@ -175,11 +175,12 @@ def test_lse_counts_the_sink_and_a_row_that_sees_nothing_has_nothing_else(name):
     assert torch.equal(lse[0, :, :15], sinks[:, None].expand(4, 15))
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled", "sdpa"])
+@pytest.mark.parametrize("name", ["naive", "tiled", "sdpa", "flash"])
 def test_sequences_of_any_length_prefill_in_one_call(name):
     bounds = [0, 5, 5, 38, 39, 64]
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(64, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2))
+    device = "cuda" if name == "flash" and torch.cuda.is_available() else "cpu"
+    q, k, v = (torch.randn(64, heads, 16, generator=generator).to(device).requires_grad_() for heads in (4, 2, 2))
     attend, cu_seqlens = build_attention(AttentionConfig(name)), torch.tensor(bounds, dtype=torch.int32)
     out = varlen(attend, q, k, v, cu_seqlens, score=Score(window=20)).out
     assert out.shape == q.shape
@@ -302,6 +303,7 @@ def test_what_an_implementation_does_not_serve_is_refused_when_the_model_is_buil
         ({"window": 0}, r"score.window=0 must be at least 1"),
         ({"soft_cap": 0.0}, r"score.soft_cap=0.0 must be positive"),
         ({"soft_cap": float("nan")}, r"score.soft_cap=nan must be positive"),
+        ({"soft_cap": float("inf")}, r"score.soft_cap=inf must be positive and finite"),
         ({"causal": False, "window": 3}, r"need causal=True"),
         ({"causal": False, "alibi": True}, r"need causal=True"),
     ],
