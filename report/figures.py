@@ -70,7 +70,11 @@ def _step_charts(curves: Curves, where: str, coincide: bool) -> list[Chart]:
     """Loss and speed over steps, by setting or by implementation."""
     found, seeds = [], max(len(runs) for runs in curves.values())
     for name, metric in (("loss", "train/loss"), ("throughput", "throughput/tokens_per_s")):
-        shown = {label: runs for label, runs in curves.items() if any(metric in run.metrics for run in runs)}
+        shown = {  # a curve needs two points
+            label: runs
+            for label, runs in curves.items()
+            if any(len(run.series(metric).finite().steps) > 1 for run in runs)
+        }
         loss = name == "loss"
         caption = f"{seeds} seeds each. " if seeds > 1 else ""
         if loss and len(shown) > 1 and coincide:
@@ -178,7 +182,8 @@ def draw_steps(figure: Figure, palette: Palette, curves: Curves, metric: str, co
     if len(values := np.concatenate(shown)):
         margin = 0.06 * (values.max() - values.min()) + 1e-3
         axes.set_ylim(values.min() - margin if metric == "train/loss" else 0, values.max() + margin)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    number = "{:g}".format if metric == "train/loss" else short_number  # losses may differ in the fourth digit
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     _finish_steps(figure, axes, palette, "loss, nats a token" if metric == "train/loss" else "tokens a second")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,22 @@ def test_no_two_labels_look_the_same() -> None:
 def test_long_labels_get_a_row_each() -> None:
     assert legend_columns(["a", "b"]) == 2
     assert legend_columns(["a" * 60, "b" * 60]) == 1
+
+
+def test_runs_that_logged_a_single_loss_have_no_curve(tmp_path: Path) -> None:
+    for n in range(2):
+        write_run(tmp_path / str(n), seed=n, status="failed", stop=1, steps=20, probe_every=0)
+    assert all(len(run.series("train/loss").steps) == 1 for run in find_runs([tmp_path]).runs)
+    assert charts_of(tmp_path) == {}
+
+
+def test_ticks_of_losses_that_hardly_differ_are_told_apart(tmp_path: Path, figure: Figure) -> None:
+    write_run(tmp_path / "a", steps=40)
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    flat = [line | ({"train/loss": 5.5 + 1e-3 * n} if "train/loss" in line else {}) for n, line in enumerate(lines)]
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in flat))
+    charts_of(tmp_path)["loss"].draw(figure, PALETTE)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    ticks = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(ticks) == len(set(ticks)) > 2
