@@ -28,8 +28,9 @@ setup: $(VENV)/.installed ## create .venv with all dependencies (a minute or two
 train: setup ## train a small GPT on the source of Python's standard library (two minutes on a CPU)
 	$(BIN)/python train.py
 
+TESTS ?= -m "not slow"
 test: setup ## run the tests but the slow ones (three minutes; tests that need a GPU are skipped without one)
-	$(BIN)/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 8
+	$(BIN)/python -m pytest $(TESTS) --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 learn: setup ## from softmax to FlashAttention in checked steps, and a page to walk through (half a minute)
 	$(BIN)/python -m learn

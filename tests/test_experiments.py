@@ -107,6 +107,7 @@ def test_the_slurm_launcher_composes_where_its_plugin_is_installed() -> None:
     assert (composed.gpus_per_node, composed.partition) == (1, "gpu")
 
 
+@pytest.mark.slow
 def test_a_sweep_is_one_command_and_is_not_repeated(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
     small = [

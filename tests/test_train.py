@@ -25,7 +25,6 @@ from model.gpt import GPT
 from model.gpt2_weights import export_gpt2
 from model.score import ScoreConfig
 from run_folder import read_metrics
-from training.checkpoint import load_checkpoint, newest_valid
 from training.loop import OutOfMemory
 from training.optimizer import ScheduleConfig
 from training.parity.probe import ParityConfig
@@ -214,23 +213,3 @@ def test_documents_need_a_text_that_has_several(config: Config) -> None:
     config = replace(config, data=replace(config.data, documents=Documents.mask))
     with pytest.raises(UserError, match=r"data.documents=mask has no effect on data=text, .* is one document"):
         run(config, "one")
-
-
-def test_two_ranks_train_as_one_does_with_the_same_global_batch(tmp_path: Path) -> None:
-    shutil.copy(os.__file__, tmp_path / "text.txt")
-    overrides = ["data=text", "data.path=text.txt", "data.cache=cache", "device=cpu", "tracking=disabled", "seq_len=32"]
-    overrides += ["model.n_layers=2", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1"]
-    overrides += ["training.batch_tokens=256", "training.steps=6", "schedule.warmup_steps=2", "training.log_every=1"]
-    overrides += ["training.sample_tokens=0"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    overrides += ["training.batch_size=2", "training.eval_every=0"]
-    for name, arguments in (("one", []), ("two", torchrun)):
-        command = [sys.executable, *arguments, str(ROOT / "train.py"), *overrides, f"hydra.run.dir={name}"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-    assert len(losses(tmp_path / "one")) == 6
-    assert losses(tmp_path / "two") == losses(tmp_path / "one")
-    two, one = (load_checkpoint(newest_valid(tmp_path / name / "checkpoints")[0]) for name in ("two", "one"))
-    assert all(torch.equal(two[part][name], tensor) for part in one for name, tensor in one[part].items())
-    assert summary(tmp_path / "two")["device"]["count"] == 2
-    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "text.txt", "cache"}

@@ -18,6 +18,9 @@ from attention.score import take_rows
 from tests.attention.context_ranks import CASES, T, attend
 from tests.training.test_ranks import free_port
 
+# One worker runs them all, so that what they share is made once.
+pytestmark = pytest.mark.xdist_group("context")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -26,6 +26,9 @@ from sample import read_config
 from training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
 from training.sweeps import launcher
 
+# One worker runs them all, so that what they share is made once.
+pytestmark = pytest.mark.xdist_group("resume")
+
 ROOT = Path(__file__).parents[2]
 STEPS = 60
 # Dropout of both kinds, three micro-batches a step, and 61 steps to four epochs: every interruption is in mid-epoch.
@@ -85,11 +88,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL],
-    ids=lambda n: n.name,
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, number: signal.Signals) -> None:
     run = where / number.name
     process = subprocess.Popen(command(*OVERRIDES, f"hydra.run.dir={run.name}"), cwd=where, stderr=subprocess.DEVNULL)
@@ -189,7 +188,7 @@ def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(runs: Path) -> 
     for checkpoint in (runs / "newer" / "checkpoints").glob("step-*"):
         damage(checkpoint)
     for arguments in (["resume=outputs/newer"], ["resume=auto", "hydra.run.dir=outputs/newer"]):
-        with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole.*60 is damaged.*Start a new run"):
+        with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole.*60 is damaged.*Train anew"):
             prepare(arguments)
     shutil.rmtree(runs / "older")
     with pytest.raises(ConfigError, match=r"resume=auto finds no .*: every checkpoint of outputs/newer is damaged"):

@@ -23,6 +23,7 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_job_runs_from_any_folder_and_is_named_in_a_sentence_if_it_fails(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     (tmp_path / "text.txt").write_text(Path(os.__file__).read_text()[:20_000])
