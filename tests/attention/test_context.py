@@ -18,9 +18,6 @@ from attention.score import take_rows
 from tests.attention.context_ranks import CASES, T, attend
 from tests.training.test_ranks import free_port
 
-# One worker runs them all, so that what they share is made once.
-pytestmark = pytest.mark.xdist_group("context")
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,7 +26,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four ranks got."""
     folder, port = tmp_path_factory.mktemp("context"), free_port()
     command = [sys.executable, "-m", "tests.attention.context_ranks", str(folder), port]
-    ranks = [subprocess.Popen(command, cwd=ROOT, env=os.environ | {"RANK": str(rank)}) for rank in range(4)]
+    ranks = [
+        subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "RANK": str(rank)})
+        for rank in range(4)
+    ]
     assert [rank.wait(timeout=240) for rank in ranks] == [0, 0, 0, 0]
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 

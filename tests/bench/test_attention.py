@@ -15,9 +15,6 @@ from bench.attention import TimeBudget, TooSlow, comparable, main, read, with_ra
 from bench.attention_views import overtakes
 from bench.peers import Candidate, Problem, candidates, from_package
 
-# One worker runs them all, so that what they share is made once.
-pytestmark = pytest.mark.xdist_group("bench_attention")
-
 SIZES = {"device": "cpu", "dtype": "fp32", "tokens": 64, "hidden": 16, "heads": 8, "masks": "causal", "seconds": 0.001}
 SMALL = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
 CPU = torch.device("cpu")

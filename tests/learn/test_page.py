@@ -15,9 +15,6 @@ import torch
 from learn.page import FIRST, key_of, packed, problem_of, record_choice, shown
 from learn.problem import solve
 
-# One worker runs them all, so that what they share is made once.
-pytestmark = pytest.mark.xdist_group("learn_page")
-
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHOICE = FIRST | {"mask": "causal", "dropout": 0.25}

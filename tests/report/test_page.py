@@ -19,9 +19,6 @@ from report.runs import find_runs
 from tests.report.synthetic import write_run
 from wording import percent, power_of_ten, short_length, short_number, size, times
 
-# One worker runs them all, so that what they share is made once.
-pytestmark = pytest.mark.xdist_group("report_page")
-
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE, DESK = 390, 1280
 

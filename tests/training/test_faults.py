@@ -20,7 +20,7 @@ from run_folder import read_metrics
 from training.checkpoint import load_checkpoint, newest_valid
 
 ROOT = Path(__file__).parents[2]
-STEPS = 800
+STEPS = 600
 OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
     "model.n_layers=1", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",

@@ -26,9 +26,6 @@ from sample import read_config
 from training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
 from training.sweeps import launcher
 
-# One worker runs them all, so that what they share is made once.
-pytestmark = pytest.mark.xdist_group("resume")
-
 ROOT = Path(__file__).parents[2]
 STEPS = 60
 # Dropout of both kinds, three micro-batches a step, and 61 steps to four epochs: every interruption is in mid-epoch.

@@ -16,9 +16,6 @@ from torch import Tensor
 from tests.training.test_ranks import free_port
 from training.exchange import Counter
 
-# One worker runs them all, so that what they share is made once.
-pytestmark = pytest.mark.xdist_group("several_ranks")
-
 ROOT = Path(__file__).parents[2]
 Found = dict[int, list[dict[str, Any]]]
 
