@@ -15,18 +15,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("case", "names"),
-    [
-        pytest.param(
-            "bits",
-            ["replicate"],
-            # Strict: when the cause is found and repaired, this mark has to go.
-            marks=pytest.mark.xfail(reason="compiled steps differed on H200s, 2026-11-21", strict=True),
-        ),
-        ("eager", ["replicate", "shard"]),
-    ],
-)
+@pytest.mark.parametrize(("case", "names"), [("bits", ["replicate"]), ("eager", ["replicate", "shard"])])
 def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(case: str, names: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.several_gpus", "--cases", case, "--gpus", "1", "2"]
     done = subprocess.run([*command, "--results", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
