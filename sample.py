@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
-from attention import AttentionConfig, build_attention
+from attention import AttentionConfig, AttentionError, build_attention
 from cli.arguments import parse as key_values
 from config import Config, ConfigError, register
 from data import load_tokenizer
@@ -140,7 +140,7 @@ def export(model: GPT, folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command line. Raises UserError."""
+    """Run the command line. Raises UserError or AttentionError."""
     config = parse(arguments)
     run = Path(config.run).expanduser()
     trained = read_config(run)
@@ -177,7 +177,7 @@ if __name__ == "__main__":
         sys.exit()
     try:
         main(sys.argv[1:])
-    except UserError as error:
+    except (UserError, AttentionError) as error:
         fail(error)
     except KeyboardInterrupt:
         sys.exit(130)

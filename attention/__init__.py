@@ -5,10 +5,11 @@
 >>> out = attend(q, k, v, score=Score(window=1024, soft_cap=50.0), layout=packed(cu_seqlens, length=4096)).out
 """
 
-from attention.dropout import DropoutKey, keep_mask
-from attention.flash import FlashAttention
-from attention.flex import FlexAttention
-from attention.interface import (
+from .dropout import DropoutKey, keep_mask
+from .errors import AttentionError
+from .flash import FlashAttention
+from .flex import FlexAttention
+from .interface import (
     Ablation,
     Attention,
     AttentionConfig,
@@ -19,17 +20,18 @@ from attention.interface import (
     SDPABackend,
     UnsupportedAttention,
 )
-from attention.naive import NaiveAttention
-from attention.score import Layout, Score, ScoreError, documents, packed
-from attention.sdpa import SDPAAttention
-from attention.tiled import TiledAttention
-from attention.varlen import varlen
+from .naive import NaiveAttention
+from .score import Layout, Score, ScoreError, documents, packed
+from .sdpa import SDPAAttention
+from .tiled import TiledAttention
+from .varlen import varlen
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Ablation",
     "Attention",
     "AttentionConfig",
+    "AttentionError",
     "AttentionOutput",
     "AttentionShape",
     "DropoutKey",

@@ -23,8 +23,8 @@ from torch import Tensor
 # torch.compile traces the functional collectives only; their module has no public name yet.
 from torch.distributed import _functional_collectives as collectives
 
-from attention.interface import Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
-from attention.score import Range
+from .interface import Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
+from .score import Range
 
 # torch 2.13 has renamed it.
 all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor

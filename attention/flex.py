@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from attention.interface import (
+from .interface import (
     FEATURES,
     Attention,
     AttentionConfig,
@@ -24,7 +24,7 @@ from attention.interface import (
     Terms,
     UnsupportedAttention,
 )
-from attention.score import Layout, Score
+from .score import Layout, Score
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of sequence, head, query and key
 

@@ -21,9 +21,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.dropout import RATES, DropoutKey, is_valid_rate
-from attention.score import Layout, Score, alibi_slopes
-from errors import UserError
+from .dropout import RATES, DropoutKey, is_valid_rate
+from .errors import AttentionError
+from .score import Layout, Score, alibi_slopes
 
 
 class Ablation(Enum):
@@ -87,12 +87,15 @@ class AttentionConfig:
     path: KernelPath = KernelPath.auto
 
 
+# Of custom operators. The checkout's `attention` and the installed `gpt_attention` can then live in one process.
+NAMESPACE = __name__.partition(".")[0]
+
 # What an implementation may lack: see Score.features and Layout.features.
 FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "sinks", "documents", "offsets"})
 CAUSAL, ONE_DOCUMENT = Score(), Layout()
 
 
-class UnsupportedAttention(UserError, ValueError):
+class UnsupportedAttention(AttentionError):
     """A combination the chosen implementation cannot serve; the message says what to change."""
 
 

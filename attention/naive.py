@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.dropout import keep_mask, keep_scale
-from attention.interface import FEATURES, Attention, AttentionOutput, Terms, accum_dtype
-from attention.score import change_scores, key_intervals
+from .dropout import keep_mask, keep_scale
+from .interface import FEATURES, Attention, AttentionOutput, Terms, accum_dtype
+from .score import change_scores, key_intervals
 
 
 class NaiveAttention(Attention):

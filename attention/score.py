@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from errors import UserError
+from .errors import AttentionError
 
 Range = tuple[int, int]  # start, stop
 
 
-class ScoreError(UserError, ValueError):
+class ScoreError(AttentionError):
     """An invalid score or layout; the message says what is valid."""
 
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention.dropout import DropoutKey
-from attention.interface import (
+from .dropout import DropoutKey
+from .interface import (
     Attention,
     AttentionConfig,
     AttentionOutput,
@@ -29,7 +29,7 @@ from attention.interface import (
     Terms,
     UnsupportedAttention,
 )
-from attention.score import Layout, documents, key_intervals
+from .score import Layout, documents, key_intervals
 
 TORCH_BACKENDS = {
     SDPABackend.flash: SDPBackend.FLASH_ATTENTION,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention.score import Layout, Range, Score, change_scores, key_intervals
+from .score import Layout, Range, Score, change_scores, key_intervals
 
 
 class Settings(NamedTuple):

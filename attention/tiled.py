@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention.dropout import keep_mask, keep_scale
-from attention.interface import (
+from .dropout import keep_mask, keep_scale
+from .interface import (
     FEATURES,
+    NAMESPACE,
     Ablation,
     Attention,
     AttentionConfig,
@@ -29,8 +30,8 @@ from attention.interface import (
     UnsupportedAttention,
     accum_dtype,
 )
-from attention.score import Range, change_derivative
-from attention.tile_scores import Settings, TileScores, tiles
+from .score import Range, change_derivative
+from .tile_scores import Settings, TileScores, tiles
 
 
 class TiledAttention(Attention):
@@ -235,7 +236,7 @@ def cut(x: Tensor, rows: Range) -> Tensor:
     return x[..., slice(*rows), :]
 
 
-@torch.library.custom_op("attention::tiled_forward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::tiled_forward", mutates_args=())
 def forward_op(
     q: Tensor,
     k: Tensor,
@@ -261,7 +262,7 @@ def forward_op(
     return forward(q, k, v, key, slopes, sinks, starts, ends, settings)
 
 
-@torch.library.custom_op("attention::tiled_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::tiled_backward", mutates_args=())
 def backward_op(
     do: Tensor,
     q: Tensor,

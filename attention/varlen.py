@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.interface import Attention, AttentionOutput
-from attention.score import packed
+from .interface import Attention, AttentionOutput
+from .score import packed
 
 
 def varlen(attend: Attention, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **options: Any) -> AttentionOutput:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from attention import build_attention
+from attention import AttentionError, build_attention
 from config import Config
 from data.corpora import CORPORA, data_mistakes
 from errors import UserError
@@ -66,5 +66,5 @@ def refusal(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
     """What `check` refuses the arguments with, if it does."""
     try:
         check(*arguments)
-    except UserError as error:
+    except (UserError, AttentionError) as error:
         yield str(error)

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from attention import AttentionError
 from cli.arguments import suggestion
 from config import Config, ConfigError, keys
 from errors import UserError, fail
@@ -25,7 +26,7 @@ def one_sentence() -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         fail(explain(error))
-    except UserError as error:
+    except (UserError, AttentionError) as error:
         fail(error)
     except RuntimeError as error:
         failed = failed_job(error)

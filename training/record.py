@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from attention import AttentionShape
+from attention import AttentionError, AttentionShape
 from errors import UserError
 from run_folder import read_metrics
 from training.checkpoint import save_checkpoint
@@ -136,7 +136,9 @@ class Record(NullRecord):
             status = "interrupted"
         else:
             status = "completed" if error is None else "failed"
-        sentence = None if error is None else str(error) if isinstance(error, UserError) else repr(error)
+        sentence = (
+            None if error is None else str(error) if isinstance(error, UserError | AttentionError) else repr(error)
+        )
         non_finite_step = error.step if isinstance(error, NonFiniteError) else None
         with self.tracker:
             self.tracker.finish(self.summary(status, sentence, non_finite_step))

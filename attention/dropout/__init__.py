@@ -4,7 +4,7 @@ mask.py     the scheme, and the mask in plain PyTorch: the reference    DropoutK
 kernel.py   the same bits inside Triton kernels                         load_key, keep_tile, drop
 """
 
-from attention.dropout.mask import (
+from .mask import (
     RATES,
     DropoutKey,
     drop_threshold,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attention.gpu import INTERPRET
+from ..gpu import INTERPRET
 
 
 @triton.jit

@@ -14,6 +14,6 @@ docs/kernels.md; bench/tune.py finds block sizes.
 beside them with functions of the same signatures, which op.py chooses by compute capability.
 """
 
-from attention.flash.op import FlashAttention
+from .op import FlashAttention
 
 __all__ = ["FlashAttention"]

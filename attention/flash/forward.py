@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.dropout.kernel import drop, keep_tile, load_key
-from attention.flash.configs import Extras, KernelConfigs, Options
-from attention.flash.score import (
+from ..dropout.kernel import drop, keep_tile, load_key
+from .configs import Extras, KernelConfigs, Options
+from .score import (
     LOG2_E,
     alibi_bias,
     alibi_frame,
@@ -28,7 +28,7 @@ from attention.flash.score import (
     seen_keys,
     soft_cap_tanh,
 )
-from attention.flash.tiles import (
+from .tiles import (
     ROW_ALIGNMENT,
     compile_options,
     dot,

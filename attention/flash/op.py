@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import gpu
-from attention.dropout import drop_threshold
-from attention.flash.configs import Extras, Options
-from attention.gpu import ALIGNMENT, HAS_TRITON
-from attention.interface import FEATURES, Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
+from .. import gpu
+from ..dropout import drop_threshold
+from ..gpu import ALIGNMENT, HAS_TRITON
+from ..interface import FEATURES, NAMESPACE, Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
+from .configs import Extras, Options
 
 if HAS_TRITON:
     import triton
 
-    from attention.flash.paths import PATHS, Problem, choose_path, describe, describe_path
-    from attention.flash.tiles import addressable, rows_like
+    from .paths import PATHS, Problem, choose_path, describe, describe_path
+    from .tiles import addressable, rows_like
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,7 +86,7 @@ def run_forward(
     return out, lse, lse2
 
 
-flash_forward = torch.library.custom_op("gpt_attention::flash_forward", run_forward, mutates_args=())
+flash_forward = torch.library.custom_op(f"{NAMESPACE}::flash_forward", run_forward, mutates_args=())
 
 
 @flash_forward.register_fake
@@ -128,7 +128,7 @@ def run_backward(
     return gradients if dsinks is None else [*gradients, dsinks]
 
 
-flash_backward = torch.library.custom_op("gpt_attention::flash_backward", run_backward, mutates_args=())
+flash_backward = torch.library.custom_op(f"{NAMESPACE}::flash_backward", run_backward, mutates_args=())
 
 
 @flash_backward.register_fake

@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention import gpu
-from attention.flash import backward as plain_backward
-from attention.flash import forward as plain_forward
-from attention.flash.configs import Extras, KernelConfigs, Options, choose
-from attention.flash.hopper import backward as hopper_backward
-from attention.flash.hopper import forward as hopper_forward
-from attention.flash.hopper.configs import HEAD_DIMS, backward_blocks, forward_blocks, is_faster
-from attention.gpu import INTERPRET
-from attention.interface import UnsupportedAttention
+from .. import gpu
+from ..gpu import INTERPRET
+from ..interface import UnsupportedAttention
+from . import backward as plain_backward
+from . import forward as plain_forward
+from .configs import Extras, KernelConfigs, Options, choose
+from .hopper import backward as hopper_backward
+from .hopper import forward as hopper_forward
+from .hopper.configs import HEAD_DIMS, backward_blocks, forward_blocks, is_faster
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attention.gpu import INTERPRET
+from ..gpu import INTERPRET
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

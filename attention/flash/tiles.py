@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention import gpu
-from attention.flash.configs import Blocks, Extras, Mode, Options
-from attention.gpu import ALIGNMENT, INTERPRET
+from .. import gpu
+from ..gpu import ALIGNMENT, INTERPRET
+from .configs import Blocks, Extras, Mode, Options
 
 ROW_ALIGNMENT = tl.constexpr(4)  # numbers of fp32: 16 bytes
 L2_BUDGET = 8 * 2**20  # bytes of an H200's 50 MiB that the heads in flight may fill

@@ -9,6 +9,7 @@ from attention import (
     IMPLEMENTATIONS,
     Ablation,
     AttentionConfig,
+    AttentionError,
     AttentionShape,
     DropoutRng,
     Score,
@@ -17,7 +18,6 @@ from attention import (
     build_attention,
     keep_mask,
 )
-from errors import UserError
 from tests.attention.reference import KEY, Case
 
 
@@ -28,7 +28,7 @@ def shape(device: str = "cpu", dtype: torch.dtype = torch.float32, head_dim: int
 def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(UnsupportedAttention, match=r"attention=flesh is not known; choose one of naive, tiled, sdpa"):
         build_attention(AttentionConfig("flesh"))
-    assert issubclass(UnsupportedAttention, UserError)
+    assert issubclass(UnsupportedAttention, AttentionError)
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attention.flash import tiles as plain
-from attention.flash.configs import Options
-from attention.flash.hopper.compat import barrier, tma_add
-from attention.flash.hopper.configs import BackwardBlocks
-from attention.flash.hopper.dropout import draw_transposed, drop_transposed, load_key
-from attention.flash.hopper.forward import LOG2_E
-from attention.flash.hopper.schedule import Sizes, locate, query_tiles
-from attention.flash.hopper.tiles import matrix, row_tiles, tiles
+from .. import tiles as plain
+from ..configs import Options
+from .compat import barrier, tma_add
+from .configs import BackwardBlocks
+from .dropout import draw_transposed, drop_transposed, load_key
+from .forward import LOG2_E
+from .schedule import Sizes, locate, query_tiles
+from .tiles import matrix, row_tiles, tiles
 
 SLOTS = gl.constexpr(2)  # of dq in shared memory
 WIDTH = gl.constexpr(256)  # of a row of the workspace: a number for each of the consumer's threads

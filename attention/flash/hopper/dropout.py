@@ -8,7 +8,7 @@ four words, and three other warps the rest: there the words change hands once, t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attention.dropout import kernel as plain
+from ...dropout import kernel as plain
 
 # The functions of the plain kernels, compiled as Gluon.
 philox = gluon.jit(plain.philox.fn)

@@ -27,12 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attention.flash.configs import Options
-from attention.flash.hopper.configs import ForwardBlocks
-from attention.flash.hopper.dropout import drop, load_key
-from attention.flash.hopper.schedule import Sizes, key_tiles, locate
-from attention.flash.hopper.tiles import tiles
-from attention.flash.tiles import ROW_ALIGNMENT, head_group_size, rows_like
+from ..configs import Options
+from ..tiles import ROW_ALIGNMENT, head_group_size, rows_like
+from .configs import ForwardBlocks
+from .dropout import drop, load_key
+from .schedule import Sizes, key_tiles, locate
+from .tiles import tiles
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)  # of a consumer: what a warpgroup multiplies at once

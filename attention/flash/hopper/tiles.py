@@ -4,7 +4,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attention.flash.tiles import descriptor_strides
+from ..tiles import descriptor_strides
 
 TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FP32 = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
