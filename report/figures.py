@@ -14,7 +14,17 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from drawing import Chart, Palette, height_for, label_axes, legend, log_axis, styles
 from report.costs import Point, attention_alone, crossovers, points, predicted_memory, same_tokens
-from report.parity import EPS, MEASURES, Outcome, Verdict, difference, rolling_rms, rounding_of_a_step, seed_spread
+from report.parity import (
+    EPS,
+    MEASURES,
+    Outcome,
+    Verdict,
+    beside_rounding,
+    difference,
+    rolling_rms,
+    rounding_of_a_step,
+    seed_spread,
+)
 from report.runs import Run
 from report.sweeps import Cell, Sweep
 from run_folder import PARITY_MARGIN
@@ -144,11 +154,8 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
         add("crossover", f"Speed beside {reference}", caption, f"times as fast as {reference}", gain, rings=rings)
     if same_tokens(sweep):
         spans = {run.option("training.eval_span") for run in sweep.runs if run.final("val/loss") is not None}
-        text = (
-            "the same text"
-            if len(spans) == 1 and None not in spans
-            else "other text at each length (training.eval_span)"
-        )
+        shared = len(spans) == 1 and None not in spans
+        text = "the same text" if shared else "other text at each length (training.eval_span)"
         caption = f"Final loss of runs that saw equally many tokens, evaluated on {text}."
         add("context", "Validation loss", caption, "validation loss, nats a token", lambda p: p.val_loss, log=False)
     return found
@@ -227,10 +234,9 @@ def draw_probe(figure: Figure, palette: Palette, cell: Cell, reference: str) -> 
         for measure in MEASURES if label != reference else ():
             worst: dict[int, float] = {}
             for run in cell.of(label).values():
-                apart, noise = run.series(f"parity/{measure}").finite(), run.series(f"parity/noise_{measure}").finite()
-                steps, here, there = np.intersect1d(apart.steps, noise.steps, return_indices=True)
-                for step, a, b in zip(steps, apart.values[here], noise.values[there], strict=True):
-                    worst[int(step)] = max(worst.get(int(step), 0.0), a / b if b > 0 else 0.0)
+                for step, apart, noise in zip(*beside_rounding(run, measure), strict=True):
+                    if np.isfinite(apart):
+                        worst[int(step)] = max(worst.get(int(step), 0.0), apart / noise if noise > 0 else 0.0)
             gradients = measure == "grad_rel_err"
             axes.plot(
                 sorted(worst), [worst[step] for step in sorted(worst)], color=looks[label].colour,

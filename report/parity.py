@@ -137,13 +137,8 @@ def outcome_of(verdicts: Sequence[Verdict]) -> Outcome | None:
 
 def judge(cells: Sequence[Cell], reference: str = "naive") -> list[Verdict]:
     """Judge every implementation against `reference`, in each cell that has a reference run or a probe."""
-    return [
-        _judge(cell, label, reference)
-        for cell in cells
-        if cell.of(reference) or rounding_of_a_step(cell.runs, reference) is not None
-        for label in cell.labels()
-        if label != reference
-    ]
+    known = [cell for cell in cells if cell.of(reference) or rounding_of_a_step(cell.runs, reference) is not None]
+    return [_judge(cell, label, reference) for cell in known for label in cell.labels() if label != reference]
 
 
 def _judge(cell: Cell, label: str, reference: str) -> Verdict:
@@ -270,17 +265,21 @@ def probe_worst(runs: Sequence[Run], reference: str) -> Probe | None:
             continue
         least = max(float(np.median(pooled)), EPS)
         for run in probed:
-            apart, noise = run.series(f"parity/{name}"), run.series(f"parity/noise_{name}").finite()
-            steps, here, there = np.intersect1d(apart.steps, noise.steps, return_indices=True)
-            shares = np.nan_to_num(
-                apart.values[here] / np.maximum(noise.values[there], least), nan=np.inf, posinf=np.inf
-            )
+            steps, apart, noise = beside_rounding(run, name)
+            shares = np.nan_to_num(apart / np.maximum(noise, least), nan=np.inf, posinf=np.inf)
             parameters = {record["step"]: record.get("parity/worst_parameter") for record in run.records}
             found += [
                 Probe(checks, float(share), name, int(step), parameters.get(int(step)))
                 for share, step in zip(shares, steps, strict=True)
             ]
     return max(found, key=lambda probe: probe.ratio, default=None)
+
+
+def beside_rounding(run: Run, measure: str) -> tuple[NDArray[np.int64], Array, Array]:
+    """The steps at which a probe took one of MEASURES, what it found, and what rounding alone gives."""
+    apart, noise = run.series(f"parity/{measure}"), run.series(f"parity/noise_{measure}").finite()
+    steps, here, there = np.intersect1d(apart.steps, noise.steps, return_indices=True)
+    return steps, apart.values[here], noise.values[there]
 
 
 def _probed(runs: Sequence[Run], reference: str) -> list[Run]:

@@ -188,7 +188,9 @@ def _wall(sweep: Sweep, table: Table) -> Answer | None:
 
 
 def _crossings(sweep: Sweep, reference: str) -> Answer | None:
-    found, bullets = crossovers(sweep, reference), []
+    bullets: list[tuple[str, str]] = []
+    if not (found := crossovers(sweep, reference)):
+        return None
     for crossing in found:
         if crossing.seq_len:
             where = f"It overtakes {reference} at about {crossing.seq_len:,.0f} tokens"
@@ -200,10 +202,8 @@ def _crossings(sweep: Sweep, reference: str) -> Answer | None:
         bullets.append((crossing.label, f"{where} and {speed}."))
     ahead = [crossing for crossing in found if crossing.first]
     if not ahead:
-        headline = (
-            f"Nothing overtakes {reference} for good up to {max(c.longest for c in found):,} tokens" if found else ""
-        )
-        return Answer(headline, "none", bullets) if found else None
+        longest = max(crossing.longest for crossing in found)
+        return Answer(f"Nothing overtakes {reference} for good up to {longest:,} tokens", "none", bullets)
     soonest = min(ahead, key=lambda crossing: crossing.seq_len or 0)
     at = f"at about {soonest.seq_len:,.0f} tokens" if soonest.seq_len else f"at {soonest.first:,} tokens or fewer"
     return Answer(f"{soonest.label} overtakes {reference} {at}", "none", bullets)
@@ -253,14 +253,11 @@ def _costs(sweep: Sweep, table: Table, reference: str) -> Bullets:
     bullets = []
     for label, (ours,) in table.items():
         if theirs and label != reference and ours.tokens_per_s and theirs.tokens_per_s:
-            both = ours.memory_gib and theirs.memory_gib
-            memory = (
-                f" and {subject} {percent((ours.memory_gib or 0) / (theirs.memory_gib or 1))} of the memory"
-                if both
-                else ""
-            )
-            speed = f"{ours.tokens_per_s / theirs.tokens_per_s:.2g} times "
-            bullets.append((label, f"It trains {speed if speed != '1 times ' else ''}as fast as {reference}{memory}."))
+            gain = f"{ours.tokens_per_s / theirs.tokens_per_s:.2g}"
+            words = f"It trains {'' if gain == '1' else f'{gain} times '}as fast as {reference}"
+            if ours.memory_gib and theirs.memory_gib:
+                words += f" and {subject} {percent(ours.memory_gib / theirs.memory_gib)} of the memory"
+            bullets.append((label, f"{words}."))
     return bullets
 
 
