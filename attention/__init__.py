@@ -26,6 +26,8 @@ from .sdpa import SDPAAttention
 from .tiled import TiledAttention
 from .varlen import varlen
 
+__version__ = "0.1.0"
+
 __all__ = [
     "IMPLEMENTATIONS",
     "Ablation",

@@ -87,7 +87,7 @@ class AttentionConfig:
     path: KernelPath = KernelPath.auto
 
 
-# Of custom operators. The checkout's `attention` and the installed `gpt_attention` can then live in one process.
+# Of custom operators, which are global: the checkout's attention and an installed gpt_attention can share a process.
 NAMESPACE = __name__.partition(".")[0]
 
 # What an implementation may lack: see Score.features and Layout.features.
