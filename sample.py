@@ -22,31 +22,18 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 import tiktoken
-import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
-from attention import AttentionConfig, AttentionError, build_attention
+from attention import AttentionError
 from cli.arguments import parse as key_values
-from config import Config, ConfigError, register
-from data import load_tokenizer
+from cli.trained import CheckpointChoice, load_trained
+from config import ConfigError
 from errors import UserError, fail
 from model.gpt import GPT
 from model.gpt2_weights import export_gpt2
-from training.checkpoint import CheckpointError, best_checkpoint, load_checkpoint, newest_valid
-from training.device import resolve_device, resolve_precision
-
-
-class CheckpointChoice(Enum):
-    """The checkpoint to take."""
-
-    best = "best"
-    newest = "newest"
 
 
 @dataclass
@@ -76,37 +63,6 @@ def parse(arguments: list[str]) -> SampleConfig:
     if config.tokens < 0:
         raise ConfigError(f"tokens={config.tokens} must be at least 0, the number of tokens to add.")
     return config
-
-
-def read_config(run: Path) -> Config:
-    """The configuration of the run. Raises ConfigError."""
-    register()  # the resolvers that the experiments' files use
-    path = run / ".hydra" / "config.yaml"
-    try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))  # type: ignore
-    except OSError as error:
-        raise ConfigError(f"run={run} is not a run folder: {path} cannot be read ({error.strerror}).") from error
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{path} is not a configuration of this version: {reason}.") from error
-
-
-def load_weights(model: GPT, run: Path, which: CheckpointChoice) -> None:
-    """Load a checkpoint of the run and print which; if the best is damaged, say so and load the newest whole one."""
-    folder = run / "checkpoints"
-    path = best_checkpoint(folder) if which is CheckpointChoice.best else None
-    state, damaged = None, list[str]()
-    if path is not None:
-        try:
-            state = load_checkpoint(path)
-        except CheckpointError as error:
-            damaged.append(str(error))
-    if path is None or state is None:
-        path, rejected = newest_valid(folder)
-        damaged += rejected
-        state = load_checkpoint(path)
-    print(*dict.fromkeys(damaged), f"{path}:", sep="\n", file=sys.stderr)
-    model.load_state_dict(state["model"])
 
 
 def stream(
@@ -143,29 +99,14 @@ def main(arguments: list[str]) -> None:
     """Run the command line. Raises UserError or AttentionError."""
     config = parse(arguments)
     run = Path(config.run).expanduser()
-    trained = read_config(run)
-    device = resolve_device(config.device)
-    dtype = resolve_precision(trained.training.precision, device).dtype
-    attention = trained.attention if config.attention is None else AttentionConfig(name=config.attention)
-    tokenizer = load_tokenizer(run)
-    model = GPT(
-        trained.model,
-        tokenizer.n_vocab,
-        trained.seq_len,
-        build_attention(attention),
-        score=trained.score,
-        residual_in_fp32=trained.training.residual_in_fp32,
-        device=device,
-        dtype=dtype,
-    )
-    load_weights(model, run, config.checkpoint)
-    model.eval().to(device)
+    trained = load_trained(run, config.checkpoint, attention=config.attention, device=config.device)
+    model, tokenizer = trained.model, trained.tokenizer
     if config.export is not None:
         export(model, Path(config.export).expanduser())
         return
     text = stream(model, tokenizer, config.prompt, config.tokens, config.temperature, config.top_k, config.seed)
     print(config.prompt, end="", flush=True)
-    with torch.autocast(device.type, dtype, enabled=dtype is not torch.float32):
+    with trained.autocast():
         for piece in text:
             print(piece, end="", flush=True)
     print()

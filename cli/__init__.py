@@ -7,6 +7,7 @@ resume.py      finds the run to resume, and locks run folders
 wording.py     turns errors of Hydra into one sentence
 completion.py  tab completion
 arguments.py   key=value arguments of the programs without Hydra
+trained.py     the model of a run folder, for these programs
 
 This file imports nothing, so completion.py can answer before torch is loaded.
 """

@@ -14,13 +14,14 @@ from omegaconf import OmegaConf
 
 import sample
 from attention import AttentionConfig, build_attention
+from cli.trained import CheckpointChoice, read_config
 from config import Config, ConfigError
 from data import save_tokenizer
-from data.tokenizers import bytes_tokenizer
+from data.tokenizers import bpe_tokenizer, bytes_tokenizer
 from errors import UserError
 from model.config import GPTConfig
 from model.gpt import GPT
-from sample import CheckpointChoice, SampleConfig, main, parse, stream
+from sample import SampleConfig, main, parse, stream
 from training.checkpoint import save_checkpoint
 
 TOKENIZER = bytes_tokenizer()
@@ -66,7 +67,7 @@ def test_prompt_and_continuation_come_from_the_chosen_checkpoint(run, capsys, ch
 def test_a_configuration_that_an_experiment_computed_is_read(run):
     path = run / ".hydra" / "config.yaml"
     path.write_text(path.read_text().replace("batch_size: 12", "batch_size: ${divide:64,${seq_len}}"))
-    assert sample.read_config(run).training.batch_size == 4
+    assert read_config(run).training.batch_size == 4
 
 
 def test_a_damaged_best_checkpoint_is_named_and_the_newest_taken(run, capsys):
@@ -79,6 +80,12 @@ def test_a_damaged_best_checkpoint_is_named_and_the_newest_taken(run, capsys):
     assert captured.out == expected(9, "a", 5)
     assert "step-00000005" in captured.err
     assert "step-00000009" in captured.err
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(run):
+    save_tokenizer(bpe_tokenizer(["a b a b"], 260), run)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json has 25[89] tokens and the model of .* has 257"):
+        main([f"run={run}"])
 
 
 def test_damage_to_every_checkpoint_is_told_once(run, capsys):

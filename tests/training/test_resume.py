@@ -20,9 +20,9 @@ import train as train_module
 from cli import compose
 from cli.launch import prepare
 from cli.resume import check_resumable
+from cli.trained import read_config
 from config import ConfigError, register
 from run_folder import read_metrics
-from sample import read_config
 from training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
 from training.sweeps import launcher
 

@@ -1,0 +1,126 @@
+"""The model of a run folder, for the programs that use what train.py has made."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import tiktoken
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from attention import AttentionConfig, build_attention
+from config import Config, ConfigError, register
+from data import load_tokenizer
+from model.config import Positions
+from model.gpt import GPT
+from training.checkpoint import CheckpointError, best_checkpoint, load_checkpoint, newest_valid
+from training.device import resolve_device, resolve_precision
+
+
+class CheckpointChoice(Enum):
+    """The checkpoint to take."""
+
+    best = "best"
+    newest = "newest"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run's model, ready to be used.
+
+    config      of the run
+    model       in evaluation mode, on its device
+    dtype       in which it computes
+    checkpoint  where its weights are from
+    """
+
+    config: Config
+    model: GPT
+    tokenizer: tiktoken.Encoding
+    dtype: torch.dtype
+    checkpoint: Path
+
+    def autocast(self) -> torch.autocast:
+        """The precision that the run was trained in."""
+        device = self.model.wte.weight.device.type
+        return torch.autocast(device, self.dtype, enabled=self.dtype is not torch.float32)
+
+
+def read_config(run: Path) -> Config:
+    """The configuration of the run. Raises ConfigError."""
+    register()  # the resolvers that the experiments' files use
+    path = run / ".hydra" / "config.yaml"
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))  # type: ignore
+    except OSError as error:
+        raise ConfigError(f"run={run} is not a run folder: {path} cannot be read ({error.strerror}).") from error
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path} is not a configuration of this version: {reason}.") from error
+
+
+def load_trained(
+    run: Path,
+    which: CheckpointChoice = CheckpointChoice.best,
+    *,
+    attention: str | None = None,
+    device: str = "auto",
+    seq_len: int | None = None,
+) -> Trained:
+    """The model of a run, with the weights of its best or newest checkpoint.
+
+    attention  an implementation other than the run's
+    seq_len    the longest input, which rotary positions allow to exceed the run's; None: the run's
+
+    Raises UserError.
+    """
+    config = read_config(run)
+    on = resolve_device(device)
+    dtype = resolve_precision(config.training.precision, on).dtype
+    longest = max(config.seq_len, seq_len or 0)
+    if longest > config.seq_len and config.model.positions is Positions.learned:
+        raise ConfigError(
+            f"seq_len={seq_len} is longer than the run's {config.seq_len}, and it has learned positions for those "
+            f"alone; use seq_len={config.seq_len} or less, or a run with model.positions=rotary."
+        )
+    tokenizer = load_tokenizer(run)
+    model = GPT(
+        config.model,
+        tokenizer.n_vocab,
+        longest,
+        build_attention(config.attention if attention is None else AttentionConfig(name=attention)),
+        score=config.score,
+        residual_in_fp32=config.training.residual_in_fp32,
+        device=on,
+        dtype=dtype,
+    )
+    checkpoint = load_weights(model, run, which)
+    return Trained(config, model.eval().to(on), tokenizer, dtype, checkpoint)
+
+
+def load_weights(model: GPT, run: Path, which: CheckpointChoice) -> Path:
+    """Load a checkpoint of the run and print which; if the best is damaged, say so and load the newest whole one."""
+    folder = run / "checkpoints"
+    path = best_checkpoint(folder) if which is CheckpointChoice.best else None
+    state, damaged = None, list[str]()
+    if path is not None:
+        try:
+            state = load_checkpoint(path)
+        except CheckpointError as error:
+            damaged.append(str(error))
+    if path is None or state is None:
+        path, rejected = newest_valid(folder)
+        damaged += rejected
+        state = load_checkpoint(path)
+    print(*dict.fromkeys(damaged), f"{path}:", sep="\n", file=sys.stderr)
+    if (tokens := int(state["model"]["wte.weight"].any(dim=1).sum())) != model.vocab_size:  # padding is zero
+        raise ConfigError(
+            f"{run / 'tokenizer.json'} has {model.vocab_size} tokens and the model of {path} has {tokens}; put this "
+            "run's own tokenizer back."
+        )
+    model.load_state_dict(state["model"])
+    return path
