@@ -5,6 +5,7 @@
 >>> out = attend(q, k, v, score=Score(window=1024, soft_cap=50.0), layout=packed(cu_seqlens, length=4096)).out
 """
 
+from .decode.cache import Cache
 from .dropout import DropoutKey, keep_mask
 from .errors import AttentionError
 from .flash import FlashAttention
@@ -36,6 +37,7 @@ __all__ = [
     "AttentionError",
     "AttentionOutput",
     "AttentionShape",
+    "Cache",
     "DropoutKey",
     "DropoutRng",
     "KernelPath",

@@ -35,7 +35,7 @@ class FlexAttention(Attention):
     """Attention by torch's compiler, for a CUDA GPU. Keeps the block masks it has made last."""
 
     name = "flex"
-    supports = FEATURES
+    supports = FEATURES - {"cache"}
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)

@@ -3,6 +3,7 @@
 Every implementation answers the same call
 
     out = attend(q, k, v, score=Score(window=1024), layout=Layout(), dropout_key=key).out
+    out = attend.decode(q, cache, score=Score(window=1024)).out      where keys and values of earlier tokens were kept
 
 and computes  out = dropout(softmax(scale * q k^T + mask)) v  (Vaswani et al. 2017, eq. 1), with the mask and the
 changes of scores that attention/score.py defines. Implementations differ in which intermediate results exist in memory,
@@ -16,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from torch import Tensor
 from .dropout import RATES, DropoutKey, is_valid_rate
 from .errors import AttentionError
 from .score import Layout, Score, alibi_slopes
+
+if TYPE_CHECKING:
+    from .decode.cache import Cache
 
 
 class Ablation(Enum):
@@ -90,8 +94,8 @@ class AttentionConfig:
 # Of custom operators, which are global: the checkout's attention and an installed gpt_attention can share a process.
 NAMESPACE = __name__.partition(".")[0]
 
-# What an implementation may lack: see Score.features and Layout.features.
-FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "sinks", "documents", "offsets"})
+# What an implementation may lack: see Score.features, Layout.features and Attention.decode.
+FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "sinks", "documents", "offsets", "cache"})
 CAUSAL, ONE_DOCUMENT = Score(), Layout()
 
 
@@ -223,22 +227,50 @@ class Attention(ABC):
         """
         check_tensors(q, k, v, score, layout, slopes, sinks)
         self.check_features(score.features() | layout.features())
-        if score.alibi and slopes is None:
-            slopes = alibi_slopes(q.shape[1], q.device)
-        terms = Terms(
-            score=score,
-            layout=layout,
-            scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
-            dropout_key=dropout_key if self.dropout > 0 else None,
-            slopes=slopes,
-            sinks=sinks,
-        )
+        terms = fill_in(q, score, layout, scale, dropout_key if self.dropout > 0 else None, slopes, sinks)
         # q, k and v set the precision; autocast must not change what an implementation computes in fp32.
         with torch.autocast(q.device.type, enabled=False):
             out, lse = self.attend(q, k, v, terms)
             if not return_lse:
                 return AttentionOutput(out)
             return AttentionOutput(out, (self.lse(q, k, terms) if lse is None else lse).detach())
+
+    @torch.no_grad()
+    def decode(
+        self,
+        q: Tensor,
+        cache: Cache,
+        *,
+        score: Score = CAUSAL,
+        scale: float | None = None,
+        slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> AttentionOutput:
+        """Attend from the last T tokens of each sequence to those that a cache holds, without dropout or gradient.
+
+        q      (B, H, T, D)   row t of sequence b is its token cache.lengths[b] - T + t; usually T is 1
+        cache  keys and values, those of the queries' own tokens included: `cache.write` first
+
+        The rest as in `__call__`. Queries before a sequence's first token, all of them where its length is 0, see
+        nothing and give zeros. Shapes alone decide what runs and nothing waits for a GPU, so that a captured CUDA graph
+        may be replayed after lengths and pages changed. Raises ValueError for tensors that do not fit together,
+        UnsupportedAttention for what this implementation does not support.
+        """
+        cache.check()
+        B, k, v = cache.lengths.shape[0], cache.k, cache.v
+        if cache.pages is not None:  # as one page for each sequence: what remains to be checked does not depend on it
+            k, v = (x[:1].expand(B, -1, -1, -1) for x in (k, v))
+        check_tensors(q, k, v, score, ONE_DOCUMENT, slopes, sinks)
+        self.check_features(score.features() | {"cache": "a cache"})
+        terms = fill_in(q, score, Layout(lengths=cache.lengths), scale, None, slopes, sinks)
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = self.attend_cache(q, cache, terms)
+        return AttentionOutput(out, lse if return_lse else None)
+
+    def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
+        """The implementation's part of `decode`, with lse; terms.layout has the cache's lengths."""
+        raise NotImplementedError  # for implementations whose `supports` has no "cache"
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
@@ -249,6 +281,22 @@ class Attention(ABC):
         raise UnsupportedAttention(
             f"attention={self.name} does not return the log-sum-exp; use attention=naive, tiled or flash."
         )
+
+
+def fill_in(
+    q: Tensor,
+    score: Score,
+    layout: Layout,
+    scale: float | None,
+    dropout_key: DropoutKey | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> Terms:
+    """The terms of a call, with their defaults where it left them out."""
+    if score.alibi and slopes is None:
+        slopes = alibi_slopes(q.shape[1], q.device)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return Terms(score, layout, scale, dropout_key, slopes, sinks)
 
 
 def printable(option: object) -> object:

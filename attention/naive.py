@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .decode.cache import Cache
 from .dropout import keep_mask, keep_scale
 from .interface import FEATURES, Attention, AttentionOutput, Terms, accum_dtype
 from .score import change_scores, key_intervals
@@ -19,19 +20,27 @@ class NaiveAttention(Attention):
     """Attention as the paper writes it."""
 
     name = "naive"
-    supports = FEATURES
+    supports = FEATURES | {"lengths"}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
-        (B, H, T, _), S = q.shape, k.shape[2]
-        scores = masked_scores(q, k, terms)
-        p = scores.softmax(dim=-1, dtype=accum_dtype(q.dtype))[..., :S]  # (B, H, T, S), less the sink's share
-        seen = key_intervals(terms.score, terms.layout, T, S, q.device)
+        return AttentionOutput(self.weigh(masked_scores(q, k, terms), v, terms))
+
+    def weigh(self, scores: Tensor, v: Tensor, terms: Terms) -> Tensor:
+        """dropout(softmax(scores)) v, (B, H, T, D), for scores of `masked_scores`."""
+        (B, H, T, _), S = scores.shape, v.shape[2]
+        p = scores.softmax(dim=-1, dtype=accum_dtype(v.dtype))[..., :S]  # (B, H, T, S), less the sink's share
+        seen = key_intervals(terms.score, terms.layout, T, S, v.device)
         if not seen.never_empty:  # a softmax over nothing is NaN, and should be zero
             p = p.masked_fill(seen.fully_masked((0, T)), 0.0)
         if terms.dropout_key is not None:
-            keep = keep_mask(terms.dropout_key, self.dropout, B, H, T, S, device=q.device)
+            keep = keep_mask(terms.dropout_key, self.dropout, B, H, T, S, device=v.device)
             p = torch.where(keep, p * keep_scale(self.dropout), 0.0)
-        return AttentionOutput(p.to(q.dtype) @ v.repeat_interleave(H // v.shape[1], dim=1))
+        return p.to(v.dtype) @ shared(v, H)
+
+    def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
+        k, v = cache.read(0, cache.longest())
+        scores = masked_scores(q, k, terms)
+        return AttentionOutput(self.weigh(scores, v, terms), scores.to(accum_dtype(q.dtype)).logsumexp(dim=-1))
 
     def lse(self, q: Tensor, k: Tensor, terms: Terms) -> Tensor:
         return masked_scores(q, k, terms).to(accum_dtype(q.dtype)).logsumexp(dim=-1)
@@ -43,8 +52,9 @@ def masked_scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     With sinks (B, H, T, S + 1): they stand in the last column.
     """
     (B, H, T, _), S = q.shape, k.shape[2]
-    k = k.repeat_interleave(H // k.shape[1], dim=1)  # (B, H, S, D)
-    scores = (q * terms.scale) @ k.mT  # scaled before the product: q k^T alone overflows fp16 where the scores do not
+    scores = (q * terms.scale) @ shared(
+        k, H
+    ).mT  # scaled before the product: q k^T alone overflows fp16 where the scores do not
     if terms.score.soft_cap is not None or terms.slopes is not None:
         slopes = None if terms.slopes is None else terms.slopes[:, None, None]
         scores = scores.to(accum_dtype(q.dtype))
@@ -56,3 +66,8 @@ def masked_scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
         sinks = terms.sinks.to(accum_dtype(q.dtype))[:, None, None].expand(B, H, T, 1)
         scores = torch.cat([scores.to(sinks.dtype), sinks], dim=-1)
     return scores
+
+
+def shared(x: Tensor, H: int) -> Tensor:
+    """Keys or values (B, H_kv, S, D) for each of H query heads: (B, H, S, D)."""
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)

@@ -80,6 +80,8 @@ class Layout(NamedTuple):
     k_start          position of the first key
     document_starts  (B, L) int32, for each position of a row the start of its document; None: one document
     document_ends    (B, L) int32, one past the document's last position
+    lengths          (B,) int32: of the S keys, those that each sequence has, its queries standing at the last of them;
+                     for caches. None: S. Not to be combined with the other fields
 
     The shapes do not depend on the number of documents, so new documents neither cause recompilation nor invalidate a
     CUDA graph. A kernel finds the bounds of a tile of queries in its first and last entries.
@@ -89,14 +91,23 @@ class Layout(NamedTuple):
     k_start: int = 0
     document_starts: Tensor | None = None
     document_ends: Tensor | None = None
+    lengths: Tensor | None = None
 
     def query_start(self, T: int, S: int) -> int:
         """Position of the first of T queries that attend to S keys."""
         return self.k_start + S - T if self.q_start is None else self.q_start
 
+    def own_keys(self, T: int, S: int, device: torch.device | str) -> Tensor:
+        """For each of T queries the key at its own position, in numbers of keys: (T,), or with lengths (B, T)."""
+        if self.lengths is not None:
+            return self.lengths[:, None] - T + torch.arange(T, device=device)
+        offset = self.query_start(T, S) - self.k_start
+        return torch.arange(offset, offset + T, device=device)
+
     def features(self) -> dict[str, str]:
         """The features beyond one document with default positions: name -> the override that asks for it."""
         asked = {"documents": "data.documents=mask"} if self.document_starts is not None else {}
+        asked |= {"lengths": "a layout's lengths"} if self.lengths is not None else {}
         return asked | ({"offsets": "q_start or k_start"} if self.q_start is not None or self.k_start else {})
 
 
@@ -145,7 +156,7 @@ def take_rows(x: Tensor, rows: tuple[Range, ...], dim: int) -> Tensor:
 class KeyIntervals(NamedTuple):
     """The keys that each query sees: those from `first` up to, but not including, `end`.
 
-    first, end     (T,) or, with documents, (B, T) int64
+    first, end     (T,) or, with documents or lengths, (B, T) integers
     begins, stops  whether `first` is ever above 0 and `end` ever below the number of keys
     never_empty    whether every query is certain to see a key: one that stands among the keys sees its own position
     """
@@ -185,11 +196,12 @@ class KeyIntervals(NamedTuple):
 
 def key_intervals(score: Score, layout: Layout, T: int, S: int, device: torch.device | str) -> KeyIntervals:
     """The keys that each of T queries sees of S, in numbers of keys: 0 is the call's first, wherever it stands."""
-    offset = layout.query_start(T, S) - layout.k_start  # of the first query from the first key
-    own = torch.arange(offset, offset + T, device=device)  # the key at the query's own position
+    own = layout.own_keys(T, S, device)
     first, end = torch.zeros_like(own), torch.full_like(own, S)
+    if layout.lengths is not None:
+        end = torch.minimum(end, layout.lengths[:, None])
     if score.causal:
-        end = (own + 1).clamp(0, S)
+        end = torch.minimum(end, (own + 1).clamp(min=0))
     if score.window is not None:
         first = (own - (score.window - 1)).clamp(min=0)
     if layout.document_starts is not None and layout.document_ends is not None:
@@ -200,12 +212,13 @@ def key_intervals(score: Score, layout: Layout, T: int, S: int, device: torch.de
         ends = layout.document_ends.to(device)[:, position] - layout.k_start
         # A query before the row's first position, or behind its last one, belongs to no document.
         first, end = torch.maximum(first, starts), torch.minimum(end, torch.where(known, ends, 0))
-    bounded = layout.document_starts is not None
-    among_keys = offset >= 0 and offset + T <= S
+    bounded = layout.document_starts is not None or layout.lengths is not None
+    offset = layout.query_start(T, S) - layout.k_start  # of the first query from the first key
+    among_keys = layout.lengths is None and offset >= 0 and offset + T <= S
     return KeyIntervals(
         first,
         end,
-        begins=bounded or score.window is not None,
+        begins=layout.document_starts is not None or score.window is not None,
         stops=bounded or score.causal,
         never_empty=S > 0 and (among_keys or not (bounded or score.causal)),
     )
@@ -229,9 +242,11 @@ def change_scores(
     if score.soft_cap is not None:
         s = score.soft_cap * torch.tanh(s / score.soft_cap)
     if slopes is not None:
-        offset = layout.query_start(T, S) - layout.k_start
-        i, j = torch.arange(*rows, device=s.device), torch.arange(*columns, device=s.device)
-        s = s - slopes.to(s.dtype) * (offset + i[:, None] - j)
+        own = layout.own_keys(T, S, s.device)[..., slice(*rows), None]
+        distance = own - torch.arange(*columns, device=s.device)
+        if distance.ndim == 3:  # of each sequence, for all heads
+            distance = distance.view(len(distance), *[1] * (s.ndim - 3), *distance.shape[1:])
+        s = s - slopes.to(s.dtype) * distance
     return s
 
 

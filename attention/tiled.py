@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .decode.cache import Cache
+from .decode.tiled import decode
 from .dropout import keep_mask, keep_scale
 from .interface import (
     FEATURES,
@@ -64,6 +66,15 @@ class TiledAttention(Attention):
         key = None if terms.dropout_key is None else terms.dropout_key.pack(q.device)
         optional = (key, terms.slopes, terms.sinks, layout.document_starts, layout.document_ends)
         return AttentionOutput(*Tiled.apply(q, k, v, *optional, settings))
+
+    def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
+        score = terms.score
+        return AttentionOutput(
+            *decode(
+                *(q, *cache, terms.slopes, terms.sinks),
+                *(score.causal, score.window, score.soft_cap, terms.scale, self.config.block_k),
+            )
+        )
 
 
 class Tiled(torch.autograd.Function):

@@ -198,7 +198,7 @@ class FlashAttention(Attention):
 
     name = "flash"
     options = frozenset({"allow_tf32", "path"})
-    supports = FEATURES
+    supports = FEATURES - {"cache"}
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)

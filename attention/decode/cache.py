@@ -1,0 +1,125 @@
+"""One layer's keys and values of the tokens so far, for a batch of sequences of different lengths.
+
+The tensors belong to the caller and attention stays stateless: a Cache is a view of them for one call. Its shapes do
+not depend on the lengths, so a CUDA graph that was captured once serves every further token.
+
+>>> cache = Cache(k, v, lengths)                # k, v (B, H_kv, L, D); lengths (B,) counts the new tokens already
+>>> cache = Cache(k, v, lengths, pages)         # k, v (P, H_kv, page, D); pages (B, n), as in vLLM (Kwon et al. 2023)
+>>> cache.write(new_k, new_v)                   # (B, H_kv, T, D)
+>>> out = attend.decode(q, cache).out           # (B, H, T, D)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .write import cache_write
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+class Cache(NamedTuple):
+    """Keys and values of a batch of sequences; position t of a sequence is slot t of its row or of its pages.
+
+    k, v     (B, H_kv, L, D), or paged (P, H_kv, page, D): P pages of 16, 32, 64, 128 or 256 slots
+    lengths  (B,) int32, on the same device: the tokens of each sequence, new ones included. 0: no sequence here
+    pages    (B, n) int32: sequence b keeps its tokens from i * page on in page pages[b, i]. Entries of pages that
+             nobody sees (behind the length, before the window) are never followed and may be -1. None: contiguous
+
+    Lengths and pages lie on the device, where nobody can check them without waiting: a length beyond the capacity
+    drops the tokens that have no slot, and a page number from P on reads and writes what is not the cache's.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    pages: Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens a sequence can have."""
+        return self.k.shape[2] * (1 if self.pages is None else self.pages.shape[1])
+
+    def write(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        """Put the last tokens of each sequence, whose keys and values these are, into their slots.
+
+        k, v        (B, H_kv, T, D): row t of sequence b is its token lengths[b] - T + t. Tokens before a sequence's
+                    first are dropped. With cu_seqlens (1, H_kv, total, D), the sequences one after the other
+        cu_seqlens  (B + 1,) integers on the cache's device: the start of each sequence in the row and, last, total
+
+        Does not wait for the device. Raises ValueError for tensors that do not fit the cache.
+        """
+        self.check()
+        B, (H_kv, D) = self.lengths.shape[0], (self.k.shape[1], self.k.shape[3])
+        rows = 1 if cu_seqlens is not None else B
+        if k.shape != v.shape or k.ndim != 4 or (k.shape[0], k.shape[1], k.shape[3]) != (rows, H_kv, D):
+            raise ValueError(
+                f"A cache of {tuple(self.k.shape)} for {B} sequences takes k and v ({rows}, {H_kv}, tokens, {D}); got "
+                f"{tuple(k.shape)} and {tuple(v.shape)}."
+            )
+        if not (k.dtype == v.dtype == self.k.dtype and k.device == v.device == self.k.device):
+            raise ValueError(
+                f"New keys and values must be {self.k.dtype} on {self.k.device} as the cache is; got {k.dtype} on "
+                f"{k.device} and {v.dtype} on {v.device}."
+            )
+        if cu_seqlens is not None and cu_seqlens.shape != (B + 1,):
+            raise ValueError(f"cu_seqlens of shape {tuple(cu_seqlens.shape)} must be ({B + 1},) for {B} sequences.")
+        cache_write(self.k, self.v, self.lengths, self.pages, k, v, cu_seqlens)
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of the positions from start up to, but not including, stop: (B, H_kv, n, D).
+
+        Zeros stand where a sequence has no token, whatever the memory holds there.
+        """
+        positions = torch.arange(start, stop, device=self.k.device)
+        filled = positions < self.lengths[:, None]  # (B, n)
+        if self.pages is None:
+            k, v = self.k[:, :, start:stop], self.v[:, :, start:stop]
+        else:
+            size = self.k.shape[2]
+            pages = self.pages[:, positions // size]  # (B, n)
+            filled &= pages >= 0
+            at = (pages.clamp(min=0), slice(None), positions % size)
+            k, v = self.k[at].transpose(1, 2), self.v[at].transpose(1, 2)
+        if host_sees(filled) and filled.all():
+            return k, v
+        empty = ~filled[:, None, :, None]
+        return k.masked_fill(empty, 0.0), v.masked_fill(empty, 0.0)
+
+    def longest(self) -> int:
+        """The length of the longest sequence, or where reading that would wait for a device, the capacity."""
+        return min(int(self.lengths.max()), self.capacity) if host_sees(self.lengths) else self.capacity
+
+    def check(self) -> None:
+        """Raise ValueError unless the tensors have the shapes and dtypes that the class describes."""
+        k, v, lengths, pages = self
+        if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
+            raise ValueError(
+                f"A cache's k and v are both (B, H_kv, L, D) or (P, H_kv, page, D); got {tuple(k.shape)} {k.dtype} and "
+                f"{tuple(v.shape)} {v.dtype}."
+            )
+        if k.stride(-1) != 1 or v.stride(-1) != 1:
+            raise ValueError("A cache's k and v must be contiguous in their last dimension.")
+        if lengths.ndim != 1 or lengths.dtype != torch.int32 or lengths.shape[0] == 0:
+            raise ValueError(f"A cache's lengths are (B,) int32; got {tuple(lengths.shape)} {lengths.dtype}.")
+        B = lengths.shape[0]
+        if pages is None and k.shape[0] != B:
+            raise ValueError(f"A contiguous cache of {k.shape[0]} rows has {B} lengths; pass pages if it is paged.")
+        if pages is not None:
+            if pages.ndim != 2 or pages.dtype != torch.int32 or pages.shape[0] != B:
+                raise ValueError(f"pages must be ({B}, n) int32, as lengths; got {tuple(pages.shape)} {pages.dtype}.")
+            if k.shape[2] not in PAGE_SIZES:
+                raise ValueError(
+                    f"A page holds {', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]} tokens, not {k.shape[2]}."
+                )
+        devices = {x.device for x in (k, v, lengths, pages) if x is not None}
+        if len(devices) > 1:
+            raise ValueError(f"A cache's tensors must be on one device; got {', '.join(sorted(map(str, devices)))}.")
+
+
+def host_sees(x: Tensor) -> bool:
+    """Whether Python may look at values of x: nobody waits for a device, and no compiled graph is cut."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()

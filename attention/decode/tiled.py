@@ -1,0 +1,79 @@
+"""Flash-decoding in plain PyTorch: the algorithm to read beside the Triton kernels.
+
+The new queries of a sequence are few and its keys many, so the keys are what is cut: into tiles of block_k, each with
+a softmax of its own. Of a tile only m, l and o remain (its maximum, its sum of exp(s - m) and of exp(s - m) v), and two
+sets of them join to one by their log-sum-exp, m + log(l), in any order. On a GPU different programs have different
+tiles; here they come one after the other.
+
+    Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding for long-context inference"
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..interface import NAMESPACE
+from ..score import Layout, Score, change_scores, key_intervals
+from .cache import Cache, host_sees
+
+
+@torch.library.custom_op(f"{NAMESPACE}::tiled_decode", mutates_args=())
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    pages: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    scale: float,
+    block_k: int,
+) -> tuple[Tensor, Tensor]:
+    """q (B, H, T, D) against a Cache (k, v, lengths, pages) to out (B, H, T, D) and lse (B, H, T).
+
+    One operation for torch.compile: unrolled, the loop would be a graph of thousands. slopes and sinks: (H,) or None.
+    """
+    cache = Cache(k, v, lengths, pages)
+    score, layout = Score(causal, window, soft_cap), Layout(lengths=lengths)
+    H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], cache.longest()
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    b_q = q.unflatten(1, (H_kv, H // H_kv)).to(dtype)  # (B, H_kv, G, T, D)
+    seen = key_intervals(score, layout, T, S, q.device)
+    b_slopes = None if slopes is None else slopes.view(H_kv, -1, 1, 1)
+    # The maximum starts at the lowest finite number, not at -inf, so that rows that see nothing compute
+    # exp(-inf - m) = 0 and never a NaN.
+    m = torch.full_like(b_q[..., :1], torch.finfo(dtype).min)
+    l = torch.zeros_like(m)
+    if sinks is not None:  # as if a key without a value had been seen before all others
+        m.copy_(sinks.view(H_kv, -1, 1, 1))
+        l.fill_(1.0)
+    o = torch.zeros_like(b_q)
+
+    for start in range(0, S, block_k):
+        columns = (start, min(start + block_k, S))
+        if host_sees(lengths) and not seen.meet((0, T), columns):
+            continue
+        b_k, b_v = (x.unsqueeze(2).to(dtype) for x in cache.read(*columns))  # (B, H_kv, 1, block_k, D)
+        b_s = change_scores(scale * (b_q @ b_k.mT), score, layout, b_slopes, (0, T), columns, T, S)
+        mask = seen.mask((0, T), columns)
+        if mask is not None:
+            b_s = b_s.masked_fill(~mask.unsqueeze(1), -torch.inf)
+        m_new = torch.maximum(m, b_s.amax(dim=-1, keepdim=True))
+        alpha = torch.exp(m - m_new)
+        b_p = torch.exp(b_s - m_new)
+        l = alpha * l + b_p.sum(dim=-1, keepdim=True)
+        o = alpha * o + b_p.to(v.dtype).to(dtype) @ b_v
+        m = m_new
+
+    out = (o / l).masked_fill(seen.fully_masked((0, T)).unsqueeze(1), 0.0)
+    lse = m + torch.log(l)
+    return out.to(q.dtype).flatten(1, 2), lse.squeeze(-1).flatten(1, 2)
+
+
+@decode.register_fake
+def _(q, *_):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))

@@ -1,0 +1,49 @@
+"""New keys and values go to their slots of a cache, as a torch custom operator that changes the cache in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..interface import NAMESPACE
+
+
+@torch.library.custom_op(f"{NAMESPACE}::cache_write", mutates_args=("k", "v"))
+def cache_write(
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    pages: Tensor | None,
+    new_k: Tensor,
+    new_v: Tensor,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """`Cache.write`: k, v, lengths and pages are the cache's, the new ones as there."""
+    sequence, position = destinations(lengths, new_k, cu_seqlens)
+    size = k.shape[2]
+    capacity = size if pages is None else size * pages.shape[1]
+    kept = (position >= 0) & (position < capacity)
+    row, slot = sequence, position
+    if pages is not None:
+        row, slot = pages[sequence, position.clamp(0, capacity - 1) // size], position % size
+        kept &= row >= 0
+    for x, new in ((k, new_k), (v, new_v)):
+        x[row[kept], :, slot[kept]] = new.transpose(1, 2).flatten(0, 1)[kept]  # (tokens, H_kv, D)
+
+
+@cache_write.register_fake
+def _(*_):
+    return None
+
+
+def destinations(lengths: Tensor, new_k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sequence and the position in it of each new token, in the order in which they lie: (tokens,) each."""
+    tokens = torch.arange(new_k.shape[0] * new_k.shape[2], device=lengths.device)
+    if cu_seqlens is None:
+        T = new_k.shape[2]
+        sequence, until_end = tokens // T, T - tokens % T
+    else:
+        ends = cu_seqlens[1:]
+        sequence = torch.searchsorted(ends, tokens.to(ends.dtype), right=True).clamp(max=lengths.shape[0] - 1)
+        until_end = ends[sequence] - tokens
+    return sequence, lengths[sequence] - until_end

@@ -1,0 +1,201 @@
+"""Attention to a cache, against the formula in fp64, sequence by sequence; and how keys and values enter the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import Attention, AttentionConfig, Cache, Score, UnsupportedAttention, build_attention
+from tests.attention.reference import published_slopes
+
+SCORES: dict[str, Score] = {
+    "plain": Score(),
+    "full": Score(causal=False),
+    "window": Score(window=19),
+    "soft_cap": Score(soft_cap=1.5),
+    "alibi": Score(alibi=True),
+    "sinks": Score(sinks=True),
+    "everything": Score(window=40, soft_cap=1.5, alibi=True, sinks=True),
+}
+PAGE = torch.zeros(2, 1, dtype=torch.int32)
+SINKS = torch.linspace(-1.5, 2.0, 8)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+    """out (H, T, D) and lse (H, T) in fp64, of the last T tokens of one sequence with k, v (H_kv, n, D)."""
+    (H, T, D), n = q.shape, k.shape[1]
+    q, k, v = (x.double() for x in (q, k, v))
+    out, lse = torch.zeros(H, T, D, dtype=torch.float64), torch.full((H, T), -torch.inf, dtype=torch.float64)
+    for h in range(H):
+        kv = h // (H // k.shape[0])
+        for t in range(T):
+            i = n - T + t
+            first = 0 if score.window is None else max(0, i - score.window + 1)
+            end = i + 1 if score.causal else n
+            sink = SINKS[h : h + 1].double() if score.sinks else torch.empty(0, dtype=torch.float64)
+            keys = torch.arange(first, end) if i >= 0 or not score.causal else torch.arange(0)
+            s = k[kv, keys] @ q[h, t] / D**0.5
+            if score.soft_cap is not None:
+                s = score.soft_cap * torch.tanh(s / score.soft_cap)
+            if score.alibi:
+                s = s - published_slopes(H)[h] * (i - keys)
+            lse[h, t] = torch.cat([s, sink]).logsumexp(0)
+            if len(keys):
+                out[h, t] = torch.exp(s - lse[h, t]) @ v[kv, keys]
+    return out, lse
+
+
+def contiguous(lengths: list[int], capacity: int, H_kv: int, D: int, dtype: torch.dtype = torch.float32) -> Cache:
+    """A cache whose slots without a token hold NaN, as fresh memory may."""
+    generator = torch.Generator().manual_seed(1)
+    k, v = torch.randn(2, len(lengths), H_kv, capacity, D, generator=generator).to(dtype)
+    for x in (k, v):
+        for b, n in enumerate(lengths):
+            x[b, :, n:] = torch.nan
+    return Cache(k, v, torch.tensor(lengths, dtype=torch.int32))
+
+
+def paged(cache: Cache, size: int) -> Cache:
+    """The same tokens in shuffled pages; pages that no token needs are not there, and their entries are -1."""
+    B, H_kv, L, D = cache.k.shape
+    n = -(-L // size)
+    numbers = torch.randperm(B * n, generator=torch.Generator().manual_seed(2)).view(B, n)
+    k, v = torch.full((2, B * n, H_kv, size, D), torch.nan, dtype=cache.k.dtype)
+    for b in range(B):
+        for i in range(n):
+            rows = slice(i * size, min((i + 1) * size, L))
+            k[numbers[b, i], :, : rows.stop - rows.start] = cache.k[b, :, rows]
+            v[numbers[b, i], :, : rows.stop - rows.start] = cache.v[b, :, rows]
+    needed = torch.arange(n) * size < cache.lengths[:, None]
+    return Cache(k, v, cache.lengths, torch.where(needed, numbers, -1).int())
+
+
+def small_cache() -> Cache:
+    """Room for 32 tokens of two sequences, two heads of 8 numbers."""
+    return Cache(torch.zeros(2, 2, 32, 8), torch.zeros(2, 2, 32, 8), torch.zeros(2, dtype=torch.int32))
+
+
+def queries(B: int, H: int, T: int, D: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(3)).transpose(1, 2).to(dtype)
+
+
+def extras(score: Score) -> dict[str, Any]:
+    return {"score": score, "sinks": SINKS if score.sinks else None}
+
+
+@pytest.fixture(params=["naive", "tiled"])
+def attend(request) -> Attention:
+    return build_attention(AttentionConfig(request.param, block_k=32 if request.param == "tiled" else 64))
+
+
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_decoding_is_the_formula_of_each_sequence_alone(attend, score, T):
+    lengths = [96, 0, 1, 2, 31, 32, 33, 65]
+    cache, q = contiguous(lengths, 100, 2, 16), queries(len(lengths), 8, T, 16)
+    out, lse = attend.decode(q, cache, **extras(score), return_lse=True)
+    for b, n in enumerate(lengths):
+        wanted, wanted_lse = by_hand(q[b], cache.k[b, :, :n], cache.v[b, :, :n], score)
+        torch.testing.assert_close(out[b].double(), wanted, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(lse[b].double(), wanted_lse, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("score", [SCORES["plain"], SCORES["everything"]], ids=["plain", "everything"])
+def test_shuffled_pages_decode_as_one_row_does_bitwise(attend, score, size):
+    cache, q = contiguous([96, 0, 17, 100], 100, 2, 16), queries(4, 8, 2, 16)
+    out, lse = attend.decode(q, cache, **extras(score), return_lse=True)
+    again, lse_again = attend.decode(q, paged(cache, size), **extras(score), return_lse=True)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+
+
+def test_pages_before_the_window_may_be_gone(attend):
+    cache, q = contiguous([90], 96, 2, 16), queries(1, 8, 1, 16)
+    pages = paged(cache, 16)
+    assert pages.pages is not None
+    pages.pages[:, :4] = -1  # positions up to 63; the window begins at 71
+    score = Score(window=19)
+    assert torch.equal(attend.decode(q, cache, score=score).out, attend.decode(q, pages, score=score).out)
+
+
+@pytest.mark.parametrize("size", [None, 32])
+def test_new_tokens_go_behind_those_of_their_sequence(size):
+    """A prompt of each sequence, packed or padded at its front, then three tokens one by one."""
+    prompts, more = [40, 0, 7], 3
+    tokens = contiguous([n + more for n in prompts], 64, 2, 8)
+    empty = emptied(tokens if size is None else paged(tokens, size))
+    packed, padded = empty(prompts), empty(prompts)
+
+    def taken(x: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
+        rows = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+        return [x[b][:, rows[b]] for b in range(3)]  # (H_kv, n, D); before the first token whatever lies there
+
+    k, v = (torch.cat(taken(x, [0] * 3, prompts), dim=1)[None] for x in (tokens.k, tokens.v))
+    packed.write(k, v, torch.tensor([0, *prompts]).cumsum(0))
+    k, v = (torch.stack(taken(x, [n - max(prompts) for n in prompts], prompts)) for x in (tokens.k, tokens.v))
+    padded.write(k, v)
+    for cache in (packed, padded):
+        for step in range(more):
+            begin, end = [n + step for n in prompts], [n + step + 1 for n in prompts]
+            cache = cache._replace(lengths=torch.tensor(end, dtype=torch.int32))
+            cache.write(torch.stack(taken(tokens.k, begin, end)), torch.stack(taken(tokens.v, begin, end)))
+        assert all(map(torch.equal, cache.read(0, 64), tokens.read(0, 64)))
+
+
+def emptied(cache: Cache) -> Callable[[list[int]], Cache]:
+    """Makes caches of the same pages, with nothing but NaN in them."""
+
+    def make(lengths: list[int]) -> Cache:
+        k, v = torch.full_like(cache.k, torch.nan), torch.full_like(cache.v, torch.nan)
+        return Cache(k, v, torch.tensor(lengths, dtype=torch.int32), cache.pages)
+
+    return make
+
+
+def test_tokens_without_a_slot_are_dropped():
+    k = torch.zeros(2, 1, 16, 4)
+    cache = Cache(k, k.clone(), torch.tensor([18, 16], dtype=torch.int32), torch.tensor([[1], [-1]], dtype=torch.int32))
+    cache.write(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4))
+    assert cache.k.sum() == cache.v.sum() == 4  # one token: 15, of the first sequence
+    assert (cache.k[1, 0, 15] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"v": torch.zeros(2, 2, 32, 4)}, "A cache's k and v are both"),
+        ({"lengths": torch.zeros(2)}, r"lengths are \(B,\) int32; got \(2,\) torch.float32"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, "A contiguous cache of 2 rows has 3 lengths; pass pages"),
+        ({"pages": torch.zeros(3, 1, dtype=torch.int32)}, r"pages must be \(2, n\) int32"),
+        ({name: torch.zeros(9, 2, 24, 8) for name in "kv"} | {"pages": PAGE}, "A page holds 16, 32, .* or 256 tokens"),
+        ({name: torch.zeros(2, 2, 32, 4) for name in "kv"}, "must agree in batch and head size"),
+        ({name: torch.zeros(2, 3, 32, 8) for name in "kv"}, "8 query heads are not a multiple of 3"),
+        ({name: torch.zeros(2, 2, 32, 8).half() for name in "kv"}, "must share dtype and device"),
+    ],
+)
+def test_a_cache_that_does_not_fit_is_refused(change, complaint):
+    cache = small_cache()
+    with pytest.raises(ValueError, match=complaint):
+        build_attention(AttentionConfig("naive")).decode(torch.zeros(2, 8, 1, 8), cache._replace(**change))
+
+
+def test_new_tokens_that_do_not_fit_the_cache_are_refused():
+    cache = small_cache()
+    with pytest.raises(ValueError, match=r"for 2 sequences takes k and v \(2, 2, tokens, 8\); got \(2, 4, 1, 8\)"):
+        cache.write(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8))
+    with pytest.raises(ValueError, match=r"cu_seqlens of shape \(2,\) must be \(3,\) for 2 sequences"):
+        cache.write(torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.tensor([0, 5]))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flex"])
+def test_an_implementation_without_a_cache_is_refused_by_name(name):
+    cache = small_cache()
+    with pytest.raises(
+        UnsupportedAttention, match=rf"attention={name} does not serve a cache; .* choose attention=naive"
+    ):
+        build_attention(AttentionConfig(name)).decode(torch.zeros(2, 2, 1, 8), cache)
