@@ -1,6 +1,6 @@
 """What test_context.py runs in four processes: attention with its sequences spread over them, beside all of it in each.
 
-RANK=<rank> python -m tests.attention.context_ranks <folder> <port>
+python -m tests.attention.context_ranks <folder> <port>
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 from attention import AttentionConfig, DropoutKey, Layout, Score, build_attention, documents
 from attention.context import WRAPPERS, ContextBy, rows_of
@@ -65,8 +66,7 @@ def attend(case: str, by: ContextBy | None, compiled: bool = False) -> dict[str,
     return {"out": result.out.detach(), "lse": result.lse, **gradients}
 
 
-def main(folder: Path, port: int) -> None:
-    rank = int(os.environ["RANK"])
+def main(rank: int, folder: Path, port: int) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for size in (2, 4):
@@ -83,4 +83,5 @@ def main(folder: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    # Forked, the four share what this process has imported.
+    start_processes(main, (Path(sys.argv[1]), int(sys.argv[2])), nprocs=4, start_method="fork")

@@ -1,6 +1,6 @@
 """What test_several_ranks.py runs in four processes: the same training on 4, 2 and 1 of them.
 
-RANK=<rank> python -m tests.training.several_ranks <folder> <port>
+python -m tests.training.several_ranks <folder> <port>
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing import start_processes
 
 from attention import AttentionConfig, build_attention
 from attention.context import ContextBy
@@ -99,8 +100,7 @@ def resume(world: World, folder: Path, steps: range, data: DataParallel) -> list
     return done
 
 
-def main(folder: Path, port: int) -> None:
-    rank = int(os.environ["RANK"])
+def main(rank: int, folder: Path, port: int) -> None:
     torch.set_num_threads(1)
     resumed: dict[str, Any] = {}
     for turn, (size, data) in enumerate(CHAIN):
@@ -115,4 +115,5 @@ def main(folder: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    # Forked, the four share what this process has imported.
+    start_processes(main, (Path(sys.argv[1]), int(sys.argv[2])), nprocs=4, start_method="fork")
