@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	    { echo "error: this project needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12 setup" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
 setup: $(VENV)/.installed ## create .venv with all dependencies (a minute or two)
@@ -36,7 +36,7 @@ learn: setup ## from softmax to FlashAttention in checked steps, and a page to w
 	$(BIN)/python -m learn
 
 docs: setup ## build the documentation site in docs/_build/html (a minute)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[docs]'
 	$(BIN)/python -m learn out=docs/_build/extra/walk.html
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
 	@echo "site: docs/_build/html/index.html"

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from attention import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +26,7 @@ def block_after(sentence: str) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_an_attention_added_as_the_page_says_trains_and_agrees_with_naive(tmp_path):
     for name in ("attention", "conf"):
         shutil.copytree(ROOT / name, tmp_path / name)

@@ -184,6 +184,7 @@ def test_init_from_starts_with_the_weights_of_a_gpt2(config: Config) -> None:
         run(replace(with_weights, model=replace(config.model, n_layers=3)), "other")
 
 
+@pytest.mark.slow
 def test_documents_of_a_row_are_told_apart_in_training_evaluation_and_the_probe(
     config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def test_dropout_numbers_rows_and_columns_of_the_call(name):
     assert_accurate(flash(0.17), replace(CASES[name], dropout=0.17), torch.float16, DEVICE, factor=3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["soft_cap", "alibi", *COMBINED])
 def test_error_in_fp32(name):
     assert_accurate(flash(0.17), replace(CASES[name], dropout=0.17), torch.float32, DEVICE, factor=3.0)

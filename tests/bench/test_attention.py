@@ -78,6 +78,7 @@ def test_figures_are_drawn_beside_the_result_and_drawn_again_from_it(result):
     assert {p.name for p in path.parent.iterdir()} - {path.name} == drawn
 
 
+@pytest.mark.slow
 def test_measuring_again_replaces_the_problem_and_keeps_the_others(tmp_path, capsys):
     path = tmp_path / "attention.json"
     first = run(path, "--lengths", "32", "64", "--dropout", "0", "--only", "naive", "sdpa-math")
@@ -159,6 +160,7 @@ def test_flops_count_visible_keys_alone():
     assert forward("documents") == 4 * (4 * 1024**2 / 2)
 
 
+@pytest.mark.slow
 def test_every_variant_is_measured_against_its_own_formula(tmp_path):
     variants = ["--masks", "window", "documents", "alibi", "soft_cap", "sinks", "--dropout", "0.1"]
     rows = run(tmp_path / "a.json", "--lengths", "32", "--only", "naive", "tiled", "flex", *variants)["rows"]

@@ -285,6 +285,7 @@ def test_compiles_into_one_graph_that_serves_every_step():
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_compiled_the_masks_of_the_residual_stream_are_kept_as_bits():
     torch._dynamo.reset()
     model = build(replace(SMALL, n_layers=6, dropout=0.1))

@@ -122,6 +122,7 @@ def kill_at(moment: int, work: Callable[[], object]) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("step", [300, 200], ids=["a better one", "the same step again"])
 def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path, step: int) -> None:

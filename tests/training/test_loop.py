@@ -69,6 +69,7 @@ def equal(these: list[Tensor], those: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
 
 
+@pytest.mark.slow
 def test_naive_and_tiled_train_alike_with_dropout_whatever_the_tile_size() -> None:
     training = replace(TRAINING, steps=200)
     curves = [

@@ -85,11 +85,8 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL],
-    ids=lambda n: n.name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, number: signal.Signals) -> None:
     run = where / number.name
     process = subprocess.Popen(command(*OVERRIDES, f"hydra.run.dir={run.name}"), cwd=where, stderr=subprocess.DEVNULL)
