@@ -1,7 +1,7 @@
-"""Continue a prompt with a trained model, or write its weights as a GPT-2.
+"""Continue a prompt with a trained model, or write it as a folder for Hugging Face's transformers.
 
 python sample.py run=outputs/2026-11-21/10-00-00-flash prompt="def " tokens=200 temperature=0.8 top_k=50
-python sample.py run=outputs/2026-11-21/10-00-00-flash export=my-gpt2
+python sample.py run=outputs/2026-11-21/10-00-00-flash export=my-model
 
 run          the run folder to take the model from
 prompt       the text to continue; a fresh text if empty
@@ -12,7 +12,8 @@ seed         of the draws
 checkpoint   best (by validation loss, if it was measured) or newest
 attention    an implementation other than the run's, for a device that does not support that one
 device       auto, cpu, cuda, cuda:1
-export       a folder to write model.safetensors and config.json to, in Hugging Face's naming, instead
+export       a new folder to write the model, its tokenizer and a model card to instead, for AutoModelForCausalLM,
+             AutoTokenizer and pipeline("text-generation"): as a GPT-2 or, with rotary positions, a Starcoder2
 """
 
 from __future__ import annotations
@@ -25,15 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tiktoken
-from safetensors import SafetensorError
 
 from attention import AttentionError
 from cli.arguments import parse as key_values
 from cli.trained import CheckpointChoice, load_trained
-from config import ConfigError
+from config import ConfigError, as_plain
 from errors import UserError, fail
+from huggingface import check_folder, export, read_origin
 from model.gpt import GPT
-from model.gpt2_weights import export_gpt2
 
 
 @dataclass
@@ -85,24 +85,18 @@ def stream(
     yield decoder.decode(b"", final=True)
 
 
-def export(model: GPT, folder: Path) -> None:
-    """Write the weights for transformers. Raises ConfigError where the folder cannot be written."""
-    try:
-        export_gpt2(model, folder)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"export={folder} cannot be written as a folder ({reason}); name another folder.") from error
-    print(f"wrote {folder}", file=sys.stderr)
-
-
 def main(arguments: list[str]) -> None:
     """Run the command line. Raises UserError or AttentionError."""
     config = parse(arguments)
     run = Path(config.run).expanduser()
+    if config.export is not None:
+        check_folder(Path(config.export).expanduser())  # before the weights are read
     trained = load_trained(run, config.checkpoint, attention=config.attention, device=config.device)
     model, tokenizer = trained.model, trained.tokenizer
     if config.export is not None:
-        export(model, Path(config.export).expanduser())
+        origin = read_origin(run, trained.checkpoint, as_plain(trained.config))
+        export(model, tokenizer, Path(config.export).expanduser(), origin)
+        print(f"wrote {config.export}", file=sys.stderr)
         return
     text = stream(model, tokenizer, config.prompt, config.tokens, config.temperature, config.top_k, config.seed)
     print(config.prompt, end="", flush=True)

@@ -30,6 +30,12 @@ FILE = "tokenizer.json"
 BYTES_PATTERN = r"[\s\S]"
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
+# GPT-2 writes bytes as printable characters: printable ones as themselves, the others as characters from 256 on.
+_PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+_OTHERS = [b for b in range(256) if b not in _PRINTABLE]
+CHARACTERS = {b: chr(b) for b in _PRINTABLE} | {b: chr(256 + i) for i, b in enumerate(_OTHERS)}
+BYTES_OF = {character: b for b, character in CHARACTERS.items()}
+
 
 class TokenizerName(Enum):
     """The tokenizers."""
@@ -74,12 +80,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 def as_encoding(model: tokenizers.Tokenizer) -> tiktoken.Encoding:
     """The same tokens, ids and merges in tiktoken: a token's id is its merge rank in both."""
-    # GPT-2 writes bytes as printable characters: printable ones as themselves, the others as characters from 256 on.
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    others = [b for b in range(256) if b not in printable]
-    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
     vocab = sorted(model.get_vocab().items(), key=lambda item: item[1])
-    return _encoding("bpe", GPT2_PATTERN, [bytes(byte_of[c] for c in token) for token, _ in vocab])
+    return _encoding("bpe", GPT2_PATTERN, [bytes(BYTES_OF[c] for c in token) for token, _ in vocab])
 
 
 def encoder(tokenizer: tiktoken.Encoding) -> Callable[[str], np.ndarray]:

@@ -1,4 +1,4 @@
-"""GPT-2's weights in Hugging Face's naming, read and written.
+"""GPT-2's weights in Hugging Face's naming, read; huggingface/ writes them.
 
 The names are the model's own with the prefix `transformer.`. Hugging Face stores the matrices of linear layers
 transposed (its Conv1D computes x W + b), does not pad the vocabulary, and always has biases.
@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from attention.score import Score
 from errors import UserError
 from model.config import Positions
 from model.gpt import GPT
@@ -82,51 +81,6 @@ def load_gpt2(model: GPT, source: str, download: Callable[..., str] = snapshot_d
                     f"{tuple(used.shape)}."
                 )
             used.copy_(tensor)
-
-
-def export_gpt2(model: GPT, folder: Path) -> None:
-    """Write config.json and model.safetensors that transformers' GPT2LMHeadModel.from_pretrained(folder) reads.
-
-    A model without biases gets biases of zero. Raises WeightsError for what GPT-2 does not have: rotary positions,
-    grouped heads, normalised queries and keys, or a score other than causal.
-    """
-    config = model.config
-    if set(model.scores) != {Score()} or config.qk_norm:
-        raise WeightsError(
-            f"GPT-2 has causal attention alone; a model with model.qk_norm={str(config.qk_norm).lower()} and "
-            f"{' and '.join(str(score) for score in dict.fromkeys(model.scores))} cannot be exported."
-        )
-    if config.positions is not Positions.learned or (config.n_kv_heads or config.n_heads) != config.n_heads:
-        raise WeightsError(
-            f"GPT-2 has learned positions and as many key/value heads as query heads; model.positions="
-            f"{config.positions.value} with model.n_kv_heads={config.n_kv_heads} cannot be exported."
-        )
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        used = parameter[: model.vocab_size] if name == "wte.weight" else parameter
-        # Copies, because safetensors refuses tensors that share memory, as views of the padded embedding do.
-        tensors[PREFIX + name] = (used.T if TRANSPOSED.search(name) else used).detach().cpu().clone().contiguous()
-        if not config.bias and name != "wte.weight" and name != "wpe.weight":
-            bias = PREFIX + name.removesuffix("weight") + "bias"
-            tensors[bias] = torch.zeros(len(parameter), dtype=parameter.dtype)
-    description = {
-        "architectures": ["GPT2LMHeadModel"],
-        **{key: values[0] for key, values in FIXED.items()},
-        "vocab_size": model.vocab_size,
-        "n_positions": model.seq_len,
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layers,
-        "n_head": config.n_heads,
-        "embd_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
-        "attn_pdrop": model.attend.dropout,
-        "initializer_range": 0.02,
-        "bos_token_id": model.vocab_size - 1,  # every tokenizer of the recipe ends with its end-of-text token
-        "eos_token_id": model.vocab_size - 1,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
 def find(source: str, download: Callable[..., str]) -> Path:

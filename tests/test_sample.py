@@ -123,21 +123,36 @@ def test_the_text_ends_at_its_end_token_and_an_empty_prompt_starts_after_one():
     assert model.prompts == [[256]]
 
 
-def test_weights_are_exported_for_transformers(run, tmp_path):
+def test_a_run_is_exported_for_transformers_with_its_tokenizer_and_card(run, tmp_path):
     transformers = pytest.importorskip("transformers")
-    main([f"run={run}", f"export={tmp_path / 'gpt2'}"])
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2").eval()
+    main([f"run={run}", f"export={tmp_path / 'mine'}"])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mine").eval()
     tokens = torch.arange(16)[None]
     torch.testing.assert_close(theirs(tokens).logits, fresh(5).eval()(tokens), rtol=1e-4, atol=1e-4)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "mine")("déjà")["input_ids"] == list("déjà".encode())
+    assert (
+        f"| weights after | 5 of {Config().training.steps:,} steps |" in (tmp_path / "mine" / "README.md").read_text()
+    )
 
 
-@pytest.mark.parametrize("folder", ["file", "file/below", "/proc/nowhere", "full"])
-def test_an_export_that_cannot_be_written_is_named(run, tmp_path, folder):
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("file", "it is a file"),
+        ("file/below", "Not a directory"),
+        ("/proc/nowhere", "No such file or directory"),
+        ("full", "it is not empty"),
+    ],
+)
+def test_an_export_that_cannot_be_written_is_named_and_nothing_overwritten(run, tmp_path, folder, reason):
     (tmp_path / "file").write_text("something else")
-    (tmp_path / "full" / "model.safetensors").mkdir(parents=True)  # weights cannot take a folder's place
-    with pytest.raises(ConfigError, match=rf"export=.*{folder} cannot be written as a folder \(.*; name another"):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=rf"export=.*{folder} cannot be written as a folder \({reason}\); name another"):
         main([f"run={run}", f"export={tmp_path / folder}"])
-    assert (tmp_path / "file").read_text() == "something else"
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "full" / "config.json").read_text() == "mine"
 
 
 def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():

@@ -16,13 +16,13 @@ import torch
 
 import train as train_module
 from attention import AttentionConfig, build_attention
-from config import Config
+from config import Config, as_plain
 from data import DataConfig, Documents
 from data.tokenizers import bytes_tokenizer
 from errors import UserError
+from huggingface import Origin, export
 from model.config import GPTConfig
 from model.gpt import GPT
-from model.gpt2_weights import export_gpt2
 from model.score import ScoreConfig
 from run_folder import read_metrics
 from training.loop import OutOfMemory
@@ -175,7 +175,8 @@ def test_init_from_starts_with_the_weights_of_a_gpt2(config: Config) -> None:
     config.model = GPTConfig(n_layers=2, n_heads=2, n_embd=32, bias=True)
     config.training = replace(config.training, steps=1, eval_every=1, checkpoint_every=0, sample_tokens=0)
     torch.manual_seed(123)
-    export_gpt2(GPT(config.model, bytes_tokenizer().n_vocab, 32, build_attention(AttentionConfig())), Path("weights"))
+    gpt2 = GPT(config.model, bytes_tokenizer().n_vocab, 32, build_attention(AttentionConfig()))
+    export(gpt2, bytes_tokenizer(), Path("weights"), Origin(0, as_plain(config), summary=None))
     with_weights = replace(config, init_from="weights")
     first, second = (losses(run(replace(with_weights, seed=seed), f"from-{seed}"))[0] for seed in (1, 2))
     assert first == second

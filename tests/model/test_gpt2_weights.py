@@ -1,4 +1,4 @@
-"""Weights to and from Hugging Face's GPT-2, against transformers itself."""
+"""Weights from Hugging Face's GPT-2, against transformers itself; tests/huggingface/ has the way back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from attention import AttentionConfig, build_attention
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
-from model.gpt2_weights import WeightsError, export_gpt2, load_gpt2
+from model.gpt2_weights import WeightsError, load_gpt2
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,27 +55,6 @@ def test_loaded_weights_give_the_logits_of_transformers(gpt2, folder):
     theirs = gpt2(tokens()).logits
     assert theirs.std() > 0.5
     torch.testing.assert_close(model(tokens()), theirs, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-def test_transformers_gives_the_logits_of_exported_weights(gpt2, folder, tmp_path):
-    model = build()
-    load_gpt2(model, str(folder))
-    export_gpt2(model, tmp_path)
-    again, notes = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(notes.values()), notes
-    torch.testing.assert_close(again.eval()(tokens()).logits, model(tokens()), rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), gpt2.parameters(), strict=True))
-
-
-@torch.no_grad()
-def test_a_model_without_biases_survives_the_round_trip(tmp_path):
-    model, copy = build(replace(CONFIG, bias=False)), build(replace(CONFIG, bias=False))
-    export_gpt2(model, tmp_path)
-    load_gpt2(copy, str(tmp_path))
-    assert torch.equal(copy(tokens()), model(tokens()))
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(theirs(tokens()).logits, model(tokens()), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -133,10 +112,3 @@ def test_a_name_that_the_hub_does_not_give_is_named():
 
 def test_a_name_is_fetched_from_the_hub(folder):
     load_gpt2(build(), "small-gpt2", download=lambda name, **_: {"small-gpt2": str(folder)}[name])
-
-
-def test_what_gpt2_does_not_have_is_not_exported(tmp_path):
-    for config in (replace(CONFIG, n_kv_heads=2), replace(CONFIG, positions=Positions.rotary)):
-        with pytest.raises(WeightsError, match="cannot be exported"):
-            export_gpt2(build(config), tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -10,7 +10,6 @@ import torch
 from attention import AttentionConfig, Layout, Score, ScoreError, build_attention
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
-from model.gpt2_weights import WeightsError, export_gpt2
 from model.score import ScoreConfig, describe_score, layer_scores, score_mistakes
 from training.optimizer import OPTIMIZERS, OptimizerConfig
 
@@ -120,13 +119,3 @@ def test_flops_count_what_the_layers_see():
     # Of two layers one sees half of the keys, the other a band of three.
     band = (3 * 64 - 3**2 / 2) / 64**2
     assert windowed.flops_per_token(64, causal=True) == pytest.approx(none + (full - none) * (0.5 + band) / 2)
-
-
-@pytest.mark.parametrize(
-    "options", [{"score": ScoreConfig(window=4)}, {"score": ScoreConfig(sinks=True)}, {"qk": True}]
-)
-def test_what_gpt2_does_not_have_is_not_exported(tmp_path, options):
-    model = build(replace(SMALL, qk_norm=options.pop("qk", False)), **options)
-    with pytest.raises(WeightsError, match="GPT-2 has causal attention alone"):
-        export_gpt2(model, tmp_path / "weights")
-    assert not (tmp_path / "weights").exists()

@@ -1,0 +1,71 @@
+"""The exported folder: weights, configurations, tokenizer and card, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import tiktoken
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from huggingface.card import Origin, model_card
+from huggingface.tokenizer import to_tokenizers, tokenizer_config
+from huggingface.weights import describe, special_tokens
+from model.gpt import GPT
+from model.gpt2_weights import WEIGHTS, WeightsError
+
+
+def export(model: GPT, tokenizer: tiktoken.Encoding, folder: Path, origin: Origin) -> None:
+    """Write a folder that AutoModelForCausalLM, AutoTokenizer and pipeline("text-generation") read.
+
+    folder  is made, or empty; nothing is overwritten
+    origin  of the weights, for the model card
+
+    Raises WeightsError where no architecture describes the model, or the folder cannot be written.
+    """
+    check_folder(folder)
+    described = describe(model)
+    files = {
+        "config.json": described.config,
+        "generation_config.json": {
+            **special_tokens(model),
+            "pad_token_id": model.vocab_size - 1,
+            "transformers_version": "4.50.0",
+        },
+        "tokenizer_config.json": tokenizer_config(model.seq_len),
+    }
+    (architecture,) = described.config["architectures"]
+    folder = folder.absolute()
+    card = model_card(folder.name, architecture, origin)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    try:
+        partial.mkdir(parents=True)
+        save_file(described.tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        to_tokenizers(tokenizer).save(str(partial / "tokenizer.json"))
+        for name, content in files.items():
+            (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        partial.replace(folder)  # an empty folder gives way, a full one does not
+    except (OSError, SafetensorError) as error:
+        raise unwritable(folder, (isinstance(error, OSError) and error.strerror) or str(error)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise WeightsError where there is something at `folder` already."""
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise unwritable(folder, "it is not empty")
+        if folder.exists() and not folder.is_dir():
+            raise unwritable(folder, "it is a file")
+    except OSError as error:
+        raise unwritable(folder, error.strerror or str(error)) from error
+
+
+def unwritable(folder: Path, reason: str) -> WeightsError:
+    """The refusal of a folder."""
+    return WeightsError(f"export={folder} cannot be written as a folder ({reason}); name another folder.")

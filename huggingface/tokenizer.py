@@ -1,0 +1,61 @@
+"""A run's tokenizer as the JSON of `tokenizers`, which transformers loads without code of its own.
+
+All tokenizers of the recipe are byte-level BPE: "bytes" has no merges. tiktoken keeps only the tokens in the order in
+which they were learned; the pair that each was merged from follows from that order.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import tiktoken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from data.tokenizers import CHARACTERS, END_OF_TEXT
+from model.gpt2_weights import WeightsError
+
+
+def to_tokenizers(encoding: tiktoken.Encoding) -> Tokenizer:
+    """The same text to the same ids and back. Raises WeightsError for tokens that no merges of pairs give."""
+    tokens = [encoding.decode_single_token_bytes(token) for token in range(encoding.eot_token)]
+    vocab = {as_characters(token): rank for rank, token in enumerate(tokens)}
+    if len(vocab) != len(tokens) or len([token for token in tokens if len(token) == 1]) != 256:
+        raise WeightsError(f"The tokens of {encoding.name} are no byte-level BPE, the only kind that can be exported.")
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    merges = [merged_from(token, ranks) for token in tokens if len(token) > 1]
+    # Like tiktoken, take a piece that is a token as it is.
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return tokenizer
+
+
+def merged_from(token: bytes, ranks: dict[bytes, int]) -> tuple[str, str]:
+    """The two tokens that were merged into this one: what is left of its bytes after all merges learned before it."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, ranks[token]) for a, b in pairwise(parts)]
+        first = min(range(len(pairs)), key=pairs.__getitem__)
+        if pairs[first] >= ranks[token]:
+            raise WeightsError(f"The token {token!r} is no merge of two others; only byte-level BPE can be exported.")
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
+    return as_characters(parts[0]), as_characters(parts[1])
+
+
+def tokenizer_config(seq_len: int) -> dict[str, Any]:
+    """The content of tokenizer_config.json."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,  # the models have no token for padding, which attention masks hide
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def as_characters(token: bytes) -> str:
+    """The token in the printable characters that stand for bytes in GPT-2's files."""
+    return "".join(CHARACTERS[byte] for byte in token)
