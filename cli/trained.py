@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from attention import AttentionConfig, build_attention
 from config import Config, ConfigError, register
-from data import load_tokenizer
+from data import Documents, load_tokenizer
 from model.config import Positions
 from model.gpt import GPT
 from training.checkpoint import CheckpointError, best_checkpoint, load_checkpoint, newest_valid
@@ -70,11 +70,13 @@ def load_trained(
     attention: str | None = None,
     device: str = "auto",
     seq_len: int | None = None,
+    documents: bool = False,
 ) -> Trained:
     """The model of a run, with the weights of its best or newest checkpoint.
 
     attention  an implementation other than the run's
     seq_len    the longest input, which rotary positions allow to exceed the run's; None: the run's
+    documents  whether the model will tell packed documents apart, if the run does
 
     Raises UserError.
     """
@@ -94,6 +96,8 @@ def load_trained(
         longest,
         build_attention(config.attention if attention is None else AttentionConfig(name=attention)),
         score=config.score,
+        documents=documents and config.data.documents is not Documents.ignore,
+        restart_positions=config.data.documents is Documents.restart,
         residual_in_fp32=config.training.residual_in_fp32,
         device=on,
         dtype=dtype,

@@ -58,6 +58,10 @@ class Corpus(ABC):
     def streams(self) -> list[Stream]:
         """The rows, in an order that never changes."""
 
+    @abstractmethod
+    def whole(self) -> Iterator[Row]:
+        """The rows of the text as a whole, held out for nothing."""
+
     def notices(self) -> list[str]:
         """Sentences about anything unexpected in how this text is used."""
         return []
@@ -88,6 +92,10 @@ class FileCorpus(Corpus):
             Stream(read_spans([s for s in spans if s.split == split], self.config.text_field), share)
             for split, share in shares.items()
         ]
+
+    def whole(self) -> Iterator[Row]:
+        spans = [Span(str(file), "whole", 0, sys.maxsize) for file in self.files]
+        return read_spans(spans, self.config.text_field)
 
     def notices(self) -> list[str]:
         sentences = []
@@ -155,6 +163,9 @@ class HubCorpus(Corpus):
     def streams(self) -> list[Stream]:
         return [Stream(self._spread(), 1.0)]
 
+    def whole(self) -> Iterator[Row]:
+        return ({"split": "whole", "text": text, "opens": True} for text in self.texts())
+
     def texts(self) -> Iterator[str]:
         """The text of every row that is not empty."""
         c = self.config
@@ -187,6 +198,9 @@ class JoinedHubCorpus(HubCorpus):
             Stream([{"split": "train", "text": text[:cut], "opens": True}], 1 - fraction),
             Stream([{"split": "val", "text": text[cut:], "opens": True}], fraction),
         ]
+
+    def whole(self) -> Iterator[Row]:
+        yield {"split": "whole", "text": "".join(self.texts()), "opens": True}
 
 
 def stdlib(config: DataConfig) -> Corpus:

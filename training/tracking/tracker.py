@@ -80,25 +80,14 @@ class Tracker:
         Raises TrackingError where the run folder belongs to another run.
         """
         self.run_folder, self.config = run_folder, config
-        self.name = "/".join(run_folder.absolute().parts[-2:])  # <date>/<time>-<attention>, or <time>/<job> of a sweep
+        self.name = name_of(run_folder)
         run_folder.mkdir(parents=True, exist_ok=True)
         self.metrics = MetricsFile(run_folder / "metrics.jsonl", resume_step)
         (run_folder / "summary.json").unlink(missing_ok=True)  # it tells how a run ended, and this one is running
         self.progress = progress or ProgressLine(steps, resume_step or 0)
         self.mirror: WandbMirror | None = None
         if config.mode is not TrackingMode.disabled:
-            self.mirror = WandbMirror(
-                run_folder,
-                {
-                    "mode": config.mode.value,
-                    "project": config.project,
-                    "group": config.group,
-                    "name": self.name,
-                    "id": self._wandb_id(),
-                    "resume": "allow" if config.mode is TrackingMode.online else None,
-                    "config": plain({**run_config, **(environment or {})}),
-                },
-            )
+            self.mirror = start_mirror(run_folder, config, {**run_config, **(environment or {})})
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record `metrics` after `step` updates: numbers, or words where the name says so.
@@ -143,14 +132,6 @@ class Tracker:
         if self.mirror is not None:
             self.mirror.end(SECONDS_TO_LEAVE)
 
-    def _wandb_id(self) -> str:
-        """The run's id in W&B, the same after a resume."""
-        path = self.run_folder / "wandb" / "run-id"
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, secrets.token_hex(4))
-        return path.read_text(encoding="utf-8")
-
     def _warn(self) -> None:
         if self.mirror is not None:
             for warning in self.mirror.warnings():
@@ -162,3 +143,37 @@ class Tracker:
             lines["W&B"] = self.mirror.location if self.mirror.online else f"wandb sync {self.mirror.location}"
         for label, value in lines.items():
             self.print(f"{label:<12}{value}")
+
+
+def start_mirror(run_folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> WandbMirror:
+    """Copy the run's metrics into its W&B run, which has the same id after a resume."""
+    path = run_folder / "wandb" / "run-id"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, secrets.token_hex(4))
+    return WandbMirror(
+        run_folder,
+        {
+            "mode": config.mode.value,
+            "project": config.project,
+            "group": config.group,
+            "name": name_of(run_folder),
+            "id": path.read_text(encoding="utf-8"),
+            "resume": "allow" if config.mode is TrackingMode.online else None,
+            "config": plain(run_config),
+        },
+    )
+
+
+def mirror_again(run_folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> list[str]:
+    """Bring what summary.json has gained since the run ended to its W&B run. Returns warnings, a sentence each."""
+    if config.mode is TrackingMode.disabled:
+        return []
+    mirror = start_mirror(run_folder, config, run_config)
+    mirror.finish(SECONDS_TO_FINISH[config.mode.value])
+    return mirror.warnings()
+
+
+def name_of(run_folder: Path) -> str:
+    """<date>/<time>-<attention>, or <time>/<job> of a sweep."""
+    return "/".join(run_folder.absolute().parts[-2:])

@@ -1,0 +1,205 @@
+"""Measure a trained model: tasks of lm-eval or of a file, and the loss on any text.
+
+python evaluate.py run=outputs/2026-11-21/10-00-00-flash tasks=hellaswag,lambada_openai
+python evaluate.py run=outputs/2026-11-21/10-00-00-flash tasks=questions.jsonl
+python evaluate.py run=outputs/2026-11-21/10-00-00-flash data=text data.path=book.txt seq_len=4096
+
+Without tasks and data: the loss on the whole validation split of the run. Results are printed and, for a run that is
+over, recorded under "eval" in its summary.json and in W&B.
+
+run         a run folder, or a folder in Hugging Face's format, such as sample.py exports
+tasks       names of lm-eval's tasks (pip install -e '.[eval]') and .jsonl files, with commas. The lines of a file are
+            {"question": ..., "choices": [...], "answer": 0} or {"text": ...}
+shots       examples before each question of lm-eval's tasks; null: as many as a task has by itself
+limit       questions or texts of each task; null: all
+data        the corpus to take a text from: data=text data.path=<file or folder>, or another with its data.* overrides;
+            data.max_tokens limits it
+seq_len     the longest context, in tokens; null: the run's. Rotary positions allow a longer one
+batch       sequences of one forward pass
+checkpoint  best (by validation loss, if it was measured) or newest
+attention   an implementation other than the run's, for a device that does not support that one
+device      auto, cpu, cuda, cuda:1
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attention import AttentionError
+from cli.arguments import parse as key_values
+from cli.compose import compose_right, expand_home, to_config
+from cli.launch import refuse
+from cli.resume import locked
+from cli.trained import CheckpointChoice, Trained, load_trained
+from config import ConfigError, register
+from data import DataConfig, Documents, prepare
+from data.corpora import CORPORA, check_data
+from errors import UserError, fail
+from evaluation.harness import run_tasks
+from evaluation.models import ExportedModel, LanguageModel, TrainedModel
+from evaluation.scorer import Scorer
+from evaluation.tasks import run_file
+from evaluation.text import Text, measure, tokenised
+from training.checkpoint import read_manifest
+from training.device import Precision, World, resolve_device, resolve_precision
+from training.sweeps import launcher
+from training.tracking.summary import write_summary
+from training.tracking.tracker import mirror_again
+
+Results = dict[str, dict[str, Any]]
+# The options of data=... that choose a text. The others say how to train on it.
+OF_TEXT = ("data", "data.path", "data.text_field", "data.max_tokens")
+
+
+@dataclass
+class EvaluateConfig:
+    """The arguments; the module's docstring says what each does. Those of data are read apart."""
+
+    run: str = ""
+    tasks: str | None = None
+    shots: int | None = None
+    limit: int | None = None
+    seq_len: int | None = None
+    batch: int = 16
+    checkpoint: CheckpointChoice = CheckpointChoice.best
+    attention: str | None = None
+    device: str = "auto"
+
+
+def parse(arguments: list[str]) -> tuple[EvaluateConfig, DataConfig | None]:
+    """The typed arguments, and the corpus if one is given. Raises UserError."""
+    of_data = [a for a in map(expand_home, arguments) if a.partition("=")[0].split(".")[0] == "data"]
+    others = [a for a in arguments if a.partition("=")[0].split(".")[0] != "data"]
+    config = key_values(others, EvaluateConfig, "evaluate.py", verbatim=("run", "tasks"))
+    if not config.run:
+        raise ConfigError("run=<folder> is missing; name a run folder, or one in Hugging Face's format.")
+    for name in ("batch", "limit", "seq_len"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1.")
+    if config.shots is not None and config.shots < 0:
+        raise ConfigError(f"shots={config.shots} must be at least 0.")
+    return config, corpus_config(of_data) if of_data else None
+
+
+def corpus_config(overrides: list[str]) -> DataConfig:
+    """The corpus that overrides of `data` choose. Raises UserError."""
+    register()
+    launcher.register()
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key not in OF_TEXT and not key.startswith("data.hub"):
+            raise ConfigError(
+                f"{override} has no effect here: the whole text is read, with the run's tokenizer; leave it out."
+            )
+    found = compose_right(overrides)
+    refuse(found.wrong)
+    assert found.cfg is not None
+    data = to_config(found.cfg).data
+    check_data(data)
+    return data
+
+
+def open_model(config: EvaluateConfig, run: Path) -> tuple[LanguageModel, Trained | None]:
+    """The model in a folder and, if the folder is a run's, what the run says of it. Raises UserError."""
+    if (run / "config.json").is_file() and not (run / ".hydra").exists():
+        device = resolve_device(config.device)
+        if config.attention is not None:
+            raise ConfigError(f"attention={config.attention} has no effect on a model of transformers; leave it out.")
+        return ExportedModel(run, device, resolve_precision(Precision.auto, device).dtype, config.seq_len), None
+    trained = load_trained(
+        run,
+        config.checkpoint,
+        attention=config.attention,
+        device=config.device,
+        seq_len=config.seq_len,
+        documents=config.tasks is None,
+    )
+    return TrainedModel(trained, config.seq_len), trained
+
+
+def validation_text(trained: Trained) -> Text:
+    """The validation split that the run was measured on. Raises ConfigError where its text has changed."""
+    data = prepare(trained.config.data)
+    if data.manifest["identity"] != read_manifest(trained.checkpoint).metadata["data"]:
+        raise ConfigError(
+            f"The text of data={trained.config.data.name} has changed since the run; name a text with data=text "
+            "data.path=..."
+        )
+    return Text(data.val.tokens, data.val.documents)
+
+
+def results(
+    config: EvaluateConfig, data: DataConfig | None, model: LanguageModel, trained: Trained | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each measurement, by its name."""
+    scorer = Scorer(model, config.batch)
+    names = [] if config.tasks is None else [name.strip() for name in config.tasks.split(",") if name.strip()]
+    for name in names:
+        if name.endswith(".jsonl"):
+            yield Path(name).stem, run_file(Path(name).expanduser(), scorer, config.limit)
+    if of_harness := [name for name in names if not name.endswith(".jsonl")]:
+        yield from run_tasks(of_harness, scorer, config.shots, config.limit).items()
+    if scorer.cut:
+        print(
+            f"{scorer.cut:,} of the texts are longer than the model's {model.max_length} tokens and lost their "
+            "beginning.",
+            file=sys.stderr,
+        )
+    if data is not None:
+        text, name = tokenised(CORPORA[data.name](data).whole(), model, data.max_tokens), data.path or data.name
+    elif names:
+        return
+    elif trained is None:
+        raise ConfigError("A model in Hugging Face's format has no data of its own; give tasks=... or data=...")
+    else:
+        text, name = validation_text(trained), "val"
+    separate = trained is not None and trained.config.data.documents is not Documents.ignore
+    yield name, measure(model, text, model.max_length, config.batch, separate) | {"seq_len": model.max_length}
+
+
+def record(run: Path, trained: Trained, found: Results) -> None:
+    """Add the results to summary.json and to the run in W&B, if the run is over."""
+    path = run / "summary.json"
+    with locked(run):
+        try:
+            summary = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            print(f"{path} does not exist yet: the results are printed alone.", file=sys.stderr)
+            return
+        summary["eval"] = summary.get("eval", {}) | found
+        write_summary(path, summary)
+        for warning in mirror_again(run, trained.config.tracking, summary["config"]):
+            print(f"warning: {warning}", file=sys.stderr)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command line. Raises UserError or AttentionError."""
+    config, data = parse(arguments)
+    if (size := World.from_environment().size) > 1:
+        raise ConfigError(f"evaluate.py is one process, and {size} ranks were started; start it without torchrun.")
+    run = Path(config.run).expanduser()
+    model, trained = open_model(config, run)
+    found: Results = {}
+    for name, metrics in results(config, data, model, trained):
+        print(name, *(f"{metric} {value:.6g}" for metric, value in metrics.items()), sep="  ", flush=True)
+        found[name] = metrics
+    if trained is not None:
+        origin = {"checkpoint": trained.checkpoint.name}
+        record(run, trained, {name: metrics | origin for name, metrics in found.items()})
+
+
+if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        sys.exit()
+    try:
+        main(sys.argv[1:])
+    except (UserError, AttentionError) as error:
+        fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,8 @@
+"""Measuring a trained model: tasks of lm-eval, tasks in a file, and the loss on any text.
+
+models.py   one interface for a run's model and for one exported to Hugging Face
+scorer.py   log-likelihoods and continuations of texts, batched
+harness.py  the tasks of EleutherAI's lm-eval, through the scorer
+tasks.py    the tasks of a .jsonl file, through the scorer, without lm-eval
+text.py     loss and bits a byte on a text
+"""

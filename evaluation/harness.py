@@ -1,0 +1,89 @@
+"""The tasks of EleutherAI's lm-eval (Gao et al. 2024, "The Language Model Evaluation Harness")."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from config import ConfigError
+from data.errors import brief
+from evaluation.scorer import Scorer
+
+INSTALL = "needs lm-eval; install it with: pip install -e '.[eval]'"
+
+
+def run_tasks(
+    names: Sequence[str | dict[str, Any]], scorer: Scorer, shots: int | None, limit: int | None
+) -> dict[str, dict[str, Any]]:
+    """The metrics of each task, by its name, as lm-eval computes them.
+
+    names  of lm-eval's tasks and groups of tasks, or descriptions of tasks as its YAML files have them
+    shots  examples before each question; None: as many as the task has by itself
+    limit  questions of each task; None: all
+
+    Raises ConfigError for unknown names, and where a task's data cannot be fetched.
+    """
+    wanted = ",".join(name if isinstance(name, str) else str(name["task"]) for name in names)
+    try:
+        from lm_eval.api.instance import Instance
+        from lm_eval.api.model import LM
+        from lm_eval.evaluator import simple_evaluate
+        from lm_eval.models.utils import normalize_gen_kwargs
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError(f"tasks={wanted} {INSTALL}") from error
+
+    class Adapter(LM):
+        """lm-eval's interface to the scorer."""
+
+        tokenizer_name = type(scorer.model).__name__
+
+        def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+            return scorer.loglikelihood([request.args for request in requests])
+
+        def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+            return scorer.loglikelihood_rolling([text for (text,) in (request.args for request in requests)])
+
+        def generate_until(self, requests: list[Instance]) -> list[str]:
+            asked = []
+            for context, options in (request.args for request in requests):
+                options = normalize_gen_kwargs(options)
+                if options["do_sample"]:
+                    raise ConfigError(f"tasks={wanted} draws at random, and evaluate.py decodes greedily alone.")
+                asked.append((context, options["until"], options["max_gen_toks"]))
+            return scorer.generate_until(asked)
+
+    manager = TaskManager()
+    known = set(manager.all_tasks)
+    for name in names:
+        if isinstance(name, str) and name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else "lm-eval ls tasks lists what there is."
+            raise ConfigError(f"tasks={name} is not a task of lm-eval; {hint}")
+    try:
+        found = simple_evaluate(
+            Adapter(), tasks=list(names), num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
+        )
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # what `datasets` and its network raise
+        raise ConfigError(
+            f"tasks={wanted} could not be run ({brief(error)}); a task's data comes from the Hugging Face hub, so go "
+            "online once, or name a .jsonl file of your own."
+        ) from error
+    assert found is not None
+    counts = found["n-samples"]
+    return {
+        name: {
+            **{re.sub(",none$", "", metric): value for metric, value in metrics.items() if is_number(value)},
+            **({"n": counts[name]["effective"]} if name in counts else {}),
+        }
+        for name, metrics in found["results"].items()
+    }
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a metric; lm-eval puts names and N/A beside them."""
+    return isinstance(value, int | float)
