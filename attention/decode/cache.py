@@ -101,8 +101,8 @@ class Cache(NamedTuple):
                 f"A cache's k and v are both (B, H_kv, L, D) or (P, H_kv, page, D); got {tuple(k.shape)} {k.dtype} and "
                 f"{tuple(v.shape)} {v.dtype}."
             )
-        if k.stride(-1) != 1 or v.stride(-1) != 1:
-            raise ValueError("A cache's k and v must be contiguous in their last dimension.")
+        if any(x is not None and x.shape[-1] > 1 and x.stride(-1) != 1 for x in self):
+            raise ValueError("A cache's tensors must be contiguous in their last dimension.")
         if lengths.ndim != 1 or lengths.dtype != torch.int32 or lengths.shape[0] == 0:
             raise ValueError(f"A cache's lengths are (B,) int32; got {tuple(lengths.shape)} {lengths.dtype}.")
         B = lengths.shape[0]

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..gpu import HAS_TRITON
 from ..interface import NAMESPACE
+
+if HAS_TRITON:
+    from . import write_kernel
 
 
 @torch.library.custom_op(f"{NAMESPACE}::cache_write", mutates_args=("k", "v"))
@@ -19,6 +23,27 @@ def cache_write(
     cu_seqlens: Tensor | None,
 ) -> None:
     """`Cache.write`: k, v, lengths and pages are the cache's, the new ones as there."""
+    if HAS_TRITON and k.device.type == "cuda" and not torch.version.hip:
+        write_kernel.write(k, v, lengths, pages, new_k, new_v, cu_seqlens)
+    else:
+        write_in_torch(k, v, lengths, pages, new_k, new_v, cu_seqlens)
+
+
+@cache_write.register_fake
+def _(*_):
+    return None
+
+
+def write_in_torch(
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    pages: Tensor | None,
+    new_k: Tensor,
+    new_v: Tensor,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """As `cache_write`. Waits for a device that is not the CPU."""
     sequence, position = destinations(lengths, new_k, cu_seqlens)
     size = k.shape[2]
     capacity = size if pages is None else size * pages.shape[1]
@@ -29,11 +54,6 @@ def cache_write(
         kept &= row >= 0
     for x, new in ((k, new_k), (v, new_v)):
         x[row[kept], :, slot[kept]] = new.transpose(1, 2).flatten(0, 1)[kept]  # (tokens, H_kv, D)
-
-
-@cache_write.register_fake
-def _(*_):
-    return None
 
 
 def destinations(lengths: Tensor, new_k: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

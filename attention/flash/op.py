@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import gpu
+from ..decode.cache import Cache
 from ..dropout import drop_threshold
 from ..gpu import ALIGNMENT, HAS_TRITON
 from ..interface import FEATURES, NAMESPACE, Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
@@ -21,6 +22,7 @@ from .configs import Extras, Options
 if HAS_TRITON:
     import triton
 
+    from .decode import flash_decode, run_decode
     from .paths import PATHS, Problem, choose_path, describe, describe_path
     from .tiles import addressable, rows_like
 
@@ -198,7 +200,7 @@ class FlashAttention(Attention):
 
     name = "flash"
     options = frozenset({"allow_tf32", "path"})
-    supports = FEATURES - {"cache"}
+    supports = FEATURES
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)
@@ -251,6 +253,22 @@ class FlashAttention(Attention):
         run = flash_forward if torch.compiler.is_compiling() else Eager.apply
         out, lse, _ = run(q, k, v, *extras, *options)
         return AttentionOutput(out[..., :D], lse)
+
+    def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
+        check(q.shape[-1], q.dtype, q.device)
+        run = flash_decode if torch.compiler.is_compiling() else run_decode
+        out, lse = run(
+            q if q.stride(-1) == 1 else q.contiguous(),
+            *cache,
+            fp32(terms.slopes),
+            fp32(terms.sinks),
+            terms.score.causal,
+            terms.scale,
+            self.config.allow_tf32,
+            terms.score.window,
+            terms.score.soft_cap,
+        )
+        return AttentionOutput(out, lse)
 
 
 def fp32(x: Tensor | None) -> Tensor | None:

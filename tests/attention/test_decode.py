@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from attention import Attention, AttentionConfig, Cache, Score, UnsupportedAttention, build_attention
+from attention.decode import write_kernel
+from attention.decode.write import write_in_torch
 from tests.attention.reference import published_slopes
 
 SCORES: dict[str, Score] = {
@@ -87,7 +89,7 @@ def extras(score: Score) -> dict[str, Any]:
     return {"score": score, "sinks": SINKS if score.sinks else None}
 
 
-@pytest.fixture(params=["naive", "tiled"])
+@pytest.fixture(params=["naive", "tiled", "flash"])
 def attend(request) -> Attention:
     return build_attention(AttentionConfig(request.param, block_k=32 if request.param == "tiled" else 64))
 
@@ -104,10 +106,25 @@ def test_decoding_is_the_formula_of_each_sequence_alone(attend, score, T):
         torch.testing.assert_close(lse[b].double(), wanted_lse, atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize(("H", "H_kv", "T", "score"), [(2, 2, 1, Score()), (8, 1, 2, SCORES["everything"])])
+def test_kernels_join_the_splits_of_long_sequences(H, H_kv, T, score):
+    """A sequence alone has the same bits as in a batch, where others are shorter, longer or not there."""
+    lengths = [0, 513, 256]
+    cache, q = contiguous(lengths, 520, H_kv, 16), queries(len(lengths), H, T, 16)
+    flash: Any = build_attention(AttentionConfig("flash"))
+    out, lse = flash.decode(q, cache, **extras(score), return_lse=True)
+    for b, n in enumerate(lengths):
+        wanted, wanted_lse = by_hand(q[b], cache.k[b, :, :n], cache.v[b, :, :n], score)
+        torch.testing.assert_close(out[b].double(), wanted, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(lse[b].double(), wanted_lse, atol=2e-6, rtol=2e-6)
+    alone = Cache(cache.k[1:2], cache.v[1:2], cache.lengths[1:2])
+    assert torch.equal(flash.decode(q[1:2], alone, **extras(score)).out, out[1:2])
+
+
+@pytest.mark.parametrize("size", [16, 32])
 @pytest.mark.parametrize("score", [SCORES["plain"], SCORES["everything"]], ids=["plain", "everything"])
 def test_shuffled_pages_decode_as_one_row_does_bitwise(attend, score, size):
-    cache, q = contiguous([96, 0, 17, 100], 100, 2, 16), queries(4, 8, 2, 16)
+    cache, q = contiguous([96, 0, 17], 100, 2, 16), queries(3, 8, 2, 16)
     out, lse = attend.decode(q, cache, **extras(score), return_lse=True)
     again, lse_again = attend.decode(q, paged(cache, size), **extras(score), return_lse=True)
     assert torch.equal(out, again)
@@ -116,16 +133,19 @@ def test_shuffled_pages_decode_as_one_row_does_bitwise(attend, score, size):
 
 def test_pages_before_the_window_may_be_gone(attend):
     cache, q = contiguous([90], 96, 2, 16), queries(1, 8, 1, 16)
-    pages = paged(cache, 16)
-    assert pages.pages is not None
-    pages.pages[:, :4] = -1  # positions up to 63; the window begins at 71
-    score = Score(window=19)
-    assert torch.equal(attend.decode(q, cache, score=score).out, attend.decode(q, pages, score=score).out)
+    everything, score = paged(cache, 16), Score(window=19)
+    gone = torch.arange(6) < 4  # positions up to 63; the window begins at 71
+    assert everything.pages is not None
+    rest = everything._replace(pages=everything.pages.masked_fill(gone, -1))
+    assert torch.equal(attend.decode(q, cache, score=score).out, attend.decode(q, rest, score=score).out)
 
 
+@pytest.mark.parametrize("in_kernel", [False, True])
 @pytest.mark.parametrize("size", [None, 32])
-def test_new_tokens_go_behind_those_of_their_sequence(size):
+def test_new_tokens_go_behind_those_of_their_sequence(size, in_kernel, monkeypatch):
     """A prompt of each sequence, packed or padded at its front, then three tokens one by one."""
+    if in_kernel:
+        monkeypatch.setattr("attention.decode.write.write_in_torch", write_kernel.write)
     prompts, more = [40, 0, 7], 3
     tokens = contiguous([n + more for n in prompts], 64, 2, 8)
     empty = emptied(tokens if size is None else paged(tokens, size))
@@ -157,10 +177,11 @@ def emptied(cache: Cache) -> Callable[[list[int]], Cache]:
     return make
 
 
-def test_tokens_without_a_slot_are_dropped():
+@pytest.mark.parametrize("write", [write_in_torch, write_kernel.write])
+def test_tokens_without_a_slot_are_dropped(write):
     k = torch.zeros(2, 1, 16, 4)
     cache = Cache(k, k.clone(), torch.tensor([18, 16], dtype=torch.int32), torch.tensor([[1], [-1]], dtype=torch.int32))
-    cache.write(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4))
+    write(*cache, torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4), None)
     assert cache.k.sum() == cache.v.sum() == 4  # one token: 15, of the first sequence
     assert (cache.k[1, 0, 15] == 1).all()
 
@@ -192,10 +213,6 @@ def test_new_tokens_that_do_not_fit_the_cache_are_refused():
         cache.write(torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.tensor([0, 5]))
 
 
-@pytest.mark.parametrize("name", ["sdpa", "flex"])
-def test_an_implementation_without_a_cache_is_refused_by_name(name):
-    cache = small_cache()
-    with pytest.raises(
-        UnsupportedAttention, match=rf"attention={name} does not serve a cache; .* choose attention=naive"
-    ):
-        build_attention(AttentionConfig(name)).decode(torch.zeros(2, 2, 1, 8), cache)
+def test_an_implementation_without_a_cache_is_refused_by_name():
+    with pytest.raises(UnsupportedAttention, match=r"attention=sdpa does not serve a cache; .*attention=naive"):
+        build_attention(AttentionConfig("sdpa")).decode(torch.zeros(2, 2, 1, 8), small_cache())

@@ -1,0 +1,280 @@
+"""Flash-decoding in Triton (Dao, Haziza, Massa, Sizov 2023): the keys of a sequence are shared out over programs.
+
+    decode_kernel   one split of the keys of one sequence and key head    m, l and the unnormalised o of each row
+    join_kernel     one row, over all splits                             out and lse
+
+The query heads that share a key head, and the new tokens, are rows of one tile, so keys and values are read once. A
+program carries m, l and o over its keys as the forward kernel does (forward.py), and the join is theirs:
+
+    out = sum of exp(m_i - M) o_i / sum of exp(m_i - M) l_i        M = max of m_i
+
+What a split is depends on shapes alone and never on the batch, and splits are added up in their order: a sequence has
+the same result, to the bit, whatever other sequences the batch has, and contiguous as in pages. Lengths are read on the
+device; programs behind a sequence's end, or before its window, leave at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..interface import NAMESPACE
+from .configs import Extras, Options
+from .score import (
+    LOG2_E,
+    Positions,
+    alibi_bias,
+    base_2,
+    change_scores,
+    key_interval,
+    seen_keys,
+    soft_cap_tanh,
+)
+from .tiles import Strided, dot, kernel_mode
+
+JOINED = tl.constexpr(16)  # splits that the join reads at a time
+MAX_ROWS = 64  # of a tile of queries
+MIN_ROWS = 16  # of a matrix instruction
+
+
+class Blocks(NamedTuple):
+    """Rows of a query tile, rows of a key tile, warps of a program, tiles in flight."""
+
+    q: int
+    k: int
+    warps: int
+    stages: int
+
+
+class Partial(NamedTuple):
+    """What programs leave for the join: o (B H T, n_splits, D), m and l (B H T, n_splits), all fp32."""
+
+    o: Tensor
+    m: Tensor
+    l: Tensor
+
+
+@triton.jit
+def load_rows(x, i_b, i_h, i_n, p_pages, n_first, n_end, PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Positions i_n to i_n + ROWS of a cache's keys or values: (ROWS, COLUMNS), zero outside of n_first to n_end."""
+    o_n, o_d = i_n + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    m_n = (o_n >= n_first) & (o_n < n_end)
+    p_x = x.pointer + tl.cast(i_h, tl.int64) * x.stride_h
+    if PAGE is None:
+        p_x += tl.cast(i_b, tl.int64) * x.stride_b
+        p_x = p_x + o_n.to(tl.int64)[:, None] * x.stride_t
+    elif PAGE >= ROWS:  # the tile lies in one page
+        p_x += tl.load(p_pages + i_n // PAGE).to(tl.int64) * x.stride_b
+        p_x = p_x + (o_n % PAGE).to(tl.int64)[:, None] * x.stride_t
+    else:
+        o_page = tl.load(p_pages + o_n // PAGE, mask=m_n, other=0).to(tl.int64)
+        p_x = p_x + o_page[:, None] * x.stride_b + (o_n % PAGE).to(tl.int64)[:, None] * x.stride_t
+    return tl.load(p_x + o_d[None, :], mask=m_n[:, None] & (o_d < x.D)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["G", "T", "capacity", "n_pages", "split"])
+def decode_kernel(
+    q, k, v, out, p_lse, partial, p_lengths, p_pages, extras, scale_log2, G, T, capacity, n_pages, split,
+    PAGE: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """One split of the keys for one tile of rows. Grid: splits x (key heads x tiles of rows) x sequences.
+
+    `partial` is None where there is one split: the program then writes out and lse itself.
+    """
+    BM: tl.constexpr = BLOCKS.q
+    BN: tl.constexpr = BLOCKS.k
+    BD: tl.constexpr = MODE.columns
+    STAGES: tl.constexpr = BLOCKS.stages
+    i_split, i_b, n_splits = tl.program_id(0), tl.program_id(2), tl.num_programs(0)
+    n_m = tl.cdiv(G * T, BM)
+    i_kv, i_m = tl.program_id(1) // n_m, tl.program_id(1) % n_m * BM
+    H = tl.num_programs(1) // n_m * G
+
+    # Rows are tokens, and within a token the heads of the group.
+    o_row = i_m + tl.arange(0, BM)
+    o_t, o_h, m_row = o_row // G, i_kv * G + o_row % G, o_row < G * T
+    length = tl.minimum(tl.load(p_lengths + i_b), capacity)
+    at = Positions(T, length, length - T, 0, 0, 0, 0)
+    n_start, n_whole, n_full, n_end = seen_keys(i_m // G, at, BLOCKS, MODE)
+    first, end = key_interval(o_t, at, MODE)
+    n_first = tl.maximum(i_m // G + at.offset - (MODE.window - 1), 0) if MODE.window else 0
+    n_start += i_split * split
+    n_stop = tl.minimum(n_start + split, n_end)
+    o_out = ((tl.cast(i_b, tl.int64) * H + o_h) * T + o_t) * n_splits + i_split
+    if partial is not None:
+        nothing_left = (i_split > 0) & (n_start >= n_end)
+        if nothing_left:
+            tl.store(partial.m + o_out, -float("inf"), mask=m_row)
+            return
+
+    o_d = tl.arange(0, BD)
+    p_q = q.pointer + tl.cast(i_b, tl.int64) * q.stride_b + o_h.to(tl.int64) * q.stride_h + o_t * q.stride_t
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < q.D)[None, :], other=0.0)
+    o = tl.zeros([BM, BD], tl.float32)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    if MODE.sinks:  # as if a key without a value had been seen before all others
+        b_sink = tl.load(extras.sinks + o_h, mask=m_row, other=0.0) * LOG2_E
+        m = tl.where(i_split == 0, b_sink, m)
+        l = tl.where(i_split == 0, 1.0, l)
+    slope2 = tl.load(extras.slopes + o_h, mask=m_row, other=0.0)[:, None] * LOG2_E if MODE.alibi else None
+    unit = base_2(scale_log2, MODE)
+    if PAGE is not None:
+        p_pages += tl.cast(i_b, tl.int64) * n_pages
+    for i_n in tl.range(n_start, n_stop, BN, num_stages=STAGES):
+        # (BM, BN)
+        b_k = load_rows(k, i_b, i_kv, i_n, p_pages, n_first, n_end, PAGE, BN, BD)
+        b_s = dot(b_q, b_k.T, None, MODE)
+        b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
+        b_bias = None
+        if MODE.alibi:
+            o_own = (o_t + at.offset)[:, None]
+            b_bias = alibi_bias(slope2, o_t[:, None], tl.arange(0, BN)[None, :], i_n, o_own, at, MODE)
+        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE) * unit
+        if (i_n >= n_full) | (i_n < n_whole):
+            o_n = i_n + tl.arange(0, BN)
+            b_s = tl.where((o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None]), b_s, -float("inf"))
+
+        # (BM,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
+        m_new = tl.maximum(m, tl.max(b_s, 1))
+        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        alpha = tl.exp2(m - m_safe)
+        m = m_new
+        b_p = tl.exp2(b_s - m_safe[:, None])
+        l = l * alpha + tl.sum(b_p, 1)
+
+        # (BM, D)
+        b_v = load_rows(v, i_b, i_kv, i_n, p_pages, n_first, n_end, PAGE, BN, BD)
+        o = dot(b_p.to(b_v.dtype), b_v, o * alpha[:, None], MODE)
+
+    m_o = m_row[:, None] & (o_d < q.D)[None, :]
+    if partial is not None:
+        tl.store(partial.o + o_out[:, None] * q.D + o_d[None, :], o, mask=m_o)
+        tl.store(partial.m + o_out, m, mask=m_row)
+        tl.store(partial.l + o_out, l, mask=m_row)
+    else:
+        o = tl.where((first < end)[:, None], o / l[:, None], 0.0)
+        tl.store(out + o_out[:, None] * q.D + o_d[None, :], o.to(out.dtype.element_ty), mask=m_o)
+        tl.store(p_lse + o_out, (m + tl.log2(l)) / LOG2_E, mask=m_row)
+
+
+@triton.jit(do_not_specialize=["n_splits", "T", "D"])
+def join_kernel(
+    out, p_lse, partial, p_lengths, n_splits, H, T, D, CAUSAL: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """out and lse of one row from those of its splits. Grid: B x H x T. SPLITS is n_splits, rounded up."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_i, o_d = tl.arange(0, SPLITS), tl.arange(0, COLUMNS)
+    m = tl.max(tl.load(partial.m + i_row * n_splits + o_i, mask=o_i < n_splits, other=-float("inf")), 0)
+    m_safe = tl.where(m == -float("inf"), 0.0, m)
+    l = tl.zeros([JOINED], tl.float32)
+    o = tl.zeros([JOINED, COLUMNS], tl.float32)
+    for i in range(0, n_splits, JOINED):
+        o_i = i + tl.arange(0, JOINED)
+        at = i_row * n_splits + o_i
+        b_m = tl.load(partial.m + at, mask=o_i < n_splits, other=-float("inf"))
+        seen = b_m > -float("inf")  # nothing else was written
+        b_weight = tl.exp2(b_m - m_safe)
+        l += b_weight * tl.load(partial.l + at, mask=seen, other=0.0)
+        b_o = tl.load(partial.o + at[:, None] * D + o_d[None, :], mask=seen[:, None] & (o_d < D)[None, :], other=0.0)
+        o += b_weight[:, None] * b_o
+    l_all = tl.sum(l, 0)
+    length = tl.load(p_lengths + i_row // (H * T))
+    sees = length - T + i_row % T >= 0 if CAUSAL else length > 0
+    b_out = tl.where(sees, tl.sum(o, 0) / l_all, 0.0)
+    tl.store(out + i_row * D + o_d, b_out.to(out.dtype.element_ty), mask=o_d < D)
+    tl.store(p_lse + i_row, (m + tl.log2(l_all)) / LOG2_E)
+
+
+def choose_blocks(rows: int, head_dim: int, dtype: torch.dtype) -> Blocks:
+    """The blocks for a group's rows, a head size and a dtype."""
+    BM = max(MIN_ROWS, min(MAX_ROWS, triton.next_power_of_2(rows)))
+    if dtype == torch.float32:
+        return Blocks(BM, 32 if head_dim <= 128 else 16, 4, 2)
+    return Blocks(BM, 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32, 4, 3)
+
+
+PROGRAMS = 256  # of one sequence
+MIN_SPLIT = 256  # keys
+
+
+def split_size(span: int, programs_a_split: int, block: int) -> int:
+    """Keys of a split, a multiple of `block`, where a sequence may see `span` keys and a split takes some programs."""
+    n_splits = max(1, PROGRAMS // programs_a_split)
+    return triton.cdiv(max(MIN_SPLIT, triton.cdiv(span, n_splits)), block) * block
+
+
+def run_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    pages: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    causal: bool,
+    scale: float,
+    tf32: bool,
+    window: int | None,
+    soft_cap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """q (B, H, T, D) against a Cache (k, v, lengths, pages) to out (B, H, T, D) and lse (B, H, T).
+
+    slopes, sinks  (H,) fp32, or None
+    """
+    (B, H, T, D), H_kv = q.shape, k.shape[1]
+    out, lse = q.new_empty(B, H, T, D), q.new_empty(B, H, T, dtype=torch.float32)
+    extras = Extras(slopes=slopes, sinks=sinks)
+    mode = kernel_mode(q, Options(causal, scale, 0, tf32, window, soft_cap), extras)
+    G = H // H_kv
+    blocks = choose_blocks(G * T, D, q.dtype)
+    capacity = k.shape[2] * (1 if pages is None else pages.shape[1])
+    span = capacity if window is None else min(capacity, window + T - 1 + blocks.k - 1)
+    n_m = triton.cdiv(G * T, blocks.q)
+    split = split_size(span, H_kv * n_m, blocks.k)
+    n_splits = max(1, triton.cdiv(span, split))
+    partial = None
+    if n_splits > 1:
+        shape = (B * H * T, n_splits)
+        partial = Partial(*(q.new_empty(*shape, *last, dtype=torch.float32) for last in ((D,), (), ())))
+    with torch.cuda.device_of(q):
+        decode_kernel[(n_splits, H_kv * n_m, B)](
+            *(Strided(x, *x.stride()[:-1], *x.shape[-2:]) for x in (q, k, v)),
+            out,
+            lse,
+            partial,
+            lengths,
+            pages,
+            extras,
+            scale * LOG2_E.value,
+            G,
+            T,
+            capacity,
+            None if pages is None else pages.stride(0),
+            split,
+            PAGE=None if pages is None else k.shape[2],
+            BLOCKS=blocks,
+            MODE=mode,
+            num_warps=blocks.warps,
+        )
+        if partial is not None:
+            join_kernel[(B * H * T,)](
+                *(out, lse, partial, lengths, n_splits, H, T, D),
+                CAUSAL=causal,
+                SPLITS=triton.next_power_of_2(n_splits),
+                COLUMNS=mode.columns,
+                num_warps=4,
+            )
+    return out, lse
+
+
+flash_decode = torch.library.custom_op(f"{NAMESPACE}::flash_decode", run_decode, mutates_args=())
+
+
+@flash_decode.register_fake
+def _(q, *_):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
