@@ -22,7 +22,7 @@ from training.step import Trainer
 
 
 def attention_shape(config: Config, device: torch.device) -> AttentionShape:
-    """The model's requirements for its attention."""
+    """The requirements of the model, which is to be trained, for its attention."""
     return AttentionShape(
         head_dim=config.model.n_embd // config.model.n_heads,
         n_heads=config.model.n_heads,
@@ -31,6 +31,7 @@ def attention_shape(config: Config, device: torch.device) -> AttentionShape:
         device=device,
         scores=layer_scores(config.score, config.model.n_layers),
         documents=config.data.documents is not Documents.ignore,
+        training=True,
     )
 
 

@@ -18,6 +18,7 @@ from .interface import (
     AttentionShape,
     DropoutRng,
     KernelPath,
+    ProductPrecision,
     SDPABackend,
     UnsupportedAttention,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "DropoutRng",
     "KernelPath",
     "Layout",
+    "ProductPrecision",
     "SDPABackend",
     "Score",
     "ScoreError",

@@ -63,6 +63,13 @@ class KernelPath(Enum):
     hopper = "hopper"
 
 
+class ProductPrecision(Enum):
+    """The precision of the products of attention=flash: that of q, k and v, or fp8 (flash/hopper/fp8.py)."""
+
+    inputs = "inputs"
+    fp8 = "fp8"
+
+
 @dataclass
 class AttentionConfig:
     """What a user chooses under `attention.*`.
@@ -76,6 +83,7 @@ class AttentionConfig:
     backend    which of torch's kernels to use (sdpa)
     allow_tf32 let fp32 matrix products round their inputs to TF32 (flash)
     path       whose kernels to use: plain Triton for every GPU, or those for Hopper (flash)
+    precision  of the products: that of q, k and v, or fp8, for evaluation and inference on a Hopper GPU (flash)
 
     Every implementation reads `name` and `dropout`; an option it does not read is refused unless left at its default.
     """
@@ -89,6 +97,7 @@ class AttentionConfig:
     backend: SDPABackend = SDPABackend.auto
     allow_tf32: bool = False
     path: KernelPath = KernelPath.auto
+    precision: ProductPrecision = ProductPrecision.inputs
 
 
 # Of custom operators, which are global: the checkout's attention and an installed gpt_attention can share a process.
@@ -109,6 +118,7 @@ class AttentionShape:
 
     scores     of its layers
     documents  whether its batches have document bounds
+    training   whether it is to be trained, and not only evaluated
     """
 
     head_dim: int
@@ -118,6 +128,7 @@ class AttentionShape:
     device: torch.device
     scores: tuple[Score, ...] = (Score(),)
     documents: bool = False
+    training: bool = False
 
 
 class AttentionOutput(NamedTuple):

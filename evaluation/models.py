@@ -14,7 +14,6 @@ from torch import Tensor
 from cli.trained import Trained
 from config import ConfigError
 from data.tokenizers import encoder
-from generation import Sampling, generate
 from model.loss import IGNORE_INDEX
 
 # Rows of logits in fp32 that exist at once: 0.8 GB with GPT-2's vocabulary.
@@ -83,7 +82,8 @@ class TrainedModel:
         return joined(pieces)
 
     def continuation(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
-        yield from generate(self.model, prompt, tokens, Sampling(temperature=0), self.trained.dtype)
+        with self.trained.autocast():
+            yield from self.model.generate(list(prompt), tokens, temperature=0)
 
 
 class ExportedModel:

@@ -12,12 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+FP8_HAS_NO_GRADIENTS = (
+    "attention.precision=fp8 is for evaluation and inference, and has no gradients; train with "
+    "attention.precision=inputs."
+)
+
 
 class Options(NamedTuple):
     """What a call asks for beside its tensors: the fields of Score and Layout that are no tensors, and these.
 
     Dropout drops `threshold` of the 256 byte values. q_start and k_start are None where the last query stands at the
-    last key. `path` is AttentionConfig's.
+    last key. `path` and `precision` are AttentionConfig's.
     """
 
     causal: bool
@@ -29,6 +34,7 @@ class Options(NamedTuple):
     q_start: int | None = None
     k_start: int | None = None
     path: str = "auto"
+    precision: str = "inputs"
 
 
 class Extras(NamedTuple):

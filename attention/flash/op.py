@@ -16,8 +16,17 @@ from .. import gpu
 from ..decode.cache import Cache
 from ..dropout import drop_threshold
 from ..gpu import ALIGNMENT, HAS_TRITON
-from ..interface import FEATURES, NAMESPACE, Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
-from .configs import Extras, Options
+from ..interface import (
+    FEATURES,
+    NAMESPACE,
+    Attention,
+    AttentionOutput,
+    AttentionShape,
+    ProductPrecision,
+    Terms,
+    UnsupportedAttention,
+)
+from .configs import FP8_HAS_NO_GRADIENTS, Extras, Options
 
 if HAS_TRITON:
     import triton
@@ -75,12 +84,13 @@ def run_forward(
     q_start: int | None,
     k_start: int | None,
     path: str,
+    precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and lse2 as `forward` gives them; see Extras for the tensors and Options for the rest."""
     check(q.shape[-1], q.dtype, q.device)
     out = torch.empty_like(q)
     extras = Extras(key, slopes, sinks, starts, ends)
-    options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start, path)
+    options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start, path, precision)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
         chosen = choose_path(path, describe(q, k, extras, options), backward=False)
@@ -117,12 +127,13 @@ def run_backward(
     q_start: int | None,
     k_start: int | None,
     path: str,
+    precision: str,
 ) -> list[Tensor]:
     """The gradients of q, k and v, as `empty_gradients` lays them out, and where there are sinks theirs."""
     gradients = empty_gradients(q, k, v)
     dq_dk_dv = split_qkv_grad(gradients, q, k)
     extras = Extras(key, slopes, sinks, starts, ends)
-    options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start, path)
+    options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start, path, precision)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
         chosen = choose_path(path, describe(q, k, extras, options), backward=True)
@@ -199,13 +210,20 @@ class FlashAttention(Attention):
     """FlashAttention-2 in Triton, with dropout that replays (attention/flash/)."""
 
     name = "flash"
-    options = frozenset({"allow_tf32", "path"})
+    options = frozenset({"allow_tf32", "path", "precision"})
     supports = FEATURES
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)
+        if shape.training:
+            self.check_gradients()
         check(shape.head_dim, shape.dtype, shape.device)
         self.path(shape, 0)
+
+    def check_gradients(self) -> None:
+        """Raise UnsupportedAttention where the precision has no backward."""
+        if self.config.precision is ProductPrecision.fp8:
+            raise UnsupportedAttention(FP8_HAS_NO_GRADIENTS)
 
     def path(self, shape: AttentionShape, T: int) -> str:
         paths = [describe_path(self.config.path.value, problem) for problem in self.problems(shape, T)]
@@ -214,13 +232,24 @@ class FlashAttention(Attention):
     def problems(self, shape: AttentionShape, T: int) -> list[Problem]:
         """What each of the model's layers asks of the kernels."""
         documents = {"documents"} if shape.documents else set()
-        capability, dropout = gpu.capability(shape.device), self.dropout > 0
+        capability, precision = gpu.capability(shape.device), self.config.precision.value
+        dropout = self.dropout > 0 and precision == "inputs"  # fp8 only evaluates
         return [
-            Problem(shape.head_dim, shape.dtype, frozenset(documents | set(score.features())), dropout, T, capability)
+            Problem(
+                shape.head_dim,
+                shape.dtype,
+                frozenset(documents | set(score.features())),
+                dropout,
+                T,
+                capability,
+                precision,
+            )
             for score in shape.scores
         ]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            self.check_gradients()
         D, scale, score, layout = q.shape[-1], terms.scale, terms.score, terms.layout
         key, threshold = None, 0
         if terms.dropout_key is not None:
@@ -241,6 +270,7 @@ class FlashAttention(Attention):
             q_start=layout.query_start(q.shape[2], k.shape[2]) if offsets else None,
             k_start=layout.k_start if offsets else None,
             path=self.config.path.value,
+            precision=self.config.precision.value,
         )
         extras = Extras(
             key=key,
@@ -255,6 +285,10 @@ class FlashAttention(Attention):
         return AttentionOutput(out[..., :D], lse)
 
     def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
+        if self.config.precision is ProductPrecision.fp8:
+            raise UnsupportedAttention(
+                "attention.precision=fp8 does not decode from a cache; choose attention.precision=inputs."
+            )
         check(q.shape[-1], q.dtype, q.device)
         run = flash_decode if torch.compiler.is_compiling() else run_decode
         out, lse = run(

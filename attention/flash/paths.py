@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from ..gpu import INTERPRET
 from ..interface import UnsupportedAttention
 from . import backward as plain_backward
 from . import forward as plain_forward
-from .configs import Extras, KernelConfigs, Options, choose
+from .configs import FP8_HAS_NO_GRADIENTS, Extras, KernelConfigs, Options, choose
 from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
-from .hopper.configs import HEAD_DIMS, backward_blocks, forward_blocks, is_faster
+from .hopper import fp8_forward
+from .hopper.configs import FP8_MAX_HEAD_DIM, HEAD_DIMS, backward_blocks, forward_blocks, fp8_blocks, is_faster
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Problem:
     features    of Score and Layout that the call asks for, of FEATURES
     length      queries or keys of a sequence, the fewer
     capability  of the GPU
+    precision   of the products, as AttentionConfig's
     """
 
     head_dim: int
@@ -39,6 +41,7 @@ class Problem:
     dropout: bool
     length: int
     capability: tuple[int, int]
+    precision: str = "inputs"
 
 
 class Path(NamedTuple):
@@ -72,8 +75,8 @@ def describe(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Problem:
         "offsets": options.q_start is not None,
     }
     features = frozenset(name for name, is_asked in asked.items() if is_asked)
-    length = min(q.shape[2], k.shape[2])
-    return Problem(q.shape[-1], q.dtype, features, options.threshold > 0, length, gpu.capability(q.device))
+    length, capability = min(q.shape[2], k.shape[2]), gpu.capability(q.device)
+    return Problem(q.shape[-1], q.dtype, features, options.threshold > 0, length, capability, options.precision)
 
 
 def hopper_refusal(problem: Problem) -> str | None:
@@ -86,6 +89,23 @@ def hopper_refusal(problem: Problem) -> str | None:
         return f"takes head sizes from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not {problem.head_dim}"
     others = sorted(problem.features - {"full"})
     return f"does not serve {', '.join(others)}" if others else None
+
+
+def fp8_refusal(problem: Problem) -> str | None:
+    """What of a problem the Hopper kernel with products in 8 bits does not serve."""
+    if INTERPRET.value or problem.capability[0] != 9:
+        return "needs a GPU of compute capability 9.0 (Hopper)"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bf16 or fp16, not {problem.dtype}"
+    if problem.head_dim > FP8_MAX_HEAD_DIM:
+        return f"takes head sizes up to {FP8_MAX_HEAD_DIM}, not {problem.head_dim}"
+    others = sorted(problem.features - {"full"}) + ["dropout"] * problem.dropout
+    return f"does not serve {', '.join(others)}" if others else None
+
+
+def no_backward(*_: Any) -> Tensor | None:
+    """Refuse. FlashAttention refuses earlier, in the forward; this is for who calls the operators."""
+    raise UnsupportedAttention(FP8_HAS_NO_GRADIENTS)
 
 
 PATHS = {
@@ -109,6 +129,14 @@ PATHS = {
             do, q, k, v, out, lse2, gradients, extras, options, kernel_configs(q, k, extras, options)
         ),
     ),
+    "fp8": Path(  # by attention.precision alone
+        refusal=fp8_refusal,
+        pays=lambda problem, backward: True,
+        forward=lambda q, k, v, out, extras, options: fp8_forward.forward(
+            q, k, v, out, options, fp8_blocks(q.shape[-1])
+        ),
+        backward=no_backward,
+    ),
 }
 
 
@@ -117,6 +145,11 @@ def choose_path(name: str, problem: Problem, backward: bool) -> str:
 
     Raises UnsupportedAttention where `name` cannot serve it.
     """
+    if problem.precision == "fp8":
+        refusal = "has no plain kernels" if name == "plain" else fp8_refusal(problem)
+        if refusal is not None:
+            raise UnsupportedAttention(f"attention.precision=fp8 {refusal}; choose attention.precision=inputs.")
+        return "fp8"
     if name == "auto":
         return next(n for n, path in PATHS.items() if path.refusal(problem) is None and path.pays(problem, backward))
     refusal = PATHS[name].refusal(problem)

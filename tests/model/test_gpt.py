@@ -325,3 +325,52 @@ def test_sizes_that_do_not_fit_are_refused(change, sentence):
 def test_more_tokens_than_seq_len_are_refused():
     with pytest.raises(ModelError, match="17 tokens are more than seq_len=16; raise seq_len"):
         build()(torch.zeros(1, 17, dtype=torch.long))
+
+
+def test_generation_is_a_function_of_the_seed():
+    model = build()
+    drawn = [list(model.generate([1, 2, 3], 12, seed=seed)) for seed in (4, 4, 5)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert all(0 <= token < 100 for token in drawn[0])
+
+
+def test_generation_at_temperature_zero_takes_the_likeliest_token_of_the_last_seq_len():
+    model = build().eval()
+    tokens = list(range(14))
+    for token in model.generate(tokens, 6, temperature=0.0):
+        assert token == model(torch.tensor([tokens[-16:]]))[0, -1].argmax()
+        tokens.append(token)
+    assert list(model.generate(range(14), 6, top_k=1, seed=9)) == tokens[14:]
+
+
+def test_generation_draws_from_the_tempered_top_k():
+    model = build().eval()
+    logits = model(torch.tensor([[1, 2, 3]]))[0, -1].double()
+    expected = torch.zeros(100, dtype=torch.double)
+    top = logits.topk(5)
+    expected[top.indices] = (top.values / 0.1).softmax(-1)
+    n = 400
+    drawn = [next(model.generate([1, 2, 3], 1, temperature=0.1, top_k=5, seed=seed)) for seed in range(n)]
+    observed = torch.bincount(torch.tensor(drawn), minlength=100) / n
+    assert (observed - expected).abs().max() < 5 * 0.5 / math.sqrt(n)
+    assert not observed[expected == 0].any()
+
+
+def test_generation_leaves_the_training_mode_alone():
+    model = build(replace(SMALL, dropout=0.5), attention_dropout=0.5)
+    tokens = model.generate([1], 3)
+    assert next(tokens) >= 0
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"tokens": []}, "The prompt has no tokens"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+    ],
+)
+def test_generation_refuses_what_it_cannot_mean(arguments, sentence):
+    with pytest.raises(ModelError, match=sentence):
+        build().generate(**{"tokens": [1], "max_tokens": 3, **arguments})

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 HEAD_DIMS = range(33, 129)  # in tiles of 64 or 128 columns
+FP8_MAX_HEAD_DIM = 128
 # The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward).
 FASTER_FROM = {
     (64, False, False): 8192,
@@ -54,6 +55,12 @@ def forward_blocks(head_dim: int, dropout: bool) -> ForwardBlocks:
     if dropout:  # the mask needs the registers of a third consumer
         return ForwardBlocks(consumers=2, k=128, columns=64, stages=4, registers=240, in_turn=False)
     return ForwardBlocks(consumers=3, k=128, columns=64, stages=4, registers=160, in_turn=True)
+
+
+def fp8_blocks(head_dim: int) -> ForwardBlocks:
+    """The shape of the forward with products in 8 bits, for a head size up to FP8_MAX_HEAD_DIM."""
+    columns = 64 if head_dim <= 64 else 128
+    return ForwardBlocks(consumers=2, k=128, columns=columns, stages=4, registers=240, in_turn=False)
 
 
 def backward_blocks(head_dim: int) -> BackwardBlocks:

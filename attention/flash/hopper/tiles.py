@@ -7,12 +7,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..tiles import descriptor_strides
 
 TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+FP8 = {width: NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=4) for width in (64, 128)}
 FP32 = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """(B, H, T, D) of 16 bits as a kernel's argument, to be moved in tiles of rows x columns, columns >= D."""
     return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, columns], TILE)
+
+
+def fp8_tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """(B, H, T, D) of 8 bits, contiguous, as a kernel's argument, to be moved in tiles of rows x columns."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns], FP8[columns])
 
 
 def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor:

@@ -1,0 +1,405 @@
+"""The forward kernel of attention.precision=fp8: hopper/forward.py with both products in e4m3.
+
+q, k and v come as `quantise` leaves them (hopper/fp8.py): numbers of 8 bits, and a scale for each tile. The roles, the
+pipeline and the schedule are those of hopper/forward.py. What differs:
+
+- The tensor cores take v in rows of keys, so it is stored transposed, with the keys of each row in the order in which a
+  thread holds its weights. No weight changes threads between the two products.
+- A key tile's scale of v goes into the exponent of its weights: p v = 2^(s + log2(scale) - m) v8. l divides it out.
+- Weights lie between 0 and 2^(OFFSET + GROWTH), e4m3's range being 2^-9 to 448.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..configs import Options
+from ..tiles import ROW_ALIGNMENT, head_group_size, rows_like
+from .configs import ForwardBlocks
+from .forward import LOG2_E, ROWS, masked, next_work, rescale, row_max, row_sum
+from .fp8 import quantise
+from .schedule import Sizes, key_tiles, locate
+from .tiles import fp8_tiles, tiles
+
+# A row's largest weight is 2^OFFSET or, until its maximum has grown by 2^GROWTH and is taken anew, up to 2^8.
+OFFSET = gl.constexpr(4)
+GROWTH = gl.constexpr(4)
+
+
+class Buffers(NamedTuple):
+    """Shared memory: a tile of q and of out for each consumer, stages of k and v, the number of the tile of queries."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    work: Any
+
+
+class Barriers(NamedTuple):
+    """work, q: for each consumer; kv: for each stage. turn: whose products are next, where consumers take turns."""
+
+    work_full: Any
+    q_full: Any
+    q_empty: Any
+    kv_full: Any
+    kv_empty: Any
+    turn: Any
+
+
+@gluon.jit
+def producer(q, k, v, p_work, buffers, barriers, sizes, CAUSAL: gl.constexpr, BLOCKS: gl.constexpr):
+    """One warp: hands out tiles of queries, and brings them and the keys and values that they see."""
+    CONSUMERS: gl.constexpr = BLOCKS.consumers
+    BN: gl.constexpr = BLOCKS.k
+    BD: gl.constexpr = BLOCKS.columns
+    STAGES: gl.constexpr = BLOCKS.stages
+    SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    dtype: gl.constexpr = q.dtype
+
+    i_step = 0
+    i_round = 0
+    i_work = gl.program_id(0)
+    n_work = sizes.n_tiles * sizes.n_heads
+    while i_work < n_work:
+        i_tile, i_bh = locate(i_work, sizes)
+        i_m = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
+        i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
+        i_kv = i_h // sizes.G
+        _, n_end = key_tiles(i_m, sizes, CAUSAL, CONSUMERS * ROWS, BN)
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.wait(barriers.q_empty.index(c), (i_round & 1) ^ 1)
+            buffers.work.index(c).store(gl.full([1], i_work, gl.int32, SCALAR))
+            mbarrier.arrive(barriers.work_full.index(c))
+            q_full = barriers.q_full.index(c)
+            mbarrier.expect(q_full, q.block_type.nbytes)
+            b_q = buffers.q.index(c)._reinterpret(dtype, [1, 1, ROWS, BD], q.layout)
+            tma.async_copy_global_to_shared(q, [i_b, i_h, i_m + c * ROWS, 0], q_full, b_q)
+        for j in range(n_end + 1):
+            i_n = (n_end - 1 - j) * BN
+            has_k, has_v = j < n_end, j > 0
+            i_s = i_step % STAGES
+            kv_full = barriers.kv_full.index(i_s)
+            mbarrier.wait(barriers.kv_empty.index(i_s), ((i_step // STAGES) & 1) ^ 1)
+            mbarrier.expect(kv_full, 2 * k.block_type.nbytes, pred=has_k & has_v)
+            mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
+            b_k = buffers.k.index(i_s)._reinterpret(dtype, [1, 1, BN, BD], k.layout)
+            b_v = buffers.v.index(i_s)._reinterpret(dtype, [1, 1, BD, BN], v.layout)
+            tma.async_copy_global_to_shared(k, [i_b, i_kv, i_n, 0], kv_full, b_k, pred=has_k)
+            tma.async_copy_global_to_shared(v, [i_b, i_kv, 0, i_n + BN], kv_full, b_v, pred=has_v)
+            i_step += 1
+        i_round += 1
+        i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1)
+    for c in gl.static_range(CONSUMERS):  # work that does not exist ends the consumers
+        mbarrier.wait(barriers.q_empty.index(c), (i_round & 1) ^ 1)
+        buffers.work.index(c).store(gl.full([1], i_work, gl.int32, SCALAR))
+        mbarrier.arrive(barriers.work_full.index(c))
+
+
+@gluon.jit
+def load_scales(p_kv, i_tile):
+    """(scale of k, log2 of the scale of v) of a key tile."""
+    return gl.load(p_kv + 2 * i_tile), gl.load(p_kv + 2 * i_tile + 1)
+
+
+@gluon.jit
+def as_operand(b_p32, N: gl.constexpr, P_LAYOUT: gl.constexpr):
+    """Weights (ROWS, N) in e4m3 for the product with v, each in the thread that computed it.
+
+    A thread has columns 2 t, 2 t + 1 of every eight as a result, and 4 t to 4 t + 3 of every sixteen as an operand.
+    """
+    b_p32 = b_p32.reshape([ROWS, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, N])
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f",
+        [gl.convert_layout(b_p32, P_LAYOUT)],
+        dtype=gl.float8e4nv,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def release(b_p):
+    """To be called when the product that reads b_p is done: until then nothing else may be in its registers.
+
+    For 16 bits warpgroup_mma_wait does that; it takes no operands of 8 bits.
+    """
+    gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_p], dtype=b_p.dtype, is_pure=False, pack=4)
+
+
+@gluon.jit
+def step(
+    o, b_p32, m, l, scales, p_kv, i_step, i_turn, i_m, i_tile, is_cut, scale_q, buffers, barriers, sizes,
+    c: gl.constexpr, CAUSAL: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """o += p v of the tile before, beside the scores and the softmax of a key tile: (o, p, m, l, next scales) after it.
+
+    The keys of this step have arrived when it starts, and those of the next when it ends.
+    """
+    BN: gl.constexpr = BLOCKS.k
+    STAGES: gl.constexpr = BLOCKS.stages
+    S_LAYOUT: gl.constexpr = m.type.layout.parent
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 4)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    L_ROWS: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    i_s = i_step % STAGES
+
+    if BLOCKS.in_turn:
+        mbarrier.wait(barriers.turn.index(c), i_turn & 1)
+    zeros = gl.zeros([ROWS, BN], gl.float32, S_LAYOUT)
+    b_k = buffers.k.index(i_s).permute((1, 0))
+    s_flight = warpgroup_mma(buffers.q.index(c), b_k, zeros, use_acc=False, is_async=True)
+    b_p = as_operand(b_p32, BN, P_LAYOUT)
+    o_flight = warpgroup_mma(b_p, buffers.v.index(i_s).permute((1, 0)), o, is_async=True)
+    scale_k, log2_v = scales
+    next_scales = load_scales(p_kv, gl.maximum(i_tile - 1, 0))
+    scale = scale_q * scale_k
+    b_s = warpgroup_mma_wait(1, deps=(s_flight,))
+    if BLOCKS.in_turn:
+        mbarrier.arrive(barriers.turn.index((c + 1) % BLOCKS.consumers))
+    if is_cut:
+        b_s = masked(b_s, i_m, i_tile * BN, sizes, CAUSAL, BN)
+
+    # (ROWS,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
+    m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * scale + log2_v
+    m_new = gl.where(m_new - m > GROWTH, m_new, m)
+    m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = gl.where(m_new == m, 1.0, gl.exp2(m - m_safe))
+
+    # (ROWS, BN) l is summed in fp32, without the scale of v.
+    b_p32 = gl.exp2(b_s * scale + (log2_v + OFFSET - m_safe)[:, None])
+    l = l * gl.convert_layout(alpha, L_ROWS)[:, None] + row_sum(b_p32, BN) * gl.exp2(-log2_v)
+
+    # A wait that ptxas does not move the softmax across: without it, all of it would come after the product with v.
+    mbarrier.wait(barriers.kv_full.index((i_step + 1) % STAGES), ((i_step + 1) // STAGES) & 1)
+    o = warpgroup_mma_wait(0, deps=(o_flight,))
+    release(b_p)
+    mbarrier.arrive(barriers.kv_empty.index(i_s))
+    o = rescale(o, gl.convert_layout(alpha, O_ROWS), BLOCKS.columns)
+    return o, b_p32, m_new, l, next_scales
+
+
+@gluon.jit
+def consumer(
+    out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes,
+    c: gl.constexpr, CAUSAL: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Four warps: out and lse of 64 queries of each tile that the producer hands out."""
+    CONSUMERS: gl.constexpr = BLOCKS.consumers
+    BN: gl.constexpr = BLOCKS.k
+    BD: gl.constexpr = BLOCKS.columns
+    STAGES: gl.constexpr = BLOCKS.stages
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 32])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    T = sizes.T
+
+    i_step = 0
+    i_turn = 0
+    i_round = 0
+    i_work = next_work(buffers.work.index(c), barriers.work_full.index(c), i_round)
+    while i_work < sizes.n_tiles * sizes.n_heads:
+        i_tile, i_bh = locate(i_work, sizes)
+        i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
+        i_m0 = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
+        i_m = i_m0 + c * ROWS
+        _, n_end_all = key_tiles(i_m0, sizes, CAUSAL, CONSUMERS * ROWS, BN)
+        n_full, n_end = key_tiles(i_m, sizes, CAUSAL, ROWS, BN)
+        p_kv_head = p_kv + (i_bh // sizes.G) * gl.cdiv(sizes.S, BN) * 2
+        scales = load_scales(p_kv_head, n_end - 1)
+        n_q = gl.cdiv(T, ROWS)
+        scale_q = gl.load(p_q + i_bh * n_q + gl.minimum(i_m // ROWS, n_q - 1)) * scale_log2
+        for _ in range(n_end_all - n_end):  # tiles that only the other consumers see
+            mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
+            mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
+            i_step += 1
+            if BLOCKS.in_turn:
+                mbarrier.wait(barriers.turn.index(c), i_turn & 1)
+                mbarrier.arrive(barriers.turn.index((c + 1) % CONSUMERS))
+                i_turn += 1
+
+        # The last tile that these queries see, which the diagonal or the end of the sequence cuts.
+        mbarrier.wait(barriers.q_full.index(c), i_round & 1)
+        mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
+        zeros = gl.zeros([ROWS, BN], gl.float32, S_LAYOUT)
+        b_k = buffers.k.index(i_step % STAGES).permute((1, 0))
+        s_flight = warpgroup_mma(buffers.q.index(c), b_k, zeros, use_acc=False, is_async=True)
+        scale_k, log2_v = scales
+        scale = scale_q * scale_k
+        scales = load_scales(p_kv_head, gl.maximum(n_end - 2, 0))
+        b_s = warpgroup_mma_wait(0, deps=(s_flight,))
+        mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
+        b_s = masked(b_s, i_m, (n_end - 1) * BN, sizes, CAUSAL, BN)
+        m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * scale + log2_v
+        m_safe = gl.where(m == -float("inf"), 0.0, m)
+        b_p32 = gl.exp2(b_s * scale + (log2_v + OFFSET - m_safe)[:, None])
+        l = row_sum(b_p32, BN) * gl.exp2(-log2_v)
+        o = gl.zeros([ROWS, BD], gl.float32, O_LAYOUT)
+        i_step += 1
+        mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
+
+        for j in range(1, n_end):
+            i_tile_n = n_end - 1 - j
+            o, b_p32, m, l, scales = step(
+                o, b_p32, m, l, scales, p_kv_head, i_step, i_turn, i_m, i_tile_n, i_tile_n >= n_full, scale_q,
+                buffers, barriers, sizes, c, CAUSAL, BLOCKS,
+            )  # fmt: skip
+            i_step += 1
+            i_turn += 1
+
+        b_p = as_operand(b_p32, BN, P_LAYOUT)
+        o_flight = warpgroup_mma(b_p, buffers.v.index(i_step % STAGES).permute((1, 0)), o, is_async=True)
+        mbarrier.arrive(barriers.q_empty.index(c))
+        l_row = gl.convert_layout(gl.sum(l, 1), S_ROWS)
+        lse2 = m - OFFSET + gl.log2(l_row)
+        o = warpgroup_mma_wait(0, deps=(o_flight,))
+        release(b_p)
+        mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
+        i_step += 1
+        i_round += 1
+
+        o = o * gl.convert_layout(1 / l_row, O_ROWS)[:, None]
+        if CAUSAL:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
+            o = gl.where((i_m + gl.arange(0, ROWS, O_ROWS) >= T - sizes.S)[:, None], o, 0.0)
+        b_out = buffers.out.index(c)
+        tma.store_wait(0)
+        b_out.store(o.to(out.dtype))
+        fence_async_shared()
+        b_out = b_out._reinterpret(out.dtype, [1, 1, ROWS, BD], out.layout)
+        tma.async_copy_shared_to_global(out, [i_b, i_h, i_m, 0], b_out)
+        # As the plain forward: lse2 is +inf for a row that saw nothing.
+        o_m = i_m + gl.arange(0, ROWS, S_ROWS)
+        gl.store(p_lse + i_bh.to(gl.int64) * T + o_m, lse2 / LOG2_E, mask=o_m < T)
+        lse2 = gl.where(lse2 == -float("inf"), float("inf"), lse2)
+        T_padded = gl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT
+        gl.store(p_lse2 + i_bh.to(gl.int64) * T_padded + o_m, lse2, mask=o_m < T_padded)
+        i_work = next_work(buffers.work.index(c), barriers.work_full.index(c), i_round)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["H", "G", "T", "S", "n_m", "n_heads", "n_together"])
+def fp8_forward_kernel(
+    q, k, v, out, p_lse, p_lse2, p_q, p_kv, p_work, scale_log2, H, G, T, S, n_m, n_heads, n_together,
+    CAUSAL: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """out and lse of n_m tiles of queries x n_heads. Grid: at most a program for each multiprocessor."""
+    CONSUMERS: gl.constexpr = BLOCKS.consumers
+    BN: gl.constexpr = BLOCKS.k
+    BD: gl.constexpr = BLOCKS.columns
+    STAGES: gl.constexpr = BLOCKS.stages
+    REGISTERS: gl.constexpr = BLOCKS.registers
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = q.dtype
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BD, BN], dtype)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], out.dtype)
+    buffers = Buffers(
+        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout),
+        gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
+        gl.allocate_shared_memory(dtype, [STAGES, BD, BN], v_layout),
+        gl.allocate_shared_memory(out.dtype, [CONSUMERS, ROWS, BD], out_layout),
+        gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], BARRIER),
+    )
+    barriers = Barriers(
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+    )
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(barriers.work_full.index(i), count=1)
+        mbarrier.init(barriers.q_full.index(i), count=1)
+        mbarrier.init(barriers.q_empty.index(i), count=1)
+        mbarrier.init(barriers.turn.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(barriers.kv_full.index(i), count=1)
+        mbarrier.init(barriers.kv_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    if BLOCKS.in_turn:
+        mbarrier.arrive(barriers.turn.index(0))
+
+    sizes = Sizes(H, G, T, S, n_m, n_heads, n_together)
+    # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 0, CAUSAL, BLOCKS)),
+                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 1, CAUSAL, BLOCKS)),
+                (producer, (q, k, v, p_work, buffers, barriers, sizes, CAUSAL, BLOCKS)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 0, CAUSAL, BLOCKS)),
+                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 1, CAUSAL, BLOCKS)),
+                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 2, CAUSAL, BLOCKS)),
+                (producer, (q, k, v, p_work, buffers, barriers, sizes, CAUSAL, BLOCKS)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, options: Options, blocks: ForwardBlocks
+) -> tuple[Tensor, Tensor]:
+    """q (B, H, T, D), k and v (B, H_kv, S, D) -> lse and lse2; fills out, like q. All as in the plain forward."""
+    B, H, T, _ = q.shape
+    H_kv, S = k.shape[1:3]
+    G = H // H_kv
+    lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
+    if out.numel() == 0 or S == 0:
+        out.zero_()
+        return lse.fill_(-torch.inf), lse2.fill_(torch.inf)
+    x = quantise(q, k, v, blocks)
+    n_m = triton.cdiv(T, blocks.consumers * ROWS.value)
+    n_programs = torch.cuda.get_device_properties(out.device).multi_processor_count
+    fp8_forward_kernel[(min(n_programs, n_m * B * H),)](
+        fp8_tiles(x.q, ROWS.value, blocks.columns),
+        fp8_tiles(x.k, blocks.k, blocks.columns),
+        fp8_tiles(x.v, blocks.columns, blocks.k),
+        tiles(out, ROWS.value, blocks.columns),
+        lse,
+        lse2,
+        x.q_scales,
+        x.kv_scales,
+        torch.zeros(1, dtype=torch.int32, device=out.device),
+        # Rotating q and k has made their products as many times larger as they have columns.
+        options.scale * LOG2_E.value / blocks.columns,
+        H,
+        G,
+        T,
+        S,
+        n_m,
+        B * H,
+        head_group_size(B * H, x.k[0, 0], G),
+        CAUSAL=options.causal,
+        BLOCKS=blocks,
+        num_warps=4,
+    )
+    return lse, lse2

@@ -1,0 +1,114 @@
+"""attention.precision=fp8 without a Hopper GPU: who is refused, and what its kernels read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+
+from attention import (
+    AttentionConfig,
+    AttentionShape,
+    KernelPath,
+    ProductPrecision,
+    UnsupportedAttention,
+    build_attention,
+    gpu,
+)
+from attention.flash import paths
+from attention.flash.hopper.configs import fp8_blocks
+from attention.flash.hopper.fp8 import quantise, rotation
+from attention.flash.paths import Problem, choose_path, describe_path
+
+PROBLEM = Problem(128, torch.bfloat16, frozenset(), dropout=False, length=4096, capability=(9, 0), precision="fp8")
+
+
+@pytest.fixture
+def hopper_gpu(monkeypatch):
+    """As if a Hopper GPU were at hand."""
+    monkeypatch.setattr(paths, "INTERPRET", triton.language.constexpr(False))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+
+
+def shape(**options) -> AttentionShape:
+    return AttentionShape(128, 4, 4, torch.bfloat16, torch.device("cuda:0"), **options)
+
+
+def fp8(**options):
+    return build_attention(AttentionConfig("flash", precision=ProductPrecision.fp8, **options))
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"capability": (8, 0)}, r"needs a GPU of compute capability 9.0 \(Hopper\)"),
+        ({"capability": (10, 0)}, r"needs a GPU of compute capability 9.0 \(Hopper\)"),
+        ({"dtype": torch.float32}, "takes bf16 or fp16, not torch.float32"),
+        ({"head_dim": 192}, "takes head sizes up to 128, not 192"),
+        ({"features": frozenset({"window", "sinks", "full"})}, "does not serve sinks, window;"),
+        ({"dropout": True}, "does not serve dropout;"),
+    ],
+    ids=["Ampere", "Blackwell", "fp32", "wide", "score", "dropout"],
+)
+def test_what_it_does_not_serve_is_refused_by_name(other, reason, hopper_gpu):
+    assert describe_path("auto", PROBLEM) == describe_path("hopper", PROBLEM) == "fp8"
+    with pytest.raises(UnsupportedAttention, match=rf"^attention.precision=fp8 {reason}.*attention.precision=inputs"):
+        choose_path("auto", replace(PROBLEM, **other), backward=False)
+
+
+def test_the_plain_kernels_have_none(hopper_gpu):
+    with pytest.raises(UnsupportedAttention, match=r"attention.precision=fp8 has no plain kernels"):
+        fp8(path=KernelPath.plain).check(shape())
+
+
+def test_training_is_refused_and_evaluation_of_a_model_with_dropout_is_not(hopper_gpu):
+    attend = fp8(dropout=0.1)
+    attend.check(shape())
+    assert attend.path(shape(), 4096) == "fp8"
+    with pytest.raises(UnsupportedAttention, match=r"is for evaluation and inference.*attention.precision=inputs"):
+        attend.check(shape(training=True))
+
+
+def test_gradients_are_refused_in_the_forward():
+    q, k, v = torch.randn(3, 1, 2, 16, 64, dtype=torch.bfloat16)
+    for x in (q, k, v):
+        with pytest.raises(UnsupportedAttention, match="has no gradients"):
+            fp8()(*(y.clone().requires_grad_(y is x) for y in (q, k, v)))
+
+
+def test_other_implementations_have_no_fp8():
+    with pytest.raises(UnsupportedAttention, match=r"attention.precision=fp8 has no effect with attention=tiled"):
+        build_attention(AttentionConfig("tiled", precision=ProductPrecision.fp8))
+
+
+@pytest.mark.parametrize(("D", "columns"), [(40, 64), (128, 128)])
+def test_numbers_of_8_bits_and_their_scales_give_back_the_inputs(D, columns):
+    """Rounded to three bits behind the first."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, H, n, D, generator=generator) * 2.0**H for H, n in ((2, 150), (1, 130), (1, 130)))
+    v[:, :, 128:] *= 1000
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    x = quantise(q, k, v, fp8_blocks(D))
+
+    R = rotation(columns, torch.float32, torch.device("cpu"))[0, 0]
+    torch.testing.assert_close(R @ R.T, columns * torch.eye(columns))
+    q_scales = x.q_scales.repeat_interleave(64, -1)[:, :, :150, None]
+    k_scales, log2_v_scales = x.kv_scales.repeat_interleave(128, -2)[:, :, :130].split(1, dim=-1)
+    # Keys 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15 of every sixteen.
+    order = torch.tensor([8 * pair + 2 * thread + n for thread in range(4) for pair in range(2) for n in range(2)])
+    v8 = torch.empty(1, 1, columns, 256 // 16, 16)
+    v8[..., order] = x.v.float().unflatten(-1, (-1, 16))
+    v8 = v8.flatten(-2).mT
+    assert not v8[:, :, 130:].any()
+    assert not v8[..., D:].any()
+    pad = (0, columns - D)
+    for found, scales, expected in (
+        (x.q.float(), q_scales, torch.nn.functional.pad(q.float(), pad) @ R),
+        (x.k.float(), k_scales, torch.nn.functional.pad(k.float(), pad) @ R),
+        (v8[:, :, :130], log2_v_scales.exp2(), torch.nn.functional.pad(v.float(), pad)),
+    ):
+        torch.testing.assert_close(found * scales, expected, rtol=2**-4, atol=2**-9 * scales.max().item())
+        assert 416 <= found.abs().max() <= 448

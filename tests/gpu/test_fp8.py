@@ -1,0 +1,67 @@
+"""attention.precision=fp8 on a Hopper GPU, beside what bench/fp8_emulation.py computes in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, ProductPrecision, Score, build_attention
+from bench.fp8_emulation import fp8_attention, outliers
+from tests.attention.reference import Case, formula
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+
+HEAD_SIZES = (16, 40, 59, 64, 80, 96, 111, 128)
+LENGTHS = (
+    (113, 203), (108, 256), (1023, 1024), (1, 239), (799, 3), (63, 64), (64, 65), (127, 129), (128, 128), (129, 127),
+    (191, 193), (192, 255), (257, 257), (300, 5), (700, 1500),
+)  # fmt: skip
+HEADS = ((4, 4), (4, 2), (3, 1))
+
+
+def fp8():
+    return build_attention(AttentionConfig("flash", precision=ProductPrecision.fp8))
+
+
+def error(x: Tensor, expected: Tensor) -> float:
+    return ((x.double() - expected).norm() / expected.norm()).item()
+
+
+def grid() -> list[Case]:
+    """Every pair of lengths meets every number of heads or two head sizes."""
+    cases = []
+    for n, (T, S) in enumerate(LENGTHS):
+        for m in range(2):
+            D, (H, H_kv) = HEAD_SIZES[(2 * n + m) % len(HEAD_SIZES)], HEADS[(n + m) % len(HEADS)]
+            cases.append(Case(2, H, H_kv, T, S, D))
+    return cases
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("case", grid(), ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
+def test_error_is_that_of_the_8_bits(case, causal):
+    q, k, v, _ = replace(case, causal=causal).tensors(torch.bfloat16, "cuda")
+    out, lse = fp8()(q, k, v, score=Score(causal=causal), return_lse=True)
+    expected = formula(q.double(), k.double(), v.double(), causal=causal)
+    emulated = fp8_attention(q, k, v, causal=causal)
+    assert error(out, expected) < 1.15 * error(emulated, expected) + 5e-3
+    assert torch.equal(out.isnan().any(), torch.tensor(False, device="cuda"))
+    scores = (q.double() @ k.repeat_interleave(case.H // case.H_kv, 1).double().mT) / case.D**0.5
+    if causal:
+        scores = scores.masked_fill(~replace(case, causal=True).visible()[:, None].cuda(), -torch.inf)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=0.25)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("D", [64, 128])
+def test_outliers_cost_half_of_what_they_cost_with_one_scale_a_tensor(D, dtype):
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (outliers(2, 4, 4096, D, generator=generator).to("cuda", dtype) for _ in range(3))
+    expected = formula(q.double(), k.double(), v.double(), causal=False)
+    with_one_scale = fp8_attention(q, k, v, causal=False, one_scale=True)
+    assert error(fp8()(q, k, v, score=Score(causal=False)).out, expected) < error(with_one_scale, expected) / 2
