@@ -1,14 +1,21 @@
-"""Continue a prompt with a trained model, or write it as a folder for Hugging Face's transformers.
+"""Continue prompts with a trained model, or write it as a folder for Hugging Face's transformers.
 
 python sample.py run=outputs/2026-11-21/10-00-00-flash prompt="def " tokens=200 temperature=0.8 top_k=50
+python sample.py run=outputs/2026-11-21/10-00-00-flash prompts=prompts.txt batch=64 out=texts.jsonl
 python sample.py run=outputs/2026-11-21/10-00-00-flash export=my-model
 
 run          the run folder to take the model from
 prompt       the text to continue; a fresh text if empty
+prompts      a file of texts to continue instead, one a line; a .jsonl file has {"prompt": ...} in each line
+batch        how many prompts at a time; a prompt's text does not depend on those beside it
+out          a new file for the texts of prompts=, a JSON object in each line; null: they are printed
 tokens       how many to add at most; an end-of-text token ends the text earlier
+stop         text that ends the continuation earlier, and is no part of it
 temperature  divides the logits: 0 always takes the likeliest token, 1 keeps the model's probabilities
 top_k        draw among the k likeliest tokens; null: among all
-seed         of the draws
+top_p        draw among the likeliest tokens that together have this probability; null: among all
+seed         of the draws, for each prompt alike
+compile      the work of a token, which takes a minute and pays for many
 checkpoint   best (by validation loss, if it was measured) or newest
 attention    an implementation other than the run's, for a device that does not support that one
 device       auto, cpu, cuda, cuda:1
@@ -18,22 +25,20 @@ export       a new folder to write the model, its tokenizer and a model card to 
 
 from __future__ import annotations
 
-import codecs
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import tiktoken
-
 from attention import AttentionError
 from cli.arguments import parse as key_values
-from cli.trained import CheckpointChoice, load_trained
+from cli.trained import CheckpointChoice, Trained, load_trained
 from config import ConfigError, as_plain
 from errors import UserError, fail
+from generation.prompts import continuations, open_new, read_prompts, write
+from generation.sampling import Sampling
+from generation.text import stream
 from huggingface import check_folder, export, read_origin
-from model.gpt import GPT
 
 
 @dataclass
@@ -42,10 +47,16 @@ class SampleConfig:
 
     run: str = ""
     prompt: str = ""
+    prompts: str | None = None
+    batch: int = 32
+    out: str | None = None
     tokens: int = 200
+    stop: str | None = None
     temperature: float = 0.8
     top_k: int | None = 50
+    top_p: float | None = None
     seed: int = 1337
+    compile: bool = False
     checkpoint: CheckpointChoice = CheckpointChoice.best
     attention: str | None = None
     device: str = "auto"
@@ -57,32 +68,22 @@ def parse(arguments: list[str]) -> SampleConfig:
 
     Raises UserError for an unknown key or an invalid value.
     """
-    config = key_values(arguments, SampleConfig, "sample.py", verbatim=("run", "prompt", "export"))
+    config = key_values(
+        arguments, SampleConfig, "sample.py", verbatim=("run", "prompt", "prompts", "out", "stop", "export")
+    )
     if not config.run:
         raise ConfigError("run=<folder> is missing; name the run folder that train.py printed.")
     if config.tokens < 0:
         raise ConfigError(f"tokens={config.tokens} must be at least 0, the number of tokens to add.")
+    if config.batch < 1:
+        raise ConfigError(f"batch={config.batch} must be at least 1, the prompts that are continued at a time.")
+    if config.prompts is None and config.out is not None:
+        raise ConfigError(f"out={config.out} takes the texts of many prompts; name their file with prompts=.")
+    if config.prompts is not None and config.prompt:
+        raise ConfigError(f"prompt={config.prompt} and prompts={config.prompts} are both there; leave one of them out.")
+    if config.prompts is not None and config.tokens == 0:
+        raise ConfigError("tokens=0 adds nothing to the prompts; ask for at least 1.")
     return config
-
-
-def stream(
-    model: GPT,
-    tokenizer: tiktoken.Encoding,
-    prompt: str,
-    tokens: int,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    seed: int = 1337,
-) -> Iterator[str]:
-    """The continuation of a prompt, in pieces of whole characters, up to the end of the text."""
-    # A character may span several tokens: it appears with its last byte.
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    start = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
-    for token in model.generate(start, tokens, temperature, top_k, seed):
-        if token == tokenizer.eot_token:
-            break
-        yield decoder.decode(tokenizer.decode_single_token_bytes(token))
-    yield decoder.decode(b"", final=True)
 
 
 def main(arguments: list[str]) -> None:
@@ -91,6 +92,8 @@ def main(arguments: list[str]) -> None:
     run = Path(config.run).expanduser()
     if config.export is not None:
         check_folder(Path(config.export).expanduser())  # before the weights are read
+    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
+    prompts = None if config.prompts is None else read_prompts(Path(config.prompts).expanduser())
     trained = load_trained(run, config.checkpoint, attention=config.attention, device=config.device)
     model, tokenizer = trained.model, trained.tokenizer
     if config.export is not None:
@@ -98,12 +101,31 @@ def main(arguments: list[str]) -> None:
         export(model, tokenizer, Path(config.export).expanduser(), origin)
         print(f"wrote {config.export}", file=sys.stderr)
         return
-    text = stream(model, tokenizer, config.prompt, config.tokens, config.temperature, config.top_k, config.seed)
+    if prompts is not None:
+        write_texts(prompts, trained, sampling, config)
+        return
+    text = stream(model, tokenizer, config.prompt, config.tokens, sampling, config.stop, trained.dtype, config.compile)
     print(config.prompt, end="", flush=True)
-    with trained.autocast():
-        for piece in text:
-            print(piece, end="", flush=True)
+    for piece in text:
+        print(piece, end="", flush=True)
     print()
+
+
+def write_texts(prompts: list[str], trained: Trained, sampling: Sampling, config: SampleConfig) -> None:
+    """Continue many prompts, and print or write their texts. Raises UserError before anything is written."""
+    found = continuations(
+        trained.model,
+        trained.tokenizer,
+        prompts,
+        config.tokens,
+        sampling,
+        stop=config.stop,
+        slots=config.batch,
+        dtype=trained.dtype,
+        compile=config.compile,
+    )
+    put = print if config.out is None else open_new(Path(config.out).expanduser())
+    write(found, len(prompts), put)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,11 @@ from cli.resume import has_checkpoints, locked
 from cli.wording import one_sentence
 from config import Config, ConfigError, as_plain
 from data import Batches, Documents, Prefetcher, PreparedData, eval_batches, piece_lengths, prepare, save_tokenizer
+from generation.sampling import Sampling
+from generation.text import stream
 from model.gpt import GPT
 from model.score import ScoreConfig, describe_score
 from parts import attention_shape, build_meter, build_model, build_probe, build_profiler
-from sample import stream
 from training.checkpoint import newest_valid, read_manifest
 from training.device import Precision, World, resolve_device, resolve_precision
 from training.loop import Interruption, fit, oom_guard, too_large_model, too_large_step
@@ -170,9 +171,9 @@ def check_step_size(trainer: Trainer, metadata: dict[str, Any], path: Path) -> N
 
 def example(model: GPT, trainer: Trainer, data: PreparedData) -> str:
     """A text that the model makes up."""
-    with trainer.autocast():
-        pieces = stream(model, data.tokenizer, "\n", trainer.training.sample_tokens, seed=trainer.seed)
-        return f"\n{''.join(pieces).strip()}\n"
+    sampling = Sampling(temperature=0.8, top_k=50, seed=trainer.seed)
+    pieces = stream(model, data.tokenizer, "\n", trainer.training.sample_tokens, sampling, dtype=trainer.dtype)
+    return f"\n{''.join(pieces).strip()}\n"
 
 
 def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:

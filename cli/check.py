@@ -15,7 +15,7 @@ from model.score import score_mistakes
 from parts import attention_shape
 from training.device import Precision, World, resolve_device, resolve_precision
 from training.optimizer import optimizer_mistakes
-from training.parallel import check_context, check_parallel
+from training.parallel import DataParallel, check_context, check_parallel
 from training.parity.probe import check_parity
 from training.profiling.profiler import check_profile
 from training.step import training_mistakes
@@ -36,6 +36,11 @@ def mistakes(config: Config, world: World | None = None) -> Iterator[str]:
         world = replace(world, context=config.parallel.context)
     yield from training_mistakes(config.training, max(config.seq_len, 1), world)
     yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
+    if config.optimizer.name == "muon" and config.parallel.data is DataParallel.shard and world.size > 1:
+        yield (
+            "optimizer=muon needs whole matrices, and parallel.data=shard gives each rank some rows of them; use "
+            "parallel.data=replicate or optimizer=adamw."
+        )
     yield from (of_data := list(data_mistakes(config.data)))
     if not of_data:
         yield from refusal(CORPORA[config.data.name], config.data)  # finds the files, and reads none

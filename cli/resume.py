@@ -99,12 +99,15 @@ def check_writable(folder: Path, override: str) -> None:
 
 
 def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) -> None:
-    """Raise ConfigError where `checkpoint` was trained with another model or other data than `config` has.
+    """Raise ConfigError where `checkpoint` was trained with another model, optimizer or other data than `config` has.
 
     recorded  the checkpoint's configuration, plain
     """
     now, default = as_plain(config), as_plain(Config())
-    then_and_now = {"seq_len": (recorded["seq_len"], now["seq_len"])}
+    then_and_now = {
+        "seq_len": (recorded["seq_len"], now["seq_len"]),
+        "optimizer.name": (recorded["optimizer"]["name"], now["optimizer"]["name"]),
+    }
     for part, free in (("model", {"name", "dropout"}), ("score", {"name"}), ("data", {"cache"})):
         for name in now[part].keys() - free:
             # What the run was recorded without came later, and its default is what the run did.

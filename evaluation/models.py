@@ -14,6 +14,7 @@ from torch import Tensor
 from cli.trained import Trained
 from config import ConfigError
 from data.tokenizers import encoder
+from generation import Sampling, generate
 from model.loss import IGNORE_INDEX
 
 # Rows of logits in fp32 that exist at once: 0.8 GB with GPT-2's vocabulary.
@@ -82,8 +83,7 @@ class TrainedModel:
         return joined(pieces)
 
     def continuation(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
-        with self.trained.autocast():
-            yield from self.model.generate(list(prompt), tokens, temperature=0)
+        yield from generate(self.model, prompt, tokens, Sampling(temperature=0), self.trained.dtype)
 
 
 class ExportedModel:

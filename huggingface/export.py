@@ -29,11 +29,7 @@ def export(model: GPT, tokenizer: tiktoken.Encoding, folder: Path, origin: Origi
     described = describe(model)
     files = {
         "config.json": described.config,
-        "generation_config.json": {
-            **special_tokens(model),
-            "pad_token_id": model.vocab_size - 1,
-            "transformers_version": "4.50.0",
-        },
+        "generation_config.json": special_tokens(model) | {"pad_token_id": model.vocab_size - 1},
         "tokenizer_config.json": tokenizer_config(model.seq_len),
     }
     (architecture,) = described.config["architectures"]

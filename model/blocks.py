@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from attention.dropout import DropoutKey
-from attention.interface import Attention
+from attention.interface import AttentionOutput
 from attention.score import Layout, Score, alibi_slopes
 from model.config import GPTConfig
 from model.dropout import Mask, drop
@@ -21,6 +21,7 @@ from model.dropout import Mask, drop
 ROTARY_BASE = 10_000.0
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of each position's angles, (T, D / 2) or (B, T, D / 2) each
+Attend = Callable[..., AttentionOutput]  # an Attention, or what calls one with a cache
 Masks = Sequence[Mask | None]  # residual dropout's mask at each site; None: keep all
 
 
@@ -81,7 +82,7 @@ class SelfAttention(nn.Module):
         self.register_parameter("sinks", nn.Parameter(torch.zeros(self.n_heads)) if score.sinks else None)
 
     def forward(
-        self, x: Tensor, rotation: Rotation | None, layout: Layout, attend: Attention, key: DropoutKey | None
+        self, x: Tensor, rotation: Rotation | None, layout: Layout, attend: Attend, key: DropoutKey | None
     ) -> Tensor:
         B, T, C = x.shape
         heads = self.c_attn(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2 H_kv, D)
@@ -126,7 +127,7 @@ class Block(nn.Module):
         x: Tensor,
         rotation: Rotation | None,
         layout: Layout,
-        attend: Attention,
+        attend: Attend,
         key: DropoutKey | None,
         masks: Masks,
     ) -> Tensor:

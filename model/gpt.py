@@ -11,7 +11,7 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Subm
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from attention.dropout import DropoutKey
 from attention.interface import Attention, AttentionShape
 from attention.score import Layout, Range, Score, documents, take_rows, visible_pairs
-from model.blocks import MLP, Block, Masks, SelfAttention, call, labelled, rotation_table
+from model.blocks import MLP, Attend, Block, Masks, Rotation, SelfAttention, call, labelled, rotation_table
 from model.config import GPTConfig, ModelError, Positions, Recompute, check_config
 from model.dropout import draw_masks, drop
 from model.embedding import lookup
@@ -158,9 +158,7 @@ class GPT(nn.Module):
             rotation = (take_rows(self.cos, own, dim=0), take_rows(self.sin, own, dim=0))
         else:
             rotation = (self.cos[positions], self.sin[positions])
-        x = drop(x, masks[0])
-        if not self.residual_in_fp32 and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = self.narrowed(drop(x, masks[0]))
         for layer, block in enumerate(self.h):
             key = dropout_key and dropout_key.at_layer(layer)
             site = 2 * layer + 1
@@ -187,43 +185,33 @@ class GPT(nn.Module):
         with labelled("loss"):
             return cross_entropy(hidden, self.wte.weight, targets, self.vocab_size, self.loss)
 
-    def generate(
-        self, tokens: Sequence[int], max_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
-    ) -> Iterator[int]:
-        """Continue `tokens`, one id at a time, for `max_tokens` of them.
+    def extend(
+        self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], layout: Layout, rotation: Rotation | None
+    ) -> Tensor:
+        """The residual stream after the final norm, for tokens that continue sequences.
 
-        temperature  divides the logits; 0 always takes the likeliest token
-        top_k        draw among the k likeliest tokens only
-        seed         of the draws, which are made on the CPU: the same on every device up to rounding of the logits
+        tokens     (B, T)   int64
+        positions  (B, T)   integers, each token's place in its sequence
+        attends    what each layer calls for attention, which knows the tokens before these
+        layout     for them
+        rotation   with rotary positions, the angles of all positions up to the highest (model.blocks.rotation_table)
 
-        Each token is computed from scratch from the last `seq_len` tokens. Raises ModelError.
+        Nothing is dropped, and nothing looks at values. Returns (B, T, C).
         """
-        if not tokens:
-            raise ModelError("The prompt has no tokens; give at least one.")
-        if temperature < 0:
-            raise ModelError(f"temperature={temperature} must be at least 0.")
-        if top_k is not None and top_k < 1:
-            raise ModelError(f"top_k={top_k} must be at least 1; null draws among all tokens.")
-        return self._generate(list(tokens), max_tokens, temperature, top_k, torch.Generator().manual_seed(seed))
+        x = lookup(self.wte.weight, tokens)
+        if rotation is None:
+            x = x + lookup(self.wpe.weight, positions)
+        else:
+            rotation = (rotation[0][positions], rotation[1][positions])
+        x = self.narrowed(x)
+        for block, attend in zip(self.h, attends, strict=True):
+            x = block(x, rotation, layout, attend, None, (None, None))
+        return self.ln_f(x)
 
-    def _generate(
-        self, tokens: list[int], max_tokens: int, temperature: float, top_k: int | None, generator: torch.Generator
-    ) -> Iterator[int]:
-        device, was_training = self.wte.weight.device, self.training
-        for _ in range(max_tokens):
-            self.eval()
-            with torch.no_grad():
-                hidden = self.hidden(torch.tensor([tokens[-self.seq_len :]], device=device))[:, -1]  # (1, C)
-                logits = F.linear(hidden, self.wte.weight)[0, : self.vocab_size].float().cpu()  # (vocab_size,)
-            self.train(was_training)
-            if top_k is not None and top_k < self.vocab_size:
-                logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-            if temperature == 0:
-                token = int(logits.argmax())
-            else:
-                token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-            tokens.append(token)
-            yield token
+    def narrowed(self, x: Tensor) -> Tensor:
+        """The residual stream x in the precision that it is added up in."""
+        narrow = not self.residual_in_fp32 and torch.is_autocast_enabled(x.device.type)
+        return x.to(torch.get_autocast_dtype(x.device.type)) if narrow else x
 
     def num_parameters(self) -> int:
         """Number of trained values; the tied embedding counts once, without its padding."""

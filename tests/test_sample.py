@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -21,7 +20,8 @@ from data.tokenizers import bpe_tokenizer, bytes_tokenizer
 from errors import UserError
 from model.config import GPTConfig
 from model.gpt import GPT
-from sample import SampleConfig, main, parse, stream
+from sample import SampleConfig, main, parse
+from tests.generation.from_scratch import expected
 from training.checkpoint import save_checkpoint
 
 TOKENIZER = bytes_tokenizer()
@@ -50,18 +50,20 @@ def run(tmp_path) -> Path:
     return tmp_path
 
 
-def expected(step: int, prompt: str, tokens: int) -> str:
-    drawn = fresh(step).eval().generate(TOKENIZER.encode_ordinary(prompt), tokens, 0.5, 20, seed=3)
-    kept = list(drawn)
-    kept = kept[: kept.index(256)] if 256 in kept else kept
-    return prompt + bytes(kept).decode("utf-8", errors="replace") + "\n"
+def continuation(step: int, prompt: list[int], tokens: int) -> str:
+    """The text that the model of a step continues the prompt with, computed without a cache."""
+    model, found = fresh(step).eval(), list[int]()
+    while len(found) < tokens and found[-1:] != [256]:
+        found = expected(model, prompt, [*found, 0], temperature=0.5, top_k=20, seed=3)
+    return bytes(token for token in found if token != 256).decode("utf-8", errors="replace")
 
 
 @pytest.mark.parametrize("checkpoint", ["best", "newest"])
 def test_prompt_and_continuation_come_from_the_chosen_checkpoint(run, capsys, checkpoint):
     arguments = ["prompt=def ", "tokens=40", "temperature=0.5", "top_k=20", "seed=3", f"checkpoint={checkpoint}"]
     main([f"run={run}", "device=cpu", *arguments])
-    assert capsys.readouterr().out == expected({"best": 5, "newest": 9}[checkpoint], "def ", 40)
+    step = {"best": 5, "newest": 9}[checkpoint]
+    assert capsys.readouterr().out == "def " + continuation(step, list(b"def "), 40) + "\n"
 
 
 def test_a_configuration_that_an_experiment_computed_is_read(run):
@@ -77,7 +79,7 @@ def test_a_damaged_best_checkpoint_is_named_and_the_newest_taken(run, capsys):
         file.write(b"\xff")
     main([f"run={run}", "prompt=a", "tokens=5", "temperature=0.5", "top_k=20", "seed=3"])
     captured = capsys.readouterr()
-    assert captured.out == expected(9, "a", 5)
+    assert captured.out == "a" + continuation(9, list(b"a"), 5) + "\n"
     assert "step-00000005" in captured.err
     assert "step-00000009" in captured.err
 
@@ -97,30 +99,65 @@ def test_damage_to_every_checkpoint_is_told_once(run, capsys):
     assert "is damaged" not in capsys.readouterr().err
 
 
-class Scripted:
-    """A model that says what it is told to, and notes what it was asked."""
-
-    def __init__(self, tokens: Iterable[int]) -> None:
-        self.tokens = list(tokens)
-        self.prompts: list[list[int]] = []
-
-    def generate(self, start: list[int], *_: object) -> Iterator[int]:
-        self.prompts.append(start)
-        yield from self.tokens
+def test_an_empty_prompt_begins_a_text(run, capsys):
+    main([f"run={run}", "tokens=10", "temperature=0.5", "top_k=20", "seed=3"])
+    assert capsys.readouterr().out == continuation(5, [TOKENIZER.eot_token], 10) + "\n"
 
 
-def test_characters_of_several_tokens_are_never_split():
-    text = "déjà vu — 木 🦜"
-    pieces = list(stream(cast(GPT, Scripted(text.encode())), TOKENIZER, "", tokens=100))
-    assert "".join(pieces) == text
-    assert all("�" not in piece for piece in pieces)
-    assert "".join(stream(cast(GPT, Scripted("木".encode()[:2])), TOKENIZER, "", tokens=100)) == "�"
+def test_the_stop_text_ends_the_continuation(run, capsys):
+    whole = continuation(5, list(b"def "), 40)
+    stop = whole[5:7]
+    main([f"run={run}", "prompt=def ", "tokens=40", "temperature=0.5", "top_k=20", "seed=3", f"stop={stop}"])
+    assert capsys.readouterr().out == "def " + whole[: whole.index(stop)] + "\n"
 
 
-def test_the_text_ends_at_its_end_token_and_an_empty_prompt_starts_after_one():
-    model = Scripted((104, 105, 256, 104))
-    assert "".join(stream(cast(GPT, model), TOKENIZER, "", tokens=9)) == "hi"
-    assert model.prompts == [[256]]
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_many_prompts_are_continued_as_each_alone(run, tmp_path, capsys, suffix):
+    prompts = ["def ", "a", "class", "if x:", "\u2028b"]
+    lines = prompts if suffix == "txt" else [json.dumps({"prompt": prompt, "id": 7}) for prompt in prompts]
+    (tmp_path / f"prompts.{suffix}").write_text("\n".join(lines) + "\n")
+    files = [f"prompts={tmp_path / 'prompts'}.{suffix}", f"out={tmp_path / 'texts.jsonl'}"]
+    main([f"run={run}", *files, "batch=2", "tokens=12", "temperature=0.5", "top_k=20", "seed=3"])
+    found = [json.loads(line) for line in (tmp_path / "texts.jsonl").open()]
+    assert sorted(line["index"] for line in found) == list(range(5))
+    for line in found:
+        assert line["prompt"] == prompts[line["index"]]
+        assert line["text"] == continuation(5, list(line["prompt"].encode()), 12)
+        assert 0 < line["tokens"] <= 12
+        assert line["seconds"] >= 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "5 of 5 prompts" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "sentence"),
+    [
+        ("a\n\nb\n", [], r"Line 2 of prompts=.*prompts.txt is not a prompt; write one there, or take it out"),
+        ("", [], "Line 1 of prompts="),
+        (
+            '{"prompt": "a"}\n{"text": "b"}\n',
+            [],
+            'Line 2 of prompts=.*prompts.jsonl is not a JSON object with a "prompt"',
+        ),
+        ('{"prompt": "' + 17 * "a" + '"}', [], "The prompt has 17 tokens, and the model sees seq_len=16"),
+        ('{"prompt": "a"}', ["out={folder}/full"], "out=.*full exists, and is not overwritten"),
+        ('{"prompt": "a"}', ["out={folder}/no/file"], r"out=.*file cannot be written \(No such file"),
+        ('{"prompt": "a"}', ["prompt=b"], "prompt=b and prompts=.* are both there"),
+        ('{"prompt": "a"}', ["batch=0"], "batch=0 must be at least 1"),
+        ('{"prompt": "a"}', ["tokens=0"], "tokens=0 adds nothing"),
+        (None, [], r"prompts=.*prompts.jsonl cannot be read \(No such file"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_refused_in_one_sentence(run, tmp_path, content, arguments, sentence):
+    (tmp_path / "full").write_text("something else")
+    path = tmp_path / ("prompts.jsonl" if content is None or content.startswith("{") else "prompts.txt")
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=sentence) as raised:
+        main([f"run={run}", f"prompts={path}", *(argument.format(folder=tmp_path) for argument in arguments)])
+    assert "\n" not in str(raised.value)
+    assert (tmp_path / "full").read_text() == "something else"
 
 
 def test_a_run_is_exported_for_transformers_with_its_tokenizer_and_card(run, tmp_path):
@@ -170,6 +207,8 @@ def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():
         (["run=x", "hello"], "hello is not an argument"),
         (["run=x", "tokens=many"], "tokens=many is not possible: .*many"),
         (["run=x", "tokens=-5"], "tokens=-5 must be at least 0"),
+        (["run=x", "out=y"], "out=y takes the texts of many prompts; name their file with prompts="),
+        (["run=x", "top_p=2"], "top_p=2.0 must be above 0 and at most 1"),
         (["run=x", "checkpoint=last"], "checkpoint=last is not possible: .*best, newest"),
         (["run=/no/where"], "run=/no/where is not a run folder"),
     ],

@@ -1,13 +1,15 @@
-"""AdamW and its learning rate: a pure function of the step."""
+"""The optimizers, and their learning rate: a pure function of the step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from training.muon import Muon, hidden_matrices
 
 AUTO = "auto"
 
@@ -16,12 +18,14 @@ AUTO = "auto"
 class OptimizerConfig:
     """What a user chooses under `optimizer.*`.
 
-    name          adamw
+    name          adamw, or muon: Muon for the matrices of the hidden layers and AdamW for the rest
     lr            the peak of the schedule
     weight_decay  per step, times the learning rate, of matrices and embeddings only
     betas         decay of the running means of the gradient and of its square
     eps           added to the root of the second
     clip          largest norm of the gradient over all parameters; 0: no clipping
+    momentum      of Muon
+    muon_lr       the peak for Muon's matrices; None: lr, which suits both
     """
 
     name: str = "adamw"
@@ -30,6 +34,8 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
     clip: float = 1.0
+    momentum: float = 0.95
+    muon_lr: float | None = None
 
 
 @dataclass
@@ -86,7 +92,24 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     The learning rate is a tensor on the parameters' device, filled before each step. A new value then needs neither
     recompilation nor a new CUDA graph.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    return adamw_of([p for p in model.parameters() if p.requires_grad], config)
+
+
+def build_muon(model: nn.Module, config: OptimizerConfig) -> Muon:
+    """Muon for the weights of linear layers, AdamW for embeddings, the head tied to them, norms and biases."""
+    matrices = hidden_matrices(model)
+    hidden = {matrix for matrix, _ in matrices}
+    adamw = adamw_of([p for p in model.parameters() if p.requires_grad and p not in hidden], config)
+    options = {
+        "lr": adamw.param_groups[0]["lr"].clone(),
+        "lr_ratio": 1.0 if config.muon_lr is None else config.muon_lr / config.lr,
+        "weight_decay": config.weight_decay,
+    }
+    return Muon(matrices, options, config.momentum, adamw)
+
+
+def adamw_of(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW for some parameters of one device."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -97,16 +120,19 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=config.eps, fused=True, capturable=on_gpu)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.AdamW]] = {"adamw": build_adamw}
+OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": build_adamw,
+    "muon": build_muon,
+}
 
 
-def set_learning_rate(optimizer: torch.optim.AdamW, lr: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next update, in the tensor that the device reads."""
     for group in optimizer.param_groups:
-        group["lr"].fill_(lr)
+        group["lr"].fill_(lr * group.get("lr_ratio", 1.0))
 
 
-def update_parameters(optimizer: torch.optim.AdamW, divisor: Tensor, skip: Tensor) -> None:
+def update_parameters(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
     """One update from gradients / divisor, or none if `skip`. The device decides; the host does not wait.
 
     divisor  0-dim: scaling and clipping in one
@@ -130,6 +156,13 @@ def optimizer_mistakes(config: OptimizerConfig, schedule: ScheduleConfig, steps:
         value = getattr(config, name)
         if not (value > 0 and math.isfinite(value)):
             yield f"optimizer.{name}={value} must be above 0 and finite, such as optimizer.{name}={usual}."
+    if not 0 <= config.momentum < 1:
+        yield f"optimizer.momentum={config.momentum} must lie in [0, 1), such as 0.95."
+    if config.muon_lr is not None and not (config.muon_lr > 0 and math.isfinite(config.muon_lr)):
+        yield f"optimizer.muon_lr={config.muon_lr} must be above 0 and finite, or null for optimizer.lr."
+    for name in ("momentum", "muon_lr"):
+        if config.name == "adamw" and getattr(config, name) != getattr(OptimizerConfig, name):
+            yield f"optimizer.{name}={getattr(config, name)} has no effect with optimizer=adamw; choose optimizer=muon."
     for name in ("weight_decay", "clip"):
         if not getattr(config, name) >= 0:
             yield f"optimizer.{name}={getattr(config, name)} must not be negative; optimizer.{name}=0 turns it off."

@@ -168,8 +168,8 @@ def join_kernel(
 ):
     """out and lse of one row from those of its splits. Grid: B x H x T. SPLITS is n_splits, rounded up."""
     i_row = tl.program_id(0).to(tl.int64)
-    o_i, o_d = tl.arange(0, SPLITS), tl.arange(0, COLUMNS)
-    m = tl.max(tl.load(partial.m + i_row * n_splits + o_i, mask=o_i < n_splits, other=-float("inf")), 0)
+    o_all, o_d = tl.arange(0, SPLITS), tl.arange(0, COLUMNS)
+    m = tl.max(tl.load(partial.m + i_row * n_splits + o_all, mask=o_all < n_splits, other=-float("inf")), 0)
     m_safe = tl.where(m == -float("inf"), 0.0, m)
     l = tl.zeros([JOINED], tl.float32)
     o = tl.zeros([JOINED, COLUMNS], tl.float32)

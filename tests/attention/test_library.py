@@ -9,8 +9,10 @@ import sys
 import zipfile
 from importlib.metadata import PathDistribution
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,14 +31,6 @@ def installed(tmp_path_factory) -> Path:
     return folder
 
 
-def run(code: str, *paths: Path) -> str:
-    """What Python prints in a process that finds `paths` and what is installed, and not the repository."""
-    path = f"import sys; sys.path[:0] = {[str(path) for path in paths]}\n"
-    done = subprocess.run([sys.executable, "-I", "-c", path + code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_the_wheel_holds_every_file_of_attention_and_says_that_it_is_typed(installed):
     ours = {path.relative_to(ROOT / "attention") for path in (ROOT / "attention").rglob("*.py")}
     theirs = {path.relative_to(installed / "gpt_attention") for path in (installed / "gpt_attention").rglob("*")}
@@ -44,33 +38,44 @@ def test_the_wheel_holds_every_file_of_attention_and_says_that_it_is_typed(insta
     assert Path("py.typed") in theirs
 
 
-def test_the_library_needs_torch_and_triton_alone(installed):
-    (description,) = installed.glob("*.dist-info")
-    needs = PathDistribution(description).requires or []
+def test_the_library_needs_torch_and_triton_alone_and_lives_beside_a_checkout(installed):
+    (path,) = installed.glob("*.dist-info")
+    description = PathDistribution(path)
+    needs = description.requires or []
     assert [re.split(r"[<>=;]", need)[0] for need in needs if "extra ==" not in need] == ["torch", "triton"]
-    # Everything else that is installed here cannot be imported, but for what torch and Triton need themselves.
-    code = """
+    # Nothing else can be imported, but for what torch and Triton have imported themselves. Custom operators are global
+    # to a process, where a second registration under a name would replace the first.
+    code = f"""
+import sys
+sys.path.insert(0, {str(installed)!r})
 import torch, triton, triton.experimental.gluon, torch.nn.attention.flex_attention
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        known = {"torch", "triton", "gpt_attention", *sys.stdlib_module_names}
-        if name.partition(".")[0] not in known:
+        if name.partition(".")[0] not in {{"torch", "triton", "gpt_attention", *sys.stdlib_module_names}}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())
 import gpt_attention
 q = torch.randn(1, 2, 5, 8, requires_grad=True)
 for name in ("naive", "tiled", "sdpa"):
     gpt_attention.build_attention(gpt_attention.AttentionConfig(name))(q, q, q).out.sum().backward()
-print(gpt_attention.__version__, *[m for m in sys.modules if m in ("attention", "errors", "model", "training")])
+print(gpt_attention.__version__)
+sys.meta_path.pop(0)
+sys.path.insert(0, {str(ROOT)!r})
+import attention
+for name in ("tiled_forward", "tiled_backward", "flash_forward", "flash_backward"):
+    print(getattr(torch.ops.attention, name) is getattr(torch.ops.gpt_attention, name))
 """
-    assert run(code, installed).split() == [PathDistribution(description).version]
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [description.version] + ["False"] * 4
 
 
-def test_the_library_and_a_checkout_live_in_one_process(installed):
-    """Custom operators are global to a process: a second registration under a name would replace the first."""
-    code = """
-import attention, gpt_attention, torch
-names = ("tiled_forward", "tiled_backward", "flash_forward", "flash_backward")
-print(*[getattr(torch.ops.attention, name) is getattr(torch.ops.gpt_attention, name) for name in names])
-"""
-    assert run(code, installed, ROOT).split() == ["False"] * 4
+def test_the_code_of_the_library_page_runs(installed, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(installed)
+    page = (ROOT / "docs" / "use-as-a-library.md").read_text()
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(code, names)
+    assert names["out"].shape == (2, 8, 300, 64)
+    assert torch.equal(names["first"], names["second"])

@@ -16,12 +16,13 @@ import torch
 from attention import AttentionConfig, build_attention
 from config import Config, as_plain
 from data.tokenizers import bpe_tokenizer, bytes_tokenizer, gpt2_tokenizer
+from generation.sampling import Sampling
+from generation.text import stream
 from huggingface import Origin, export
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.gpt2_weights import WeightsError, load_gpt2
 from model.score import ScoreConfig
-from sample import stream
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,7 +99,7 @@ def test_transformers_reads_the_folder_as_the_same_model(name, config, score, ar
 
     generate = transformers.pipeline("text-generation", model=str(tmp_path / "exported"), device="cpu")
     prompt = "def f(x):"
-    continued = "".join(stream(model, encoding, prompt, tokens=30, temperature=0))
+    continued = "".join(stream(model, encoding, prompt, 30, Sampling(temperature=0)))
     (answer,) = generate(prompt, max_new_tokens=30, do_sample=False)
     assert answer["generated_text"] == prompt + continued
     assert len(set(continued)) > 2

@@ -1,4 +1,4 @@
-"""AdamW's groups and updates against torch's plain ones, and the schedules against their formulas."""
+"""The optimizers' groups and updates against torch's plain ones, and the schedules against their formulas."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ import pytest
 import torch
 from torch import nn
 
+from attention import AttentionConfig, build_attention
+from model.config import GPTConfig
+from model.gpt import GPT
+from training.checkpoint import save_checkpoint
 from training.exchange import AnyOrder
 from training.optimizer import (
     OptimizerConfig,
     ScheduleConfig,
     build_adamw,
+    build_muon,
     learning_rate,
     set_learning_rate,
     update_parameters,
 )
+from training.state import gather_state, restore_state
 
 STEPS, PEAK = 1000, 3e-3
 ONE, NEVER = torch.tensor(1.0), torch.tensor(False)
@@ -115,20 +121,6 @@ def test_updates_are_torchs_clipping_and_unfused_adamw(clip: float) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_skipped_update_changes_nothing_and_is_not_counted() -> None:
-    model, reference = small_model(), small_model()
-    optimizer, undisturbed = (build_adamw(m, OptimizerConfig()) for m in (model, reference))
-    for step in range(4):
-        fill_gradients(reference, step)
-        update_parameters(undisturbed, ONE, NEVER)
-        fill_gradients(model, step)
-        update_parameters(optimizer, ONE, NEVER)
-        fill_gradients(model, 99, size=math.nan)
-        update_parameters(optimizer, ONE, torch.tensor(True))
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_the_loss_scale_is_divided_out() -> None:
     model, reference = small_model(), small_model()
     for module, scale in ((model, 1024.0), (reference, 1.0)):
@@ -137,3 +129,75 @@ def test_the_loss_scale_is_divided_out() -> None:
         update_parameters(optimizer, torch.tensor(scale), NEVER)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def small_gpt() -> GPT:
+    torch.manual_seed(0)
+    config = GPTConfig(n_layers=2, n_heads=4, n_kv_heads=2, n_embd=32, bias=True)
+    return GPT(config, 20, 8, build_attention(AttentionConfig()))
+
+
+def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest() -> None:
+    model, reference = small_gpt(), small_gpt()
+    config = OptimizerConfig(name="muon", lr=0.02, muon_lr=0.04, momentum=0.9, weight_decay=0.1)
+    optimizer = build_muon(model, config)
+    fused = {f"h.{i}.attn.c_attn.weight" for i in range(2)}
+    hidden = [n for n, p in reference.named_parameters() if p.ndim == 2 and n.startswith("h.")]
+    assert len(hidden) == 8
+    pieces = {  # queries, keys and values are matrices of their own
+        name: [nn.Parameter(x.clone()) for x in p.detach().split([32, 16, 16] if name in fused else [len(p)])]
+        for name, p in reference.named_parameters()
+        if name in hidden
+    }
+    parts = [part for of_matrix in pieces.values() for part in of_matrix]
+    muon = torch.optim.Muon(parts, lr=0.04, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    rest = nn.ModuleDict({"wte": reference.wte, "wpe": reference.wpe})
+    vectors = [p for p in reference.parameters() if p.ndim < 2]
+    adamw = torch.optim.AdamW(
+        [{"params": list(rest.parameters()), "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.99),
+    )
+    for step in range(5):
+        lr = 0.02 / (step + 1)
+        fill_gradients(model, step, size=2.0)
+        fill_gradients(reference, step)
+        gradients = dict(reference.named_parameters())
+        for name, of_matrix in pieces.items():
+            gradient = gradients[name].grad
+            assert gradient is not None
+            for part, own in zip(of_matrix, gradient.split([len(p) for p in of_matrix]), strict=True):
+                part.grad = own
+        for group in muon.param_groups:
+            group["lr"] = 2 * lr
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        muon.step()
+        adamw.step()
+        set_learning_rate(optimizer, lr)
+        update_parameters(optimizer, torch.tensor(2.0), NEVER)
+    for name, parameter in model.named_parameters():
+        expected = torch.cat([part.detach() for part in pieces[name]]) if name in pieces else gradients[name]
+        torch.testing.assert_close(parameter, expected)
+
+
+@pytest.mark.parametrize("build", [build_adamw, build_muon])
+def test_a_skipped_update_changes_no_bit_and_a_restored_optimizer_goes_on_with_the_same_ones(tmp_path, build) -> None:
+    models = [small_gpt() for _ in range(3)]
+    optimizers = [build(model, OptimizerConfig()) for model in models]
+
+    def train(which: int, first: int, last: int, disturbed: bool = False) -> None:
+        for step in range(first, last):
+            fill_gradients(models[which], step)
+            set_learning_rate(optimizers[which], 0.01 * (step + 1))
+            update_parameters(optimizers[which], ONE, NEVER)
+            if disturbed:
+                fill_gradients(models[which], step, size=math.inf)
+                update_parameters(optimizers[which], ONE, torch.tensor(True))
+
+    train(0, 0, 4)
+    train(1, 0, 2, disturbed=True)
+    path = save_checkpoint(tmp_path, gather_state(models[1], optimizers[1], {}), 2, keep_last=1, metadata={})
+    restore_state(path, models[2], optimizers[2], {})
+    train(2, 2, 4, disturbed=True)
+    for uninterrupted, resumed in zip(models[0].parameters(), models[2].parameters(), strict=True):
+        assert torch.equal(uninterrupted, resumed)

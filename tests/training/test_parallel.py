@@ -11,8 +11,8 @@ from cli.check import mistakes
 from config import Config
 from model.gpt import GPTConfig
 from training.device import World
-from training.optimizer import ScheduleConfig
-from training.parallel import ParallelConfig
+from training.optimizer import OptimizerConfig, ScheduleConfig
+from training.parallel import DataParallel, ParallelConfig
 
 CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32), schedule=ScheduleConfig())
 
@@ -40,6 +40,13 @@ CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32)
 def test_what_these_ranks_cannot_do_is_one_sentence(parallel: ParallelConfig, ranks: int, sentence: str) -> None:
     (said,) = mistakes(replace(CONFIG, parallel=parallel), World(size=ranks))
     assert sentence in said
+
+
+def test_muon_is_refused_where_ranks_have_rows_of_matrices_alone() -> None:
+    config = replace(CONFIG, optimizer=OptimizerConfig(name="muon"), parallel=ParallelConfig(DataParallel.shard))
+    (said,) = mistakes(config, World(size=2))
+    assert said.startswith("optimizer=muon needs whole matrices, and parallel.data=shard gives each rank some rows")
+    assert not list(mistakes(config, World(size=1)))
 
 
 def test_a_length_between_two_that_can_be_shared_names_both() -> None:

@@ -202,7 +202,9 @@ def test_auto_begins_anew_in_a_folder_without_a_checkpoint(runs: Path) -> None:
     assert losses(run)[0] == losses(runs / "newer")[0]
 
 
-@pytest.mark.parametrize("override", ["model.n_layers=3", "seq_len=16", "data.tokenizer=bpe", "score.window=5"])
+@pytest.mark.parametrize(
+    "override", ["model.n_layers=3", "seq_len=16", "data.tokenizer=bpe", "score.window=5", "optimizer.name=muon"]
+)
 def test_another_model_or_other_data_are_refused_and_leave_the_run_alone(runs: Path, override: str) -> None:
     before = contents(runs)
     reason = "was trained on other data" if override.startswith("data.") else "does not fit it"

@@ -1,0 +1,264 @@
+"""The implementations as `attn_implementation=` of Hugging Face's transformers.
+
+>>> import gpt_attention.transformers
+>>> gpt_attention.transformers.register()
+>>> model = AutoModelForCausalLM.from_pretrained("gpt2", attn_implementation="gpt_attention_flash")
+>>> with gpt_attention.transformers.dropout_key(seed=1337, step=step):
+...     model(tokens, labels=tokens).loss.backward()
+
+transformers describes a mask as a composition of functions. What they say is read off them, never evaluated for every
+pair of a query and a key, and what an implementation cannot serve is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+
+from . import build_attention
+from .dropout import DropoutKey
+from .interface import ONE_DOCUMENT, Attention, AttentionConfig, UnsupportedAttention
+from .score import Layout, Score, documents
+
+PREFIX = "gpt_attention_"
+NAMES = tuple(PREFIX + name for name in ("naive", "tiled", "flash"))
+
+# Of the code under `dropout_key`. Not of a thread or context: backward passes recompute in threads of their own.
+_key: DropoutKey | None = None
+
+
+@functools.cache
+def register() -> None:
+    """Make gpt_attention_naive, gpt_attention_tiled and gpt_attention_flash known to transformers."""
+    for name in NAMES:
+        AttentionInterface.register(name, functools.partial(attend, name))
+        AttentionMaskInterface.register(name, visible)
+    # transformers takes every name with "flash" in it for a build of flash-attn, which it looks for, or replaces by
+    # another that a model lists. Nothing in this check is for names that are registered here.
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+
+    @functools.wraps(check)
+    def keep_ours(self: PreTrainedModel, attn_implementation: str | None, *rest: Any, **options: Any) -> str:
+        if attn_implementation in NAMES:
+            return attn_implementation
+        return check(self, attn_implementation, *rest, **options)
+
+    PreTrainedModel._check_and_adjust_attn_implementation = keep_ours  # type: ignore[method-assign]
+
+
+@contextmanager
+def dropout_key(seed: int, step: int, first_sequence: int = 0) -> Iterator[None]:
+    """Within the block attention drops what this key determines: the same weights in every run and implementation.
+
+    seed, step      of training, below 2**32
+    first_sequence  index in the global batch of the first sequence, for gradient accumulation and several ranks
+
+    The backward pass belongs into the block where activations are recomputed. Other dropout of a model is torch's.
+    """
+    global _key
+    before, _key = _key, DropoutKey(seed, step, layer=0, first_sequence=first_sequence)
+    try:
+        yield
+    finally:
+        _key = before
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What a mask of transformers says: the form in which it reaches `attend`.
+
+    For static caches transformers makes masks before the forward pass and handles them like the tensors they are
+    elsewhere: hence `ndim` and `contiguous`.
+    """
+
+    causal: bool
+    window: int | None = None
+    layout: Layout = ONE_DOCUMENT
+
+    ndim = 4
+
+    def contiguous(self) -> Visible:
+        return self
+
+
+def attend(
+    name: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Visible | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers.
+
+    query       (B, H, T, D)
+    key, value  (B, H_kv, S, D)
+    s_aux       (H,) sinks
+
+    Returns (B, T, H, D). Raises UnsupportedAttention for what the implementation would have to ignore.
+    """
+    for argument in ("position_bias", "cache", "cu_seq_lens_q", "output_attentions"):
+        if (given := others.get(argument)) is not None and given is not False:
+            raise UnsupportedAttention(
+                f"attn_implementation={name} does not serve {argument}; leave it out or choose eager."
+            )
+    if isinstance(attention_mask, Tensor):
+        raise UnsupportedAttention(
+            f"attn_implementation={name} takes no mask of shape {tuple(attention_mask.shape)}; pass one of shape "
+            "(batch, length) that hides padding, or choose eager."
+        )
+    if attention_mask is None:  # a model that makes no mask leaves it to these, as with sdpa and flash-attn
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        attention_mask = Visible(causal, sliding_window)
+    if torch.is_autocast_enabled(query.device.type):  # rotary positions may have brought queries and keys to fp32
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    score = Score(causal=attention_mask.causal, window=attention_mask.window, soft_cap=softcap, sinks=s_aux is not None)
+    out = implementation(name, dropout)(
+        query,
+        key,
+        value,
+        score=score,
+        layout=attention_mask.layout,
+        scale=scaling,
+        dropout_key=layer_key(name, module, dropout),
+        sinks=s_aux,
+    ).out
+    return out.transpose(1, 2), None
+
+
+@functools.cache
+def implementation(name: str, dropout: float) -> Attention:
+    """The implementation with a name of NAMES."""
+    return build_attention(AttentionConfig(name.removeprefix(PREFIX), dropout=dropout))
+
+
+def layer_key(name: str, module: nn.Module, dropout: float) -> DropoutKey | None:
+    """The key of the layer `module`; None where nothing is to be dropped."""
+    if dropout == 0:
+        return None
+    if _key is None:
+        raise UnsupportedAttention(
+            f"attn_implementation={name} drops attention weights (here {dropout:g} of them) by a key, and none is set; "
+            "train under `with gpt_attention.transformers.dropout_key(seed, step):`."
+        )
+    return _key.at_layer(int(module.layer_idx))  # type: ignore[arg-type]
+
+
+def visible(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | Visible | None = None,
+    **_: Any,
+) -> Visible:
+    """A mask function of transformers.
+
+    q_offset, kv_offset  positions of the first query and of the first key
+    attention_mask       (B, positions) bool, False for padding
+
+    Raises UnsupportedAttention for a mask that the implementations cannot serve.
+    """
+    if isinstance(attention_mask, Visible):
+        return attention_mask
+    parts = Parts.of(mask_function)
+    q_offset = int(q_offset)
+    q_end, k_end = q_offset + q_length, kv_offset + kv_length
+    starts = None if attention_mask is None else padding_starts(attention_mask, q_end, max(q_end, k_end))
+    if parts.sequences is not None:
+        if starts is not None:
+            raise refused("sequences packed in a row together with padding")
+        starts = torch.searchsorted(parts.sequences, parts.sequences, out_int32=True)
+    if starts is not None and not parts.causal:
+        raise refused("padding that is hidden from tokens before it, as in an encoder,")
+    layout = ONE_DOCUMENT if starts is None else documents(starts)._replace(k_start=kv_offset)
+    if parts.causal and q_end != k_end:  # else the last query stands at the last key, as by default
+        layout = layout._replace(q_start=q_offset, k_start=kv_offset)
+    return Visible(parts.causal, parts.window, layout)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a mask function of transformers consists of.
+
+    sequences  (B, T) for each token the number of its sequence among those packed in its row
+    """
+
+    causal: bool
+    window: int | None = None
+    sequences: Tensor | None = None
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Parts:
+        """Raises UnsupportedAttention for a function of unknown meaning."""
+        if function is masking_utils.causal_mask_function:
+            return cls(causal=True)
+        if function is masking_utils.bidirectional_mask_function:
+            return cls(causal=False)
+        if getattr(function, "__module__", None) != masking_utils.__name__:
+            raise refused(f"the mask function {function}")
+        kind = function.__qualname__.partition(".<locals>")[0]
+        captured = inspect.getclosurevars(function).nonlocals
+        if kind == "sliding_window_overlay":
+            return cls(causal=False, window=captured["sliding_window"])
+        if kind == "packed_sequence_mask_function":
+            return cls(causal=False, sequences=captured["packed_sequence_mask"])
+        if kind == "remap_positions_for_packed_sequence":  # positions within a sequence differ as those in the row do
+            return cls.of(captured["mask_function"])
+        if kind != "and_masks":
+            raise refused(f"the mask {kind}")
+        parts = [cls.of(part) for part in captured["mask_functions"]]
+        windows = [part.window for part in parts if part.window is not None]
+        sequences = [part.sequences for part in parts if part.sequences is not None]
+        causal = any(part.causal for part in parts)
+        if windows and not causal and not sequences:
+            raise refused("a window that is not causal")
+        return cls(causal, min(windows, default=None), sequences[0] if sequences else None)
+
+
+def padding_starts(mask: Tensor, seen: int, length: int) -> Tensor | None:
+    """(B, length) int32: where the run of real or of padding tokens begins that each position belongs to.
+
+    mask    (B, positions) bool, False for padding
+    seen    positions that queries see; a cache may have room for more
+    length  positions of keys
+
+    Real tokens then see each other alone, and what padding sees is nobody's concern. None where nothing is padding.
+    Waits for the device. Raises UnsupportedAttention for padding among real tokens.
+    """
+    mask = F.pad(mask, (0, max(0, length - mask.shape[1])))[:, :length]
+    if mask[:, :seen].all():
+        return None
+    position = torch.arange(length, device=mask.device)
+    first = mask.int().argmax(dim=1, keepdim=True)
+    end = first + mask.sum(dim=1, keepdim=True)
+    if not torch.equal(mask, (position >= first) & (position < end)):
+        raise refused("padding between the tokens of a sequence")
+    starts = torch.where(position < first, 0, torch.where(position < end, first, end))
+    return starts.to(torch.int32)
+
+
+def refused(what: str) -> UnsupportedAttention:
+    """The refusal of a mask."""
+    return UnsupportedAttention(
+        f"attn_implementation={PREFIX}* does not serve {what}; it serves causal masks, sliding windows, padding before "
+        "or after a sequence and packed sequences. Choose eager."
+    )

@@ -1,0 +1,14 @@
+"""Text from a trained model, with a cache of keys and values.
+
+engine.py    many prompts at a time, token by token: start reading here
+sampling.py  the next token from the logits, and the random numbers that decide it
+memory.py    whether the cache fits
+text.py      tokens to text, up to its end
+prompts.py   prompts from a file, texts to a file
+"""
+
+from generation.engine import Engine, Request, generate
+from generation.errors import GenerationError
+from generation.sampling import Sampling
+
+__all__ = ["Engine", "GenerationError", "Request", "Sampling", "generate"]

@@ -1,0 +1,48 @@
+"""Whether a cache fits, said before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from generation.errors import GenerationError
+from model.cache import PAGE_SIZE, CacheSize, bytes_per_token
+from model.config import GPTConfig
+
+SHARE = 0.9  # of the free memory; the rest is for the model's work
+
+
+def check_memory(
+    size: CacheSize, pages: Sequence[int], config: GPTConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise GenerationError where a cache takes more memory than is free.
+
+    pages  of each sequence, of which `size.slots` are there at a time
+    """
+    free, needed = free_memory(device), size.bytes(config, dtype)
+    if free is None or needed <= SHARE * free:
+        return
+    per_page = PAGE_SIZE * bytes_per_token(config, dtype)
+    totals = accumulate(per_page * n for n in sorted(pages, reverse=True))
+    fitting = sum(total <= SHARE * free for total in totals)
+    advice = f"set batch={fitting}, as that many fit" if fitting else "ask for fewer tokens, as not even one fits"
+    raise GenerationError(
+        f"The keys and values of batch={size.slots} sequences of up to {size.longest:,} tokens take "
+        f"{needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free on {device}; {advice}."
+    )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be allocated; None where the system does not say."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(available) * 1024

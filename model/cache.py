@@ -1,0 +1,156 @@
+"""The keys and values that a model has computed, so that a new token costs the work of one token.
+
+Attention reads one layer's Cache at a time (attention/decode/cache.py). All layers share the lengths of the sequences
+and the pages these lie in: a table says for each sequence where its tokens from 0 on, from PAGE_SIZE on and so forth
+are. Pages of sequences that have ended go to others (Kwon et al. 2023, "Efficient Memory Management for Large Language
+Model Serving with PagedAttention").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attention.decode.cache import Cache
+from attention.interface import Attention, AttentionOutput
+from attention.score import Layout, Score
+from model.config import GPTConfig
+
+PAGE_SIZE = 64  # tokens
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The room that a cache has.
+
+    slots    sequences at a time
+    longest  tokens of the longest one
+    pages    of all sequences together; None: each slot has room for the longest, without pages
+    """
+
+    slots: int
+    longest: int
+    pages: int | None = None
+
+    def bytes(self, config: GPTConfig, dtype: torch.dtype) -> int:
+        """What the keys and values of all layers take."""
+        tokens = self.slots * self.longest if self.pages is None else self.pages * PAGE_SIZE
+        return tokens * bytes_per_token(config, dtype)
+
+
+def bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> int:
+    """What a token's keys and values take in all layers."""
+    channels = (config.n_kv_heads or config.n_heads) * (config.n_embd // config.n_heads)
+    return 2 * config.n_layers * channels * dtype.itemsize
+
+
+def pages_of(tokens: int, window: int | None = None) -> int:
+    """Pages that a sequence needs; where no query sees more than `window` keys, those behind it serve again."""
+    pages = -(-tokens // PAGE_SIZE)
+    return pages if window is None else min(pages, -(-(window - 1) // PAGE_SIZE) + 1)
+
+
+class KVCache:
+    """Keys and values of the sequences in `size.slots` slots, for all layers of a model.
+
+    Which pages are free is known to the host. What a captured CUDA graph reads stays at its address: `lengths`
+    (slots,) int32, and the table of pages.
+    """
+
+    def __init__(self, config: GPTConfig, size: CacheSize, device: torch.device, dtype: torch.dtype) -> None:
+        self.size = size
+        self.lengths = torch.zeros(size.slots, dtype=torch.int32, device=device)
+        self.table: Tensor | None = None
+        rows, tokens = size.slots, size.longest
+        if size.pages is not None:
+            rows, tokens = size.pages, PAGE_SIZE
+            self.host_table = torch.full((size.slots, pages_of(size.longest)), -1, dtype=torch.int32)
+            self.table = self.host_table.to(device, copy=True)
+        self.free = list(range(rows)) if size.pages is not None else []
+        self.held: dict[int, list[int]] = {}  # slot -> its pages
+        shape = (rows, config.n_kv_heads or config.n_heads, tokens, config.n_embd // config.n_heads)
+        # Zeros, as a key that nobody sees still takes part with a weight of 0, and 0 NaN is NaN.
+        zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
+        self.layers = [Cache(zeros(), zeros(), self.lengths, self.table) for _ in range(config.n_layers)]
+
+    def reserve(self, slot: int, prompt: int, tokens: int, window: int | None = None) -> bool:
+        """Take the pages for a sequence of `tokens`, the first `prompt` written at once; False where too few are free.
+
+        window  keys that a query sees at most: pages further back are written again
+        """
+        if self.table is None:
+            return True
+        needed = pages_of(tokens, window)
+        if needed > len(self.free):
+            return False
+        pages = self.held[slot] = [self.free.pop() for _ in range(needed)]
+        overwritten = max(0, pages_of(prompt) - needed)  # by the prompt's own end: these are not written at all
+        row = [-1 if n < overwritten else pages[n % needed] for n in range(pages_of(tokens))]
+        self.host_table[slot] = -1
+        self.host_table[slot, : len(row)] = torch.tensor(row)
+        return True
+
+    def release(self, slot: int) -> None:
+        """Give a slot's pages back."""
+        self.free += self.held.pop(slot, [])
+        if self.table is not None:
+            self.host_table[slot] = -1
+
+    def publish(self) -> None:
+        """Bring the table to the device, behind all work that was launched with the old one."""
+        if self.table is not None:
+            self.table.copy_(upload(self.host_table, self.table.device))
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """A copy of x on the device, which the host does not wait for: x may change at once."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.clone()
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What a layer calls for attention when prompts come in: keys and values are kept, and attention is as in training.
+
+    cu_seqlens  (slots + 1,) where each slot's new tokens begin in the row, with which `cache.lengths` end
+    """
+
+    attend: Attention
+    cache: Cache
+    cu_seqlens: Tensor
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> AttentionOutput:
+        self.cache.write(k.to(self.cache.k.dtype), v.to(self.cache.v.dtype), self.cu_seqlens)
+        return self.attend(q, k, v, **options)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """What a layer calls for attention when each slot has one new token: it sees what is kept, itself included."""
+
+    attend: Attention
+    cache: Cache
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        score: Score,
+        slopes: Tensor | None,
+        sinks: Tensor | None,
+        layout: Layout,
+        dropout_key: None,
+    ) -> AttentionOutput:
+        self.cache.write(k, v)
+        return self.attend.decode(q, self.cache, score=score, slopes=slopes, sinks=sinks)
+
+
+def furthest_look(scores: Sequence[Score]) -> int | None:
+    """The most keys that a query of any layer sees; None where a layer has no window."""
+    windows = [score.window for score in scores]
+    return None if None in windows else max(window for window in windows if window is not None)

@@ -1,0 +1,178 @@
+"""Models of transformers with our attention, against their own eager one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention import DropoutKey, UnsupportedAttention, keep_mask
+
+transformers = pytest.importorskip("transformers")
+
+from attention.transformers import attend, dropout_key, register  # noqa: E402
+
+T, VOCAB = 24, 61
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "head_dim": 8}
+SMALL |= {"intermediate_size": 48, "vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0}
+CONFIGURATIONS = {
+    "gpt2": transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=VOCAB, n_positions=64),
+    "llama": transformers.LlamaConfig(**SMALL),
+    "gemma2": transformers.Gemma2Config(**SMALL, sliding_window=5, attn_logit_softcapping=2.0),
+    "gpt_oss": transformers.GptOssConfig(**SMALL, sliding_window=5, num_local_experts=2, num_experts_per_tok=1),
+}
+MODELS = pytest.mark.parametrize("model", CONFIGURATIONS, indirect=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    register()
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> Any:
+    """A model with its eager attention, large enough weights for attention to matter, and no dropout."""
+    torch.manual_seed(0)
+    configuration = CONFIGURATIONS[request.param]
+    model = transformers.AutoModelForCausalLM.from_config(configuration, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def tokens(seed: int = 1, length: int = T) -> Tensor:
+    return torch.randint(1, VOCAB, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def results(model: Any, name: str, inputs: dict[str, Any], real: Tensor | None = None) -> list[Tensor]:
+    """The logits of real tokens, and the gradients of all parameters."""
+    model.set_attn_implementation(name)
+    model.zero_grad()
+    logits = model(**inputs).logits
+    logits = logits if real is None else logits[real]
+    logits.square().mean().backward()
+    assert model.config._attn_implementation == name
+    return [logits, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def assert_equal(ours: Sequence[Tensor], eager: Sequence[Tensor]) -> None:
+    assert len(ours) == len(eager)
+    for x, y in zip(ours, eager, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5 * max(1.0, y.abs().max().item()))
+
+
+@MODELS
+@pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
+def test_logits_and_gradients_are_those_of_eager_attention(model, name):
+    if name == "flash" and torch.cuda.is_available():  # without a GPU its kernels run in Triton's interpreter
+        model.to("cuda")
+    inputs = {"input_ids": tokens().to(model.device), "use_cache": False}
+    eager = results(model, "eager", inputs)
+    assert_equal(results(model, f"gpt_attention_{name}", inputs), eager)
+
+
+@MODELS
+def test_padding_before_and_after_a_sequence_is_hidden(model):
+    real = torch.ones(2, T, dtype=torch.bool)
+    real[0, :7], real[1, 20:] = False, False
+    inputs = {"input_ids": tokens(), "attention_mask": real.long(), "use_cache": False}
+    eager = results(model, "eager", inputs, real)
+    assert_equal(results(model, "gpt_attention_tiled", inputs, real), eager)
+
+
+@MODELS
+def test_sequences_packed_in_a_row_do_not_see_each_other(model):
+    positions = torch.cat([torch.arange(9), torch.arange(1), torch.arange(14)]).expand(2, T)
+    inputs = {"input_ids": tokens(), "position_ids": positions, "use_cache": False}
+    eager = results(model, "eager", inputs)
+    assert_equal(results(model, "gpt_attention_tiled", inputs), eager)
+
+
+@MODELS
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_with_a_cache_has_the_logits_of_eager_attention(model, cache):
+    prompt = tokens(length=9)
+    mask = torch.ones_like(prompt)
+    mask[0, :4] = 0
+    steps = []
+    for name in ("eager", "gpt_attention_tiled"):
+        model.set_attn_implementation(name)
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+        options |= {"return_dict_in_generate": True, "output_logits": True, "disable_compile": True}
+        steps.append(model.generate(prompt, attention_mask=mask, **options).logits)
+    assert len(steps[0]) == 12
+    assert_equal(*steps)
+
+
+@pytest.mark.parametrize("model", ["gpt_oss"], indirect=True)
+def test_a_model_is_built_with_the_kernels_by_name(model):
+    ours = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="gpt_attention_flash")
+    assert ours.config._attn_implementation == "gpt_attention_flash"
+
+
+@pytest.mark.parametrize("model", ["gpt2"], indirect=True)
+def test_dropout_is_the_same_in_every_implementation_and_run_under_one_key(model):
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # torch's own dropout, which no key determines
+    for block in model.transformer.h:
+        block.attn.attn_dropout.p = 0.25
+    inputs = {"input_ids": tokens(), "use_cache": False}
+
+    def drawn(name: str, step: int) -> list[Tensor]:
+        with dropout_key(seed=1337, step=step):
+            return results(model, f"gpt_attention_{name}", inputs)
+
+    first = drawn("naive", 0)
+    assert all(map(torch.equal, drawn("naive", 0), first))
+    assert_equal(drawn("tiled", 0), first)
+    assert not torch.allclose(drawn("naive", 1)[0], first[0], atol=1e-3)
+    with pytest.raises(UnsupportedAttention, match=r"here 0.25 of them.*`with .*dropout_key\(seed, step\):`"):
+        results(model, "gpt_attention_tiled", inputs)
+
+
+def test_a_layer_drops_what_the_key_of_its_index_says():
+    q, k, v = torch.randn(3, 2, 4, 20, 8).unbind()
+    layer: Any = SimpleNamespace(layer_idx=3)
+    with dropout_key(seed=5, step=7, first_sequence=11):
+        out, _ = attend("gpt_attention_tiled", layer, q, k, v, None, dropout=0.25)
+    keep = keep_mask(DropoutKey(5, 7, 3, 11), 0.25, 2, 4, 20, 20)
+    p = (q @ k.mT / 8**0.5).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(out.transpose(1, 2), (p * keep / 0.75) @ v)
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_what_cannot_be_said_is_refused_and_never_ignored(model):
+    model.set_attn_implementation("gpt_attention_tiled")
+    holes = torch.ones(2, T)
+    holes[0, 5] = 0
+    for inputs, sentence in (
+        ({"attention_mask": holes}, "does not serve padding between the tokens"),
+        ({"attention_mask": torch.zeros(2, 1, T, T)}, r"takes no mask of shape \(2, 1, 24, 24\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, T])}, "does not serve cu_seq_lens_q"),
+    ):
+        with pytest.raises(UnsupportedAttention, match=sentence) as raised:
+            model(tokens(), **inputs)
+        assert "\n" not in str(raised.value)
+
+
+def test_masks_of_other_kinds_are_refused_by_name():
+    masks = transformers.masking_utils
+    padded = torch.arange(T).expand(2, T) > 3
+    for create, arguments, sentence in (
+        (masks.create_chunked_causal_mask, {}, "does not serve the mask chunked_overlay"),
+        (masks.create_causal_mask, {"and_mask_function": lambda b, h, i, j: i - j != 3}, "the mask function .*lambda"),
+        (masks.create_bidirectional_mask, {"attention_mask": padded}, "padding .* as in an encoder"),
+        (masks.create_bidirectional_sliding_window_mask, {}, "does not serve the mask sliding_window_bidirectional"),
+    ):
+        configuration = transformers.LlamaConfig(**SMALL, attention_chunk_size=4, sliding_window=4)
+        configuration._attn_implementation = "gpt_attention_tiled"
+        given = {"past_key_values": None, "attention_mask": None} | arguments
+        with pytest.raises(UnsupportedAttention, match=sentence):
+            create(configuration, torch.zeros(2, T, 32), **given)

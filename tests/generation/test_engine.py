@@ -1,0 +1,192 @@
+"""Generation with a cache against the whole text through the model (tests/generation/from_scratch.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+import generation.memory
+from attention import AttentionConfig, build_attention
+from generation import Engine, GenerationError, Request, Sampling, generate
+from model.cache import PAGE_SIZE
+from model.config import GPTConfig, Positions
+from model.gpt import GPT
+from model.score import ScoreConfig
+from tests.generation.from_scratch import expected
+
+LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=32, bias=True)
+GROUPED = replace(LEARNED, n_kv_heads=2, positions=Positions.rotary, qk_norm=True)
+WINDOWS = ScoreConfig(layers=[{"window": 20}, {"window": 70}])
+VOCABULARY = 100
+
+
+def build(
+    config: GPTConfig = LEARNED, score: ScoreConfig | None = None, seq_len: int = 256, name: str = "naive"
+) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(config, VOCABULARY, seq_len, build_attention(AttentionConfig(name)), score=score)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model.eval()
+
+
+def served(engine: Engine) -> list[list[int]]:
+    """The tokens of each request, which must come with the request that they belong to."""
+    received: dict[Request, list[int]] = {request: [] for request in engine.requests}
+    for request, token in engine.run():
+        received[request].append(token)
+        assert received[request] == request.tokens
+        assert request.finished == (len(request.tokens) == request.limit)
+    return list(received.values())
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled", "sdpa"])
+@pytest.mark.parametrize(
+    ("config", "score"),
+    [
+        (LEARNED, ScoreConfig()),
+        (GROUPED, ScoreConfig()),
+        (LEARNED, ScoreConfig(layers=[{"window": 20}, {}])),
+        (GROUPED, ScoreConfig(window=70, soft_cap=5.0, sinks=True)),
+        (LEARNED, ScoreConfig(alibi=True)),
+    ],
+    ids=["learned", "rotary-grouped", "window", "capped-sinks", "alibi"],
+)
+def test_greedy_tokens_are_those_of_the_whole_text_through_the_model(name, config, score):
+    if name == "sdpa" and (score.soft_cap or score.alibi):
+        pytest.skip("sdpa does not serve these scores")
+    model = build(config, score, name=name)
+    (prompt,) = prompts(70)
+    found = list(generate(model, prompt, 80, Sampling(0.0)))
+    assert len(found) == 80
+    assert found == expected(model, prompt, found)
+
+
+def test_where_every_layer_has_a_window_the_cache_slides_beyond_seq_len():
+    model, longer = build(GROUPED, WINDOWS, seq_len=80), build(GROUPED, WINDOWS, seq_len=600)
+    (prompt,) = prompts(75)
+    request = Request(prompt, 500)
+    engine = Engine(model, [request], Sampling(0.0))
+    assert engine.cache.size.pages == 3  # a window's 70 keys lie in two pages, or in three
+    (found,) = served(engine)
+    assert len(found) == 500
+    assert found == expected(longer, prompt, found)
+
+
+@pytest.mark.parametrize("config", [LEARNED, GROUPED], ids=["learned", "rotary"])
+def test_beyond_seq_len_a_token_is_computed_from_the_last_seq_len_tokens(config):
+    model = build(config, seq_len=24)
+    requests = [Request(prompt, 20) for prompt in prompts(10, 24, 3)]
+    for request, found in zip(requests, served(Engine(model, requests, Sampling(0.7, seed=5), slots=2)), strict=True):
+        assert len(found) == 20
+        assert found == expected(model, request.prompt, found, 0.7, seed=5)
+
+
+@pytest.mark.parametrize(("config", "score"), [(LEARNED, None), (GROUPED, WINDOWS)], ids=["learned", "sliding"])
+@pytest.mark.parametrize("row", [0, 256], ids=["alone", "packed"])
+def test_prompts_that_share_slots_and_pages_get_the_tokens_they_get_alone(config, score, row):
+    model = build(config, score)
+    requests = [
+        Request(prompt, limit)
+        for prompt, limit in zip(prompts(5, 130, 33, 64, 1, 90), (40, 9, 1, 70, 22, 40), strict=True)
+    ]
+    engine = Engine(model, requests, Sampling(0.8, top_k=30, seed=3), slots=2, row=row)
+    for request, found in zip(requests, served(engine), strict=True):
+        assert len(found) == request.limit
+        assert found == expected(model, request.prompt, found, 0.8, 30, seed=3)
+    assert sorted(engine.cache.free) == list(range(engine.cache.size.pages or 0))
+
+
+def test_a_request_that_is_finished_early_makes_room_for_the_next():
+    model = build()
+    requests = [Request(prompt, 60) for prompt in prompts(8, 9, 10)]
+    for request, _ in Engine(model, requests, Sampling(0.0), slots=1).run():
+        request.finished |= len(request.tokens) == 3
+    for request in requests:
+        assert len(request.tokens) == 3
+        assert request.tokens == expected(model, request.prompt, request.tokens)
+
+
+def test_draws_are_a_function_of_the_seed():
+    model = build()
+    drawn = [list(generate(model, [1, 2, 3], 12, Sampling(seed=seed))) for seed in (4, 4, 5)]
+    assert drawn[0] == drawn[1] == expected(model, [1, 2, 3], drawn[0], 1.0, seed=4)
+    assert drawn[0] != drawn[2]
+
+
+def test_draws_come_from_the_tempered_top_k():
+    n, generator = 2000, torch.Generator().manual_seed(0)
+    logits = torch.randn(VOCABULARY, generator=generator)
+    noise = torch.empty(n, VOCABULARY).exponential_(generator=generator)
+    drawn = Sampling(temperature=0.7, top_k=5).pick(logits.expand(n, -1), noise)
+    probabilities = torch.zeros(VOCABULARY, dtype=torch.double)
+    top = logits.double().topk(5)
+    probabilities[top.indices] = (top.values / 0.7).softmax(-1)
+    observed = torch.bincount(drawn, minlength=VOCABULARY) / n
+    assert (observed - probabilities).abs().max() < 5 * 0.5 / math.sqrt(n)
+    assert not observed[probabilities == 0].any()
+
+
+def test_top_p_draws_from_the_fewest_tokens_that_have_this_probability():
+    p = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+    noise = torch.empty(1000, 5).exponential_(generator=torch.Generator().manual_seed(0))
+    for top_p, kept in ((0.3, {1}), (0.41, {1, 3}), (0.7, {1, 3}), (0.71, {1, 3, 4}), (1.0, {0, 1, 2, 3, 4})):
+        drawn = Sampling(top_p=top_p).pick(p.log().expand(1000, 5), noise)
+        assert set(drawn.tolist()) == kept
+
+
+def test_the_model_is_left_as_it_was():
+    model = build().train()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    assert len(list(generate(model, [1], 3, Sampling(), dtype=torch.bfloat16))) == 3
+    assert model.training
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_weights_are_in_the_precision_of_products_and_tokens_are_those_of_autocast():
+    model = build()
+    (prompt,) = prompts(40)
+    engine = Engine(model, [Request(prompt, 30)], Sampling(0.0), dtype=torch.bfloat16)
+    assert engine.model.get_parameter("h.0.mlp.c_fc.weight").dtype is torch.bfloat16
+    (found,) = served(engine)
+    with torch.autocast("cpu", torch.bfloat16):
+        agreeing = sum(a == b for a, b in zip(found, expected(model, prompt, found), strict=True))
+    assert agreeing >= 27  # the products of one row and of many round differently
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sampling", "sentence"),
+    [
+        ((0,), {}, "The prompt has no tokens"),
+        ((3, 0), {}, "Prompt 2 has no tokens"),
+        ((257,), {}, "The prompt has 257 tokens, and the model sees seq_len=256; shorten it"),
+        ((3,), {"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
+        ((3,), {"top_k": 0}, "top_k=0 must be at least 1"),
+        ((3,), {"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(lengths, sampling, sentence):
+    with pytest.raises(GenerationError, match=sentence):
+        Engine(build(), [Request(prompt, 3) for prompt in prompts(*lengths)], Sampling(**sampling))
+
+
+@pytest.mark.parametrize(("gib", "advice"), [(1.0, "set batch=3, as that many fit"), (0.1, "not even one fits")])
+def test_a_cache_that_does_not_fit_says_how_many_sequences_would(monkeypatch, gib, advice):
+    config = GPTConfig(n_layers=32, n_heads=8, n_embd=1024)  # 256 KiB a token
+    free = int(gib * 2**30)
+    monkeypatch.setattr(generation.memory, "free_memory", lambda device: free)
+    with torch.device("meta"):
+        model = GPT(config, VOCABULARY, 1024, build_attention(AttentionConfig()))
+    lengths: Sequence[int] = (16 * PAGE_SIZE, *[1000] * 8)  # 256 MiB each
+    with pytest.raises(GenerationError, match=rf"batch=8 sequences of up to 1,024 tokens take 2.00 GiB, .*{advice}"):
+        Engine(model, [Request([1] * n, 1) for n in lengths], Sampling(), slots=8)

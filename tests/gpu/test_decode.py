@@ -1,0 +1,151 @@
+"""Attention to a cache on a GPU: accuracy in every precision, CUDA graphs, torch.compile, and waiting for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, Cache, Score, build_attention
+from tests.attention.reference import Case, formula
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+LENGTHS = [1500, 0, 1, 64, 65, 1024, 777]
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full": {"causal": False},
+    "window": {"window": 300},
+    "soft_cap": {"soft_cap": 3.0},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "everything": {"window": 300, "soft_cap": 3.0, "alibi": True, "sinks": True},
+}
+SHAPES = [(D, dtype) for D in (64, 128) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+SHAPES += [(80, torch.bfloat16), (111, torch.float32), (256, torch.bfloat16)]
+
+
+def flash():
+    return build_attention(AttentionConfig("flash"))
+
+
+def tensors(H: int, H_kv: int, T: int, D: int, dtype: torch.dtype, capacity: int = 1536) -> tuple[Tensor, Cache]:
+    """Queries, and a cache of LENGTHS whose other slots hold NaN."""
+    generator = torch.Generator("cuda").manual_seed(T)
+    B = len(LENGTHS)
+    q = torch.randn(B, H, T, D, generator=generator, device="cuda").to(dtype)
+    k, v = torch.randn(2, B, H_kv, capacity, D, generator=generator, device="cuda").to(dtype)
+    for b, n in enumerate(LENGTHS):
+        k[b, :, n:] = v[b, :, n:] = torch.nan
+    return q, Cache(k, v, torch.tensor(LENGTHS, dtype=torch.int32, device="cuda"))
+
+
+def paged(cache: Cache, size: int) -> Cache:
+    """The same tokens in shuffled pages."""
+    B, H_kv, L, D = cache.k.shape
+    numbers = torch.randperm(B * L // size, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    k, v = torch.empty(2, len(numbers), H_kv, size, D, dtype=cache.k.dtype, device="cuda")
+    for pages, rows in ((k, cache.k), (v, cache.v)):
+        pages[numbers] = rows.view(B, H_kv, -1, size, D).transpose(1, 2).flatten(0, 1)
+    return Cache(k, v, cache.lengths, numbers.view(B, -1).int())
+
+
+def cloned(cache: Cache) -> Cache:
+    pages = None if cache.pages is None else cache.pages.clone()
+    return Cache(cache.k.clone(), cache.v.clone(), cache.lengths.clone(), pages)
+
+
+@pytest.mark.parametrize("score", [SCORES["plain"], SCORES["everything"]], ids=["plain", "everything"])
+@pytest.mark.parametrize(("D", "dtype"), SHAPES, ids=[f"{D}-{dtype}" for D, dtype in SHAPES])
+def test_error_in_every_precision(D, dtype, score):
+    assert_as_accurate_as_the_formula(8, 2, D, dtype, score)
+
+
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_error_of_every_score(score):
+    assert_as_accurate_as_the_formula(8, 1, 64, torch.bfloat16, score)
+    assert_as_accurate_as_the_formula(4, 4, 64, torch.bfloat16, score)
+
+
+def assert_as_accurate_as_the_formula(H: int, H_kv: int, D: int, dtype: torch.dtype, score: dict[str, Any]) -> None:
+    """At most twice its error in the same precision, both against fp64; pages of any size give the same bits."""
+    for T in (1, 3):
+        q, cache = tensors(H, H_kv, T, D, dtype)
+        sinks = Case(1, H, H_kv, T, 1, D, **score).sink_logits("cuda")
+        out = flash().decode(q, cache, score=Score(**score), sinks=sinks).out
+        for b, n in enumerate(LENGTHS):
+            case = Case(1, H, H_kv, T, n, D, **score)
+            q_b, k_b, v_b = q[b : b + 1], cache.k[b : b + 1, :, :n], cache.v[b : b + 1, :, :n]
+            exact = formula(q_b.double(), k_b.double(), v_b.double(), sinks, case=case)
+            plain = (formula(q_b, k_b, v_b, sinks, case=case).double() - exact).abs().max()
+            slack = 2 * torch.finfo(dtype).eps * exact.abs().max()
+            assert (out[b : b + 1].double() - exact).abs().max() <= 2 * plain + slack, (T, n)
+        for size in (16, 64, 256):
+            assert torch.equal(out, flash().decode(q, paged(cache, size), score=Score(**score), sinks=sinks).out)
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
+@pytest.mark.parametrize("size", [None, 16])
+def test_a_replayed_graph_follows_lengths_and_pages_and_waits_for_nothing(name, size):
+    """Two caches of the same shapes, whose contents one graph serves; it writes a token and attends from it."""
+    attend = build_attention(AttentionConfig(name))
+    q, cache = tensors(8, 2, 1, 64, torch.bfloat16)
+    new_k, new_v = torch.randn(2, len(LENGTHS), 2, 1, 64, dtype=torch.bfloat16, device="cuda")
+    cache = cache._replace(k=cache.k.nan_to_num(), v=cache.v.nan_to_num())
+    cache = cache if size is None else paged(cache, size)
+
+    def run(cache: Cache) -> Tensor:
+        cache.write(new_k, new_v)
+        return attend.decode(q, cache, score=Score(window=300)).out
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(cache)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(cache)
+    for n in (40, 1535):
+        cache.lengths.copy_(torch.tensor([n, n // 2, 0, 1, n - 1, 33, 1024]))
+        if cache.pages is not None:
+            cache.pages.copy_(cache.pages.roll(1, 0))
+        other = cloned(cache)
+        graph.replay()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            expected = run(other)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(captured, expected)
+        assert torch.equal(cache.k, other.k)
+        assert torch.equal(cache.v, other.v)
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
+def test_a_compiled_function_is_one_graph(name):
+    attend = build_attention(AttentionConfig(name))
+    q, cache = tensors(8, 2, 1, 64, torch.bfloat16)
+    new = torch.randn(2, len(LENGTHS), 2, 1, 64, dtype=torch.bfloat16, device="cuda")
+
+    def step(q: Tensor, cache: Cache, new: Tensor) -> Tensor:
+        cache.write(new[0], new[1])
+        return attend.decode(2 * q, cache).out + 1
+
+    other = cloned(cache)
+    compiled = torch.compile(step, fullgraph=True)(q, cache, new)
+    torch.testing.assert_close(compiled, step(q, other, new))
+    assert torch.equal(cache.k.nan_to_num(), other.k.nan_to_num())
+
+
+@pytest.mark.parametrize("size", [None, 32])
+def test_a_packed_prompt_enters_the_cache(size):
+    _, cache = tensors(8, 2, 1, 64, torch.bfloat16)
+    tokens = [cache.k[b, :, :n] for b, n in enumerate(LENGTHS)]
+    packed = torch.cat(tokens, dim=1)[None]
+    whole = cache if size is None else paged(cache, size)
+    empty = whole._replace(k=torch.zeros_like(whole.k), v=torch.zeros_like(whole.v))
+    empty.write(packed, packed, torch.tensor([0, *LENGTHS], device="cuda").cumsum(0))
+    for x in empty.read(0, 1536):
+        assert torch.equal(x, whole.read(0, 1536)[0])
