@@ -17,6 +17,7 @@ data        the corpus to take a text from: data=text data.path=<file or folder>
 seq_len     the longest context, in tokens; null: the run's. Rotary positions allow a longer one
 batch       sequences of one forward pass
 checkpoint  best (by validation loss, if it was measured) or newest
+weights     trained, or ema: their moving average, if training.ema kept one
 attention   an implementation other than the run's, for a device that does not support that one
 device      auto, cpu, cuda, cuda:1
 """
@@ -35,7 +36,7 @@ from cli.arguments import parse as key_values
 from cli.compose import compose_right, expand_home, to_config
 from cli.launch import refuse
 from cli.resume import locked
-from cli.trained import CheckpointChoice, Trained, load_trained
+from cli.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
 from config import ConfigError, register
 from data import DataConfig, Documents, prepare
 from data.corpora import CORPORA, check_data
@@ -67,6 +68,7 @@ class EvaluateConfig:
     seq_len: int | None = None
     batch: int = 16
     checkpoint: CheckpointChoice = CheckpointChoice.best
+    weights: WeightsChoice = WeightsChoice.trained
     attention: str | None = None
     device: str = "auto"
 
@@ -114,6 +116,7 @@ def open_model(config: EvaluateConfig, run: Path) -> tuple[LanguageModel, Traine
     trained = load_trained(
         run,
         config.checkpoint,
+        config.weights,
         attention=config.attention,
         device=config.device,
         seq_len=config.seq_len,
@@ -189,7 +192,7 @@ def main(arguments: list[str]) -> None:
         print(name, *(f"{metric} {value:.6g}" for metric, value in metrics.items()), sep="  ", flush=True)
         found[name] = metrics
     if trained is not None:
-        origin = {"checkpoint": trained.checkpoint.name}
+        origin = {"checkpoint": trained.checkpoint.name, "weights": config.weights.value}
         record(run, trained, {name: metrics | origin for name, metrics in found.items()})
 
 

@@ -17,6 +17,7 @@ top_p        draw among the likeliest tokens that together have this probability
 seed         of the draws, for each prompt alike
 compile      the work of a token, which takes a minute and pays for many
 checkpoint   best (by validation loss, if it was measured) or newest
+weights      trained, or ema: their moving average, if training.ema kept one
 attention    an implementation other than the run's, for a device that does not support that one
 device       auto, cpu, cuda, cuda:1
 export       a new folder to write the model, its tokenizer and a model card to instead, for AutoModelForCausalLM,
@@ -32,7 +33,7 @@ from pathlib import Path
 
 from attention import AttentionError
 from cli.arguments import parse as key_values
-from cli.trained import CheckpointChoice, Trained, load_trained
+from cli.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
 from config import ConfigError, as_plain
 from errors import UserError, fail
 from generation.prompts import continuations, open_new, read_prompts, write
@@ -58,6 +59,7 @@ class SampleConfig:
     seed: int = 1337
     compile: bool = False
     checkpoint: CheckpointChoice = CheckpointChoice.best
+    weights: WeightsChoice = WeightsChoice.trained
     attention: str | None = None
     device: str = "auto"
     export: str | None = None
@@ -94,7 +96,7 @@ def main(arguments: list[str]) -> None:
         check_folder(Path(config.export).expanduser())  # before the weights are read
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
     prompts = None if config.prompts is None else read_prompts(Path(config.prompts).expanduser())
-    trained = load_trained(run, config.checkpoint, attention=config.attention, device=config.device)
+    trained = load_trained(run, config.checkpoint, config.weights, attention=config.attention, device=config.device)
     model, tokenizer = trained.model, trained.tokenizer
     if config.export is not None:
         origin = read_origin(run, trained.checkpoint, as_plain(trained.config))

@@ -19,6 +19,7 @@ from model.config import Positions
 from model.gpt import GPT
 from training.checkpoint import CheckpointError, best_checkpoint, load_checkpoint, newest_valid
 from training.device import resolve_device, resolve_precision
+from training.state import AVERAGE
 
 
 class CheckpointChoice(Enum):
@@ -26,6 +27,13 @@ class CheckpointChoice(Enum):
 
     best = "best"
     newest = "newest"
+
+
+class WeightsChoice(Enum):
+    """The weights to take from it."""
+
+    trained = "trained"
+    ema = "ema"  # their moving average (training.ema)
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ def read_config(run: Path) -> Config:
 def load_trained(
     run: Path,
     which: CheckpointChoice = CheckpointChoice.best,
+    weights: WeightsChoice = WeightsChoice.trained,
     *,
     attention: str | None = None,
     device: str = "auto",
@@ -102,11 +111,11 @@ def load_trained(
         device=on,
         dtype=dtype,
     )
-    checkpoint = load_weights(model, run, which)
+    checkpoint = load_weights(model, run, which, weights)
     return Trained(config, model.eval().to(on), tokenizer, dtype, checkpoint)
 
 
-def load_weights(model: GPT, run: Path, which: CheckpointChoice) -> Path:
+def load_weights(model: GPT, run: Path, which: CheckpointChoice, weights: WeightsChoice) -> Path:
     """Load a checkpoint of the run and print which; if the best is damaged, say so and load the newest whole one."""
     folder = run / "checkpoints"
     path = best_checkpoint(folder) if which is CheckpointChoice.best else None
@@ -126,5 +135,11 @@ def load_weights(model: GPT, run: Path, which: CheckpointChoice) -> Path:
             f"{run / 'tokenizer.json'} has {model.vocab_size} tokens and the model of {path} has {tokens}; put this "
             "run's own tokenizer back."
         )
-    model.load_state_dict(state["model"])
+    chosen = state["model"]
+    if weights is WeightsChoice.ema:
+        averages = {name: value for name, value in state["training"].items() if name.startswith(AVERAGE)}
+        if not averages:
+            raise ConfigError(f"{path} has no moving average, as training.ema was 0; leave weights=ema out.")
+        chosen = {name.removeprefix(AVERAGE): value for name, value in averages.items()}
+    model.load_state_dict(chosen)
     return path

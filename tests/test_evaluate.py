@@ -141,6 +141,20 @@ def test_the_loss_on_a_text_is_cross_entropy_over_windows_of_any_length(tmp_path
     assert (found["tokens"], found["seq_len"]) == (len(tokens) - 1, seq_len)
 
 
+def test_the_moving_average_of_the_weights_is_measured_on_request(tmp_path):
+    text, run = tmp_path / "book.txt", make_run(tmp_path / "run")
+    text.write_text("A line of text.\n" * 5)
+    arguments = ["data=text", f"data.path={text}", "weights=ema"]
+    with pytest.raises(UserError, match=r"has no moving average, as training\.ema was 0; leave weights=ema out"):
+        evaluated(run, *arguments)
+    weights = fresh("learned").state_dict()
+    state = {"model": {n: w / 2 for n, w in weights.items()}, "training": {f"average.{n}": weights[n] for n in weights}}
+    (run / "checkpoints" / "step-00000005").rename(tmp_path / "trained")
+    plain = evaluated(make_run(tmp_path / "other"), *arguments[:2])[str(text)]
+    save_checkpoint(run / "checkpoints", state, 6, keep_last=1, metadata={})
+    assert evaluated(run, *arguments)[str(text)]["loss"] == plain["loss"]
+
+
 def test_documents_that_a_run_keeps_apart_are_kept_apart(tmp_path):
     """With positions that restart, documents in one window have the losses that they have alone."""
     config = DataConfig(documents=Documents.restart)

@@ -95,8 +95,8 @@ def fit(
     config = trainer.training
     if start == 0 and config.eval_every:
         with meter.paused():
-            val_loss = trainer.evaluate(windows)
-        log(0, {"val/loss": val_loss})
+            measured = trainer.measure(windows)
+        log(0, measured)
     for step in range(start, config.steps):
         n = step + 1  # updates done when this one is
 
@@ -131,7 +131,7 @@ def fit(
         metrics |= meter.interval(trainer.replay.peak_bytes if trainer.replay else 0)
         if is_due(config.eval_every):
             with meter.paused():
-                metrics["val/loss"] = trainer.evaluate(windows)
+                metrics |= trainer.measure(windows)
         log(n, metrics)  # counts as training time: frequent logging slows training
         if is_due(config.checkpoint_every) or (stopping and config.checkpoint_every):
             with meter.paused():

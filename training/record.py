@@ -161,6 +161,7 @@ class Record(NullRecord):
             "steps": trainer.training.steps,
             "train_loss": next((line["train/loss"] for line in reversed(lines) if "train/loss" in line), None),
             "val_loss": evaluated[-1][0] if evaluated else None,
+            "val_loss_ema": next((line["val/loss_ema"] for line in reversed(lines) if "val/loss_ema" in line), None),
             "best_val_loss": best_val_loss,
             "best_val_step": best_val_step,
             "median": self.meter.medians(),

@@ -11,6 +11,7 @@ from training.checkpoint import load_checkpoint
 from training.checkpoint_storage import Tensors
 
 MOMENTS = "moments."
+AVERAGE = "average."  # of the weights
 
 
 def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, others: Tensors) -> dict[str, Tensors]:
@@ -24,10 +25,11 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, others: Ten
 
 
 @torch.no_grad()
-def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, others: Tensors) -> None:
+def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, others: Tensors) -> bool:
     """Fill weights, moments and `others` from a checkpoint. Hyperparameters stay the optimizer's.
 
-    Every rank calls this; the number of ranks may differ from that of the writers. Raises CheckpointError.
+    Every rank calls this; the number of ranks may differ from that of the writers. Returns whether the checkpoint has
+    an average of the weights, which is passed over if `others` has none. Raises CheckpointError.
     """
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     parameters = dict(model.named_parameters())
@@ -40,7 +42,7 @@ def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
     def allocate(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """An empty tensor, sharded like its parameter."""
-        like = ordered[index(name)] if name.startswith(MOMENTS) else parameters.get(name)
+        like = ordered[index(name)] if name.startswith(MOMENTS) else parameters.get(name.removeprefix(AVERAGE))
         if like is not None and like.shape == size:
             return torch.empty_like(like, dtype=dtype)
         return torch.empty(size, dtype=dtype, device=ordered[0].device)
@@ -51,6 +53,7 @@ def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     for name, value in loaded["training"].items():
         if name.startswith(MOMENTS):
             moments.setdefault(index(name), {})[name.rpartition(".")[2]] = value
-        else:
+        elif name in others or not name.startswith(AVERAGE):
             others[name].copy_(value)
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+    return any(name.startswith(AVERAGE) for name in loaded["training"])

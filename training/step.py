@@ -27,6 +27,7 @@ from errors import UserError
 from model.config import Recompute
 from model.gpt import GPT
 from model.loss import LossKind
+from training.average import MovingAverage
 from training.device import Precision, World
 from training.exchange import add_losses
 from training.graphed_step import GraphedStep
@@ -40,7 +41,7 @@ from training.optimizer import (
 )
 from training.parallel import DataParallel, ParallelConfig
 from training.sharding import build_exchange, gathered, shard, share_sequences
-from training.state import gather_state, restore_state
+from training.state import AVERAGE, gather_state, restore_state
 
 # fp16's loss scale is halved by an overflow and doubled after this many steps without one.
 FIRST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2000
@@ -81,6 +82,7 @@ class TrainingConfig:
     keep_last         checkpoints to keep, in addition to the best
     sample_tokens     tokens of text to print after training; 0: none
     cpu_memory_gib    on a CPU, limit of the process's own memory, as if it were a GPU of that size
+    ema               decay of a moving average of the weights, which is evaluated and saved beside them; 0: none
     profile           record where the time of a few steps goes
     memory_snapshot   record every allocation of these steps on a GPU
     """
@@ -102,6 +104,7 @@ class TrainingConfig:
     keep_last: int = 2
     sample_tokens: int = 200
     cpu_memory_gib: float | None = None
+    ema: float = 0.0
     profile: bool = False
     memory_snapshot: bool = False
 
@@ -120,6 +123,8 @@ def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Ite
             yield f"training.{name}={getattr(config, name)} must be at least {least}."
     if config.cpu_memory_gib is not None and not config.cpu_memory_gib > 0:
         yield f"training.cpu_memory_gib={config.cpu_memory_gib} must be above 0, or null for no limit."
+    if not 0 <= config.ema < 1:
+        yield f"training.ema={config.ema} must lie in [0, 1), such as 0.999; 0 keeps no average."
     if config.eval_span is not None and (config.eval_span < 1 or config.eval_span % seq_len):
         nearest = max(1, round(config.eval_span / seq_len)) * seq_len
         yield (
@@ -169,6 +174,7 @@ class Trainer:
         sharded = parallel.data is DataParallel.shard and world.size > 1
         self.blueprint = shard(self.model, device, parallel.exact) if sharded else None
         self.optimizer = OPTIMIZERS[optimizer.name](self.model, optimizer)
+        self.average = MovingAverage(self.model, training.ema) if training.ema else None
         self.network: Callable[..., Tensor] = self.model
         if training.compile and sharded:  # weights are gathered between blocks, which one graph cannot contain
             for block in self.model.h:
@@ -243,7 +249,10 @@ class Trainer:
         now = torch.stack([self.step.double(), loss.double(), norm.double()])
         self.failure.copy_(torch.where(failed & (self.failure[0] < 0), now, self.failure))
         divisor = self.scale * (norm / self.clip).clamp(min=1) if self.clip else self.scale
-        update_parameters(self.optimizer, divisor, skip=overflow | (self.failure[0] >= 0))
+        skip = overflow | (self.failure[0] >= 0)
+        update_parameters(self.optimizer, divisor, skip)
+        if self.average is not None:
+            self.average.update(self.step, skip)
         self.optimizer.zero_grad()
         if self.dtype is torch.float16:
             self._move_scale(overflow)
@@ -263,6 +272,14 @@ class Trainer:
         step, loss, norm = self.failure.tolist()
         if step >= 0:
             raise NonFiniteError(int(step) + 1, loss, norm)
+
+    def measure(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """The validation loss of the weights and, if there is one, of their moving average."""
+        losses = {"val/loss": self.evaluate(batches)}
+        if self.average is not None:
+            with self.average.in_use():
+                losses["val/loss_ema"] = self.evaluate(batches)
+        return losses
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -288,14 +305,19 @@ class Trainer:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """This rank's part of a checkpoint, except the step."""
-        return gather_state(self.model, self.optimizer, self._scaling())
+        return gather_state(self.model, self.optimizer, self._others())
 
     def load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint of `state`, written by any number of ranks. Raises CheckpointError."""
-        restore_state(checkpoint, self.model, self.optimizer, self._scaling())
+        averaged = restore_state(checkpoint, self.model, self.optimizer, self._others())
+        if self.average is not None and not averaged:
+            self.average.restart()
 
-    def _scaling(self) -> dict[str, Tensor]:
-        return {"scale": self.scale, "growth_tracker": self.growth_tracker}
+    def _others(self) -> dict[str, Tensor]:
+        """What a checkpoint holds beside weights and moments."""
+        average = {} if self.average is None else self.average.weights
+        averages = {f"{AVERAGE}{name}": value for name, value in average.items()}
+        return {"scale": self.scale, "growth_tracker": self.growth_tracker, **averages}
 
     def autocast(self) -> contextlib.AbstractContextManager:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)

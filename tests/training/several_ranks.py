@@ -51,7 +51,7 @@ def build(world: World, parallel: ParallelConfig, **training: Any) -> Trainer:
     torch.manual_seed(SEED)
     gpt = GPT(MODEL, 256, T, build_attention(AttentionConfig(dropout=0.1)))
     settings = TrainingConfig(
-        steps=20, batch_size=B, batch_tokens=B * T * MICRO_BATCHES, precision=Precision.fp32, **training
+        steps=20, batch_size=B, batch_tokens=B * T * MICRO_BATCHES, precision=Precision.fp32, ema=0.9, **training
     )
     # A learning rate at which a difference in the last bit would soon be seen.
     return Trainer(gpt, OptimizerConfig(lr=1e-2), ScheduleConfig(warmup_steps=2), settings, SEED, CPU, world, parallel)
@@ -68,8 +68,9 @@ def train(trainer: Trainer, steps: range) -> list[list[str]]:
     return done
 
 
-def validate(trainer: Trainer) -> str:
-    return trainer.evaluate([Batches(TEXT, T, B, SEED).batch(step) for step in range(50, 55)]).hex()
+def validate(trainer: Trainer) -> dict[str, str]:
+    measured = trainer.measure([Batches(TEXT, T, B, SEED).batch(step) for step in range(50, 55)])
+    return {"validation": measured["val/loss"].hex(), "validation of the average": measured["val/loss_ema"].hex()}
 
 
 @torch.no_grad()
@@ -85,17 +86,18 @@ def work(world: World) -> dict[str, Any]:
         if world.size < parallel.context:
             continue
         trainer = build(world, parallel)
-        found[name] = {"updates": train(trainer, range(8)), "validation": validate(trainer)}
+        found[name] = {"updates": train(trainer, range(8)), **validate(trainer)}
         found[name]["whole model"] = one_loss(trainer)
     return found
 
 
 def resume(world: World, folder: Path, steps: range, data: DataParallel) -> list[list[str]]:
-    """Some steps from the newest checkpoint, where there is one, to the next."""
+    """Some steps from the newest checkpoint, where there is one, to the next; and the average that they end with."""
     trainer = build(world, ParallelConfig(data))
     if steps.start:
         trainer.load(newest_valid(folder)[0])
     done = train(trainer, steps)
+    done.append([validate(trainer)["validation of the average"]])
     save_checkpoint(folder, trainer.state(), steps.stop, keep_last=1, metadata={})
     return done
 

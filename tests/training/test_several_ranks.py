@@ -66,8 +66,9 @@ def test_checkpoints_are_read_on_another_number_of_ranks(found: Found) -> None:
     (alone,) = found[1]
     for resumed in found[0]:
         for start, updates in resumed.items():
-            assert updates == alone["exact"]["updates"][int(start) :][:2]
+            assert updates[:2] == alone["exact"]["updates"][int(start) :][:2]
     assert list(found[0][0]) == ["0", "2", "4", "6"]
+    assert found[0][0]["6"][2] == [alone["exact"]["validation of the average"]]
 
 
 @pytest.mark.slow
