@@ -93,16 +93,12 @@ def main(arguments: list[str]) -> None:
     config = parse(arguments)
     run = Path(config.run).expanduser()
     if config.export is not None:
-        check_folder(Path(config.export).expanduser())  # before the weights are read
+        write_export(run, config.checkpoint, Path(config.export).expanduser())
+        return
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
     prompts = None if config.prompts is None else read_prompts(Path(config.prompts).expanduser())
     trained = load_trained(run, config.checkpoint, config.weights, attention=config.attention, device=config.device)
     model, tokenizer = trained.model, trained.tokenizer
-    if config.export is not None:
-        origin = read_origin(run, trained.checkpoint, as_plain(trained.config))
-        export(model, tokenizer, Path(config.export).expanduser(), origin)
-        print(f"wrote {config.export}", file=sys.stderr)
-        return
     if prompts is not None:
         write_texts(prompts, trained, sampling, config)
         return
@@ -111,6 +107,14 @@ def main(arguments: list[str]) -> None:
     for piece in text:
         print(piece, end="", flush=True)
     print()
+
+
+def write_export(run: Path, which: CheckpointChoice, folder: Path) -> None:
+    """Write a run's model for transformers, on any machine. Raises UserError before anything is written."""
+    check_folder(folder)  # before the weights are read
+    trained = load_trained(run, which, attention="naive", device="cpu")
+    export(trained.model, trained.tokenizer, folder, read_origin(run, trained.checkpoint, as_plain(trained.config)))
+    print(f"wrote {folder}", file=sys.stderr)
 
 
 def write_texts(prompts: list[str], trained: Trained, sampling: Sampling, config: SampleConfig) -> None:

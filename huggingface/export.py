@@ -26,7 +26,7 @@ def export(model: GPT, tokenizer: tiktoken.Encoding, folder: Path, origin: Origi
     Raises WeightsError where no architecture describes the model, or the folder cannot be written.
     """
     check_folder(folder)
-    described = describe(model)
+    described = describe(model, origin.config["attention"]["dropout"])
     files = {
         "config.json": described.config,
         "generation_config.json": special_tokens(model) | {"pad_token_id": model.vocab_size - 1},

@@ -32,15 +32,21 @@ class Described(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def describe(model: GPT) -> Described:
-    """The model in the architecture that matches it. Raises WeightsError, with what it has that none matches."""
+def describe(model: GPT, attention_dropout: float) -> Described:
+    """The model in the architecture that matches it.
+
+    attention_dropout  of its training, for those who train on
+
+    Raises WeightsError, with what the model has that no architecture matches.
+    """
     if obstacles := [*unmatched(model)]:
         raise WeightsError(
             f"No architecture of transformers has what this model has: {' and '.join(obstacles)}. GPT-2 has learned "
             "positions and plain causal attention, Starcoder2 rotary positions, grouped heads and one window for all "
             "layers; train such a model to export it."
         )
-    return starcoder2(model) if model.config.positions is Positions.rotary else gpt2(model)
+    matching = starcoder2 if model.config.positions is Positions.rotary else gpt2
+    return matching(model, attention_dropout)
 
 
 def unmatched(model: GPT) -> Iterator[str]:
@@ -61,7 +67,7 @@ def unmatched(model: GPT) -> Iterator[str]:
         yield f"model.n_kv_heads={config.n_kv_heads} with learned positions"
 
 
-def gpt2(model: GPT) -> Described:
+def gpt2(model: GPT, attention_dropout: float) -> Described:
     """The model as a GPT2LMHeadModel, which stores the matrices of linear layers transposed."""
     config = model.config
     tensors: dict[str, Tensor] = {}
@@ -80,14 +86,14 @@ def gpt2(model: GPT) -> Described:
         "n_head": config.n_heads,
         "embd_pdrop": config.dropout,
         "resid_pdrop": config.dropout,
-        "attn_pdrop": model.attend.dropout,
+        "attn_pdrop": attention_dropout,
         "initializer_range": 0.02,
         **special_tokens(model),
     }
     return Described(described, tensors)
 
 
-def starcoder2(model: GPT) -> Described:
+def starcoder2(model: GPT, attention_dropout: float) -> Described:
     """The model as a Starcoder2ForCausalLM, which projects to queries, keys and values by a matrix each."""
     config = model.config
     n_kv_heads = config.n_kv_heads or config.n_heads
@@ -136,7 +142,7 @@ def starcoder2(model: GPT) -> Described:
         "tie_word_embeddings": True,
         "embedding_dropout": config.dropout,
         "residual_dropout": config.dropout,
-        "attention_dropout": model.attend.dropout,
+        "attention_dropout": attention_dropout,
         "initializer_range": 0.02,
         **special_tokens(model),
     }

@@ -167,9 +167,9 @@ def test_a_run_is_exported_for_transformers_with_its_tokenizer_and_card(run, tmp
     tokens = torch.arange(16)[None]
     torch.testing.assert_close(theirs(tokens).logits, fresh(5).eval()(tokens), rtol=1e-4, atol=1e-4)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "mine")("déjà")["input_ids"] == list("déjà".encode())
-    assert (
-        f"| weights after | 5 of {Config().training.steps:,} steps |" in (tmp_path / "mine" / "README.md").read_text()
-    )
+    assert theirs.config.attn_pdrop == 0.1
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert f"| weights after | 5 of {Config().training.steps:,} steps |" in card
 
 
 @pytest.mark.parametrize(
