@@ -149,7 +149,6 @@ def test_the_moving_average_of_the_weights_is_measured_on_request(tmp_path):
         evaluated(run, *arguments)
     weights = fresh("learned").state_dict()
     state = {"model": {n: w / 2 for n, w in weights.items()}, "training": {f"average.{n}": weights[n] for n in weights}}
-    (run / "checkpoints" / "step-00000005").rename(tmp_path / "trained")
     plain = evaluated(make_run(tmp_path / "other"), *arguments[:2])[str(text)]
     save_checkpoint(run / "checkpoints", state, 6, keep_last=1, metadata={})
     assert evaluated(run, *arguments)[str(text)]["loss"] == plain["loss"]

@@ -33,6 +33,7 @@ OVERRIDES = [
         ["attention=flash", "training.batch_tokens=768"],
         ["attention=flash", "training.compile=true"],  # replayed as a CUDA graph
         ["attention=flash", "training.compile=true", "training.batch_tokens=768", "training.recompute=block"],
+        ["attention=flash", "training.compile=true", "optimizer=muon", "training.ema=0.9"],
     ],
     ids=" ".join,
 )
@@ -53,7 +54,10 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(own: list[str], tmp_path
     train("resume=auto", "hydra.run.dir=resumed")
 
     lines = [
-        [(r["step"], r.get("train/loss"), r.get("val/loss")) for r in read_metrics(run / "metrics.jsonl")]
+        [
+            (r["step"], r.get("train/loss"), r.get("val/loss"), r.get("val/loss_ema"))
+            for r in read_metrics(run / "metrics.jsonl")
+        ]
         for run in (whole, resumed)
     ]
     assert lines[0] == lines[1]
