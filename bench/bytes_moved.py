@@ -19,9 +19,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 from attention import AttentionConfig
 from attention.flash.configs import Blocks, Extras, KernelConfigs, Options
@@ -29,6 +31,7 @@ from attention.flash.forward import forward
 from attention.interface import KernelPath
 from bench.measure import RESULTS, Call, Timing, environment, interleaved, release, require_gpu, slug, write
 from bench.peers import Problem, candidates, from_registry
+from drawing import Chart, Palette, label_axes, legend, render_png
 
 B, H, T, D = 64, 16, 1024, 64
 NAMES = ("naive", "flash", "sdpa-flash")
@@ -180,12 +183,49 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def draw(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
+    """Bytes of each implementation on the left; time and bytes over the block size on the right."""
+    passes, blocks = [row for row in rows if row.block_q is None], [row for row in rows if row.block_q]
+    bars, lines = figure.subplots(1, 2)
+    names = [f"{row.name}\n{row.direction}" for row in passes]
+    moved = [row.gb_read + row.gb_written for row in passes]
+    colours = [palette[row.name.partition("-")[0]] for row in passes]
+    bars.barh(names, moved, color=colours, height=0.6)
+    for n, gb in enumerate(moved):
+        bars.annotate(
+            f"{gb:.3g}", (gb, n), xytext=(3, 0), textcoords="offset points", va="center", color=palette["ink"]
+        )
+    bars.invert_yaxis()
+    bars.set_xlim(0, 1.25 * max(moved))
+    label_axes(bars, palette, "GB moved")
+    sizes = [f"{row.block_q}\n{row.block_k}" for row in blocks]
+    lines.plot(sizes, [row.ms for row in blocks], marker="o", color=palette["flash"], label="ms")
+    lines.plot(
+        sizes, [row.gb_read + row.gb_written for row in blocks], marker="s", color=palette["other-0"], label="GB moved"
+    )
+    lines.set_ylim(0, None)
+    label_axes(lines, palette, "flash, forward", "queries and keys of a block")
+    legend(figure, lines, palette)
+
+
+def plot(path: Path) -> None:
+    """Draw the figure of a JSON file beside it, in light and in dark."""
+    rows = [Row(**row) for row in json.loads(path.read_text())["rows"]]
+    chart = Chart("bytes", "Bytes that attention moves", "", partial(draw, rows=rows), height=4.0)
+    for dark, end in ((False, ".png"), (True, "-dark.png")):
+        path.with_name(path.stem + end).write_bytes(render_png(chart, dark))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write bench/results/bytes-<device>.json."""
+    """Measure, print, and write bench/results/bytes-<device>.json and its figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the JSON file; bench/results/bytes-<device>.json")
+    parser.add_argument("--plot-only", type=Path, metavar="JSON", help="draw the figure of results again")
     parser.add_argument("--profiled", nargs=2, metavar=("NAME", "DIRECTION"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.plot_only:
+        plot(options.plot_only)
+        return
     require_gpu(parser)
     if options.profiled:
         run_profiled(*options.profiled)
@@ -198,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = options.out or RESULTS / f"bytes-{slug(where['device'])}.json"
     shape = {"batch": B, "heads": H, "tokens": T, "head_dim": D, "dtype": "bf16", "causal": False}
     write(out, json.dumps({"environment": where, "problem": shape, "rows": [asdict(row) for row in rows]}, indent=1))
+    plot(out)
     print(f"results: {out}")
 
 
