@@ -34,6 +34,7 @@ NAMES = tuple(PREFIX + name for name in ("naive", "tiled", "flash"))
 
 # Of the code under `dropout_key`. Not of a thread or context: backward passes recompute in threads of their own.
 _key: DropoutKey | None = None
+_built: dict[tuple[str, float], Attention] = {}
 
 
 @functools.cache
@@ -56,13 +57,14 @@ def register() -> None:
 
 
 @contextmanager
-def dropout_key(seed: int, step: int, first_sequence: int = 0) -> Iterator[None]:
+def dropout_key(seed: int | Tensor, step: int | Tensor, first_sequence: int | Tensor = 0) -> Iterator[None]:
     """Within the block attention drops what this key determines: the same weights in every run and implementation.
 
     seed, step      of training, below 2**32
     first_sequence  index in the global batch of the first sequence, for gradient accumulation and several ranks
 
-    The backward pass belongs into the block where activations are recomputed. Other dropout of a model is torch's.
+    In a compiled model they are 0-dim int64 tensors, for which nothing is compiled anew. The backward pass belongs into
+    the block where activations are recomputed. Other dropout of a model is torch's.
     """
     global _key
     before, _key = _key, DropoutKey(seed, step, layer=0, first_sequence=first_sequence)
@@ -142,10 +144,17 @@ def attend(
     return out.transpose(1, 2), None
 
 
-@functools.cache
 def implementation(name: str, dropout: float) -> Attention:
-    """The implementation with a name of NAMES."""
-    return build_attention(AttentionConfig(name.removeprefix(PREFIX), dropout=dropout))
+    """The implementation with a name of NAMES, built once: the compiler can look it up and cannot build it."""
+    if (name, dropout) not in _built:
+        build(name, dropout)
+    return _built[name, dropout]
+
+
+@torch.compiler.disable
+def build(name: str, dropout: float) -> None:
+    """Make `implementation` know one."""
+    _built[name, dropout] = build_attention(AttentionConfig(name.removeprefix(PREFIX), dropout=dropout))
 
 
 def layer_key(name: str, module: nn.Module, dropout: float) -> DropoutKey | None:
@@ -160,6 +169,7 @@ def layer_key(name: str, module: nn.Module, dropout: float) -> DropoutKey | None
     return _key.at_layer(int(module.layer_idx))  # type: ignore[arg-type]
 
 
+@torch.compiler.disable  # closures are read, and padding decides what is made
 def visible(
     batch_size: int,
     q_length: int,
