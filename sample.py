@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> None:
     config = parse(arguments)
     run = Path(config.run).expanduser()
     if config.export is not None:
-        write_export(run, config.checkpoint, Path(config.export).expanduser())
+        write_export(run, config.checkpoint, config.weights, Path(config.export).expanduser())
         return
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
     prompts = None if config.prompts is None else read_prompts(Path(config.prompts).expanduser())
@@ -109,10 +109,10 @@ def main(arguments: list[str]) -> None:
     print()
 
 
-def write_export(run: Path, which: CheckpointChoice, folder: Path) -> None:
+def write_export(run: Path, which: CheckpointChoice, weights: WeightsChoice, folder: Path) -> None:
     """Write a run's model for transformers, on any machine. Raises UserError before anything is written."""
     check_folder(folder)  # before the weights are read
-    trained = load_trained(run, which, attention="naive", device="cpu")
+    trained = load_trained(run, which, weights, attention="naive", device="cpu")
     export(trained.model, trained.tokenizer, folder, read_origin(run, trained.checkpoint, as_plain(trained.config)))
     print(f"wrote {folder}", file=sys.stderr)
 

@@ -14,9 +14,11 @@ from torch import Tensor
 from cli.trained import Trained
 from config import ConfigError
 from data.tokenizers import encoder
-from generation import Sampling, generate
+from generation.engine import Engine, Request
+from generation.sampling import Sampling
 from model.loss import IGNORE_INDEX
 
+GREEDY = Sampling(temperature=0)
 # Rows of logits in fp32 that exist at once: 0.8 GB with GPT-2's vocabulary.
 ROWS = 4096
 
@@ -51,8 +53,11 @@ class LanguageModel(Protocol):
         document_starts  (B, T)   int32, as `GPT.hidden` has it
         """
 
-    def continuation(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
-        """At most `tokens` likeliest next tokens after a prompt, one after the other."""
+    def generate(self, requests: Sequence[Request], slots: int) -> Iterator[tuple[Request, int]]:
+        """Each request with its likeliest next token, as they come, until it is finished; its `tokens` have it.
+
+        slots  requests at a time, where a model takes more than one
+        """
 
 
 class TrainedModel:
@@ -82,8 +87,8 @@ class TrainedModel:
             ]
         return joined(pieces)
 
-    def continuation(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
-        yield from generate(self.model, prompt, tokens, Sampling(temperature=0), self.trained.dtype)
+    def generate(self, requests: Sequence[Request], slots: int) -> Iterator[tuple[Request, int]]:
+        yield from Engine(self.model, requests, GREEDY, slots=slots, dtype=self.trained.dtype).run()
 
 
 class ExportedModel:
@@ -141,12 +146,19 @@ class ExportedModel:
         pieces = zip(logits.split(ROWS), targets[chosen].split(ROWS), strict=True)
         return joined([scores_of(rows, wanted) for rows, wanted in pieces])
 
-    def continuation(self, prompt: Sequence[int], tokens: int) -> Iterator[int]:
-        given = torch.tensor([prompt], device=self.model.device)
-        options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": self.end_of_text}
-        with self.autocast():
-            made = self.model.generate(given, attention_mask=torch.ones_like(given), **options)
-        yield from made[0, len(prompt) :].tolist()
+    def generate(self, requests: Sequence[Request], slots: int) -> Iterator[tuple[Request, int]]:
+        for request in requests:
+            given = torch.tensor([request.prompt], device=self.model.device)
+            options: dict[str, Any] = {"max_new_tokens": request.limit, "do_sample": False}
+            with self.autocast():
+                made = self.model.generate(
+                    given, attention_mask=torch.ones_like(given), pad_token_id=self.end_of_text, **options
+                )
+            for token in made[0, len(request.prompt) :].tolist():
+                if not request.finished:
+                    request.tokens.append(token)
+                    request.finished = len(request.tokens) == request.limit
+                    yield request, token
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype is not torch.float32)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from config import ConfigError
 from evaluation.models import LanguageModel
+from generation.engine import Request
 from model.loss import IGNORE_INDEX
 
 T = TypeVar("T")
@@ -62,31 +63,29 @@ class Scorer:
 
         Raises ConfigError where as many tokens leave no room for a context.
         """
-        model, texts = self.model, []
-        with progress("generating", len(requests)) as advance:
-            for context, stops, tokens in requests:
-                if (room := model.max_length - tokens) < 1:
-                    raise ConfigError(
-                        f"The task generates {tokens} tokens, and the model's {model.max_length} leave no room for a "
-                        "prompt; choose a model trained with a longer seq_len."
-                    )
-                prompt = self._encode(context) or [model.end_of_text]
-                self.cut += len(prompt) > room
-                texts.append(self._generate(prompt[-room:], stops, tokens))
-                advance(1)
-        return texts
-
-    def _generate(self, prompt: list[int], stops: Sequence[str], tokens: int) -> str:
-        made: list[int] = []
-        for token in self.model.continuation(prompt, tokens):
-            if token == self.model.end_of_text:
-                break
-            made.append(token)
-            text = self.model.decode(made)
-            ends = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
-            if ends:
-                return text[: min(ends)]
-        return self.model.decode(made)
+        model, asked = self.model, list[Request]()
+        for context, _, tokens in requests:
+            if (room := model.max_length - tokens) < 1:
+                raise ConfigError(
+                    f"The task generates {tokens} tokens, and the model's {model.max_length} leave no room for a "
+                    "prompt; choose a model trained with a longer seq_len."
+                )
+            prompt = self._encode(context) or [model.end_of_text]
+            self.cut += len(prompt) > room
+            asked.append(Request(prompt[-room:], tokens))
+        stops = {request: of_request for request, (_, of_request, _) in zip(asked, requests, strict=True)}
+        texts = dict.fromkeys(asked, "")
+        with progress("generating", len(asked)) as advance:
+            for request, token in model.generate(asked, self.batch):
+                if token == model.end_of_text:
+                    request.finished = True
+                else:
+                    texts[request] = model.decode(request.tokens)
+                    ends = [at for stop in stops[request] if stop and (at := texts[request].find(stop)) >= 0]
+                    if ends:
+                        texts[request], request.finished = texts[request][: min(ends)], True
+                advance(int(request.finished))
+        return list(texts.values())
 
     def _encode(self, text: str) -> list[int]:
         return self.model.encode(text).tolist()

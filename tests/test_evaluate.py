@@ -13,12 +13,17 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 
 import evaluate
+import sample
 from attention import AttentionConfig, build_attention
+from cli.trained import load_trained
 from config import Config
 from data import DataConfig, Documents, prepare, save_tokenizer
 from data.tokenizers import bytes_tokenizer
 from errors import UserError
-from evaluation.scorer import rolling_windows
+from evaluation.harness import run_tasks
+from evaluation.models import ExportedModel, TrainedModel
+from evaluation.scorer import Scorer, rolling_windows
+from evaluation.tasks import run_file
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from training.checkpoint import save_checkpoint
@@ -200,12 +205,6 @@ def test_results_add_to_the_summary_and_a_run_that_goes_on_keeps_none(run, tmp_p
 
 def test_lm_evals_own_implementation_of_a_task_gives_the_same_metrics(run, tmp_path):
     pytest.importorskip("lm_eval")
-    from cli.trained import load_trained
-    from evaluation.harness import run_tasks
-    from evaluation.models import TrainedModel
-    from evaluation.scorer import Scorer
-    from evaluation.tasks import run_file
-
     files = {"quiz": QUESTIONS, "texts": [{"text": text} for text in TEXTS]}
     paths = {name: write(tmp_path / f"{name}.jsonl", lines) for name, lines in files.items()}
 
@@ -227,6 +226,63 @@ def test_lm_evals_own_implementation_of_a_task_gives_the_same_metrics(run, tmp_p
         ours = run_file(path, scorer, limit=None)
         assert {key: theirs[name][key] for key in ours} == pytest.approx(ours)
     assert theirs["written"]["n"] == len(QUESTIONS)
+
+
+def test_generation_is_greedy_up_to_a_stop_text_or_an_end_of_text(run):
+    model, prompts = TrainedModel(load_trained(run, device="cpu")), ["The sun", "", "x" * 40]
+    found = Scorer(model, batch=2).generate_until([(prompt, [], 6) for prompt in prompts])
+    reference = fresh("learned")
+    for prompt, text in zip(prompts, found, strict=True):
+        tokens = ([*prompt.encode()] or [END])[-(T - 6) :]
+        with torch.no_grad():
+            for _ in range(6):
+                tokens.append(int(reference(torch.tensor([tokens]))[0, -1].argmax()))
+        made = tokens[-6:]
+        assert text == TOKENIZER.decode(made[: made.index(END)] if END in made else made)
+    stop = found[0][2]
+    assert Scorer(model, batch=2).generate_until([(prompts[0], ["nowhere", stop], 6)]) == [found[0].partition(stop)[0]]
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, capsys):
+    pytest.importorskip("transformers")
+    run, folder = make_run(tmp_path / "run", positions), tmp_path / "exported"
+    (run / "summary.json").unlink()
+    sample.main([f"run={run}", f"export={folder}"])
+    quiz, texts = write(tmp_path / "quiz.jsonl", QUESTIONS), write(tmp_path / "texts.jsonl", [{"text": TEXTS[1]}])
+    capsys.readouterr()
+    lines = []
+    for which in (run, folder):
+        evaluate.main([f"run={which}", f"tasks={quiz},{texts}", "data=text", f"data.path={texts}", "device=cpu"])
+        lines.append(capsys.readouterr().out)
+    assert lines[0] == lines[1]  # six digits of every metric
+    stories = [("The sun", ["\n"], 5), ("A", [], 3)]
+    ours, theirs = (
+        TrainedModel(load_trained(run, device="cpu")),
+        ExportedModel(folder, torch.device("cpu"), torch.float32),
+    )
+    assert Scorer(ours, 2).generate_until(stories) == Scorer(theirs, 2).generate_until(stories)
+
+
+def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tmp_path):
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    (run / "summary.json").unlink()
+    sample.main([f"run={run}", f"export={tmp_path / 'exported'}"])
+    theirs = HFLM(pretrained=str(tmp_path / "exported"), device="cpu", dtype="float32", batch_size=3)
+    ours = Scorer(TrainedModel(load_trained(run, device="cpu")), batch=3)
+    pairs = [(line["question"], f" {choice}") for line in QUESTIONS for choice in line["choices"]]
+    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    for (log, greedy), (their_log, their_greedy) in zip(
+        ours.loglikelihood(pairs), theirs.loglikelihood(asked), strict=True
+    ):
+        assert (log, greedy) == (pytest.approx(their_log, abs=1e-4), their_greedy)
+    asked = [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(TEXTS)]
+    assert ours.loglikelihood_rolling(TEXTS) == pytest.approx(theirs.loglikelihood_rolling(asked), abs=1e-4)
 
 
 @pytest.mark.parametrize(
