@@ -77,7 +77,7 @@ def test_where_every_layer_has_a_window_the_cache_slides_beyond_seq_len():
     (prompt,) = prompts(75)
     request = Request(prompt, 500)
     engine = Engine(model, [request], Sampling(0.0))
-    assert engine.cache.size.pages == 3  # a window's 70 keys lie in two pages, or in three
+    assert engine.steps.cache.size.pages == 3  # a window's 70 keys lie in two pages, or in three
     (found,) = served(engine)
     assert len(found) == 500
     assert found == expected(longer, prompt, found)
@@ -104,7 +104,7 @@ def test_prompts_that_share_slots_and_pages_get_the_tokens_they_get_alone(config
     for request, found in zip(requests, served(engine), strict=True):
         assert len(found) == request.limit
         assert found == expected(model, request.prompt, found, 0.8, 30, seed=3)
-    assert sorted(engine.cache.free) == list(range(engine.cache.size.pages or 0))
+    assert sorted(engine.steps.cache.free) == list(range(engine.steps.cache.size.pages or 0))
 
 
 def test_a_request_that_is_finished_early_makes_room_for_the_next():
@@ -157,7 +157,7 @@ def test_weights_are_in_the_precision_of_products_and_tokens_are_those_of_autoca
     model = build()
     (prompt,) = prompts(40)
     engine = Engine(model, [Request(prompt, 30)], Sampling(0.0), dtype=torch.bfloat16)
-    assert engine.model.get_parameter("h.0.mlp.c_fc.weight").dtype is torch.bfloat16
+    assert engine.steps.model.get_parameter("h.0.mlp.c_fc.weight").dtype is torch.bfloat16
     (found,) = served(engine)
     with torch.autocast("cpu", torch.bfloat16):
         agreeing = sum(a == b for a, b in zip(found, expected(model, prompt, found), strict=True))

@@ -1,0 +1,181 @@
+"""Tokens a second of generation, beside transformers on the same shape.
+
+    python -m bench.generate                  both cases, about three minutes on an H200
+    python -m bench.generate --cases one      one prompt
+    python -m bench.generate --device cpu     one prompt, in fp32
+
+The model has GPT-2's shape with 124M parameters, room for 2,048 tokens and random weights, on which timing does not
+depend. On a GPU it computes in bf16 with attention=flash, and all weights of transformers' model are in bf16. A run's
+time is from the prompts on the host to the last token on the host, prefill included; compilation and the capture of
+CUDA graphs are not. Runs alternate, and the median counts.
+
+one    one prompt of 337 tokens, continued by 512 (60 on a CPU). transformers has its static cache, compiled, on a GPU,
+       and its default cache on a CPU
+many   256 prompts of 16 to 900 tokens, 256 more each, all at a time. transformers gets them as a batch, padded on the
+       left
+
+Results go to bench/results/generate-<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attention import AttentionConfig, build_attention
+from bench.measure import RESULTS, environment, require_gpu, slug, synchronise, write
+from generation import Engine, Request, Sampling
+from model.config import GPTConfig
+from model.gpt import GPT
+
+SHAPE = GPTConfig(name="gpt2", n_layers=12, n_heads=12, n_embd=768, bias=True)
+VOCABULARY, SEQ_LEN = 50257, 2048
+PROMPT, PROMPTS, SHORTEST, LONGEST, ADDED = 337, 256, 16, 900, 256
+GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=0.8, top_k=50)
+
+Prompts = list[list[int]]
+Row = dict[str, Any]
+Run = Callable[[], int]  # the tokens that were added
+
+
+def random_prompts(lengths: Sequence[int]) -> Prompts:
+    """A prompt of each length."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def ours(model: GPT, prompts: Prompts, added: int, sampling: Sampling, dtype: torch.dtype, compile: bool) -> Run:
+    """This project's engine."""
+    requests = [Request(prompt, added) for prompt in prompts]
+    engine = Engine(model, requests, sampling, slots=len(prompts), dtype=dtype, compile=compile)
+
+    def run() -> int:
+        for request in requests:
+            request.tokens.clear()
+            request.finished = False
+        return sum(1 for _ in engine.run())
+
+    return run
+
+
+def theirs(prompts: Prompts, added: int, device: torch.device, dtype: torch.dtype, **options: Any) -> Run:
+    """transformers' `generate`, greedy."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_positions=SEQ_LEN, eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    model = GPT2LMHeadModel(config).eval().to(device, dtype)
+    longest = max(len(prompt) for prompt in prompts)
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+
+    def run() -> int:
+        out = model.generate(
+            padded.to(device), attention_mask=mask.to(device), do_sample=False, max_new_tokens=added, **options
+        )
+        return out[:, longest:].cpu().numel()
+
+    return run
+
+
+def candidates(case: str, device: torch.device) -> dict[str, Callable[[], Run]]:
+    """What is measured in a case: label -> preparation."""
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    attend = build_attention(AttentionConfig("flash" if cuda else "naive"))
+    torch.manual_seed(0)
+    model = GPT(SHAPE, VOCABULARY, SEQ_LEN, attend, device=device, dtype=dtype).eval().to(device)
+    if case == "many":
+        generator = torch.Generator().manual_seed(1)
+        prompts = random_prompts(torch.randint(SHORTEST, LONGEST + 1, (PROMPTS,), generator=generator).tolist())
+        return {
+            "this project": lambda: ours(model, prompts, ADDED, GREEDY, dtype, False),
+            "transformers, padded batch": lambda: theirs(prompts, ADDED, device, dtype),
+        }
+    prompts, added = random_prompts([PROMPT]), 512 if cuda else 60
+    if not cuda:
+        return {
+            "this project": lambda: ours(model, prompts, added, GREEDY, dtype, False),
+            "transformers": lambda: theirs(prompts, added, device, dtype),
+        }
+    return {
+        "this project": lambda: ours(model, prompts, added, GREEDY, dtype, False),
+        "this project, sampled": lambda: ours(model, prompts, added, SAMPLED, dtype, False),
+        "this project, compiled": lambda: ours(model, prompts, added, GREEDY, dtype, True),
+        "this project, compiled, sampled": lambda: ours(model, prompts, added, SAMPLED, dtype, True),
+        "transformers, static cache, compiled": lambda: theirs(
+            prompts, added, device, dtype, cache_implementation="static"
+        ),
+    }
+
+
+def measure(case: str, device: torch.device, rounds: int, only: str | None) -> list[Row]:
+    """Time each candidate `rounds` times, in turns, after one run that counts for nothing."""
+    prepared: dict[str, Run] = {}
+    for label, prepare in candidates(case, device).items():
+        if only is None or only in label:
+            begin = time.perf_counter()
+            prepared[label] = prepare()
+            prepared[label]()
+            print(f"{case}: {label} ready after {time.perf_counter() - begin:.0f} s", flush=True)
+    seconds: dict[str, list[float]] = {label: [] for label in prepared}
+    added: dict[str, int] = {}
+    for _ in range(rounds):
+        for label, run in prepared.items():
+            synchronise(device)
+            begin = time.perf_counter()
+            added[label] = run()
+            seconds[label].append(time.perf_counter() - begin)
+    rows = []
+    for label, samples in seconds.items():
+        median = statistics.median(samples)
+        rows.append(
+            {
+                "case": case, "by": label, "tokens": added[label], "tokens_per_s": round(added[label] / median, 1),
+                "seconds": round(median, 4), "fastest_s": round(min(samples), 4), "slowest_s": round(max(samples), 4),
+                "runs": rounds,
+            }
+        )  # fmt: skip
+        print(" ".join(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the cases that were asked for, and write their rows."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", choices=["one", "many"], help="both on a GPU, one on a CPU")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--rounds", default=5, type=int)
+    parser.add_argument("--only", help="candidates whose name contains this")
+    parser.add_argument("--results", default=RESULTS, type=Path, help="folder for the JSON")
+    args = parser.parse_args(arguments)
+    device = torch.device(args.device)
+    if args.device == "cuda":
+        require_gpu(parser, "; add --device cpu")
+    found = environment(device, ["transformers"])
+    path = args.results / f"generate-{slug(found['device'])}.json"
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    for case in args.cases or (["one", "many"] if args.device == "cuda" else ["one"]):
+        rows = measure(case, device, args.rounds, args.only)
+        measured = {(row["case"], row["by"]) for row in rows}
+        source = {name: found[name] for name in ("versions", "git", "date")}
+        kept = [row for row in kept if (row["case"], row["by"]) not in measured] + [row | source for row in rows]
+        lines = ",\n  ".join(json.dumps(row) for row in kept)
+        head = f' "device": {json.dumps(found["device"])},\n "model": "GPT-2, 124M parameters, random weights",\n'
+        write(path, f'{{\n{head} "rows": [\n  {lines}\n ]\n}}\n')
+        gc.collect()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""The device's part of generation: the prompts' step and the tokens' step, on buffers that keep their addresses.
+
+All slots take part in a step, whether or not they hold a sequence, so that the work of a token always has the same
+shapes: on a GPU it is one replayed CUDA graph. Nothing here waits for the device, but for `from_scratch`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention import IMPLEMENTATIONS, Attention, AttentionConfig, Layout, build_attention, documents
+from generation.rows import Row
+from generation.sampling import Noise, Sampling
+from model.blocks import rotation_table
+from model.cache import CacheSize, Decode, KVCache, Prefill, upload
+from model.config import Positions
+from model.gpt import GPT
+
+WARMUP_CALLS = 3  # before a CUDA graph is captured, which must not contain compilation
+
+
+class Steps:
+    """A model and a cache, and what is known of the sequence in each slot.
+
+    tokens  (slots,) int64, its newest token, which is not in the cache yet
+    steps   (slots,) int64, how many tokens it has been given
+    active  (slots,) int32, 1 where there is a sequence
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        sampling: Sampling,
+        size: CacheSize,
+        noise_rows: int,
+        dtype: torch.dtype = torch.float32,
+        compile: bool = False,
+    ) -> None:
+        """See Engine for the arguments; noise_rows are those of Noise."""
+        self.device, self.dtype, self.sampling = model.wte.weight.device, dtype, sampling
+        self.model = copied(model, dtype)
+        self.head = model.wte.weight.detach().to(dtype)
+        self.decoder = decoding_attention(model.attend, self.device)
+        self.cache = KVCache(model.config, size, self.device, dtype)
+        self.rotation = None
+        if model.config.positions is Positions.rotary:
+            head_dim = model.config.n_embd // model.config.n_heads
+            cos, sin = rotation_table(max(size.longest, model.seq_len), head_dim)
+            self.rotation = (cos.to(self.device), sin.to(self.device))
+        self.noise = None
+        if sampling.temperature > 0:
+            self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, self.device)
+        self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
+        self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
+        self.compiled = compiled(self.model, size.slots) if compile else self.model
+        self.work: Callable[[], None] = self.decode_step
+        if self.device.type == "cuda":
+            self.work = self.graphed(self.work)
+
+    def set_active(self, active: list[bool]) -> None:
+        """Tell the device which slots have sequences, and where these are, for what is launched from now on."""
+        self.cache.publish()
+        self.active.copy_(upload(torch.tensor(active, dtype=torch.int32), self.device))
+
+    def draw_noise(self, count: int) -> None:
+        """Have the random numbers ready for a sequence's token number `count`."""
+        if self.noise is not None:
+            self.noise.draw(count)
+
+    @torch.no_grad()
+    def prefill(self, row: Row) -> None:
+        """Compute the keys, values and first tokens of new prompts. All other sequences keep what they have."""
+        self.draw_noise(1)
+        tokens, positions, last, lengths, cu_seqlens = (upload(x, self.device) for x in row[:-1])
+        layout = Layout() if row.starts is None else documents(upload(row.starts, self.device))
+        fresh = lengths > 0
+        self.cache.lengths.copy_(torch.where(fresh, lengths, self.cache.lengths))
+        self.steps.masked_fill_(fresh, 0)
+        attends = [Prefill(self.model.attend, layer, cu_seqlens) for layer in self.cache.layers]
+        with self.on_device(), self.autocast():
+            hidden = self.model.extend(tokens, positions, attends, layout, self.rotation)[0, last]  # (slots, C)
+            picked = self.pick(hidden)
+        self.tokens.copy_(torch.where(fresh, picked, self.tokens))
+        self.steps.masked_fill_(fresh, 1)
+
+    def decode(self, most: int) -> None:
+        """Compute the next token of each sequence, which is at most its token number `most`."""
+        self.draw_noise(most)
+        with self.on_device():
+            self.work()
+
+    @torch.no_grad()
+    def decode_step(self) -> None:
+        """The device's part of `decode`. A slot without a sequence keeps length 0, and computes for nobody."""
+        lengths = self.cache.lengths
+        lengths.add_(1).mul_(self.active)
+        positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)
+        attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
+        with self.autocast():
+            hidden = self.compiled.extend(self.tokens[:, None], positions, attends, Layout(), self.rotation)[:, 0]
+            picked = self.pick(hidden)
+        self.tokens.copy_(picked)
+        self.steps.add_(1)
+
+    @torch.no_grad()
+    def from_scratch(self, tokens: Tensor, step: int) -> int:
+        """The token after tokens (1, n), of which `step` have been given; no sequence uses the cache any more."""
+        self.draw_noise(step + 1)
+        self.steps.fill_(step)
+        with self.on_device(), self.autocast():
+            hidden = self.model.hidden(upload(tokens, self.device))[:, -1]  # (1, C)
+            return int(self.pick(hidden.expand(len(self.steps), -1))[0])
+
+    def pick(self, hidden: Tensor) -> Tensor:
+        """The next tokens (slots,) after hidden (slots, C)."""
+        logits = F.linear(hidden, self.head)[:, : self.model.vocab_size].float()
+        noise = None if self.noise is None else self.noise.table[self.steps % len(self.noise.table)]
+        return self.sampling.pick(logits, noise)
+
+    def copy_to_host(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The newest tokens for the host and, on a GPU, the event after which they are there."""
+        if self.device.type != "cuda":
+            return self.tokens.clone(), None
+        with self.on_device():
+            host = torch.empty(len(self.tokens), dtype=torch.int64, pin_memory=True)
+            host.copy_(self.tokens, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        return host, event
+
+    def graphed(self, function: Callable[[], None]) -> Callable[[], None]:
+        """The same work as one CUDA graph. It runs here a few times, without sequences."""
+        with self.on_device():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARMUP_CALLS):
+                    function()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                function()
+        return graph.replay
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """The engine's GPU as the current one."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def autocast(self) -> torch.autocast:
+        """The engine's precision. The weights of products are in it already, so no casts need to be kept."""
+        narrow = self.dtype is not torch.float32
+        return torch.autocast(self.device.type, self.dtype, enabled=narrow, cache_enabled=False)
+
+
+def decoding_attention(attend: Attention, device: torch.device) -> Attention:
+    """What reads the cache: `attend` or, where it has no way to, flash on a GPU and naive on a CPU."""
+    if "cache" in attend.supports:
+        return attend
+    name = "flash" if device.type == "cuda" and "cache" in IMPLEMENTATIONS["flash"].supports else "naive"
+    return build_attention(AttentionConfig(name))
+
+
+def copied(model: GPT, dtype: torch.dtype) -> GPT:
+    """The model in evaluation mode, with the weights of its matrix products in `dtype`; all else is shared."""
+    shared: dict[int, object] = {id(model.attend): model.attend}
+    for module in model.modules():
+        for x in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            cast = isinstance(module, nn.Linear) and x.dtype is not dtype
+            shared[id(x)] = nn.Parameter(x.detach().to(dtype), requires_grad=False) if cast else x
+    return copy.deepcopy(model, shared).eval()
+
+
+class SplitLinear(nn.Linear):
+    """A linear layer that adds its bias on its own.
+
+    For a single row the compiler then makes a reduction of the product, and fuses it with what comes before and after;
+    product and bias together it leaves to a library.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = F.linear(x, self.weight)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+
+def compiled(model: GPT, slots: int) -> GPT:
+    """A copy of the model whose blocks are compiled, the first for all of them, for one new token in each slot."""
+    model = copied(model, model.get_parameter("h.0.mlp.c_fc.weight").dtype)
+    tuned: dict[str, str | int | bool | Callable] = {}
+    if slots == 1:
+        tuned["coordinate_descent_tuning"] = True
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.__class__ = SplitLinear
+    for block in model.h:
+        block.compile(dynamic=False, options=tuned)
+    return model
