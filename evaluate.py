@@ -19,6 +19,7 @@ batch       sequences of one forward pass
 checkpoint  best (by validation loss, if it was measured) or newest
 weights     trained, or ema: their moving average, if training.ema kept one
 attention   an implementation other than the run's, for a device that does not support that one
+attention.precision  of attention's products: inputs, or fp8 with attention=flash on an H100 or H200
 device      auto, cpu, cuda, cuda:1
 """
 
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention import AttentionError
+from attention import AttentionError, ProductPrecision
 from cli.arguments import parse as key_values
 from cli.compose import compose_right, expand_home, to_config
 from cli.launch import refuse
@@ -70,6 +71,7 @@ class EvaluateConfig:
     checkpoint: CheckpointChoice = CheckpointChoice.best
     weights: WeightsChoice = WeightsChoice.trained
     attention: str | None = None
+    attention_precision: ProductPrecision = ProductPrecision.inputs
     device: str = "auto"
 
 
@@ -112,12 +114,17 @@ def open_model(config: EvaluateConfig, run: Path) -> tuple[LanguageModel, Traine
         device = resolve_device(config.device)
         if config.attention is not None:
             raise ConfigError(f"attention={config.attention} has no effect on a model of transformers; leave it out.")
+        if (precision := config.attention_precision) is not ProductPrecision.inputs:
+            raise ConfigError(
+                f"attention.precision={precision.value} has no effect on a model of transformers; leave it out."
+            )
         return ExportedModel(run, device, resolve_precision(Precision.auto, device).dtype, config.seq_len), None
     trained = load_trained(
         run,
         config.checkpoint,
         config.weights,
         attention=config.attention,
+        precision=config.attention_precision,
         device=config.device,
         seq_len=config.seq_len,
         documents=config.tasks is None,

@@ -25,7 +25,7 @@ class ArgumentError(UserError, ValueError):
 def parse(arguments: Sequence[str], schema: type[T], program: str, verbatim: Collection[str] = ()) -> T:
     """An instance of the dataclass `schema`, typed, from key=value arguments.
 
-    program   the script whose --help lists the arguments
+    program   the script whose --help lists the arguments. A dot in their names is `_` in the dataclass
     verbatim  keys whose value is any text, including the word null
 
     Raises ArgumentError for an unknown key or a value of the wrong type.
@@ -34,6 +34,7 @@ def parse(arguments: Sequence[str], schema: type[T], program: str, verbatim: Col
     config = OmegaConf.structured(schema)
     for argument in arguments:
         key, separator, value = argument.partition("=")
+        key = key.replace(".", "_")
         if not separator or key not in known:
             hint = suggestion(key, known) or f"; python {program} --help lists them."
             raise ArgumentError(f"{argument} is not an argument{hint}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from attention import AttentionConfig, build_attention
+from attention import AttentionConfig, ProductPrecision, build_attention
 from config import Config, ConfigError, register
 from data import Documents, load_tokenizer
 from model.config import Positions
@@ -77,6 +77,7 @@ def load_trained(
     weights: WeightsChoice = WeightsChoice.trained,
     *,
     attention: str | None = None,
+    precision: ProductPrecision = ProductPrecision.inputs,
     device: str = "auto",
     seq_len: int | None = None,
     documents: bool = False,
@@ -84,6 +85,7 @@ def load_trained(
     """The model of a run, with the weights of its best or newest checkpoint.
 
     attention  an implementation other than the run's
+    precision  of attention's products
     seq_len    the longest input, which rotary positions allow to exceed the run's; None: the run's
     documents  whether the model will tell packed documents apart, if the run does
 
@@ -99,11 +101,12 @@ def load_trained(
             f"alone; use seq_len={config.seq_len} or less, or a run with model.positions=rotary."
         )
     tokenizer = load_tokenizer(run)
+    chosen = config.attention if attention is None else AttentionConfig(name=attention)
     model = GPT(
         config.model,
         tokenizer.n_vocab,
         longest,
-        build_attention(config.attention if attention is None else AttentionConfig(name=attention)),
+        build_attention(replace(chosen, precision=precision)),
         score=config.score,
         documents=documents and config.data.documents is not Documents.ignore,
         restart_positions=config.data.documents is Documents.restart,

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 import evaluate
 import sample
-from attention import AttentionConfig, build_attention
+from attention import AttentionConfig, AttentionError, build_attention
 from cli.trained import load_trained
 from config import Config
 from data import DataConfig, Documents, prepare, save_tokenizer
@@ -291,6 +291,11 @@ def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tm
         (["tsks=a"], "tsks=a is not an argument; did you mean tasks?"),
         (["batch=0"], "batch=0 must be at least 1"),
         (["seq_len=25"], "seq_len=25 is longer than the run's 24, and it has learned positions for those alone"),
+        (["attention.precision=fp8"], r"attention.precision=fp8 has no effect with attention=naive; .*attention=flash"),
+        (
+            ["attention=flash", "attention.precision=fp8"],
+            "attention.precision=fp8 needs a GPU of .* 9.0|needs a CUDA GPU",
+        ),
         (["data=txt"], r"data=txt is not known; choose one of .*did you mean text\?"),
         (["data=text"], "data=text needs to know where the text is"),
         (["data=text", "data.tokenizer=gpt2"], "data.tokenizer=gpt2 has no effect here"),
@@ -306,7 +311,7 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(run, tmp_path, monke
     write(tmp_path / "mixed.jsonl", [{"text": "a"}, QUESTIONS[0]])
     write(tmp_path / "long.jsonl", [{"question": "a", "choices": ["x" * 30], "answer": 0}])
     before = (run / "summary.json").read_bytes()
-    with pytest.raises(UserError, match=sentence) as raised:
+    with pytest.raises((UserError, AttentionError), match=sentence) as raised:
         evaluate.main([f"run={run}", "device=cpu", *arguments])
     assert "\n" not in str(raised.value)
     assert (run / "summary.json").read_bytes() == before
