@@ -289,9 +289,11 @@ class FlashAttention(Attention):
             raise UnsupportedAttention(
                 "attention.precision=fp8 does not decode from a cache; choose attention.precision=inputs."
             )
-        check(q.shape[-1], q.dtype, q.device)
-        run = flash_decode if torch.compiler.is_compiling() else run_decode
-        out, lse = run(
+        # The compiler cannot follow `check`; a model calls it when it is built.
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            check(q.shape[-1], q.dtype, q.device)
+        out, lse = (flash_decode if compiling else run_decode)(
             q if q.stride(-1) == 1 else q.contiguous(),
             *cache,
             fp32(terms.slopes),
