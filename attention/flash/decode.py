@@ -8,13 +8,14 @@ program carries m, l and o over its keys as the forward kernel does (forward.py)
 
     out = sum of exp(m_i - M) o_i / sum of exp(m_i - M) l_i        M = max of m_i
 
-What a split is depends on shapes alone and never on the batch, and splits are added up in their order: a sequence has
-the same result, to the bit, whatever other sequences the batch has, and contiguous as in pages. Lengths are read on the
-device; programs behind a sequence's end, or before its window, leave at once.
+Splits lie at fixed positions, whatever the batch and the capacity, and are added up in their order: a sequence has the
+same result, to the bit, whatever other sequences there are, contiguous as in pages. They are short at first, as there
+are few, and grow. Lengths are read on the device; programs behind a sequence's end leave at once.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,13 @@ from .score import (
 )
 from .tiles import Strided, dot, kernel_mode
 
-JOINED = tl.constexpr(16)  # splits that the join reads at a time
+# Split i begins FIRST * ((i - RUN * level) << level) keys after the first visible tile, level = i // RUN - 1 within 0
+# and LEVELS: 2 RUN splits of FIRST keys, RUN each of twice as many, four times as many and so on, then no longer ones.
+FIRST = tl.constexpr(128)
+RUN = tl.constexpr(8)
+LEVELS = tl.constexpr(4)
+JOINED = 64  # splits that the join reads at a time
+JOINED_COLUMNS = 32  # of a program of the join
 MAX_ROWS = 64  # of a tile of queries
 MIN_ROWS = 16  # of a matrix instruction
 
@@ -76,9 +83,16 @@ def load_rows(x, i_b, i_h, i_n, p_pages, n_first, n_end, PAGE: tl.constexpr, ROW
     return tl.load(p_x + o_d[None, :], mask=m_n[:, None] & (o_d < x.D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["G", "T", "capacity", "n_pages", "split"])
+@triton.jit
+def split_start(i_split):
+    """Where a split begins, in keys."""
+    level = min(max(i_split // RUN - 1, 0), LEVELS)
+    return FIRST * ((i_split - RUN * level) << level)
+
+
+@triton.jit(do_not_specialize=["G", "T", "capacity", "n_pages"])
 def decode_kernel(
-    q, k, v, out, p_lse, partial, p_lengths, p_pages, extras, scale_log2, G, T, capacity, n_pages, split,
+    q, k, v, out, p_lse, partial, p_lengths, p_pages, extras, scale_log2, G, T, capacity, n_pages,
     PAGE: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys for one tile of rows. Grid: splits x (key heads x tiles of rows) x sequences.
@@ -102,8 +116,8 @@ def decode_kernel(
     n_start, n_whole, n_full, n_end = seen_keys(i_m // G, at, BLOCKS, MODE)
     first, end = key_interval(o_t, at, MODE)
     n_first = tl.maximum(i_m // G + at.offset - (MODE.window - 1), 0) if MODE.window else 0
-    n_start += i_split * split
-    n_stop = tl.minimum(n_start + split, n_end)
+    n_stop = tl.minimum(n_start + split_start(i_split + 1), n_end)
+    n_start += split_start(i_split)
     o_out = ((tl.cast(i_b, tl.int64) * H + o_h) * T + o_t) * n_splits + i_split
     if partial is not None:
         nothing_left = (i_split > 0) & (n_start >= n_end)
@@ -162,13 +176,14 @@ def decode_kernel(
         tl.store(p_lse + o_out, (m + tl.log2(l)) / LOG2_E, mask=m_row)
 
 
-@triton.jit(do_not_specialize=["n_splits", "T", "D"])
+@triton.jit(do_not_specialize=["n_splits", "H", "T", "D"])
 def join_kernel(
-    out, p_lse, partial, p_lengths, n_splits, H, T, D, CAUSAL: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """out and lse of one row from those of its splits. Grid: B x H x T. SPLITS is n_splits, rounded up."""
+    out, p_lse, partial, p_lengths, n_splits, H, T, D,
+    CAUSAL: tl.constexpr, SPLITS: tl.constexpr, JOINED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one row from those of its splits. Grid: B x H x T, tiles of D. SPLITS is n_splits, rounded up."""
     i_row = tl.program_id(0).to(tl.int64)
-    o_all, o_d = tl.arange(0, SPLITS), tl.arange(0, COLUMNS)
+    o_all, o_d = tl.arange(0, SPLITS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     m = tl.max(tl.load(partial.m + i_row * n_splits + o_all, mask=o_all < n_splits, other=-float("inf")), 0)
     m_safe = tl.where(m == -float("inf"), 0.0, m)
     l = tl.zeros([JOINED], tl.float32)
@@ -177,7 +192,7 @@ def join_kernel(
         o_i = i + tl.arange(0, JOINED)
         at = i_row * n_splits + o_i
         b_m = tl.load(partial.m + at, mask=o_i < n_splits, other=-float("inf"))
-        seen = b_m > -float("inf")  # nothing else was written
+        seen = b_m > -float("inf")  # of the others nothing was written
         b_weight = tl.exp2(b_m - m_safe)
         l += b_weight * tl.load(partial.l + at, mask=seen, other=0.0)
         b_o = tl.load(partial.o + at[:, None] * D + o_d[None, :], mask=seen[:, None] & (o_d < D)[None, :], other=0.0)
@@ -187,25 +202,26 @@ def join_kernel(
     sees = length - T + i_row % T >= 0 if CAUSAL else length > 0
     b_out = tl.where(sees, tl.sum(o, 0) / l_all, 0.0)
     tl.store(out + i_row * D + o_d, b_out.to(out.dtype.element_ty), mask=o_d < D)
-    tl.store(p_lse + i_row, (m + tl.log2(l_all)) / LOG2_E)
+    if tl.program_id(1) == 0:
+        tl.store(p_lse + i_row, (m + tl.log2(l_all)) / LOG2_E)
 
 
-def choose_blocks(rows: int, head_dim: int, dtype: torch.dtype) -> Blocks:
-    """The blocks for a group's rows, a head size and a dtype."""
+def choose_blocks(rows: int, head_dim: int, dtype: torch.dtype, paged: bool) -> Blocks:
+    """The blocks for a group's rows, a head size and a dtype, with FIRST a multiple of their keys; timed on an H200."""
     BM = max(MIN_ROWS, min(MAX_ROWS, triton.next_power_of_2(rows)))
     if dtype == torch.float32:
         return Blocks(BM, 32 if head_dim <= 128 else 16, 4, 2)
-    return Blocks(BM, 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32, 4, 3)
+    # A page's number is loaded a tile ahead of the page.
+    return Blocks(BM, 128 if head_dim <= 128 else 64, 4, 3 if paged else 2)
 
 
-PROGRAMS = 256  # of one sequence
-MIN_SPLIT = 256  # keys
-
-
-def split_size(span: int, programs_a_split: int, block: int) -> int:
-    """Keys of a split, a multiple of `block`, where a sequence may see `span` keys and a split takes some programs."""
-    n_splits = max(1, PROGRAMS // programs_a_split)
-    return triton.cdiv(max(MIN_SPLIT, triton.cdiv(span, n_splits)), block) * block
+@lru_cache
+def number_of_splits(span: int) -> int:
+    """How many splits it takes for `span` keys, one at least."""
+    n = 1
+    while split_start.fn(n) < span:
+        n += 1
+    return n
 
 
 def run_decode(
@@ -231,12 +247,11 @@ def run_decode(
     extras = Extras(slopes=slopes, sinks=sinks)
     mode = kernel_mode(q, Options(causal, scale, 0, tf32, window, soft_cap), extras)
     G = H // H_kv
-    blocks = choose_blocks(G * T, D, q.dtype)
+    blocks = choose_blocks(G * T, D, q.dtype, pages is not None)
     capacity = k.shape[2] * (1 if pages is None else pages.shape[1])
     span = capacity if window is None else min(capacity, window + T - 1 + blocks.k - 1)
     n_m = triton.cdiv(G * T, blocks.q)
-    split = split_size(span, H_kv * n_m, blocks.k)
-    n_splits = max(1, triton.cdiv(span, split))
+    n_splits = number_of_splits(span)
     partial = None
     if n_splits > 1:
         shape = (B * H * T, n_splits)
@@ -255,18 +270,18 @@ def run_decode(
             T,
             capacity,
             None if pages is None else pages.stride(0),
-            split,
             PAGE=None if pages is None else k.shape[2],
             BLOCKS=blocks,
             MODE=mode,
             num_warps=blocks.warps,
         )
         if partial is not None:
-            join_kernel[(B * H * T,)](
+            join_kernel[(B * H * T, triton.cdiv(D, JOINED_COLUMNS))](
                 *(out, lse, partial, lengths, n_splits, H, T, D),
                 CAUSAL=causal,
                 SPLITS=triton.next_power_of_2(n_splits),
-                COLUMNS=mode.columns,
+                JOINED=min(JOINED, triton.next_power_of_2(n_splits)),
+                COLUMNS=JOINED_COLUMNS,
                 num_warps=4,
             )
     return out, lse
