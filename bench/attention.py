@@ -5,13 +5,15 @@
     python -m bench.attention --masks causal window documents alibi soft_cap sinks --dropout 0
     python -m bench.attention --device cpu           small sizes, on a CPU
     python -m bench.attention --only flash sdpa-cudnn --lengths 4096 --heads 128 --dropout 0.1
+    python -m bench.attention --cold --only flash --lengths 4096 --dropout 0     how long a first call compiles
     python -m bench.attention --plot-only bench/results/attention-nvidia-h200.json
     python -m bench.attention --plot-only a.json b.json --out joined.json    one result of several
 
 The length grows; the tokens of a batch and the hidden size stay the same. A sequence longer than the batch is a batch
-by itself. A forward pass counts as 4 B H T T D FLOPs, visible keys only, and a backward pass as 2.5
-times a forward pass. Memory is the peak of one forward and backward pass above its inputs, so it includes the output
-and the gradients. Errors are relative, ||x - x_fp32|| / ||x_fp32||, for the first head of the first sequence. Running
+by itself. A forward pass counts as 4 B H T T D FLOPs, visible keys only, and a backward pass as 2.5 times a forward
+pass. Memory is the peak of one forward and backward pass above its inputs, so it includes the output and the gradients.
+Errors are relative, ||x - x_fp32|| / ||x_fp32||, for the first head of the first sequence. A row names the kernels that
+it got (`path`), and how long the first forward and backward pass took with the compilation that they needed. Running
 out of memory is a result, and so is exceeding the time limit.
 
 Results go to bench/results/attention-<device>.json after each problem, with the figures beside it. A new measurement
@@ -22,9 +24,13 @@ replaces the earlier one of the same problem, so the work can be split: --masks 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
+import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -39,7 +45,17 @@ from torch import Tensor
 from attention import AttentionConfig, UnsupportedAttention, build_attention
 from attention.score import alibi_slopes
 from bench.attention_views import notes, publish, tables
-from bench.measure import RESULTS, environment, interleaved, peak_bytes, release, require_gpu, slug, write
+from bench.measure import (
+    RESULTS,
+    environment,
+    interleaved,
+    peak_bytes,
+    release,
+    require_gpu,
+    slug,
+    synchronise,
+    write,
+)
 from bench.peers import KEY, PACKAGES, VARIANTS, Attend, Candidate, Problem, candidates
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -80,6 +96,7 @@ def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float, budg
         try:
             budget.check(rows[name])
             attend = candidate.build(problem)
+            rows[name]["path"] = candidate.path(problem)
             known = expected if not problem.dropout or candidate.replays else None
             rows[name] |= try_out(attend, inputs, dout, known, problem.device)
             able[name] = attend
@@ -126,10 +143,12 @@ def try_out(
     expected: list[Tensor] | None,
     device: torch.device,
 ) -> Row:
-    """Run a candidate once for its errors and compilation, and once for its memory."""
+    """Run a candidate once for its errors and the time of a first call, and once for its memory."""
+    begin = time.perf_counter()
     out = attend(*inputs)
     gradients = torch.autograd.grad(out, inputs, dout)
-    row: Row = {"status": "measured", "error": None}
+    synchronise(device)
+    row: Row = {"status": "measured", "error": None, "first_call_s": round(time.perf_counter() - begin, 3)}
     if expected is not None:
         heads = [x.detach()[:1, :1].float() for x in (out, *gradients[:3])]
         errors = [((x - e).norm() / e.norm()).item() for x, e in zip(heads, expected, strict=True)]
@@ -259,6 +278,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=positive, help=f"size, all heads together: {HIDDEN}")
     parser.add_argument("--seconds", type=float, default=0.1, help="of timing for each implementation and pass")
     parser.add_argument("--limit", type=float, default=1.0, help="seconds that one step may take")
+    parser.add_argument("--cold", action="store_true", help="compile everything anew: an empty cache for this run")
     parser.add_argument("--out", type=Path, help="JSON file; the figures go beside it")
     parser.add_argument(
         "--plot-only", nargs="+", type=Path, metavar="JSON", help="draw earlier results again; several make one"
@@ -305,6 +325,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show(console, rows, path)
         return
 
+    if args.cold:
+        folder = tempfile.mkdtemp(prefix="bench-attention-")
+        atexit.register(shutil.rmtree, folder)
+        os.environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     everyone = candidates()
     chosen = {name: everyone[name] for name in args.only}
     result = environment(torch.device(args.device), [package for _, _, package, _ in PACKAGES.values()])

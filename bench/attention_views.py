@@ -85,7 +85,13 @@ def tables(rows: Sequence[Row]) -> Iterator[Table | str]:
 
 
 def notes(rows: Sequence[Row]) -> Iterator[str]:
-    """Why cells are empty, each reason once; the tables show where memory or time ran out."""
+    """How long first calls took, and why cells are empty, each reason once; where memory or time ran out is shown."""
+    first = {
+        label: max((row.get("first_call_s", 0.0) for row in cells), default=0.0) for label, cells in named(rows).items()
+    }
+    longest = ", ".join(f"{label} {seconds:.1f} s" for label, seconds in first.items() if seconds)
+    if longest:
+        yield f"The longest first call, forward and backward, with the compilation that it needed: {longest}."
     missing = [r for r in rows if r["status"] in ("refused", "failed")]
     for label, message in dict.fromkeys((row["label"], row["message"]) for row in missing):
         yield f"{label}: {message}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -97,12 +97,29 @@ class Candidate:
     build   the call for a problem; raises UnsupportedAttention with the reason where there is none
     ours    whether it belongs to this project and is no peer
     replays whether it drops by this project's mask, so that its error with dropout is known
+    path    the kernels that a problem gets, by name, where there are several kinds
     """
 
     label: str
     build: Callable[[Problem], Attend]
     ours: bool = False
     replays: bool = False
+    path: Callable[[Problem], str | None] = lambda problem: None
+
+
+def attention_shape(problem: Problem) -> AttentionShape:
+    """The problem as an implementation of attention/ is asked about it."""
+    documents = problem.variant == "documents"
+    return AttentionShape(
+        problem.D, problem.H, problem.H, problem.dtype, problem.device, (problem.score,), documents=documents
+    )
+
+
+def registry_path(name: str) -> Callable[[Problem], str | None]:
+    """The kernels of an implementation of attention/."""
+    return lambda problem: build_attention(AttentionConfig(name, problem.dropout)).path(
+        attention_shape(problem), problem.T
+    )
 
 
 def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
@@ -112,8 +129,7 @@ def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
         rng = DropoutRng.torch if config.name == "sdpa" and problem.dropout else DropoutRng.replay
         attend = build_attention(AttentionConfig(config.name, problem.dropout, rng, backend=config.backend))
         score, layout = problem.score, problem.layout(problem.B)
-        shape = AttentionShape(problem.D, problem.H, problem.H, problem.dtype, problem.device, (score,))
-        attend.check(replace(shape, documents=problem.variant == "documents"))
+        attend.check(attention_shape(problem))
         return lambda q, k, v, sinks=None: attend(
             q, k, v, score=score, layout=layout, sinks=sinks, dropout_key=KEY
         ).out  # fmt: skip
@@ -160,7 +176,7 @@ PACKAGES = {
 def candidates() -> dict[str, Candidate]:
     """All candidates on this machine, by their name on the command line."""
     found = {
-        name: Candidate(name, from_registry(AttentionConfig(name)), ours=True, replays=True)
+        name: Candidate(name, from_registry(AttentionConfig(name)), True, True, registry_path(name))
         for name in ("naive", "tiled", "flash")
     }
     for backend in (SDPABackend.flash, SDPABackend.efficient, SDPABackend.cudnn, SDPABackend.math):

@@ -248,3 +248,12 @@ def test_selections_do_not_overwrite_the_whole_result():
     ]
     assert names[0] == names[1]
     assert names[2] == names[3] == f"{names[0]}-selection"
+
+
+def test_a_row_names_the_kernels_that_it_got_and_times_the_first_call(result):
+    problem = Problem(B=1, H=2, T=4096, D=128, variant="causal", dropout=0.0, dtype=torch.bfloat16, device=CPU)
+    assert candidates()["flash"].path(problem) == "plain"  # the interpreter's
+    for row in result["rows"]:
+        if row["status"] == "measured":
+            assert row["path"] is None
+            assert row["first_call_s"] > 0
