@@ -21,12 +21,12 @@ from .configs import Blocks, Extras, KernelConfigs, Options
 from .score import (
     LOG2_E,
     alibi_bias,
-    alibi_frame,
-    base_2,
+    alibi_row_bias,
     change_gradient,
     change_scores,
     key_interval,
     locate,
+    log2_factor,
     query_interval,
     seeing_queries,
     seen_keys,
@@ -39,6 +39,7 @@ from .tiles import (
     dot,
     head_group_size,
     kernel_mode,
+    launch_numbers,
     load_row,
     load_tile,
     row_tiles,
@@ -70,32 +71,40 @@ class Keys(NamedTuple):
     i_kv: Any
 
 
+class Rows(NamedTuple):
+    """What the backward knows of each row of queries, for the pass that stores delta."""
+
+    lse2: Any
+    delta: Any
+
+
 class Scores(NamedTuple):
-    """What makes weights of q k^T in one head: scale and slope times log2(e), positions, and dropout's counters."""
+    """What makes weights of q k^T in one head. Zeros stand for what MODE has not.
+
+    scale_log2, slope2  scale and slope times log2(e)
+    at         positions
+    interval   of the keys that each query of the tile sees, or of the queries that see each key
+    key        dropout's counters
+    """
 
     scale_log2: Any
     slope2: Any
     at: Any
+    interval: Any
     key: Any
 
 
 @triton.jit
-def load_scores(scale_log2, at, extras, i_b, i_h, MODE: tl.constexpr):
-    """What belongs to query head i_h of row i_b; zeros for what MODE has not."""
+def load_scores(scale_log2, at, interval, extras, i_b, i_h, MODE: tl.constexpr):
+    """What belongs to query head i_h of row i_b."""
     slope2 = tl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
     key = load_key(extras.key, i_b, i_h) if MODE.threshold else 0
-    return Scores(scale_log2, slope2, at, key)
+    return Scores(scale_log2, slope2, at, interval, key)
 
 
 @triton.jit
-def dq_step(
-    b_dq, b_rows, keys, i_m, i_n, interval, scores, MASKED, BLOCKS: tl.constexpr, MODE: tl.constexpr
-):  # fmt: skip
-    """Queries at i_m collect their gradient from keys and values at i_n.
-
-    b_rows     of q, do, lse2 and delta
-    interval   of keys that each query sees, where MODE has bounds or offsets
-    """
+def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, MODE: tl.constexpr):
+    """Queries at i_m, of which b_rows has q, do, lse2 and delta, collect their gradient from keys and values at i_n."""
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
@@ -112,11 +121,11 @@ def dq_step(
     o_m, o_columns = i_m + tl.arange(0, BM), tl.arange(0, BN)[None, :]
     b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_m + at.offset, at, MODE) if MODE.alibi else None
     b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
-    b_p = tl.exp2(b_s * base_2(scale_log2, MODE) - b_lse2[:, None])
+    b_p = tl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2[:, None])
     if MASKED:
         o_n = i_n + tl.arange(0, BN)
         if MODE.bounded or MODE.offsets:
-            first, end = interval
+            first, end = scores.interval
             m_s = (o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None])
         else:
             m_s = o_n[None, :] <= o_m[:, None] + at.offset if MODE.causal else (o_n < at.S)[None, :]
@@ -128,67 +137,63 @@ def dq_step(
     return dot(b_ds.to(b_k.dtype), b_k, b_dq, MODE)
 
 
-@triton.jit(do_not_specialize=["H", "G", "T", "S", "n_m", "n_together", "q_start", "k_start", "length"])
-def dq_kernel(
-    q, k, v, out, do, dq, p_lse2, p_delta, extras, scale, scale_log2, H, G, T, S, n_m, n_together,
-    q_start, k_start, length, BLOCKS: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def dq_kernel(q, k, v, out, do, dq, rows, extras, numbers, BLOCKS: tl.constexpr, MODE: tl.constexpr):
     """dq of one tile of queries; also delta of its rows, which the second pass reads.
 
-    Grid: n_m tiles x batch x heads, the longest rows first.
+    Grid: tiles x batch x heads, the longest rows first.
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     STAGES: tl.constexpr = BLOCKS.stages
     KEEP_SCALE: tl.constexpr = 256 / (256 - MODE.threshold)
-    i_tile, i_bh = swizzle_program_id(n_m, n_together)
+    H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
+    n_m = tl.cdiv(T, BM)
+    i_tile, i_bh = swizzle_program_id(n_m, numbers)
     i_m = (n_m - 1 - i_tile) * BM
     i_b, i_h = i_bh // H, i_bh % H
-    i_kv = i_h // G
+    i_kv = i_h // (H // H_kv)
 
     # (BM,) ds = c p (M dp - delta / c): the constant c leaves the loop, together with scale.
     b_do = load_tile(do, i_b, i_h, i_m, BM, BD)
     b_delta = tl.sum(load_tile(out, i_b, i_h, i_m, BM, BD).to(tl.float32) * b_do.to(tl.float32), 1) / KEEP_SCALE
     o_m = i_m + tl.arange(0, BM)
     o_row = i_bh.to(tl.int64) * tl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT + o_m
-    b_lse2 = tl.load(p_lse2 + o_row, mask=o_m < T, other=0.0)
-    tl.store(p_delta + o_row, b_delta, mask=o_m < T)
+    b_lse2 = tl.load(rows.lse2 + o_row, mask=o_m < T, other=0.0)
+    tl.store(rows.delta + o_row, b_delta, mask=o_m < T)
 
-    at = locate(T, S, q_start, k_start, length, extras, i_b)
-    scores = load_scores(scale_log2, at, extras, i_b, i_h, MODE)
+    at = locate(T, S, extras, numbers, i_b)
+    interval = key_interval(o_m, at, MODE) if MODE.bounded or MODE.offsets else 0
+    scores = load_scores(numbers.scale_log2, at, interval, extras, i_b, i_h, MODE)
     if MODE.alibi:
-        b_lse2 += alibi_frame(scores.slope2, o_m, i_m + at.offset, at, MODE)
+        b_lse2 += alibi_row_bias(scores.slope2, o_m, i_m + at.offset, at, MODE)
     b_rows = (load_tile(q, i_b, i_h, i_m, BM, BD), b_do, b_lse2, b_delta)
     keys = Keys(k, v, i_b, i_kv)
     b_dq = tl.zeros([BM, BD], tl.float32)
-    interval = key_interval(o_m, at, MODE) if MODE.bounded or MODE.offsets else None
-    n_start, n_whole, n_full, n_end = seen_keys(i_m, at, BLOCKS, MODE)
+    n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, at, BLOCKS, MODE)
     if MODE.bounded:
         for i_n in tl.range(n_start, n_end, BN, num_stages=STAGES):
-            masked = (i_n >= n_full) | (i_n < n_whole)
-            b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, interval, scores, masked, BLOCKS, MODE)
+            masked = (i_n < n_full_start) | (i_n >= n_full_end)
+            b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, masked, BLOCKS, MODE)
     else:
-        for i_n in tl.range(0, n_full, BN, num_stages=STAGES):
-            b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, interval, scores, False, BLOCKS, MODE)
-        for i_n in tl.range(n_full, n_end, BN, num_stages=STAGES):
-            b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, interval, scores, True, BLOCKS, MODE)
-    store_tile(dq, i_b, i_h, i_m, b_dq * (scale * KEEP_SCALE), BM, BD)
+        for i_n in tl.range(0, n_full_end, BN, num_stages=STAGES):
+            b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, False, BLOCKS, MODE)
+        for i_n in tl.range(n_full_end, n_end, BN, num_stages=STAGES):
+            b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, True, BLOCKS, MODE)
+    store_tile(dq, i_b, i_h, i_m, b_dq * (numbers.scale * KEEP_SCALE), BM, BD)
 
 
 @triton.jit
-def dkdv_step(
-    b_dk, b_dv, b_k, b_v, queries, i_m, i_n, interval, scores, MASKED, BLOCKS: tl.constexpr, MODE: tl.constexpr
-):  # fmt: skip
-    """Keys and values at i_n collect their gradients from queries at i_m.
-
-    interval   of queries that see each key, where MODE has bounds or offsets
-    """
+def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, MODE: tl.constexpr):
+    """Keys and values at i_n collect their gradients from queries at i_m."""
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     THRESHOLD: tl.constexpr = MODE.threshold
     at, slope2, scale_log2 = scores.at, scores.slope2, scores.scale_log2
+    b_dk, b_dv = b_dkdv
+    b_k, b_v = b_kv
     if THRESHOLD:
         b_keep = keep_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, True)
     b_q = load_tile(queries.q, queries.i_b, queries.i_h, i_m, BM, BD)
@@ -202,12 +207,12 @@ def dkdv_step(
     o_rows = tl.arange(0, BN)[:, None]
     b_bias = alibi_bias(slope2, o_m[None, :], o_rows, i_n, i_n, at, MODE) if MODE.alibi else None
     if MODE.alibi:
-        b_lse2 += alibi_frame(slope2, o_m, i_n, at, MODE)
+        b_lse2 += alibi_row_bias(slope2, o_m, i_n, at, MODE)
     b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
-    b_p = tl.exp2(b_s * base_2(scale_log2, MODE) - b_lse2[None, :])
+    b_p = tl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2[None, :])
     if MASKED:
         if MODE.bounded or MODE.offsets:
-            first, end = interval
+            first, end = scores.interval
             b_p = tl.where((o_m[None, :] >= first[:, None]) & (o_m[None, :] < end[:, None]), b_p, 0.0)
         else:
             b_p = tl.where(o_n[:, None] <= o_m[None, :] + at.offset, b_p, 0.0)
@@ -227,14 +232,13 @@ def dkdv_step(
     return b_dk, b_dv
 
 
-@triton.jit(do_not_specialize=["H", "G", "T", "S", "n_n", "n_together", "q_start", "k_start", "length"])
+@triton.jit
 def dkdv_kernel(
-    q, k, v, do, dk, dv, lse2, delta, extras, scale, scale_log2, H, G, T, S, n_n, n_together,
-    q_start, k_start, length, BLOCKS: tl.constexpr, MODE: tl.constexpr,
+    q, k, v, do, dk, dv, lse2, delta, extras, numbers, BLOCKS: tl.constexpr, MODE: tl.constexpr
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the G query heads that share it.
 
-    Grid: n_n tiles x batch x key/value heads, the keys seen by most queries first.
+    Grid: tiles x batch x key/value heads, the keys seen by most queries first.
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
@@ -242,34 +246,35 @@ def dkdv_kernel(
     THRESHOLD: tl.constexpr = MODE.threshold
     STAGES: tl.constexpr = BLOCKS.stages
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
-    i_tile, i_bkv = swizzle_program_id(n_n, n_together)
+    H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
+    G = H // H_kv
+    i_tile, i_bkv = swizzle_program_id(tl.cdiv(S, BN), numbers)
     i_n = i_tile * BN
-    i_b, i_kv = i_bkv // (H // G), i_bkv % (H // G)
+    i_b, i_kv = i_bkv // H_kv, i_bkv % H_kv
 
-    b_k = load_tile(k, i_b, i_kv, i_n, BN, BD)
-    b_v = load_tile(v, i_b, i_kv, i_n, BN, BD)
-    b_dk = tl.zeros([BN, BD], tl.float32)
-    b_dv = tl.zeros([BN, BD], tl.float32)
-    at = locate(T, S, q_start, k_start, length, extras, i_b)
-    interval = query_interval(i_n + tl.arange(0, BN), at, MODE) if MODE.bounded or MODE.offsets else None
+    b_kv = load_tile(k, i_b, i_kv, i_n, BN, BD), load_tile(v, i_b, i_kv, i_n, BN, BD)
+    b_dkdv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BD], tl.float32)
+    at = locate(T, S, extras, numbers, i_b)
+    interval = query_interval(i_n + tl.arange(0, BN), at, MODE) if MODE.bounded or MODE.offsets else 0
     # Beyond the last query, q and do read as zeros and add nothing.
-    m_start, m_full, m_cut, m_end = seeing_queries(i_n, at, BLOCKS, MODE)
+    m_start, m_full_start, m_full_end, m_end = seeing_queries(i_n, at, BLOCKS, MODE)
     for i_h in range(i_kv * G, i_kv * G + G):
-        scores = load_scores(scale_log2, at, extras, i_b, i_h, MODE)
+        scores = load_scores(numbers.scale_log2, at, interval, extras, i_b, i_h, MODE)
         queries = Queries(q, do, lse2, delta, i_b, i_h, i_b * H + i_h)
         # One loop with a branch for tiles that need a mask, or one loop for those and one for the others. With dropout
         # a second copy of the loop costs registers that the mask needs.
         if MODE.bounded or THRESHOLD:
             for i_m in tl.range(m_start, m_end, BM, num_stages=STAGES):
-                masked = (i_m < m_full) | (i_m + BM > m_cut) if MODE.bounded else i_m < m_full
-                b_dk, b_dv = dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, interval, scores, masked, BLOCKS, MODE)
+                masked = (i_m < m_full_start) | (i_m + BM > m_full_end) if MODE.bounded else i_m < m_full_start
+                b_dkdv = dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, masked, BLOCKS, MODE)
         else:
-            for i_m in tl.range(m_start, m_full, BM, num_stages=STAGES):
-                b_dk, b_dv = dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, interval, scores, True, BLOCKS, MODE)
-            for i_m in tl.range(m_full, m_end, BM, num_stages=STAGES):
-                b_dk, b_dv = dkdv_step(b_dk, b_dv, b_k, b_v, queries, i_m, i_n, interval, scores, False, BLOCKS, MODE)
+            for i_m in tl.range(m_start, m_full_start, BM, num_stages=STAGES):
+                b_dkdv = dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, True, BLOCKS, MODE)
+            for i_m in tl.range(m_full_start, m_end, BM, num_stages=STAGES):
+                b_dkdv = dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, False, BLOCKS, MODE)
+    b_dk, b_dv = b_dkdv
     store_tile(dv, i_b, i_kv, i_n, b_dv * KEEP_SCALE, BN, BD)
-    store_tile(dk, i_b, i_kv, i_n, b_dk * (scale * KEEP_SCALE), BN, BD)
+    store_tile(dk, i_b, i_kv, i_n, b_dk * (numbers.scale * KEEP_SCALE), BN, BD)
 
 
 def launch_dq(
@@ -288,28 +293,16 @@ def launch_dq(
     """The first pass: fills dq, which has q's shape, and `delta`."""
     B, H, T, _ = q.shape
     mode = kernel_mode(q, options, extras)
-    n_m = triton.cdiv(T, blocks.q)
-    dq_kernel[(n_m * B * H,)](
+    dq_kernel[(triton.cdiv(T, blocks.q) * B * H,)](
         tiles(q, blocks.q, mode.columns),
         tiles(k, blocks.k, mode.columns),
         tiles(v, blocks.k, mode.columns),
         tiles(out, blocks.q, mode.columns),
         tiles(do, blocks.q, mode.columns),
         tiles(dq, blocks.q, mode.columns),
-        lse2,
-        delta,
+        Rows(lse2, delta),
         extras,
-        options.scale,
-        options.scale * LOG2_E.value,
-        H,
-        H // k.shape[1],
-        T,
-        k.shape[2],
-        n_m,
-        head_group_size(B * H, k[0, 0], H // k.shape[1]),
-        options.q_start,
-        options.k_start,
-        extras.starts.shape[1] if extras.starts is not None else None,
+        launch_numbers(options, extras, head_group_size(B * H, k[0, 0], H // k.shape[1])),
         BLOCKS=blocks,
         MODE=mode,
         **compile_options(blocks),
@@ -333,8 +326,7 @@ def launch_dkdv(
     B, H, T, _ = q.shape
     mode = kernel_mode(q, options, extras)
     H_kv, S = k.shape[1:3]
-    n_n = triton.cdiv(S, blocks.k)
-    dkdv_kernel[(n_n * B * H_kv,)](
+    dkdv_kernel[(triton.cdiv(S, blocks.k) * B * H_kv,)](
         tiles(q, blocks.q, mode.columns),
         tiles(k, blocks.k, mode.columns),
         tiles(v, blocks.k, mode.columns),
@@ -344,17 +336,7 @@ def launch_dkdv(
         row_tiles(lse2, T, blocks.q),
         row_tiles(delta, T, blocks.q),
         extras,
-        options.scale,
-        options.scale * LOG2_E.value,
-        H,
-        H // H_kv,
-        T,
-        S,
-        n_n,
-        head_group_size(B * H_kv, q[0, : H // H_kv]),
-        options.q_start,
-        options.k_start,
-        extras.starts.shape[1] if extras.starts is not None else None,
+        launch_numbers(options, extras, head_group_size(B * H_kv, q[0, : H // H_kv])),
         BLOCKS=blocks,
         MODE=mode,
         **compile_options(blocks),

@@ -29,13 +29,13 @@ from .score import (
     LOG2_E,
     Positions,
     alibi_bias,
-    base_2,
     change_scores,
     key_interval,
+    log2_factor,
     seen_keys,
     soft_cap_tanh,
 )
-from .tiles import Strided, dot, kernel_mode
+from .tiles import dot, kernel_mode, strided
 
 # Split i begins FIRST * ((i - RUN * level) << level) keys after the first visible tile, level = i // RUN - 1 within 0
 # and LEVELS: 2 RUN splits of FIRST keys, RUN each of twice as many, four times as many and so on, then no longer ones.
@@ -80,7 +80,7 @@ def load_rows(x, i_b, i_h, i_n, p_pages, n_first, n_end, PAGE: tl.constexpr, ROW
     else:
         o_page = tl.load(p_pages + o_n // PAGE, mask=m_n, other=0).to(tl.int64)
         p_x = p_x + o_page[:, None] * x.stride_b + (o_n % PAGE).to(tl.int64)[:, None] * x.stride_t
-    return tl.load(p_x + o_d[None, :], mask=m_n[:, None] & (o_d < x.D)[None, :], other=0.0)
+    return tl.load(p_x + o_d[None, :], mask=m_n[:, None] & (o_d < x.shape[3])[None, :], other=0.0)
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def decode_kernel(
     o_t, o_h, m_row = o_row // G, i_kv * G + o_row % G, o_row < G * T
     length = tl.minimum(tl.load(p_lengths + i_b), capacity)
     at = Positions(T, length, length - T, 0, 0, 0, 0)
-    n_start, n_whole, n_full, n_end = seen_keys(i_m // G, at, BLOCKS, MODE)
+    n_start, n_full_start, n_full_end, n_end = seen_keys(i_m // G, at, BLOCKS, MODE)
     first, end = key_interval(o_t, at, MODE)
     n_first = tl.maximum(i_m // G + at.offset - (MODE.window - 1), 0) if MODE.window else 0
     n_stop = tl.minimum(n_start + split_start(i_split + 1), n_end)
@@ -127,7 +127,7 @@ def decode_kernel(
 
     o_d = tl.arange(0, BD)
     p_q = q.pointer + tl.cast(i_b, tl.int64) * q.stride_b + o_h.to(tl.int64) * q.stride_h + o_t * q.stride_t
-    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < q.D)[None, :], other=0.0)
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < q.shape[3])[None, :], other=0.0)
     o = tl.zeros([BM, BD], tl.float32)
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -136,7 +136,7 @@ def decode_kernel(
         m = tl.where(i_split == 0, b_sink, m)
         l = tl.where(i_split == 0, 1.0, l)
     slope2 = tl.load(extras.slopes + o_h, mask=m_row, other=0.0)[:, None] * LOG2_E if MODE.alibi else None
-    unit = base_2(scale_log2, MODE)
+    factor = log2_factor(scale_log2, MODE)
     if PAGE is not None:
         p_pages += tl.cast(i_b, tl.int64) * n_pages
     for i_n in tl.range(n_start, n_stop, BN, num_stages=STAGES):
@@ -148,8 +148,8 @@ def decode_kernel(
         if MODE.alibi:
             o_own = (o_t + at.offset)[:, None]
             b_bias = alibi_bias(slope2, o_t[:, None], tl.arange(0, BN)[None, :], i_n, o_own, at, MODE)
-        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE) * unit
-        if (i_n >= n_full) | (i_n < n_whole):
+        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE) * factor
+        if (i_n < n_full_start) | (i_n >= n_full_end):
             o_n = i_n + tl.arange(0, BN)
             b_s = tl.where((o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None]), b_s, -float("inf"))
 
@@ -165,14 +165,14 @@ def decode_kernel(
         b_v = load_rows(v, i_b, i_kv, i_n, p_pages, n_first, n_end, PAGE, BN, BD)
         o = dot(b_p.to(b_v.dtype), b_v, o * alpha[:, None], MODE)
 
-    m_o = m_row[:, None] & (o_d < q.D)[None, :]
+    m_o = m_row[:, None] & (o_d < q.shape[3])[None, :]
     if partial is not None:
-        tl.store(partial.o + o_out[:, None] * q.D + o_d[None, :], o, mask=m_o)
+        tl.store(partial.o + o_out[:, None] * q.shape[3] + o_d[None, :], o, mask=m_o)
         tl.store(partial.m + o_out, m, mask=m_row)
         tl.store(partial.l + o_out, l, mask=m_row)
     else:
         o = tl.where((first < end)[:, None], o / l[:, None], 0.0)
-        tl.store(out + o_out[:, None] * q.D + o_d[None, :], o.to(out.dtype.element_ty), mask=m_o)
+        tl.store(out + o_out[:, None] * q.shape[3] + o_d[None, :], o.to(out.dtype.element_ty), mask=m_o)
         tl.store(p_lse + o_out, (m + tl.log2(l)) / LOG2_E, mask=m_row)
 
 
@@ -258,7 +258,7 @@ def run_decode(
         partial = Partial(*(q.new_empty(*shape, *last, dtype=torch.float32) for last in ((D,), (), ())))
     with torch.cuda.device_of(q):
         decode_kernel[(n_splits, H_kv * n_m, B)](
-            *(Strided(x, *x.stride()[:-1], *x.shape[-2:]) for x in (q, k, v)),
+            *map(strided, (q, k, v)),
             out,
             lse,
             partial,

@@ -10,6 +10,8 @@ m, the running sum l and the unnormalised output o of each row. Nothing of size 
 Base 2 is the hardware's: the kernel carries m and the scale times log2(e), and exp2 stands for exp.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,11 +22,11 @@ from .configs import Extras, KernelConfigs, Options
 from .score import (
     LOG2_E,
     alibi_bias,
-    alibi_frame,
-    base_2,
+    alibi_row_bias,
     change_scores,
     key_interval,
     locate,
+    log2_factor,
     seen_keys,
     soft_cap_tanh,
 )
@@ -34,6 +36,7 @@ from .tiles import (
     dot,
     head_group_size,
     kernel_mode,
+    launch_numbers,
     load_tile,
     rows_like,
     store_tile,
@@ -42,21 +45,27 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["H", "G", "T", "S", "n_m", "n_together", "q_start", "k_start", "length"])
-def forward_kernel(
-    q, k, v, out, p_lse, p_lse2, extras, scale_log2, H, G, T, S, n_m, n_together, q_start, k_start, length,
-    BLOCKS: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
-    """out and lse of one tile of queries. Grid: n_m tiles x batch x heads, the longest rows first."""
+class Rows(NamedTuple):
+    """What the forward leaves of each row beside out."""
+
+    lse: Any
+    lse2: Any
+
+
+@triton.jit
+def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MODE: tl.constexpr):
+    """out and `rows`, lse and lse2, of one tile of queries. Grid: tiles x batch x heads, the longest rows first."""
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     THRESHOLD: tl.constexpr = MODE.threshold
     STAGES: tl.constexpr = BLOCKS.stages
-    i_tile, i_bh = swizzle_program_id(n_m, n_together)
+    H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
+    n_m = tl.cdiv(T, BM)
+    i_tile, i_bh = swizzle_program_id(n_m, numbers)
     i_m = (n_m - 1 - i_tile) * BM
     i_b, i_h = i_bh // H, i_bh % H
-    i_kv = i_h // G
+    i_kv = i_h // (H // H_kv)
 
     key = load_key(extras.key, i_b, i_h) if THRESHOLD else None
     b_q = load_tile(q, i_b, i_h, i_m, BM, BD)
@@ -64,20 +73,21 @@ def forward_kernel(
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
 
-    at = locate(T, S, q_start, k_start, length, extras, i_b)
-    n_start, n_whole, n_full, n_end = seen_keys(i_m, at, BLOCKS, MODE)
+    at = locate(T, S, extras, numbers, i_b)
+    n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, at, BLOCKS, MODE)
     o_m = i_m + tl.arange(0, BM)
     if MODE.bounded or MODE.offsets:
         first, end = key_interval(o_m, at, MODE)
     if MODE.alibi:
-        slope2, i_frame = tl.load(extras.slopes + i_h) * LOG2_E, i_m + at.offset
-        b_frame = alibi_frame(slope2, o_m, i_frame, at, MODE)
+        slope2, i_reference = tl.load(extras.slopes + i_h) * LOG2_E, i_m + at.offset
+        b_row_bias = alibi_row_bias(slope2, o_m, i_reference, at, MODE)
     if MODE.sinks:  # as if a key without a value had been seen before all others
         m = tl.zeros([BM], tl.float32) + tl.load(extras.sinks + i_h) * LOG2_E
         l = tl.full([BM], 1.0, tl.float32)
         if MODE.alibi:
-            m += b_frame
-    unit = base_2(scale_log2, MODE)
+            m += b_row_bias
+    scale_log2 = numbers.scale_log2
+    factor = log2_factor(scale_log2, MODE)
     for i_n in tl.range(n_start, n_end, BN, num_stages=STAGES):
         # Drawn before the scores, while the previous tile's product with v is still in flight.
         b_keep = keep_tile(key, i_m, i_n, THRESHOLD, BM, BN, False) if THRESHOLD else None
@@ -86,9 +96,9 @@ def forward_kernel(
         b_s = dot(b_q, b_k.T, None, MODE)
         b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
         o_columns = tl.arange(0, BN)[None, :]
-        b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_frame, at, MODE) if MODE.alibi else None
+        b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_reference, at, MODE) if MODE.alibi else None
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
-        if (i_n >= n_full) | (i_n < n_whole) if MODE.bounded else i_n >= n_full:
+        if (i_n < n_full_start) | (i_n >= n_full_end) if MODE.bounded else i_n >= n_full_end:
             o_n = i_n + tl.arange(0, BN)
             if MODE.bounded or MODE.offsets:
                 m_s = (o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None])
@@ -97,13 +107,13 @@ def forward_kernel(
             b_s = tl.where(m_s, b_s, -float("inf"))
 
         # (BM,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
-        m_new = tl.maximum(m, tl.max(b_s, 1) * unit)
+        m_new = tl.maximum(m, tl.max(b_s, 1) * factor)
         m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
         alpha = tl.exp2(m - m_safe)
         m = m_new
 
         # (BM, BN) l is summed before anything is dropped.
-        b_p = tl.exp2(b_s * unit - m_safe[:, None])
+        b_p = tl.exp2(b_s * factor - m_safe[:, None])
         l = l * alpha + tl.sum(b_p, 1)
         b_p = b_p.to(b_q.dtype)
         if THRESHOLD:
@@ -126,11 +136,11 @@ def forward_kernel(
     # saw nothing.
     lse2 = m + tl.log2(l)
     if MODE.alibi:
-        lse2 -= b_frame
-    tl.store(p_lse + i_bh.to(tl.int64) * T + o_m, lse2 / LOG2_E, mask=o_m < T)
+        lse2 -= b_row_bias
+    tl.store(rows.lse + i_bh.to(tl.int64) * T + o_m, lse2 / LOG2_E, mask=o_m < T)
     lse2 = tl.where(lse2 == -float("inf"), float("inf"), lse2)
     T_padded = tl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT
-    tl.store(p_lse2 + i_bh.to(tl.int64) * T_padded + o_m, lse2, mask=o_m < T_padded)
+    tl.store(rows.lse2 + i_bh.to(tl.int64) * T_padded + o_m, lse2, mask=o_m < T_padded)
 
 
 def forward(
@@ -151,25 +161,14 @@ def forward(
             return lse.fill_(-torch.inf), lse2.fill_(torch.inf)
         sinks = extras.sinks[:, None]
         return lse.copy_(sinks.expand_as(lse)), lse2.copy_((sinks * LOG2_E.value).expand_as(lse2))
-    n_m = triton.cdiv(T, blocks.q)
-    forward_kernel[(n_m * B * H,)](
+    forward_kernel[(triton.cdiv(T, blocks.q) * B * H,)](
         tiles(q, blocks.q, mode.columns),
         tiles(k, blocks.k, mode.columns),
         tiles(v, blocks.k, mode.columns),
         tiles(out, blocks.q, mode.columns),
-        lse,
-        lse2,
+        Rows(lse, lse2),
         extras,
-        options.scale * LOG2_E.value,
-        H,
-        H // k.shape[1],
-        T,
-        S,
-        n_m,
-        head_group_size(B * H, k[0, 0], H // k.shape[1]),
-        options.q_start,
-        options.k_start,
-        extras.starts.shape[1] if extras.starts is not None else None,
+        launch_numbers(options, extras, head_group_size(B * H, k[0, 0], H // k.shape[1])),
         BLOCKS=blocks,
         MODE=mode,
         **compile_options(blocks),

@@ -31,13 +31,14 @@ class Positions(NamedTuple):
 
 
 @triton.jit
-def locate(T, S, q_start, k_start, length, extras, i_b):
-    """The positions of row i_b. q_start and k_start are None where the last query stands at the last key."""
-    offset = S - T if q_start is None else q_start - k_start
-    k_start = 0 if k_start is None else k_start
+def locate(T, S, extras, numbers, i_b):
+    """The positions of row i_b. numbers has q_start and k_start unless the last query stands at the last key."""
+    offset = S - T if numbers.q_start is None else (numbers.q_start >> 2) - (numbers.k_start >> 2)
+    k_start = 0 if numbers.k_start is None else numbers.k_start >> 2
     if extras.starts is None:  # zeros for what is not there: in Triton 3.6 no function returns a tuple with None in it
         at = Positions(T, S, offset, k_start, 0, 0, 0)
     else:
+        length = numbers.length >> 2
         o_row = tl.cast(i_b, tl.int64) * length
         at = Positions(T, S, offset, k_start, extras.starts + o_row, extras.ends + o_row, length)
     return at
@@ -52,68 +53,68 @@ def document_bound(p_bounds, o_own, at):
 
 @triton.jit
 def seen_keys(i_m, at, BLOCKS: tl.constexpr, MODE: tl.constexpr):
-    """(n_start, n_whole, n_full, n_end): key tiles from n_start to n_end are seen by one of the queries from i_m.
+    """(n_start, n_full_start, n_full_end, n_end): the keys that one of the queries from i_m sees, n_start to n_end.
 
-    All of them see all keys from n_whole to n_full; the other tiles are cut by the diagonal, a window, a document's
-    bounds or the end of the sequence. n_start, n_whole and n_full are multiples of BLOCKS.k.
+    All of the queries see all keys from n_full_start to n_full_end. The other tiles are cut by the diagonal, a window,
+    a document's bounds or the end of the sequence. All but n_end are multiples of BLOCKS.k.
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     S = at.S
     if MODE.causal:
-        n_full = tl.minimum(tl.maximum(i_m + 1 + at.offset, 0), S) // BN * BN
+        n_full_end = tl.minimum(tl.maximum(i_m + 1 + at.offset, 0), S) // BN * BN
         n_end = tl.minimum(tl.maximum(i_m + BM + at.offset, 0), S)
     else:
-        n_full = S // BN * BN
+        n_full_end = S // BN * BN
         n_end = S
     n_start = 0
-    n_whole = 0
+    n_full_start = 0
     if MODE.bounded:
         own = i_m + at.offset
         if MODE.window:
             n_start = own - (MODE.window - 1)
-            n_whole = own + BM - MODE.window
+            n_full_start = own + BM - MODE.window
         if MODE.documents:
             own_last = tl.minimum(own + BM, at.T + at.offset) - 1
             n_start = tl.maximum(n_start, document_bound(at.p_starts, own, at))
-            n_whole = tl.maximum(n_whole, document_bound(at.p_starts, own_last, at))
+            n_full_start = tl.maximum(n_full_start, document_bound(at.p_starts, own_last, at))
             if not MODE.causal:
-                n_full = tl.minimum(n_full, tl.maximum(document_bound(at.p_ends, own, at), 0) // BN * BN)
+                n_full_end = tl.minimum(n_full_end, tl.maximum(document_bound(at.p_ends, own, at), 0) // BN * BN)
                 n_end = tl.minimum(n_end, document_bound(at.p_ends, own_last, at))
         n_start = tl.maximum(n_start, 0) // BN * BN
-        n_whole = tl.cdiv(tl.maximum(n_whole, 0), BN) * BN
-    return n_start, n_whole, n_full, n_end
+        n_full_start = tl.cdiv(tl.maximum(n_full_start, 0), BN) * BN
+    return n_start, n_full_start, n_full_end, n_end
 
 
 @triton.jit
 def seeing_queries(i_n, at, BLOCKS: tl.constexpr, MODE: tl.constexpr):
-    """(m_start, m_full, m_cut, m_end): query tiles from m_start to m_end see one of the keys from i_n.
+    """(m_start, m_full_start, m_full_end, m_end): the queries that see one of the keys from i_n, m_start to m_end.
 
-    Those from m_full that end by m_cut see all of them. m_start and m_full are multiples of BLOCKS.q.
+    Tiles from m_full_start that end by m_full_end see all of them. Both starts are multiples of BLOCKS.q.
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     T = at.T
     m_start = 0
-    m_full = 0
-    m_cut = T
+    m_full_start = 0
+    m_full_end = T
     m_end = T
     if MODE.causal:
         m_start = tl.maximum(i_n - at.offset, 0) // BM * BM
-        m_full = tl.minimum(tl.cdiv(tl.maximum(i_n + BN - 1 - at.offset, 0), BM) * BM, tl.cdiv(T, BM) * BM)
+        m_full_start = tl.minimum(tl.cdiv(tl.maximum(i_n + BN - 1 - at.offset, 0), BM) * BM, tl.cdiv(T, BM) * BM)
     if MODE.bounded:
-        m_cut = tl.cdiv(T, BM) * BM
+        m_full_end = tl.cdiv(T, BM) * BM
         i_last = tl.minimum(i_n + BN, at.S) - 1
         if MODE.window:
-            m_cut = tl.minimum(m_cut, i_n + MODE.window - at.offset)
+            m_full_end = tl.minimum(m_full_end, i_n + MODE.window - at.offset)
             m_end = tl.minimum(m_end, i_last + MODE.window - at.offset)
         if MODE.documents:
-            m_cut = tl.minimum(m_cut, document_bound(at.p_ends, i_n, at) - at.offset)
+            m_full_end = tl.minimum(m_full_end, document_bound(at.p_ends, i_n, at) - at.offset)
             m_end = tl.minimum(m_end, document_bound(at.p_ends, i_last, at) - at.offset)
             if not MODE.causal:
                 m_start = tl.maximum(document_bound(at.p_starts, i_n, at) - at.offset, 0) // BM * BM
-                m_full = tl.cdiv(tl.maximum(document_bound(at.p_starts, i_last, at) - at.offset, 0), BM) * BM
-    return m_start, m_full, m_cut, m_end
+                m_full_start = tl.cdiv(tl.maximum(document_bound(at.p_starts, i_last, at) - at.offset, 0), BM) * BM
+    return m_start, m_full_start, m_full_end, m_end
 
 
 @triton.jit
@@ -146,20 +147,23 @@ def query_interval(o_n, at, MODE: tl.constexpr):
 
 
 @triton.jit
-def base_2(scale_log2, MODE: tl.constexpr):
-    """What takes the scores of `change_scores` to base 2: what scales them, or 1 where it is in them already."""
+def log2_factor(scale_log2, MODE: tl.constexpr):
+    """What the result of `change_scores` is multiplied by for scores times log2(e): 1 where they are that already.
+
+    The kernels take the maximum before they multiply, and the product becomes part of the exponent's subtraction.
+    """
     if MODE.alibi:
-        unit = 1.0
+        factor = 1.0
     elif MODE.soft_cap is not None:
-        unit = MODE.soft_cap * LOG2_E
+        factor = MODE.soft_cap * LOG2_E
     else:
-        unit = scale_log2
-    return unit
+        factor = scale_log2
+    return factor
 
 
 @triton.jit
 def change_scores(b_s, b_tanh, b_bias, scale_log2, MODE: tl.constexpr):
-    """q k^T, or tanh(s / c) with a soft cap, both short of `base_2`; or with ALiBi all of that and b_bias.
+    """q k^T, or tanh(s / c) with a soft cap, both short of `log2_factor`; or with ALiBi all of that and b_bias.
 
     b_tanh  from `soft_cap_tanh`, where there is a soft cap
     b_bias  from `alibi_bias`, where there is ALiBi
@@ -180,23 +184,23 @@ def change_gradient(b_ds, b_tanh, MODE: tl.constexpr):
 
 
 @triton.jit
-def alibi_bias(slope2, o_m, o_n, i_n, i_frame, at, MODE: tl.constexpr):
+def alibi_bias(slope2, o_m, o_n, i_n, i_reference, at, MODE: tl.constexpr):
     """log2(e) times -slope (i - j), for slope2 = log2(e) slope, queries o_m and the keys i_n + o_n.
 
-    o_m and o_n have shapes that broadcast to the tile's. In 16 bits the bias is that of a query at i_frame for all, one
-    number a column where the whole would be one a score: `alibi_frame` is what queries have besides.
+    o_m and o_n have shapes that broadcast to the tile's. In 16 bits all queries get the bias of the one whose own key
+    is i_reference: one number a column and not one a score. `alibi_row_bias` is the rest, constant along a row.
     """
     if MODE.exact:
         b_bias = slope2 * (i_n + o_n - (o_m + at.offset)).to(tl.float32)
     else:
-        b_bias = slope2 * o_n.to(tl.float32) + slope2 * (i_n - i_frame).to(tl.float32)
+        b_bias = slope2 * o_n.to(tl.float32) + slope2 * (i_n - i_reference).to(tl.float32)
     return b_bias
 
 
 @triton.jit
-def alibi_frame(slope2, o_m, i_frame, at, MODE: tl.constexpr):
-    """What `alibi_bias` is short of, of every score of the queries o_m: to subtract from their log-sum-exp."""
-    return 0.0 if MODE.exact else slope2 * (o_m + at.offset - i_frame).to(tl.float32)
+def alibi_row_bias(slope2, o_m, i_reference, at, MODE: tl.constexpr):
+    """How much too large `alibi_bias` is for the queries o_m: to subtract from their log-sum-exp."""
+    return 0.0 if MODE.exact else slope2 * (o_m + at.offset - i_reference).to(tl.float32)
 
 
 @triton.jit

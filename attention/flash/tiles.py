@@ -5,7 +5,7 @@ position, zeros fill what lies beyond the tensor's end, and what is stored there
 pointer arithmetic and masks. Either way one kernel serves every memory layout, and offsets have 64 bits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .. import gpu
 from ..gpu import ALIGNMENT, INTERPRET
 from .configs import Blocks, Extras, Mode, Options
+from .score import LOG2_E
 
 ROW_ALIGNMENT = tl.constexpr(4)  # numbers of fp32: 16 bytes
 L2_BUDGET = 8 * 2**20  # bytes of an H200's 50 MiB that the heads in flight may fill
@@ -43,20 +44,29 @@ def addressable(x: Tensor) -> Tensor:
 
 
 class Strided(NamedTuple):
-    """A (B, H, T, D) tensor with a contiguous last dimension, for a GPU without a copy engine."""
+    """A (B, H, T, D) tensor that a descriptor could address, for a GPU without a copy engine; `shape` lacks B.
 
-    pointer: Tensor
-    stride_b: int
-    stride_h: int
-    stride_t: int
-    T: int
-    D: int
+    A descriptor's sizes are any number to the compiler. For a size in a tuple it compiles up to three times: for 1, for
+    multiples of 16 and for all others. Here they stay as they are, since `unspecialised` would cost registers in loops.
+    """
+
+    pointer: Any
+    stride_b: Any
+    stride_h: Any
+    stride_t: Any
+    shape: Any
+
+
+def strided(x: Tensor) -> Strided:
+    """(B, H, T, D) as a kernel's argument."""
+    stride_b, stride_h, stride_t, _ = x.stride()
+    return Strided(x, stride_b, stride_h, stride_t, (None, *x.shape[1:]))
 
 
 def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor | Strided:
     """(B, H, T, D) as a kernel's argument, to be moved in tiles of rows x columns, columns >= D."""
     if not has_copy_engine(x.device):
-        return Strided(x, *x.stride()[:-1], *x.shape[-2:])
+        return strided(x)
     return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, columns])
 
 
@@ -78,8 +88,41 @@ def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor | Strided:
     """(B, H, T or more) of `rows_like` as a kernel's argument, to be moved `rows` numbers at a time."""
     B, H, T_padded = x.shape
     if not has_copy_engine(x.device):
-        return Strided(x, 0, T_padded, 1, T, 1)
+        return Strided(x, 0, T_padded, 1, (None, None, T, None))
     return TensorDescriptor(x, [B * H, T], [T_padded, 1], [1, rows])
+
+
+def unspecialised(x: int) -> int:
+    """x for a tuple among a kernel's arguments; `x >> 2` in the kernel gives it back.
+
+    Triton compiles anew for 1 and for multiples of 16, and `do_not_specialize` does not reach into tuples. 4 x + 2 is
+    neither of them.
+    """
+    return 4 * x + 2
+
+
+class Numbers(NamedTuple):
+    """The numbers of a launch beside the shapes that its tensors carry. All whole ones are `unspecialised`.
+
+    scale_log2  the scale times log2(e)
+    n_together  heads that run at the same time, see `head_group_size`
+    q_start, k_start  None where the last query stands at the last key
+    length      of the documents' rows, None without documents
+    """
+
+    scale: Any
+    scale_log2: Any
+    n_together: Any
+    q_start: Any
+    k_start: Any
+    length: Any
+
+
+def launch_numbers(options: Options, extras: Extras, n_together: int) -> Numbers:
+    """What a launch with these options and tensors gets."""
+    length = None if extras.starts is None else extras.starts.shape[1]
+    whole = (None if x is None else unspecialised(x) for x in (n_together, options.q_start, options.k_start, length))
+    return Numbers(options.scale, options.scale * LOG2_E.value, *whole)
 
 
 def kernel_mode(q: Tensor, options: Options, extras: Extras) -> Mode:
@@ -117,8 +160,9 @@ def head_group_size(n_heads: int, head: Tensor, shared_by: int = 1) -> int:
 
 
 @triton.jit
-def swizzle_program_id(n_tiles, n_together):
+def swizzle_program_id(n_tiles, numbers):
     """This program's (tile, head): heads in sections of n_together, and all heads of a section tile by tile."""
+    n_together = numbers.n_together >> 2
     n_heads = tl.num_programs(0) // n_tiles
     i_section = tl.program_id(0) // (n_together * n_tiles)
     i_rest = tl.program_id(0) % (n_together * n_tiles)
@@ -127,15 +171,22 @@ def swizzle_program_id(n_tiles, n_together):
 
 
 @triton.jit
+def tile_pointers(x, i_b, i_h, i_t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where the rows from i_t of one head of a Strided lie, (ROWS, COLUMNS), and which of them the tensor has."""
+    o_t, o_d = i_t + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    p_x = x.pointer + tl.cast(i_b, tl.int64) * x.stride_b + tl.cast(i_h, tl.int64) * x.stride_h
+    p_x = p_x + o_t.to(tl.int64)[:, None] * x.stride_t + o_d[None, :]
+    return p_x, (o_t < x.shape[2])[:, None] & (o_d < x.shape[3])[None, :]
+
+
+@triton.jit
 def load_tile(x, i_b, i_h, i_t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows from i_t of one head: (ROWS, COLUMNS), zero beyond the tensor."""
     if isinstance(x, tl.tensor_descriptor):
         b_x = x.load([i_b, i_h, i_t, 0]).reshape(ROWS, COLUMNS)
     else:
-        o_t, o_d = i_t + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-        p_x = x.pointer + tl.cast(i_b, tl.int64) * x.stride_b + tl.cast(i_h, tl.int64) * x.stride_h
-        p_x = p_x + o_t.to(tl.int64)[:, None] * x.stride_t + o_d[None, :]
-        b_x = tl.load(p_x, mask=(o_t < x.T)[:, None] & (o_d < x.D)[None, :], other=0.0)
+        p_x, m_x = tile_pointers(x, i_b, i_h, i_t, ROWS, COLUMNS)
+        b_x = tl.load(p_x, mask=m_x, other=0.0)
     return b_x
 
 
@@ -145,10 +196,8 @@ def store_tile(x, i_b, i_h, i_t, b_x, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
     if isinstance(x, tl.tensor_descriptor):
         x.store([i_b, i_h, i_t, 0], b_x.to(x.dtype).reshape(1, 1, ROWS, COLUMNS))
     else:
-        o_t, o_d = i_t + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-        p_x = x.pointer + tl.cast(i_b, tl.int64) * x.stride_b + tl.cast(i_h, tl.int64) * x.stride_h
-        p_x = p_x + o_t.to(tl.int64)[:, None] * x.stride_t + o_d[None, :]
-        tl.store(p_x, b_x.to(x.pointer.dtype.element_ty), mask=(o_t < x.T)[:, None] & (o_d < x.D)[None, :])
+        p_x, m_x = tile_pointers(x, i_b, i_h, i_t, ROWS, COLUMNS)
+        tl.store(p_x, b_x.to(x.pointer.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
@@ -158,7 +207,7 @@ def load_row(x, i_bh, i_t, ROWS: tl.constexpr):
         b_x = x.load([i_bh, i_t]).reshape(ROWS)
     else:
         o_t = i_t + tl.arange(0, ROWS)
-        b_x = tl.load(x.pointer + tl.cast(i_bh, tl.int64) * x.stride_h + o_t, mask=o_t < x.T, other=0.0)
+        b_x = tl.load(x.pointer + tl.cast(i_bh, tl.int64) * x.stride_h + o_t, mask=o_t < x.shape[2], other=0.0)
     return b_x
 
 

@@ -1,16 +1,18 @@
 """Compiles the plain Triton kernels without a GPU, and prints what each takes as a line of JSON.
 
-TRITON_INTERPRET=0 python -m tests.attention.compiled_plain hopper older
+TRITON_INTERPRET=0 python -m tests.attention.compiled_plain resources hopper older
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -101,11 +103,11 @@ def resources(kernel: Any) -> dict[str, int]:
     return {"registers": int(found[1]), "spilled": int(found[2]), "shared": kernel.metadata.shared}
 
 
-def compile_all(architecture: str) -> Iterator[dict[str, Any]]:
-    """What the kernels of each problem take, compiled through the launches that a GPU would get."""
-    capability = CAPABILITIES[architecture]
-    gpu.capability = lambda device: capability
-    triton.runtime.driver.set_active(NoGPU(capability))
+@contextmanager
+def compiling(architecture: str) -> Iterator[list[tuple[str, Any]]]:
+    """Launches compile for the architecture and run nothing; the list gets the name and the kernel of each."""
+    gpu.capability = lambda device: CAPABILITIES[architecture]
+    triton.runtime.driver.set_active(NoGPU(CAPABILITIES[architecture]))
     compiled: list[tuple[str, Any]] = []
     run = JITFunction.run
 
@@ -113,24 +115,51 @@ def compile_all(architecture: str) -> Iterator[dict[str, Any]]:
         compiled.append((self.fn.__name__.removesuffix("_kernel"), run(self, *args, grid=grid, warmup=True, **kwargs)))
 
     JITFunction.run = compile_only
-
-    def tensor(heads: int, D: int) -> Tensor:
-        return torch.zeros(B, T, heads, D, dtype=torch.bfloat16).transpose(1, 2)
-
-    for name, key, options, extras in problems(architecture):
-        D = key.head_dim
-        q, k, v, do, out = (tensor(heads, D) for heads in (H, H_KV, H_KV, H, H))
-        length = int(min(key.length, 2**20))
-        blocks = configs.choose(D, length, q.dtype, capability, options, extras)
-        compiled.clear()
-        _, lse2 = forward(q, k, v, out, extras, options, blocks)
-        backward(do, q, k, v, out, lse2, (tensor(H, D), tensor(H_KV, D), tensor(H_KV, D)), extras, options, blocks)
-        for kernel_name, kernel in compiled:
-            yield {"name": f"{name}-{kernel_name}"} | resources(kernel)
+    yield compiled
     JITFunction.run = run
 
 
+def launch(architecture: str, key: ConfigKey, options: Options, extras: Extras, T: int, S: int) -> None:
+    """A forward and a backward in bf16, with the blocks that serve `key`."""
+
+    def tensor(heads: int, length: int) -> Tensor:
+        return torch.zeros(B, length, heads, key.head_dim, dtype=torch.bfloat16).transpose(1, 2)
+
+    q, k, v, do, out = (tensor(*size) for size in ((H, T), (H_KV, S), (H_KV, S), (H, T), (H, T)))
+    length = int(min(key.length, 2**20))
+    blocks = configs.choose(key.head_dim, length, q.dtype, CAPABILITIES[architecture], options, extras)
+    _, lse2 = forward(q, k, v, out, extras, options, blocks)
+    backward(do, q, k, v, out, lse2, (tensor(H, T), tensor(H_KV, S), tensor(H_KV, S)), extras, options, blocks)
+
+
+def compile_all(architecture: str) -> Iterator[dict[str, Any]]:
+    """What the kernels of each problem take, compiled through the launches that a GPU would get."""
+    with compiling(architecture) as compiled:
+        for name, key, options, extras in problems(architecture):
+            compiled.clear()
+            launch(architecture, key, options, extras, T, T)
+            for kernel_name, kernel in compiled:
+                yield {"name": f"{name}-{kernel_name}"} | resources(kernel)
+
+
+def compile_lengths(architecture: str) -> Iterator[dict[str, Any]]:
+    """How many kernels are compiled for lengths that Triton would by itself tell apart: 1, multiples of 16 and others.
+
+    Positions change too, and with the lengths how many heads run at the same time.
+    """
+    lengths = (1, 16, 17, 48, 100)
+    found: dict[str, set[str]] = {}
+    with compiling(architecture) as compiled:
+        for n, (T, S) in enumerate(itertools.product(lengths, lengths)):
+            options = PLAIN._replace(q_start=n - 1, k_start=16 * (n % 2))
+            launch(architecture, ConfigKey(64, False, 128), options, Extras(), T, S)
+        for name, kernel in compiled:
+            found.setdefault(name, set()).add(kernel.hash)
+    yield {name: len(kernels) for name, kernels in found.items()}
+
+
 if __name__ == "__main__":
-    for architecture in sys.argv[1:]:
-        for line in compile_all(architecture):
+    what, *architectures = sys.argv[1:]
+    for architecture in architectures:
+        for line in {"resources": compile_all, "lengths": compile_lengths}[what](architecture):
             print(json.dumps(line), flush=True)
