@@ -38,6 +38,7 @@ from config import ConfigError, as_plain
 from errors import UserError, fail
 from generation.prompts import continuations, open_new, read_prompts, write
 from generation.sampling import Sampling
+from generation.steps import decoding_attention
 from generation.text import stream
 from huggingface import check_folder, export, read_origin
 
@@ -99,6 +100,9 @@ def main(arguments: list[str]) -> None:
     prompts = None if config.prompts is None else read_prompts(Path(config.prompts).expanduser())
     trained = load_trained(run, config.checkpoint, config.weights, attention=config.attention, device=config.device)
     model, tokenizer = trained.model, trained.tokenizer
+    reader = decoding_attention(model.attend, model.wte.weight.device)
+    if reader is not model.attend:
+        print(f"attention={model.attend.name} reads no cache; attention={reader.name} decodes.", file=sys.stderr)
     if prompts is not None:
         write_texts(prompts, trained, sampling, config)
         return

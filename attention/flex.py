@@ -50,7 +50,7 @@ class FlexAttention(Attention):
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)
-        if shape.device.type == "cpu":
+        if shape.device.type == "cpu" and shape.training:
             raise UnsupportedAttention(
                 "attention=flex has no backward pass on a CPU; choose attention=tiled or sdpa, or device=cuda."
             )

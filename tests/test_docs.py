@@ -16,6 +16,7 @@ from attention import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "add-an-attention.md").read_text()
+DECODING = (ROOT / "docs" / "decoding.md").read_text()
 VARIANTS = (ROOT / "docs" / "variants.md").read_text()
 
 
@@ -67,6 +68,14 @@ def test_the_table_of_variants_is_what_implementations_support():
     for name, cells in rows:
         supported = [feature in IMPLEMENTATIONS[name].supports for feature in columns.values()]
         assert [cell == "yes" for cell in cells.split(" | ")] == supported
+
+
+def test_the_calls_of_the_decoding_page_run(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", DECODING, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert len(capsys.readouterr().out.splitlines()) == 21
+    assert all(len(request.tokens) == 20 or request.tokens[-1] == 10 for request in names["requests"])
 
 
 def test_the_library_call_of_the_variants_page_runs():

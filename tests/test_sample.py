@@ -99,6 +99,14 @@ def test_damage_to_every_checkpoint_is_told_once(run, capsys):
     assert "is damaged" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("attention", ["flex", "sdpa"])
+def test_an_attention_that_reads_no_cache_is_named_and_leaves_decoding_to_another(run, capsys, attention):
+    main([f"run={run}", "prompt=def ", "tokens=9", "temperature=0.5", "top_k=20", "seed=3", f"attention={attention}"])
+    captured = capsys.readouterr()
+    assert captured.out == "def " + continuation(5, list(b"def "), 9) + "\n"
+    assert f"attention={attention} reads no cache; attention=naive decodes." in captured.err
+
+
 def test_an_empty_prompt_begins_a_text(run, capsys):
     main([f"run={run}", "tokens=10", "temperature=0.5", "top_k=20", "seed=3"])
     assert capsys.readouterr().out == continuation(5, [TOKENIZER.eot_token], 10) + "\n"

@@ -1,0 +1,79 @@
+"""Generation on a GPU: replayed graphs, packed prompts and fixed slots, against the whole text through the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attention import AttentionConfig, build_attention
+from generation import Engine, Request, Sampling
+from model.config import GPTConfig, Positions
+from model.gpt import GPT
+from model.score import ScoreConfig
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=128, bias=True)
+GROUPED = replace(LEARNED, n_kv_heads=2, positions=Positions.rotary)
+MANY = ScoreConfig(window=70, soft_cap=5.0, sinks=True)
+VOCABULARY = 100
+
+
+def build(config: GPTConfig, score: ScoreConfig | None, name: str, device: str) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(config, VOCABULARY, 512, build_attention(AttentionConfig(name)), score=score)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model.eval().to(device)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def served(model: GPT, given: list[list[int]], sampling: Sampling, limit: int = 60, **options: Any) -> list[list[int]]:
+    engine = Engine(model, [Request(prompt, limit) for prompt in given], sampling, **options)
+    for _ in engine.run():
+        pass
+    return [request.tokens for request in engine.requests]
+
+
+@pytest.mark.parametrize(("config", "score"), [(LEARNED, None), (GROUPED, MANY)], ids=["learned", "rotary-grouped"])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_greedy_tokens_are_those_of_the_whole_text_through_the_model(config, score, slots):
+    model, given = build(config, score, "flash", "cuda"), prompts(5, 130, 33, 64, 1, 90)
+    for prompt, found in zip(given, served(model, given, Sampling(0.0), slots=slots), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *found[:-1]]], device="cuda"))[0, len(prompt) - 1 :]
+        chosen = logits.gather(1, torch.tensor(found, device="cuda")[:, None])[:, 0]
+        assert (logits.amax(dim=1) - chosen).max() < 1e-4  # rounding may decide between equals
+
+
+def test_the_same_tokens_are_drawn_as_on_a_cpu():
+    sampling = Sampling(0.8, top_k=30, top_p=0.9, seed=3)
+    given = prompts(5, 130, 33)
+    found, expected = (
+        served(build(GROUPED, MANY, name, device), given, sampling, slots=2)
+        for name, device in (("flash", "cuda"), ("naive", "cpu"))
+    )
+    assert found == expected
+
+
+def test_in_as_many_slots_a_prompt_gets_the_same_tokens_whatever_is_beside_it():
+    model, given = build(LEARNED, None, "flash", "cuda"), prompts(5, 130, 33, 64, 1, 90, 250, 7)
+    sampling = Sampling(1.0, seed=3)
+    options: dict[str, Any] = {"slots": 3, "dtype": torch.bfloat16, "limit": 200}
+    among = served(model, given, sampling, **options)
+    assert among == [served(model, [prompt], sampling, **options)[0] for prompt in given]
+
+
+@pytest.mark.slow
+def test_compiled_a_single_sequence_gets_the_same_tokens():
+    model, given = build(GROUPED, MANY, "flash", "cuda"), prompts(33)
+    plain, compiled = (served(model, given, Sampling(0.8, seed=1), compile=compile) for compile in (False, True))
+    assert plain == compiled
