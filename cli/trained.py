@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-import tiktoken
 import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from attention import AttentionConfig, ProductPrecision, build_attention
 from config import Config, ConfigError, register
-from data import Documents, load_tokenizer
+from data import Documents, Tokenizer, load_tokenizer
 from model.config import Positions
 from model.gpt import GPT
 from training.checkpoint import CheckpointError, best_checkpoint, load_checkpoint, newest_valid
@@ -48,7 +47,7 @@ class Trained:
 
     config: Config
     model: GPT
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
     dtype: torch.dtype
     checkpoint: Path
 

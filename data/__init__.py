@@ -6,7 +6,7 @@ from data.corpora import check_data
 from data.errors import DataError
 from data.prepare import prepare
 from data.store import PreparedData, TokenFile
-from data.tokenizers import TokenizerName, load_tokenizer, save_tokenizer
+from data.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
 
 __all__ = [
     "Batch",
@@ -17,7 +17,7 @@ __all__ = [
     "Prefetcher",
     "PreparedData",
     "TokenFile",
-    "TokenizerName",
+    "Tokenizer",
     "check_data",
     "eval_batches",
     "load_tokenizer",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from data.tokenizers import TokenizerName
-
 
 class Documents(Enum):
     """What is made of documents that lie side by side in one sequence."""
@@ -22,7 +20,7 @@ class DataConfig:
 
     name            a corpus in the registry (data/corpora.py)
     path            a file or folder of .txt, .jsonl, .parquet (data=text)
-    tokenizer       bytes, gpt2 or bpe
+    tokenizer       bytes, gpt2, bpe, or a tokenizer.json of Hugging Face's tokenizers
     bpe_vocab_size  tokens that tokenizer=bpe learns at most, end-of-text included
     max_tokens      tokens to prepare, training and validation together; null for all
     val_fraction    of the text that is held out for validation
@@ -35,7 +33,7 @@ class DataConfig:
 
     name: str = "stdlib"
     path: str | None = None
-    tokenizer: TokenizerName = TokenizerName.bytes
+    tokenizer: str = "bytes"
     bpe_vocab_size: int = 4096
     max_tokens: int | None = None
     val_fraction: float = 0.1

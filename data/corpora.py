@@ -35,6 +35,8 @@ from data.files import (
     table_rows,
     text_of,
 )
+from data.own_tokenizer import read
+from data.tokenizers import NAMES
 from errors import UserError
 
 
@@ -278,6 +280,18 @@ def data_mistakes(config: DataConfig) -> Iterator[str]:
             yield (
                 f"data.{option.name}={value} has no effect with data={config.name}; "
                 f"leave it out or choose data={' or '.join(readers)}."
+            )
+    if config.tokenizer not in NAMES:
+        try:
+            read(Path(config.tokenizer))
+        except DataError as error:
+            names = ", ".join(NAMES)
+            yield (
+                str(error)
+                if Path(config.tokenizer).suffix
+                else (
+                    f"data.tokenizer={config.tokenizer} is not known; choose one of {names}, or name a tokenizer.json."
+                )
             )
     if not 0 < config.val_fraction < 1:
         yield f"data.val_fraction={config.val_fraction:g} must lie between 0 and 1, for instance 0.1."

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiktoken
 from filelock import FileLock, Timeout
 from rich.console import Console
 
+from data import own_tokenizer
 from data.config import DataConfig
 from data.corpora import CORPORA, Corpus, check_data
 from data.errors import DataError
@@ -45,7 +45,8 @@ from data.store import (
     write_manifest,
 )
 from data.tokenizers import (
-    TokenizerName,
+    NAMES,
+    Tokenizer,
     bpe_tokenizer,
     bytes_tokenizer,
     encoder,
@@ -96,18 +97,23 @@ def _recipe(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
         "format": FORMAT,
         "source": corpus.source(),
         "text_field": config.text_field,
-        "tokenizer": config.tokenizer.value,
-        "bpe_vocab_size": config.bpe_vocab_size if config.tokenizer is TokenizerName.bpe else None,
+        "tokenizer": config.tokenizer,
+        "bpe_vocab_size": config.bpe_vocab_size if config.tokenizer == "bpe" else None,
         "max_tokens": config.max_tokens,
         "val_fraction": config.val_fraction,
+        **(
+            {}
+            if config.tokenizer in NAMES
+            else {"fingerprint": digest(own_tokenizer.read(Path(config.tokenizer)).content)}
+        ),
     }
 
 
 def _folder_name(config: DataConfig, recipe: dict[str, Any]) -> str:
     # Without format and fingerprint: changed text or code replaces the old files.
-    lasting = {key: value for key, value in recipe.items() if key not in ("format", "source")}
+    lasting = {key: value for key, value in recipe.items() if key not in ("format", "source", "fingerprint")}
     source = {key: value for key, value in recipe["source"].items() if key != "fingerprint"}
-    return f"{config.name}-{config.tokenizer.value}-{digest([lasting, source])[:10]}"
+    return f"{config.name}-{Path(config.tokenizer).stem}-{digest([lasting, source])[:10]}"
 
 
 def _locked(folder: Path, console: Console, announce_wait: bool) -> AbstractContextManager[Any]:
@@ -149,12 +155,12 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus, recipe: dict[str, A
         shutil.rmtree(partial, ignore_errors=True)
         raise
     tokens = " and ".join(f"{counts[split]['tokens']:,} for {split}" for split in SPLITS)
-    console.print(f"prepared data={config.name} with data.tokenizer={config.tokenizer.value}: {tokens}, in {folder}")
+    console.print(f"prepared data={config.name} with data.tokenizer={config.tokenizer}: {tokens}, in {folder}")
 
 
 def _write_tokens(
     corpus: Corpus,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     config: DataConfig,
     console: Console,
     position: Position,
@@ -185,11 +191,13 @@ def _write_tokens(
     return counts
 
 
-def _make_tokenizer(config: DataConfig, corpus: Corpus, console: Console) -> tiktoken.Encoding:
-    if config.tokenizer is TokenizerName.bytes:
+def _make_tokenizer(config: DataConfig, corpus: Corpus, console: Console) -> Tokenizer:
+    if config.tokenizer == "bytes":
         return bytes_tokenizer()
-    if config.tokenizer is TokenizerName.gpt2:
+    if config.tokenizer == "gpt2":
         return gpt2_tokenizer()
+    if config.tokenizer != "bpe":
+        return own_tokenizer.read(Path(config.tokenizer))
     learning = f"learning {config.bpe_vocab_size:,} tokens from data={config.name}"
     if not console.is_terminal:
         console.print(learning)
@@ -215,7 +223,7 @@ def _training_text(corpus: Corpus) -> Iterator[str]:
 
 def _tokenise(
     corpus: Corpus,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     config: DataConfig,
     console: Console,
     position: Position,
@@ -250,7 +258,7 @@ def _tokenise(
                     break
 
 
-def _in_threads(tokenizer: tiktoken.Encoding, rows: Iterable[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+def _in_threads(tokenizer: Tokenizer, rows: Iterable[Row]) -> Iterator[tuple[Row, np.ndarray]]:
     """Each row with its tokens, in order, tokenised ahead by one thread per core."""
     threads = os.cpu_count() or 1
     waiting: deque[tuple[Row, Future[np.ndarray]]] = deque()

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import tiktoken
 
 from data.errors import DataError
-from data.tokenizers import load_tokenizer
+from data.tokenizers import Tokenizer, load_tokenizer
 from files import sync, write_atomically
 
 SPLITS = ("train", "val")
@@ -46,7 +45,7 @@ class TokenFile:
 class PreparedData:
     """The tokens for training. `manifest["identity"]` is equal for equal tokens, wherever they were prepared."""
 
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
     vocab_size: int
     train: TokenFile
     val: TokenFile
@@ -122,7 +121,7 @@ class Position:
     )
 
 
-def token_dtype(tokenizer: tiktoken.Encoding) -> np.dtype:
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     """The smallest unsigned type that holds every token."""
     return np.dtype(np.min_scalar_type(tokenizer.n_vocab - 1)).newbyteorder("<")
 

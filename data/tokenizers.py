@@ -1,16 +1,18 @@
-"""Text to tokens and back. Every tokenizer is a `tiktoken.Encoding`.
+"""Text to tokens and back. A tokenizer is a `tiktoken.Encoding`, or the user's own with the same methods.
 
 bytes   the 256 bytes and an end-of-text token; nothing to fetch, nothing to train
 gpt2    GPT-2's 50,257 tokens, fetched once by tiktoken
 bpe     byte-pair encoding, learned from the training split (Sennrich et al. 2016, over bytes as in GPT-2)
+
+Any other name is that of a file, see own_tokenizer.py.
 """
 
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 from collections.abc import Callable, Iterable
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +20,14 @@ import numpy as np
 import tiktoken
 
 from data.errors import DataError, brief
+from data.own_tokenizer import END_OF_TEXT, OwnTokenizer, Stream
 from files import write_atomically
 
 if TYPE_CHECKING:
     import tokenizers
 
-END_OF_TEXT = "<|endoftext|>"
+Tokenizer = tiktoken.Encoding | OwnTokenizer
+NAMES = ("bytes", "gpt2", "bpe")
 FILE = "tokenizer.json"
 
 # How GPT-2 cuts text before it merges bytes (Radford et al. 2019), in tiktoken's form that never backtracks far.
@@ -35,14 +39,6 @@ _PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
 _OTHERS = [b for b in range(256) if b not in _PRINTABLE]
 CHARACTERS = {b: chr(b) for b in _PRINTABLE} | {b: chr(256 + i) for i, b in enumerate(_OTHERS)}
 BYTES_OF = {character: b for b, character in CHARACTERS.items()}
-
-
-class TokenizerName(Enum):
-    """The tokenizers."""
-
-    bytes = "bytes"
-    gpt2 = "gpt2"
-    bpe = "bpe"
 
 
 def bytes_tokenizer() -> tiktoken.Encoding:
@@ -84,10 +80,12 @@ def as_encoding(model: tokenizers.Tokenizer) -> tiktoken.Encoding:
     return _encoding("bpe", GPT2_PATTERN, [bytes(BYTES_OF[c] for c in token) for token, _ in vocab])
 
 
-def encoder(tokenizer: tiktoken.Encoding) -> Callable[[str], np.ndarray]:
+def encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
     """text -> its tokens, 1-D unsigned, without special tokens; threads can call it in parallel."""
     if tokenizer.name == "bytes":
         return lambda text: np.frombuffer(text.encode("utf-8"), np.uint8)
+    if isinstance(tokenizer, OwnTokenizer):
+        return lambda text: np.array(tokenizer.encode_ordinary(text), np.uint32)
 
     def encode(text: str) -> np.ndarray:
         try:
@@ -101,22 +99,44 @@ def encoder(tokenizer: tiktoken.Encoding) -> Callable[[str], np.ndarray]:
     return encode
 
 
-def save_tokenizer(tokenizer: tiktoken.Encoding, folder: Path | str) -> None:
-    """Write the whole encoding to `folder`/tokenizer.json."""
-    tokens = map(tokenizer.decode_single_token_bytes, range(tokenizer.eot_token))
-    content = {
-        "name": tokenizer.name,
-        "pattern": BYTES_PATTERN if tokenizer.name == "bytes" else GPT2_PATTERN,
-        "tokens": [base64.b64encode(token).decode() for token in tokens],
-    }
+class Utf8Stream:
+    """The text of tokens that come one by one: a character that spans several appears with its last byte."""
+
+    def __init__(self, tokenizer: tiktoken.Encoding) -> None:
+        self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token: int) -> str:
+        return self.decoder.decode(self.tokenizer.decode_single_token_bytes(token))
+
+    def rest(self) -> str:
+        """What the tokens so far end with, complete or not."""
+        return self.decoder.decode(b"", final=True)
+
+
+def text_stream(tokenizer: Tokenizer) -> Utf8Stream | Stream:
+    """Decodes tokens one by one."""
+    return Stream(tokenizer) if isinstance(tokenizer, OwnTokenizer) else Utf8Stream(tokenizer)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path | str) -> None:
+    """Write the whole tokenizer to `folder`/tokenizer.json."""
+    content: dict[str, object] = {"name": tokenizer.name}
+    if isinstance(tokenizer, OwnTokenizer):
+        content["own"] = tokenizer.content
+    else:
+        tokens = map(tokenizer.decode_single_token_bytes, range(tokenizer.eot_token))
+        content["pattern"] = BYTES_PATTERN if tokenizer.name == "bytes" else GPT2_PATTERN
+        content["tokens"] = [base64.b64encode(token).decode() for token in tokens]
     write_atomically(Path(folder) / FILE, json.dumps(content))
 
 
-def load_tokenizer(folder: Path | str) -> tiktoken.Encoding:
-    """The encoding that save_tokenizer wrote to a folder, without network. Raises DataError where there is none."""
+def load_tokenizer(folder: Path | str) -> Tokenizer:
+    """The tokenizer that save_tokenizer wrote to a folder, without network. Raises DataError where there is none."""
     path = Path(folder) / FILE
     try:
         content = json.loads(path.read_text())
+        if "own" in content:
+            return OwnTokenizer(content["name"], content["own"])
         return _encoding(content["name"], content["pattern"], [base64.b64decode(t) for t in content["tokens"]])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} holds no tokenizer ({brief(error)}); name a folder that train.py wrote.") from error

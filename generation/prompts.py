@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tiktoken
 import torch
 
+from data import Tokenizer
 from files import to_json
 from generation.engine import Engine, Request
 from generation.errors import GenerationError
@@ -68,7 +68,7 @@ def prompt_of_json(line: str) -> str | None:
 
 def continuations(
     model: GPT,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     prompts: Sequence[str],
     tokens: int,
     sampling: Sampling,

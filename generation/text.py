@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterator
 
-import tiktoken
 import torch
 
+from data.tokenizers import Tokenizer, text_stream
 from generation.engine import Engine, Request
 from generation.sampling import Sampling
 from model.gpt import GPT
@@ -20,9 +19,9 @@ class Text:
     tokens: it appears with its last byte. What may be the beginning of `stop` appears when it is certain not to be.
     """
 
-    def __init__(self, tokenizer: tiktoken.Encoding, stop: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: str | None = None) -> None:
         self.tokenizer, self.stop = tokenizer, stop or ""
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.decoder = text_stream(tokenizer)
         self.held = ""  # text that has not been given out
         self.ended = False
 
@@ -31,12 +30,12 @@ class Text:
         if token == self.tokenizer.eot_token:
             self.ended = True
             return self.rest()
-        self.held += self.decoder.decode(self.tokenizer.decode_single_token_bytes(token))
+        self.held += self.decoder.add(token)
         return self.give_out(len(self.held) - self.beginning_of_stop())
 
     def rest(self) -> str:
         """The text that remains when no more tokens come."""
-        self.held += self.decoder.decode(b"", final=True)
+        self.held += self.decoder.rest()
         return self.give_out(len(self.held))
 
     def give_out(self, end: int) -> str:
@@ -54,7 +53,7 @@ class Text:
 
 def stream(
     model: GPT,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     prompt: str,
     tokens: int,
     sampling: Sampling,

@@ -6,18 +6,19 @@ import json
 import shutil
 from pathlib import Path
 
-import tiktoken
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from data.own_tokenizer import END_OF_TEXT
+from data.tokenizers import Tokenizer
 from huggingface.card import Origin, model_card
 from huggingface.tokenizer import to_tokenizers, tokenizer_config
-from huggingface.weights import describe, special_tokens
+from huggingface.weights import describe
 from model.gpt import GPT
 from model.gpt2_weights import WEIGHTS, WeightsError
 
 
-def export(model: GPT, tokenizer: tiktoken.Encoding, folder: Path, origin: Origin) -> None:
+def export(model: GPT, tokenizer: Tokenizer, folder: Path, origin: Origin) -> None:
     """Write a folder that AutoModelForCausalLM, AutoTokenizer and pipeline("text-generation") read.
 
     folder  is made, or empty; nothing is overwritten
@@ -27,10 +28,11 @@ def export(model: GPT, tokenizer: tiktoken.Encoding, folder: Path, origin: Origi
     """
     check_folder(folder)
     described = describe(model, origin.config["attention"]["dropout"])
+    end = tokenizer.eot_token  # begins and ends a text
     files = {
-        "config.json": described.config,
-        "generation_config.json": special_tokens(model) | {"pad_token_id": model.vocab_size - 1},
-        "tokenizer_config.json": tokenizer_config(model.seq_len),
+        "config.json": described.config | {"bos_token_id": end, "eos_token_id": end},
+        "generation_config.json": {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end},
+        "tokenizer_config.json": tokenizer_config(model.seq_len, getattr(tokenizer, "end", END_OF_TEXT)),
     }
     (architecture,) = described.config["architectures"]
     folder = folder.absolute()

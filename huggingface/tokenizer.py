@@ -1,7 +1,7 @@
 """A run's tokenizer as the JSON of `tokenizers`, which transformers loads without code of its own.
 
-All tokenizers of the recipe are byte-level BPE: "bytes" has no merges. tiktoken keeps only the tokens in the order in
-which they were learned; the pair that each was merged from follows from that order.
+A tokenizer that the user brought is such JSON already. All others are byte-level BPE: "bytes" has no merges. tiktoken
+keeps only the tokens in the order in which they were learned; the pair that each was merged from follows from it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from typing import Any
 import tiktoken
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from data.tokenizers import CHARACTERS, END_OF_TEXT
+from data.own_tokenizer import END_OF_TEXT, OwnTokenizer
+from data.tokenizers import CHARACTERS
 from model.gpt2_weights import WeightsError
 
 
-def to_tokenizers(encoding: tiktoken.Encoding) -> Tokenizer:
+def to_tokenizers(encoding: tiktoken.Encoding | OwnTokenizer) -> Tokenizer:
     """The same text to the same ids and back. Raises WeightsError for tokens that no merges of pairs give."""
+    if isinstance(encoding, OwnTokenizer):
+        return Tokenizer.from_str(encoding.content)
     tokens = [encoding.decode_single_token_bytes(token) for token in range(encoding.eot_token)]
     vocab = {as_characters(token): rank for rank, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or len([token for token in tokens if len(token) == 1]) != 256:
@@ -44,13 +47,13 @@ def merged_from(token: bytes, ranks: dict[bytes, int]) -> tuple[str, str]:
     return as_characters(parts[0]), as_characters(parts[1])
 
 
-def tokenizer_config(seq_len: int) -> dict[str, Any]:
-    """The content of tokenizer_config.json."""
+def tokenizer_config(seq_len: int, end: str) -> dict[str, Any]:
+    """The content of tokenizer_config.json, with the name of the end-of-text token."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "pad_token": END_OF_TEXT,  # the models have no token for padding, which attention masks hide
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,  # the models have no token for padding, which attention masks hide
         "model_max_length": seq_len,
         "clean_up_tokenization_spaces": False,
     }

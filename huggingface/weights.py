@@ -88,7 +88,6 @@ def gpt2(model: GPT, attention_dropout: float) -> Described:
         "resid_pdrop": config.dropout,
         "attn_pdrop": attention_dropout,
         "initializer_range": 0.02,
-        **special_tokens(model),
     }
     return Described(described, tensors)
 
@@ -144,14 +143,8 @@ def starcoder2(model: GPT, attention_dropout: float) -> Described:
         "residual_dropout": config.dropout,
         "attention_dropout": attention_dropout,
         "initializer_range": 0.02,
-        **special_tokens(model),
     }
     return Described(described, tensors)
-
-
-def special_tokens(model: GPT) -> dict[str, int]:
-    """The ids that begin and end a text: every tokenizer of the recipe has its end-of-text token last."""
-    return {"bos_token_id": model.vocab_size - 1, "eos_token_id": model.vocab_size - 1}
 
 
 def unpadded(model: GPT, name: str, parameter: Tensor) -> Tensor:

@@ -115,6 +115,7 @@ def test_a_saved_tokenizer_comes_back_without_network(name, learned, tmp_path, r
     save_tokenizer(tokenizer, tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert (loaded.name, loaded.n_vocab, loaded.eot_token) == (name, tokenizer.n_vocab, tokenizer.eot_token)
+    assert isinstance(loaded, tiktoken.Encoding)
     assert loaded._mergeable_ranks == tokenizer._mergeable_ranks
     for text in ODD_TEXTS:
         assert loaded.encode_ordinary(text) == tokenizer.encode_ordinary(text)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiktoken
+import tokenizers
 import torch
 
 from attention import AttentionConfig, build_attention
 from config import Config, as_plain
-from data.tokenizers import bpe_tokenizer, bytes_tokenizer, gpt2_tokenizer
+from data.own_tokenizer import OwnTokenizer
+from data.tokenizers import Tokenizer, bpe_tokenizer, bytes_tokenizer, gpt2_tokenizer, train_bpe
 from generation.sampling import Sampling
 from generation.text import stream
 from huggingface import Origin, export
@@ -41,7 +42,14 @@ TEXTS = [
 ]
 
 
-def tokenizer(name: str, monkeypatch: pytest.MonkeyPatch) -> tiktoken.Encoding:
+def tokenizer(name: str, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+    if name == "own":  # its end of text is the first token, and called otherwise
+        learned = train_bpe([inspect.getsource(random)], 400).get_vocab()
+        model = tokenizers.Tokenizer(tokenizers.models.BPE({"</s>": 0} | {t: i + 1 for t, i in learned.items()}, []))
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        model.add_special_tokens(["</s>"])
+        return OwnTokenizer("own", model.to_str())
     if name == "gpt2":
         if not TOKENS.exists():
             pytest.skip("no cached GPT-2 tokens at hand")
@@ -75,6 +83,7 @@ def origin(summary: dict[str, Any] | None = None) -> Origin:
         ("gpt2", replace(ROTARY, bias=False), WINDOW, "Starcoder2"),
         ("bytes", replace(ROTARY, n_kv_heads=1), None, "Starcoder2"),
         ("bpe", replace(SMALL, positions=Positions.rotary), WINDOW, "Starcoder2"),
+        ("own", SMALL, None, "GPT2"),
     ],
 )
 def test_transformers_reads_the_folder_as_the_same_model(name, config, score, architecture, tmp_path, monkeypatch):
@@ -95,7 +104,8 @@ def test_transformers_reads_the_folder_as_the_same_model(name, config, score, ar
     for text in TEXTS:
         assert read(text)["input_ids"] == encoding.encode_ordinary(text)
         assert read.decode(encoding.encode_ordinary(text)) == text
-    assert read("a<|endoftext|>")["input_ids"][-1] == encoding.eot_token
+    end = encoding.end if isinstance(encoding, OwnTokenizer) else "<|endoftext|>"
+    assert read(f"a{end}")["input_ids"][-1] == encoding.eot_token
 
     generate = transformers.pipeline("text-generation", model=str(tmp_path / "exported"), device="cpu")
     prompt = "def f(x):"

@@ -1,0 +1,86 @@
+"""A tokenizer that the user brings: the JSON of Hugging Face's `tokenizers`, of any kind.
+
+It has the methods of tiktoken.Encoding that the recipe uses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from data.errors import DataError, brief
+
+END_OF_TEXT = "<|endoftext|>"
+# What the tokenizers of well-known models call it. One that has none of them gets the first.
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+
+
+class OwnTokenizer:
+    """Text to tokens and back, as the JSON says, but without special tokens: their names in a text are text.
+
+    name       for messages
+    n_vocab    one more than the highest token
+    eot_token  the token between two texts
+    end        its name
+    """
+
+    def __init__(self, name: str, content: str) -> None:
+        """Raises DataError where `content` is no tokenizer."""
+        try:
+            self.model = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"data.tokenizer={name} is not JSON of the tokenizers library ({brief(error)}).") from error
+        self.name = name
+        self.model.no_truncation()
+        self.model.no_padding()
+        known = [end for end in ENDS_OF_TEXT if self.model.token_to_id(end) is not None]
+        if not known:
+            self.model.add_special_tokens([END_OF_TEXT])
+        self.end = known[0] if known else END_OF_TEXT
+        self.model.encode_special_tokens = True
+        vocabulary = self.model.get_vocab(with_added_tokens=True)
+        self.eot_token, self.n_vocab = vocabulary[self.end], max(vocabulary.values()) + 1
+
+    @property
+    def content(self) -> str:
+        """The JSON, from which another one is made."""
+        return self.model.to_str()
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return self.model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.model.decode(list(tokens), skip_special_tokens=False)
+
+    def decode_bytes(self, tokens: Sequence[int]) -> bytes:
+        return self.decode(tokens).encode()
+
+
+class Stream:
+    """The text of tokens that come one by one: a piece appears when later tokens cannot change it."""
+
+    def __init__(self, tokenizer: OwnTokenizer) -> None:
+        self.tokenizer, self.tokens, self.given = tokenizer, list[int](), 0
+        self.stream = tokenizers.decoders.DecodeStream(skip_special_tokens=False)
+
+    def add(self, token: int) -> str:
+        self.tokens.append(token)
+        piece = self.stream.step(self.tokenizer.model, token) or ""
+        self.given += len(piece)
+        return piece
+
+    def rest(self) -> str:
+        """What the tokens so far end with, complete or not."""
+        return self.tokenizer.decode(self.tokens)[self.given :]
+
+
+def read(path: Path) -> OwnTokenizer:
+    """The tokenizer in a file. Raises DataError."""
+    try:
+        return OwnTokenizer(str(path), json.dumps(json.loads(path.expanduser().read_text(encoding="utf-8"))))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        raise DataError(f"data.tokenizer={path} cannot be read ({reason}); name a tokenizer.json.") from error

@@ -1,0 +1,112 @@
+"""A tokenizer from a file: the tokens of the library that made it, from preparation to sampling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from data import DataConfig, DataError, load_tokenizer, prepare, save_tokenizer
+from data.corpora import data_mistakes
+from data.own_tokenizer import OwnTokenizer
+from data.tokenizers import text_stream
+from generation.text import Text
+
+TEXT = "déjà vu 木 🦜, and the end of a text; the rest of the text is the end of it. " * 40
+
+
+def unigram() -> tokenizers.Tokenizer:
+    """As Llama 2 and T5 have it: pieces with blanks in front, bytes for what has no piece."""
+    model = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    model.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Metaspace()])
+    special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = tokenizers.trainers.UnigramTrainer(vocab_size=330, special_tokens=special, unk_token="<unk>")
+    model.train_from_iterator([TEXT.replace("木", "").replace("🦜", "")], trainer)
+    content = json.loads(model.to_str())
+    content["model"]["byte_fallback"] = True
+    content["added_tokens"] = content["added_tokens"][:2]
+    content["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "tokenizer.json"
+    unigram().save(str(path))
+    return path
+
+
+@pytest.fixture
+def config(file: Path, tmp_path: Path) -> DataConfig:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return DataConfig("text", str(tmp_path / "text.txt"), str(file), cache=str(tmp_path / "cache"))
+
+
+def test_prepared_tokens_are_the_librarys_and_come_back_as_the_text(config, file, tmp_path):
+    data = prepare(config)
+    model = tokenizers.Tokenizer.from_file(str(file))
+    model.no_truncation()
+    cut = int(len(TEXT.encode()) * 0.9)
+    held_out = TEXT.encode()[cut:].decode(errors="ignore")
+    assert data.val.tokens.tolist() == model.encode(held_out, add_special_tokens=False).ids
+    assert (data.vocab_size, data.tokenizer.eot_token) == (model.get_vocab_size(), model.token_to_id("</s>"))
+    assert data.tokenizer.decode(data.train.tokens.tolist()) == TEXT.encode()[:cut].decode(errors="ignore")
+    save_tokenizer(data.tokenizer, tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert again.encode_ordinary(TEXT) == data.tokenizer.encode_ordinary(TEXT)
+    assert len(again.encode_ordinary(TEXT)) > 1000
+
+
+def test_another_tokenizer_in_the_same_file_prepares_anew(config, file, tmp_path):
+    before = prepare(config)
+    changed = json.loads(file.read_text())
+    changed["model"]["vocab"] = changed["model"]["vocab"][:-5]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+    config.tokenizer = str(tmp_path / "tokenizer.json")
+    first = prepare(config)
+    (tmp_path / "tokenizer.json").write_text(file.read_text())
+    second = prepare(config)
+    assert (first.folder, second.vocab_size) == (second.folder, before.vocab_size)
+    np.testing.assert_array_equal(second.train.tokens, before.train.tokens)
+
+
+def test_text_appears_as_tokens_come_and_characters_of_several_stay_whole(file):
+    tokenizer = OwnTokenizer("own", file.read_text())
+    tokens = tokenizer.encode_ordinary("vu 木 🦜")
+    stream = text_stream(tokenizer)
+    pieces = [stream.add(token) for token in tokens]
+    assert "".join(pieces) + stream.rest() == "vu 木 🦜"
+    assert "" in pieces  # while the bytes of a character were incomplete
+    assert not any("�" in piece for piece in pieces)
+    cut = text_stream(tokenizer)
+    shown = "".join(map(cut.add, tokens[:-1]))
+    assert (shown + cut.rest()).startswith("vu 木 ")
+    assert "�" in cut.rest()
+    text = Text(tokenizer)
+    assert "".join(map(text.add, [*tokens, tokenizer.eot_token])) == "vu 木 🦜"
+    assert text.ended
+
+
+def test_a_tokenizer_without_an_end_of_text_gets_one():
+    tokenizer = OwnTokenizer("own", tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, "?")).to_str())
+    assert (tokenizer.eot_token, tokenizer.n_vocab, tokenizer.encode_ordinary("a")) == (2, 3, [0])
+    assert tokenizer.encode_ordinary("<|endoftext|>") == [1]  # in a text it is text
+
+
+def test_what_is_no_tokenizer_is_refused_in_one_sentence(config, tmp_path):
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    for name, sentence in {
+        "gtp2": "data.tokenizer=gtp2 is not known; choose one of bytes, gpt2, bpe, or name a tokenizer.json.",
+        "no/such.json": "data.tokenizer=no/such.json cannot be read (No such file or directory)",
+        str(tmp_path / "text.txt"): "text.txt cannot be read (it is not JSON); name a tokenizer.json.",
+        str(tmp_path / "other.json"): "other.json is not JSON of the tokenizers library",
+    }.items():
+        config.tokenizer = name
+        (said,) = data_mistakes(config)
+        assert sentence in said
+        with pytest.raises(DataError):
+            prepare(config)
