@@ -20,7 +20,9 @@ from model.gpt2_weights import WeightsError
 def to_tokenizers(encoding: tiktoken.Encoding | OwnTokenizer) -> Tokenizer:
     """The same text to the same ids and back. Raises WeightsError for tokens that no merges of pairs give."""
     if isinstance(encoding, OwnTokenizer):
-        return Tokenizer.from_str(encoding.content)
+        own = Tokenizer.from_str(encoding.content)
+        own.post_processor = None  # of its own, such as one that adds a token to begin a text: training had none
+        return own
     tokens = [encoding.decode_single_token_bytes(token) for token in range(encoding.eot_token)]
     vocab = {as_characters(token): rank for rank, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or len([token for token in tokens if len(token) == 1]) != 256:

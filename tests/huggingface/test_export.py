@@ -49,6 +49,11 @@ def tokenizer(name: str, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = tokenizers.decoders.ByteLevel()
         model.add_special_tokens(["</s>"])
+        begin = {
+            "single": "</s> $A",
+            "special_tokens": [("</s>", 0)],
+        }  # which training leaves out
+        model.post_processor = tokenizers.processors.TemplateProcessing(**begin)
         return OwnTokenizer("own", model.to_str())
     if name == "gpt2":
         if not TOKENS.exists():
