@@ -19,6 +19,7 @@ from training.parallel import DataParallel, check_context, check_parallel
 from training.parity.probe import check_parity
 from training.profiling.profiler import check_profile
 from training.step import training_mistakes
+from training.tracking.tracker import tracking_mistakes
 
 
 def mistakes(config: Config, world: World | None = None) -> Iterator[str]:
@@ -41,6 +42,7 @@ def mistakes(config: Config, world: World | None = None) -> Iterator[str]:
             "optimizer=muon needs whole matrices, and parallel.data=shard gives each rank some rows of them; use "
             "parallel.data=replicate or optimizer=adamw."
         )
+    yield from tracking_mistakes(config.tracking)
     yield from (of_data := list(data_mistakes(config.data)))
     if not of_data:
         yield from refusal(CORPORA[config.data.name], config.data)  # finds the files, and reads none

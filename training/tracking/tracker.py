@@ -1,4 +1,4 @@
-"""Records a run: metrics.jsonl, the progress line and W&B; at the end summary.json and the loss curve.
+"""Records a run: metrics.jsonl, the progress line and W&B or TensorBoard; at the end summary.json and the loss curve.
 
     tracker = Tracker(run_folder, config.tracking, run_config=as_plain_dicts, steps=2000, resume_step=None,
                       environment=environment(device))
@@ -14,7 +14,7 @@ later ones again.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -26,9 +26,10 @@ from run_folder import read_metrics
 from training.tracking.metrics import MetricsFile, TrackingError
 from training.tracking.progress import ProgressLine
 from training.tracking.summary import draw_loss_curve, write_summary
+from training.tracking.tensorboard import Board, installed
 from training.tracking.wandb_mirror import WandbMirror
 
-__all__ = ["Tracker", "TrackingConfig", "TrackingError", "TrackingMode"]
+__all__ = ["Tracker", "TrackingConfig", "TrackingError", "TrackingMode", "tracking_mistakes"]
 
 # The longest wait for W&B at the end of a run, when an upload takes longer than writing a file.
 SECONDS_TO_FINISH = {"online": 60.0, "offline": 30.0}
@@ -36,18 +37,23 @@ SECONDS_TO_LEAVE = 10.0  # where the run breaks off without `finish`
 
 
 class TrackingMode(Enum):
-    """Where W&B stores the run."""
+    """Where the run is tracked, beside metrics.jsonl."""
 
-    online = "online"  # on its server
-    offline = "offline"  # in the run folder; `wandb sync` uploads it
+    online = "online"  # on W&B's server
+    offline = "offline"  # by W&B in the run folder; `wandb sync` uploads it
+    tensorboard = "tensorboard"  # in the run folder, for TensorBoard
     disabled = "disabled"  # nowhere
+
+    @property
+    def by_wandb(self) -> bool:
+        return self in (TrackingMode.online, TrackingMode.offline)
 
 
 @dataclass
 class TrackingConfig:
     """What a user chooses under `tracking.*`.
 
-    mode     online, offline or disabled
+    mode     online, offline, tensorboard or disabled
     project  of W&B
     group    of W&B, shared by the runs of a sweep
     """
@@ -55,6 +61,12 @@ class TrackingConfig:
     mode: TrackingMode = TrackingMode.offline
     project: str = "gpt-attention"
     group: str | None = None
+
+
+def tracking_mistakes(config: TrackingConfig) -> Iterator[str]:
+    """A sentence where the mode is not installed."""
+    if config.mode is TrackingMode.tensorboard and not installed():
+        yield "tracking=tensorboard needs TensorBoard; install it with: pip install -e '.[tensorboard]'"
 
 
 class Tracker:
@@ -86,8 +98,12 @@ class Tracker:
         (run_folder / "summary.json").unlink(missing_ok=True)  # it tells how a run ended, and this one is running
         self.progress = progress or ProgressLine(steps, resume_step or 0)
         self.mirror: WandbMirror | None = None
-        if config.mode is not TrackingMode.disabled:
-            self.mirror = start_mirror(run_folder, config, {**run_config, **(environment or {})})
+        self.board: Board | None = None
+        recorded = {**run_config, **(environment or {})}
+        if config.mode.by_wandb:
+            self.mirror = start_mirror(run_folder, config, recorded)
+        if config.mode is TrackingMode.tensorboard:
+            self.board = Board(run_folder, recorded, resume_step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record `metrics` after `step` updates: numbers, or words where the name says so.
@@ -96,6 +112,8 @@ class Tracker:
         """
         self.metrics.append(step, metrics)
         self.progress.update(step, metrics)
+        if self.board is not None:
+            self.board.log(step, metrics)
         self._warn()
 
     def print(self, text: str) -> None:
@@ -129,6 +147,8 @@ class Tracker:
     ) -> None:
         self.progress.close()
         self.metrics.close()
+        if self.board is not None:
+            self.board.close()
         if self.mirror is not None:
             self.mirror.end(SECONDS_TO_LEAVE)
 
@@ -141,6 +161,8 @@ class Tracker:
         lines = {"run folder": self.run_folder, "metrics": "metrics.jsonl, summary.json", "loss curve": "loss.png"}
         if self.mirror is not None and self.mirror.location is not None:
             lines["W&B"] = self.mirror.location if self.mirror.online else f"wandb sync {self.mirror.location}"
+        if self.board is not None:
+            lines["TensorBoard"] = f"tensorboard --logdir {self.run_folder}"
         for label, value in lines.items():
             self.print(f"{label:<12}{value}")
 
@@ -167,7 +189,7 @@ def start_mirror(run_folder: Path, config: TrackingConfig, run_config: Mapping[s
 
 def mirror_again(run_folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> list[str]:
     """Bring what summary.json has gained since the run ended to its W&B run. Returns warnings, a sentence each."""
-    if config.mode is TrackingMode.disabled:
+    if not config.mode.by_wandb:
         return []
     mirror = start_mirror(run_folder, config, run_config)
     mirror.finish(SECONDS_TO_FINISH[config.mode.value])
