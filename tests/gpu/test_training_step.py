@@ -28,7 +28,11 @@ T, B, VOCAB = 128, 4, 1000
 
 
 def trainer(
-    attention: str = "flash", loss: LossKind = LossKind.chunked, score: ScoreConfig | None = None, **options: Any
+    attention: str = "flash",
+    loss: LossKind = LossKind.chunked,
+    score: ScoreConfig | None = None,
+    optimizer: str = "adamw",
+    **options: Any,
 ) -> Trainer:
     config = TrainingConfig(steps=20, batch_size=B, precision=Precision.bf16, compile=True, **options)
     torch.manual_seed(0)
@@ -37,7 +41,7 @@ def trainer(
         GPTConfig(n_layers=2, n_heads=2, n_embd=128, dropout=0.1), VOCAB, T, attend, config.recompute, loss,
         score=score, device=DEVICE, dtype=torch.bfloat16,
     )  # fmt: skip
-    return Trainer(model, OptimizerConfig(), ScheduleConfig(warmup_steps=2), config, 7, DEVICE, World())
+    return Trainer(model, OptimizerConfig(optimizer), ScheduleConfig(warmup_steps=2), config, 7, DEVICE, World())
 
 
 def batch(step: int) -> list[tuple[Tensor, Tensor]]:
@@ -45,9 +49,13 @@ def batch(step: int) -> list[tuple[Tensor, Tensor]]:
     return [(tokens[0], tokens[1])]
 
 
-@pytest.mark.parametrize("recompute", Recompute)
-def test_a_replayed_step_is_bitwise_the_launched_one(recompute):
-    launched, replayed = (trainer(recompute=recompute, cuda_graph=graph) for graph in (False, True))
+@pytest.mark.parametrize(
+    "options",
+    [*({"recompute": recompute} for recompute in Recompute), {"optimizer": "muon", "ema": 0.9}],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_a_replayed_step_is_bitwise_the_launched_one(options):
+    launched, replayed = (trainer(cuda_graph=graph, **options) for graph in (False, True))
     assert launched.replay is None
     assert replayed.replay is not None
     for step in range(WARMUP_CALLS + 4):
@@ -55,8 +63,9 @@ def test_a_replayed_step_is_bitwise_the_launched_one(recompute):
         assert torch.equal(expected[0], given[0]), f"loss of step {step}"
         assert torch.equal(expected[1], given[1]), f"gradient norm of step {step}"
     assert replayed.replay.graph is not None
-    for (name, mine), theirs in zip(launched.model.named_parameters(), replayed.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
+    ours, theirs = ({**x.state()["model"], **x.state()["training"]} for x in (launched, replayed))
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
 
 
 @pytest.mark.parametrize("attention", ["naive", "tiled", "flash"])
@@ -85,9 +94,10 @@ def test_a_replayed_step_counts_its_memory():
     assert trained.replay.peak_bytes == pytest.approx(launched, rel=0.2)
 
 
+@pytest.mark.parametrize(("optimizer", "ema"), [("adamw", 0.0), ("muon", 0.9)])
 @pytest.mark.parametrize("cuda_graph", [False, True])
-def test_no_step_makes_the_host_wait(cuda_graph):
-    trained = trainer(cuda_graph=cuda_graph)
+def test_no_step_makes_the_host_wait(cuda_graph, optimizer, ema):
+    trained = trainer(cuda_graph=cuda_graph, optimizer=optimizer, ema=ema)
     batches = [batch(step) for step in range(10)]
     for step in range(WARMUP_CALLS + 2):
         trained.update(step, batches[step])
@@ -100,8 +110,9 @@ def test_no_step_makes_the_host_wait(cuda_graph):
     trained.raise_failure()
 
 
-def test_a_step_that_is_not_finite_changes_no_weight_in_a_replay_either():
-    trained = trainer()
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_that_is_not_finite_changes_no_weight_in_a_replay_either(optimizer):
+    trained = trainer(optimizer=optimizer)
     for step in range(WARMUP_CALLS + 1):
         trained.update(step, batch(step))
     with torch.no_grad():
