@@ -54,7 +54,7 @@ def random_prompts(lengths: Sequence[int]) -> Prompts:
 
 
 def ours(model: GPT, prompts: Prompts, added: int, sampling: Sampling, dtype: torch.dtype, compile: bool) -> Run:
-    """This project's engine."""
+    """This project's engine, which has run once."""
     requests = [Request(prompt, added) for prompt in prompts]
     engine = Engine(model, requests, sampling, slots=len(prompts), dtype=dtype, compile=compile)
 
@@ -64,11 +64,12 @@ def ours(model: GPT, prompts: Prompts, added: int, sampling: Sampling, dtype: to
             request.finished = False
         return sum(1 for _ in engine.run())
 
+    run()
     return run
 
 
-def theirs(prompts: Prompts, added: int, device: torch.device, dtype: torch.dtype, **options: Any) -> Run:
-    """transformers' `generate`, greedy."""
+def theirs(prompts: Prompts, added: int, device: torch.device, dtype: torch.dtype, warm_up: int, **options: Any) -> Run:
+    """transformers' `generate`, greedy, which has added `warm_up` tokens before."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_positions=SEQ_LEN, eos_token_id=None, bos_token_id=None, pad_token_id=0)
@@ -77,12 +78,12 @@ def theirs(prompts: Prompts, added: int, device: torch.device, dtype: torch.dtyp
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
 
-    def run() -> int:
-        out = model.generate(
-            padded.to(device), attention_mask=mask.to(device), do_sample=False, max_new_tokens=added, **options
-        )
+    def run(added: int = added) -> int:
+        given = {"inputs": padded.to(device), "attention_mask": mask.to(device)}
+        out = model.generate(**given, do_sample=False, max_new_tokens=added, **options)
         return out[:, longest:].cpu().numel()
 
+    run(warm_up)
     return run
 
 
@@ -98,13 +99,13 @@ def candidates(case: str, device: torch.device) -> dict[str, Callable[[], Run]]:
         prompts = random_prompts(torch.randint(SHORTEST, LONGEST + 1, (PROMPTS,), generator=generator).tolist())
         return {
             "this project": lambda: ours(model, prompts, ADDED, GREEDY, dtype, False),
-            "transformers, padded batch": lambda: theirs(prompts, ADDED, device, dtype),
+            "transformers, padded batch": lambda: theirs(prompts, ADDED, device, dtype, 8),
         }
     prompts, added = random_prompts([PROMPT]), 512 if cuda else 60
     if not cuda:
         return {
             "this project": lambda: ours(model, prompts, added, GREEDY, dtype, False),
-            "transformers": lambda: theirs(prompts, added, device, dtype),
+            "transformers": lambda: theirs(prompts, added, device, dtype, added),
         }
     return {
         "this project": lambda: ours(model, prompts, added, GREEDY, dtype, False),
@@ -112,19 +113,18 @@ def candidates(case: str, device: torch.device) -> dict[str, Callable[[], Run]]:
         "this project, compiled": lambda: ours(model, prompts, added, GREEDY, dtype, True),
         "this project, compiled, sampled": lambda: ours(model, prompts, added, SAMPLED, dtype, True),
         "transformers, static cache, compiled": lambda: theirs(
-            prompts, added, device, dtype, cache_implementation="static"
+            prompts, added, device, dtype, added, cache_implementation="static"
         ),
     }
 
 
 def measure(case: str, device: torch.device, rounds: int, only: str | None) -> list[Row]:
-    """Time each candidate `rounds` times, in turns, after one run that counts for nothing."""
+    """Time each candidate `rounds` times, in turns."""
     prepared: dict[str, Run] = {}
     for label, prepare in candidates(case, device).items():
         if only is None or only in label:
             begin = time.perf_counter()
             prepared[label] = prepare()
-            prepared[label]()
             print(f"{case}: {label} ready after {time.perf_counter() - begin:.0f} s", flush=True)
     seconds: dict[str, list[float]] = {label: [] for label in prepared}
     added: dict[str, int] = {}

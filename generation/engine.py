@@ -109,7 +109,7 @@ class Engine:
         limit = max(request.limit for request in requests)
         self.steps = Steps(model, sampling, size, min(limit, NOISE_ROWS) if slots == 1 else limit, dtype, compile)
         self.owners: list[Request | None] = [None] * slots  # the request that each slot belongs to
-        self.told = list(self.owners)
+        self.told = True  # the device, whose they are
 
     def tokens_kept(self, request: Request) -> int:
         """How many tokens of a sequence the cache takes. The last one is seen by none."""
@@ -123,7 +123,7 @@ class Engine:
     def run(self) -> Iterator[tuple[Request, int]]:
         """Each request with its next token, as they come: then its `tokens` have it, and `finished` says if it is over.
 
-        Runs once.
+        To run again, empty each request's `tokens` and unset `finished`.
         """
         waiting = deque(request for request in self.requests if request.limit > 0)
         cut_off: list[Request] = []  # at the model's last position
@@ -171,12 +171,14 @@ class Engine:
             if not self.steps.cache.reserve(slot, P, self.kept[waiting[0]], self.window):
                 break
             self.owners[slot] = new[slot] = waiting.popleft()
+            self.told = False
             room -= padded(P)
         return new
 
     def leave(self, slot: int) -> None:
         """Free a slot. What was launched before still reads and writes its pages, before anything that comes later."""
         self.owners[slot] = None
+        self.told = False
         self.steps.cache.release(slot)
 
     def launch_prefill(self, new: dict[int, Request]) -> Launched:
@@ -194,9 +196,9 @@ class Engine:
 
     def tell_owners(self) -> None:
         """Tell the device which slots have sequences, if that has changed."""
-        if self.told != self.owners:
+        if not self.told:
             self.steps.set_active([owner is not None for owner in self.owners])
-            self.told = list(self.owners)
+            self.told = True
 
     def from_scratch(self, request: Request) -> int:
         """The next token, computed from the last seq_len."""

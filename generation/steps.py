@@ -58,7 +58,11 @@ class Steps:
             self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, self.device)
         self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
         self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
-        self.compiled = compiled(self.model, size.slots) if compile else self.model
+        self.decoding, self.decoding_pick = self.model, self.pick
+        if compile:
+            options = compiler_options(size.slots)
+            self.decoding = compiled(self.model, options)
+            self.decoding_pick = torch.compile(self.pick, dynamic=False, options=options)
         self.work: Callable[[], None] = self.decode_step
         if self.device.type == "cuda":
             self.work = self.graphed(self.work)
@@ -103,8 +107,8 @@ class Steps:
         positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)
         attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
         with self.autocast():
-            hidden = self.compiled.extend(self.tokens[:, None], positions, attends, Layout(), self.rotation)[:, 0]
-            picked = self.pick(hidden)
+            hidden = self.decoding.extend(self.tokens[:, None], positions, attends, Layout(), self.rotation)[:, 0]
+            picked = self.decoding_pick(hidden)
         self.tokens.copy_(picked)
         self.steps.add_(1)
 
@@ -144,8 +148,11 @@ class Steps:
                     function()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
+            # The graph gets a workspace of its own for cuBLAS: others may free the shared one.
+            torch._C._cuda_clearCublasWorkspaces()
             with torch.cuda.graph(graph, stream=stream):
                 function()
+            torch._C._cuda_clearCublasWorkspaces()
         return graph.replay
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -177,26 +184,24 @@ def copied(model: GPT, dtype: torch.dtype) -> GPT:
 
 
 class SplitLinear(nn.Linear):
-    """A linear layer that adds its bias on its own.
-
-    For a single row the compiler then makes a reduction of the product, and fuses it with what comes before and after;
-    product and bias together it leaves to a library.
-    """
+    """A linear layer that adds its bias on its own, with which the compiler does better where there is a single row."""
 
     def forward(self, x: Tensor) -> Tensor:
         product = F.linear(x, self.weight)
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
-def compiled(model: GPT, slots: int) -> GPT:
-    """A copy of the model whose blocks are compiled, the first for all of them, for one new token in each slot."""
+def compiler_options(slots: int) -> dict[str, str | int | bool | Callable]:
+    """torch.compile's for the work of a token. With a single row, this makes reductions of products, and fuses them."""
+    return {"coordinate_descent_tuning": True} if slots == 1 else {}
+
+
+def compiled(model: GPT, options: dict[str, str | int | bool | Callable]) -> GPT:
+    """The same model for one new token in each slot: the first block is compiled, and all others run its code."""
     model = copied(model, model.get_parameter("h.0.mlp.c_fc.weight").dtype)
-    tuned: dict[str, str | int | bool | Callable] = {}
-    if slots == 1:
-        tuned["coordinate_descent_tuning"] = True
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.__class__ = SplitLinear
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and options:
+            module.__class__ = SplitLinear
     for block in model.h:
-        block.compile(dynamic=False, options=tuned)
+        block.compile(dynamic=False, options=options)
     return model

@@ -105,6 +105,11 @@ def test_prompts_that_share_slots_and_pages_get_the_tokens_they_get_alone(config
         assert len(found) == request.limit
         assert found == expected(model, request.prompt, found, 0.8, 30, seed=3)
     assert sorted(engine.steps.cache.free) == list(range(engine.steps.cache.size.pages or 0))
+    again = [request.tokens.copy() for request in requests]
+    for request in requests:
+        request.tokens.clear()
+        request.finished = False
+    assert served(engine) == again
 
 
 def test_a_request_that_is_finished_early_makes_room_for_the_next():

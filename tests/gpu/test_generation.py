@@ -24,7 +24,7 @@ VOCABULARY = 100
 
 def build(config: GPTConfig, score: ScoreConfig | None, name: str, device: str) -> GPT:
     torch.manual_seed(0)
-    model = GPT(config, VOCABULARY, 512, build_attention(AttentionConfig(name)), score=score)
+    model = GPT(config, VOCABULARY, 512, build_attention(AttentionConfig(name)), score=score, device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
