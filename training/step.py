@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,8 @@ from training.parallel import DataParallel, ParallelConfig
 from training.sharding import build_exchange, gathered, shard, share_sequences
 from training.state import AVERAGE, gather_state, restore_state
 
+# Without this the compiler times several orders of a sum and takes the fastest: each rank, and each run, its own.
+COMPILER_OPTIONS: dict[str, Any] = {"deterministic": True}
 # fp16's loss scale is halved by an overflow and doubled after this many steps without one.
 FIRST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2000
 
@@ -176,14 +179,15 @@ class Trainer:
         self.optimizer = OPTIMIZERS[optimizer.name](self.model, optimizer)
         self.average = MovingAverage(self.model, training.ema) if training.ema else None
         self.network: Callable[..., Tensor] = self.model
-        if training.compile and sharded:  # weights are gathered between blocks, which one graph cannot contain
-            for block in self.model.h:
-                block.compile()
-        elif training.compile:
-            self.network = torch.compile(self.model)
         self.exchange = build_exchange(self.optimizer, world, self.micro_steps, parallel, sharded)
+        # Weights are gathered between blocks, which one graph cannot contain. One rank computes as several do.
+        if training.compile and parallel.data is DataParallel.shard:
+            for block in self.model.h:
+                block.compile(options=COMPILER_OPTIONS)
+        elif training.compile:
+            self.network = torch.compile(self.model, options=COMPILER_OPTIONS)
         self.replay: GraphedStep | None = None
-        single = device.type == "cuda" and self.micro_steps == 1 and not sharded
+        single = device.type == "cuda" and self.micro_steps == 1 and parallel.data is DataParallel.replicate
         # A profile assigns kernels to the operations that launch them; a replay has no such operations.
         if training.compile and training.cuda_graph and single and not training.profile:
             self.replay = GraphedStep(self._whole_step, device)
