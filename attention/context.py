@@ -13,8 +13,10 @@ Dropout keys say where in the whole call a rank's part lies, so masks are those 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -65,7 +67,10 @@ def rows_unit(ranks: int, by: ContextBy) -> int:
 
 
 class ContextAttention(Attention):
-    """What both ways share: they are called like the attention they wrap, and serve what it serves."""
+    """What both ways share: they are called like the attention they wrap, and serve what it serves but for `lacks`."""
+
+    by: ClassVar[ContextBy]
+    lacks: ClassVar[frozenset[str]]
 
     def __init__(self, inner: Attention, group: dist.ProcessGroup) -> None:
         self.inner, self.group = inner, group
@@ -76,9 +81,21 @@ class ContextAttention(Attention):
     def check(self, shape: AttentionShape) -> None:
         self.inner.check(shape)
 
+    def check_features(self, features: Mapping[str, str]) -> None:
+        self.inner.check_features(features)
+        for feature, asked_by in features.items():
+            if feature in self.lacks:
+                raise UnsupportedAttention(
+                    f"Ranks that share a sequence by {self.by.value} do not serve {asked_by}; leave it out, or use "
+                    "parallel.context=1."
+                )
+
 
 class HeadParallel(ContextAttention):
     """All rows of H / W heads on each of W ranks."""
+
+    by = ContextBy.heads
+    lacks = frozenset({"offsets"})  # every rank's rows have positions already
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
         """q (B, H, T / W, D), k and v (B, H_kv, T / W, D)."""
@@ -143,6 +160,9 @@ def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class KeyGather(ContextAttention):
     """All keys on every rank, whose rows are two parts of the sequence: see `rows_of`."""
+
+    by = ContextBy.keys
+    lacks = frozenset({"offsets", "full"})  # a part attends to the keys up to its end
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
         """q (B, H, T / W, D), k and v (B, H_kv, T / W, D)."""
@@ -212,7 +232,4 @@ def _positions(ranks: int) -> list[int]:
     return [i for rank in range(ranks) for i in (rank, 2 * ranks - 1 - rank)]
 
 
-WRAPPERS: dict[ContextBy, type[HeadParallel] | type[KeyGather]] = {
-    ContextBy.heads: HeadParallel,
-    ContextBy.keys: KeyGather,
-}
+WRAPPERS: dict[ContextBy, type[HeadParallel] | type[KeyGather]] = {cls.by: cls for cls in (HeadParallel, KeyGather)}

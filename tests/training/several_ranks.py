@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import numpy as np
 import torch
 from torch.multiprocessing import start_processes
 
-from attention import AttentionConfig, build_attention
+from attention import AttentionConfig, DropoutKey, build_attention
 from attention.context import ContextBy
+from attention.dropout import keep_mask
+from attention.score import take_rows
 from data import Batches
 from model.config import GPTConfig
 from model.gpt import GPT
@@ -88,6 +91,38 @@ def work(world: World) -> dict[str, Any]:
         trainer = build(world, parallel)
         found[name] = {"updates": train(trainer, range(8)), **validate(trainer)}
         found[name]["whole model"] = one_loss(trainer)
+    found["masks"] = masks(world)
+    return found
+
+
+def masks(world: World) -> dict[str, bool]:
+    """Whether the masks of this rank, in every micro-batch, are its part of one process's masks of the whole step.
+
+    Of equal scores and values that are rows of the identity, attention returns the weights, which are 0 where dropped.
+    """
+    H, T, layer, step = 4, 128, 1, 3
+    whole = keep_mask(DropoutKey(SEED, step, layer, first_sequence=0), 0.1, MICRO_BATCHES * B, H, T, T)
+    whole &= torch.ones(T, T, dtype=torch.bool).tril()
+    found = {}
+    for context in (1, 2, 4):
+        for by in (ContextBy.heads, ContextBy.keys):
+            if world.size % context:
+                continue
+            torch.manual_seed(SEED)
+            gpt = GPT(replace(MODEL, n_heads=H), 256, T, build_attention(AttentionConfig(dropout=0.1)))
+            settings = TrainingConfig(batch_size=B, batch_tokens=B * T * MICRO_BATCHES, precision=Precision.fp32)
+            parallel = ParallelConfig(context=context, context_by=by)
+            trainer = Trainer(gpt, OptimizerConfig(), ScheduleConfig(), settings, SEED, CPU, world, parallel)
+            attend, rows = trainer.context or (gpt.attend, ((0, T),))
+            v = take_rows(torch.eye(T), rows, dim=0).expand(B, H, -1, -1)
+            kept = []
+            for micro_step in range(trainer.micro_steps):
+                key = trainer.dropout_key_for(step, micro_step).at_layer(layer)
+                weights = attend(torch.zeros_like(v), torch.zeros_like(v), v, dropout_key=key).out
+                first = (micro_step * trainer.world.data_size + trainer.world.data_rank) * B
+                expected = take_rows(whole[first : first + B], rows, dim=2)
+                kept.append(torch.equal(weights != 0, expected))
+            found[f"{world.size // context} x {context} by {by.value}"] = all(kept)
     return found
 
 

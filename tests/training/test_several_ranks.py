@@ -61,6 +61,15 @@ def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Fou
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_split_into_ranks_with_other_sequences_or_other_rows_drops_the_same_weights(
+    found: Found, size: int
+) -> None:
+    splits = {f"{size // c} x {c} by {by}" for c in (1, 2, 4) if c <= size for by in ("heads", "keys")}
+    assert [rank["masks"] for rank in found[size]] == [dict.fromkeys(splits, True)] * size
+
+
+@pytest.mark.slow
 def test_checkpoints_are_read_on_another_number_of_ranks(found: Found) -> None:
     """Of four sharded ranks on two, of two on one, of one on four replicated ones."""
     (alone,) = found[1]
