@@ -18,6 +18,7 @@ import torch
 
 from run_folder import read_metrics
 from training.checkpoint import load_checkpoint, newest_valid
+from training.checkpoint_folder import PARTIAL
 
 ROOT = Path(__file__).parents[2]
 STEPS = 600
@@ -27,7 +28,7 @@ OVERRIDES = [
     "training.batch_size=2", "training.batch_tokens=256", f"training.steps={STEPS}",
     "training.log_every=1", "training.eval_every=0", "training.checkpoint_every=10", "training.sample_tokens=0",
 ]  # fmt: skip
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
 
 
 def steps_logged(run: Path) -> int:
@@ -51,10 +52,32 @@ def wait_for(condition: Callable[[], bool], torchrun: subprocess.Popen[bytes]) -
         time.sleep(0.01)
 
 
+def kill_during_a_save(run: Path, torchrun: subprocess.Popen[bytes]) -> None:
+    """Kill the second rank while a checkpoint is half-written: it is stopped first, and the save then never ends."""
+
+    def unfinished() -> bool:
+        return any((run / "checkpoints").glob(f"{PARTIAL}step-*"))
+
+    while True:
+        wait_for(unfinished, torchrun)
+        second = ranks_of(torchrun)["1"]
+        os.kill(second, signal.SIGSTOP)
+        time.sleep(0.3)
+        if unfinished():
+            os.kill(second, signal.SIGKILL)
+            return
+        os.kill(second, signal.SIGCONT)
+
+
+def wait_for_restart(first: dict[str, int], torchrun: subprocess.Popen[bytes]) -> None:
+    wait_for(lambda: ranks_of(torchrun).keys() == {"0", "1"} and ranks_of(torchrun) != first, torchrun)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(tmp_path: Path) -> None:
-    """torchrun starts the ranks again after the kill; after the signal all stop, and one process goes on alone."""
+    """torchrun starts the ranks again after a kill in a step and one in a save; after the signal all stop, and one
+    process goes on alone."""
     shutil.copy(os.__file__, tmp_path / "text.txt")
     train = [str(ROOT / "train.py"), *OVERRIDES, "resume=auto"]
     run, whole = tmp_path / "run", tmp_path / "whole"
@@ -68,9 +91,15 @@ def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(tmp_path: Path)
         wait_for(lambda: steps_logged(run) >= 25, torchrun)
         first = ranks_of(torchrun)
         os.kill(first["1"], signal.SIGKILL)
-        wait_for(lambda: ranks_of(torchrun).keys() == {"0", "1"} and ranks_of(torchrun) != first, torchrun)
+        wait_for_restart(first, torchrun)
+        before, second = steps_logged(run), ranks_of(torchrun)
+        wait_for(lambda: steps_logged(run) > before + 10, torchrun)
+        whole_ones = {path.name for path in (run / "checkpoints").glob("step-*")}
+        kill_during_a_save(run, torchrun)
+        wait_for_restart(second, torchrun)
+        assert whole_ones & {path.name for path in (run / "checkpoints").glob("step-*")}
         before = steps_logged(run)
-        wait_for(lambda: steps_logged(run) > before + 20, torchrun)
+        wait_for(lambda: steps_logged(run) > before + 10, torchrun)
         os.kill(ranks_of(torchrun)["1"], signal.SIGTERM)
         assert torchrun.wait(60) != 0
     finally:

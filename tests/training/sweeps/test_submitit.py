@@ -23,20 +23,42 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
+# Python imports this as it starts: each task of the local executor gets the variables that Slurm would set.
+AS_SLURM = """
+import os
+if "SUBMITIT_LOCAL_GLOBALID" in os.environ:
+    names = {"PROCID": "GLOBALID", "STEP_NUM_TASKS": "NTASKS", "LOCALID": "LOCALID", "JOB_ID": "JOB_ID"}
+    for name, local in names.items():
+        os.environ[f"SLURM_{name}"] = os.environ[f"SUBMITIT_LOCAL_{local}"]
+    os.environ |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+"""
+
+
 @pytest.mark.slow
-def test_a_job_runs_from_any_folder_and_is_named_in_a_sentence_if_it_fails(tmp_path: Path) -> None:
+def test_a_job_of_two_tasks_runs_from_any_folder_and_is_named_in_a_sentence_if_it_fails(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     (tmp_path / "text.txt").write_text(Path(os.__file__).read_text()[:20_000])
-    sweep = ["-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep", "optimizer.lr=1e30"]
+    (tmp_path / "sitecustomize.py").write_text(AS_SLURM)
+    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *sweep, *OVERRIDES],
+        [
+            sys.executable,
+            str(ROOT / "train.py"),
+            "-m",
+            *launcher,
+            "hydra.sweep.dir=sweep",
+            "optimizer.lr=1e30",
+            *OVERRIDES,
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=200,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )
     summary = json.loads((tmp_path / "sweep" / "0" / "summary.json").read_text())
     assert (summary["status"], summary["non_finite_step"]) == ("failed", 2)
+    assert summary["device"]["count"] == 2
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
