@@ -1,15 +1,19 @@
-"""Training steps of GPT-2 124M on 1, 2 and 4 GPUs of one machine: their speed, and whether they compute the same bits.
+"""Training steps on 1, 2 and 4 GPUs of one machine: their speed and memory, and whether they compute the same bits.
 
-    python -m bench.several_gpus                      every case, on as many of 1, 2 and 4 GPUs as there are
-    python -m bench.several_gpus --cases speed bits   some of them
+    python -m bench.several_gpus                               every case, on as many of 1, 2 and 4 GPUs as there are
+    python -m bench.several_gpus --cases speed bits --gpus 4   some of them; other rows of the same software stay
 
-    speed     32 x 1,024 tokens a GPU
-    bits      50 steps of 4 x 32 x 1,024 tokens: a digest of every loss, gradient norm and final weight
-    eager     20 steps of 8 x 4 x 1,024 tokens, not compiled, replicated and sharded: likewise
-    context   one sequence of 262,144 tokens over all GPUs
+    speed     GPT-2 124M, 32 x 1,024 tokens a GPU
+    bits      50 steps of 4 x 32 x 1,024 tokens, replicated and sharded: a digest of losses, norms and final weights
+    eager     20 steps of 8 x 4 x 1,024 tokens, not compiled: likewise
+    quarter   one sequence of 262,144 tokens over all GPUs
     million   one of 1,048,576
+    four      one of 4,194,304, on four GPUs
+    xl        GPT-2 XL, 16 x 1,024 tokens a GPU, sharded
+    xl-long   GPT-2 XL, one sequence of 1,048,576 tokens over four GPUs, sharded, the residual stream in bf16
 
-Every number of GPUs is one torchrun of this file. Results go to bench/results/several-gpus-<device>.json.
+Steps run without waiting for each other, as in train.py; a speed is the median of several groups of them. Every number
+of GPUs is one torchrun of this file. Results go to bench/results/several-gpus-<device>.json.
 """
 
 from __future__ import annotations
@@ -35,14 +39,16 @@ from model.config import GPTConfig, Positions, Recompute
 from model.gpt import GPT
 from model.loss import LossKind
 from training.device import Precision, World
+from training.graphed_step import WARMUP_CALLS
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parallel import DataParallel, ParallelConfig
 from training.ranks import joined
 from training.step import Batch, Trainer, TrainingConfig
 
 VOCAB, SEED = 50_257, 1337
-KINDS = ["speed", "bits", "eager", "context", "million"]
 MILLION = 2**20
+# name -> layers, heads, channels
+MODELS = {"gpt2": (12, 12, 768), "gpt2-xl": (48, 25, 1600)}
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Case:
     """One training to measure on some number of GPUs.
 
     sequences  of seq_len tokens in one micro-batch, on each GPU or, with context, on all
+    steps      first those that compile and record, then `groups` equal groups to time
     tokens     of one step; None: one micro-batch on each GPU
     """
 
@@ -57,46 +64,71 @@ class Case:
     name: str
     seq_len: int
     sequences: int
-    steps: int
+    groups: int
+    group: int
+    first: int = WARMUP_CALLS + 2
     dropout: float = 0.0
     tokens: int | None = None
     compile: bool = True
+    model: str = "gpt2"
+    long: bool = False
+    residual_in_fp32: bool = True
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    @property
+    def steps(self) -> int:
+        return self.first + self.groups * self.group
+
+
+KINDS = ["speed", "bits", "eager", "quarter", "million", "four", "xl", "xl-long"]
 
 
 def cases(gpus: int) -> Iterator[Case]:
     """What is measured on so many GPUs."""
-    yield Case("speed", "exact", 1024, 32, 40, 0.1)
+    shard, together = DataParallel.shard, ParallelConfig(context=gpus)
+    yield Case("speed", "exact", 1024, 32, 5, 20, dropout=0.1)
     if gpus > 1:
-        yield Case("speed", "any order", 1024, 32, 40, 0.1, parallel=ParallelConfig(exact=False))
-    yield Case("bits", "replicate", 1024, 32, 50, 0.1, 4 * 32 * 1024)
+        yield Case("speed", "any order", 1024, 32, 5, 20, dropout=0.1, parallel=ParallelConfig(exact=False))
     for data in DataParallel:
-        yield Case("eager", data.value, 1024, 4, 20, 0.1, 8 * 4 * 1024, compile=False, parallel=ParallelConfig(data))
-    yield Case("context", "heads", MILLION // 4, 1, 3, parallel=ParallelConfig(context=gpus))
-    yield Case("million", "heads", MILLION, 1, 2, parallel=ParallelConfig(context=gpus))
+        parallel = ParallelConfig(data)
+        yield Case("bits", data.value, 1024, 32, 5, 9, dropout=0.1, tokens=4 * 32 * 1024, parallel=parallel)
+    for data in DataParallel:
+        parallel, tokens = ParallelConfig(data), 8 * 4 * 1024
+        yield Case("eager", data.value, 1024, 4, 3, 5, dropout=0.1, tokens=tokens, compile=False, parallel=parallel)
+    yield Case("quarter", "heads", MILLION // 4, 1, 2, 1, first=1, long=True, parallel=together)
+    yield Case("million", "heads", MILLION, 1, 1, 1, first=1, long=True, parallel=together)
+    if gpus == 4:
+        yield Case("four", "heads", 4 * MILLION, 1, 1, 1, first=0, long=True, parallel=together)
+    yield Case("xl", "exact", 1024, 16, 3, 3, first=2, model="gpt2-xl", parallel=ParallelConfig(shard))
+    if gpus == 4:
+        parallel = ParallelConfig(shard, context=4)
+        yield Case(
+            "xl-long", "keys", MILLION, 1, 1, 1, first=1, model="gpt2-xl", long=True, residual_in_fp32=False,
+            parallel=parallel,
+        )  # fmt: skip
 
 
 def build(case: Case, world: World, device: torch.device) -> Trainer:
     torch.manual_seed(SEED)
-    long = case.kind in ("context", "million")
-    config = GPTConfig(
-        "gpt2", 12, 12, None, 768, case.dropout, positions=Positions.rotary if long else Positions.learned
-    )
+    n_layers, n_heads, n_embd = MODELS[case.model]
+    positions = Positions.rotary if case.long else Positions.learned
+    config = GPTConfig(case.model, n_layers, n_heads, None, n_embd, case.dropout, positions=positions)
     training = TrainingConfig(
         steps=case.steps,
         batch_size=case.sequences,
         batch_tokens=case.tokens,
         precision=Precision.bf16,
         compile=case.compile,
-        cuda_graph=not long,
+        cuda_graph=not case.long,
     )
     model = GPT(
         config,
         VOCAB,
         case.seq_len,
         build_attention(AttentionConfig("flash", case.dropout)),
-        Recompute.block if long else Recompute.none,
+        Recompute.block if case.long else Recompute.none,
         LossKind.chunked,
+        residual_in_fp32=case.residual_in_fp32,
         device=device,
         dtype=torch.bfloat16,
     )
@@ -121,33 +153,39 @@ def measure(case: Case, world: World, device: torch.device) -> dict[str, Any]:
     torch.compiler.reset()
     trainer = build(case, world, device)
     torch.cuda.reset_peak_memory_stats(device)
-    updates, seconds = [], []
-    for step in range(case.steps):
-        batches = micro_batches(trainer, case, step)
+    updates: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def train(first: int, count: int) -> float:
+        """Seconds a step."""
+        batches = [micro_batches(trainer, case, step) for step in range(first, first + count)]
         torch.cuda.synchronize(device)
         began = time.perf_counter()
-        loss, norm = trainer.update(step, batches)
+        for step, batch in enumerate(batches, first):
+            loss, norm = trainer.update(step, batch)
+            updates.append((loss.clone(), norm.clone()))
         torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-        updates.append([float(loss).hex(), float(norm).hex()])
+        return (time.perf_counter() - began) / count
+
+    train(0, case.first)
+    seconds = [train(case.first + group * case.group, case.group) for group in range(case.groups)]
     trainer.raise_failure()
-    # The first steps compile, choose kernels and record the CUDA graph.
-    counted = seconds[case.steps // 2 :]
+    written = [[float(value).hex() for value in update] for update in updates]
     row = {
         "kind": case.kind,
         "name": case.name,
         "gpus": world.size,
+        "model": case.model,
         "seq_len": case.seq_len,
         "tokens_per_step": trainer.tokens_per_step,
         "steps": case.steps,
         "dropout": case.dropout,
-        "step_ms": 1e3 * statistics.median(counted),
-        "tokens_per_s": trainer.tokens_per_step / statistics.median(counted),
+        "step_ms": 1e3 * statistics.median(seconds),
+        "tokens_per_s": trainer.tokens_per_step / statistics.median(seconds),
         "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
-        "last_update": updates[-1],
+        "last_update": written[-1],
     }
     if case.kind in ("bits", "eager"):
-        digest = hashlib.sha256(json.dumps(updates).encode())
+        digest = hashlib.sha256(json.dumps(written).encode())
         for parameter in trainer.whole_model().parameters():
             digest.update(parameter.detach().cpu().numpy().tobytes())
         row["digest"] = digest.hexdigest()
@@ -169,6 +207,18 @@ def work(out: Path, kinds: list[str]) -> None:
                         file.write(json.dumps(row) + "\n")
 
 
+def key(row: dict[str, Any]) -> tuple[str, str, int]:
+    """What makes two rows the same measurement."""
+    return row["kind"], row["name"], row["gpus"]
+
+
+def merged(path: Path, fresh: list[dict[str, Any]], where: dict[str, Any]) -> list[dict[str, Any]]:
+    """The fresh rows, each with its environment, and those of the file that they do not replace."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    kept = {key(row): row for row in rows if row["versions"] == where["versions"]}
+    return [*(kept | {key(row): row | where for row in fresh}).values()]
+
+
 def main(arguments: list[str]) -> None:
     """Everything the command line does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,19 +231,18 @@ def main(arguments: list[str]) -> None:
     if args.rank_of is not None:
         work(args.rank_of, args.cases)
         return
-    name = torch.cuda.get_device_name(0)
-    path = args.results / f"several-gpus-{slug(name)}.json"
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows"
-        for gpus in args.gpus:
-            if gpus > torch.cuda.device_count():
-                continue
+    where = environment(torch.device("cuda", 0))
+    path = args.results / f"several-gpus-{slug(where['device'])}.json"
+    for gpus in args.gpus:
+        if gpus > torch.cuda.device_count():
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "rows"
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
             own = ["-m", "bench.several_gpus", "--rank-of", str(out), "--cases", *args.cases]
             subprocess.run([sys.executable, *torchrun, *own], cwd=ROOT, check=False)
-            rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-            where = environment(torch.device("cuda", 0))
-            write(path, json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
+            fresh = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        write(path, json.dumps({"rows": merged(path, fresh, where)}, indent=1) + "\n")
     print(f"wrote {path}")
 
 

@@ -4,6 +4,7 @@
     python -m bench.train_step --attention flash --shapes 32x1024    some of it; other rows of the same software stay
     python -m bench.train_step --recompute attention block --shapes 4x8192 --attention flash --dropout 0
     python -m bench.train_step --profile ...                         and where the time of each step goes
+    python -m bench.train_step --gpus 4 ...                          on four GPUs: another column
     python -m bench.train_step -- training.residual_in_fp32=false    further overrides for train.py: another column
     python -m bench.train_step --plot-only a.json b.json             nothing measured: one result of several, drawn
 
@@ -63,7 +64,9 @@ def measure(wanted: Row, steps: int) -> Row:
     """Run one cell and return it with what was measured."""
     given = overrides(wanted["attention"], wanted["shape"], wanted["dropout"], wanted["recompute"], steps)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "train.py", *given, *wanted["extra"], f"hydra.run.dir={folder}"]
+        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus(wanted)}"]
+        start = [sys.executable, *(ranks if gpus(wanted) > 1 else []), "train.py"]
+        command = [*start, *given, *wanted["extra"], f"hydra.run.dir={folder}"]
         begin = time.monotonic()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         wall = time.monotonic() - begin
@@ -88,12 +91,23 @@ def measure(wanted: Row, steps: int) -> Row:
 
 def key(row: Row) -> tuple[Any, ...]:
     """What makes two rows the same measurement."""
-    return (row["attention"], row["shape"], row["dropout"], row["recompute"], *row["extra"])
+    return (row["attention"], row["shape"], row["dropout"], row["recompute"], *row["extra"], *several(row))
 
 
 def column(row: Row) -> str:
-    """The name of a row in tables and legends: its attention and further overrides."""
-    return " ".join([row["attention"], *(override.removeprefix("training.") for override in row["extra"])])
+    """The name of a row in tables and legends: its attention, further overrides and the number of GPUs."""
+    given = (override.removeprefix("training.") for override in row["extra"])
+    return " ".join([row["attention"], *given, *several(row)])
+
+
+def gpus(row: Row) -> int:
+    """The number of GPUs that trained; each had the row's shape."""
+    return row.get("gpus", 1)
+
+
+def several(row: Row) -> list[str]:
+    """Said of a row of more than one GPU."""
+    return [f"on {gpus(row)} GPUs"] if gpus(row) > 1 else []
 
 
 def columns(rows: Iterable[Row]) -> list[str]:
@@ -212,6 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dropout", nargs="+", default=DROPOUTS, type=rate, metavar="P")
     parser.add_argument("--recompute", nargs="+", default=["none"], choices=["none", "attention", "block"])
     parser.add_argument("--steps", default=60, type=positive)
+    parser.add_argument("--gpus", default=1, type=positive, metavar="N", help="on each the whole shape; another column")
     parser.add_argument("--profile", action="store_true", help="where the time goes, without replaying CUDA graphs")
     parser.add_argument("--results", default=RESULTS, type=Path, help="folder for the JSON and the figures")
     parser.add_argument(
@@ -242,6 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for attention in args.attention for dropout in args.dropout for shape in args.shapes
         for recompute in args.recompute
     ]  # fmt: skip
+    if args.gpus > 1:
+        cells = [cell | {"gpus": args.gpus} for cell in cells]
     return measure_all(
         cells, result_file(args.results, torch.cuda.get_device_name()), partial(measure, steps=args.steps)
     )

@@ -61,6 +61,7 @@ def test_the_table_sets_implementations_beside_nanogpt():
         row("flash", "4x8192", 0.1),
         row("naive", "4x8192", 0.1, **oom),
         row("flash", speed=800_000, extra=["training.residual_in_fp32=false"], peak_allocated_gib=9.5),
+        row("flash", speed=3_000_000, gpus=4),
     ]
     head, rule, *lines = [[c.strip() for c in line.split("|")[1:-1]] for line in table(rows, NANOGPT).splitlines()[2:]]
     assert set(rule) == {"---"}
@@ -70,6 +71,7 @@ def test_the_table_sets_implementations_beside_nanogpt():
         "recompute": "none",
         "nanoGPT": "514,000 (21.3)",
         "flash": "771,000 (11.0)",
+        "flash on 4 GPUs": "3,000,000 (11.0)",
         "flash residual_in_fp32=false": "800,000 (9.5)",
         "naive": "200,000 (11.0)",
         "flash / nanoGPT": "1.50",

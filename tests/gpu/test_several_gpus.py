@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.training.test_faults import ranks_of, steps_logged, wait_for
+from training.checkpoint import newest_valid
+
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 ROOT = Path(__file__).parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-@pytest.mark.parametrize(("case", "names"), [("bits", ["replicate"]), ("eager", ["replicate", "shard"])])
-def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(case: str, names: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["bits", "eager"])
+def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(case: str, tmp_path: Path) -> None:
+    """Replicated and sharded. Compiled, these two are other kernels: each has its own bits."""
+    names = ["replicate", "shard"]
     command = [sys.executable, "-m", "bench.several_gpus", "--cases", case, "--gpus", "1", "2"]
     done = subprocess.run([*command, "--results", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     (results,) = tmp_path.glob("*.json")
@@ -24,4 +34,32 @@ def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(case: str, names:
     assert sorted((row["gpus"], row["name"]) for row in rows) == [(n, name) for n in (1, 2) for name in names], (
         done.stderr
     )
-    assert len({row["digest"] for row in rows}) == 1
+    digests = [{row["digest"] for row in rows if row["name"] == name} for name in names]
+    assert [len(own) for own in digests] == [1, 1]
+    if case == "eager":
+        assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("data", ["replicate", "shard"])
+def test_a_signal_to_one_rank_saves_and_ends_all_within_a_step_and_twenty_seconds(data: str, tmp_path: Path) -> None:
+    """GPT-2 124M with its moments: 1.5 GB."""
+    shutil.copy(os.__file__, tmp_path / "text.txt")
+    overrides = [
+        "model=gpt2", "attention=flash", "seq_len=1024", "training.batch_size=8", "data=text", "data.path=text.txt",
+        "data.cache=cache", "tracking=disabled", "hydra.run.dir=run", "training.steps=100000", "training.log_every=1",
+        "training.eval_every=0", "training.checkpoint_every=100000", f"parallel.data={data}",
+    ]  # fmt: skip
+    command = [sys.executable, *TORCHRUN, str(ROOT / "train.py"), *overrides]
+    with subprocess.Popen(command, cwd=tmp_path) as torchrun:
+        try:
+            wait_for(lambda: steps_logged(tmp_path / "run") >= 5, torchrun)
+            os.kill(ranks_of(torchrun)["1"], signal.SIGTERM)
+            began = time.monotonic()
+            torchrun.wait(120)
+            seconds = time.monotonic() - began
+        finally:
+            torchrun.kill()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert newest_valid(tmp_path / "run" / "checkpoints")[0].name == f"step-{summary['step']:08d}"
+    assert seconds < 20 + summary["median"]["throughput/step_ms"] / 1e3
