@@ -56,6 +56,7 @@ def tokenizer_config(seq_len: int, end: str) -> dict[str, Any]:
         "bos_token": end,
         "eos_token": end,
         "pad_token": end,  # the models have no token for padding, which attention masks hide
+        "padding_side": "left",  # prompts of different lengths are continued at their ends
         "model_max_length": seq_len,
         "clean_up_tokenization_spaces": False,
     }

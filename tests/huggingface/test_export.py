@@ -118,6 +118,9 @@ def test_transformers_reads_the_folder_as_the_same_model(name, config, score, ar
     (answer,) = generate(prompt, max_new_tokens=30, do_sample=False)
     assert answer["generated_text"] == prompt + continued
     assert len(set(continued)) > 2
+    batch = read(["x" * 14, prompt], padding=True, return_tensors="pt")
+    _, beside_a_longer_one = theirs.generate(**batch, max_new_tokens=30, do_sample=False)
+    assert read.decode(beside_a_longer_one, skip_special_tokens=True) == answer["generated_text"]
 
 
 @torch.no_grad()
