@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention import AttentionConfig, Cache, build_attention
@@ -60,8 +60,11 @@ def candidates(q: Tensor, cache: Cache) -> dict[str, Callable[[], Tensor]]:
                 return scaled_dot_product_attention(q, cache.k, cache.v, enable_gqa=True)
 
         calls[name] = sdpa
+    # Without a block mask FlexAttention has one block of all keys, which it does not share out.
+    keys = cache.capacity
+    mask = create_block_mask(lambda b, h, i, j: j < keys, None, None, 1, keys, device=q.device)
     compiled = torch.compile(flex_attention, dynamic=False)
-    calls["flex decoding"] = lambda: compiled(q, cache.k, cache.v, enable_gqa=True)
+    calls["flex decoding"] = lambda: compiled(q, cache.k, cache.v, block_mask=mask, enable_gqa=True)
     return calls
 
 
@@ -99,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="to spend on each time")
     options = parser.parse_args(arguments)
     require_gpu(parser)
+    where = environment(torch.device("cuda"))
+    out = options.out or RESULTS / f"decode-{slug(where['device'])}.json"
     found = []
     for sequences, keys in SHAPES:
         print(f"\n{sequences} x {keys:,} keys{'ms':>18}{'GB/s':>9}{'of a copy':>12}")
@@ -107,10 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             of_copy = f"{row['of_copy']:>12.0%}" if "of_copy" in row else ""
             told = f"{row['ms']:>14.3f}{row['gb_s']:>9.0f}{of_copy}" if "ms" in row else f"  {row['message'][:80]}"
             print(f"  {row['name']:<20}{told}", flush=True)
+        write(out, json.dumps({"environment": where, "rows": found}, indent=1))
         release(torch.device("cuda"))
-    where = environment(torch.device("cuda"))
-    out = options.out or RESULTS / f"decode-{slug(where['device'])}.json"
-    write(out, json.dumps({"environment": where, "rows": found}, indent=1))
     print(f"results: {out}")
 
 

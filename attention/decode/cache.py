@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .write import cache_write
+from .write import cache_write, write
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
@@ -67,7 +67,8 @@ class Cache(NamedTuple):
             )
         if cu_seqlens is not None and cu_seqlens.shape != (B + 1,):
             raise ValueError(f"cu_seqlens of shape {tuple(cu_seqlens.shape)} must be ({B + 1},) for {B} sequences.")
-        cache_write(self.k, self.v, self.lengths, self.pages, k, v, cu_seqlens)
+        put = cache_write if torch.compiler.is_compiling() else write
+        put(self.k, self.v, self.lengths, self.pages, k, v, cu_seqlens)
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The keys and values of the positions from start up to, but not including, stop: (B, H_kv, n, D).

@@ -1,4 +1,4 @@
-"""New keys and values go to their slots of a cache, as a torch custom operator that changes the cache in place."""
+"""New keys and values go to their slots of a cache, which changes in place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ if HAS_TRITON:
     from . import write_kernel
 
 
-@torch.library.custom_op(f"{NAMESPACE}::cache_write", mutates_args=("k", "v"))
-def cache_write(
+def write(
     k: Tensor,
     v: Tensor,
     lengths: Tensor,
@@ -27,6 +26,10 @@ def cache_write(
         write_kernel.write(k, v, lengths, pages, new_k, new_v, cu_seqlens)
     else:
         write_in_torch(k, v, lengths, pages, new_k, new_v, cu_seqlens)
+
+
+# For torch.compile. Called directly, the kernel is shorter than torch's dispatcher.
+cache_write = torch.library.custom_op(f"{NAMESPACE}::cache_write", write, mutates_args=("k", "v"))
 
 
 @cache_write.register_fake
@@ -43,7 +46,7 @@ def write_in_torch(
     new_v: Tensor,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """As `cache_write`. Waits for a device that is not the CPU."""
+    """As `write`. Waits for a device that is not the CPU."""
     sequence, position = destinations(lengths, new_k, cu_seqlens)
     size = k.shape[2]
     capacity = size if pages is None else size * pages.shape[1]

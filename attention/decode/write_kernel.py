@@ -71,7 +71,7 @@ def write(
     new_v: Tensor,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """As `cache_write`."""
+    """As `write` in write.py."""
     (rows, H_kv, T, D), B = new_k.shape, lengths.shape[0]
     if new_k.numel() == 0:
         return

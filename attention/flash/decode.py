@@ -41,7 +41,7 @@ from .tiles import dot, kernel_mode, strided
 # and LEVELS: 2 RUN splits of FIRST keys, RUN each of twice as many, four times as many and so on, then no longer ones.
 FIRST = tl.constexpr(128)
 RUN = tl.constexpr(8)
-LEVELS = tl.constexpr(4)
+LEVELS = tl.constexpr(3)
 JOINED = 64  # splits that the join reads at a time
 JOINED_COLUMNS = 32  # of a program of the join
 MAX_ROWS = 64  # of a tile of queries
@@ -66,21 +66,25 @@ class Partial(NamedTuple):
 
 
 @triton.jit
-def load_rows(x, i_b, i_h, i_n, p_pages, n_first, n_end, PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Positions i_n to i_n + ROWS of a cache's keys or values: (ROWS, COLUMNS), zero outside of n_first to n_end."""
-    o_n, o_d = i_n + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+def locate_rows(i_b, i_n, p_pages, n_first, n_end, PAGE: tl.constexpr, ROWS: tl.constexpr):
+    """The place (row or page) and slot of the positions i_n to i_n + ROWS, and which lie within n_first and n_end."""
+    o_n = i_n + tl.arange(0, ROWS)
     m_n = (o_n >= n_first) & (o_n < n_end)
-    p_x = x.pointer + tl.cast(i_h, tl.int64) * x.stride_h
     if PAGE is None:
-        p_x += tl.cast(i_b, tl.int64) * x.stride_b
-        p_x = p_x + o_n.to(tl.int64)[:, None] * x.stride_t
+        o_place, o_slot = tl.cast(i_b, tl.int64), o_n
     elif PAGE >= ROWS:  # the tile lies in one page
-        p_x += tl.load(p_pages + i_n // PAGE).to(tl.int64) * x.stride_b
-        p_x = p_x + (o_n % PAGE).to(tl.int64)[:, None] * x.stride_t
+        o_place, o_slot = tl.load(p_pages + i_n // PAGE).to(tl.int64), o_n % PAGE
     else:
-        o_page = tl.load(p_pages + o_n // PAGE, mask=m_n, other=0).to(tl.int64)
-        p_x = p_x + o_page[:, None] * x.stride_b + (o_n % PAGE).to(tl.int64)[:, None] * x.stride_t
-    return tl.load(p_x + o_d[None, :], mask=m_n[:, None] & (o_d < x.shape[3])[None, :], other=0.0)
+        o_place, o_slot = tl.load(p_pages + o_n // PAGE, mask=m_n, other=0).to(tl.int64)[:, None], o_n % PAGE
+    return o_place, o_slot.to(tl.int64)[:, None], m_n[:, None]
+
+
+@triton.jit
+def load_rows(x, i_h, o_place, o_slot, m_n, COLUMNS: tl.constexpr):
+    """The keys or values at places and slots: (rows, COLUMNS), zero where m_n is false."""
+    o_d = tl.arange(0, COLUMNS)[None, :]
+    p_x = x.pointer + tl.cast(i_h, tl.int64) * x.stride_h + o_place * x.stride_b
+    return tl.load(p_x + o_slot * x.stride_t + o_d, mask=m_n & (o_d < x.shape[3]), other=0.0)
 
 
 @triton.jit
@@ -95,18 +99,20 @@ def decode_kernel(
     q, k, v, out, p_lse, partial, p_lengths, p_pages, extras, scale_log2, G, T, capacity, n_pages,
     PAGE: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """One split of the keys for one tile of rows. Grid: splits x (key heads x tiles of rows) x sequences.
+    """One split of the keys for one tile of rows. Grid: key heads x tiles of rows, sequences, splits.
 
-    `partial` is None where there is one split: the program then writes out and lse itself.
+    The longest splits come first, and short ones fill what they leave idle at the end. `partial` is None where there is
+    one split: the program then writes out and lse itself.
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     STAGES: tl.constexpr = BLOCKS.stages
-    i_split, i_b, n_splits = tl.program_id(0), tl.program_id(2), tl.num_programs(0)
+    i_b, n_splits = tl.program_id(1), tl.num_programs(2)
+    i_split = n_splits - 1 - tl.program_id(2)
     n_m = tl.cdiv(G * T, BM)
-    i_kv, i_m = tl.program_id(1) // n_m, tl.program_id(1) % n_m * BM
-    H = tl.num_programs(1) // n_m * G
+    i_kv, i_m = tl.program_id(0) // n_m, tl.program_id(0) % n_m * BM
+    H = tl.num_programs(0) // n_m * G
 
     # Rows are tokens, and within a token the heads of the group.
     o_row = i_m + tl.arange(0, BM)
@@ -141,7 +147,8 @@ def decode_kernel(
         p_pages += tl.cast(i_b, tl.int64) * n_pages
     for i_n in tl.range(n_start, n_stop, BN, num_stages=STAGES):
         # (BM, BN)
-        b_k = load_rows(k, i_b, i_kv, i_n, p_pages, n_first, n_end, PAGE, BN, BD)
+        o_place, o_slot, m_n = locate_rows(i_b, i_n, p_pages, n_first, n_end, PAGE, BN)
+        b_k = load_rows(k, i_kv, o_place, o_slot, m_n, BD)
         b_s = dot(b_q, b_k.T, None, MODE)
         b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
         b_bias = None
@@ -162,7 +169,7 @@ def decode_kernel(
         l = l * alpha + tl.sum(b_p, 1)
 
         # (BM, D)
-        b_v = load_rows(v, i_b, i_kv, i_n, p_pages, n_first, n_end, PAGE, BN, BD)
+        b_v = load_rows(v, i_kv, o_place, o_slot, m_n, BD)
         o = dot(b_p.to(b_v.dtype), b_v, o * alpha[:, None], MODE)
 
     m_o = m_row[:, None] & (o_d < q.shape[3])[None, :]
@@ -257,8 +264,8 @@ def run_decode(
         shape = (B * H * T, n_splits)
         partial = Partial(*(q.new_empty(*shape, *last, dtype=torch.float32) for last in ((D,), (), ())))
     with torch.cuda.device_of(q):
-        decode_kernel[(n_splits, H_kv * n_m, B)](
-            *map(strided, (q, k, v)),
+        decode_kernel[(H_kv * n_m, B, n_splits)](
+            *(Strided(x, *x.stride()[:-1], *x.shape[-2:]) for x in (q, k, v)),
             out,
             lse,
             partial,
