@@ -71,9 +71,10 @@ def test_the_table_of_variants_is_what_implementations_support():
 
 
 def test_the_calls_of_the_decoding_page_run(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", DECODING, flags=re.DOTALL)
     names: dict[str, Any] = {}
-    exec(code, names)
+    for code in re.findall(r"```python\n(.*?)```", DECODING, flags=re.DOTALL):
+        exec(code, names)
+    assert names["out"].shape == (2, 8, 1, 64)
     assert len(capsys.readouterr().out.splitlines()) == 21
     assert all(len(request.tokens) == 20 or request.tokens[-1] == 10 for request in names["requests"])
 

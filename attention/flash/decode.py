@@ -67,16 +67,19 @@ class Partial(NamedTuple):
 
 @triton.jit
 def locate_rows(i_b, i_n, p_pages, n_first, n_end, PAGE: tl.constexpr, ROWS: tl.constexpr):
-    """The place (row or page) and slot of the positions i_n to i_n + ROWS, and which lie within n_first and n_end."""
+    """The place (row or page) and slot of the positions i_n to i_n + ROWS, and which lie within n_first and n_end.
+
+    A page's slots keep 32 bits, which spares registers.
+    """
     o_n = i_n + tl.arange(0, ROWS)
     m_n = (o_n >= n_first) & (o_n < n_end)
     if PAGE is None:
-        o_place, o_slot = tl.cast(i_b, tl.int64), o_n
+        o_place, o_slot = tl.cast(i_b, tl.int64), o_n.to(tl.int64)
     elif PAGE >= ROWS:  # the tile lies in one page
         o_place, o_slot = tl.load(p_pages + i_n // PAGE).to(tl.int64), o_n % PAGE
     else:
         o_place, o_slot = tl.load(p_pages + o_n // PAGE, mask=m_n, other=0).to(tl.int64)[:, None], o_n % PAGE
-    return o_place, o_slot.to(tl.int64)[:, None], m_n[:, None]
+    return o_place, o_slot[:, None], m_n[:, None]
 
 
 @triton.jit
@@ -265,7 +268,7 @@ def run_decode(
         partial = Partial(*(q.new_empty(*shape, *last, dtype=torch.float32) for last in ((D,), (), ())))
     with torch.cuda.device_of(q):
         decode_kernel[(H_kv * n_m, B, n_splits)](
-            *(Strided(x, *x.stride()[:-1], *x.shape[-2:]) for x in (q, k, v)),
+            *(strided(x) for x in (q, k, v)),
             out,
             lse,
             partial,
