@@ -23,21 +23,14 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-@pytest.mark.parametrize("case", ["bits", "eager"])
-def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(case: str, tmp_path: Path) -> None:
-    """Replicated and sharded. Compiled, these two are other kernels: each has its own bits."""
-    names = ["replicate", "shard"]
-    command = [sys.executable, "-m", "bench.several_gpus", "--cases", case, "--gpus", "1", "2"]
-    done = subprocess.run([*command, "--results", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    (results,) = tmp_path.glob("*.json")
-    rows = json.loads(results.read_text())["rows"]
-    assert sorted((row["gpus"], row["name"]) for row in rows) == [(n, name) for n in (1, 2) for name in names], (
-        done.stderr
-    )
-    digests = [{row["digest"] for row in rows if row["name"] == name} for name in names]
-    assert [len(own) for own in digests] == [1, 1]
-    if case == "eager":
-        assert digests[0] == digests[1]
+def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(tmp_path: Path) -> None:
+    """Replicated, compiled and eager, and sharded, eager: compiled, it is other kernels."""
+    subprocess.run([sys.executable, *TORCHRUN, "-m", "tests.gpu.several_gpus", str(tmp_path)], cwd=ROOT, check=True)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert len(ranks[0]) == 3
+    for name, (alone, _) in ranks[0].items():
+        assert [rank[name] for rank in ranks] == [[alone, alone]] * 2, name
+    assert ranks[0]["replicate, eager"] == ranks[0]["shard, eager"]
 
 
 @pytest.mark.parametrize("data", ["replicate", "shard"])

@@ -1,0 +1,70 @@
+"""What test_several_gpus.py runs in two processes with a GPU each: the same training on one GPU and on both.
+
+torchrun --nproc-per-node 2 -m tests.gpu.several_gpus <folder>
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from attention import AttentionConfig, build_attention
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.loss import LossKind
+from training.device import Precision, World
+from training.optimizer import OptimizerConfig, ScheduleConfig
+from training.parallel import DataParallel, ParallelConfig
+from training.ranks import joined
+from training.step import Trainer, TrainingConfig
+
+T, B, VOCAB, SEED = 1024, 8, 50_257, 7
+STEPS = 12  # the replicated compiled step is recorded in the fourth: on two GPUs, which have one micro-batch each
+CASES = {
+    "replicate, compiled": (DataParallel.replicate, True),
+    "replicate, eager": (DataParallel.replicate, False),
+    "shard, eager": (DataParallel.shard, False),
+}
+
+
+def train(world: World, device: torch.device, data: DataParallel, compile: bool) -> list[str]:
+    """Loss and gradient norm of each step, in hexadecimal, and last a digest of the weights."""
+    torch.compiler.reset()
+    torch.manual_seed(SEED)
+    attend = build_attention(AttentionConfig("flash", dropout=0.1))
+    model = GPT(
+        GPTConfig("gpt2", 2, 12, None, 768, 0.1), VOCAB, T, attend, loss=LossKind.chunked, device=device,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    training = TrainingConfig(
+        steps=STEPS, batch_size=B, batch_tokens=2 * B * T, precision=Precision.bf16, compile=compile
+    )
+    optimizer, schedule = OptimizerConfig(lr=6e-4), ScheduleConfig(warmup_steps=0)
+    trainer = Trainer(model, optimizer, schedule, training, SEED, device, world, ParallelConfig(data))
+    found = []
+    for step in range(STEPS):
+        drawn = torch.randint(VOCAB, (2, B, T + 1), generator=torch.Generator().manual_seed(step)).to(device)
+        own = drawn if world.size == 1 else drawn[world.rank :][:1]
+        batches = [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in own]
+        found += [float(value).hex() for value in trainer.update(step, batches)]
+    weights = torch.cat([p.detach().flatten() for p in trainer.whole_model().parameters()])
+    trainer.release()
+    return [*found, hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()]
+
+
+def main(folder: Path) -> None:
+    world = World.from_environment()
+    device, alone = torch.device("cuda", world.local_rank), World(local_rank=world.local_rank)
+    found = {}
+    with joined(world, device, timeout_s=300):
+        for name, (data, compile) in CASES.items():
+            found[name] = [train(ranks, device, data, compile) for ranks in (alone, world)]
+    (folder / f"{world.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
