@@ -22,7 +22,6 @@ from .score import (
     LOG2_E,
     alibi_bias,
     alibi_row_bias,
-    change_gradient,
     change_scores,
     key_interval,
     locate,
@@ -31,6 +30,7 @@ from .score import (
     seeing_queries,
     seen_keys,
     soft_cap_tanh,
+    times_derivative,
 )
 from .tiles import (
     ROW_ALIGNMENT,
@@ -132,8 +132,8 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, 
         b_p = tl.where(m_s, b_p, 0.0)
     if THRESHOLD:
         b_dp = drop(b_dp, keep_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, False))
-    b_ds = b_p * (b_dp - b_delta[:, None])
-    b_ds = change_gradient(b_ds, b_tanh, MODE)
+    # The derivative meets p and not ds, so that tanh leaves the registers before dp arrives.
+    b_ds = times_derivative(b_p, b_tanh, MODE) * (b_dp - b_delta[:, None])
     return dot(b_ds.to(b_k.dtype), b_k, b_dq, MODE)
 
 
@@ -222,12 +222,11 @@ def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.conste
     b_dv = dot(b_p_kept, b_do, b_dv, MODE)
     b_dp = dot(b_v, b_do.T, None, MODE)
     b_delta = load_row(queries.delta, queries.i_bh, i_m, BM)
-    if THRESHOLD:  # noqa: SIM108
+    if THRESHOLD:
         # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
-        b_ds = b_p_kept.to(tl.float32) * b_dp - b_p * b_delta[None, :]
+        b_ds = times_derivative(b_p_kept.to(tl.float32) * b_dp - b_p * b_delta[None, :], b_tanh, MODE)
     else:
-        b_ds = b_p * (b_dp - b_delta[None, :])
-    b_ds = change_gradient(b_ds, b_tanh, MODE)
+        b_ds = times_derivative(b_p, b_tanh, MODE) * (b_dp - b_delta[None, :])
     b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, MODE)
     return b_dk, b_dv
 

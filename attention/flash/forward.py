@@ -7,6 +7,7 @@ m, the running sum l and the unnormalised output o of each row. Nothing of size 
     l = l exp(m - m') + rowsum(p)                         o = o exp(m - m') + dropout(p) v
     out = o / l        lse = m + log(l)
 
+With a soft cap c that exp(c) allows, m stays 0 instead: there is no maximum to find, and nothing to rescale.
 Base 2 is the hardware's: the kernel carries m and the scale times log2(e), and exp2 stands for exp.
 """
 
@@ -70,7 +71,7 @@ def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MO
     key = load_key(extras.key, i_b, i_h) if THRESHOLD else None
     b_q = load_tile(q, i_b, i_h, i_m, BM, BD)
     o = tl.zeros([BM, BD], tl.float32)
-    m = tl.full([BM], -float("inf"), tl.float32)
+    m = tl.full([BM], 0.0 if MODE.fixed_max else -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
 
     at = locate(T, S, extras, numbers, i_b)
@@ -106,22 +107,28 @@ def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MO
                 m_s = o_n[None, :] <= o_m[:, None] + at.offset if MODE.causal else (o_n < S)[None, :]
             b_s = tl.where(m_s, b_s, -float("inf"))
 
-        # (BM,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
-        m_new = tl.maximum(m, tl.max(b_s, 1) * factor)
-        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
-        alpha = tl.exp2(m - m_safe)
-        m = m_new
+        if MODE.fixed_max:
+            b_p = tl.exp2(b_s * factor)
+            l += tl.sum(b_p, 1)
+        else:
+            # (BM,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
+            m_new = tl.maximum(m, tl.max(b_s, 1) * factor)
+            m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+            alpha = tl.exp2(m - m_safe)
+            m = m_new
 
-        # (BM, BN) l is summed before anything is dropped.
-        b_p = tl.exp2(b_s * factor - m_safe[:, None])
-        l = l * alpha + tl.sum(b_p, 1)
+            # (BM, BN) l is summed before anything is dropped.
+            b_p = tl.exp2(b_s * factor - m_safe[:, None])
+            l = l * alpha + tl.sum(b_p, 1)
         b_p = b_p.to(b_q.dtype)
         if THRESHOLD:
             b_p = drop(b_p, b_keep)
 
         # (BM, D)
         b_v = load_tile(v, i_b, i_kv, i_n, BN, BD)
-        o = dot(b_p, b_v, o * alpha[:, None], MODE)
+        if not MODE.fixed_max:
+            o = o * alpha[:, None]
+        o = dot(b_p, b_v, o, MODE)
 
     # Kept weights are rescaled once, here, by the inverse of the keep probability.
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)

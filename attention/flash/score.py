@@ -3,7 +3,7 @@
     seen_keys, seeing_queries       the tiles to visit, and which of them need no mask
     key_interval, query_interval    the keys a query sees and the queries that see a key, always an interval
     change_scores                   soft cap, then ALiBi; scores in base 2
-    change_gradient                 its derivative
+    times_derivative                the gradient through that change
 
 A query i stands at the key i + offset, its own: S - T unless the layout says otherwise.
 """
@@ -176,11 +176,11 @@ def change_scores(b_s, b_tanh, b_bias, scale_log2, MODE: tl.constexpr):
 
 
 @triton.jit
-def change_gradient(b_ds, b_tanh, MODE: tl.constexpr):
-    """The gradient of s = scale q k^T from that of the changed scores: times 1 - tanh(s / c)^2 where there is a cap."""
+def times_derivative(b_x, b_tanh, MODE: tl.constexpr):
+    """b_x times the derivative of the changed scores by s = scale q k^T: 1 - tanh(s / c)^2 where there is a cap."""
     if MODE.soft_cap is not None:
-        b_ds = b_ds * (1.0 - b_tanh * b_tanh)
-    return b_ds
+        b_x = b_x * (1.0 - b_tanh * b_tanh)
+    return b_x
 
 
 @triton.jit

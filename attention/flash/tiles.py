@@ -19,6 +19,7 @@ from .configs import Blocks, Extras, Mode, Options
 from .score import LOG2_E
 
 ROW_ALIGNMENT = tl.constexpr(4)  # numbers of fp32: 16 bytes
+LARGEST_UNSHIFTED = 60.0  # exp of it is 2^87: sums of such weights and values stay far from the largest bf16 and fp32
 L2_BUDGET = 8 * 2**20  # bytes of an H200's 50 MiB that the heads in flight may fill
 
 
@@ -128,6 +129,7 @@ def launch_numbers(options: Options, extras: Extras, n_together: int) -> Numbers
 def kernel_mode(q: Tensor, options: Options, extras: Extras) -> Mode:
     """What the kernels for queries of this head size and dtype are compiled for."""
     documents = extras.starts is not None
+    capped = options.soft_cap is not None and options.soft_cap <= LARGEST_UNSHIFTED
     return Mode(
         causal=options.causal,
         window=options.window,
@@ -138,6 +140,7 @@ def kernel_mode(q: Tensor, options: Options, extras: Extras) -> Mode:
         alibi=extras.slopes is not None,
         sinks=extras.sinks is not None,
         threshold=options.threshold,
+        fixed_max=capped and extras.slopes is None and extras.sinks is None and q.dtype != torch.float16,
         exact=q.dtype == torch.float32,
         precision="tf32" if options.tf32 else "ieee",
         # Tiles are as wide as the next power of two, and no narrower than a matrix instruction.
