@@ -2,10 +2,11 @@
 
     python -m bench.tune            # head sizes 64 and 128, dropout 0 and 0.1: about six minutes
     python -m bench.tune --head 256 --dropout 0 --passes forward --lengths 2048 --out tune.json
+    python -m bench.tune --masks window alibi soft_cap --dropout 0 --lengths 16384        # for HOPPER_SCORES
 
 Every candidate first runs once in a process of its own, since a configuration that the compiler rejects may abort the
 process. There it is checked against naive attention, including dropout's mask. The survivors are timed one after
-another, causal, in bf16, at 16k tokens and hidden size 2048. The fastest are printed, to be copied into the table.
+another, in bf16, at 16k tokens and hidden size 2048. The fastest are printed, to be copied into the table.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ from attention.flash.backward import launch_dkdv, launch_dq
 from attention.flash.configs import Blocks, Extras, KernelConfigs, Options
 from attention.flash.forward import forward
 from attention.flash.tiles import rows_like
+from attention.score import alibi_slopes, visible_pairs
 from bench.attention import positive, rate
 from bench.measure import environment, require_gpu, write
+from bench.peers import VARIANTS
 
 TOKENS, HIDDEN = 16384, 2048
+MASKS = ["causal", "full", "window", "alibi", "soft_cap"]
 KEY = DropoutKey(seed=1337, step=3, layer=1, first_sequence=0)
 # Products of T x T x D in each pass, and how many of them the usual count of FLOPs has: dq and dk/dv share five.
 FLOPS = {"forward": 4.0, "dq": 4.0, "dkdv": 6.0}
@@ -47,41 +51,46 @@ class Candidate(NamedTuple):
     """Blocks for one pass of one problem."""
 
     head_dim: int
+    mask: str  # one of MASKS
     dropout: float
     kernel: str  # forward, dq or dkdv
     blocks: Blocks
 
 
-def candidates(heads: list[int], rates: list[float], kernels: list[str]) -> Iterator[Candidate]:
+def candidates(heads: list[int], masks: list[str], rates: list[float], kernels: list[str]) -> Iterator[Candidate]:
     """Tiles whose rows fill the warps' matrix instructions: 64 rows for each four warps.
 
     Small tiles are tried with a register limit too, to fit one more program on a multiprocessor.
     """
     sizes = (32, 64, 128)
-    for head_dim, dropout, kernel in itertools.product(heads, rates, kernels):
+    for head_dim, mask, dropout, kernel in itertools.product(heads, masks, rates, kernels):
         for q, k, warps, stages in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4)):
             rows, columns = (k, q) if kernel == "dkdv" else (q, k)
             fits = rows >= 64 and rows >= 16 * warps and columns * rows <= 2048 * warps
             if fits and (k >= 64 or dropout == 0) and (stages > 1 or kernel != "forward"):
                 limits = (None, 96, 168) if (q, k, stages) in ((64, 64, 2), (64, 64, 3)) else (None,)
                 for registers in limits:
-                    yield Candidate(head_dim, dropout, kernel, Blocks(q, k, warps, stages, registers))
+                    yield Candidate(head_dim, mask, dropout, kernel, Blocks(q, k, warps, stages, registers))
 
 
-def problem_of(candidate: Candidate) -> tuple[int, float, str]:
+def problem_of(candidate: Candidate) -> tuple[int, str, float, str]:
     """The problem that a candidate competes on."""
-    return candidate[:3]
+    return candidate[:4]
 
 
 class Problem:
     """Inputs of one size, and the three passes on them."""
 
-    def __init__(self, batch: int, n_heads: int, length: int, head_dim: int, dropout: float) -> None:
+    def __init__(self, batch: int, n_heads: int, length: int, head_dim: int, mask: str, dropout: float) -> None:
         torch.manual_seed(0)
         shape = (batch, n_heads, length, head_dim)
         self.q, self.k, self.v, self.do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
-        self.extras = Extras(key=KEY.pack(self.q.device) if dropout else None)
-        self.options = Options(True, head_dim**-0.5, drop_threshold(dropout), False)
+        score = VARIANTS[mask]
+        slopes = alibi_slopes(n_heads, self.q.device) if score.alibi else None
+        self.extras = Extras(KEY.pack(self.q.device) if dropout else None, slopes)
+        self.options = Options(
+            score.causal, head_dim**-0.5, drop_threshold(dropout), False, score.window, score.soft_cap
+        )
         self.out, self.lse2, self.delta = torch.empty_like(self.q), rows_like(self.q), rows_like(self.q)
 
     def run(self, kernel: str, blocks: Blocks) -> list[Tensor]:
@@ -101,16 +110,17 @@ class Problem:
 
 def error(candidate: Candidate) -> float:
     """Relative error of the candidate's pass against naive attention in fp32, on a problem with a ragged end."""
-    problem = Problem(1, 2, 333, candidate.head_dim, candidate.dropout)
+    length = 1400 if candidate.mask == "window" else 333
+    problem = Problem(1, 2, length, candidate.head_dim, candidate.mask, candidate.dropout)
     attend = build_attention(AttentionConfig(name="naive", dropout=candidate.dropout))
     q, k, v = (x.float().requires_grad_() for x in (problem.q, problem.k, problem.v))
-    out, lse = attend(q, k, v, dropout_key=KEY, return_lse=True)
+    out, lse = attend(q, k, v, score=VARIANTS[candidate.mask], dropout_key=KEY, return_lse=True)
     assert lse is not None
     gradients = torch.autograd.grad(out, (q, k, v), problem.do.float())
     problem.out = out.detach().bfloat16()
-    problem.lse2[..., :333] = lse / math.log(2)
+    problem.lse2[..., :length] = lse / math.log(2)
     kept = 1 - drop_threshold(candidate.dropout) / 256
-    problem.delta[..., :333] = (problem.out.float() * problem.do.float()).sum(-1) * kept
+    problem.delta[..., :length] = (problem.out.float() * problem.do.float()).sum(-1) * kept
     expected = {"forward": [out], "dq": gradients[:1], "dkdv": gradients[1:]}[candidate.kernel]
     actual = problem.run(candidate.kernel, candidate.blocks)
     return max(((a - e).norm() / e.norm()).item() for a, e in zip(actual, expected, strict=True))
@@ -160,23 +170,26 @@ def survivors(all_candidates: list[Candidate], limit_s: float = 120.0) -> tuple[
 def measure(good: list[Candidate], lengths: list[int], progress: Callable[[str], None]) -> dict[Candidate, list[float]]:
     """Median milliseconds of each candidate at each length."""
     times: dict[Candidate, list[float]] = {candidate: [] for candidate in good}
-    for (head_dim, dropout), group in itertools.groupby(sorted(good, key=problem_of), key=lambda c: c[:2]):
+    for (head_dim, mask, dropout), group in itertools.groupby(sorted(good, key=problem_of), key=lambda c: c[:3]):
         members = list(group)
         for length in lengths:
-            problem = Problem(max(1, TOKENS // length), HIDDEN // head_dim, length, head_dim, dropout)
+            problem = Problem(max(1, TOKENS // length), HIDDEN // head_dim, length, head_dim, mask, dropout)
             any_blocks = {c.kernel: c.blocks for c in members}
             for kernel in ("forward", "dq"):
                 problem.run(kernel, any_blocks.get(kernel, Blocks(64, 64, 4, 2)))
             for c in members:
                 run = lambda c=c, problem=problem: problem.run(c.kernel, c.blocks)  # noqa: E731
                 times[c].append(triton.testing.do_bench(run, warmup=5, rep=30, return_mode="median"))
-            progress(f"head size {head_dim}, dropout {dropout:g}, length {length}: {len(members)} candidates timed")
+            progress(
+                f"head size {head_dim}, {mask}, dropout {dropout:g}, length {length}: {len(members)} candidates timed"
+            )
     return times
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head", type=positive, nargs="+", default=[64, 128])
+    parser.add_argument("--masks", nargs="+", default=MASKS[:1], choices=MASKS)
     parser.add_argument("--dropout", type=rate, nargs="+", default=[0.0, 0.1])
     parser.add_argument("--passes", nargs="+", default=list(FLOPS), choices=list(FLOPS))
     parser.add_argument("--lengths", type=positive, nargs="+", default=[1024, 4096, 16384])
@@ -185,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     require_gpu(parser)
 
-    everything = list(candidates(args.head, args.dropout, args.passes))
+    everything = list(candidates(args.head, args.masks, args.dropout, args.passes))
     start = time.monotonic()
     good, bad = survivors(everything)
     print(f"{len(good)} of {len(everything)} candidates compile and are right ({time.monotonic() - start:.0f} s)")
@@ -200,14 +213,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write(args.out, json.dumps(result, indent=1) + "\n")
 
     def tflops(c: Candidate) -> list[float]:
-        # Half of the products fall to the causal mask.
         return [
-            FLOPS[c.kernel] * TOKENS * n * HIDDEN / 2 / t / 1e9 for n, t in zip(args.lengths, times[c], strict=True)
+            FLOPS[c.kernel] * TOKENS / n * HIDDEN * visible_pairs(VARIANTS[c.mask], n) / t / 1e9
+            for n, t in zip(args.lengths, times[c], strict=True)
         ]
 
     for problem, group in itertools.groupby(sorted(good, key=problem_of), key=problem_of):
         ranked = sorted(group, key=lambda c: -math.prod(tflops(c)))
-        print(f"head size {problem[0]}, dropout {problem[1]:g}, {problem[2]}: TFLOP/s at {args.lengths}")
+        print(f"head size {problem[0]}, {problem[1]}, dropout {problem[2]:g}, {problem[3]}: TFLOP/s at {args.lengths}")
         for c in ranked[: args.top]:
             print(f"    {tuple(c.blocks)!s:24} {'  '.join(f'{x:5.0f}' for x in tflops(c))}")
 
