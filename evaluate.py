@@ -87,7 +87,20 @@ def parse(arguments: list[str]) -> tuple[EvaluateConfig, DataConfig | None]:
             raise ConfigError(f"{name}={value} must be at least 1.")
     if config.shots is not None and config.shots < 0:
         raise ConfigError(f"shots={config.shots} must be at least 0.")
+    names = task_names(config)
+    files = [Path(name).stem for name in names if name.endswith(".jsonl")]
+    if config.limit is not None and not names:
+        raise ConfigError(f"limit={config.limit} has no effect without tasks; leave it out, or use data.max_tokens.")
+    if config.shots is not None and len(files) == len(names):
+        raise ConfigError(f"shots={config.shots} has no effect but on tasks of lm-eval; leave it out.")
+    if len(set(files)) < len(files):
+        raise ConfigError(f"tasks={config.tasks} has two files of one name; rename one, or measure one at a time.")
     return config, corpus_config(of_data) if of_data else None
+
+
+def task_names(config: EvaluateConfig) -> list[str]:
+    """The tasks that are asked for."""
+    return [name.strip() for name in (config.tasks or "").split(",") if name.strip()]
 
 
 def corpus_config(overrides: list[str]) -> DataConfig:
@@ -108,12 +121,14 @@ def corpus_config(overrides: list[str]) -> DataConfig:
     return data
 
 
-def open_model(config: EvaluateConfig, run: Path) -> tuple[LanguageModel, Trained | None]:
+def open_model(config: EvaluateConfig, run: Path, data: DataConfig | None) -> tuple[LanguageModel, Trained | None]:
     """The model in a folder and, if the folder is a run's, what the run says of it. Raises UserError."""
     if (run / "config.json").is_file() and not (run / ".hydra").exists():
         device = resolve_device(config.device)
-        if config.attention is not None:
-            raise ConfigError(f"attention={config.attention} has no effect on a model of transformers; leave it out.")
+        for name in ("checkpoint", "weights", "attention"):
+            if (value := getattr(config, name)) != getattr(EvaluateConfig, name):
+                given = getattr(value, "value", value)
+                raise ConfigError(f"{name}={given} has no effect on a model of transformers; leave it out.")
         if (precision := config.attention_precision) is not ProductPrecision.inputs:
             raise ConfigError(
                 f"attention.precision={precision.value} has no effect on a model of transformers; leave it out."
@@ -127,7 +142,7 @@ def open_model(config: EvaluateConfig, run: Path) -> tuple[LanguageModel, Traine
         precision=config.attention_precision,
         device=config.device,
         seq_len=config.seq_len,
-        documents=config.tasks is None,
+        documents=data is not None or config.tasks is None,
     )
     return TrainedModel(trained, config.seq_len), trained
 
@@ -147,8 +162,7 @@ def results(
     config: EvaluateConfig, data: DataConfig | None, model: LanguageModel, trained: Trained | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each measurement, by its name."""
-    scorer = Scorer(model, config.batch)
-    names = [] if config.tasks is None else [name.strip() for name in config.tasks.split(",") if name.strip()]
+    scorer, names = Scorer(model, config.batch), task_names(config)
     for name in names:
         if name.endswith(".jsonl"):
             yield Path(name).stem, run_file(Path(name).expanduser(), scorer, config.limit)
@@ -193,7 +207,7 @@ def main(arguments: list[str]) -> None:
     if (size := World.from_environment().size) > 1:
         raise ConfigError(f"evaluate.py is one process, and {size} ranks were started; start it without torchrun.")
     run = Path(config.run).expanduser()
-    model, trained = open_model(config, run)
+    model, trained = open_model(config, run, data)
     found: Results = {}
     for name, metrics in results(config, data, model, trained):
         print(name, *(f"{metric} {value:.6g}" for metric, value in metrics.items()), sep="  ", flush=True)

@@ -261,6 +261,8 @@ def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, capsy
         TrainedModel(load_trained(run, device="cpu")),
         ExportedModel(folder, torch.device("cpu"), torch.float32),
     )
+    with pytest.raises(UserError, match="weights=ema has no effect on a model of transformers; leave it out"):
+        evaluate.main([f"run={folder}", f"tasks={quiz}", "weights=ema", "device=cpu"])
     assert Scorer(ours, 2).generate_until(stories) == Scorer(theirs, 2).generate_until(stories)
 
 
@@ -296,6 +298,9 @@ def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tm
             ["attention=flash", "attention.precision=fp8"],
             "attention.precision=fp8 needs a GPU of .* 9.0|needs a CUDA GPU",
         ),
+        (["limit=3"], "limit=3 has no effect without tasks"),
+        (["tasks=a.jsonl", "shots=2"], "shots=2 has no effect but on tasks of lm-eval"),
+        (["tasks=a.jsonl,b/a.jsonl"], "tasks=a.jsonl,b/a.jsonl has two files of one name"),
         (["data=txt"], r"data=txt is not known; choose one of .*did you mean text\?"),
         (["data=text"], "data=text needs to know where the text is"),
         (["data=text", "data.tokenizer=gpt2"], "data.tokenizer=gpt2 has no effect here"),
