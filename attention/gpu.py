@@ -19,3 +19,8 @@ ALIGNMENT = 16  # bytes: Hopper's copy engine needs it for a tensor's start and 
 def capability(device: torch.device) -> tuple[int, int]:
     """The GPU's compute capability; Triton's interpreter stands in for a Hopper GPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at the same time at least; Triton's interpreter runs one."""
+    return 1 if INTERPRET.value else torch.cuda.get_device_properties(device).multi_processor_count

@@ -270,7 +270,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--masks", nargs="+", choices=VARIANTS, metavar="MASK", help=f"default {MASKS}, of {', '.join(VARIANTS)}"
     )
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of {', '.join(names)}")
+    known = list(dict.fromkeys([*names, *PACKAGES]))
+    parser.add_argument("--only", nargs="+", choices=known, metavar="NAME", help=f"some of {', '.join(known)}")
     parser.add_argument("--quick", action="store_true", help=f"lengths {QUICK_LENGTHS} and the causal mask alone")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -286,6 +287,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not args.plot_only:
         require_gpu(parser, "; --device cpu measures small sizes on this CPU")
+    for name in set(args.only or ()) - set(names):
+        label, _, package, _ = PACKAGES[name]
+        parser.error(f"--only {name}: {label} is not installed here; pip install {package}")
     missing = [str(path) for path in args.plot_only or () if not path.is_file()]
     if missing:
         parser.error(f"--plot-only: there is no file {', '.join(missing)}")

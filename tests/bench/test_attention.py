@@ -32,6 +32,13 @@ def result(tmp_path_factory):
     return run(path, "--lengths", "32", "64", "--dropout", "0", "0.1", "--only", *names) | {"path": path}
 
 
+@pytest.mark.skipif("fa4" in candidates(), reason="FlashAttention-4 is installed")
+def test_a_peer_that_is_not_installed_is_refused_by_name(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path / "result.json", "--only", "naive", "fa4")
+    assert "--only fa4: FlashAttention-4 is not installed here; pip install flash-attn-4" in capsys.readouterr().err
+
+
 def test_every_cell_is_measured_or_says_why_not(result):
     assert len(result["rows"]) == 2 * 2 * 4
     for row in result["rows"]:

@@ -15,12 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dropout.mask import philox
-from ...gpu import INTERPRET
+from ...gpu import INTERPRET, multiprocessors
 from ..tiles import load_tile, tiles
 from .configs import ForwardBlocks
 
 Q_ROWS = tl.constexpr(64)  # that share a scale: the queries of a consumer
 KV_ROWS = tl.constexpr(128)  # that share a scale: a tile of keys
+PROGRAMS, STAGES = 2, 2  # on a multiprocessor, tiles in flight: as much as its shared memory holds
 LARGEST = tl.constexpr(448.0)  # of e4m3
 # A tile of smaller numbers gets the scale of these, so that scales and their products are normal numbers.
 SMALLEST = tl.constexpr(2.0**-40)
@@ -70,47 +71,41 @@ def in_8_bits(b_x, ROWS: tl.constexpr):
 
 @triton.jit
 def rotate(
-    x, x8, r, p_scales, i_b, i_h, i_t, n_scales, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Rows from i_t of a head of q or k, rotated, into x8, and their scales."""
-    b_x = load_tile(x, i_b, i_h, i_t, KV_ROWS, COLUMNS)
-    b_r = load_tile(r, 0, 0, 0, COLUMNS, COLUMNS)
-    if INTERPRET:  # which would multiply bfloat16's bit patterns
-        b_x, b_r = b_x.to(tl.float32), b_r.to(tl.float32)
-    b_x8, b_scale = in_8_bits(tl.dot(b_x, b_r), ROWS)
-    x8.store([i_b, i_h, i_t, 0], b_x8.reshape(1, 1, KV_ROWS, COLUMNS))
-    o_scales = i_t // ROWS + tl.arange(0, KV_ROWS // ROWS)
-    tl.store(p_scales + o_scales * STRIDE, b_scale, mask=o_scales < n_scales)
+    x, x8, b_r, p_scales, n_heads, H, T, ROWS: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """This program's tiles of q or k, rotated, into x8, and the scales of every ROWS rows."""
+    n_tiles, n_scales = tl.cdiv(T, KV_ROWS), tl.cdiv(T, ROWS)
+    for i in tl.range(tl.program_id(0), n_tiles * n_heads, tl.num_programs(0), num_stages=STAGES):
+        i_bh, i_t = i // n_tiles, i % n_tiles * KV_ROWS
+        b_x = load_tile(x, i_bh // H, i_bh % H, i_t, KV_ROWS, COLUMNS)
+        if INTERPRET:  # which would multiply bfloat16's bit patterns
+            b_x, b_r = b_x.to(tl.float32), b_r.to(tl.float32)
+        b_x8, b_scale = in_8_bits(tl.dot(b_x, b_r), ROWS)
+        x8.store([i_bh // H, i_bh % H, i_t, 0], b_x8.reshape(1, 1, KV_ROWS, COLUMNS))
+        o_scales = i_t // ROWS + tl.arange(0, KV_ROWS // ROWS)
+        tl.store(p_scales + (i_bh * n_scales + o_scales) * STRIDE, b_scale, mask=o_scales < n_scales)
 
 
 @triton.jit(do_not_specialize=["B", "H", "H_kv", "T", "S"])
-def quantise_kernel(q, k, v, q8, k8, v8, r, p_q, p_kv, B, H, H_kv, T, S, COLUMNS: tl.constexpr):
-    """A tile of 128 rows of a head of q, k or v. Grid: the tiles of q, then those of k, then those of v."""
-    i = tl.program_id(0)
-    n_q, n_kv = tl.cdiv(T, KV_ROWS), tl.cdiv(S, KV_ROWS)
-    if i < n_q * B * H:
-        i_bh, i_tile = i // n_q, i % n_q
-        n_scales = tl.cdiv(T, Q_ROWS)
-        rotate(
-            q, q8, r, p_q + i_bh * n_scales, i_bh // H, i_bh % H, i_tile * KV_ROWS, n_scales,
-            STRIDE=1, ROWS=Q_ROWS, COLUMNS=COLUMNS,
-        )  # fmt: skip
-    else:
-        i -= n_q * B * H
-        is_v = i >= n_kv * B * H_kv
-        if is_v:
-            i -= n_kv * B * H_kv
-        i_bh, i_tile = i // n_kv, i % n_kv
-        i_b, i_h, i_n = i_bh // H_kv, i_bh % H_kv, i_tile * KV_ROWS
-        p_kv += i_bh * n_kv * 2
-        if is_v:
-            b_v = load_tile(v, i_b, i_h, i_n, KV_ROWS, COLUMNS).to(tl.float32)
-            b_v8, b_scale = in_8_bits(b_v, KV_ROWS)
-            b_v8 = tl.trans(b_v8).reshape(COLUMNS, KV_ROWS // 16, 2, 4, 2)
-            v8.store([i_b, i_h, 0, i_n], b_v8.permute(0, 1, 3, 2, 4).reshape(1, 1, COLUMNS, KV_ROWS))
-            tl.store(p_kv + 2 * i_tile + 1 + tl.arange(0, 1), tl.log2(b_scale))
-        else:
-            rotate(k, k8, r, p_kv, i_b, i_h, i_n, n_kv, STRIDE=2, ROWS=KV_ROWS, COLUMNS=COLUMNS)
+def quantise_kernel(q, k, v, q8, k8, v8, r, p_q, p_kv, B, H, H_kv, T, S, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    """All tiles of 128 rows of q, then of k, then of v. Grid: as many programs as run at the same time."""
+    b_r = load_tile(r, 0, 0, 0, COLUMNS, COLUMNS)
+    rotate(q, q8, b_r, p_q, B * H, H, T, Q_ROWS, 1, COLUMNS, STAGES)
+    rotate(k, k8, b_r, p_kv, B * H_kv, H_kv, S, KV_ROWS, 2, COLUMNS, STAGES)
+    # A product with the identity transposes v, and leaves a thread the keys that it is to store beside each other.
+    o = tl.arange(0, KV_ROWS)
+    b_eye = tl.where(o[:, None] == o[None, :], 1.0, 0.0).to(v.dtype)
+    n_tiles = tl.cdiv(S, KV_ROWS)
+    for i in tl.range(tl.program_id(0), n_tiles * B * H_kv, tl.num_programs(0), num_stages=STAGES):
+        i_bh, i_n = i // n_tiles, i % n_tiles * KV_ROWS
+        b_v = tl.trans(load_tile(v, i_bh // H_kv, i_bh % H_kv, i_n, KV_ROWS, COLUMNS))
+        if INTERPRET:
+            b_v, b_eye = b_v.to(tl.float32), b_eye.to(tl.float32)
+        b_v8, b_scale = in_8_bits(tl.dot(b_v, b_eye), COLUMNS)
+        b_v8 = b_v8.reshape(COLUMNS, KV_ROWS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)
+        v8.store([i_bh // H_kv, i_bh % H_kv, 0, i_n], b_v8.reshape(1, 1, COLUMNS, KV_ROWS))
+        tl.store(p_kv + 2 * i + 1 + tl.arange(0, 1), tl.log2(b_scale))
 
 
 def quantise(q: Tensor, k: Tensor, v: Tensor, blocks: ForwardBlocks) -> Quantised:
@@ -126,7 +121,8 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, blocks: ForwardBlocks) -> Quantise
         q_scales=q.new_empty(B, H, triton.cdiv(T, Q_ROWS.value), dtype=torch.float32),
         kv_scales=q.new_empty(B, H_kv, n_kv, 2, dtype=torch.float32),
     )
-    quantise_kernel[((n_q * H + 2 * n_kv * H_kv) * B,)](
+    n_programs = PROGRAMS * multiprocessors(q.device)
+    quantise_kernel[(min(n_programs, max(n_q * H, n_kv * H_kv) * B),)](
         tiles(q, rows, columns),
         tiles(k, rows, columns),
         tiles(v, rows, columns),
@@ -142,6 +138,7 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, blocks: ForwardBlocks) -> Quantise
         T,
         S,
         COLUMNS=columns,
+        STAGES=STAGES,
         num_warps=8,
     )
     return x
