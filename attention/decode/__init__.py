@@ -1,5 +1,6 @@
 """Attention for generation: a few new queries of each sequence against keys and values that were kept.
 
 cache.py     Cache, contiguous or paged, and how new keys and values enter it: start reading here
-tiled.py     flash-decoding in plain PyTorch
+write.py     where new tokens go, in torch; write_kernel.py: in Triton
+tiled.py     flash-decoding in plain PyTorch; flash/decode.py: in Triton
 """

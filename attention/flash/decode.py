@@ -42,9 +42,9 @@ from .tiles import dot, kernel_mode, strided
 FIRST = tl.constexpr(128)
 RUN = tl.constexpr(8)
 LEVELS = tl.constexpr(3)
-JOINED = 64  # splits that the join reads at a time
-JOINED_COLUMNS = 32  # of a program of the join
-MAX_ROWS = 64  # of a tile of queries
+JOINED = tl.constexpr(64)  # splits that the join reads at a time, however many there are: sums keep their order
+JOINED_COLUMNS = tl.constexpr(32)  # of a program of the join
+MAX_ROWS = 32  # of a tile of queries: more do not fit the registers
 MIN_ROWS = 16  # of a matrix instruction
 
 
@@ -189,15 +189,15 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["n_splits", "H", "T", "D"])
 def join_kernel(
     out, p_lse, partial, p_lengths, n_splits, H, T, D,
-    CAUSAL: tl.constexpr, SPLITS: tl.constexpr, JOINED: tl.constexpr, COLUMNS: tl.constexpr,
+    CAUSAL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one row from those of its splits. Grid: B x H x T, tiles of D. SPLITS is n_splits, rounded up."""
     i_row = tl.program_id(0).to(tl.int64)
-    o_all, o_d = tl.arange(0, SPLITS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    o_all, o_d = tl.arange(0, SPLITS), tl.program_id(1) * JOINED_COLUMNS + tl.arange(0, JOINED_COLUMNS)
     m = tl.max(tl.load(partial.m + i_row * n_splits + o_all, mask=o_all < n_splits, other=-float("inf")), 0)
     m_safe = tl.where(m == -float("inf"), 0.0, m)
     l = tl.zeros([JOINED], tl.float32)
-    o = tl.zeros([JOINED, COLUMNS], tl.float32)
+    o = tl.zeros([JOINED, JOINED_COLUMNS], tl.float32)
     for i in range(0, n_splits, JOINED):
         o_i = i + tl.arange(0, JOINED)
         at = i_row * n_splits + o_i
@@ -221,7 +221,7 @@ def choose_blocks(rows: int, head_dim: int, dtype: torch.dtype, paged: bool) -> 
     BM = max(MIN_ROWS, min(MAX_ROWS, triton.next_power_of_2(rows)))
     if dtype == torch.float32:
         return Blocks(BM, 32 if head_dim <= 128 else 16, 4, 2)
-    # A page's number is loaded a tile ahead of the page.
+    # A page's number is loaded a tile ahead of the page. All else is the same, or pages would give other bits.
     return Blocks(BM, 128 if head_dim <= 128 else 64, 4, 3 if paged else 2)
 
 
@@ -286,12 +286,10 @@ def run_decode(
             num_warps=blocks.warps,
         )
         if partial is not None:
-            join_kernel[(B * H * T, triton.cdiv(D, JOINED_COLUMNS))](
+            join_kernel[(B * H * T, triton.cdiv(D, JOINED_COLUMNS.value))](
                 *(out, lse, partial, lengths, n_splits, H, T, D),
                 CAUSAL=causal,
                 SPLITS=triton.next_power_of_2(n_splits),
-                JOINED=min(JOINED, triton.next_power_of_2(n_splits)),
-                COLUMNS=JOINED_COLUMNS,
                 num_warps=4,
             )
     return out, lse
