@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import statistics
 import sys
 import time
@@ -122,7 +123,7 @@ def measure(case: str, device: torch.device, rounds: int, only: str | None) -> l
     """Time each candidate `rounds` times, in turns."""
     prepared: dict[str, Run] = {}
     for label, prepare in candidates(case, device).items():
-        if only is None or only in label:
+        if only is None or re.search(only, label):
             begin = time.perf_counter()
             prepared[label] = prepare()
             print(f"{case}: {label} ready after {time.perf_counter() - begin:.0f} s", flush=True)
@@ -156,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", choices=["one", "many"], help="both on a GPU, one on a CPU")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", default=5, type=int)
-    parser.add_argument("--only", help="candidates whose name contains this")
+    parser.add_argument("--only", help="a regular expression for the names of candidates")
     parser.add_argument("--results", default=RESULTS, type=Path, help="folder for the JSON")
     args = parser.parse_args(arguments)
     device = torch.device(args.device)
