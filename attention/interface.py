@@ -277,10 +277,12 @@ class Attention(ABC):
         terms = fill_in(q, score, Layout(lengths=cache.lengths), scale, None, slopes, sinks)
         with torch.autocast(q.device.type, enabled=False):
             out, lse = self.attend_cache(q, cache, terms)
-        return AttentionOutput(out, lse if return_lse else None)
+            if not return_lse:
+                return AttentionOutput(out)
+            return AttentionOutput(out, self.lse(q, cache.read(0, cache.longest())[0], terms) if lse is None else lse)
 
     def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
-        """The implementation's part of `decode`, with lse; terms.layout has the cache's lengths."""
+        """The implementation's part of `decode`; terms.layout has the cache's lengths. lse as in `attend`."""
         raise NotImplementedError  # for implementations whose `supports` has no "cache"
 
     @abstractmethod

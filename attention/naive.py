@@ -7,13 +7,15 @@ Memory grows with T x S for each head, forward and backward; gradients are autog
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from .decode.cache import Cache
+from .decode.cache import Cache, host_sees
 from .dropout import keep_mask, keep_scale
 from .interface import FEATURES, Attention, AttentionOutput, Terms, accum_dtype
-from .score import change_scores, key_intervals
+from .score import Layout, change_scores, key_intervals
 
 
 class NaiveAttention(Attention):
@@ -38,9 +40,14 @@ class NaiveAttention(Attention):
         return p.to(v.dtype) @ shared(v, H)
 
     def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
-        k, v = cache.read(0, cache.longest())
-        scores = masked_scores(q, k, terms)
-        return AttentionOutput(self.weigh(scores, v, terms), scores.to(accum_dtype(q.dtype)).logsumexp(dim=-1))
+        first, score = 0, terms.score
+        if q.shape[0] == q.shape[2] == 1 and host_sees(cache.lengths):
+            # One query of one sequence, as from a CPU: it gets the keys it sees, and needs no mask.
+            first = max(0, cache.longest() - (score.window or cache.longest()))
+            score = replace(score, causal=score.alibi, window=None)
+            terms = terms._replace(score=score, layout=Layout())
+        k, v = cache.read(first, cache.longest())
+        return AttentionOutput(self.weigh(masked_scores(q, k, terms), v, terms))
 
     def lse(self, q: Tensor, k: Tensor, terms: Terms) -> Tensor:
         return masked_scores(q, k, terms).to(accum_dtype(q.dtype)).logsumexp(dim=-1)

@@ -89,7 +89,7 @@ class Engine:
         slots    sequences at a time
         dtype    of the matrix products and of the cache; what autocast leaves in fp32 stays so
         row      tokens of a prefill at least; 0: each prompt alone. None: 4,096 on a GPU, 0 on a CPU
-        compile  the work of a token, by torch.compile, which takes a minute
+        compile  the work of a token, by torch.compile, which takes half a minute on a GPU
 
         Raises GenerationError for prompts that do not fit the model, and for a cache that does not fit the device.
         """
