@@ -367,8 +367,13 @@ def backward(
     delta = rows_like(q)
     launch_dq(do, q, k, v, out, lse2, delta, dq, extras, options, configs.dq)
     launch_dkdv(do, q, k, v, lse2, delta, dk, dv, extras, options, configs.dkdv)
-    if extras.sinks is None:
-        return None
-    # ds = p (dp - delta) with dp = 0, as a sink has no value; `delta` lacks the scale of what dropout keeps.
-    p_sink = torch.exp2(extras.sinks[:, None] * LOG2_E.value - lse2)  # (B, H, T or more)
-    return (p_sink * delta)[..., : q.shape[2]].sum((0, 2)) * (-256 / (256 - options.threshold))
+    return None if extras.sinks is None else sinks_gradient(extras.sinks, lse2, delta, q.shape[2], options)
+
+
+def sinks_gradient(sinks: Tensor, lse2: Tensor, delta: Tensor, T: int, options: Options) -> Tensor:
+    """The gradient of the sinks (H,), from lse2 and delta (B, H, T or more).
+
+    ds = p (dp - delta) with dp = 0, as a sink has no value; `delta` lacks the scale of what dropout keeps.
+    """
+    p_sink = torch.exp2(sinks[:, None] * LOG2_E.value - lse2)
+    return (p_sink * delta)[..., :T].sum((0, 2)) * (-256 / (256 - options.threshold))

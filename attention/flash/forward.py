@@ -163,11 +163,7 @@ def forward(
     blocks = configs.forward
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
     if out.numel() == 0 or S == 0:
-        out.zero_()
-        if extras.sinks is None:
-            return lse.fill_(-torch.inf), lse2.fill_(torch.inf)
-        sinks = extras.sinks[:, None]
-        return lse.copy_(sinks.expand_as(lse)), lse2.copy_((sinks * LOG2_E.value).expand_as(lse2))
+        return without_keys(out, lse, lse2, extras)
     forward_kernel[(triton.cdiv(T, blocks.q) * B * H,)](
         tiles(q, blocks.q, mode.columns),
         tiles(k, blocks.k, mode.columns),
@@ -181,3 +177,12 @@ def forward(
         **compile_options(blocks),
     )
     return lse, lse2
+
+
+def without_keys(out: Tensor, lse: Tensor, lse2: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+    """lse and lse2, filled in, where there is no key to see: those of the sinks alone. Sets out to zero."""
+    out.zero_()
+    if extras.sinks is None:
+        return lse.fill_(-torch.inf), lse2.fill_(torch.inf)
+    sinks = extras.sinks[:, None]
+    return lse.copy_(sinks.expand_as(lse)), lse2.copy_((sinks * LOG2_E.value).expand_as(lse2))

@@ -87,8 +87,7 @@ def hopper_refusal(problem: Problem) -> str | None:
         return f"takes bf16 or fp16, not {problem.dtype}"
     if problem.head_dim not in HEAD_DIMS:
         return f"takes head sizes from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not {problem.head_dim}"
-    others = sorted(problem.features - {"full"})
-    return f"does not serve {', '.join(others)}" if others else None
+    return None
 
 
 def fp8_refusal(problem: Problem) -> str | None:
@@ -113,10 +112,10 @@ PATHS = {
         refusal=hopper_refusal,
         pays=lambda problem, backward: is_faster(problem.head_dim, problem.dropout, problem.length, backward),
         forward=lambda q, k, v, out, extras, options: hopper_forward.forward(
-            q, k, v, out, extras.key, options, forward_blocks(q.shape[-1], options.threshold > 0)
+            q, k, v, out, extras, options, forward_blocks(q.shape[-1], options.threshold > 0)
         ),
         backward=lambda do, q, k, v, out, lse2, gradients, extras, options: hopper_backward.backward(
-            do, q, k, v, out, lse2, gradients, extras.key, options, backward_blocks(q.shape[-1])
+            do, q, k, v, out, lse2, gradients, extras, options, backward_blocks(q.shape[-1])
         ),
     ),
     "plain": Path(

@@ -1,5 +1,8 @@
 """Who sees whom and how scores are changed, in Triton: what attention/score.py says in torch, for tiles of a kernel.
 
+The kernels of hopper/ call these functions too. Gluon gives a tensor its layout from its operands, so none is made here
+from a shape alone.
+
     seen_keys, seeing_queries       the tiles to visit, and which of them need no mask
     key_interval, query_interval    the keys a query sees and the queries that see a key, always an interval
     change_scores                   soft cap, then ALiBi; scores in base 2
@@ -121,8 +124,8 @@ def seeing_queries(i_n, at, BLOCKS: tl.constexpr, MODE: tl.constexpr):
 def key_interval(o_m, at, MODE: tl.constexpr):
     """(first, end): the queries o_m see the keys from `first` up to, but not including, `end`."""
     o_own = o_m + at.offset
-    first = tl.zeros_like(o_own)
-    end = tl.minimum(o_own + 1, at.S) if MODE.causal else tl.zeros_like(o_own) + at.S
+    first = o_own * 0
+    end = tl.minimum(o_own + 1, at.S) if MODE.causal else first + at.S
     if MODE.window:
         first = tl.maximum(first, o_own - (MODE.window - 1))
     if MODE.documents:
@@ -135,8 +138,8 @@ def key_interval(o_m, at, MODE: tl.constexpr):
 @triton.jit
 def query_interval(o_n, at, MODE: tl.constexpr):
     """(first, end): the keys o_n are seen by the queries from `first` up to, but not including, `end`."""
-    first = o_n - at.offset if MODE.causal else tl.zeros_like(o_n)
-    end = tl.zeros_like(o_n) + at.T
+    first = o_n - at.offset if MODE.causal else o_n * 0
+    end = o_n * 0 + at.T
     if MODE.window:
         end = tl.minimum(end, o_n + MODE.window - at.offset)
     if MODE.documents:

@@ -30,15 +30,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .. import tiles as plain
-from ..configs import Options
-from .compat import barrier, tma_add
+from ..backward import sinks_gradient
+from ..configs import Extras, Options
+from ..score import (
+    LOG2_E,
+    alibi_bias,
+    alibi_frame,
+    base_2,
+    change_gradient,
+    change_scores,
+    locate,
+    soft_cap_tanh,
+)
+from .compat import barrier
 from .configs import BackwardBlocks
 from .dropout import draw_transposed, drop_transposed, load_key
-from .forward import LOG2_E
-from .schedule import Sizes, locate, query_tiles
+from .schedule import Sizes, query_tiles, seen_by_query, swizzle
 from .tiles import matrix, row_tiles, tiles
+from .turns import SLOTS, adder
 
-SLOTS = gl.constexpr(2)  # of dq in shared memory
 WIDTH = gl.constexpr(256)  # of a row of the workspace: a number for each of the consumer's threads
 
 
@@ -66,23 +76,29 @@ class Barriers(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """A program's work: key tile i_tile of a key/value head, whose first query head is i_h of sequence i_b."""
+    """A program's work: key tile i_tile of a key/value head, whose first query head is i_h of row i_b.
+
+    at       where the row's queries and keys stand
+    queries  the query tiles that see it
+    """
 
     i_tile: Any
     i_b: Any
     i_kv: Any
     i_h: Any
+    at: Any
+    queries: Any
 
 
 @gluon.jit
-def producer(q, k, v, do, lse2, delta, tile, buffers, barriers, sizes, CAUSAL: gl.constexpr, BLOCKS: gl.constexpr):
+def producer(q, k, v, do, lse2, delta, tile, buffers, barriers, sizes, BLOCKS: gl.constexpr):
     """One warp: brings k and v once, and q, do, lse2 and delta of every query tile."""
     BM: gl.constexpr = BLOCKS.q
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
     dtype: gl.constexpr = q.dtype
-    m_start, _, _, m_end = query_tiles(tile.i_tile, sizes, CAUSAL, BM, BN)
+    seen = tile.queries
 
     mbarrier.expect(barriers.kv, 2 * k.block_type.nbytes)
     position = [tile.i_b, tile.i_kv, tile.i_tile * BN, 0]
@@ -91,8 +107,8 @@ def producer(q, k, v, do, lse2, delta, tile, buffers, barriers, sizes, CAUSAL: g
     i_step = 0
     for i_h in range(tile.i_h, tile.i_h + sizes.G):
         i_bh = tile.i_b * sizes.H + i_h
-        for j in range(m_end - m_start):
-            i_m = (m_end - 1 - j) * BM
+        for j in range(seen.end - seen.start):
+            i_m = (seen.end - 1 - j) * BM
             i_s = i_step % STAGES
             full = barriers.full.index(i_s)
             b_q = buffers.q.index(i_s)._reinterpret(dtype, [1, 1, BM, BD], q.layout)
@@ -107,118 +123,17 @@ def producer(q, k, v, do, lse2, delta, tile, buffers, barriers, sizes, CAUSAL: g
 
 
 @gluon.jit
-def await_turn(p_turn, turn):
-    """Spin until the counter says `turn`; what was added before is then visible to the copy engine."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .b32 t;
-        WAIT: ld.acquire.gpu.global.b32 t, [$1];
-        setp.ne.s32 p, t, $2;
-        @p bra WAIT;
-        fence.proxy.async.global;
-        mov.b32 $0, t;
-        }""",
-        "=r,l,r,~{memory}",
-        [p_turn, turn],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def pass_turn(p_turn, turn):
-    """Wait until what this warp added is in device memory, and not only read from shared memory; then hand over."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .b32 lane;
-        cp.async.bulk.wait_group 0;
-        fence.proxy.async.global;
-        bar.warp.sync -1;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 p, lane, 0;
-        @p st.release.gpu.global.b32 [$1], $2;
-        mov.b32 $0, lane;
-        }""",
-        "=r,l,r,~{memory}",
-        [p_turn, turn],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def offer_slot(dq_sum, slot, ready, p_turn, i_sum, i_tile, is_last):
-    """Let the consumer have a slot; with the sum of the key tiles before in it, if the consumer is to write dq."""
-    if is_last & (i_tile > 0):
-        await_turn(p_turn + i_sum, i_tile)
-        mbarrier.expect(ready, dq_sum.block_type.nbytes)
-        tma.async_copy_global_to_shared(dq_sum, [i_sum * dq_sum.block_shape[0], 0], ready, slot)
-    else:
-        mbarrier.arrive(ready)
-
-
-@gluon.jit
-def adder(
-    dq, dq_sum, p_turn, tile, buffers, barriers, sizes, i_slot: gl.constexpr, CAUSAL: gl.constexpr, BLOCKS: gl.constexpr
-):
-    """One warp: adds every second dq tile of its program to the workspace, each in its turn, or writes it to dq."""
-    BM: gl.constexpr = BLOCKS.q
-    BD: gl.constexpr = BLOCKS.columns
-    slot = buffers.dq.index(i_slot)
-    ready = barriers.dq_ready.index(i_slot)
-    i_tile = tile.i_tile
-    m_start, m_last, _, m_end = query_tiles(i_tile, sizes, CAUSAL, BM, BLOCKS.k)
-    n_tiles = m_end - m_start
-    n_steps = n_tiles * sizes.G
-    i_bh = tile.i_b * sizes.H + tile.i_h
-
-    i_step = n_steps * 0 + i_slot
-    if i_step < n_steps:
-        i_m = m_end - 1 - i_step % n_tiles
-        i_sum = (i_bh + i_step // n_tiles) * m_end + i_m
-        offer_slot(dq_sum, slot, ready, p_turn, i_sum, i_tile, i_m < m_last)
-    while i_step < n_steps:
-        i_h = i_step // n_tiles
-        i_m = m_end - 1 - i_step % n_tiles
-        i_sum = (i_bh + i_h) * m_end + i_m
-        mbarrier.wait(barriers.dq_full.index(i_slot), (i_step // SLOTS) & 1)
-        if i_m < m_last:
-            b_dq = slot._reinterpret(dq.dtype, [1, 1, BM, BD], dq.layout)
-            tma.async_copy_shared_to_global(dq, [tile.i_b, tile.i_h + i_h, i_m * BM, 0], b_dq)
-        else:
-            await_turn(p_turn + i_sum, i_tile)
-            if i_tile == 0:  # the first stores, so that nobody has to set the workspace to zero
-                tma.async_copy_shared_to_global(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
-            else:
-                tma_add(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
-        tma.store_wait(0)
-        # The slot is free before the turn is passed, which takes longer.
-        i_step += SLOTS
-        next_m = m_end - 1 - i_step % n_tiles
-        next_sum = (i_bh + i_step // n_tiles) * m_end + next_m
-        next_waits = (next_m < m_last) & (i_tile > 0)
-        if (i_step < n_steps) & (not next_waits):
-            mbarrier.arrive(ready)
-        if i_m >= m_last:
-            pass_turn(p_turn + i_sum, i_tile + 1)
-        if (i_step < n_steps) & next_waits:
-            offer_slot(dq_sum, slot, ready, p_turn, next_sum, i_tile, True)
-
-
-@gluon.jit
 def step(
-    b_dk, b_dv, p_key, i_b, i_h, i_step, i_m, i_n, is_cut, is_last, scale, buffers, barriers, sizes,
-    CAUSAL: gl.constexpr, THRESHOLD: gl.constexpr, BLOCKS: gl.constexpr,
+    b_dk, b_dv, i_step, i_h, i_m, i_n, is_cut, is_last, tile, extras, scale, buffers, barriers,
+    BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Keys and values at i_n collect their gradients from queries at i_m, which get theirs through a slot."""
     BM: gl.constexpr = BLOCKS.q
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
+    THRESHOLD: gl.constexpr = MODE.threshold
+    KEEP_SCALE: gl.constexpr = 256 / (256 - THRESHOLD)
     # Warps of the dq tile (BM, BD) along its rows and columns; each has DN columns.
     WM: gl.constexpr = BM // 16
     WN: gl.constexpr = 8 // WM
@@ -226,8 +141,8 @@ def step(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BM, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, DN, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
-    KEEP_SCALE: gl.constexpr = 256 / (256 - THRESHOLD)
     dtype: gl.constexpr = buffers.q.dtype
+    at, scale_log2 = tile.at, scale * LOG2_E
     i_s = i_step % STAGES
     q_s = buffers.q.index(i_s)
     do_s = buffers.do.index(i_s)
@@ -238,16 +153,22 @@ def step(
     s_flight = warpgroup_mma(buffers.k, q_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp_flight = warpgroup_mma(buffers.v, do_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if THRESHOLD:  # the key is loaded again in each step: there are no registers to keep it in
-        key = load_key(p_key, i_b, i_h)
-        b_w = draw_transposed(key, i_m, i_n, BM, BN)
+        b_w = draw_transposed(load_key(extras.key, tile.i_b, i_h), i_m, i_n, BM, BN)
+    o_m = i_m + gl.arange(0, BM, gl.SliceLayout(0, S_LAYOUT))
+    o_rows = gl.arange(0, BN, gl.SliceLayout(1, S_LAYOUT))
+    slope2 = gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
     b_s = warpgroup_mma_wait(1, deps=(s_flight,))
+    b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
+    b_bias = alibi_bias(slope2, o_m[None, :], o_rows[:, None], i_n, i_n, at, MODE) if MODE.alibi else None
+    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     if is_cut:
-        o_n = i_n + gl.arange(0, BN, gl.SliceLayout(1, S_LAYOUT))
-        o_m = i_m + gl.arange(0, BM, gl.SliceLayout(0, S_LAYOUT))
-        m_s = (o_n + (sizes.T - sizes.S))[:, None] <= o_m[None, :] if CAUSAL else (o_n < sizes.S)[:, None]
-        b_s = gl.where(m_s, b_s, -float("inf"))
-    b_p = gl.exp2(b_s * (scale * LOG2_E) - buffers.lse2.index(i_s).load(S_LAYOUT))
+        b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], at, MODE), b_s, -float("inf"))
+    b_lse2 = buffers.lse2.index(i_s).load(S_LAYOUT)
+    if MODE.alibi:
+        b_lse2 += alibi_frame(slope2, o_m, i_n, at, MODE)[None, :]
+    b_p = gl.exp2(b_s * base_2(scale_log2, MODE) - b_lse2)
     b_p_kept = gl.convert_layout(b_p.to(dtype), P_LAYOUT)
+    b_p = change_gradient(b_p, b_tanh, MODE)  # which ds is a multiple of; there are no registers to keep b_tanh in
     if THRESHOLD:
         b_p_kept = drop_transposed(b_p_kept, b_w, THRESHOLD, BM, BN)
     dv_flight = warpgroup_mma(b_p_kept, do_s, b_dv, is_async=True)
@@ -255,7 +176,11 @@ def step(
     b_delta = buffers.delta.index(i_s).load(S_LAYOUT)
     if THRESHOLD:
         # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
-        b_ds32 = gl.convert_layout(b_p_kept, S_LAYOUT).to(gl.float32) * b_dp - b_p * b_delta
+        b_kept = gl.convert_layout(b_p_kept, S_LAYOUT)
+        if MODE.soft_cap is not None:
+            b_ds32 = b_p * (gl.where(b_kept != 0.0, b_dp, 0.0) - b_delta)
+        else:
+            b_ds32 = b_kept.to(gl.float32) * b_dp - b_p * b_delta
     else:
         b_ds32 = b_p * (b_dp - b_delta)
     b_ds = b_ds32.to(dtype)
@@ -275,7 +200,8 @@ def step(
     slot = buffers.dq.index(i_slot)
     mbarrier.wait(barriers.dq_ready.index(i_slot), (i_step // SLOTS) & 1)
     b_dq = b_dq.reshape([WM, 2, 8, WN, DN // 8, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6)).reshape([BM * BD // WIDTH, WIDTH])
-    if is_last & (i_n > 0):
+    is_first = i_m >= tile.queries.first * BM if MODE.bounded else i_n == 0
+    if is_last & (not is_first):
         b_dq = b_dq + slot.load(b_dq.type.layout)
         barrier()
     if is_last:
@@ -290,30 +216,28 @@ def step(
 
 
 @gluon.jit
-def consumer(
-    dk, dv, p_key, scale, tile, buffers, barriers, sizes,
-    CAUSAL: gl.constexpr, THRESHOLD: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
+def consumer(dk, dv, extras, scale, tile, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Eight warps: dk and dv of a tile of keys, summed over the G query heads that share it, and all its dq tiles."""
     BM: gl.constexpr = BLOCKS.q
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BD, 16])
-    KEEP_SCALE: gl.constexpr = 256 / (256 - THRESHOLD)
+    KEEP_SCALE: gl.constexpr = 256 / (256 - MODE.threshold)
     dtype: gl.constexpr = dk.dtype
     i_n = tile.i_tile * BN
-    m_start, m_last, m_full, m_end = query_tiles(tile.i_tile, sizes, CAUSAL, BM, BN)
+    seen = tile.queries
 
     b_dk = gl.zeros([BN, BD], gl.float32, LAYOUT)
     b_dv = gl.zeros([BN, BD], gl.float32, LAYOUT)
     mbarrier.wait(barriers.kv, 0)
     i_step = 0
     for i_h in range(tile.i_h, tile.i_h + sizes.G):
-        for j in range(m_start, m_end):
-            i_m = m_end - 1 + m_start - j
+        for j in range(seen.start, seen.end):
+            i_m = seen.end - 1 + seen.start - j
+            is_cut = (i_m < seen.full) | (i_m >= seen.cut) if MODE.bounded else i_m < seen.full
             b_dk, b_dv = step(
-                b_dk, b_dv, p_key, tile.i_b, i_h, i_step, i_m * BM, i_n, i_m < m_full, i_m < m_last, scale,
-                buffers, barriers, sizes, CAUSAL, THRESHOLD, BLOCKS,
+                b_dk, b_dv, i_step, i_h, i_m * BM, i_n, is_cut, i_m < seen.last, tile, extras, scale,
+                buffers, barriers, BLOCKS, MODE,
             )  # fmt: skip
             i_step += 1
     buffers.k.store((b_dk * (scale * KEEP_SCALE)).to(dtype))
@@ -325,10 +249,10 @@ def consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["H", "G", "T", "S", "n_n", "n_heads", "n_together"])
+@gluon.jit(do_not_specialize=["H", "G", "T", "S", "q_start", "k_start", "length", "n_n", "n_heads", "n_together"])
 def backward_kernel(
-    q, k, v, do, dq, dk, dv, lse2, delta, dq_sum, p_turn, p_work, p_key, scale, H, G, T, S, n_n, n_heads, n_together,
-    CAUSAL: gl.constexpr, THRESHOLD: gl.constexpr, BLOCKS: gl.constexpr,
+    q, k, v, do, dq, dk, dv, lse2, delta, dq_sum, p_turn, p_work, extras, scale, H, G, T, S, q_start, k_start, length,
+    n_n, n_heads, n_together, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv. Grid: n_n tiles of keys x n_heads, batch x key/value heads."""
     BM: gl.constexpr = BLOCKS.q
@@ -366,16 +290,17 @@ def backward_kernel(
         mbarrier.init(barriers.dq_full.index(i), count=1)
     fence_async_shared()
 
-    sizes = Sizes(H, G, T, S, n_n, n_heads, n_together)
-    i_tile, i_bkv = locate(gl.atomic_add(p_work, 1), sizes)
-    i_kv = i_bkv % (H // G)
-    tile = KeyTile(i_tile, i_bkv // (H // G), i_kv, i_kv * G)
+    sizes = Sizes(H, G, T, S, q_start, k_start, length, n_n, n_heads, n_together)
+    i_tile, i_bkv = swizzle(gl.atomic_add(p_work, 1), sizes)
+    i_b, i_kv = i_bkv // (H // G), i_bkv % (H // G)
+    at = locate(T, S, q_start, k_start, length, extras, i_b)
+    tile = KeyTile(i_tile, i_b, i_kv, i_kv * G, at, query_tiles(i_tile, at, sizes, BM, BN, MODE))
     gl.warp_specialize(
         [
-            (consumer, (dk, dv, p_key, scale, tile, buffers, barriers, sizes, CAUSAL, THRESHOLD, BLOCKS)),
-            (producer, (q, k, v, do, lse2, delta, tile, buffers, barriers, sizes, CAUSAL, BLOCKS)),
-            (adder, (dq, dq_sum, p_turn, tile, buffers, barriers, sizes, 0, CAUSAL, BLOCKS)),
-            (adder, (dq, dq_sum, p_turn, tile, buffers, barriers, sizes, 1, CAUSAL, BLOCKS)),
+            (consumer, (dk, dv, extras, scale, tile, buffers, barriers, sizes, BLOCKS, MODE)),
+            (producer, (q, k, v, do, lse2, delta, tile, buffers, barriers, sizes, BLOCKS)),
+            (adder, (dq, dq_sum, p_turn, tile, buffers, barriers, sizes, 0, BLOCKS)),
+            (adder, (dq, dq_sum, p_turn, tile, buffers, barriers, sizes, 1, BLOCKS)),
         ],
         [1, 1, 1],
         [24, 24, 24],
@@ -406,22 +331,25 @@ def backward(
     out: Tensor,
     lse2: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor],
-    key: Tensor | None,
+    extras: Extras,
     options: Options,
     blocks: BackwardBlocks,
-) -> None:
-    """do and out like q (B, H, T, D), lse2 of the forward; fills the gradients dq, dk, dv, of the shapes of q, k, v."""
+) -> Tensor | None:
+    """do and out like q (B, H, T, D), lse2 of the forward; fills the gradients dq, dk, dv, of the shapes of q, k, v.
+
+    Returns the gradient of the sinks (H,), or None where there are none.
+    """
     dq, dk, dv = gradients
     if q.numel() == 0 or k.numel() == 0:
         for gradient in gradients:
             gradient.zero_()
-        return
+        return None if extras.sinks is None else torch.zeros_like(extras.sinks)
     B, H, T, _ = q.shape
     H_kv, S = k.shape[1:3]
     G = H // H_kv
     n_m, n_n = triton.cdiv(T, blocks.q), triton.cdiv(S, blocks.k)
-    if options.causal:  # what no key tile writes: queries that see nothing
-        dq[:, :, : max(T - S, 0)].zero_()
+    if T > S or options.q_start is not None:  # then no key tile may see a query tile, and write its dq
+        dq.zero_()
     do = plain.addressable(do)
     delta = plain.rows_like(q)
     turns = q.new_empty(B * H * n_m, dtype=torch.int32)
@@ -453,18 +381,21 @@ def backward(
         matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
         turns,
         work,
-        key,
+        extras,
         options.scale,
         H,
         G,
         T,
         S,
+        S - T if options.q_start is None else options.q_start,
+        options.k_start or 0,
+        0 if extras.starts is None else extras.starts.shape[1],
         n_n,
         B * H_kv,
         # Four times what the plain kernels keep together: the next key tile of a head finds more of its turns passed.
         plain.head_group_size(B * H_kv, q[0, :G], shared_by=4),
-        CAUSAL=options.causal,
-        THRESHOLD=options.threshold,
         BLOCKS=blocks,
+        MODE=plain.kernel_mode(q, options, extras),
         num_warps=8,
     )
+    return None if extras.sinks is None else sinks_gradient(extras.sinks, lse2, delta, T, options)

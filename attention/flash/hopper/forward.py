@@ -27,15 +27,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..configs import Options
-from ..tiles import ROW_ALIGNMENT, head_group_size, rows_like
+from ..configs import Extras, Options
+from ..forward import without_keys
+from ..score import (
+    LOG2_E,
+    alibi_bias,
+    alibi_frame,
+    base_2,
+    change_scores,
+    key_interval,
+    locate,
+    soft_cap_tanh,
+)
+from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, rows_like
 from .configs import ForwardBlocks
 from .dropout import drop, load_key
-from .schedule import Sizes, key_tiles, locate
+from .schedule import Sizes, key_tiles, sees_key, swizzle
+from .softmax import ROWS, rescale, row_max, row_sum
 from .tiles import tiles
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-ROWS = gl.constexpr(64)  # of a consumer: what a warpgroup multiplies at once
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
 GROWTH = gl.constexpr(8)
 
@@ -61,8 +71,24 @@ class Barriers(NamedTuple):
     turn: Any
 
 
+class Queries(NamedTuple):
+    """A consumer's 64 queries from i_m, and what makes weights of their scores; zeros for what MODE has not.
+
+    interval    of keys that each query sees
+    slope2      of ALiBi, times log2(e)
+    key         dropout's counters
+    """
+
+    i_m: Any
+    at: Any
+    interval: Any
+    scale_log2: Any
+    slope2: Any
+    key: Any
+
+
 @gluon.jit
-def producer(q, k, v, p_work, buffers, barriers, sizes, CAUSAL: gl.constexpr, BLOCKS: gl.constexpr):
+def producer(q, k, v, p_work, extras, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """One warp: hands out tiles of queries, and brings them and the keys and values that they see."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
     BN: gl.constexpr = BLOCKS.k
@@ -76,11 +102,10 @@ def producer(q, k, v, p_work, buffers, barriers, sizes, CAUSAL: gl.constexpr, BL
     i_work = gl.program_id(0)
     n_work = sizes.n_tiles * sizes.n_heads
     while i_work < n_work:
-        i_tile, i_bh = locate(i_work, sizes)
+        i_tile, i_bh = swizzle(i_work, sizes)
         i_m = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
         i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
         i_kv = i_h // sizes.G
-        _, n_end = key_tiles(i_m, sizes, CAUSAL, CONSUMERS * ROWS, BN)
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(barriers.q_empty.index(c), (i_round & 1) ^ 1)
             buffers.work.index(c).store(gl.full([1], i_work, gl.int32, SCALAR))
@@ -89,9 +114,11 @@ def producer(q, k, v, p_work, buffers, barriers, sizes, CAUSAL: gl.constexpr, BL
             mbarrier.expect(q_full, q.block_type.nbytes)
             b_q = buffers.q.index(c)._reinterpret(dtype, [1, 1, ROWS, BD], q.layout)
             tma.async_copy_global_to_shared(q, [i_b, i_h, i_m + c * ROWS, 0], q_full, b_q)
-        for j in range(n_end + 1):
+        at = locate(sizes.T, sizes.S, sizes.q_start, sizes.k_start, sizes.length, extras, i_b)
+        n_start, _, _, n_end = key_tiles(i_m, at, CONSUMERS * ROWS, BN, MODE)
+        for j in range(n_end - n_start + 1):
             i_n = (n_end - 1 - j) * BN
-            has_k, has_v = j < n_end, j > 0
+            has_k, has_v = j < n_end - n_start, j > 0
             i_s = i_step % STAGES
             kv_full = barriers.kv_full.index(i_s)
             mbarrier.wait(barriers.kv_empty.index(i_s), ((i_step // STAGES) & 1) ^ 1)
@@ -119,64 +146,51 @@ def next_work(work_s, work_full, i_round):
 
 
 @gluon.jit
-def row_max(b_s, N: gl.constexpr, BLOCKS: gl.constexpr):
-    """The maximum of each row. Two consumers have the registers to follow several chains of maxima at once."""
-    if BLOCKS.consumers == 2:
-        b_s = gl.max(gl.max(b_s.reshape([ROWS, N // 32, 4, 8]), 1), 1)
-    return gl.max(b_s, 1)
+def skip(i_step, i_turn, n, barriers, c: gl.constexpr, BLOCKS: gl.constexpr):
+    """(i_step, i_turn) after n key tiles that only other consumers see."""
+    for _ in range(n):
+        i_s = i_step % BLOCKS.stages
+        mbarrier.wait(barriers.kv_full.index(i_s), (i_step // BLOCKS.stages) & 1)
+        mbarrier.arrive(barriers.kv_empty.index(i_s))
+        i_step += 1
+        if BLOCKS.in_turn:
+            mbarrier.wait(barriers.turn.index(c), i_turn & 1)
+            mbarrier.arrive(barriers.turn.index((c + 1) % BLOCKS.consumers))
+            i_turn += 1
+    return i_step, i_turn
 
 
 @gluon.jit
-def row_sum(b_p, N: gl.constexpr):
-    """(ROWS, 4): what each of a row's four threads holds of it, summed. The four are added once, at the end."""
-    return gl.sum(gl.sum(b_p.reshape([ROWS, N // 8, 4, 2]), 1), 2)
-
-
-@gluon.constexpr_function
-def rescale_asm(n):
-    """PTX for n registers of a thread and their factors, which are those of two rows, alternating in pairs."""
-    moves = " ".join(f"mov.b32 ${i}, ${n + i};" for i in range(n))
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
-    return f"""{{
-        .reg .pred p, q;
-        {moves}
-        setp.ne.f32 p, ${2 * n}, 0f3F800000;
-        setp.ne.or.f32 q, ${2 * n + 2}, 0f3F800000, p;
-        vote.sync.any.pred p, q, 0xffffffff;
-        @!p bra DONE;
-        {products}
-        DONE:
-        }}"""
-
-
-@gluon.constexpr_function
-def rescale_constraints(n):
-    return ",".join(["=f"] * n + ["f"] * 2 * n)
+def load_queries(scale_log2, extras, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MODE: gl.constexpr):
+    """What belongs to the queries from i_m of query head i_h of row i_b."""
+    at = locate(sizes.T, sizes.S, sizes.q_start, sizes.k_start, sizes.length, extras, i_b)
+    interval = (0, 0)
+    if MODE.bounded or MODE.offsets:
+        interval = key_interval(i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), at, MODE)
+    slope2 = gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
+    key = load_key(extras.key, i_b, i_h) if MODE.threshold else 0
+    return Queries(i_m, at, interval, scale_log2, slope2, key)
 
 
 @gluon.jit
-def rescale(o, alpha, BD: gl.constexpr):
-    """o times each row's factor; a warp whose factors are all 1, as they most often are, skips the products."""
-    N: gl.constexpr = BD // 2  # registers of o in a thread
-    ASM: gl.constexpr = rescale_asm(N)
-    CONSTRAINTS: gl.constexpr = rescale_constraints(N)
-    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [o, alpha[:, None]], dtype=gl.float32, is_pure=True, pack=N)
-
-
-@gluon.jit
-def masked(b_s, i_m, i_n, sizes, CAUSAL: gl.constexpr, N: gl.constexpr):
-    """Scores (ROWS, N) with -inf where a query does not see a key."""
-    layout: gl.constexpr = b_s.type.layout
-    o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    o_n = i_n + gl.arange(0, N, gl.SliceLayout(0, layout))
-    m_s = o_n[None, :] <= o_m[:, None] + (sizes.S - sizes.T) if CAUSAL else (o_n < sizes.S)[None, :]
-    return gl.where(m_s, b_s, -float("inf"))
+def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr):
+    """q k^T (ROWS, N) changed as `change_scores` says, and -inf where a query does not see a key."""
+    LAYOUT: gl.constexpr = b_s.type.layout
+    at, i_m, scale_log2 = queries.at, queries.i_m, queries.scale_log2
+    o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    o_columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))[None, :]
+    b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
+    b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_m + at.offset, at, MODE) if MODE.alibi else None
+    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+    if is_cut:
+        b_s = gl.where(sees_key(o_m, i_n + o_columns, queries.interval, at, MODE), b_s, -float("inf"))
+    return b_s
 
 
 @gluon.jit
 def step(
-    o, b_p, m, l, key, i_step, i_turn, i_m, i_n, is_cut, scale_log2, buffers, barriers, sizes,
-    c: gl.constexpr, CAUSAL: gl.constexpr, THRESHOLD: gl.constexpr, BLOCKS: gl.constexpr,
+    o, b_p, m, l, i_step, i_turn, i_n, is_cut, queries, buffers, barriers,
+    c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """o += p v of the tile before, beside the scores and the softmax of the key tile at i_n: (o, p, m, l) after it.
 
@@ -187,6 +201,8 @@ def step(
     S_LAYOUT: gl.constexpr = m.type.layout.parent
     O_ROWS: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     L_ROWS: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    THRESHOLD: gl.constexpr = MODE.threshold
+    unit = base_2(queries.scale_log2, MODE)
     i_s = i_step % STAGES
 
     if BLOCKS.in_turn:
@@ -198,17 +214,16 @@ def step(
     b_s = warpgroup_mma_wait(1, deps=(s_flight,))
     if BLOCKS.in_turn:
         mbarrier.arrive(barriers.turn.index((c + 1) % BLOCKS.consumers))
-    if is_cut:
-        b_s = masked(b_s, i_m, i_n, sizes, CAUSAL, BN)
+    b_s = finish_scores(b_s, i_n, is_cut, queries, MODE, BN)
 
     # (ROWS,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
-    m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * scale_log2
+    m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * unit
     m_new = gl.where(m_new - m > GROWTH, m_new, m)
     m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = gl.where(m_new == m, 1.0, gl.exp2(m - m_safe))
 
     # (ROWS, BN) l is summed before anything is dropped.
-    b_p32 = gl.exp2(b_s * scale_log2 - m_safe[:, None])
+    b_p32 = gl.exp2(b_s * unit - m_safe[:, None])
     l = l * gl.convert_layout(alpha, L_ROWS)[:, None] + row_sum(b_p32, BN)
 
     # A wait that ptxas does not move the softmax across: without it, all of it would come after the product with v.
@@ -218,50 +233,45 @@ def step(
     o = rescale(o, gl.convert_layout(alpha, O_ROWS), BLOCKS.columns)
     b_p = gl.convert_layout(b_p32.to(buffers.q.dtype), b_p.type.layout)
     if THRESHOLD:
-        b_p = drop(b_p, key, i_m, i_n, THRESHOLD, ROWS, BN)
+        b_p = drop(b_p, queries.key, queries.i_m, i_n, THRESHOLD, ROWS, BN)
     return o, b_p, m_new, l
 
 
 @gluon.jit
 def consumer(
-    out, rows, p_key, scale_log2, buffers, barriers, sizes,
-    c: gl.constexpr, CAUSAL: gl.constexpr, THRESHOLD: gl.constexpr, BLOCKS: gl.constexpr,
+    out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes,
+    c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: out and lse of 64 queries of each tile that the producer hands out."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
+    THRESHOLD: gl.constexpr = MODE.threshold
+    KEEP_SCALE: gl.constexpr = 256 / (256 - THRESHOLD)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    KEEP_SCALE: gl.constexpr = 256 / (256 - THRESHOLD)
     dtype: gl.constexpr = out.dtype
-    p_lse, p_lse2 = rows
     T = sizes.T
+    unit = base_2(scale_log2, MODE)
 
     i_step = 0
     i_turn = 0
     i_round = 0
     i_work = next_work(buffers.work.index(c), barriers.work_full.index(c), i_round)
     while i_work < sizes.n_tiles * sizes.n_heads:
-        i_tile, i_bh = locate(i_work, sizes)
+        i_tile, i_bh = swizzle(i_work, sizes)
         i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
-        i_m0 = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
-        i_m = i_m0 + c * ROWS
-        _, n_end_all = key_tiles(i_m0, sizes, CAUSAL, CONSUMERS * ROWS, BN)
-        n_full, n_end = key_tiles(i_m, sizes, CAUSAL, ROWS, BN)
-        for _ in range(n_end_all - n_end):  # tiles that only the other consumers see
-            mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
-            mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
-            i_step += 1
-            if BLOCKS.in_turn:
-                mbarrier.wait(barriers.turn.index(c), i_turn & 1)
-                mbarrier.arrive(barriers.turn.index((c + 1) % CONSUMERS))
-                i_turn += 1
-        key = load_key(p_key, i_b, i_h) if THRESHOLD else None
+        i_m_all = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
+        i_m = i_m_all + c * ROWS
+        queries = load_queries(scale_log2, extras, i_m, i_b, i_h, sizes, S_LAYOUT, MODE)
+        at = queries.at
+        n_start_all, _, _, n_end_all = key_tiles(i_m_all, at, CONSUMERS * ROWS, BN, MODE)
+        n_start, n_whole, n_full, n_end = key_tiles(i_m, at, ROWS, BN, MODE)
+        i_step, i_turn = skip(i_step, i_turn, n_end_all - n_end, barriers, c, BLOCKS)
 
         # The last tile that these queries see, which the diagonal or the end of the sequence cuts.
         i_n = (n_end - 1) * BN
@@ -272,39 +282,50 @@ def consumer(
         s_flight = warpgroup_mma(buffers.q.index(c), b_k, zeros, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
-        b_s = masked(b_s, i_m, i_n, sizes, CAUSAL, BN)
-        m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * scale_log2
+        b_s = finish_scores(b_s, i_n, True, queries, MODE, BN)
+        m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * unit
+        o_m = i_m + gl.arange(0, ROWS, S_ROWS)
+        b_frame = alibi_frame(queries.slope2, o_m, i_m + at.offset, at, MODE) if MODE.alibi else 0.0
+        if MODE.sinks:  # as if a key without a value had been seen before all others
+            m_sink = gl.load(extras.sinks + i_h) * LOG2_E + b_frame
+            m = gl.maximum(m, m_sink)
         m_safe = gl.where(m == -float("inf"), 0.0, m)
-        b_p32 = gl.exp2(b_s * scale_log2 - m_safe[:, None])
+        b_p32 = gl.exp2(b_s * unit - m_safe[:, None])
         l = row_sum(b_p32, BN)
+        if MODE.sinks:  # a quarter for each of a row's four threads
+            l += gl.convert_layout(0.25 * gl.exp2(m_sink - m_safe), gl.SliceLayout(1, l.type.layout))[:, None]
         b_p = gl.convert_layout(b_p32.to(dtype), P_LAYOUT)
         if THRESHOLD:
-            b_p = drop(b_p, key, i_m, i_n, THRESHOLD, ROWS, BN)
+            b_p = drop(b_p, queries.key, i_m, i_n, THRESHOLD, ROWS, BN)
         o = gl.zeros([ROWS, BD], gl.float32, O_LAYOUT)
         i_step += 1
         mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
 
-        for j in range(1, n_end):
-            i_tile_n = n_end - 1 - j
+        for j in range(n_start + 1, n_end):
+            i_tile_n = n_end - 1 + n_start - j
+            is_cut = (i_tile_n >= n_full) | (i_tile_n < n_whole) if MODE.bounded else i_tile_n >= n_full
             o, b_p, m, l = step(
-                o, b_p, m, l, key, i_step, i_turn, i_m, i_tile_n * BN, i_tile_n >= n_full, scale_log2,
-                buffers, barriers, sizes, c, CAUSAL, THRESHOLD, BLOCKS,
-            )  # fmt: skip
+                o, b_p, m, l, i_step, i_turn, i_tile_n * BN, is_cut, queries, buffers, barriers, c, BLOCKS, MODE
+            )
             i_step += 1
             i_turn += 1
 
         o_flight = warpgroup_mma(b_p, buffers.v.index(i_step % STAGES), o, is_async=True)
         mbarrier.arrive(barriers.q_empty.index(c))
         l_row = gl.convert_layout(gl.sum(l, 1), S_ROWS)
-        lse2 = m + gl.log2(l_row)
+        lse2 = m + gl.log2(l_row) - b_frame
         o, b_p = warpgroup_mma_wait(0, deps=(o_flight, b_p))
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
-        i_step += 1
+        i_step, i_turn = skip(i_step + 1, i_turn, n_start - n_start_all, barriers, c, BLOCKS)
         i_round += 1
 
         # Kept weights are rescaled once, here, by the inverse of the keep probability.
         o = o * gl.convert_layout(KEEP_SCALE / l_row, O_ROWS)[:, None]
-        if CAUSAL:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
+        # Rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too.
+        if MODE.bounded or MODE.offsets:
+            first, end = queries.interval
+            o = gl.where((gl.convert_layout(first, O_ROWS) < gl.convert_layout(end, O_ROWS))[:, None], o, 0.0)
+        elif MODE.causal:
             o = gl.where((i_m + gl.arange(0, ROWS, O_ROWS) >= T - sizes.S)[:, None], o, 0.0)
         b_out = buffers.out.index(c)
         tma.store_wait(0)
@@ -313,7 +334,6 @@ def consumer(
         b_out = b_out._reinterpret(dtype, [1, 1, ROWS, BD], out.layout)
         tma.async_copy_shared_to_global(out, [i_b, i_h, i_m, 0], b_out)
         # As the plain forward: lse2 for the backward, +inf for a row that saw nothing.
-        o_m = i_m + gl.arange(0, ROWS, S_ROWS)
         gl.store(p_lse + i_bh.to(gl.int64) * T + o_m, lse2 / LOG2_E, mask=o_m < T)
         lse2 = gl.where(lse2 == -float("inf"), float("inf"), lse2)
         T_padded = gl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -322,10 +342,10 @@ def consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["H", "G", "T", "S", "n_m", "n_heads", "n_together"])
+@gluon.jit(do_not_specialize=["H", "G", "T", "S", "q_start", "k_start", "length", "n_m", "n_heads", "n_together"])
 def forward_kernel(
-    q, k, v, out, p_lse, p_lse2, p_key, p_work, scale_log2, H, G, T, S, n_m, n_heads, n_together,
-    CAUSAL: gl.constexpr, THRESHOLD: gl.constexpr, BLOCKS: gl.constexpr,
+    q, k, v, out, p_lse, p_lse2, extras, p_work, scale_log2, H, G, T, S, q_start, k_start, length,
+    n_m, n_heads, n_together, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """out and lse of n_m tiles of queries x n_heads. Grid: at most a program for each multiprocessor."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
@@ -364,15 +384,14 @@ def forward_kernel(
     if BLOCKS.in_turn:
         mbarrier.arrive(barriers.turn.index(0))
 
-    sizes = Sizes(H, G, T, S, n_m, n_heads, n_together)
-    rows = (p_lse, p_lse2)
+    sizes = Sizes(H, G, T, S, q_start, k_start, length, n_m, n_heads, n_together)
     # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consumer, (out, rows, p_key, scale_log2, buffers, barriers, sizes, 0, CAUSAL, THRESHOLD, BLOCKS)),
-                (consumer, (out, rows, p_key, scale_log2, buffers, barriers, sizes, 1, CAUSAL, THRESHOLD, BLOCKS)),
-                (producer, (q, k, v, p_work, buffers, barriers, sizes, CAUSAL, BLOCKS)),
+                (consumer, (out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes, 0, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes, 1, BLOCKS, MODE)),
+                (producer, (q, k, v, p_work, extras, buffers, barriers, sizes, BLOCKS, MODE)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -380,10 +399,10 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (out, rows, p_key, scale_log2, buffers, barriers, sizes, 0, CAUSAL, THRESHOLD, BLOCKS)),
-                (consumer, (out, rows, p_key, scale_log2, buffers, barriers, sizes, 1, CAUSAL, THRESHOLD, BLOCKS)),
-                (consumer, (out, rows, p_key, scale_log2, buffers, barriers, sizes, 2, CAUSAL, THRESHOLD, BLOCKS)),
-                (producer, (q, k, v, p_work, buffers, barriers, sizes, CAUSAL, BLOCKS)),
+                (consumer, (out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes, 0, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes, 1, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes, 2, BLOCKS, MODE)),
+                (producer, (q, k, v, p_work, extras, buffers, barriers, sizes, BLOCKS, MODE)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
@@ -391,18 +410,14 @@ def forward_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, key: Tensor | None, options: Options, blocks: ForwardBlocks
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, extras: Extras, options: Options, blocks: ForwardBlocks
 ) -> tuple[Tensor, Tensor]:
-    """q (B, H, T, D), k and v (B, H_kv, S, D), key (7,) int64 or None -> lse and lse2; fills out, like q.
-
-    All as in the plain forward.
-    """
+    """q (B, H, T, D), k and v (B, H_kv, S, D) -> lse (B, H, T) and lse2; fills out, like q. As the plain forward."""
     B, H, T, _ = q.shape
     H_kv, S = k.shape[1:3]
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
     if out.numel() == 0 or S == 0:
-        out.zero_()
-        return lse.fill_(-torch.inf), lse2.fill_(torch.inf)
+        return without_keys(out, lse, lse2, extras)
     n_m = triton.cdiv(T, blocks.consumers * ROWS.value)
     n_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     forward_kernel[(min(n_programs, n_m * B * H),)](
@@ -412,19 +427,21 @@ def forward(
         tiles(out, ROWS.value, blocks.columns),
         lse,
         lse2,
-        key,
+        extras,
         torch.zeros(1, dtype=torch.int32, device=q.device),
         options.scale * LOG2_E.value,
         H,
         H // H_kv,
         T,
         S,
+        S - T if options.q_start is None else options.q_start,
+        options.k_start or 0,
+        0 if extras.starts is None else extras.starts.shape[1],
         n_m,
         B * H,
         head_group_size(B * H, k[0, 0], H // H_kv),
-        CAUSAL=options.causal,
-        THRESHOLD=options.threshold,
         BLOCKS=blocks,
+        MODE=kernel_mode(q, options, extras),
         num_warps=4,
     )
     return lse, lse2

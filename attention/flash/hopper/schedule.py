@@ -1,28 +1,55 @@
-"""Which tile a program works on, and which tiles see each other: all roles of a kernel must agree on it."""
+"""Which tile a program works on, and which tiles see each other: all roles of a kernel must agree on it.
+
+Bounds and masks are those of attention/flash/score.py, here in numbers of tiles.
+"""
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..configs import Blocks
+from ..score import query_interval, seeing_queries, seen_keys
+
 
 class Sizes(NamedTuple):
     """Of a call: query heads H, query heads G that share a key/value head, queries T, keys S of a sequence.
 
-    n_tiles of a head, n_heads of the batch, and n_together heads that run at the same time (see `locate`).
+    q_start, k_start  positions of the first query and the first key
+    length            of the rows of document bounds, 0 without documents
+    n_tiles of a head, n_heads of the batch, and n_together heads that run at the same time (see `swizzle`)
     """
 
     H: Any
     G: Any
     T: Any
     S: Any
+    q_start: Any
+    k_start: Any
+    length: Any
     n_tiles: Any
     n_heads: Any
     n_together: Any
 
 
+class QueryTiles(NamedTuple):
+    """The query tiles that see something of a key tile: those from `start` up to, but not including, `end`.
+
+    Those before `last` see no later key tile, and those from `first` on no earlier one. Those from `full` up to `cut`
+    see all of its keys. With the key tile all but `full` and `cut` grow or stay, so that the key tiles that a query
+    tile sees have no gap.
+    """
+
+    start: Any
+    last: Any
+    first: Any
+    full: Any
+    cut: Any
+    end: Any
+
+
 @gluon.jit
-def locate(i_work, sizes):
+def swizzle(i_work, sizes):
     """(tile, head) of a unit of work: heads in sections of n_together, and all heads of a section tile by tile."""
     i_section = i_work // (sizes.n_together * sizes.n_tiles)
     i_rest = i_work % (sizes.n_together * sizes.n_tiles)
@@ -30,40 +57,71 @@ def locate(i_work, sizes):
     return i_rest // n_here, i_section * sizes.n_together + i_rest % n_here
 
 
-@gluon.jit
-def key_tiles(i_m, sizes, CAUSAL: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    """(n_full, n_end): queries [i_m, i_m + BM) see the key tiles before n_full whole, and none sees any from n_end on.
-
-    n_end is at least 1, so that queries that see nothing go the same way as the others.
-    """
-    T = sizes.T
-    S = sizes.S
-    if CAUSAL:
-        n_full = gl.minimum(gl.maximum(i_m + 1 + S - T, 0), S) // BN
-        n_end = gl.cdiv(gl.minimum(gl.maximum(i_m + BM + S - T, 1), S), BN)
-    else:
-        n_full = S // BN
-        n_end = gl.cdiv(S, BN)
-    return n_full, n_end
+@gluon.constexpr_function
+def tile_shape(rows, columns):
+    """What attention/flash/score.py takes as BLOCKS."""
+    return Blocks(rows, columns, warps=4, stages=1)
 
 
 @gluon.jit
-def query_tiles(i_tile, sizes, CAUSAL: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    """(m_start, m_last, m_full, m_end): the query tiles [m_start, m_end) see something of key tile i_tile.
+def key_tiles(i_m, at, BM: gl.constexpr, BN: gl.constexpr, MODE: gl.constexpr):
+    """(n_start, n_whole, n_full, n_end): queries [i_m, i_m + BM) see something of the key tiles [n_start, n_end).
 
-    Those before m_last see no key tile after this one. Those from m_full on see all of its keys.
+    They see all of those from n_whole up to n_full. There is at least one, so that queries that see nothing go the same
+    way as the others.
     """
-    T = sizes.T
-    S = sizes.S
-    m_end = gl.cdiv(T, BM)
-    is_last = i_tile == sizes.n_tiles - 1
-    if CAUSAL:
-        i_m = i_tile * BN + T - S
-        m_start = gl.minimum(gl.maximum(i_m, 0) // BM, m_end)
-        m_last = gl.where(is_last, m_end, gl.minimum(gl.maximum(i_m + BN, 0) // BM, m_end))
-        m_full = gl.minimum(gl.cdiv(gl.maximum(i_m + BN - 1, 0), BM), m_end)
+    TILE: gl.constexpr = tile_shape(BM, BN)
+    i_m = gl.minimum(i_m, at.T - 1)  # the documents of rows behind the last query are unknown
+    n_start, n_whole, n_full, n_end = seen_keys(i_m, at, TILE, MODE)
+    n_end = gl.maximum(gl.cdiv(n_end, BN), 1)
+    return gl.minimum(n_start // BN, n_end - 1), n_whole // BN, n_full // BN, n_end
+
+
+@gluon.jit
+def query_tiles(i_tile, at, sizes, BM: gl.constexpr, BN: gl.constexpr, MODE: gl.constexpr):
+    """The query tiles of BM rows that see something of key tile i_tile, of BN rows."""
+    TILE: gl.constexpr = tile_shape(BM, BN)
+    n_m = gl.cdiv(at.T, BM)
+    start, full, cut, end = seeing_queries(i_tile * BN, at, TILE, MODE)
+    start = gl.minimum(start // BM, n_m)
+    full = gl.minimum(full // BM, n_m)
+    end = gl.cdiv(gl.maximum(end, 0), BM)
+    # What lies behind the last key must not be seen: the copy engine reads it as zeros, which are scores like others.
+    full = gl.where(i_tile * BN + BN > at.S, end, full)
+    cut = gl.maximum(cut, 0) // BM if MODE.bounded else end
+    last = n_m
+    if i_tile < sizes.n_tiles - 1:
+        last, _, _, _ = seeing_queries(i_tile * BN + BN, at, TILE, MODE)
+        last = gl.minimum(last // BM, n_m)
+    first = n_m * 0
+    if i_tile > 0:
+        _, _, _, first = seeing_queries(i_tile * BN - BN, at, TILE, MODE)
+        first = gl.cdiv(gl.maximum(first, 0), BM)
+    return QueryTiles(start, last, first, full, cut, end)
+
+
+@gluon.jit
+def sees_key(o_m, o_n, interval, at, MODE: gl.constexpr):
+    """Whether queries o_m (M, 1) see keys o_n (1, N). interval: of `key_interval`, where MODE has bounds or offsets."""
+    if MODE.bounded or MODE.offsets:
+        first, end = interval
+        m_s = (o_n >= first[:, None]) & (o_n < end[:, None])
+    elif MODE.causal:
+        m_s = o_n <= o_m + at.offset
     else:
-        m_start = m_end * 0
-        m_last = gl.where(is_last, m_end, 0)
-        m_full = gl.where(i_tile * BN + BN > S, m_end, 0)
-    return m_start, m_last, m_full, m_end
+        m_s = o_n < at.S
+    return m_s
+
+
+@gluon.jit
+def seen_by_query(o_n, o_m, at, MODE: gl.constexpr):
+    """Whether keys o_n (N,) are seen by queries o_m (1, M): (N, M)."""
+    if MODE.bounded or MODE.offsets:
+        first, end = query_interval(o_n, at, MODE)
+        end = gl.where(o_n < at.S, end, 0)
+        m_s = (o_m >= first[:, None]) & (o_m < end[:, None])
+    elif MODE.causal:
+        m_s = (o_n - at.offset)[:, None] <= o_m
+    else:
+        m_s = (o_n < at.S)[:, None]
+    return m_s

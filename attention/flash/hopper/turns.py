@@ -1,0 +1,112 @@
+"""The sum of dq over key tiles, in device memory and in a fixed order.
+
+A counter for each query tile says whose turn it is: that of the key tile after the one that added last.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .compat import tma_add
+
+SLOTS = gl.constexpr(2)  # of dq in shared memory
+
+
+@gluon.jit
+def await_turn(p_turn, turn):
+    """Spin until the counter says `turn`; what was added before is then visible to the copy engine."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b32 t;
+        WAIT: ld.acquire.gpu.global.b32 t, [$1];
+        setp.ne.s32 p, t, $2;
+        @p bra WAIT;
+        fence.proxy.async.global;
+        mov.b32 $0, t;
+        }""",
+        "=r,l,r,~{memory}",
+        [p_turn, turn],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pass_turn(p_turn, turn):
+    """Wait until what this warp added is in device memory, and not only read from shared memory; then hand over."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b32 lane;
+        cp.async.bulk.wait_group 0;
+        fence.proxy.async.global;
+        bar.warp.sync -1;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 p, lane, 0;
+        @p st.release.gpu.global.b32 [$1], $2;
+        mov.b32 $0, lane;
+        }""",
+        "=r,l,r,~{memory}",
+        [p_turn, turn],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def offer_slot(dq_sum, slot, ready, p_turn, i_sum, i_tile, has_sum):
+    """Let the consumer have a slot; where it is to write dq, with the sum of the key tiles before in it."""
+    if has_sum:
+        await_turn(p_turn + i_sum, i_tile)
+        mbarrier.expect(ready, dq_sum.block_type.nbytes)
+        tma.async_copy_global_to_shared(dq_sum, [i_sum * dq_sum.block_shape[0], 0], ready, slot)
+    else:
+        mbarrier.arrive(ready)
+
+
+@gluon.jit
+def adder(dq, dq_sum, p_turn, tile, buffers, barriers, sizes, i_slot: gl.constexpr, BLOCKS: gl.constexpr):
+    """One warp: adds every second dq tile of its program to the workspace, each in its turn, or writes it to dq."""
+    BM: gl.constexpr = BLOCKS.q
+    BD: gl.constexpr = BLOCKS.columns
+    slot = buffers.dq.index(i_slot)
+    ready = barriers.dq_ready.index(i_slot)
+    i_tile, seen = tile.i_tile, tile.queries
+    n_tiles = seen.end - seen.start
+    n_steps = n_tiles * sizes.G
+    n_m = gl.cdiv(sizes.T, BM)
+    i_bh = tile.i_b * sizes.H + tile.i_h
+
+    i_step = n_steps * 0 + i_slot
+    if i_step < n_steps:
+        i_m = seen.end - 1 - i_step % n_tiles
+        i_sum = (i_bh + i_step // n_tiles) * n_m + i_m
+        offer_slot(dq_sum, slot, ready, p_turn, i_sum, i_tile, (i_m < seen.last) & (i_m < seen.first))
+    while i_step < n_steps:
+        i_h = i_step // n_tiles
+        i_m = seen.end - 1 - i_step % n_tiles
+        i_sum = (i_bh + i_h) * n_m + i_m
+        mbarrier.wait(barriers.dq_full.index(i_slot), (i_step // SLOTS) & 1)
+        if i_m < seen.last:
+            b_dq = slot._reinterpret(dq.dtype, [1, 1, BM, BD], dq.layout)
+            tma.async_copy_shared_to_global(dq, [tile.i_b, tile.i_h + i_h, i_m * BM, 0], b_dq)
+        elif i_m >= seen.first:  # the first stores, so that nobody has to set the workspace to zero
+            tma.async_copy_shared_to_global(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
+        else:
+            await_turn(p_turn + i_sum, i_tile)
+            tma_add(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
+        tma.store_wait(0)
+        # The slot is free before the turn is passed, which takes longer.
+        i_step += SLOTS
+        next_m = seen.end - 1 - i_step % n_tiles
+        next_sum = (i_bh + i_step // n_tiles) * n_m + next_m
+        next_waits = (next_m < seen.last) & (next_m < seen.first)
+        if (i_step < n_steps) & (not next_waits):
+            mbarrier.arrive(ready)
+        if i_m >= seen.last:
+            pass_turn(p_turn + i_sum, i_tile + 1)
+        if (i_step < n_steps) & next_waits:
+            offer_slot(dq_sum, slot, ready, p_turn, next_sum, i_tile, True)
