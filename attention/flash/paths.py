@@ -112,7 +112,7 @@ PATHS = {
         refusal=hopper_refusal,
         pays=lambda problem, backward: is_faster(problem.head_dim, problem.dropout, problem.length, backward),
         forward=lambda q, k, v, out, extras, options: hopper_forward.forward(
-            q, k, v, out, extras, options, forward_blocks(q.shape[-1], options.threshold > 0)
+            q, k, v, out, extras, options, forward_blocks(q.shape[-1], options.threshold > 0, extras.slopes is not None)
         ),
         backward=lambda do, q, k, v, out, lse2, gradients, extras, options: hopper_backward.backward(
             do, q, k, v, out, lse2, gradients, extras, options, backward_blocks(q.shape[-1])

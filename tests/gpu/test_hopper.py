@@ -7,13 +7,14 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, DropoutKey, KernelPath, build_attention, keep_mask
-from tests.attention.reference import KEY, Case, assert_accurate, formula
+from attention import AttentionConfig, DropoutKey, KernelPath, Layout, Score, build_attention, documents, keep_mask
+from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
@@ -26,6 +27,15 @@ LENGTHS = (
     (191, 193), (192, 255), (257, 257), (300, 5),
 )  # fmt: skip
 HEADS = ((4, 4), (4, 2), (3, 1))
+SCORES: dict[str, Any] = {
+    "window": {"window": 100},
+    "soft_cap": {"soft_cap": 3.0, "spread": 4.0},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "documents": {"documents": (200, 1, 129, 70, 64, 48)},
+    "documents_full": {"documents": (200, 1, 129, 70, 64, 48), "causal": False},
+    "everything": {"window": 100, "soft_cap": 3.0, "alibi": True, "sinks": True, "documents": (212, 300)},
+}
 DROPOUT = pytest.mark.parametrize("dropout", [0.0, 0.17])
 
 
@@ -63,6 +73,129 @@ def test_error_is_a_small_multiple_of_the_plain_formula_s(case, causal, dropout)
 @pytest.mark.parametrize("case", grid()[::5], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
 def test_error_in_fp16(case, dropout):
     assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.float16, "cuda", factor=4.0)
+
+
+@DROPOUT
+@pytest.mark.parametrize("D", [64, 111, 128])
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_error_of_changed_scores(score, D, dropout):
+    T = 300 if D == 111 and "documents" not in score else 512
+    case = Case(2, 4, 2, T, 512, D, dropout=dropout, **score)
+    assert_accurate(flash(dropout), case, torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("score", ["soft_cap", "alibi", "everything"])
+def test_error_of_changed_scores_in_fp16(score):
+    case = Case(1, 4, 2, 200, 512, 128, dropout=0.17, **SCORES[score])
+    assert_accurate(flash(0.17), case, torch.float16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("T", [129, 256, 400])
+@pytest.mark.parametrize("window", [1, 64, 65, 128, 129, 200])
+def test_windows_that_end_at_the_edge_of_a_tile(window, T):
+    for D in (64, 128):
+        assert_accurate(flash(), Case(1, 2, 1, T, 400, D, window=window), torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("lengths", [(128, 256, 64, 64), (127, 1, 129, 255), (1, 511), (64, 63, 65, 192, 128), (512,)])
+def test_documents_that_end_at_the_edge_of_a_tile(lengths, causal):
+    for D, T in ((64, 512), (128, 512), (128, 333)):
+        case = Case(2, 2, 2, T, 512, D, causal=causal, documents=lengths)
+        assert_accurate(flash(), case, torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("score", [Score(), Score(causal=False), Score(window=33), Score(window=200)], ids=str)
+@pytest.mark.parametrize("offsets", [(64, 0), (0, 64), (100, 20), (10, 100), (200, 0), (0, 0), (900, 0), (0, 900)])
+def test_queries_and_keys_that_stand_anywhere(score, offsets):
+    layout = Layout(*offsets)
+    for D, T, S in ((64, 200, 300), (128, 330, 140)):
+        tensors = Case(1, 4, 2, T, S, D).tensors(torch.bfloat16, "cuda")
+        results = [
+            gradients(partial(build_attention(config), score=score, layout=layout), *(x.to(dtype) for x in tensors))
+            for config, dtype in (
+                (AttentionConfig("flash", path=KernelPath.hopper), torch.bfloat16),
+                (AttentionConfig("flash", path=KernelPath.plain), torch.bfloat16),
+                (AttentionConfig("naive"), torch.float64),
+            )
+        ]
+        for name, exact in results[2].items():
+            hopper, plain = ((result[name] - exact).abs().max() for result in results[:2])
+            assert hopper <= 2 * plain + 1e-6, (name, D)
+
+
+@DROPOUT
+@pytest.mark.parametrize("D", [64, 128])
+def test_repeats_of_changed_scores_are_bitwise_equal(D, dropout):
+    case = Case(
+        2,
+        4,
+        2,
+        2000,
+        2000,
+        D,
+        dropout=dropout,
+        window=700,
+        soft_cap=10.0,
+        alibi=True,
+        sinks=True,
+        documents=(1500, 500),
+    )
+    tensors, sinks, layout = case.tensors(torch.bfloat16, "cuda"), case.sink_logits("cuda"), case.layout("cuda")
+
+    def attend(q, k, v, sinks):
+        return flash(dropout)(q, k, v, score=case.score, layout=layout, sinks=sinks, dropout_key=KEY)
+
+    first = gradients(attend, *tensors, sinks=sinks)
+    for _ in range(200):
+        again = gradients(attend, *tensors, sinks=sinks)
+        assert all(torch.equal(again[name], x) for name, x in first.items())
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_graph_replayed_with_other_documents_follows_them(D):
+    q, k, v, do = Case(2, 2, 2, 300, 300, D).tensors(torch.bfloat16, "cuda")
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    starts = torch.zeros(2, 300, dtype=torch.int32, device="cuda")
+
+    def forward_backward(starts: Tensor) -> list[Tensor]:
+        out = flash()(q, k, v, layout=documents(starts)).out
+        return [out, *torch.autograd.grad(out, (q, k, v), do)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        forward_backward(starts)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_backward(starts)
+    for bound in (128, 77, 250):
+        starts.zero_()[:, bound:] = bound
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, forward_backward(starts), strict=True))
+
+
+@DROPOUT
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_with_one_key_dq_and_dk_are_what_the_rounding_of_out_leaves(D, causal, dropout):
+    """There dP = delta and dS = 0, but delta comes from an output in bf16: off by up to eps/2 of each of its terms."""
+    q, k, v, do = Case(2, 4, 2, 300, 1, D).tensors(torch.bfloat16, "cuda")
+    attend = partial(flash(dropout), score=Score(causal=causal), dropout_key=KEY)
+    out, dq, dk, dv = (x.double() for x in run(attend, q, k, v, do))
+    keep = keep_mask(KEY, dropout, 2, 4, 300, 1, device="cuda") / (1 - round(256 * dropout) / 256)
+    if causal:
+        keep[:, :, :-1] = 0.0
+    expected = keep * v.repeat_interleave(2, 1).double()
+    terms = do.double() * expected
+    u = torch.finfo(torch.bfloat16).eps / 2
+    off = (u * terms.abs().sum(-1, keepdim=True) + 1e-5) / D**0.5 * (1 + 2 * u)
+    assert ((out - expected).abs() <= u * expected.abs() + 1e-30).all()
+    assert (dq.abs() <= off * k.repeat_interleave(2, 1).double().abs()).all()
+    assert (dk.abs() <= (off * q.double().abs()).sum(2, keepdim=True).unflatten(1, (2, 2)).sum(2)).all()
+    torch.testing.assert_close(
+        dv, (keep * do.double()).sum(2, keepdim=True).unflatten(1, (2, 2)).sum(2), rtol=u, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("T", [1, 2, 5, 17, 128])
@@ -129,13 +262,15 @@ def test_grids_of_any_size_end():
     """From one program to four times the multiprocessors; a time limit ends programs that wait for ever."""
     script = """
 import torch
-from attention import AttentionConfig, KernelPath, build_attention
+from attention import AttentionConfig, KernelPath, Layout, Score, build_attention, documents
 attend = build_attention(AttentionConfig("flash", path=KernelPath.hopper))
 n = torch.cuda.get_device_properties(0).multi_processor_count
 for H, T in ((1, 64), (1, 129), (n - 1, 128), (n, 128), (n + 1, 192), (1, 128 * n), (1, 256 * n), (4 * n, 128)):
     q, k, v = (torch.randn(1, H, T, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    attend(q, k, v).out.sum().backward()
-    torch.cuda.synchronize()
+    starts = torch.arange(T, dtype=torch.int32, device="cuda")[None] // 300 * 300
+    for score, layout in ((Score(), Layout()), (Score(window=200), Layout()), (Score(), documents(starts))):
+        attend(q, k, v, score=score, layout=layout).out.sum().backward()
+        torch.cuda.synchronize()
 """
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120)

@@ -48,11 +48,11 @@ class BackwardBlocks(NamedTuple):
     stages: int
 
 
-def forward_blocks(head_dim: int, dropout: bool) -> ForwardBlocks:
+def forward_blocks(head_dim: int, dropout: bool, alibi: bool) -> ForwardBlocks:
     """The forward's shape for a head size of HEAD_DIMS."""
     if head_dim > 64:
         return ForwardBlocks(consumers=2, k=128, columns=128, stages=2, registers=240, in_turn=False)
-    if dropout:  # the mask needs the registers of a third consumer
+    if dropout or alibi:  # the mask and the biases need the registers of a third consumer
         return ForwardBlocks(consumers=2, k=128, columns=64, stages=4, registers=240, in_turn=False)
     return ForwardBlocks(consumers=3, k=128, columns=64, stages=4, registers=160, in_turn=True)
 

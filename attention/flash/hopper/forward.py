@@ -180,11 +180,18 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
     o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     o_columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))[None, :]
     b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
-    b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_m + at.offset, at, MODE) if MODE.alibi else None
+    # ALiBi's bias of a column, whatever the tile: registers that stay. `alibi_shift` is what a tile has besides.
+    b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, at, MODE) if MODE.alibi else None
     b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     if is_cut:
         b_s = gl.where(sees_key(o_m, i_n + o_columns, queries.interval, at, MODE), b_s, -float("inf"))
     return b_s
+
+
+@gluon.jit
+def alibi_shift(i_n, queries, MODE: gl.constexpr):
+    """What the scores of `finish_scores` are short of in the key tile at i_n, for a bias of 0 at the first query."""
+    return queries.slope2 * (i_n - queries.i_m - queries.at.offset).to(gl.float32) if MODE.alibi else 0.0
 
 
 @gluon.jit
@@ -215,15 +222,16 @@ def step(
     if BLOCKS.in_turn:
         mbarrier.arrive(barriers.turn.index((c + 1) % BLOCKS.consumers))
     b_s = finish_scores(b_s, i_n, is_cut, queries, MODE, BN)
+    shift = alibi_shift(i_n, queries, MODE)
 
     # (ROWS,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
-    m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * unit
+    m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * unit + shift
     m_new = gl.where(m_new - m > GROWTH, m_new, m)
     m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = gl.where(m_new == m, 1.0, gl.exp2(m - m_safe))
 
     # (ROWS, BN) l is summed before anything is dropped.
-    b_p32 = gl.exp2(b_s * unit - m_safe[:, None])
+    b_p32 = gl.exp2(b_s * unit - (m_safe - shift)[:, None])
     l = l * gl.convert_layout(alpha, L_ROWS)[:, None] + row_sum(b_p32, BN)
 
     # A wait that ptxas does not move the softmax across: without it, all of it would come after the product with v.
@@ -283,14 +291,15 @@ def consumer(
         b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
         b_s = finish_scores(b_s, i_n, True, queries, MODE, BN)
-        m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * unit
+        shift = alibi_shift(i_n, queries, MODE)
+        m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * unit + shift
         o_m = i_m + gl.arange(0, ROWS, S_ROWS)
         b_frame = alibi_frame(queries.slope2, o_m, i_m + at.offset, at, MODE) if MODE.alibi else 0.0
         if MODE.sinks:  # as if a key without a value had been seen before all others
             m_sink = gl.load(extras.sinks + i_h) * LOG2_E + b_frame
             m = gl.maximum(m, m_sink)
         m_safe = gl.where(m == -float("inf"), 0.0, m)
-        b_p32 = gl.exp2(b_s * unit - m_safe[:, None])
+        b_p32 = gl.exp2(b_s * unit - (m_safe - shift)[:, None])
         l = row_sum(b_p32, BN)
         if MODE.sinks:  # a quarter for each of a row's four threads
             l += gl.convert_layout(0.25 * gl.exp2(m_sink - m_safe), gl.SliceLayout(1, l.type.layout))[:, None]
