@@ -12,8 +12,6 @@ scores, its product with v is in flight, and so are the products of the other co
 multiprocessor and take the next tile of queries from a counter, the longest rows first.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 from torch import Tensor
@@ -31,167 +29,19 @@ from ..configs import Extras, Options
 from ..forward import without_keys
 from ..score import (
     LOG2_E,
-    alibi_bias,
     alibi_frame,
     base_2,
-    change_scores,
-    key_interval,
-    locate,
-    soft_cap_tanh,
 )
 from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, rows_like
 from .configs import ForwardBlocks
-from .dropout import drop, load_key
-from .schedule import Sizes, key_tiles, sees_key, swizzle
-from .softmax import ROWS, rescale, row_max, row_sum
+from .dropout import drop
+from .forward_pipeline import allocate, next_work, producer, skip
+from .schedule import Sizes, key_tiles, swizzle
+from .softmax import ROWS, alibi_shift, finish_scores, load_queries, rescale, row_max, row_sum
 from .tiles import tiles
 
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
 GROWTH = gl.constexpr(8)
-
-
-class Buffers(NamedTuple):
-    """Shared memory: a tile of q and of out for each consumer, stages of k and v, the number of the tile of queries."""
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    work: Any
-
-
-class Barriers(NamedTuple):
-    """work, q: for each consumer; kv: for each stage. turn: whose products are next, where consumers take turns."""
-
-    work_full: Any
-    q_full: Any
-    q_empty: Any
-    kv_full: Any
-    kv_empty: Any
-    turn: Any
-
-
-class Queries(NamedTuple):
-    """A consumer's 64 queries from i_m, and what makes weights of their scores; zeros for what MODE has not.
-
-    interval    of keys that each query sees
-    slope2      of ALiBi, times log2(e)
-    key         dropout's counters
-    """
-
-    i_m: Any
-    at: Any
-    interval: Any
-    scale_log2: Any
-    slope2: Any
-    key: Any
-
-
-@gluon.jit
-def producer(q, k, v, p_work, extras, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """One warp: hands out tiles of queries, and brings them and the keys and values that they see."""
-    CONSUMERS: gl.constexpr = BLOCKS.consumers
-    BN: gl.constexpr = BLOCKS.k
-    BD: gl.constexpr = BLOCKS.columns
-    STAGES: gl.constexpr = BLOCKS.stages
-    SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    dtype: gl.constexpr = q.dtype
-
-    i_step = 0
-    i_round = 0
-    i_work = gl.program_id(0)
-    n_work = sizes.n_tiles * sizes.n_heads
-    while i_work < n_work:
-        i_tile, i_bh = swizzle(i_work, sizes)
-        i_m = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
-        i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
-        i_kv = i_h // sizes.G
-        for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(barriers.q_empty.index(c), (i_round & 1) ^ 1)
-            buffers.work.index(c).store(gl.full([1], i_work, gl.int32, SCALAR))
-            mbarrier.arrive(barriers.work_full.index(c))
-            q_full = barriers.q_full.index(c)
-            mbarrier.expect(q_full, q.block_type.nbytes)
-            b_q = buffers.q.index(c)._reinterpret(dtype, [1, 1, ROWS, BD], q.layout)
-            tma.async_copy_global_to_shared(q, [i_b, i_h, i_m + c * ROWS, 0], q_full, b_q)
-        at = locate(sizes.T, sizes.S, sizes.q_start, sizes.k_start, sizes.length, extras, i_b)
-        n_start, _, _, n_end = key_tiles(i_m, at, CONSUMERS * ROWS, BN, MODE)
-        for j in range(n_end - n_start + 1):
-            i_n = (n_end - 1 - j) * BN
-            has_k, has_v = j < n_end - n_start, j > 0
-            i_s = i_step % STAGES
-            kv_full = barriers.kv_full.index(i_s)
-            mbarrier.wait(barriers.kv_empty.index(i_s), ((i_step // STAGES) & 1) ^ 1)
-            mbarrier.expect(kv_full, 2 * k.block_type.nbytes, pred=has_k & has_v)
-            mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
-            b_k = buffers.k.index(i_s)._reinterpret(dtype, [1, 1, BN, BD], k.layout)
-            b_v = buffers.v.index(i_s)._reinterpret(dtype, [1, 1, BN, BD], v.layout)
-            tma.async_copy_global_to_shared(k, [i_b, i_kv, i_n, 0], kv_full, b_k, pred=has_k)
-            tma.async_copy_global_to_shared(v, [i_b, i_kv, i_n + BN, 0], kv_full, b_v, pred=has_v)
-            i_step += 1
-        i_round += 1
-        i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1)
-    for c in gl.static_range(CONSUMERS):  # work that does not exist ends the consumers
-        mbarrier.wait(barriers.q_empty.index(c), (i_round & 1) ^ 1)
-        buffers.work.index(c).store(gl.full([1], i_work, gl.int32, SCALAR))
-        mbarrier.arrive(barriers.work_full.index(c))
-
-
-@gluon.jit
-def next_work(work_s, work_full, i_round):
-    """The number of the tile of queries that the producer hands out."""
-    SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(work_full, i_round & 1)
-    return gl.max(work_s.load(SCALAR), 0)
-
-
-@gluon.jit
-def skip(i_step, i_turn, n, barriers, c: gl.constexpr, BLOCKS: gl.constexpr):
-    """(i_step, i_turn) after n key tiles that only other consumers see."""
-    for _ in range(n):
-        i_s = i_step % BLOCKS.stages
-        mbarrier.wait(barriers.kv_full.index(i_s), (i_step // BLOCKS.stages) & 1)
-        mbarrier.arrive(barriers.kv_empty.index(i_s))
-        i_step += 1
-        if BLOCKS.in_turn:
-            mbarrier.wait(barriers.turn.index(c), i_turn & 1)
-            mbarrier.arrive(barriers.turn.index((c + 1) % BLOCKS.consumers))
-            i_turn += 1
-    return i_step, i_turn
-
-
-@gluon.jit
-def load_queries(scale_log2, extras, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MODE: gl.constexpr):
-    """What belongs to the queries from i_m of query head i_h of row i_b."""
-    at = locate(sizes.T, sizes.S, sizes.q_start, sizes.k_start, sizes.length, extras, i_b)
-    interval = (0, 0)
-    if MODE.bounded or MODE.offsets:
-        interval = key_interval(i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), at, MODE)
-    slope2 = gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
-    key = load_key(extras.key, i_b, i_h) if MODE.threshold else 0
-    return Queries(i_m, at, interval, scale_log2, slope2, key)
-
-
-@gluon.jit
-def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr):
-    """q k^T (ROWS, N) changed as `change_scores` says, and -inf where a query does not see a key."""
-    LAYOUT: gl.constexpr = b_s.type.layout
-    at, i_m, scale_log2 = queries.at, queries.i_m, queries.scale_log2
-    o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
-    o_columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))[None, :]
-    b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
-    # ALiBi's bias of a column, whatever the tile: registers that stay. `alibi_shift` is what a tile has besides.
-    b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, at, MODE) if MODE.alibi else None
-    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
-    if is_cut:
-        b_s = gl.where(sees_key(o_m, i_n + o_columns, queries.interval, at, MODE), b_s, -float("inf"))
-    return b_s
-
-
-@gluon.jit
-def alibi_shift(i_n, queries, MODE: gl.constexpr):
-    """What the scores of `finish_scores` are short of in the key tile at i_n, for a bias of 0 at the first query."""
-    return queries.slope2 * (i_n - queries.i_m - queries.at.offset).to(gl.float32) if MODE.alibi else 0.0
 
 
 @gluon.jit
@@ -357,45 +207,11 @@ def forward_kernel(
     n_m, n_heads, n_together, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """out and lse of n_m tiles of queries x n_heads. Grid: at most a program for each multiprocessor."""
-    CONSUMERS: gl.constexpr = BLOCKS.consumers
-    BN: gl.constexpr = BLOCKS.k
-    BD: gl.constexpr = BLOCKS.columns
-    STAGES: gl.constexpr = BLOCKS.stages
     REGISTERS: gl.constexpr = BLOCKS.registers
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    dtype: gl.constexpr = q.dtype
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], dtype)
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
-    buffers = Buffers(
-        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout),
-        gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
-        gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
-        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout),
-        gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], BARRIER),
-    )
-    barriers = Barriers(
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
-    )
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(barriers.work_full.index(i), count=1)
-        mbarrier.init(barriers.q_full.index(i), count=1)
-        mbarrier.init(barriers.q_empty.index(i), count=1)
-        mbarrier.init(barriers.turn.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(barriers.kv_full.index(i), count=1)
-        mbarrier.init(barriers.kv_empty.index(i), count=CONSUMERS)
-    fence_async_shared()
-    if BLOCKS.in_turn:
-        mbarrier.arrive(barriers.turn.index(0))
-
+    buffers, barriers = allocate(q.dtype, BLOCKS)
     sizes = Sizes(H, G, T, S, q_start, k_start, length, n_m, n_heads, n_together)
     # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
-    if CONSUMERS == 2:
+    if BLOCKS.consumers == 2:
         gl.warp_specialize(
             [
                 (consumer, (out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes, 0, BLOCKS, MODE)),

@@ -1,9 +1,65 @@
-"""The softmax of a warpgroup's scores: what the accumulator's layout lets its threads do without each other."""
+"""What a warpgroup does with its scores, from the product to the weights, in the registers of the accumulator."""
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..score import LOG2_E, alibi_bias, change_scores, key_interval, locate, soft_cap_tanh
+from .dropout import load_key
+from .schedule import sees_key
+
 ROWS = gl.constexpr(64)  # of queries: what a warpgroup multiplies at once
+
+
+class Queries(NamedTuple):
+    """A consumer's 64 queries from i_m, and what makes weights of their scores; zeros for what MODE has not.
+
+    interval    of keys that each query sees
+    slope2      of ALiBi, times log2(e)
+    key         dropout's counters
+    """
+
+    i_m: Any
+    at: Any
+    interval: Any
+    scale_log2: Any
+    slope2: Any
+    key: Any
+
+
+@gluon.jit
+def load_queries(scale_log2, extras, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MODE: gl.constexpr):
+    """What belongs to the queries from i_m of query head i_h of row i_b."""
+    at = locate(sizes.T, sizes.S, sizes.q_start, sizes.k_start, sizes.length, extras, i_b)
+    interval = (0, 0)
+    if MODE.bounded or MODE.offsets:
+        interval = key_interval(i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), at, MODE)
+    slope2 = gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
+    key = load_key(extras.key, i_b, i_h) if MODE.threshold else 0
+    return Queries(i_m, at, interval, scale_log2, slope2, key)
+
+
+@gluon.jit
+def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr):
+    """q k^T (ROWS, N) changed as `change_scores` says, and -inf where a query does not see a key."""
+    LAYOUT: gl.constexpr = b_s.type.layout
+    at, i_m, scale_log2 = queries.at, queries.i_m, queries.scale_log2
+    o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    o_columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))[None, :]
+    b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
+    # ALiBi's bias of a column, whatever the tile: registers that stay. `alibi_shift` is what a tile has besides.
+    b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, at, MODE) if MODE.alibi else None
+    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+    if is_cut:
+        b_s = gl.where(sees_key(o_m, i_n + o_columns, queries.interval, at, MODE), b_s, -float("inf"))
+    return b_s
+
+
+@gluon.jit
+def alibi_shift(i_n, queries, MODE: gl.constexpr):
+    """What the scores of `finish_scores` are short of in the key tile at i_n, for a bias of 0 at the first query."""
+    return queries.slope2 * (i_n - queries.i_m - queries.at.offset).to(gl.float32) if MODE.alibi else 0.0
 
 
 @gluon.jit

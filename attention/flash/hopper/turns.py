@@ -7,9 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .backward_pipeline import SLOTS
 from .compat import tma_add
-
-SLOTS = gl.constexpr(2)  # of dq in shared memory
 
 
 @gluon.jit

@@ -1,0 +1,147 @@
+"""What the roles of the forward kernel share: tiles in shared memory, and barriers that say when they are there.
+
+The producer fills, the consumers empty. A barrier's phase is the parity of how often it was waited for.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ..score import locate
+from .schedule import key_tiles, swizzle
+from .softmax import ROWS
+
+
+class Buffers(NamedTuple):
+    """Shared memory: a tile of q and of out for each consumer, stages of k and v, the number of the tile of queries."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    work: Any
+
+
+class Barriers(NamedTuple):
+    """work, q: for each consumer; kv: for each stage. turn: whose products are next, where consumers take turns."""
+
+    work_full: Any
+    q_full: Any
+    q_empty: Any
+    kv_full: Any
+    kv_empty: Any
+    turn: Any
+
+
+@gluon.jit
+def allocate(dtype: gl.constexpr, BLOCKS: gl.constexpr):
+    """(buffers, barriers), the barriers ready."""
+    CONSUMERS: gl.constexpr = BLOCKS.consumers
+    BN: gl.constexpr = BLOCKS.k
+    BD: gl.constexpr = BLOCKS.columns
+    STAGES: gl.constexpr = BLOCKS.stages
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
+    buffers = Buffers(
+        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout),
+        gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
+        gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout),
+        gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], BARRIER),
+    )
+    barriers = Barriers(
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+    )
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(barriers.work_full.index(i), count=1)
+        mbarrier.init(barriers.q_full.index(i), count=1)
+        mbarrier.init(barriers.q_empty.index(i), count=1)
+        mbarrier.init(barriers.turn.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(barriers.kv_full.index(i), count=1)
+        mbarrier.init(barriers.kv_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    if BLOCKS.in_turn:
+        mbarrier.arrive(barriers.turn.index(0))
+    return buffers, barriers
+
+
+@gluon.jit
+def producer(q, k, v, p_work, extras, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """One warp: hands out tiles of queries, and brings them and the keys and values that they see."""
+    CONSUMERS: gl.constexpr = BLOCKS.consumers
+    BN: gl.constexpr = BLOCKS.k
+    BD: gl.constexpr = BLOCKS.columns
+    STAGES: gl.constexpr = BLOCKS.stages
+    SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    dtype: gl.constexpr = q.dtype
+
+    i_step = 0
+    i_round = 0
+    i_work = gl.program_id(0)
+    n_work = sizes.n_tiles * sizes.n_heads
+    while i_work < n_work:
+        i_tile, i_bh = swizzle(i_work, sizes)
+        i_m = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
+        i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
+        i_kv = i_h // sizes.G
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.wait(barriers.q_empty.index(c), (i_round & 1) ^ 1)
+            buffers.work.index(c).store(gl.full([1], i_work, gl.int32, SCALAR))
+            mbarrier.arrive(barriers.work_full.index(c))
+            q_full = barriers.q_full.index(c)
+            mbarrier.expect(q_full, q.block_type.nbytes)
+            b_q = buffers.q.index(c)._reinterpret(dtype, [1, 1, ROWS, BD], q.layout)
+            tma.async_copy_global_to_shared(q, [i_b, i_h, i_m + c * ROWS, 0], q_full, b_q)
+        at = locate(sizes.T, sizes.S, sizes.q_start, sizes.k_start, sizes.length, extras, i_b)
+        n_start, _, _, n_end = key_tiles(i_m, at, CONSUMERS * ROWS, BN, MODE)
+        for j in range(n_end - n_start + 1):
+            i_n = (n_end - 1 - j) * BN
+            has_k, has_v = j < n_end - n_start, j > 0
+            i_s = i_step % STAGES
+            kv_full = barriers.kv_full.index(i_s)
+            mbarrier.wait(barriers.kv_empty.index(i_s), ((i_step // STAGES) & 1) ^ 1)
+            mbarrier.expect(kv_full, 2 * k.block_type.nbytes, pred=has_k & has_v)
+            mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
+            b_k = buffers.k.index(i_s)._reinterpret(dtype, [1, 1, BN, BD], k.layout)
+            b_v = buffers.v.index(i_s)._reinterpret(dtype, [1, 1, BN, BD], v.layout)
+            tma.async_copy_global_to_shared(k, [i_b, i_kv, i_n, 0], kv_full, b_k, pred=has_k)
+            tma.async_copy_global_to_shared(v, [i_b, i_kv, i_n + BN, 0], kv_full, b_v, pred=has_v)
+            i_step += 1
+        i_round += 1
+        i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1)
+    for c in gl.static_range(CONSUMERS):  # work that does not exist ends the consumers
+        mbarrier.wait(barriers.q_empty.index(c), (i_round & 1) ^ 1)
+        buffers.work.index(c).store(gl.full([1], i_work, gl.int32, SCALAR))
+        mbarrier.arrive(barriers.work_full.index(c))
+
+
+@gluon.jit
+def next_work(work_s, work_full, i_round):
+    """The number of the tile of queries that the producer hands out."""
+    SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(work_full, i_round & 1)
+    return gl.max(work_s.load(SCALAR), 0)
+
+
+@gluon.jit
+def skip(i_step, i_turn, n, barriers, c: gl.constexpr, BLOCKS: gl.constexpr):
+    """(i_step, i_turn) after n key tiles that only other consumers see."""
+    for _ in range(n):
+        i_s = i_step % BLOCKS.stages
+        mbarrier.wait(barriers.kv_full.index(i_s), (i_step // BLOCKS.stages) & 1)
+        mbarrier.arrive(barriers.kv_empty.index(i_s))
+        i_step += 1
+        if BLOCKS.in_turn:
+            mbarrier.wait(barriers.turn.index(c), i_turn & 1)
+            mbarrier.arrive(barriers.turn.index((c + 1) % BLOCKS.consumers))
+            i_turn += 1
+    return i_step, i_turn
