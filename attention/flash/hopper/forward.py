@@ -37,7 +37,7 @@ from .configs import ForwardBlocks
 from .dropout import drop
 from .forward_pipeline import allocate, next_work, producer, skip
 from .schedule import Sizes, key_tiles, swizzle
-from .softmax import ROWS, alibi_shift, finish_scores, load_queries, rescale, row_max, row_sum
+from .softmax import ROWS, alibi_shift, exp2, finish_scores, load_queries, rescale, row_max, row_sum
 from .tiles import tiles
 
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
@@ -81,7 +81,7 @@ def step(
     alpha = gl.where(m_new == m, 1.0, gl.exp2(m - m_safe))
 
     # (ROWS, BN) l is summed before anything is dropped.
-    b_p32 = gl.exp2(b_s * unit - (m_safe - shift)[:, None])
+    b_p32 = exp2(b_s * unit - (m_safe - shift)[:, None], MODE)
     l = l * gl.convert_layout(alpha, L_ROWS)[:, None] + row_sum(b_p32, BN)
 
     # A wait that ptxas does not move the softmax across: without it, all of it would come after the product with v.
@@ -149,7 +149,7 @@ def consumer(
             m_sink = gl.load(extras.sinks + i_h) * LOG2_E + b_frame
             m = gl.maximum(m, m_sink)
         m_safe = gl.where(m == -float("inf"), 0.0, m)
-        b_p32 = gl.exp2(b_s * unit - (m_safe - shift)[:, None])
+        b_p32 = exp2(b_s * unit - (m_safe - shift)[:, None], MODE)
         l = row_sum(b_p32, BN)
         if MODE.sinks:  # a quarter for each of a row's four threads
             l += gl.convert_layout(0.25 * gl.exp2(m_sink - m_safe), gl.SliceLayout(1, l.type.layout))[:, None]
