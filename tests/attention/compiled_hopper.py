@@ -50,17 +50,20 @@ CONFIGURATIONS = {
     for D in (64, 128)
     for score in SCORES
     for dropout in ((0.0, 0.1) if score == "causal" else (0.1,) if score == "everything" else (0.0,))
-}
+} | {f"{D}-fp8": (D, "fp8", 0.0) for D in (64, 128)}
 
 
 def launch(D: int, score: str, dropout: float) -> None:
-    """A forward and a backward of 4,096 tokens in bf16."""
+    """A forward and, where there is one, a backward of 4,096 tokens in bf16."""
     tensors = (torch.zeros(1, 2, T, D, dtype=torch.bfloat16) for _ in range(8))
     q, k, v, out, do, *gradients = tensors
-    changed, extras = SCORES[score]
+    changed, extras = SCORES.get(score, ({}, Extras()))
     if dropout:
         extras = extras._replace(key=DropoutKey(1, 2, 3, 4).pack(q.device))
     options = Options(causal=True, scale=D**-0.5, threshold=drop_threshold(dropout), tf32=False)._replace(**changed)
+    if score == "fp8":
+        PATHS["fp8"].forward(q, k, v, out, extras, options)
+        return
     PATHS["hopper"].forward(q, k, v, out, extras, options)
     PATHS["hopper"].backward(do, q, k, v, out, rows_like(q), tuple(gradients), extras, options)
 

@@ -9,8 +9,6 @@ pipeline and the schedule are those of hopper/forward.py. What differs:
 - Weights lie between 0 and 2^(OFFSET + GROWTH), e4m3's range being 2^-9 to 448.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 from torch import Tensor
@@ -24,12 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..configs import Options
-from ..tiles import ROW_ALIGNMENT, head_group_size, rows_like
+from ..configs import Extras, Options
+from ..score import LOG2_E, Positions
+from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, rows_like
 from .configs import ForwardBlocks
-from .forward import LOG2_E, ROWS, masked, next_work, rescale, row_max, row_sum
+from .forward_pipeline import Barriers, Buffers, next_work, skip
 from .fp8 import quantise
-from .schedule import Sizes, key_tiles, locate
+from .schedule import Sizes, key_tiles, sees_key, swizzle
+from .softmax import ROWS, rescale, row_max, row_sum
 from .tiles import fp8_tiles, tiles
 
 # A row's largest weight is 2^OFFSET or, until its maximum has grown by 2^GROWTH and is taken anew, up to 2^8.
@@ -37,29 +37,22 @@ OFFSET = gl.constexpr(4)
 GROWTH = gl.constexpr(4)
 
 
-class Buffers(NamedTuple):
-    """Shared memory: a tile of q and of out for each consumer, stages of k and v, the number of the tile of queries."""
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    work: Any
-
-
-class Barriers(NamedTuple):
-    """work, q: for each consumer; kv: for each stage. turn: whose products are next, where consumers take turns."""
-
-    work_full: Any
-    q_full: Any
-    q_empty: Any
-    kv_full: Any
-    kv_empty: Any
-    turn: Any
+@gluon.jit
+def positions(sizes):
+    """Where queries and keys stand: the last query at the last key, in one document."""
+    return Positions(sizes.T, sizes.S, sizes.S - sizes.T, 0, 0, 0, 0)
 
 
 @gluon.jit
-def producer(q, k, v, p_work, buffers, barriers, sizes, CAUSAL: gl.constexpr, BLOCKS: gl.constexpr):
+def masked(b_s, i_m, i_n, sizes, MODE: gl.constexpr, N: gl.constexpr):
+    """Scores (ROWS, N) with -inf where a query does not see a key."""
+    o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, b_s.type.layout))[:, None]
+    o_n = i_n + gl.arange(0, N, gl.SliceLayout(0, b_s.type.layout))[None, :]
+    return gl.where(sees_key(o_m, o_n, (0, 0), positions(sizes), MODE), b_s, -float("inf"))
+
+
+@gluon.jit
+def producer(q, k, v, p_work, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """One warp: hands out tiles of queries, and brings them and the keys and values that they see."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
     BN: gl.constexpr = BLOCKS.k
@@ -73,11 +66,11 @@ def producer(q, k, v, p_work, buffers, barriers, sizes, CAUSAL: gl.constexpr, BL
     i_work = gl.program_id(0)
     n_work = sizes.n_tiles * sizes.n_heads
     while i_work < n_work:
-        i_tile, i_bh = locate(i_work, sizes)
+        i_tile, i_bh = swizzle(i_work, sizes)
         i_m = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
         i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
         i_kv = i_h // sizes.G
-        _, n_end = key_tiles(i_m, sizes, CAUSAL, CONSUMERS * ROWS, BN)
+        _, _, _, n_end = key_tiles(i_m, positions(sizes), CONSUMERS * ROWS, BN, MODE)
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(barriers.q_empty.index(c), (i_round & 1) ^ 1)
             buffers.work.index(c).store(gl.full([1], i_work, gl.int32, SCALAR))
@@ -147,7 +140,7 @@ def release(b_p):
 @gluon.jit
 def step(
     o, b_p32, m, l, scales, p_kv, i_step, i_turn, i_m, i_tile, is_cut, scale_q, buffers, barriers, sizes,
-    c: gl.constexpr, CAUSAL: gl.constexpr, BLOCKS: gl.constexpr,
+    c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """o += p v of the tile before, beside the scores and the softmax of a key tile: (o, p, m, l, next scales) after it.
 
@@ -175,7 +168,7 @@ def step(
     if BLOCKS.in_turn:
         mbarrier.arrive(barriers.turn.index((c + 1) % BLOCKS.consumers))
     if is_cut:
-        b_s = masked(b_s, i_m, i_tile * BN, sizes, CAUSAL, BN)
+        b_s = masked(b_s, i_m, i_tile * BN, sizes, MODE, BN)
 
     # (ROWS,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
     m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * scale + log2_v
@@ -199,7 +192,7 @@ def step(
 @gluon.jit
 def consumer(
     out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes,
-    c: gl.constexpr, CAUSAL: gl.constexpr, BLOCKS: gl.constexpr,
+    c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: out and lse of 64 queries of each tile that the producer hands out."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
@@ -218,24 +211,17 @@ def consumer(
     i_round = 0
     i_work = next_work(buffers.work.index(c), barriers.work_full.index(c), i_round)
     while i_work < sizes.n_tiles * sizes.n_heads:
-        i_tile, i_bh = locate(i_work, sizes)
+        i_tile, i_bh = swizzle(i_work, sizes)
         i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
         i_m0 = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
         i_m = i_m0 + c * ROWS
-        _, n_end_all = key_tiles(i_m0, sizes, CAUSAL, CONSUMERS * ROWS, BN)
-        n_full, n_end = key_tiles(i_m, sizes, CAUSAL, ROWS, BN)
+        _, _, _, n_end_all = key_tiles(i_m0, positions(sizes), CONSUMERS * ROWS, BN, MODE)
+        _, _, n_full, n_end = key_tiles(i_m, positions(sizes), ROWS, BN, MODE)
         p_kv_head = p_kv + (i_bh // sizes.G) * gl.cdiv(sizes.S, BN) * 2
         scales = load_scales(p_kv_head, n_end - 1)
         n_q = gl.cdiv(T, ROWS)
         scale_q = gl.load(p_q + i_bh * n_q + gl.minimum(i_m // ROWS, n_q - 1)) * scale_log2
-        for _ in range(n_end_all - n_end):  # tiles that only the other consumers see
-            mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
-            mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
-            i_step += 1
-            if BLOCKS.in_turn:
-                mbarrier.wait(barriers.turn.index(c), i_turn & 1)
-                mbarrier.arrive(barriers.turn.index((c + 1) % CONSUMERS))
-                i_turn += 1
+        i_step, i_turn = skip(i_step, i_turn, n_end_all - n_end, barriers, c, BLOCKS)
 
         # The last tile that these queries see, which the diagonal or the end of the sequence cuts.
         mbarrier.wait(barriers.q_full.index(c), i_round & 1)
@@ -248,7 +234,7 @@ def consumer(
         scales = load_scales(p_kv_head, gl.maximum(n_end - 2, 0))
         b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
-        b_s = masked(b_s, i_m, (n_end - 1) * BN, sizes, CAUSAL, BN)
+        b_s = masked(b_s, i_m, (n_end - 1) * BN, sizes, MODE, BN)
         m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * scale + log2_v
         m_safe = gl.where(m == -float("inf"), 0.0, m)
         b_p32 = gl.exp2(b_s * scale + (log2_v + OFFSET - m_safe)[:, None])
@@ -261,7 +247,7 @@ def consumer(
             i_tile_n = n_end - 1 - j
             o, b_p32, m, l, scales = step(
                 o, b_p32, m, l, scales, p_kv_head, i_step, i_turn, i_m, i_tile_n, i_tile_n >= n_full, scale_q,
-                buffers, barriers, sizes, c, CAUSAL, BLOCKS,
+                buffers, barriers, sizes, c, BLOCKS, MODE,
             )  # fmt: skip
             i_step += 1
             i_turn += 1
@@ -278,7 +264,7 @@ def consumer(
         i_round += 1
 
         o = o * gl.convert_layout(1 / l_row, O_ROWS)[:, None]
-        if CAUSAL:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
+        if MODE.causal:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
             o = gl.where((i_m + gl.arange(0, ROWS, O_ROWS) >= T - sizes.S)[:, None], o, 0.0)
         b_out = buffers.out.index(c)
         tma.store_wait(0)
@@ -299,7 +285,7 @@ def consumer(
 @gluon.jit(do_not_specialize=["H", "G", "T", "S", "n_m", "n_heads", "n_together"])
 def fp8_forward_kernel(
     q, k, v, out, p_lse, p_lse2, p_q, p_kv, p_work, scale_log2, H, G, T, S, n_m, n_heads, n_together,
-    CAUSAL: gl.constexpr, BLOCKS: gl.constexpr,
+    BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """out and lse of n_m tiles of queries x n_heads. Grid: at most a program for each multiprocessor."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
@@ -340,14 +326,14 @@ def fp8_forward_kernel(
     if BLOCKS.in_turn:
         mbarrier.arrive(barriers.turn.index(0))
 
-    sizes = Sizes(H, G, T, S, n_m, n_heads, n_together)
+    sizes = Sizes(H, G, T, S, S - T, 0, 0, n_m, n_heads, n_together)
     # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 0, CAUSAL, BLOCKS)),
-                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 1, CAUSAL, BLOCKS)),
-                (producer, (q, k, v, p_work, buffers, barriers, sizes, CAUSAL, BLOCKS)),
+                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 0, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 1, BLOCKS, MODE)),
+                (producer, (q, k, v, p_work, buffers, barriers, sizes, BLOCKS, MODE)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -355,10 +341,10 @@ def fp8_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 0, CAUSAL, BLOCKS)),
-                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 1, CAUSAL, BLOCKS)),
-                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 2, CAUSAL, BLOCKS)),
-                (producer, (q, k, v, p_work, buffers, barriers, sizes, CAUSAL, BLOCKS)),
+                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 0, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 1, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 2, BLOCKS, MODE)),
+                (producer, (q, k, v, p_work, buffers, barriers, sizes, BLOCKS, MODE)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
@@ -398,8 +384,8 @@ def forward(
         n_m,
         B * H,
         head_group_size(B * H, x.k[0, 0], G),
-        CAUSAL=options.causal,
         BLOCKS=blocks,
+        MODE=kernel_mode(out, options, Extras()),
         num_warps=4,
     )
     return lse, lse2
