@@ -110,7 +110,9 @@ def no_backward(*_: Any) -> Tensor | None:
 PATHS = {
     "hopper": Path(
         refusal=hopper_refusal,
-        pays=lambda problem, backward: is_faster(problem.head_dim, problem.dropout, problem.length, backward),
+        pays=lambda problem, backward: is_faster(
+            problem.head_dim, problem.dropout, problem.features, problem.length, backward
+        ),
         forward=lambda q, k, v, out, extras, options: hopper_forward.forward(
             q, k, v, out, extras, options, forward_blocks(q.shape[-1], options.threshold > 0, extras.slopes is not None)
         ),

@@ -7,16 +7,17 @@ from typing import NamedTuple
 
 HEAD_DIMS = range(33, 129)  # in tiles of 64 or 128 columns
 FP8_MAX_HEAD_DIM = 128
-# The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward).
-FASTER_FROM = {
-    (64, False, False): 8192,
-    (64, False, True): math.inf,
-    (64, True, False): math.inf,
-    (64, True, True): 2048,
-    (128, False, False): 1024,
-    (128, False, True): 1024,
-    (128, True, False): 2048,
-    (128, True, True): 1024,
+# The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward), then
+# by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
+FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
+    (64, False, False): {"causal": 4096, "alibi": 4096, "soft_cap": 4096},
+    (64, False, True): {"soft_cap": 1024},
+    (64, True, False): {},
+    (64, True, True): {"causal": 2048, "soft_cap": 2048},
+    (128, False, False): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
+    (128, False, True): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
+    (128, True, False): {"causal": 2048, "alibi": 2048, "soft_cap": 2048},
+    (128, True, True): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
 }
 
 
@@ -70,6 +71,11 @@ def backward_blocks(head_dim: int) -> BackwardBlocks:
     return BackwardBlocks(q=64, k=128, columns=64, stages=3)
 
 
-def is_faster(head_dim: int, dropout: bool, length: int, backward: bool) -> bool:
-    """Whether the forward or the backward was measured to be faster than the plain one for a head size of HEAD_DIMS."""
-    return length >= FASTER_FROM[64 if head_dim <= 64 else 128, dropout, backward]
+def is_faster(head_dim: int, dropout: bool, features: frozenset[str], length: int, backward: bool) -> bool:
+    """Whether the forward or the backward was measured to be faster than the plain one for a head size of HEAD_DIMS.
+
+    features  of Score and Layout; where several take time, each must have been
+    """
+    faster_from = FASTER_FROM[64 if head_dim <= 64 else 128, dropout, backward]
+    kinds = features & {"alibi", "soft_cap", "window", "documents"} or {"causal"}
+    return all(length >= faster_from.get(kind, math.inf) for kind in kinds)
