@@ -84,6 +84,21 @@ def test_error_of_changed_scores(score, D, dropout):
     assert_accurate(flash(dropout), case, torch.bfloat16, "cuda", factor=3.0)
 
 
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_weights_of_capped_scores_stay_in_range(D, sinks):
+    """Scores of almost 50 and -50: no maximum is subtracted there, as weights between 2^-72 and 2^72 are in range."""
+    case = Case(2, 2, 2, 300, 300, D, spread=1e4, soft_cap=50.0, sinks=sinks)
+    assert_accurate(flash(), case, torch.bfloat16, "cuda", factor=3.0)
+    q, k, v, do = case.tensors(torch.bfloat16, "cuda")
+    same = torch.ones_like(k)  # every score of a query is the same: out is the mean of v, and with 50 and -50 alike
+    for sign in (1.0, -1.0):
+        out, *found = run(partial(flash(), score=Score(soft_cap=50.0)), sign * 300 * torch.ones_like(q), same, v, do)
+        expected = v.float().cumsum(2) / torch.arange(1, 301, device="cuda")[:, None]
+        torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+        assert all(x.isfinite().all() for x in found)
+
+
 @pytest.mark.parametrize("score", ["soft_cap", "alibi", "everything"])
 def test_error_of_changed_scores_in_fp16(score):
     case = Case(1, 4, 2, 200, 512, 128, dropout=0.17, **SCORES[score])
@@ -103,6 +118,46 @@ def test_documents_that_end_at_the_edge_of_a_tile(lengths, causal):
     for D, T in ((64, 512), (128, 512), (128, 333)):
         case = Case(2, 2, 2, T, 512, D, causal=causal, documents=lengths)
         assert_accurate(flash(), case, torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 1, 1, 640, 640, 64, window=40),
+        Case(1, 1, 1, 256, 640, 64, window=140),
+        Case(1, 1, 1, 640, 640, 64, documents=(128, 384, 128)),
+        Case(1, 1, 1, 640, 640, 64, causal=False, documents=(128, 384, 128)),
+    ],
+    ids=lambda c: f"{c.T}-{c.window}-{c.documents}-{c.causal}",
+)
+def test_tiles_in_which_nothing_is_seen_are_never_read(case, D):
+    """A NaN in a tile that is read reaches the results, even where its weight is zero."""
+    case, rows_of_q, rows_of_k = replace(case, D=D), 64, 128
+    q, k, v, do = case.tensors(torch.bfloat16, "cuda")
+    seen = case.visible()[0].cuda()  # (T, S)
+    attend = partial(flash(), score=case.score, layout=case.layout("cuda"))
+    clean = gradients(attend, q, k, v, do)
+
+    def assert_equal_where(reached: Tensor, got: dict[str, Tensor], names: tuple[str, str]) -> None:
+        assert reached.any()
+        assert not reached.all()
+        for name in names:
+            assert torch.equal(got[name][:, :, ~reached], clean[name][:, :, ~reached]), name
+
+    for start in range(0, case.S, rows_of_k):
+        tile = slice(start, start + rows_of_k)
+        bad_k, bad_v = k.clone(), v.clone()
+        bad_k[:, :, tile] = bad_v[:, :, tile] = torch.nan
+        reached = seen[:, tile].unflatten(0, (-1, rows_of_q)).any(2).any(1).repeat_interleave(rows_of_q)
+        if reached.any():
+            assert_equal_where(reached, gradients(attend, q, bad_k, bad_v, do), ("out", "dq"))
+    for start in range(0, case.T, rows_of_q):
+        tile = slice(start, start + rows_of_q)
+        bad_q, bad_do = q.clone(), do.clone()
+        bad_q[:, :, tile] = bad_do[:, :, tile] = torch.nan
+        reached = seen[tile].unflatten(1, (-1, rows_of_k)).any(2).any(0).repeat_interleave(rows_of_k)
+        assert_equal_where(reached, gradients(attend, bad_q, k, v, bad_do), ("dk", "dv"))
 
 
 @pytest.mark.parametrize("score", [Score(), Score(causal=False), Score(window=33), Score(window=200)], ids=str)

@@ -12,7 +12,7 @@ FP8_MAX_HEAD_DIM = 128
 FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
     (64, False, False): {"causal": 4096, "alibi": 4096, "soft_cap": 4096},
     (64, False, True): {"soft_cap": 1024},
-    (64, True, False): {},
+    (64, True, False): {"causal": 16384},
     (64, True, True): {"causal": 2048, "soft_cap": 2048},
     (128, False, False): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (128, False, True): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},

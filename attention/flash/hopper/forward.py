@@ -37,7 +37,7 @@ from .configs import ForwardBlocks
 from .dropout import drop
 from .forward_pipeline import allocate, next_work, producer, skip
 from .schedule import Sizes, key_tiles, swizzle
-from .softmax import ROWS, alibi_shift, exp2, finish_scores, load_queries, rescale, row_max, row_sum
+from .softmax import ROWS, alibi_shift, finish_scores, is_capped, load_queries, rescale, row_max, row_sum
 from .tiles import tiles
 
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
@@ -59,6 +59,7 @@ def step(
     O_ROWS: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     L_ROWS: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     THRESHOLD: gl.constexpr = MODE.threshold
+    CAPPED: gl.constexpr = is_capped(MODE, buffers.q.dtype)
     unit = base_2(queries.scale_log2, MODE)
     i_s = i_step % STAGES
 
@@ -75,24 +76,29 @@ def step(
     shift = alibi_shift(i_n, queries, MODE)
 
     # (ROWS,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
-    m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * unit + shift
-    m_new = gl.where(m_new - m > GROWTH, m_new, m)
-    m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-    alpha = gl.where(m_new == m, 1.0, gl.exp2(m - m_safe))
+    m_safe = m
+    if not CAPPED:
+        m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * unit + shift
+        m_new = gl.where(m_new - m > GROWTH, m_new, m)
+        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+        alpha = gl.where(m_new == m, 1.0, gl.exp2(m - m_safe))
+        l = l * gl.convert_layout(alpha, L_ROWS)[:, None]
+        m = m_new
 
     # (ROWS, BN) l is summed before anything is dropped.
-    b_p32 = exp2(b_s * unit - (m_safe - shift)[:, None], MODE)
-    l = l * gl.convert_layout(alpha, L_ROWS)[:, None] + row_sum(b_p32, BN)
+    b_p32 = gl.exp2(b_s * unit - (m_safe - shift)[:, None])
+    l += row_sum(b_p32, BN)
 
     # A wait that ptxas does not move the softmax across: without it, all of it would come after the product with v.
     mbarrier.wait(barriers.kv_full.index((i_step + 1) % STAGES), ((i_step + 1) // STAGES) & 1)
     o, b_p = warpgroup_mma_wait(0, deps=(o_flight, b_p))
     mbarrier.arrive(barriers.kv_empty.index(i_s))
-    o = rescale(o, gl.convert_layout(alpha, O_ROWS), BLOCKS.columns)
+    if not CAPPED:
+        o = rescale(o, gl.convert_layout(alpha, O_ROWS), BLOCKS.columns)
     b_p = gl.convert_layout(b_p32.to(buffers.q.dtype), b_p.type.layout)
     if THRESHOLD:
         b_p = drop(b_p, queries.key, queries.i_m, i_n, THRESHOLD, ROWS, BN)
-    return o, b_p, m_new, l
+    return o, b_p, m, l
 
 
 @gluon.jit
@@ -113,6 +119,7 @@ def consumer(
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = out.dtype
+    CAPPED: gl.constexpr = is_capped(MODE, dtype)
     T = sizes.T
     unit = base_2(scale_log2, MODE)
 
@@ -142,14 +149,17 @@ def consumer(
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
         b_s = finish_scores(b_s, i_n, True, queries, MODE, BN)
         shift = alibi_shift(i_n, queries, MODE)
-        m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * unit + shift
+        if CAPPED:
+            m = gl.zeros([ROWS], gl.float32, S_ROWS)
+        else:
+            m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * unit + shift
         o_m = i_m + gl.arange(0, ROWS, S_ROWS)
         b_frame = alibi_frame(queries.slope2, o_m, i_m + at.offset, at, MODE) if MODE.alibi else 0.0
         if MODE.sinks:  # as if a key without a value had been seen before all others
             m_sink = gl.load(extras.sinks + i_h) * LOG2_E + b_frame
             m = gl.maximum(m, m_sink)
         m_safe = gl.where(m == -float("inf"), 0.0, m)
-        b_p32 = exp2(b_s * unit - (m_safe - shift)[:, None], MODE)
+        b_p32 = gl.exp2(b_s * unit - (m_safe - shift)[:, None])
         l = row_sum(b_p32, BN)
         if MODE.sinks:  # a quarter for each of a row's four threads
             l += gl.convert_layout(0.25 * gl.exp2(m_sink - m_safe), gl.SliceLayout(1, l.type.layout))[:, None]

@@ -1,5 +1,6 @@
 """What a warpgroup does with its scores, from the product to the weights, in the registers of the accumulator."""
 
+import math
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -62,6 +63,16 @@ def alibi_shift(i_n, queries, MODE: gl.constexpr):
     return queries.slope2 * (i_n - queries.i_m - queries.at.offset).to(gl.float32) if MODE.alibi else 0.0
 
 
+@gluon.constexpr_function
+def is_capped(MODE, dtype):
+    """Whether a soft cap keeps the weights in range without a maximum to subtract.
+
+    2^80 a weight leaves room for sums over 2^40 keys and values, in fp32 and bf16. ALiBi takes scores below any bound.
+    """
+    bound = math.inf if MODE.soft_cap is None or MODE.alibi else MODE.soft_cap * LOG2_E.value
+    return bound < 80 and dtype == gl.bfloat16
+
+
 @gluon.jit
 def row_max(b_s, N: gl.constexpr, BLOCKS: gl.constexpr):
     """The maximum of each row. Two consumers have the registers to follow several chains of maxima at once."""
@@ -74,43 +85,6 @@ def row_max(b_s, N: gl.constexpr, BLOCKS: gl.constexpr):
 def row_sum(b_p, N: gl.constexpr):
     """(ROWS, 4): what each of a row's four threads holds of it, summed. The four are added once, at the end."""
     return gl.sum(gl.sum(b_p.reshape([ROWS, N // 8, 4, 2]), 1), 2)
-
-
-@gluon.jit
-def exp2(b_x, MODE: gl.constexpr):
-    """exp2. Where a soft cap's tanh needs the same unit, every second number by a polynomial instead.
-
-    It is 2^n (1 + c_0 f + c_1 f^2 + c_2 f^3) for x = n + f with |f| <= 1/2, off by 1e-4 of itself, where bf16 is off by
-    4e-3; 0 from -127 down. As FlashAttention-4 computes some of its exponentials.
-    """
-    if MODE.soft_cap is None:
-        b_y = gl.exp2(b_x)
-    else:
-        b_y = gl.inline_asm_elementwise(
-            """{
-            .reg .f32 x, n, f, y;
-            .reg .b32 i, j;
-            ex2.approx.ftz.f32 $0, $2;
-            max.NaN.f32 x, $3, 0fC2FE0000;
-            add.f32 n, x, 0f4B400000;
-            sub.f32 f, n, 0f4B400000;
-            sub.f32 f, x, f;
-            fma.rn.f32 y, f, 0f3D61510C, 0f3E780627;
-            fma.rn.f32 y, y, f, 0f3F317AFD;
-            fma.rn.f32 y, y, f, 0f3F800000;
-            mov.b32 i, n;
-            shl.b32 i, i, 23;
-            mov.b32 j, y;
-            add.s32 i, i, j;
-            mov.b32 $1, i;
-            }""",
-            "=f,=f,f,f",
-            [b_x],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    return b_y
 
 
 @gluon.constexpr_function
