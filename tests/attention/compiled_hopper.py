@@ -73,7 +73,8 @@ def reports(name: str) -> Iterator[dict[str, Any]]:
 
     Registers, bytes of spilled registers, warnings about serialised products (C75xx), bytes of shared memory.
     """
-    target, found = GPUTarget("cuda", 90, 32), []
+    target = GPUTarget("cuda", 90, 32)
+    found: list[tuple[Any, str]] = []
 
     def run(self: JITFunction, *args: Any, warmup: bool, **options: Any) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as said:

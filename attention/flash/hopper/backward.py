@@ -33,11 +33,11 @@ from ..configs import Extras, Options
 from ..score import (
     LOG2_E,
     alibi_bias,
-    alibi_frame,
-    base_2,
+    alibi_row_bias,
     change_gradient,
     change_scores,
     locate,
+    log2_factor,
     soft_cap_tanh,
 )
 from .backward_pipeline import SLOTS, WIDTH, KeyTile, allocate, producer
@@ -51,7 +51,7 @@ from .turns import adder
 
 @gluon.jit
 def step(
-    b_dk, b_dv, i_step, i_h, i_m, i_n, is_cut, is_last, tile, extras, scale, buffers, barriers,
+    b_dk, b_dv, i_step, i_h, i_m, i_n, is_cut, is_last, tile, extras, numbers, buffers, barriers,
     BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Keys and values at i_n collect their gradients from queries at i_m, which get theirs through a slot."""
@@ -69,7 +69,7 @@ def step(
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WN], [16, DN, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
     dtype: gl.constexpr = buffers.q.dtype
-    at, scale_log2 = tile.at, scale * LOG2_E
+    at, scale_log2 = tile.at, numbers.scale_log2
     i_s = i_step % STAGES
     q_s = buffers.q.index(i_s)
     do_s = buffers.do.index(i_s)
@@ -92,8 +92,8 @@ def step(
         b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], at, MODE), b_s, -float("inf"))
     b_lse2 = buffers.lse2.index(i_s).load(S_LAYOUT)
     if MODE.alibi:
-        b_lse2 += alibi_frame(slope2, o_m, i_n, at, MODE)[None, :]
-    b_p = gl.exp2(b_s * base_2(scale_log2, MODE) - b_lse2)
+        b_lse2 += alibi_row_bias(slope2, o_m, i_n, at, MODE)[None, :]
+    b_p = gl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2)
     b_p_kept = gl.convert_layout(b_p.to(dtype), P_LAYOUT)
     b_p = change_gradient(b_p, b_tanh, MODE)  # which ds is a multiple of; there are no registers to keep b_tanh in
     if THRESHOLD:
@@ -132,7 +132,7 @@ def step(
         b_dq = b_dq + slot.load(b_dq.type.layout)
         barrier()
     if is_last:
-        b_dq16 = (b_dq * (scale * KEEP_SCALE)).to(dtype).reshape([DN // 8, WN, WM, 8, 4, 2, 2])
+        b_dq16 = (b_dq * (numbers.scale * KEEP_SCALE)).to(dtype).reshape([DN // 8, WN, WM, 8, 4, 2, 2])
         b_dq16 = gl.convert_layout(b_dq16.permute((2, 5, 3, 1, 0, 4, 6)).reshape([BM, BD]), DQ_LAYOUT)
         slot._reinterpret(dtype, [BM, BD], buffers.q.layout).store(b_dq16)
     else:
@@ -143,7 +143,7 @@ def step(
 
 
 @gluon.jit
-def consumer(dk, dv, extras, scale, tile, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def consumer(dk, dv, extras, numbers, tile, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Eight warps: dk and dv of a tile of keys, summed over the G query heads that share it, and all its dq tiles."""
     BM: gl.constexpr = BLOCKS.q
     BN: gl.constexpr = BLOCKS.k
@@ -161,13 +161,13 @@ def consumer(dk, dv, extras, scale, tile, buffers, barriers, sizes, BLOCKS: gl.c
     for i_h in range(tile.i_h, tile.i_h + sizes.G):
         for j in range(seen.start, seen.end):
             i_m = seen.end - 1 + seen.start - j
-            is_cut = (i_m < seen.full) | (i_m >= seen.cut) if MODE.bounded else i_m < seen.full
+            is_cut = (i_m < seen.full_start) | (i_m >= seen.full_end) if MODE.bounded else i_m < seen.full_start
             b_dk, b_dv = step(
-                b_dk, b_dv, i_step, i_h, i_m * BM, i_n, is_cut, i_m < seen.last, tile, extras, scale,
+                b_dk, b_dv, i_step, i_h, i_m * BM, i_n, is_cut, i_m < seen.last, tile, extras, numbers,
                 buffers, barriers, BLOCKS, MODE,
             )  # fmt: skip
             i_step += 1
-    buffers.k.store((b_dk * (scale * KEEP_SCALE)).to(dtype))
+    buffers.k.store((b_dk * (numbers.scale * KEEP_SCALE)).to(dtype))
     buffers.v.store((b_dv * KEEP_SCALE).to(dtype))
     fence_async_shared()
     position = [tile.i_b, tile.i_kv, i_n, 0]
@@ -176,23 +176,24 @@ def consumer(dk, dv, extras, scale, tile, buffers, barriers, sizes, BLOCKS: gl.c
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["H", "G", "T", "S", "q_start", "k_start", "length", "n_n", "n_heads", "n_together"])
+@gluon.jit
 def backward_kernel(
-    q, k, v, do, dq, dk, dv, lse2, delta, dq_sum, p_turn, p_work, extras, scale, H, G, T, S, q_start, k_start, length,
-    n_n, n_heads, n_together, BLOCKS: gl.constexpr, MODE: gl.constexpr,
+    q, k, v, do, dq, dk, dv, lse2, delta, dq_sum, p_turn, p_work, extras, numbers,
+    BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dv. Grid: n_n tiles of keys x n_heads, batch x key/value heads."""
+    """dq, dk and dv. Grid: tiles of keys x batch x key/value heads."""
     BM: gl.constexpr = BLOCKS.q
     BN: gl.constexpr = BLOCKS.k
     buffers, barriers = allocate(q.dtype, lse2, BLOCKS)
-    sizes = Sizes(H, G, T, S, q_start, k_start, length, n_n, n_heads, n_together)
+    H, H_kv, T, S = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    sizes = Sizes(H, H // H_kv, T, S, gl.cdiv(S, BN), q.shape[0] * H_kv, numbers.n_together >> 2)
     i_tile, i_bkv = swizzle(gl.atomic_add(p_work, 1), sizes)
-    i_b, i_kv = i_bkv // (H // G), i_bkv % (H // G)
-    at = locate(T, S, q_start, k_start, length, extras, i_b)
-    tile = KeyTile(i_tile, i_b, i_kv, i_kv * G, at, query_tiles(i_tile, at, sizes, BM, BN, MODE))
+    i_b, i_kv = i_bkv // H_kv, i_bkv % H_kv
+    at = locate(T, S, extras, numbers, i_b)
+    tile = KeyTile(i_tile, i_b, i_kv, i_kv * sizes.G, at, query_tiles(i_tile, at, sizes, BM, BN, MODE))
     gl.warp_specialize(
         [
-            (consumer, (dk, dv, extras, scale, tile, buffers, barriers, sizes, BLOCKS, MODE)),
+            (consumer, (dk, dv, extras, numbers, tile, buffers, barriers, sizes, BLOCKS, MODE)),
             (producer, (q, k, v, do, lse2, delta, tile, buffers, barriers, sizes, BLOCKS)),
             (adder, (dq, dq_sum, p_turn, tile, buffers, barriers, sizes, 0, BLOCKS)),
             (adder, (dq, dq_sum, p_turn, tile, buffers, barriers, sizes, 1, BLOCKS)),
@@ -277,18 +278,8 @@ def backward(
         turns,
         work,
         extras,
-        options.scale,
-        H,
-        G,
-        T,
-        S,
-        S - T if options.q_start is None else options.q_start,
-        options.k_start or 0,
-        0 if extras.starts is None else extras.starts.shape[1],
-        n_n,
-        B * H_kv,
         # Four times what the plain kernels keep together: the next key tile of a head finds more of its turns passed.
-        plain.head_group_size(B * H_kv, q[0, :G], shared_by=4),
+        plain.launch_numbers(options, extras, plain.head_group_size(B * H_kv, q[0, :G], shared_by=4)),
         BLOCKS=blocks,
         MODE=plain.kernel_mode(q, options, extras),
         num_warps=8,

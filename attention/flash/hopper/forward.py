@@ -29,10 +29,10 @@ from ..configs import Extras, Options
 from ..forward import without_keys
 from ..score import (
     LOG2_E,
-    alibi_frame,
-    base_2,
+    alibi_row_bias,
+    log2_factor,
 )
-from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, rows_like
+from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, launch_numbers, rows_like
 from .configs import ForwardBlocks
 from .dropout import drop
 from .forward_pipeline import allocate, next_work, producer, skip
@@ -60,7 +60,7 @@ def step(
     L_ROWS: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     THRESHOLD: gl.constexpr = MODE.threshold
     CAPPED: gl.constexpr = is_capped(MODE, buffers.q.dtype)
-    unit = base_2(queries.scale_log2, MODE)
+    factor = log2_factor(queries.scale_log2, MODE)
     i_s = i_step % STAGES
 
     if BLOCKS.in_turn:
@@ -78,7 +78,7 @@ def step(
     # (ROWS,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
     m_safe = m
     if not CAPPED:
-        m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * unit + shift
+        m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * factor + shift
         m_new = gl.where(m_new - m > GROWTH, m_new, m)
         m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
         alpha = gl.where(m_new == m, 1.0, gl.exp2(m - m_safe))
@@ -86,7 +86,7 @@ def step(
         m = m_new
 
     # (ROWS, BN) l is summed before anything is dropped.
-    b_p32 = gl.exp2(b_s * unit - (m_safe - shift)[:, None])
+    b_p32 = gl.exp2(b_s * factor - (m_safe - shift)[:, None])
     l += row_sum(b_p32, BN)
 
     # A wait that ptxas does not move the softmax across: without it, all of it would come after the product with v.
@@ -103,7 +103,7 @@ def step(
 
 @gluon.jit
 def consumer(
-    out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes,
+    out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes,
     c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: out and lse of 64 queries of each tile that the producer hands out."""
@@ -121,7 +121,7 @@ def consumer(
     dtype: gl.constexpr = out.dtype
     CAPPED: gl.constexpr = is_capped(MODE, dtype)
     T = sizes.T
-    unit = base_2(scale_log2, MODE)
+    factor = log2_factor(numbers.scale_log2, MODE)
 
     i_step = 0
     i_turn = 0
@@ -132,10 +132,10 @@ def consumer(
         i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
         i_m_all = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
         i_m = i_m_all + c * ROWS
-        queries = load_queries(scale_log2, extras, i_m, i_b, i_h, sizes, S_LAYOUT, MODE)
+        queries = load_queries(extras, numbers, i_m, i_b, i_h, sizes, S_LAYOUT, MODE)
         at = queries.at
         n_start_all, _, _, n_end_all = key_tiles(i_m_all, at, CONSUMERS * ROWS, BN, MODE)
-        n_start, n_whole, n_full, n_end = key_tiles(i_m, at, ROWS, BN, MODE)
+        n_start, n_full_start, n_full_end, n_end = key_tiles(i_m, at, ROWS, BN, MODE)
         i_step, i_turn = skip(i_step, i_turn, n_end_all - n_end, barriers, c, BLOCKS)
 
         # The last tile that these queries see, which the diagonal or the end of the sequence cuts.
@@ -152,14 +152,14 @@ def consumer(
         if CAPPED:
             m = gl.zeros([ROWS], gl.float32, S_ROWS)
         else:
-            m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * unit + shift
+            m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * factor + shift
         o_m = i_m + gl.arange(0, ROWS, S_ROWS)
-        b_frame = alibi_frame(queries.slope2, o_m, i_m + at.offset, at, MODE) if MODE.alibi else 0.0
+        b_row_bias = alibi_row_bias(queries.slope2, o_m, i_m + at.offset, at, MODE) if MODE.alibi else 0.0
         if MODE.sinks:  # as if a key without a value had been seen before all others
-            m_sink = gl.load(extras.sinks + i_h) * LOG2_E + b_frame
+            m_sink = gl.load(extras.sinks + i_h) * LOG2_E + b_row_bias
             m = gl.maximum(m, m_sink)
         m_safe = gl.where(m == -float("inf"), 0.0, m)
-        b_p32 = gl.exp2(b_s * unit - (m_safe - shift)[:, None])
+        b_p32 = gl.exp2(b_s * factor - (m_safe - shift)[:, None])
         l = row_sum(b_p32, BN)
         if MODE.sinks:  # a quarter for each of a row's four threads
             l += gl.convert_layout(0.25 * gl.exp2(m_sink - m_safe), gl.SliceLayout(1, l.type.layout))[:, None]
@@ -172,7 +172,7 @@ def consumer(
 
         for j in range(n_start + 1, n_end):
             i_tile_n = n_end - 1 + n_start - j
-            is_cut = (i_tile_n >= n_full) | (i_tile_n < n_whole) if MODE.bounded else i_tile_n >= n_full
+            is_cut = (i_tile_n >= n_full_end) | (i_tile_n < n_full_start) if MODE.bounded else i_tile_n >= n_full_end
             o, b_p, m, l = step(
                 o, b_p, m, l, i_step, i_turn, i_tile_n * BN, is_cut, queries, buffers, barriers, c, BLOCKS, MODE
             )
@@ -182,7 +182,7 @@ def consumer(
         o_flight = warpgroup_mma(b_p, buffers.v.index(i_step % STAGES), o, is_async=True)
         mbarrier.arrive(barriers.q_empty.index(c))
         l_row = gl.convert_layout(gl.sum(l, 1), S_ROWS)
-        lse2 = m + gl.log2(l_row) - b_frame
+        lse2 = m + gl.log2(l_row) - b_row_bias
         o, b_p = warpgroup_mma_wait(0, deps=(o_flight, b_p))
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
         i_step, i_turn = skip(i_step + 1, i_turn, n_start - n_start_all, barriers, c, BLOCKS)
@@ -211,22 +211,23 @@ def consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["H", "G", "T", "S", "q_start", "k_start", "length", "n_m", "n_heads", "n_together"])
+@gluon.jit
 def forward_kernel(
-    q, k, v, out, p_lse, p_lse2, extras, p_work, scale_log2, H, G, T, S, q_start, k_start, length,
-    n_m, n_heads, n_together, BLOCKS: gl.constexpr, MODE: gl.constexpr,
+    q, k, v, out, p_lse, p_lse2, extras, p_work, numbers, BLOCKS: gl.constexpr, MODE: gl.constexpr
 ):  # fmt: skip
-    """out and lse of n_m tiles of queries x n_heads. Grid: at most a program for each multiprocessor."""
+    """out and lse of all tiles of queries. Grid: at most a program for each multiprocessor."""
     REGISTERS: gl.constexpr = BLOCKS.registers
     buffers, barriers = allocate(q.dtype, BLOCKS)
-    sizes = Sizes(H, G, T, S, q_start, k_start, length, n_m, n_heads, n_together)
+    H, T = q.shape[1], q.shape[2]
+    n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
+    sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, numbers.n_together >> 2)
     # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
     if BLOCKS.consumers == 2:
         gl.warp_specialize(
             [
-                (consumer, (out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes, 0, BLOCKS, MODE)),
-                (consumer, (out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes, 1, BLOCKS, MODE)),
-                (producer, (q, k, v, p_work, extras, buffers, barriers, sizes, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes, 0, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes, 1, BLOCKS, MODE)),
+                (producer, (q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -234,10 +235,10 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes, 0, BLOCKS, MODE)),
-                (consumer, (out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes, 1, BLOCKS, MODE)),
-                (consumer, (out, p_lse, p_lse2, extras, scale_log2, buffers, barriers, sizes, 2, BLOCKS, MODE)),
-                (producer, (q, k, v, p_work, extras, buffers, barriers, sizes, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes, 0, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes, 1, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes, 2, BLOCKS, MODE)),
+                (producer, (q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
@@ -264,17 +265,7 @@ def forward(
         lse2,
         extras,
         torch.zeros(1, dtype=torch.int32, device=q.device),
-        options.scale * LOG2_E.value,
-        H,
-        H // H_kv,
-        T,
-        S,
-        S - T if options.q_start is None else options.q_start,
-        options.k_start or 0,
-        0 if extras.starts is None else extras.starts.shape[1],
-        n_m,
-        B * H,
-        head_group_size(B * H, k[0, 0], H // H_kv),
+        launch_numbers(options, extras, head_group_size(B * H, k[0, 0], H // H_kv)),
         BLOCKS=blocks,
         MODE=kernel_mode(q, options, extras),
         num_warps=4,

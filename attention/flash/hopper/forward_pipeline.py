@@ -75,7 +75,7 @@ def allocate(dtype: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def producer(q, k, v, p_work, extras, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """One warp: hands out tiles of queries, and brings them and the keys and values that they see."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
     BN: gl.constexpr = BLOCKS.k
@@ -101,7 +101,7 @@ def producer(q, k, v, p_work, extras, buffers, barriers, sizes, BLOCKS: gl.const
             mbarrier.expect(q_full, q.block_type.nbytes)
             b_q = buffers.q.index(c)._reinterpret(dtype, [1, 1, ROWS, BD], q.layout)
             tma.async_copy_global_to_shared(q, [i_b, i_h, i_m + c * ROWS, 0], q_full, b_q)
-        at = locate(sizes.T, sizes.S, sizes.q_start, sizes.k_start, sizes.length, extras, i_b)
+        at = locate(sizes.T, sizes.S, extras, numbers, i_b)
         n_start, _, _, n_end = key_tiles(i_m, at, CONSUMERS * ROWS, BN, MODE)
         for j in range(n_end - n_start + 1):
             i_n = (n_end - 1 - j) * BN

@@ -326,7 +326,7 @@ def fp8_forward_kernel(
     if BLOCKS.in_turn:
         mbarrier.arrive(barriers.turn.index(0))
 
-    sizes = Sizes(H, G, T, S, S - T, 0, 0, n_m, n_heads, n_together)
+    sizes = Sizes(H, G, T, S, n_m, n_heads, n_together)
     # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
     if CONSUMERS == 2:
         gl.warp_specialize(

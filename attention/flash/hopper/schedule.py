@@ -15,8 +15,6 @@ from ..score import query_interval, seeing_queries, seen_keys
 class Sizes(NamedTuple):
     """Of a call: query heads H, query heads G that share a key/value head, queries T, keys S of a sequence.
 
-    q_start, k_start  positions of the first query and the first key
-    length            of the rows of document bounds, 0 without documents
     n_tiles of a head, n_heads of the batch, and n_together heads that run at the same time (see `swizzle`)
     """
 
@@ -24,9 +22,6 @@ class Sizes(NamedTuple):
     G: Any
     T: Any
     S: Any
-    q_start: Any
-    k_start: Any
-    length: Any
     n_tiles: Any
     n_heads: Any
     n_together: Any
@@ -35,16 +30,16 @@ class Sizes(NamedTuple):
 class QueryTiles(NamedTuple):
     """The query tiles that see something of a key tile: those from `start` up to, but not including, `end`.
 
-    Those before `last` see no later key tile, and those from `first` on no earlier one. Those from `full` up to `cut`
-    see all of its keys. With the key tile all but `full` and `cut` grow or stay, so that the key tiles that a query
-    tile sees have no gap.
+    Those before `last` see no later key tile, and those from `first` on no earlier one. Those from `full_start` up to
+    `full_end` see all of its keys. `start` and `end` grow or stay from one key tile to the next, so that the key tiles
+    that a query tile sees have no gap.
     """
 
     start: Any
     last: Any
     first: Any
-    full: Any
-    cut: Any
+    full_start: Any
+    full_end: Any
     end: Any
 
 
@@ -65,16 +60,16 @@ def tile_shape(rows, columns):
 
 @gluon.jit
 def key_tiles(i_m, at, BM: gl.constexpr, BN: gl.constexpr, MODE: gl.constexpr):
-    """(n_start, n_whole, n_full, n_end): queries [i_m, i_m + BM) see something of the key tiles [n_start, n_end).
+    """(n_start, n_full_start, n_full_end, n_end): the key tiles that one of the queries [i_m, i_m + BM) sees.
 
-    They see all of those from n_whole up to n_full. There is at least one, so that queries that see nothing go the same
-    way as the others.
+    All of the queries see all of those from n_full_start up to n_full_end. There is at least one tile, so that queries
+    that see nothing go the same way as the others.
     """
     TILE: gl.constexpr = tile_shape(BM, BN)
     i_m = gl.minimum(i_m, at.T - 1)  # the documents of rows behind the last query are unknown
-    n_start, n_whole, n_full, n_end = seen_keys(i_m, at, TILE, MODE)
+    n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, at, TILE, MODE)
     n_end = gl.maximum(gl.cdiv(n_end, BN), 1)
-    return gl.minimum(n_start // BN, n_end - 1), n_whole // BN, n_full // BN, n_end
+    return gl.minimum(n_start // BN, n_end - 1), n_full_start // BN, n_full_end // BN, n_end
 
 
 @gluon.jit
@@ -82,13 +77,13 @@ def query_tiles(i_tile, at, sizes, BM: gl.constexpr, BN: gl.constexpr, MODE: gl.
     """The query tiles of BM rows that see something of key tile i_tile, of BN rows."""
     TILE: gl.constexpr = tile_shape(BM, BN)
     n_m = gl.cdiv(at.T, BM)
-    start, full, cut, end = seeing_queries(i_tile * BN, at, TILE, MODE)
+    start, full_start, full_end, end = seeing_queries(i_tile * BN, at, TILE, MODE)
     start = gl.minimum(start // BM, n_m)
-    full = gl.minimum(full // BM, n_m)
+    full_start = gl.minimum(full_start // BM, n_m)
     end = gl.cdiv(gl.maximum(end, 0), BM)
     # What lies behind the last key must not be seen: the copy engine reads it as zeros, which are scores like others.
-    full = gl.where(i_tile * BN + BN > at.S, end, full)
-    cut = gl.maximum(cut, 0) // BM if MODE.bounded else end
+    full_start = gl.where(i_tile * BN + BN > at.S, end, full_start)
+    full_end = gl.maximum(full_end, 0) // BM if MODE.bounded else end
     last = n_m
     if i_tile < sizes.n_tiles - 1:
         last, _, _, _ = seeing_queries(i_tile * BN + BN, at, TILE, MODE)
@@ -97,7 +92,7 @@ def query_tiles(i_tile, at, sizes, BM: gl.constexpr, BN: gl.constexpr, MODE: gl.
     if i_tile > 0:
         _, _, _, first = seeing_queries(i_tile * BN - BN, at, TILE, MODE)
         first = gl.cdiv(gl.maximum(first, 0), BM)
-    return QueryTiles(start, last, first, full, cut, end)
+    return QueryTiles(start, last, first, full_start, full_end, end)
 
 
 @gluon.jit

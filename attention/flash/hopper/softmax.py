@@ -30,15 +30,15 @@ class Queries(NamedTuple):
 
 
 @gluon.jit
-def load_queries(scale_log2, extras, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MODE: gl.constexpr):
+def load_queries(extras, numbers, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MODE: gl.constexpr):
     """What belongs to the queries from i_m of query head i_h of row i_b."""
-    at = locate(sizes.T, sizes.S, sizes.q_start, sizes.k_start, sizes.length, extras, i_b)
+    at = locate(sizes.T, sizes.S, extras, numbers, i_b)
     interval = (0, 0)
     if MODE.bounded or MODE.offsets:
         interval = key_interval(i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), at, MODE)
     slope2 = gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
     key = load_key(extras.key, i_b, i_h) if MODE.threshold else 0
-    return Queries(i_m, at, interval, scale_log2, slope2, key)
+    return Queries(i_m, at, interval, numbers.scale_log2, slope2, key)
 
 
 @gluon.jit
