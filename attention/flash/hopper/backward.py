@@ -34,11 +34,11 @@ from ..score import (
     LOG2_E,
     alibi_bias,
     alibi_row_bias,
-    change_gradient,
     change_scores,
     locate,
     log2_factor,
     soft_cap_tanh,
+    times_derivative,
 )
 from .backward_pipeline import SLOTS, WIDTH, KeyTile, allocate, producer
 from .compat import barrier
@@ -95,7 +95,7 @@ def step(
         b_lse2 += alibi_row_bias(slope2, o_m, i_n, at, MODE)[None, :]
     b_p = gl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2)
     b_p_kept = gl.convert_layout(b_p.to(dtype), P_LAYOUT)
-    b_p = change_gradient(b_p, b_tanh, MODE)  # which ds is a multiple of; there are no registers to keep b_tanh in
+    b_p = times_derivative(b_p, b_tanh, MODE)  # so that tanh leaves the registers
     if THRESHOLD:
         b_p_kept = drop_transposed(b_p_kept, b_w, THRESHOLD, BM, BN)
     dv_flight = warpgroup_mma(b_p_kept, do_s, b_dv, is_async=True)

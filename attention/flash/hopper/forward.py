@@ -37,7 +37,7 @@ from .configs import ForwardBlocks
 from .dropout import drop
 from .forward_pipeline import allocate, next_work, producer, skip
 from .schedule import Sizes, key_tiles, swizzle
-from .softmax import ROWS, alibi_shift, finish_scores, is_capped, load_queries, rescale, row_max, row_sum
+from .softmax import ROWS, alibi_shift, finish_scores, load_queries, rescale, row_max, row_sum
 from .tiles import tiles
 
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
@@ -59,7 +59,6 @@ def step(
     O_ROWS: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     L_ROWS: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     THRESHOLD: gl.constexpr = MODE.threshold
-    CAPPED: gl.constexpr = is_capped(MODE, buffers.q.dtype)
     factor = log2_factor(queries.scale_log2, MODE)
     i_s = i_step % STAGES
 
@@ -77,7 +76,7 @@ def step(
 
     # (ROWS,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
     m_safe = m
-    if not CAPPED:
+    if not MODE.fixed_max:
         m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * factor + shift
         m_new = gl.where(m_new - m > GROWTH, m_new, m)
         m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
@@ -93,7 +92,7 @@ def step(
     mbarrier.wait(barriers.kv_full.index((i_step + 1) % STAGES), ((i_step + 1) // STAGES) & 1)
     o, b_p = warpgroup_mma_wait(0, deps=(o_flight, b_p))
     mbarrier.arrive(barriers.kv_empty.index(i_s))
-    if not CAPPED:
+    if not MODE.fixed_max:
         o = rescale(o, gl.convert_layout(alpha, O_ROWS), BLOCKS.columns)
     b_p = gl.convert_layout(b_p32.to(buffers.q.dtype), b_p.type.layout)
     if THRESHOLD:
@@ -119,7 +118,6 @@ def consumer(
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = out.dtype
-    CAPPED: gl.constexpr = is_capped(MODE, dtype)
     T = sizes.T
     factor = log2_factor(numbers.scale_log2, MODE)
 
@@ -149,7 +147,7 @@ def consumer(
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
         b_s = finish_scores(b_s, i_n, True, queries, MODE, BN)
         shift = alibi_shift(i_n, queries, MODE)
-        if CAPPED:
+        if MODE.fixed_max:
             m = gl.zeros([ROWS], gl.float32, S_ROWS)
         else:
             m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * factor + shift

@@ -1,6 +1,5 @@
 """What a warpgroup does with its scores, from the product to the weights, in the registers of the accumulator."""
 
-import math
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -61,16 +60,6 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
 def alibi_shift(i_n, queries, MODE: gl.constexpr):
     """What the scores of `finish_scores` are short of in the key tile at i_n, for a bias of 0 at the first query."""
     return queries.slope2 * (i_n - queries.i_m - queries.at.offset).to(gl.float32) if MODE.alibi else 0.0
-
-
-@gluon.constexpr_function
-def is_capped(MODE, dtype):
-    """Whether a soft cap keeps the weights in range without a maximum to subtract.
-
-    2^80 a weight leaves room for sums over 2^40 keys and values, in fp32 and bf16. ALiBi takes scores below any bound.
-    """
-    bound = math.inf if MODE.soft_cap is None or MODE.alibi else MODE.soft_cap * LOG2_E.value
-    return bound < 80 and dtype == gl.bfloat16
 
 
 @gluon.jit
