@@ -197,7 +197,7 @@ def record(run: Path, trained: Trained, found: Results) -> None:
             return
         summary["eval"] = summary.get("eval", {}) | found
         write_summary(path, summary)
-        for warning in mirror_again(run, trained.config.tracking, summary["config"]):
+        for warning in mirror_again(run, trained.config.tracking):
             print(f"warning: {warning}", file=sys.stderr)
 
 

@@ -17,6 +17,7 @@ from training.profiling.meters import device_name
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+ENVIRONMENT = ("device", "versions", "git")
 TRAIN_COLOUR, VAL_COLOUR, INK, GRID = "#8da9c4", "#c8553d", "#333333", "#e6e6e6"
 
 

@@ -13,6 +13,7 @@ later ones again.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from files import plain, write_atomically
 from run_folder import read_metrics
 from training.tracking.metrics import MetricsFile, TrackingError
 from training.tracking.progress import ProgressLine
-from training.tracking.summary import draw_loss_curve, write_summary
+from training.tracking.summary import ENVIRONMENT, draw_loss_curve, write_summary
 from training.tracking.tensorboard import Board, installed
 from training.tracking.wandb_mirror import WandbMirror
 
@@ -187,11 +188,13 @@ def start_mirror(run_folder: Path, config: TrackingConfig, run_config: Mapping[s
     )
 
 
-def mirror_again(run_folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> list[str]:
+def mirror_again(run_folder: Path, config: TrackingConfig) -> list[str]:
     """Bring what summary.json has gained since the run ended to its W&B run. Returns warnings, a sentence each."""
     if not config.mode.by_wandb:
         return []
-    mirror = start_mirror(run_folder, config, run_config)
+    summary = json.loads((run_folder / "summary.json").read_text(encoding="utf-8"))
+    recorded = {name: summary[name] for name in ENVIRONMENT if name in summary}
+    mirror = start_mirror(run_folder, config, {**summary["config"], **recorded})
     mirror.finish(SECONDS_TO_FINISH[config.mode.value])
     return mirror.warnings()
 

@@ -112,6 +112,21 @@ def test_the_mirror_holds_what_the_run_folder_holds(tmp_path: Path, notes: Path)
     assert finish["summary"] == {"summary": {"status": "completed", "val_loss": 3.0}}, "the configuration is there once"
 
 
+def test_what_the_summary_gains_later_is_brought_to_the_same_run(tmp_path: Path, notes: Path) -> None:
+    summary: dict[str, Any] = {"status": "completed", "config": {"seed": 1}, "git": "c"}
+    with track(tmp_path / "run") as tracker:
+        tracker.log(0, {"val/loss": 3.0})
+        tracker.finish(summary)
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary | {"eval": {"quiz": {"acc": 0.5}}}))
+    assert not tracking.mirror_again(
+        tmp_path / "run", TrackingConfig(mode=TrackingMode.offline, project="p", group="g")
+    )
+    first, second = read(notes, "init")
+    assert first["options"] == second["options"]
+    assert [entry["step"] for entry in read(notes, "log")] == [0, 0]  # an offline folder is complete by itself
+    assert read(notes, "finish")[1]["summary"] == {"summary": {"status": "completed", "eval": {"quiz": {"acc": 0.5}}}}
+
+
 def test_without_its_server_wandb_records_offline_and_says_so(
     tmp_path: Path, notes: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
