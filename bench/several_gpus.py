@@ -3,7 +3,7 @@
     python -m bench.several_gpus                               every case, on as many of 1, 2 and 4 GPUs as there are
     python -m bench.several_gpus --cases speed bits --gpus 4   some of them; other rows of the same software stay
 
-    speed     GPT-2 124M, 32 x 1,024 tokens a GPU
+    speed     GPT-2 124M, 32 x 1,024 tokens a GPU: "alone", each GPU by itself at the same time, and together
     bits      50 steps of 4 x 32 x 1,024 tokens, replicated and sharded: a digest of losses, norms and final weights
     eager     20 steps of 8 x 4 x 1,024 tokens, not compiled: likewise
     quarter   one sequence of 262,144 tokens over all GPUs
@@ -42,10 +42,11 @@ from training.device import Precision, World
 from training.graphed_step import WARMUP_CALLS
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parallel import DataParallel, ParallelConfig
-from training.ranks import joined
+from training.ranks import from_every_rank, joined
 from training.step import Batch, Trainer, TrainingConfig
 
 VOCAB, SEED = 50_257, 1337
+ALONE = "alone"  # the name of a case in which GPUs do not work together
 MILLION = 2**20
 # name -> layers, heads, channels
 MODELS = {"gpt2": (12, 12, 768), "gpt2-xl": (48, 25, 1600)}
@@ -86,9 +87,10 @@ KINDS = ["speed", "bits", "eager", "quarter", "million", "four", "xl", "xl-long"
 def cases(gpus: int) -> Iterator[Case]:
     """What is measured on so many GPUs."""
     shard, together = DataParallel.shard, ParallelConfig(context=gpus)
-    yield Case("speed", "exact", 1024, 32, 5, 20, dropout=0.1)
+    yield Case("speed", ALONE, 1024, 32, 3, 20, dropout=0.1)
     if gpus > 1:
-        yield Case("speed", "any order", 1024, 32, 5, 20, dropout=0.1, parallel=ParallelConfig(exact=False))
+        yield Case("speed", "exact", 1024, 32, 3, 20, dropout=0.1)
+        yield Case("speed", "any order", 1024, 32, 3, 20, dropout=0.1, parallel=ParallelConfig(exact=False))
     for data in DataParallel:
         parallel = ParallelConfig(data)
         yield Case("bits", data.value, 1024, 32, 5, 9, dropout=0.1, tokens=4 * 32 * 1024, parallel=parallel)
@@ -149,9 +151,9 @@ def micro_batches(trainer: Trainer, case: Case, step: int) -> list[Batch]:
 
 
 def measure(case: Case, world: World, device: torch.device) -> dict[str, Any]:
-    """The row of a case."""
+    """The row of a case. The speed of GPUs that are alone is their mean."""
     torch.compiler.reset()
-    trainer = build(case, world, device)
+    trainer = build(case, World(local_rank=world.local_rank) if case.name == ALONE else world, device)
     torch.cuda.reset_peak_memory_stats(device)
     updates: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -159,6 +161,7 @@ def measure(case: Case, world: World, device: torch.device) -> dict[str, Any]:
         """Seconds a step."""
         batches = [micro_batches(trainer, case, step) for step in range(first, first + count)]
         torch.cuda.synchronize(device)
+        from_every_rank(None)  # they begin together
         began = time.perf_counter()
         for step, batch in enumerate(batches, first):
             loss, norm = trainer.update(step, batch)
@@ -169,6 +172,7 @@ def measure(case: Case, world: World, device: torch.device) -> dict[str, Any]:
     train(0, case.first)
     seconds = [train(case.first + group * case.group, case.group) for group in range(case.groups)]
     trainer.raise_failure()
+    seconds_of_step = statistics.mean(from_every_rank(statistics.median(seconds)))
     written = [[float(value).hex() for value in update] for update in updates]
     row = {
         "kind": case.kind,
@@ -179,8 +183,8 @@ def measure(case: Case, world: World, device: torch.device) -> dict[str, Any]:
         "tokens_per_step": trainer.tokens_per_step,
         "steps": case.steps,
         "dropout": case.dropout,
-        "step_ms": 1e3 * statistics.median(seconds),
-        "tokens_per_s": trainer.tokens_per_step / statistics.median(seconds),
+        "step_ms": 1e3 * seconds_of_step,
+        "tokens_per_s": trainer.tokens_per_step / seconds_of_step,
         "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
         "last_update": written[-1],
     }
