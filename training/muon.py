@@ -64,11 +64,14 @@ class Muon(torch.optim.Optimizer):
         skip = self.found_inf.bool()
         for matrix, parts, rows in zip(self.matrices, self.parts, self.rows, strict=True):
             assert matrix.grad is not None
-            momentum = self.state[matrix].setdefault(MOMENTUM, torch.zeros_like(matrix))
+            if MOMENTUM not in self.state[matrix]:
+                self.state[matrix][MOMENTUM] = torch.zeros_like(matrix)
+            momentum = self.state[matrix][MOMENTUM]
             # The mean of the momentum and itself is itself, bit for bit.
             gradient = torch.where(skip, momentum, matrix.grad / self.grad_scale)
             for part, own, average in zip(parts, gradient.split(rows), momentum.split(rows), strict=True):
                 part.grad, self.muon.state[part] = own, {MOMENTUM: average}
+            matrix.grad = None
         self.muon.step()
         group = self.param_groups[0]
         lr = torch.where(skip, 0.0, group["lr"])
