@@ -3,17 +3,18 @@
     python -m bench.kernel_paths                                     every variant: about five minutes on an H200
     python -m bench.kernel_paths --variants window alibi --heads 64 --dropout 0 --lengths 4096 16384
 
-The problems are those of bench/attention.py. Results go to bench/results/kernel-paths-<device>.json after each; a new
-measurement replaces the earlier one of the same problem.
+The problems are those of bench/attention.py. Results go to bench/results/kernel-paths-<device>.json after each, and
+replace earlier ones of the same problem. At the end they are printed as a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,30 +56,48 @@ def measure(problem: Problem, seconds: float) -> dict[str, Any]:
     return found
 
 
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """Markdown: a line for each head size, variant, dropout and path, forward/backward TFLOP/s for each length."""
+    rows = list(rows)
+    lengths = sorted({row["length"] for row in rows})
+    cells: dict[str, dict[int, str]] = {}
+    for row in rows:
+        label = f"D {row['head_size']}, {row['variant']}" + (f", dropout {row['dropout']:g}" if row["dropout"] else "")
+        for path in PATHS:
+            speeds = (row[path.value][direction]["tflops"] for direction in ("forward", "backward"))
+            cells.setdefault(f"{label}, {path.value}", {})[row["length"]] = "/".join(f"{x:.0f}" for x in speeds)
+    lines = [["", *map(str, lengths)], ["---"] * (len(lengths) + 1)]
+    lines += [[label, *(found.get(length, "") for length in lengths)] for label, found in cells.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--heads", nargs="+", type=int, default=HEAD_SIZES, help="head sizes")
     parser.add_argument("--dropout", nargs="+", type=float, default=DROPOUTS)
     parser.add_argument("--lengths", nargs="+", type=int, default=QUICK_LENGTHS)
+    parser.add_argument("--out", type=Path, help="instead of bench/results/kernel-paths-<device>.json")
     parser.add_argument("--seconds", type=float, default=0.2, help="to spend on each path and direction of a problem")
     args = parser.parse_args()
     require_gpu(parser)
     device = torch.device("cuda")
     now = environment(device)
-    path = RESULTS / f"kernel-paths-{slug(now['device'])}.json"
-    rows = {row["problem"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    out = args.out or RESULTS / f"kernel-paths-{slug(now['device'])}.json"
+    rows = {identity(row): row for row in json.loads(out.read_text())["rows"]} if out.exists() else {}
+    head = json.dumps(now | {"tokens": TOKENS["cuda"], "hidden": HIDDEN["cuda"], "dtype": "bfloat16"}, indent=1)[:-2]
     for D, variant, p, T in product(args.heads, args.variants, args.dropout, args.lengths):
-        B = max(1, TOKENS["cuda"] // T)
-        problem = Problem(B, HIDDEN["cuda"] // D, T, D, variant, p, torch.bfloat16, device)
-        name = f"D {D}, {variant}, dropout {p:g}, {T}"
-        found = measure(problem, args.seconds)
-        rows[name] = {"problem": name, **found, "commit": now["git"]["commit"], "date": now["date"]}
-        shown = (f"{n} {x['forward']['tflops']:.0f}/{x['backward']['tflops']:.0f}" for n, x in found.items())
-        print(f"{name}: {', '.join(shown)} TFLOP/s", flush=True)
+        problem = Problem(max(1, TOKENS["cuda"] // T), HIDDEN["cuda"] // D, T, D, variant, p, torch.bfloat16, device)
+        row = {"head_size": D, "variant": variant, "dropout": p, "length": T, **measure(problem, args.seconds)}
+        rows[identity(row)] = row | {"commit": now["git"]["commit"], "date": now["date"]}
         lines = ",\n  ".join(json.dumps(row) for row in rows.values())
-        head = json.dumps(now | {"tokens": TOKENS["cuda"], "hidden": HIDDEN["cuda"]}, indent=1)[:-2]
-        write(path, f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
+        write(out, f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
+    print(table(rows.values()))
+
+
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is a measurement of."""
+    return tuple(row[name] for name in ("head_size", "variant", "dropout", "length"))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ from .tiles import tiles
 
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
 GROWTH = gl.constexpr(8)
+# Of a row whose scores a soft cap bounds to 2^87 and 2^-87: no sum of weights and values overflows then.
+LEAST_MAXIMUM = gl.constexpr(-16)
 
 
 @gluon.jit
@@ -147,10 +149,9 @@ def consumer(
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
         b_s = finish_scores(b_s, i_n, True, queries, MODE, BN)
         shift = alibi_shift(i_n, queries, MODE)
-        if MODE.fixed_max:
-            m = gl.zeros([ROWS], gl.float32, S_ROWS)
-        else:
-            m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * factor + shift
+        m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * factor + shift
+        if MODE.fixed_max:  # this tile's serves for all: rows with few keys keep the largest weight, 1, unrounded
+            m = gl.maximum(m, LEAST_MAXIMUM)
         o_m = i_m + gl.arange(0, ROWS, S_ROWS)
         b_row_bias = alibi_row_bias(queries.slope2, o_m, i_m + at.offset, at, MODE) if MODE.alibi else 0.0
         if MODE.sinks:  # as if a key without a value had been seen before all others
