@@ -2,6 +2,7 @@
 
     python -m bench.attention                        all of it: about ten minutes on an H200
     python -m bench.attention --quick                1k, 4k and 16k tokens, causal: about two minutes
+    python -m bench.attention --quick --only flash flash-plain       the kernels of attention.path=plain beside auto's
     python -m bench.attention --masks causal window documents alibi soft_cap sinks --dropout 0
     python -m bench.attention --device cpu           small sizes, on a CPU
     python -m bench.attention --only flash sdpa-cudnn --lengths 4096 --heads 128 --dropout 0.1
@@ -56,7 +57,7 @@ from bench.measure import (
     synchronise,
     write,
 )
-from bench.peers import KEY, PACKAGES, VARIANTS, Attend, Candidate, Problem, candidates
+from bench.peers import KEY, PACKAGES, PLAIN, VARIANTS, Attend, Candidate, Problem, candidates
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 QUICK_LENGTHS = (1024, 4096, 16384)
@@ -148,7 +149,7 @@ def try_out(
     out = attend(*inputs)
     gradients = torch.autograd.grad(out, inputs, dout)
     synchronise(device)
-    row: Row = {"status": "measured", "error": None, "first_call_s": round(time.perf_counter() - begin, 3)}
+    row: Row = {"status": "measured", "error": None, "first_call_s": round(time.perf_counter() - begin, 6)}
     if expected is not None:
         heads = [x.detach()[:1, :1].float() for x in (out, *gradients[:3])]
         errors = [((x - e).norm() / e.norm()).item() for x, e in zip(heads, expected, strict=True)]
@@ -301,7 +302,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args.heads = args.heads or HEAD_SIZES
     args.dropout = DROPOUTS if args.dropout is None else args.dropout
     args.masks = args.masks or (MASKS[:1] if args.quick else MASKS)
-    args.only = args.only or names
+    args.only = args.only or [name for name in names if name != PLAIN]
     args.tokens = args.tokens or TOKENS[args.device]
     args.hidden = args.hidden or HIDDEN[args.device]
     if args.out is None and not args.plot_only:

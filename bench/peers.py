@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -16,6 +16,7 @@ from attention import (
     AttentionShape,
     DropoutKey,
     DropoutRng,
+    KernelPath,
     Layout,
     Score,
     SDPABackend,
@@ -38,6 +39,7 @@ VARIANTS = {
     "sinks": Score(sinks=True),
 }
 
+PLAIN = "flash-plain"  # takes part only where it is named
 Attend = Callable[..., Tensor]  # q, k, v and, with sinks, these, to out
 
 
@@ -115,11 +117,14 @@ def attention_shape(problem: Problem) -> AttentionShape:
     )
 
 
-def registry_path(name: str) -> Callable[[Problem], str | None]:
-    """The kernels of an implementation of attention/."""
-    return lambda problem: build_attention(AttentionConfig(name, problem.dropout)).path(
-        attention_shape(problem), problem.T
-    )
+def ours(label: str, config: AttentionConfig) -> Candidate:
+    """An implementation that replays its masks."""
+
+    def path(problem: Problem) -> str | None:
+        attend = build_attention(replace(config, dropout=problem.dropout))
+        return attend.path(attention_shape(problem), problem.T)
+
+    return Candidate(label, from_registry(config), True, True, path)
 
 
 def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
@@ -127,7 +132,7 @@ def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
 
     def build(problem: Problem) -> Attend:
         rng = DropoutRng.torch if config.name == "sdpa" and problem.dropout else DropoutRng.replay
-        attend = build_attention(AttentionConfig(config.name, problem.dropout, rng, backend=config.backend))
+        attend = build_attention(replace(config, dropout=problem.dropout, rng=rng))
         score, layout = problem.score, problem.layout(problem.B)
         attend.check(attention_shape(problem))
         return lambda q, k, v, sinks=None: attend(
@@ -175,10 +180,8 @@ PACKAGES = {
 
 def candidates() -> dict[str, Candidate]:
     """All candidates on this machine, by their name on the command line."""
-    found = {
-        name: Candidate(name, from_registry(AttentionConfig(name)), True, True, registry_path(name))
-        for name in ("naive", "tiled", "flash")
-    }
+    found = {name: ours(name, AttentionConfig(name)) for name in ("naive", "tiled", "flash")}
+    found[PLAIN] = ours("flash, plain kernels", AttentionConfig("flash", path=KernelPath.plain))
     for backend in (SDPABackend.flash, SDPABackend.efficient, SDPABackend.cudnn, SDPABackend.math):
         build = from_registry(AttentionConfig("sdpa", backend=backend))
         found[f"sdpa-{backend.value}"] = Candidate(f"sdpa {backend.value}", build)
