@@ -28,7 +28,7 @@ SPILLED = {
     "hopper-alibi-64-exact-inf-forward": 24,
     "hopper-alibi-64-exact-inf-dkdv": 88,
     "hopper-alibi-64-dropout-inf-dkdv": 120,
-    "hopper-soft_cap-128-exact-inf-dkdv": 80,
+    "hopper-soft_cap-128-exact-inf-dkdv": 64,
     "older-causal-64-exact-inf-dkdv": 32,
     "older-causal-64-dropout-inf-dkdv": 88,
     "older-causal-128-exact-inf-dkdv": 24,
