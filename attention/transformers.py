@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from . import build_attention
+from .decode.cache import Cache
 from .dropout import DropoutKey
 from .interface import ONE_DOCUMENT, Attention, AttentionConfig, UnsupportedAttention
 from .score import Layout, Score, documents
@@ -131,17 +132,22 @@ def attend(
     if torch.is_autocast_enabled(query.device.type):  # rotary positions may have brought queries and keys to fp32
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     score = Score(causal=attention_mask.causal, window=attention_mask.window, soft_cap=softcap, sinks=s_aux is not None)
-    out = implementation(name, dropout)(
-        query,
-        key,
-        value,
-        score=score,
-        layout=attention_mask.layout,
-        scale=scaling,
-        dropout_key=layer_key(name, module, dropout),
-        sinks=s_aux,
-    ).out
+    layout = attention_mask.layout
+    terms: dict[str, Any] = {"score": score, "scale": scaling, "sinks": s_aux}
+    inference = dropout == 0 and not torch.is_grad_enabled()
+    if query.shape[2] == 1 and score.causal and layout.document_starts is None and inference:
+        out = implementation(name, 0.0).decode(query, as_cache(key, value, layout), **terms).out
+    else:
+        drop = layer_key(name, module, dropout)
+        out = implementation(name, dropout)(query, key, value, layout=layout, dropout_key=drop, **terms).out
     return out.transpose(1, 2), None
+
+
+def as_cache(key: Tensor, value: Tensor, layout: Layout) -> Cache:
+    """The keys and values up to those of the next token: a static cache has room for more."""
+    B, _, S, _ = key.shape
+    seen = layout.query_start(1, S) - layout.k_start + 1
+    return Cache(key, value, torch.full((B,), seen, dtype=torch.int32, device=key.device))
 
 
 def implementation(name: str, dropout: float) -> Attention:

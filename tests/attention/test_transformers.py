@@ -95,10 +95,11 @@ def test_sequences_packed_in_a_row_do_not_see_each_other(model):
 
 @MODELS
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_with_a_cache_has_the_logits_of_eager_attention(model, cache):
+@pytest.mark.parametrize("padding", [4, 0])
+def test_generation_with_a_cache_has_the_logits_of_eager_attention(model, cache, padding):
     prompt = tokens(length=9)
     mask = torch.ones_like(prompt)
-    mask[0, :4] = 0
+    mask[0, :padding] = 0
     steps = []
     for name in ("eager", "gpt_attention_tiled"):
         model.set_attn_implementation(name)

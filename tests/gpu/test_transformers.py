@@ -1,0 +1,88 @@
+"""Models of transformers with the kernels on a GPU, against their own eager attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from attention.transformers import dropout_key, register  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+T, VOCAB, FLASH = 300, 97, "gpt_attention_flash"
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "head_dim": 64}
+SIZES |= {"intermediate_size": 256, "vocab_size": VOCAB, "max_position_embeddings": 512, "pad_token_id": 0}
+CONFIGURATIONS = {
+    "gpt2": transformers.GPT2Config(n_layer=2, n_head=4, n_embd=256, vocab_size=VOCAB, n_positions=512),
+    "llama": transformers.LlamaConfig(**SIZES),
+    "gemma2": transformers.Gemma2Config(**SIZES, sliding_window=100, attn_logit_softcapping=20.0),
+    "gpt_oss": transformers.GptOssConfig(**SIZES, sliding_window=100, num_local_experts=2, num_experts_per_tok=1),
+}
+
+
+def build(name: str) -> Any:
+    """A model with weights large enough for attention to matter."""
+    register()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGURATIONS[name], attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.cuda()
+
+
+def tokens(length: int = T) -> Tensor:
+    return torch.randint(1, VOCAB, (2, length), generator=torch.Generator().manual_seed(1)).cuda()
+
+
+@pytest.mark.parametrize("padding", [0, 130])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_logits_and_gradients_are_those_of_eager_attention(name, padding):
+    model, real = build(name), torch.ones(2, T, dtype=torch.bool, device="cuda")
+    real[0, :padding] = False
+
+    def results(implementation: str) -> list[Tensor]:
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        logits = model(tokens(), attention_mask=real.long(), use_cache=False).logits[real]
+        logits.square().mean().backward()
+        return [logits, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    for ours, eager in zip(results(FLASH), results("eager"), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-4 * eager.abs().max().item())
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_generation_has_the_logits_of_eager_attention(name, cache):
+    model, steps = build(name), []
+    for implementation in ("eager", FLASH):
+        model.set_attn_implementation(implementation)
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+        options |= {"return_dict_in_generate": True, "output_logits": True, "disable_compile": True}
+        steps.append(torch.stack(model.generate(tokens(200), **options).logits))
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-3, atol=1e-4 * steps[0].abs().max().item())
+
+
+def test_recomputed_activations_drop_the_same_weights():
+    """On a GPU the backward pass, and so the recomputation, runs in a thread of its own."""
+    model = build("llama").train()
+    model.set_attn_implementation(FLASH)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.25
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        with dropout_key(seed=1337, step=3):
+            model(tokens(), use_cache=False).logits.square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    stored = gradients()
+    model.gradient_checkpointing_enable()
+    for recomputed, kept in zip(gradients(), stored, strict=True):
+        torch.testing.assert_close(recomputed, kept, rtol=1e-4, atol=1e-5 * kept.abs().max().item())
