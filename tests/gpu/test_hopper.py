@@ -108,10 +108,9 @@ def test_error_of_changed_scores_in_fp16(score):
     assert_accurate(flash(0.17), case, torch.float16, "cuda", factor=3.0)
 
 
-@pytest.mark.parametrize("T", [129, 256, 400])
-@pytest.mark.parametrize("window", [1, 64, 65, 128, 129, 200])
-def test_windows_that_end_at_the_edge_of_a_tile(window, T):
-    for D in (64, 128):
+@pytest.mark.parametrize(("window", "D"), [(1, 64), (64, 128), (65, 64), (128, 128), (129, 64), (200, 128)])
+def test_windows_that_end_at_the_edge_of_a_tile(window, D):
+    for T in (129, 256, 400):
         assert_accurate(flash(), Case(1, 2, 1, T, 400, D, window=window), torch.bfloat16, "cuda", factor=3.0)
 
 
@@ -163,7 +162,7 @@ def test_tiles_in_which_nothing_is_seen_are_never_read(case, D):
         assert_equal_where(reached, gradients(attend, bad_q, k, v, bad_do), ("dk", "dv"))
 
 
-@pytest.mark.parametrize("score", [Score(), Score(causal=False), Score(window=33), Score(window=200)], ids=str)
+@pytest.mark.parametrize("score", [Score(), Score(causal=False), Score(window=33)], ids=str)
 @pytest.mark.parametrize("offsets", [(64, 0), (0, 64), (100, 20), (10, 100), (200, 0), (0, 0), (900, 0), (0, 900)])
 def test_queries_and_keys_that_stand_anywhere(score, offsets):
     layout = Layout(*offsets)
