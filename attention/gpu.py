@@ -1,4 +1,4 @@
-"""Properties of Triton and the GPU on this machine."""
+"""Properties of Triton and the GPU on this machine, and the namespace of what is registered with torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ if HAS_TRITON:
 
     INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Triton's interpreter, without a GPU
 
+# Of custom operators, which are global: the checkout's attention and an installed gpt_attention can share a process.
+NAMESPACE = __name__.partition(".")[0]
 ALIGNMENT = 16  # bytes: Hopper's copy engine needs it for a tensor's start and every stride
 
 

@@ -100,9 +100,6 @@ class AttentionConfig:
     precision: ProductPrecision = ProductPrecision.inputs
 
 
-# Of custom operators, which are global: the checkout's attention and an installed gpt_attention can share a process.
-NAMESPACE = __name__.partition(".")[0]
-
 # What an implementation may lack: see Score.features, Layout.features and Attention.decode.
 FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "sinks", "documents", "offsets", "cache"})
 CAUSAL, ONE_DOCUMENT = Score(), Layout()

@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from .decode.cache import Cache
 from .decode.tiled import decode
 from .dropout import keep_mask, keep_scale
+from .gpu import NAMESPACE
 from .interface import (
     FEATURES,
-    NAMESPACE,
     Ablation,
     Attention,
     AttentionConfig,

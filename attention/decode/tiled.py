@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..interface import NAMESPACE
+from ..gpu import NAMESPACE
 from ..score import Layout, Score, change_scores, key_intervals
 from .cache import Cache, host_sees
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..gpu import HAS_TRITON
-from ..interface import NAMESPACE
+from ..gpu import HAS_TRITON, NAMESPACE
 
 if HAS_TRITON:
     from . import write_kernel

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..interface import NAMESPACE
+from ..gpu import NAMESPACE
 from .configs import Extras, Options
 from .score import (
     LOG2_E,

@@ -15,10 +15,9 @@ from torch import Tensor
 from .. import gpu
 from ..decode.cache import Cache
 from ..dropout import drop_threshold
-from ..gpu import ALIGNMENT, HAS_TRITON
+from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE
 from ..interface import (
     FEATURES,
-    NAMESPACE,
     Attention,
     AttentionOutput,
     AttentionShape,
