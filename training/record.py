@@ -136,9 +136,9 @@ class Record(NullRecord):
             status = "interrupted"
         else:
             status = "completed" if error is None else "failed"
-        sentence = (
-            None if error is None else str(error) if isinstance(error, UserError | AttentionError) else repr(error)
-        )
+        sentence = None if error is None else repr(error)
+        if isinstance(error, UserError | AttentionError):
+            sentence = str(error)
         non_finite_step = error.step if isinstance(error, NonFiniteError) else None
         with self.tracker:
             self.tracker.finish(self.summary(status, sentence, non_finite_step))
