@@ -56,6 +56,8 @@ from training.tracking.tracker import mirror_again
 Results = dict[str, dict[str, Any]]
 # The options of data=... that choose a text. The others say how to train on it.
 OF_TEXT = ("data", "data.path", "data.text_field", "data.max_tokens")
+# The arguments that change a result; a result's name tells those that were given.
+SETTINGS = ("shots", "limit", "seq_len", "checkpoint", "weights", "attention", "attention_precision")
 
 
 @dataclass
@@ -186,6 +188,16 @@ def results(
     yield name, measure(model, text, model.max_length, config.batch, separate) | {"seq_len": model.max_length}
 
 
+def settings(config: EvaluateConfig, data: DataConfig | None) -> list[str]:
+    """What differs from the usual measurement."""
+    values = {name.replace("attention_", "attention."): getattr(config, name) for name in SETTINGS}
+    usual = [getattr(EvaluateConfig, name) for name in SETTINGS]
+    given = {name: value for (name, value), default in zip(values.items(), usual, strict=True) if value != default}
+    if data is not None and data.max_tokens is not None:
+        given["data.max_tokens"] = data.max_tokens
+    return [f"{name}={getattr(value, 'value', value)}" for name, value in given.items()]
+
+
 def record(run: Path, trained: Trained, found: Results) -> None:
     """Add the results to summary.json and to the run in W&B, if the run is over."""
     path = run / "summary.json"
@@ -209,11 +221,13 @@ def main(arguments: list[str]) -> None:
     run = Path(config.run).expanduser()
     model, trained = open_model(config, run, data)
     found: Results = {}
-    for name, metrics in results(config, data, model, trained):
+    given = settings(config, data)
+    for task, metrics in results(config, data, model, trained):
+        name = " ".join([task, *given])
         print(name, *(f"{metric} {value:.6g}" for metric, value in metrics.items()), sep="  ", flush=True)
         found[name] = metrics
     if trained is not None:
-        origin = {"checkpoint": trained.checkpoint.name, "weights": config.weights.value}
+        origin = {"checkpoint": trained.checkpoint.name}
         record(run, trained, {name: metrics | origin for name, metrics in found.items()})
 
 

@@ -140,7 +140,9 @@ def test_the_loss_on_a_text_is_cross_entropy_over_windows_of_any_length(tmp_path
         for start in range(0, len(tokens) - 1, seq_len):
             window = tokens[start : start + seq_len + 1]
             nats += float(F.cross_entropy(longer.eval()(window[None, :-1])[0], window[1:], reduction="sum"))
-    found = evaluated(run, "data=text", f"data.path={text}", f"seq_len={seq_len}", "batch=4")[str(text)]
+    found = evaluated(run, "data=text", f"data.path={text}", f"seq_len={seq_len}", "batch=4")[
+        f"{text} seq_len={seq_len}"
+    ]
     assert found["loss"] == pytest.approx(nats / (len(tokens) - 1), rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))  # a token is a byte
     assert (found["tokens"], found["seq_len"]) == (len(tokens) - 1, seq_len)
@@ -156,7 +158,7 @@ def test_the_moving_average_of_the_weights_is_measured_on_request(tmp_path):
     state = {"model": {n: w / 2 for n, w in weights.items()}, "training": {f"average.{n}": weights[n] for n in weights}}
     plain = evaluated(make_run(tmp_path / "other"), *arguments[:2])[str(text)]
     save_checkpoint(run / "checkpoints", state, 6, keep_last=1, metadata={})
-    assert evaluated(run, *arguments)[str(text)]["loss"] == plain["loss"]
+    assert evaluated(run, *arguments)[f"{text} weights=ema"]["loss"] == plain["loss"]
 
 
 def test_documents_that_a_run_keeps_apart_are_kept_apart(tmp_path):
@@ -165,7 +167,7 @@ def test_documents_that_a_run_keeps_apart_are_kept_apart(tmp_path):
     run = make_run(tmp_path / "run", "rotary", config)
     documents = ["first one", "the second", "3rd"]
     path = write(tmp_path / "docs.jsonl", [{"text": document} for document in documents])
-    together = evaluated(run, "data=text", f"data.path={path}", f"seq_len={T}")[str(path)]
+    together = evaluated(run, "data=text", f"data.path={path}", f"seq_len={T}")[f"{path} seq_len={T}"]
     model = fresh("rotary")
     tokens = [t for document in documents for t in (*document.encode(), END)][:-1]
     nats, begins = 0.0, 0
@@ -191,10 +193,10 @@ def test_without_tasks_and_data_the_validation_split_is_measured(tmp_path):
 def test_results_add_to_the_summary_and_a_run_that_goes_on_keeps_none(run, tmp_path, capsys):
     first, second = write(tmp_path / "a.jsonl", QUESTIONS[:1]), write(tmp_path / "b.jsonl", QUESTIONS[1:])
     evaluated(run, f"tasks={first}")
-    assert list(evaluated(run, f"tasks={second}", "limit=1")) == ["a", "b"]
+    assert list(evaluated(run, f"tasks={second}", "limit=1")) == ["a", "b limit=1"]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "completed"
-    assert summary["eval"]["b"]["n"] == 1
+    assert summary["eval"]["b limit=1"]["n"] == 1
     (run / "summary.json").unlink()
     evaluate.main([f"run={run}", f"tasks={first}", "device=cpu"])
     captured = capsys.readouterr()
