@@ -86,22 +86,25 @@ class Engine:
     ) -> None:
         """Check the requests, and make room for them.
 
-        slots    sequences at a time
+        slots    sequences at a time; on a CPU no more than there are requests
         dtype    of the matrix products and of the cache; what autocast leaves in fp32 stays so
         row      tokens of a prefill at least; 0: each prompt alone. None: 4,096 on a GPU, 0 on a CPU
         compile  the work of a token, by torch.compile, which takes half a minute on a GPU
 
         Raises GenerationError for prompts that do not fit the model, and for a cache that does not fit the device.
         """
-        self.requests, self.slots, self.seq_len = requests, slots, model.seq_len
         check_requests(requests, model.seq_len)
+        device = model.wte.weight.device
+        if device.type == "cpu":
+            slots = min(slots, len(requests))
+        self.requests, self.slots, self.seq_len = requests, slots, model.seq_len
         self.window = furthest_look(model.scores) if model.config.positions is Positions.rotary else None
         self.kept = {request: self.tokens_kept(request) for request in requests}
         pages = [pages_of(kept, self.window) for kept in self.kept.values()]
-        longest, device = max(self.kept.values()), model.wte.weight.device
+        longest = max(self.kept.values())
         contiguous = slots == 1 and longest <= self.seq_len
         size = CacheSize(slots, longest, None if contiguous else sum(nlargest(slots, pages)))
-        check_memory(size, pages, model.config, dtype, device)
+        check_memory(size, pages, model, dtype, device)
         self.ahead = int(device.type == "cuda")  # launches whose tokens have not been read
         if row is None:
             row = ROW if device.type == "cuda" and slots > 1 and "documents" in model.attend.supports else 0
@@ -215,7 +218,9 @@ def generate(
 
 
 def check_requests(requests: Sequence[Request], seq_len: int) -> None:
-    """Raise GenerationError for the first prompt that a model of seq_len tokens cannot continue."""
+    """Raise GenerationError for the first prompt that a model of seq_len tokens cannot continue, or for none."""
+    if not requests:
+        raise GenerationError("There are no prompts; give at least one.")
     for number, request in enumerate(requests, 1):
         name = f"Prompt {number}" if len(requests) > 1 else "The prompt"
         if not request.prompt:

@@ -1,4 +1,4 @@
-"""Whether a cache fits, said before anything runs."""
+"""Whether what generation keeps fits, said before anything runs."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 
 from generation.errors import GenerationError
 from model.cache import PAGE_SIZE, CacheSize, bytes_per_token
-from model.config import GPTConfig
+from model.gpt import GPT
 
 SHARE = 0.9  # of the free memory; the rest is for the model's work
+ROWS_OF_LOGITS = 4  # fp32, for each sequence, while a token is chosen
 
 
-def check_memory(
-    size: CacheSize, pages: Sequence[int], config: GPTConfig, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raise GenerationError where a cache takes more memory than is free.
+def check_memory(size: CacheSize, pages: Sequence[int], model: GPT, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise GenerationError where a cache and the logits take more memory than is free.
 
     pages  of each sequence, of which `size.slots` are there at a time
     """
-    free, needed = free_memory(device), size.bytes(config, dtype)
+    free, logits = free_memory(device), ROWS_OF_LOGITS * 4 * model.vocab_size
+    needed = size.bytes(model.config, dtype) + size.slots * logits
     if free is None or needed <= SHARE * free:
         return
-    per_page = PAGE_SIZE * bytes_per_token(config, dtype)
-    totals = accumulate(per_page * n for n in sorted(pages, reverse=True))
+    per_page = PAGE_SIZE * bytes_per_token(model.config, dtype)
+    totals = accumulate(per_page * n + logits for n in sorted(pages, reverse=True))
     fitting = sum(total <= SHARE * free for total in totals)
     advice = f"set batch={fitting}, as that many fit" if fitting else "ask for fewer tokens, as not even one fits"
     raise GenerationError(
-        f"The keys and values of batch={size.slots} sequences of up to {size.longest:,} tokens take "
+        f"The keys, values and logits of batch={size.slots} sequences of up to {size.longest:,} tokens take "
         f"{needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free on {device}; {advice}."
     )
 
