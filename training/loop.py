@@ -63,11 +63,14 @@ class Interruption:
     def agreed(self) -> bool:
         """Whether to stop after this step. Several ranks have to stop after the same one, so they ask each other: the
         hosts alone, which may be ahead of their devices."""
-        if dist.is_initialized():
-            number = torch.tensor(self.number or 0)
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-            self.number = int(number) or None
-        return self.number is not None
+        if not dist.is_initialized():
+            return self.number is not None
+        number = torch.tensor(self.number or 0)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        # A signal that came during the exchange is not known to the others yet: it stays for the next one.
+        if agreed := int(number):
+            self.number = agreed
+        return agreed != 0
 
 
 def fit(

@@ -50,6 +50,8 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
     )
     try:
         yield
+        # Leave together: torchrun ends the others as soon as one exits with a status other than 0, as after a signal.
+        from_every_rank(None)
     except RuntimeError as error:
         missing = [] if isinstance(error, UserError) else _missing(store, world)
         if not missing:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from attention import AttentionConfig, AttentionShape, DropoutRng, build_attention
@@ -293,6 +294,28 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: signal.S
         assert interruption.number == number
         assert signal.getsignal(number) == before  # a second one acts at once
     assert recorder.events[-1][:2] == ("save", 4)
+
+
+def test_a_signal_that_comes_while_ranks_ask_each_other_counts_after_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others have not heard of it, and would go on alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    reduce = dist.all_reduce
+
+    def interrupted(number: Tensor, op: dist.ReduceOp) -> None:
+        reduce(number, op)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with Interruption() as interruption:
+            monkeypatch.setattr(dist, "all_reduce", interrupted)
+            assert not interruption.agreed()
+            monkeypatch.undo()
+            assert interruption.agreed()
+            assert interruption.number == signal.SIGTERM
+    finally:
+        dist.destroy_process_group()
 
 
 def test_who_waited_for_slurms_signal_before_gets_it_after_the_run() -> None:
