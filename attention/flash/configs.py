@@ -58,7 +58,7 @@ class Mode(NamedTuple):
 
     bounded   whether a query sees keys from another than the first on: with a window or documents
     offsets   whether the last query stands elsewhere than at the last key
-    fixed_max whether the softmax needs no maximum, as a soft cap keeps exp(s) and its sums from overflowing
+    fixed_max whether a row's maximum over one tile serves for all, as a soft cap keeps exp(s) from overflowing
     exact     whether scores are of fp32, and are changed without approximation
     precision of the products of fp32 numbers, "ieee" or "tf32"
     columns   of a tile: the head size, rounded up

@@ -7,7 +7,7 @@ m, the running sum l and the unnormalised output o of each row. Nothing of size 
     l = l exp(m - m') + rowsum(p)                         o = o exp(m - m') + dropout(p) v
     out = o / l        lse = m + log(l)
 
-With a soft cap c that exp(c) allows, m stays 0 instead: there is no maximum to find, and nothing to rescale.
+Where a soft cap keeps exp(s) from overflowing, m is the first tile's maximum: nothing is ever rescaled.
 Base 2 is the hardware's: the kernel carries m and the scale times log2(e), and exp2 stands for exp.
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from ..dropout.kernel import drop, keep_tile, load_key
 from .configs import Extras, KernelConfigs, Options
 from .score import (
+    LEAST_MAXIMUM,
     LOG2_E,
     alibi_bias,
     alibi_row_bias,
@@ -71,7 +72,7 @@ def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MO
     key = load_key(extras.key, i_b, i_h) if THRESHOLD else None
     b_q = load_tile(q, i_b, i_h, i_m, BM, BD)
     o = tl.zeros([BM, BD], tl.float32)
-    m = tl.full([BM], 0.0 if MODE.fixed_max else -float("inf"), tl.float32)
+    m = tl.full([BM], LEAST_MAXIMUM if MODE.fixed_max else -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
 
     at = locate(T, S, extras, numbers, i_b)
@@ -108,7 +109,9 @@ def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MO
             b_s = tl.where(m_s, b_s, -float("inf"))
 
         if MODE.fixed_max:
-            b_p = tl.exp2(b_s * factor)
+            if i_n == n_start:  # serves for all tiles: a row with few keys keeps the largest weight, 1, unrounded
+                m = tl.maximum(tl.max(b_s, 1) * factor, LEAST_MAXIMUM)
+            b_p = tl.exp2(b_s * factor - m[:, None])
             l += tl.sum(b_p, 1)
         else:
             # (BM,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.

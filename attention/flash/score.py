@@ -19,6 +19,8 @@ import triton.language as tl
 from ..gpu import INTERPRET
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Of a row whose scores a soft cap bounds, in base 2: they reach 2^87, and no sum of weights and values overflows then.
+LEAST_MAXIMUM = tl.constexpr(-16.0)
 
 
 class Positions(NamedTuple):

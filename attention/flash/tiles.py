@@ -19,7 +19,7 @@ from .configs import Blocks, Extras, Mode, Options
 from .score import LOG2_E
 
 ROW_ALIGNMENT = tl.constexpr(4)  # numbers of fp32: 16 bytes
-LARGEST_UNSHIFTED = 60.0  # exp of it is 2^87: sums of such weights and values stay far from the largest bf16 and fp32
+LARGEST_FIXED = 60.0  # soft cap: exp of it is 2^87, far from the largest bf16 and fp32
 L2_BUDGET = 8 * 2**20  # bytes of an H200's 50 MiB that the heads in flight may fill
 
 
@@ -129,7 +129,7 @@ def launch_numbers(options: Options, extras: Extras, n_together: int) -> Numbers
 def kernel_mode(q: Tensor, options: Options, extras: Extras) -> Mode:
     """What the kernels for queries of this head size and dtype are compiled for."""
     documents = extras.starts is not None
-    capped = options.soft_cap is not None and options.soft_cap <= LARGEST_UNSHIFTED
+    capped = options.soft_cap is not None and options.soft_cap <= LARGEST_FIXED
     return Mode(
         causal=options.causal,
         window=options.window,

@@ -68,24 +68,25 @@ CAPPED: Any = {"soft_cap": 1.5, "dropout": 0.17}
     [replace(CASES["window_documents"], **CAPPED), Case(1, 2, 1, 100, 61, 24, documents=(21, 40), **CAPPED)],
     ids=["window_documents", "more_queries"],
 )
-def test_a_softmax_without_a_maximum_is_as_accurate(case):
-    """In fp32, as fp16 has a maximum to any soft cap."""
+def test_one_maximum_for_all_tiles_is_as_accurate(case):
+    """In fp32, as fp16 keeps the running maximum."""
     assert_accurate(flash(0.17), case, torch.float32, DEVICE, factor=3.0)
 
 
-@pytest.mark.parametrize("soft_cap", [60.0, 61.0], ids=["without_a_maximum", "with_a_maximum"])
-def test_scores_at_the_soft_cap_neither_overflow_nor_vanish(soft_cap):
-    """Scores are c or -c, so a row is the mean of what it sees at c, or of all that it sees where nothing is."""
+@pytest.mark.parametrize("soft_cap", [60.0, 61.0], ids=["one_maximum", "running_maximum"])
+@pytest.mark.parametrize("n_low", [2, 70], ids=["in_the_first_tile", "after_it"])
+def test_scores_at_the_soft_cap_neither_overflow_nor_vanish(n_low, soft_cap):
+    """Scores are -c at first, then c or -c: a row is the mean of what it sees at c, or of all where none is."""
     T = 150
     high = torch.rand(T, generator=torch.Generator().manual_seed(0)) < 0.5
-    high[:3] = torch.tensor([False, False, True])
+    high[:n_low], high[n_low] = False, True
     q = torch.full((1, 1, T, 16), 100.0, device=DEVICE)
     k = torch.where(high, 100.0, -100.0).to(DEVICE)[:, None].expand(1, 1, T, 16).contiguous()
     v = torch.randn(1, 1, T, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     out, lse = flash()(q, k, v, score=Score(soft_cap=soft_cap), return_lse=True)
     counts = torch.tril(high.double().expand(T, T))
     best = torch.where(high.cummax(0).values, soft_cap, -soft_cap).double()
-    counts[:2] = torch.tril(torch.ones(T, T, dtype=torch.double))[:2]
+    counts[:n_low] = torch.tril(torch.ones(T, T, dtype=torch.double))[:n_low]
     expected = (counts @ v[0, 0].double().cpu()) / counts.sum(1, keepdim=True)
     torch.testing.assert_close(out[0, 0].double().cpu(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse[0, 0].double().cpu(), best + counts.sum(1).log(), rtol=1e-6, atol=1e-5)

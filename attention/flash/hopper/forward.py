@@ -27,11 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..configs import Extras, Options
 from ..forward import without_keys
-from ..score import (
-    LOG2_E,
-    alibi_row_bias,
-    log2_factor,
-)
+from ..score import LEAST_MAXIMUM, LOG2_E, alibi_row_bias, log2_factor
 from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, launch_numbers, rows_like
 from .configs import ForwardBlocks
 from .dropout import drop
@@ -42,8 +38,6 @@ from .tiles import tiles
 
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
 GROWTH = gl.constexpr(8)
-# Of a row whose scores a soft cap bounds to 2^87 and 2^-87: no sum of weights and values overflows then.
-LEAST_MAXIMUM = gl.constexpr(-16)
 
 
 @gluon.jit
