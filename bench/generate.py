@@ -74,7 +74,8 @@ def theirs(prompts: Prompts, added: int, device: torch.device, dtype: torch.dtyp
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_positions=SEQ_LEN, eos_token_id=None, bos_token_id=None, pad_token_id=0)
-    model = GPT2LMHeadModel(config).eval().to(device, dtype)
+    with device:
+        model = GPT2LMHeadModel(config).eval().to(dtype)
     longest = max(len(prompt) for prompt in prompts)
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -94,7 +95,8 @@ def candidates(case: str, device: torch.device) -> dict[str, Callable[[], Run]]:
     dtype = torch.bfloat16 if cuda else torch.float32
     attend = build_attention(AttentionConfig("flash" if cuda else "naive"))
     torch.manual_seed(0)
-    model = GPT(SHAPE, VOCABULARY, SEQ_LEN, attend, device=device, dtype=dtype).eval().to(device)
+    with device:
+        model = GPT(SHAPE, VOCABULARY, SEQ_LEN, attend, device=device, dtype=dtype).eval()
     if case == "many":
         generator = torch.Generator().manual_seed(1)
         prompts = random_prompts(torch.randint(SHORTEST, LONGEST + 1, (PROMPTS,), generator=generator).tolist())
