@@ -181,7 +181,8 @@ def decode_kernel(
         tl.store(partial.m + o_out, m, mask=m_row)
         tl.store(partial.l + o_out, l, mask=m_row)
     else:
-        o = tl.where((first < end)[:, None], o / l[:, None], 0.0)
+        l = tl.where(first < end, l, 1.0)  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it
+        o = o / l[:, None]
         tl.store(out + o_out[:, None] * q.shape[3] + o_d[None, :], o.to(out.dtype.element_ty), mask=m_o)
         tl.store(p_lse + o_out, (m + tl.log2(l)) / LOG2_E, mask=m_row)
 
@@ -207,10 +208,10 @@ def join_kernel(
         l += b_weight * tl.load(partial.l + at, mask=seen, other=0.0)
         b_o = tl.load(partial.o + at[:, None] * D + o_d[None, :], mask=seen[:, None] & (o_d < D)[None, :], other=0.0)
         o += b_weight[:, None] * b_o
-    l_all = tl.sum(l, 0)
     length = tl.load(p_lengths + i_row // (H * T))
     sees = length - T + i_row % T >= 0 if CAUSAL else length > 0
-    b_out = tl.where(sees, tl.sum(o, 0) / l_all, 0.0)
+    l_all = tl.where(sees, tl.sum(l, 0), 1.0)
+    b_out = tl.sum(o, 0) / l_all
     tl.store(out + i_row * D + o_d, b_out.to(out.dtype.element_ty), mask=o_d < D)
     if tl.program_id(1) == 0:
         tl.store(p_lse + i_row, (m + tl.log2(l_all)) / LOG2_E)
