@@ -1,6 +1,6 @@
 """Flash-decoding in Triton (Dao, Haziza, Massa, Sizov 2023): the keys of a sequence are shared out over programs.
 
-    decode_kernel   one split of the keys of one sequence and key head    m, l and the unnormalised o of each row
+    decode_kernel   splits of the keys of one sequence and key head       m, l and the unnormalised o of each row
     join_kernel     one row, over all splits                             out and lse
 
 The query heads that share a key head, and the new tokens, are rows of one tile, so keys and values are read once. A
@@ -10,12 +10,12 @@ program carries m, l and o over its keys as the forward kernel does (forward.py)
 
 Splits lie at fixed positions, whatever the batch and the capacity, and are added up in their order: a sequence has the
 same result, to the bit, whatever other sequences there are, contiguous as in pages. They are short at first, as there
-are few, and grow. Lengths are read on the device; programs behind a sequence's end leave at once.
+are few, and grow. Where there are more than keep the GPU busy, a program walks over several, one after the other.
+Lengths are read on the device; programs behind a sequence's end leave at once.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu import NAMESPACE
-from .configs import Extras, Options
+from .configs import Extras, Mode, Options
 from .score import (
     LOG2_E,
     Positions,
@@ -41,7 +41,7 @@ from .tiles import dot, kernel_mode, strided
 # and LEVELS: 2 RUN splits of FIRST keys, RUN each of twice as many, four times as many and so on, then no longer ones.
 FIRST = tl.constexpr(128)
 RUN = tl.constexpr(8)
-LEVELS = tl.constexpr(3)
+LEVELS = tl.constexpr(4)  # as many as `splits_of` has
 JOINED = tl.constexpr(64)  # splits that the join reads at a time, however many there are: sums keep their order
 JOINED_COLUMNS = tl.constexpr(32)  # of a program of the join
 MAX_ROWS = 32  # of a tile of queries: more do not fit the registers
@@ -97,94 +97,113 @@ def split_start(i_split):
     return FIRST * ((i_split - RUN * level) << level)
 
 
-@triton.jit(do_not_specialize=["G", "T", "capacity", "n_pages"])
+@triton.jit
+def splits_of(keys):
+    """How many splits it takes for the first `keys` keys: the inverse of split_start, rounded up."""
+    units = (keys + FIRST - 1) // FIRST
+    runs = max(units - 1, 0) // RUN
+    two, four, eight, sixteen = min(runs // 2, 1), min(runs // 4, 1), min(runs // 8, 1), min(runs // 16, 1)
+    longest = 1 + two + 2 * four + 4 * eight + 8 * sixteen  # of these splits, in units
+    return RUN * (two + four + eight + sixteen) + (units + longest - 1) // longest
+
+
+@triton.jit(do_not_specialize=["G", "T", "capacity", "n_pages", "n_splits", "span"])
 def decode_kernel(
-    q, k, v, out, p_lse, partial, p_lengths, p_pages, extras, scale_log2, G, T, capacity, n_pages,
+    q, k, v, out, p_lse, partial, p_lengths, p_pages, extras, scale_log2, G, T, capacity, n_pages, n_splits, span,
     PAGE: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """One split of the keys for one tile of rows. Grid: key heads x tiles of rows, sequences, splits.
+    """Some splits of the keys for one tile of rows. Grid: key heads x tiles of rows, sequences, groups of splits.
 
-    The longest splits come first, and short ones fill what they leave idle at the end. `partial` is None where there is
-    one split: the program then writes out and lse itself.
+    A group is the splits of `span` keys, or one split where span is 0. The last ones come first: they are the longest,
+    and short ones fill what they leave idle at the end. `partial` is None where there is one split: the program then
+    writes out and lse itself.
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     STAGES: tl.constexpr = BLOCKS.stages
-    i_b, n_splits = tl.program_id(1), tl.num_programs(2)
-    i_split = n_splits - 1 - tl.program_id(2)
+    i_b, i_group = tl.program_id(1), tl.num_programs(2) - 1 - tl.program_id(2)
     n_m = tl.cdiv(G * T, BM)
     i_kv, i_m = tl.program_id(0) // n_m, tl.program_id(0) % n_m * BM
     H = tl.num_programs(0) // n_m * G
+    i_first = tl.where(span == 0, i_group, splits_of(i_group * span))
+    i_end = tl.minimum(tl.where(span == 0, i_group + 1, splits_of((i_group + 1) * span)), n_splits)
 
     # Rows are tokens, and within a token the heads of the group.
     o_row = i_m + tl.arange(0, BM)
     o_t, o_h, m_row = o_row // G, i_kv * G + o_row % G, o_row < G * T
     length = tl.minimum(tl.load(p_lengths + i_b), capacity)
     at = Positions(T, length, length - T, 0, 0, 0, 0)
-    n_start, n_full_start, n_full_end, n_end = seen_keys(i_m // G, at, BLOCKS, MODE)
+    n_base, n_full_start, n_full_end, n_end = seen_keys(i_m // G, at, BLOCKS, MODE)
     first, end = key_interval(o_t, at, MODE)
     n_first = tl.maximum(i_m // G + at.offset - (MODE.window - 1), 0) if MODE.window else 0
-    n_stop = tl.minimum(n_start + split_start(i_split + 1), n_end)
-    n_start += split_start(i_split)
-    o_out = ((tl.cast(i_b, tl.int64) * H + o_h) * T + o_t) * n_splits + i_split
+    o_out = ((tl.cast(i_b, tl.int64) * H + o_h) * T + o_t) * n_splits
     if partial is not None:
-        nothing_left = (i_split > 0) & (n_start >= n_end)
+        nothing_left = (i_first > 0) & (n_base + split_start(i_first) >= n_end)
         if nothing_left:
-            tl.store(partial.m + o_out, -float("inf"), mask=m_row)
+            for i_split in range(i_first, i_end):
+                tl.store(partial.m + o_out + i_split, -float("inf"), mask=m_row)
             return
 
     o_d = tl.arange(0, BD)
     p_q = q.pointer + tl.cast(i_b, tl.int64) * q.stride_b + o_h.to(tl.int64) * q.stride_h + o_t * q.stride_t
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < q.shape[3])[None, :], other=0.0)
-    o = tl.zeros([BM, BD], tl.float32)
-    m = tl.full([BM], -float("inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
-    if MODE.sinks:  # as if a key without a value had been seen before all others
+    if MODE.sinks:
         b_sink = tl.load(extras.sinks + o_h, mask=m_row, other=0.0) * LOG2_E
-        m = tl.where(i_split == 0, b_sink, m)
-        l = tl.where(i_split == 0, 1.0, l)
     slope2 = tl.load(extras.slopes + o_h, mask=m_row, other=0.0)[:, None] * LOG2_E if MODE.alibi else None
-    factor = log2_factor(scale_log2, MODE)
+    unit = log2_factor(scale_log2, MODE)
     if PAGE is not None:
         p_pages += tl.cast(i_b, tl.int64) * n_pages
-    for i_n in tl.range(n_start, n_stop, BN, num_stages=STAGES):
-        # (BM, BN)
-        o_place, o_slot, m_n = locate_rows(i_b, i_n, p_pages, n_first, n_end, PAGE, BN)
-        b_k = load_rows(k, i_kv, o_place, o_slot, m_n, BD)
-        b_s = dot(b_q, b_k.T, None, MODE)
-        b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
-        b_bias = None
-        if MODE.alibi:
-            o_own = (o_t + at.offset)[:, None]
-            b_bias = alibi_bias(slope2, o_t[:, None], tl.arange(0, BN)[None, :], i_n, o_own, at, MODE)
-        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE) * factor
-        if (i_n < n_full_start) | (i_n >= n_full_end):
-            o_n = i_n + tl.arange(0, BN)
-            b_s = tl.where((o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None]), b_s, -float("inf"))
 
-        # (BM,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
-        m_new = tl.maximum(m, tl.max(b_s, 1))
-        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
-        alpha = tl.exp2(m - m_safe)
-        m = m_new
-        b_p = tl.exp2(b_s - m_safe[:, None])
-        l = l * alpha + tl.sum(b_p, 1)
+    for i_split in range(i_first, i_end):
+        n_start = n_base + split_start(i_split)
+        n_stop = tl.minimum(n_base + split_start(i_split + 1), n_end)
+        o = tl.zeros([BM, BD], tl.float32)
+        m = tl.full([BM], -float("inf"), tl.float32)
+        l = tl.zeros([BM], tl.float32)
+        if MODE.sinks:  # as if a key without a value had been seen before all others
+            m = tl.where(i_split == 0, b_sink, m)
+            l = tl.where(i_split == 0, 1.0, l)
+        for i_n in tl.range(n_start, n_stop, BN, num_stages=STAGES):
+            # (BM, BN)
+            o_place, o_slot, m_n = locate_rows(i_b, i_n, p_pages, n_first, n_end, PAGE, BN)
+            b_k = load_rows(k, i_kv, o_place, o_slot, m_n, BD)
+            b_s = dot(b_q, b_k.T, None, MODE)
+            b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
+            b_bias = None
+            if MODE.alibi:
+                o_own = (o_t + at.offset)[:, None]
+                b_bias = alibi_bias(slope2, o_t[:, None], tl.arange(0, BN)[None, :], i_n, o_own, at, MODE)
+            b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE) * unit
+            if (i_n >= n_full_end) | (i_n < n_full_start):
+                o_n = i_n + tl.arange(0, BN)
+                b_s = tl.where((o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None]), b_s, -float("inf"))
 
-        # (BM, D)
-        b_v = load_rows(v, i_kv, o_place, o_slot, m_n, BD)
-        o = dot(b_p.to(b_v.dtype), b_v, o * alpha[:, None], MODE)
+            # (BM,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
+            m_new = tl.maximum(m, tl.max(b_s, 1))
+            m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+            alpha = tl.exp2(m - m_safe)
+            m = m_new
+            b_p = tl.exp2(b_s - m_safe[:, None])
+            l = l * alpha + tl.sum(b_p, 1)
 
-    m_o = m_row[:, None] & (o_d < q.shape[3])[None, :]
-    if partial is not None:
-        tl.store(partial.o + o_out[:, None] * q.shape[3] + o_d[None, :], o, mask=m_o)
-        tl.store(partial.m + o_out, m, mask=m_row)
-        tl.store(partial.l + o_out, l, mask=m_row)
-    else:
-        l = tl.where(first < end, l, 1.0)  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it
-        o = o / l[:, None]
-        tl.store(out + o_out[:, None] * q.shape[3] + o_d[None, :], o.to(out.dtype.element_ty), mask=m_o)
-        tl.store(p_lse + o_out, (m + tl.log2(l)) / LOG2_E, mask=m_row)
+            # (BM, D)
+            b_v = load_rows(v, i_kv, o_place, o_slot, m_n, BD)
+            o = dot(b_p.to(b_v.dtype), b_v, o * alpha[:, None], MODE)
+
+        m_o = m_row[:, None] & (o_d < q.shape[3])[None, :]
+        if partial is None:
+            l = tl.where(
+                first < end, l, 1.0
+            )  # rows that see nothing are 0; l = 0 tells less, as scores of -inf give it
+            o = (o / l[:, None]).to(out.dtype.element_ty)
+            tl.store(out + o_out[:, None] * q.shape[3] + o_d[None, :], o, mask=m_o)
+            tl.store(p_lse + o_out, (m + tl.log2(l)) / LOG2_E, mask=m_row)
+        else:  # a split without keys has m = -inf, and the join reads no more of it
+            tl.store(partial.m + o_out + i_split, m, mask=m_row)
+            if (n_start < n_stop) | (i_split == 0):
+                tl.store(partial.l + o_out + i_split, l, mask=m_row)
+                tl.store(partial.o + (o_out + i_split)[:, None] * q.shape[3] + o_d[None, :], o, mask=m_o)
 
 
 @triton.jit(do_not_specialize=["n_splits", "H", "T", "D"])
@@ -217,22 +236,27 @@ def join_kernel(
         tl.store(p_lse + i_row, (m + tl.log2(l_all)) / LOG2_E)
 
 
-def choose_blocks(rows: int, head_dim: int, dtype: torch.dtype, paged: bool) -> Blocks:
-    """The blocks for a group's rows, a head size and a dtype, with FIRST a multiple of their keys; timed on an H200."""
+def choose_blocks(rows: int, head_dim: int, mode: Mode, paged: bool) -> Blocks:
+    """The blocks for a group's rows and a head size, with FIRST a multiple of their keys; timed on an H200."""
     BM = max(MIN_ROWS, min(MAX_ROWS, triton.next_power_of_2(rows)))
-    if dtype == torch.float32:
+    if mode.exact:
         return Blocks(BM, 32 if head_dim <= 128 else 16, 4, 2)
-    # A page's number is loaded a tile ahead of the page. All else is the same, or pages would give other bits.
-    return Blocks(BM, 128 if head_dim <= 128 else 64, 4, 3 if paged else 2)
+    if head_dim > 128:
+        return Blocks(BM, 64, 4, 2)
+    # Two warps have no registers left for changed scores. A page's number is loaded a tile ahead of the page; all else
+    # is the same, or pages would give other bits.
+    changed = mode.soft_cap is not None or mode.alibi
+    return Blocks(BM, 64, 4 if changed and head_dim > 64 else 2, 4 if paged else 3)
 
 
-@lru_cache
-def number_of_splits(span: int) -> int:
-    """How many splits it takes for `span` keys, one at least."""
-    n = 1
-    while split_start.fn(n) < span:
-        n += 1
-    return n
+def keys_of_program(keys: int, heads: int) -> int:
+    """How many keys a program walks over where each of `heads` sees `keys`; 0: one split. Multiples of all splits.
+
+    On an H200 the best were programs that all run at the same time, two on each multiprocessor, or else many waves.
+    """
+    if 256 <= heads * triton.cdiv(keys, 4096) <= 528:
+        return 4096
+    return 2048 if heads * triton.cdiv(keys, 2048) >= 512 else 0
 
 
 def run_decode(
@@ -258,17 +282,19 @@ def run_decode(
     extras = Extras(slopes=slopes, sinks=sinks)
     mode = kernel_mode(q, Options(causal, scale, 0, tf32, window, soft_cap), extras)
     G = H // H_kv
-    blocks = choose_blocks(G * T, D, q.dtype, pages is not None)
+    blocks = choose_blocks(G * T, D, mode, pages is not None)
     capacity = k.shape[2] * (1 if pages is None else pages.shape[1])
     span = capacity if window is None else min(capacity, window + T - 1 + blocks.k - 1)
     n_m = triton.cdiv(G * T, blocks.q)
-    n_splits = number_of_splits(span)
+    n_splits = max(1, int(splits_of.fn(span)))
+    together = keys_of_program(span, B * H_kv * n_m)
+    n_groups = triton.cdiv(span, together) if together else n_splits
     partial = None
     if n_splits > 1:
         shape = (B * H * T, n_splits)
         partial = Partial(*(q.new_empty(*shape, *last, dtype=torch.float32) for last in ((D,), (), ())))
     with torch.cuda.device_of(q):
-        decode_kernel[(H_kv * n_m, B, n_splits)](
+        decode_kernel[(H_kv * n_m, B, n_groups)](
             *(strided(x) for x in (q, k, v)),
             out,
             lse,
@@ -281,6 +307,8 @@ def run_decode(
             T,
             capacity,
             None if pages is None else pages.stride(0),
+            n_splits,
+            together,
             PAGE=None if pages is None else k.shape[2],
             BLOCKS=blocks,
             MODE=mode,
