@@ -25,7 +25,7 @@ from attention import AttentionConfig, Cache, build_attention
 from bench.measure import RESULTS, Call, Timing, environment, interleaved, release, require_gpu, slug, write
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-SHAPES = ((16, 32_768), (1, 131_072))  # sequences, keys of each
+SHAPES = ((1, 131_072), (16, 32_768))  # sequences, keys of each
 PAGES = (16, 64, 256)
 COPIED = 2**30  # bytes
 BACKENDS = {

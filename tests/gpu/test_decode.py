@@ -103,6 +103,11 @@ def test_neither_pages_nor_the_batch_nor_the_capacity_change_a_bit(D):
     for b in (0, 3, 6):
         alone = Cache(cache.k[b : b + 1], cache.v[b : b + 1], cache.lengths[b : b + 1])
         assert torch.equal(out[b : b + 1], flash().decode(q[b : b + 1], alone, score=score, sinks=sinks).out)
+    # So many that programs walk over several splits.
+    many = Cache(cache.k.repeat(40, 1, 1, 1), cache.v.repeat(40, 1, 1, 1), cache.lengths.repeat(40))
+    assert torch.equal(
+        out.repeat(40, 1, 1, 1), flash().decode(q.repeat(40, 1, 1, 1), many, score=score, sinks=sinks).out
+    )
     larger = Cache(F.pad(cache.k, (0, 0, 0, 20_000)), F.pad(cache.v, (0, 0, 0, 20_000)), cache.lengths)
     assert torch.equal(out, flash().decode(q, larger, score=score, sinks=sinks).out)
 
