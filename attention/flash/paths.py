@@ -47,12 +47,12 @@ class Problem:
 class Path(NamedTuple):
     """Kernels for both directions, and what they are for.
 
-    refusal  why the path cannot serve a problem, None where it can
-    pays     whether it was measured to be faster than `plain`, for the backward or the forward
+    refusal  why the path cannot serve a problem in the backward or the forward, None where it can
+    pays     whether it was measured to be faster than `plain` there
     forward, backward  as those of attention/flash/forward.py and backward.py
     """
 
-    refusal: Callable[[Problem], str | None]
+    refusal: Callable[[Problem, bool], str | None]
     pays: Callable[[Problem, bool], bool]
     forward: Callable[[Tensor, Tensor, Tensor, Tensor, Extras, Options], tuple[Tensor, Tensor]]
     backward: Callable[..., Tensor | None]
@@ -79,14 +79,15 @@ def describe(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Problem:
     return Problem(q.shape[-1], q.dtype, features, options.threshold > 0, length, capability, options.precision)
 
 
-def hopper_refusal(problem: Problem) -> str | None:
+def hopper_refusal(problem: Problem, backward: bool) -> str | None:
     """What of a problem the Hopper kernels do not serve."""
     if INTERPRET.value or problem.capability[0] != 9:
         return "needs a GPU of compute capability 9.0 (Hopper)"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bf16 or fp16, not {problem.dtype}"
-    if problem.head_dim not in HEAD_DIMS:
-        return f"takes head sizes from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not {problem.head_dim}"
+    direction = "backward" if backward else "forward"
+    if problem.head_dim not in (served := HEAD_DIMS[direction]):
+        return f"takes head sizes from {served[0]} to {served[-1]} in the {direction}, not {problem.head_dim}"
     return None
 
 
@@ -121,7 +122,7 @@ PATHS = {
         ),
     ),
     "plain": Path(
-        refusal=lambda problem: None,
+        refusal=lambda problem, backward: None,
         pays=lambda problem, backward: True,
         forward=lambda q, k, v, out, extras, options: plain_forward.forward(
             q, k, v, out, extras, options, kernel_configs(q, k, extras, options)
@@ -131,7 +132,7 @@ PATHS = {
         ),
     ),
     "fp8": Path(  # by attention.precision alone
-        refusal=fp8_refusal,
+        refusal=lambda problem, backward: fp8_refusal(problem),
         pays=lambda problem, backward: True,
         forward=lambda q, k, v, out, extras, options: fp8_forward.forward(
             q, k, v, out, options, fp8_blocks(q.shape[-1])
@@ -152,8 +153,10 @@ def choose_path(name: str, problem: Problem, backward: bool) -> str:
             raise UnsupportedAttention(f"attention.precision=fp8 {refusal}; choose attention.precision=inputs.")
         return "fp8"
     if name == "auto":
-        return next(n for n, path in PATHS.items() if path.refusal(problem) is None and path.pays(problem, backward))
-    refusal = PATHS[name].refusal(problem)
+        return next(
+            n for n, path in PATHS.items() if path.refusal(problem, backward) is None and path.pays(problem, backward)
+        )
+    refusal = PATHS[name].refusal(problem, backward)
     if refusal is not None:
         raise UnsupportedAttention(f"attention.path={name} {refusal}; choose attention.path=auto.")
     return name

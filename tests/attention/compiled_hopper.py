@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 from attention import DropoutKey, gpu
 from attention.dropout import drop_threshold
 from attention.flash.configs import Extras, Options
+from attention.flash.hopper.configs import HEAD_DIMS
 from attention.flash.paths import PATHS
 from attention.flash.tiles import rows_like
 
@@ -44,7 +45,7 @@ SCORES: dict[str, tuple[dict[str, Any], Extras]] = {
     ),
 }
 # Each kernel takes two seconds to compile: head size 128 has the fewest registers to spare, so more of it.
-EXACT = {64: ("full", "alibi"), 128: ("causal", "documents", "soft_cap")}
+EXACT = {64: ("full", "alibi"), 128: ("causal", "documents", "soft_cap"), 256: ("causal",)}
 DROPOUT = {64: ("everything",), 128: ("causal", "everything")}
 CONFIGURATIONS: dict[str, tuple[int, str, float]] = {
     **{f"{D}-{score}-exact": (D, score, 0.0) for D, scores in EXACT.items() for score in scores},
@@ -65,7 +66,8 @@ def launch(D: int, score: str, dropout: float) -> None:
         PATHS["fp8"].forward(q, k, v, out, extras, options)
         return
     PATHS["hopper"].forward(q, k, v, out, extras, options)
-    PATHS["hopper"].backward(do, q, k, v, out, rows_like(q), tuple(gradients), extras, options)
+    if D in HEAD_DIMS["backward"]:
+        PATHS["hopper"].backward(do, q, k, v, out, rows_like(q), tuple(gradients), extras, options)
 
 
 def reports(name: str) -> Iterator[dict[str, Any]]:

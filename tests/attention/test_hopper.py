@@ -59,8 +59,8 @@ def flash(**options):
         ({"capability": (8, 0)}, r"needs a GPU of compute capability 9.0 \(Hopper\)"),
         ({"capability": (10, 0)}, r"needs a GPU of compute capability 9.0 \(Hopper\)"),
         ({"dtype": torch.float32}, "takes bf16 or fp16, not torch.float32"),
-        ({"head_dim": 32}, "takes head sizes from 33 to 128, not 32"),
-        ({"head_dim": 192}, "takes head sizes from 33 to 128, not 192"),
+        ({"head_dim": 32}, r"takes head sizes from 33 to \d+ in the (forward|backward), not 32"),
+        ({"head_dim": 264}, r"takes head sizes from 33 to \d+ in the (forward|backward), not 264"),
     ],
     ids=["Ampere", "Blackwell", "fp32", "narrow", "wide"],
 )
@@ -81,6 +81,15 @@ def test_a_path_that_cannot_serve_a_layer_is_refused_when_the_model_is_built(hop
         flash().check(shape(torch.float32))
 
 
+def test_wide_heads_have_a_forward_alone(hopper_gpu):
+    problem = replace(PROBLEM, head_dim=192)
+    assert choose_path("hopper", problem, backward=False) == "hopper"
+    with pytest.raises(UnsupportedAttention, match="takes head sizes from 33 to 128 in the backward, not 192"):
+        choose_path("hopper", problem, backward=True)
+    with pytest.raises(UnsupportedAttention, match="in the backward, not 192"):
+        flash().check(shape(head_dim=192))
+
+
 def test_other_implementations_have_no_kernel_path():
     with pytest.raises(UnsupportedAttention, match=r"attention.path=plain has no effect with attention=tiled"):
         build_attention(AttentionConfig("tiled", path=KernelPath.plain))
@@ -95,7 +104,7 @@ def test_a_named_path_serves_both_directions_at_every_length(hopper_gpu):
 @pytest.mark.parametrize(
     "features", [(), ("window",), ("documents", "sinks"), ("alibi",), ("soft_cap", "window")], ids=str
 )
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192])
 @pytest.mark.parametrize("dropout", [False, True], ids=["exact", "dropout"])
 def test_auto_changes_to_the_hopper_kernels_once_as_rows_grow(head_dim, dropout, features, hopper_gpu):
     problem = replace(PROBLEM, head_dim=head_dim, dropout=dropout, features=frozenset(features))
@@ -108,6 +117,7 @@ def test_a_model_s_paths_are_told_layer_by_layer(hopper_gpu):
     attend = build_attention(AttentionConfig("flash"))
     assert attend.path(shape(), 4096) == "hopper"
     assert attend.path(shape(head_dim=64), 16384) == "hopper forward, plain backward"
+    assert attend.path(shape(head_dim=256), 4096) == "hopper forward, plain backward"
     assert attend.path(shape(scores=(Score(window=64), Score())), 4096) == "hopper"
     layers = (Score(window=64), Score(soft_cap=50.0))
     assert attend.path(shape(head_dim=64, scores=layers), 16384) == "hopper and plain"

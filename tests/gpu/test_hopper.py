@@ -70,6 +70,19 @@ def test_error_is_a_small_multiple_of_the_plain_formula_s(case, causal, dropout)
 
 
 @DROPOUT
+@pytest.mark.parametrize(("T", "S"), [(1, 239), (64, 65), (129, 127), (300, 5), (799, 300), (1023, 1024)])
+@pytest.mark.parametrize("D", [136, 192, 256])
+def test_wide_heads_give_the_forward_of_the_plain_kernels(D, T, S, dropout):
+    q, k, v, _ = Case(2, 4, 2, T, S, D).tensors(torch.bfloat16, "cuda")
+    (out, lse), (plain, plain_lse) = (
+        flash(dropout, path)(q, k, v, dropout_key=KEY, return_lse=True)
+        for path in (KernelPath.hopper, KernelPath.plain)
+    )
+    assert (out.float() - plain.float()).norm() < 5e-3 * plain.float().norm()
+    torch.testing.assert_close(lse, plain_lse, rtol=1e-5, atol=1e-5)
+
+
+@DROPOUT
 @pytest.mark.parametrize("case", grid()[::5], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
 def test_error_in_fp16(case, dropout):
     assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.float16, "cuda", factor=4.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-HEAD_DIMS = range(33, 129)  # in tiles of 64 or 128 columns
+HEAD_DIMS = {"forward": range(33, 257), "backward": range(33, 129)}  # in tiles of 64, 128 or 256 columns
 FP8_MAX_HEAD_DIM = 128
 # The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward), then
 # by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
@@ -18,6 +18,7 @@ FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
     (128, False, True): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (128, True, False): {"causal": 2048, "alibi": 2048, "soft_cap": 2048},
     (128, True, True): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
+    (256, False, False): {"causal": 1024},
 }
 
 
@@ -30,6 +31,7 @@ class ForwardBlocks(NamedTuple):
     stages     key tiles in flight
     registers  of a consumer's thread
     in_turn    whether the consumers start their products in turn
+    out_in_q   whether a tile of out takes the place of its queries in shared memory
     """
 
     consumers: int
@@ -38,6 +40,7 @@ class ForwardBlocks(NamedTuple):
     stages: int
     registers: int
     in_turn: bool
+    out_in_q: bool = False
 
 
 class BackwardBlocks(NamedTuple):
@@ -50,7 +53,9 @@ class BackwardBlocks(NamedTuple):
 
 
 def forward_blocks(head_dim: int, dropout: bool, alibi: bool) -> ForwardBlocks:
-    """The forward's shape for a head size of HEAD_DIMS."""
+    """The forward's shape for a head size that it serves."""
+    if head_dim > 128:
+        return ForwardBlocks(consumers=2, k=64, columns=256, stages=2, registers=240, in_turn=False, out_in_q=True)
     if head_dim > 64:
         return ForwardBlocks(consumers=2, k=128, columns=128, stages=2, registers=240, in_turn=False)
     if dropout or alibi:  # the mask and the biases need the registers of a third consumer
@@ -65,17 +70,18 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
 
 
 def backward_blocks(head_dim: int) -> BackwardBlocks:
-    """The backward's shape for a head size of HEAD_DIMS."""
+    """The backward's shape for a head size that it serves."""
     if head_dim > 64:
         return BackwardBlocks(q=64, k=128, columns=128, stages=2)
     return BackwardBlocks(q=64, k=128, columns=64, stages=3)
 
 
 def is_faster(head_dim: int, dropout: bool, features: frozenset[str], length: int, backward: bool) -> bool:
-    """Whether the forward or the backward was measured to be faster than the plain one for a head size of HEAD_DIMS.
+    """Whether the forward or the backward was measured to be faster than the plain one for a head size that it serves.
 
     features  of Score and Layout; where several take time, each must have been
     """
-    faster_from = FASTER_FROM[64 if head_dim <= 64 else 128, dropout, backward]
+    columns = next(columns for columns in (64, 128, 256) if head_dim <= columns)
+    faster_from = FASTER_FROM.get((columns, dropout, backward), {})
     kinds = features & {"alibi", "soft_cap", "window", "documents"} or {"causal"}
     return all(length >= faster_from.get(kind, math.inf) for kind in kinds)

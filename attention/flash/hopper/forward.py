@@ -173,7 +173,8 @@ def consumer(
             i_turn += 1
 
         o_flight = warpgroup_mma(b_p, buffers.v.index(i_step % STAGES), o, is_async=True)
-        mbarrier.arrive(barriers.q_empty.index(c))
+        if not BLOCKS.out_in_q:
+            mbarrier.arrive(barriers.q_empty.index(c))
         l_row = gl.convert_layout(gl.sum(l, 1), S_ROWS)
         lse2 = m + gl.log2(l_row) - b_row_bias
         o, b_p = warpgroup_mma_wait(0, deps=(o_flight, b_p))
@@ -195,6 +196,9 @@ def consumer(
         fence_async_shared()
         b_out = b_out._reinterpret(dtype, [1, 1, ROWS, BD], out.layout)
         tma.async_copy_shared_to_global(out, [i_b, i_h, i_m, 0], b_out)
+        if BLOCKS.out_in_q:
+            tma.store_wait(0)
+            mbarrier.arrive(barriers.q_empty.index(c))
         # As the plain forward: lse2 for the backward, +inf for a row that saw nothing.
         gl.store(p_lse + i_bh.to(gl.int64) * T + o_m, lse2 / LOG2_E, mask=o_m < T)
         lse2 = gl.where(lse2 == -float("inf"), float("inf"), lse2)

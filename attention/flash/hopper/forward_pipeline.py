@@ -45,11 +45,15 @@ def allocate(dtype: gl.constexpr, BLOCKS: gl.constexpr):
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout)
+    out_s = q_s
+    if not BLOCKS.out_in_q:
+        out_s = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout)
     buffers = Buffers(
-        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout),
+        q_s,
         gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
         gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
-        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout),
+        out_s,
         gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], BARRIER),
     )
     barriers = Barriers(
