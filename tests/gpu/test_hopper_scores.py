@@ -1,0 +1,186 @@
+"""The Hopper kernels on a Hopper GPU, forced: windows, documents, biases, soft cap, sinks and offsets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, KernelPath, Layout, Score, build_attention, documents
+from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
+from tests.gpu.test_hopper import DROPOUT, flash, run
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+
+SCORES: dict[str, Any] = {
+    "window": {"window": 100},
+    "soft_cap": {"soft_cap": 3.0, "spread": 4.0},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "documents": {"documents": (200, 1, 129, 70, 64, 48)},
+    "documents_full": {"documents": (200, 1, 129, 70, 64, 48), "causal": False},
+    "everything": {"window": 100, "soft_cap": 3.0, "alibi": True, "sinks": True, "documents": (212, 300)},
+}
+
+
+@DROPOUT
+@pytest.mark.parametrize("D", [64, 111, 128])
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_error_of_changed_scores(score, D, dropout):
+    T = 300 if D == 111 and "documents" not in score else 512
+    case = Case(2, 4, 2, T, 512, D, dropout=dropout, **score)
+    assert_accurate(flash(dropout), case, torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_weights_of_capped_scores_stay_in_range(D):
+    """No running maximum is subtracted there, as weights between 2^-72 and 2^88 are in range."""
+    case = Case(2, 2, 2, 300, 300, D, spread=1e4, soft_cap=10.0)  # scores of 10, -10, and very few between
+    q, k, v, do = case.tensors(torch.bfloat16, "cuda")
+    out = run(partial(flash(), score=case.score), q, k, v, do)[0]
+    exact, plain = formula(q.double(), k.double(), v.double(), case=case), formula(q, k, v, case=case)
+    assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max()
+
+    q = torch.full_like(q, 300.0)
+    k = torch.where(torch.arange(300, device="cuda")[:, None] < 100, 1.0, -1.0).expand_as(k).to(k)
+    out, *found = run(partial(flash(), score=Score(soft_cap=50.0)), q, k, v, do)
+    seen = torch.arange(1, 301, device="cuda").clamp(max=100)[:, None]
+    expected = v.float().cumsum(2)[:, :, seen[:, 0] - 1] / seen  # the mean of the first hundred that a query sees
+    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+    assert all(x.isfinite().all() for x in found)
+
+
+@pytest.mark.parametrize("score", ["soft_cap", "alibi", "everything"])
+def test_error_of_changed_scores_in_fp16(score):
+    case = Case(1, 4, 2, 200, 512, 128, dropout=0.17, **SCORES[score])
+    assert_accurate(flash(0.17), case, torch.float16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize(("window", "D"), [(1, 64), (64, 128), (65, 64), (128, 128), (129, 64), (200, 128)])
+def test_windows_that_end_at_the_edge_of_a_tile(window, D):
+    for T in (129, 256, 400):
+        assert_accurate(flash(), Case(1, 2, 1, T, 400, D, window=window), torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("lengths", [(128, 256, 64, 64), (127, 1, 129, 255), (1, 511), (64, 63, 65, 192, 128), (512,)])
+def test_documents_that_end_at_the_edge_of_a_tile(lengths, causal):
+    for D, T in ((64, 512), (128, 512), (128, 333)):
+        case = Case(2, 2, 2, T, 512, D, causal=causal, documents=lengths)
+        assert_accurate(flash(), case, torch.bfloat16, "cuda", factor=3.0)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 1, 1, 640, 640, 64, window=40),
+        Case(1, 1, 1, 256, 640, 64, window=40),
+        Case(1, 1, 1, 640, 640, 64, documents=(128, 384, 128)),
+        Case(1, 1, 1, 640, 640, 64, causal=False, documents=(128, 384, 128)),
+    ],
+    ids=lambda c: f"{c.T}-{c.window}-{c.documents}-{c.causal}",
+)
+def test_tiles_in_which_nothing_is_seen_are_never_read(case, D):
+    """A NaN in a tile that is read reaches the results, even where its weight is zero."""
+    case, rows_of_q, rows_of_k = replace(case, D=D), 64, 128
+    q, k, v, do = case.tensors(torch.bfloat16, "cuda")
+    seen = case.visible()[0].cuda()  # (T, S)
+    attend = partial(flash(), score=case.score, layout=case.layout("cuda"))
+    clean = gradients(attend, q, k, v, do)
+
+    def assert_equal_where(reached: Tensor, got: dict[str, Tensor], names: tuple[str, str]) -> None:
+        assert reached.any()
+        assert not reached.all()
+        for name in names:
+            assert torch.equal(got[name][:, :, ~reached], clean[name][:, :, ~reached]), name
+
+    for start in range(0, case.S, rows_of_k):
+        tile = slice(start, start + rows_of_k)
+        bad_k, bad_v = k.clone(), v.clone()
+        bad_k[:, :, tile] = bad_v[:, :, tile] = torch.nan
+        reached = seen[:, tile].unflatten(0, (-1, rows_of_q)).any(2).any(1).repeat_interleave(rows_of_q)
+        if reached.any():
+            assert_equal_where(reached, gradients(attend, q, bad_k, bad_v, do), ("out", "dq"))
+    for start in range(0, case.T, rows_of_q):
+        tile = slice(start, start + rows_of_q)
+        bad_q, bad_do = q.clone(), do.clone()
+        bad_q[:, :, tile] = bad_do[:, :, tile] = torch.nan
+        reached = seen[tile].unflatten(1, (-1, rows_of_k)).any(2).any(0).repeat_interleave(rows_of_k)
+        assert_equal_where(reached, gradients(attend, bad_q, k, v, bad_do), ("dk", "dv"))
+
+
+@pytest.mark.parametrize("score", [Score(), Score(causal=False), Score(window=33)], ids=str)
+@pytest.mark.parametrize("offsets", [(64, 0), (0, 64), (100, 20), (10, 100), (200, 0), (0, 0), (900, 0), (0, 900)])
+def test_queries_and_keys_that_stand_anywhere(score, offsets):
+    layout = Layout(*offsets)
+    for D, T, S in ((64, 200, 300), (128, 330, 140)):
+        tensors = Case(1, 4, 2, T, S, D).tensors(torch.bfloat16, "cuda")
+        results = [
+            gradients(partial(build_attention(config), score=score, layout=layout), *(x.to(dtype) for x in tensors))
+            for config, dtype in (
+                (AttentionConfig("flash", path=KernelPath.hopper), torch.bfloat16),
+                (AttentionConfig("flash", path=KernelPath.plain), torch.bfloat16),
+                (AttentionConfig("naive"), torch.float64),
+            )
+        ]
+        for name, exact in results[2].items():
+            hopper, plain = ((result[name] - exact).abs().max() for result in results[:2])
+            assert hopper <= 2 * plain + 1e-6, (name, D)
+
+
+@DROPOUT
+@pytest.mark.parametrize("D", [64, 128])
+def test_repeats_of_changed_scores_are_bitwise_equal(D, dropout):
+    case = Case(
+        2,
+        4,
+        2,
+        2000,
+        2000,
+        D,
+        dropout=dropout,
+        window=700,
+        soft_cap=10.0,
+        alibi=True,
+        sinks=True,
+        documents=(1500, 500),
+    )
+    tensors, sinks, layout = case.tensors(torch.bfloat16, "cuda"), case.sink_logits("cuda"), case.layout("cuda")
+
+    def attend(q, k, v, sinks):
+        return flash(dropout)(q, k, v, score=case.score, layout=layout, sinks=sinks, dropout_key=KEY)
+
+    first = gradients(attend, *tensors, sinks=sinks)
+    for _ in range(200):
+        again = gradients(attend, *tensors, sinks=sinks)
+        assert all(torch.equal(again[name], x) for name, x in first.items())
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_graph_replayed_with_other_documents_follows_them(D):
+    q, k, v, do = Case(2, 2, 2, 300, 300, D).tensors(torch.bfloat16, "cuda")
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    starts = torch.zeros(2, 300, dtype=torch.int32, device="cuda")
+
+    def forward_backward(starts: Tensor) -> list[Tensor]:
+        out = flash()(q, k, v, layout=documents(starts)).out
+        return [out, *torch.autograd.grad(out, (q, k, v), do)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        forward_backward(starts)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_backward(starts)
+    for bound in (128, 77, 250):
+        starts.zero_()[:, bound:] = bound
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, forward_backward(starts), strict=True))
