@@ -26,14 +26,12 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import json
-import math
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -45,6 +43,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, UnsupportedAttention, build_attention
 from attention.score import alibi_slopes
+from bench.attention_results import as_json, comparable, joined, read, when
 from bench.attention_views import notes, publish, tables
 from bench.measure import (
     RESULTS,
@@ -58,6 +57,7 @@ from bench.measure import (
     write,
 )
 from bench.peers import KEY, PACKAGES, PLAIN, VARIANTS, Attend, Candidate, Problem, candidates
+from bench.time_budget import TimeBudget, TooSlow
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 QUICK_LENGTHS = (1024, 4096, 16384)
@@ -202,48 +202,6 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     return rows
 
 
-class TooSlow(Exception):
-    """Not tried, because it would take too long."""
-
-
-class TimeBudget:
-    """Predicts from shorter lengths how long a step will take."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self.seen: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
-
-    def learn(self, rows: Iterable[Row]) -> None:
-        """Remember what was measured."""
-        for row in rows:
-            if "step_s" in row:
-                self.seen.setdefault(self.series(row), []).append((row["length"], row["step_s"]))
-
-    def check(self, row: Row) -> None:
-        """Raise TooSlow if a step of the row's problem is likely to exceed the limit.
-
-        At a constant number of tokens the work grows with the length, and the number of tile launches with its square.
-        """
-        seen = self.seen.get(self.series(row))
-        if not seen:
-            return
-        length, step_s = seen[-1]
-        power = 2.0
-        if len(seen) > 1:
-            shorter, less_s = seen[-2]
-            power = min(2.0, max(1.0, math.log(step_s / less_s) / math.log(length / shorter)))
-        expected_s = step_s * (row["length"] / length) ** power
-        if expected_s > self.limit_s:
-            raise TooSlow(
-                f"one step took {step_s:.2g} s at {length} tokens and may take {expected_s:.2g} s here, "
-                f"more than --limit {self.limit_s:g}"
-            )
-
-    @staticmethod
-    def series(row: Row) -> tuple[Any, ...]:
-        return tuple(row[field] for field in ("name", "head_size", "variant", "dropout"))
-
-
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isdecimal() or int(text) == 0:
@@ -356,44 +314,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             release(problem.device)
     show(console, rows, args.out)
     console.print(f"{time.monotonic() - begin:.0f} s, {args.out}")
-
-
-def read(path: Path) -> Row:
-    """An earlier result. Rows from before there were variants say whether they are causal instead."""
-    result: Row = json.loads(path.read_text())
-    for row in result["rows"]:
-        if "causal" in row:
-            row["variant"] = "causal" if row.pop("causal") else "full"
-    return result
-
-
-def comparable(path: Path, result: Row, dtype: str) -> list[Row]:
-    """The rows in `path` with the device, software, size of the work and dtype of this result: tables and figures show
-    none of these."""
-    found = read(path)
-    same = all(found.get(name) == result[name] for name in ("device", "versions", "tokens", "hidden"))
-    return [row for row in found["rows"] if same and row["dtype"] == dtype]
-
-
-def joined(rows: Iterable[Row]) -> list[Row]:
-    """The rows in order; of a problem measured twice, the last one."""
-    order = list(VARIANTS)
-    last = {
-        (row["head_size"], order.index(row["variant"]), row["dropout"], row["length"], row["name"]): row for row in rows
-    }
-    return [last[place] for place in sorted(last, key=lambda place: place[:4])]
-
-
-def when(result: Row) -> Row:
-    """When and at which commit a row was measured."""
-    return {"date": result["date"], "commit": result["git"]["commit"], "dirty": result["git"]["dirty"]}
-
-
-def as_json(result: Row, rows: Sequence[Row]) -> str:
-    """The result as JSON, one row per line."""
-    head = json.dumps(result, indent=1).removesuffix("\n}")
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    return f'{head},\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
 def show(console: Console, rows: Sequence[Row], path: Path) -> None:

@@ -11,9 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bench.attention
 from attention import UnsupportedAttention
-from bench.attention import TimeBudget, TooSlow, comparable, main, read, with_ratios
+from bench.attention import main, with_ratios
+from bench.attention_results import comparable, read
 from bench.attention_views import overtakes
 from bench.peers import Candidate, Problem, candidates, from_package
+from bench.time_budget import TimeBudget, TooSlow
 
 SIZES = {"device": "cpu", "dtype": "fp32", "tokens": 64, "hidden": 16, "heads": 8, "masks": "causal", "seconds": 0.001}
 SMALL = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
