@@ -59,11 +59,11 @@ class Steps:
             self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, self.device)
         self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
         self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
-        self.decoding, self.decoding_pick = self.model, self.pick
+        self.decoding, self.decoding_choice = self.model, self.choose
         if compile:
             options = compiler_options(size.slots)
             self.decoding = compiled(self.model, options)
-            self.decoding_pick = torch.compile(self.pick, dynamic=False, options=options)
+            self.decoding_choice = torch.compile(self.choose, dynamic=False)
         self.work: Callable[[], None] = self.decode_step
         if self.device.type == "cuda":
             self.work = self.graphed(self.work)
@@ -90,7 +90,7 @@ class Steps:
         attends = [Prefill(self.model.attend, layer, cu_seqlens) for layer in self.cache.layers]
         with self.on_device(), self.autocast():
             hidden = self.model.extend(tokens, positions, attends, layout, self.rotation)[0, last]  # (slots, C)
-            picked = self.pick(hidden)
+            picked = self.choose(self.logits(hidden))
         self.tokens.copy_(torch.where(fresh, picked, self.tokens))
         self.steps.masked_fill_(fresh, 1)
 
@@ -109,7 +109,7 @@ class Steps:
         attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
         with self.autocast():
             hidden = self.decoding.extend(self.tokens[:, None], positions, attends, Layout(), self.rotation)[:, 0]
-            picked = self.decoding_pick(hidden)
+            picked = self.decoding_choice(self.logits(hidden))
         self.tokens.copy_(picked)
         self.steps.add_(1)
 
@@ -120,13 +120,16 @@ class Steps:
         self.steps.fill_(step)
         with self.on_device(), self.autocast():
             hidden = self.model.hidden(upload(tokens, self.device))[:, -1]  # (1, C)
-            return int(self.pick(hidden.expand(len(self.steps), -1))[0])
+            return int(self.choose(self.logits(hidden.expand(len(self.steps), -1)))[0])
 
-    def pick(self, hidden: Tensor) -> Tensor:
-        """The next tokens (slots,) after hidden (slots, C)."""
-        logits = F.linear(hidden, self.head)[:, : self.model.vocab_size].float()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(slots, V) after hidden (slots, C), in the precision of products."""
+        return F.linear(hidden, self.head)[:, : self.model.vocab_size]
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next tokens (slots,)."""
         noise = None if self.noise is None else self.noise.table[self.steps % len(self.noise.table)]
-        return self.sampling.pick(logits, noise)
+        return self.sampling.pick(logits.float(), noise)
 
     def copy_to_host(self) -> tuple[Tensor, torch.cuda.Event | None]:
         """The newest tokens for the host and, on a GPU, the event after which they are there."""
