@@ -252,7 +252,8 @@ def choose_blocks(rows: int, head_dim: int, mode: Mode, paged: bool) -> Blocks:
 def keys_of_program(keys: int, heads: int) -> int:
     """How many keys a program walks over where each of `heads` sees `keys`; 0: one split. Multiples of all splits.
 
-    On an H200 the best were programs that all run at the same time, two on each multiprocessor, or else many waves.
+    On an H200 programs of one length were fastest where all run at the same time, two on each multiprocessor, and where
+    there are many more of them.
     """
     if 256 <= heads * triton.cdiv(keys, 4096) <= 528:
         return 4096
