@@ -155,13 +155,14 @@ def test_many_prompts_are_continued_as_each_alone(run, tmp_path, capsys, suffix)
         ('{"prompt": "a"}', ["batch=0"], "batch=0 must be at least 1"),
         ('{"prompt": "a"}', ["tokens=0"], "tokens=0 adds nothing"),
         (None, [], r"prompts=.*prompts.jsonl cannot be read \(No such file"),
+        ("a\udcff", [], r"prompts=.*prompts.txt cannot be read \(it is not UTF-8"),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_refused_in_one_sentence(run, tmp_path, content, arguments, sentence):
     (tmp_path / "full").write_text("something else")
     path = tmp_path / ("prompts.jsonl" if content is None or content.startswith("{") else "prompts.txt")
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(UserError, match=sentence) as raised:
         main([f"run={run}", f"prompts={path}", *(argument.format(folder=tmp_path) for argument in arguments)])
     assert "\n" not in str(raised.value)
