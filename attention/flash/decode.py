@@ -243,10 +243,10 @@ def choose_blocks(rows: int, head_dim: int, mode: Mode, paged: bool) -> Blocks:
         return Blocks(BM, 32 if head_dim <= 128 else 16, 4, 2)
     if head_dim > 128:
         return Blocks(BM, 64, 4, 2)
-    # Two warps have no registers left for changed scores. A page's number is loaded a tile ahead of the page; all else
-    # is the same, or pages would give other bits.
-    changed = mode.soft_cap is not None or mode.alibi
-    return Blocks(BM, 64, 4 if changed and head_dim > 64 else 2, 4 if paged else 3)
+    # Two warps have no registers left for more rows or changed scores. A page's number is loaded a tile ahead of the
+    # page; all else is the same, or pages would give other bits.
+    more = BM > MIN_ROWS or mode.soft_cap is not None or mode.alibi
+    return Blocks(BM, 64, 4 if more and head_dim > 64 else 2, 4 if paged else 3)
 
 
 def keys_of_program(keys: int, heads: int) -> int:
