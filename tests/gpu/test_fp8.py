@@ -58,10 +58,34 @@ def test_error_is_that_of_the_8_bits(case, causal):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("D", [64, 128])
-def test_outliers_cost_half_of_what_they_cost_with_one_scale_a_tensor(D, dtype):
+def test_outliers_cost_half_of_what_they_cost_with_one_scale_a_tensor(dtype):
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (outliers(2, 4, 4096, D, generator=generator).to("cuda", dtype) for _ in range(3))
+    q, k, v = (outliers(1, 3, 8192, 128, generator=generator).to("cuda", dtype) for _ in range(3))
     expected = formula(q.double(), k.double(), v.double(), causal=False)
     with_one_scale = fp8_attention(q, k, v, causal=False, one_scale=True)
     assert error(fp8()(q, k, v, score=Score(causal=False)).out, expected) < error(with_one_scale, expected) / 2
+
+
+def test_scores_may_be_far_apart():
+    """One key takes nearly all of a row's weight, and which one changes from row to row."""
+    q, k, v, _ = Case(1, 4, 4, 1000, 1000, 128, spread=100.0).tensors(torch.bfloat16, "cuda")
+    expected = formula(q.double(), k.double(), v.double())
+    out = fp8()(q, k, v).out
+    assert not out.isnan().any()
+    assert error(out, expected) < 1.15 * error(fp8_attention(q, k, v), expected) + 5e-3
+
+
+def test_views_give_what_copies_give():
+    """Views of one projection, and a misaligned one: the same bits as from tensors of their own."""
+    fused = torch.randn(2, 300, 8, 128, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (x.transpose(1, 2) for x in fused.split([4, 2, 2], dim=2))
+    shifted = torch.empty(q.numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(q.shape).copy_(q)
+    copies = fp8()(*(x.contiguous() for x in (q, k, v))).out
+    assert torch.equal(fp8()(q, k, v).out, copies)
+    assert torch.equal(fp8()(shifted, k, v).out, copies)
+
+
+def test_repeats_are_bitwise_equal():
+    q, k, v, _ = Case(4, 6, 2, 1000, 1000, 128).tensors(torch.bfloat16, "cuda")
+    first = fp8()(q, k, v).out
+    assert all(torch.equal(fp8()(q, k, v).out, first) for _ in range(50))
