@@ -32,6 +32,7 @@ class ForwardBlocks(NamedTuple):
     registers  of a consumer's thread
     in_turn    whether the consumers start their products in turn
     out_in_q   whether a tile of out takes the place of its queries in shared memory
+    v_columns  whether v comes transposed, in tiles of columns x k
     """
 
     consumers: int
@@ -41,6 +42,7 @@ class ForwardBlocks(NamedTuple):
     registers: int
     in_turn: bool
     out_in_q: bool = False
+    v_columns: bool = False
 
 
 class BackwardBlocks(NamedTuple):
@@ -66,7 +68,7 @@ def forward_blocks(head_dim: int, dropout: bool, alibi: bool) -> ForwardBlocks:
 def fp8_blocks(head_dim: int) -> ForwardBlocks:
     """The shape of the forward with products in 8 bits, for a head size up to FP8_MAX_HEAD_DIM."""
     columns = 64 if head_dim <= 64 else 128
-    return ForwardBlocks(consumers=2, k=128, columns=columns, stages=4, registers=240, in_turn=False)
+    return ForwardBlocks(consumers=2, k=128, columns=columns, stages=4, registers=240, in_turn=False, v_columns=True)
 
 
 def backward_blocks(head_dim: int) -> BackwardBlocks:

@@ -214,7 +214,7 @@ def forward_kernel(
 ):  # fmt: skip
     """out and lse of all tiles of queries. Grid: at most a program for each multiprocessor."""
     REGISTERS: gl.constexpr = BLOCKS.registers
-    buffers, barriers = allocate(q.dtype, BLOCKS)
+    buffers, barriers = allocate(q, v, out, BLOCKS)
     H, T = q.shape[1], q.shape[2]
     n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
     sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, numbers.n_together >> 2)

@@ -36,23 +36,28 @@ class Barriers(NamedTuple):
 
 
 @gluon.jit
-def allocate(dtype: gl.constexpr, BLOCKS: gl.constexpr):
-    """(buffers, barriers), the barriers ready."""
+def allocate(q, v, out, BLOCKS: gl.constexpr):
+    """(buffers, barriers), the barriers ready. k has q's dtype."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
+    V_ROWS: gl.constexpr = v.block_shape[2]
+    V_COLUMNS: gl.constexpr = v.block_shape[3]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = q.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([V_ROWS, V_COLUMNS], dtype)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], out.dtype)
     q_s = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout)
     out_s = q_s
     if not BLOCKS.out_in_q:
-        out_s = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout)
+        out_s = gl.allocate_shared_memory(out.dtype, [CONSUMERS, ROWS, BD], out_layout)
     buffers = Buffers(
         q_s,
         gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
-        gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
+        gl.allocate_shared_memory(dtype, [STAGES, V_ROWS, V_COLUMNS], v_layout),
         out_s,
         gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], BARRIER),
     )
@@ -116,9 +121,10 @@ def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS:
             mbarrier.expect(kv_full, 2 * k.block_type.nbytes, pred=has_k & has_v)
             mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
             b_k = buffers.k.index(i_s)._reinterpret(dtype, [1, 1, BN, BD], k.layout)
-            b_v = buffers.v.index(i_s)._reinterpret(dtype, [1, 1, BN, BD], v.layout)
+            b_v = buffers.v.index(i_s)._reinterpret(dtype, v.block_shape, v.layout)
+            v_position = [i_b, i_kv, 0, i_n + BN] if BLOCKS.v_columns else [i_b, i_kv, i_n + BN, 0]
             tma.async_copy_global_to_shared(k, [i_b, i_kv, i_n, 0], kv_full, b_k, pred=has_k)
-            tma.async_copy_global_to_shared(v, [i_b, i_kv, i_n + BN, 0], kv_full, b_v, pred=has_v)
+            tma.async_copy_global_to_shared(v, v_position, kv_full, b_v, pred=has_v)
             i_step += 1
         i_round += 1
         i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1)

@@ -1,7 +1,7 @@
 """The forward kernel of attention.precision=fp8: hopper/forward.py with both products in e4m3.
 
-q, k and v come as `quantise` leaves them (hopper/fp8.py): numbers of 8 bits, and a scale for each tile. The roles, the
-pipeline and the schedule are those of hopper/forward.py. What differs:
+q, k and v come as `quantise` leaves them (hopper/fp8.py): numbers of 8 bits, and a scale for each tile. The producer,
+the pipeline and the schedule are those of hopper/forward.py. What differs:
 
 - The tensor cores take v in rows of keys, so it is stored transposed, with the keys of each row in the order in which a
   thread holds its weights. No weight changes threads between the two products.
@@ -23,10 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..configs import Extras, Options
-from ..score import LOG2_E, Positions
-from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, rows_like
+from ..forward import without_keys
+from ..score import LOG2_E, locate
+from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, launch_numbers, rows_like
 from .configs import ForwardBlocks
-from .forward_pipeline import Barriers, Buffers, next_work, skip
+from .forward_pipeline import allocate, next_work, producer, skip
 from .fp8 import quantise
 from .schedule import Sizes, key_tiles, sees_key, swizzle
 from .softmax import ROWS, rescale, row_max, row_sum
@@ -38,66 +39,11 @@ GROWTH = gl.constexpr(4)
 
 
 @gluon.jit
-def positions(sizes):
-    """Where queries and keys stand: the last query at the last key, in one document."""
-    return Positions(sizes.T, sizes.S, sizes.S - sizes.T, 0, 0, 0, 0)
-
-
-@gluon.jit
-def masked(b_s, i_m, i_n, sizes, MODE: gl.constexpr, N: gl.constexpr):
+def masked(b_s, i_m, i_n, at, MODE: gl.constexpr, N: gl.constexpr):
     """Scores (ROWS, N) with -inf where a query does not see a key."""
     o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, b_s.type.layout))[:, None]
     o_n = i_n + gl.arange(0, N, gl.SliceLayout(0, b_s.type.layout))[None, :]
-    return gl.where(sees_key(o_m, o_n, (0, 0), positions(sizes), MODE), b_s, -float("inf"))
-
-
-@gluon.jit
-def producer(q, k, v, p_work, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """One warp: hands out tiles of queries, and brings them and the keys and values that they see."""
-    CONSUMERS: gl.constexpr = BLOCKS.consumers
-    BN: gl.constexpr = BLOCKS.k
-    BD: gl.constexpr = BLOCKS.columns
-    STAGES: gl.constexpr = BLOCKS.stages
-    SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    dtype: gl.constexpr = q.dtype
-
-    i_step = 0
-    i_round = 0
-    i_work = gl.program_id(0)
-    n_work = sizes.n_tiles * sizes.n_heads
-    while i_work < n_work:
-        i_tile, i_bh = swizzle(i_work, sizes)
-        i_m = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
-        i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
-        i_kv = i_h // sizes.G
-        _, _, _, n_end = key_tiles(i_m, positions(sizes), CONSUMERS * ROWS, BN, MODE)
-        for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(barriers.q_empty.index(c), (i_round & 1) ^ 1)
-            buffers.work.index(c).store(gl.full([1], i_work, gl.int32, SCALAR))
-            mbarrier.arrive(barriers.work_full.index(c))
-            q_full = barriers.q_full.index(c)
-            mbarrier.expect(q_full, q.block_type.nbytes)
-            b_q = buffers.q.index(c)._reinterpret(dtype, [1, 1, ROWS, BD], q.layout)
-            tma.async_copy_global_to_shared(q, [i_b, i_h, i_m + c * ROWS, 0], q_full, b_q)
-        for j in range(n_end + 1):
-            i_n = (n_end - 1 - j) * BN
-            has_k, has_v = j < n_end, j > 0
-            i_s = i_step % STAGES
-            kv_full = barriers.kv_full.index(i_s)
-            mbarrier.wait(barriers.kv_empty.index(i_s), ((i_step // STAGES) & 1) ^ 1)
-            mbarrier.expect(kv_full, 2 * k.block_type.nbytes, pred=has_k & has_v)
-            mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
-            b_k = buffers.k.index(i_s)._reinterpret(dtype, [1, 1, BN, BD], k.layout)
-            b_v = buffers.v.index(i_s)._reinterpret(dtype, [1, 1, BD, BN], v.layout)
-            tma.async_copy_global_to_shared(k, [i_b, i_kv, i_n, 0], kv_full, b_k, pred=has_k)
-            tma.async_copy_global_to_shared(v, [i_b, i_kv, 0, i_n + BN], kv_full, b_v, pred=has_v)
-            i_step += 1
-        i_round += 1
-        i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1)
-    for c in gl.static_range(CONSUMERS):  # work that does not exist ends the consumers
-        mbarrier.wait(barriers.q_empty.index(c), (i_round & 1) ^ 1)
-        buffers.work.index(c).store(gl.full([1], i_work, gl.int32, SCALAR))
-        mbarrier.arrive(barriers.work_full.index(c))
+    return gl.where(sees_key(o_m, o_n, (0, 0), at, MODE), b_s, -float("inf"))
 
 
 @gluon.jit
@@ -139,7 +85,7 @@ def release(b_p):
 
 @gluon.jit
 def step(
-    o, b_p32, m, l, scales, p_kv, i_step, i_turn, i_m, i_tile, is_cut, scale_q, buffers, barriers, sizes,
+    o, b_p32, m, l, scales, p_kv, i_step, i_m, i_tile, is_cut, scale_q, at, buffers, barriers,
     c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """o += p v of the tile before, beside the scores and the softmax of a key tile: (o, p, m, l, next scales) after it.
@@ -154,8 +100,6 @@ def step(
     L_ROWS: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     i_s = i_step % STAGES
 
-    if BLOCKS.in_turn:
-        mbarrier.wait(barriers.turn.index(c), i_turn & 1)
     zeros = gl.zeros([ROWS, BN], gl.float32, S_LAYOUT)
     b_k = buffers.k.index(i_s).permute((1, 0))
     s_flight = warpgroup_mma(buffers.q.index(c), b_k, zeros, use_acc=False, is_async=True)
@@ -165,10 +109,8 @@ def step(
     next_scales = load_scales(p_kv, gl.maximum(i_tile - 1, 0))
     scale = scale_q * scale_k
     b_s = warpgroup_mma_wait(1, deps=(s_flight,))
-    if BLOCKS.in_turn:
-        mbarrier.arrive(barriers.turn.index((c + 1) % BLOCKS.consumers))
     if is_cut:
-        b_s = masked(b_s, i_m, i_tile * BN, sizes, MODE, BN)
+        b_s = masked(b_s, i_m, i_tile * BN, at, MODE, BN)
 
     # (ROWS,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
     m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * scale + log2_v
@@ -191,7 +133,7 @@ def step(
 
 @gluon.jit
 def consumer(
-    out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes,
+    out, p_lse, p_lse2, p_q, p_kv, extras, numbers, buffers, barriers, sizes,
     c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: out and lse of 64 queries of each tile that the producer hands out."""
@@ -207,21 +149,21 @@ def consumer(
     T = sizes.T
 
     i_step = 0
-    i_turn = 0
     i_round = 0
     i_work = next_work(buffers.work.index(c), barriers.work_full.index(c), i_round)
     while i_work < sizes.n_tiles * sizes.n_heads:
         i_tile, i_bh = swizzle(i_work, sizes)
         i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
-        i_m0 = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
-        i_m = i_m0 + c * ROWS
-        _, _, _, n_end_all = key_tiles(i_m0, positions(sizes), CONSUMERS * ROWS, BN, MODE)
-        _, _, n_full, n_end = key_tiles(i_m, positions(sizes), ROWS, BN, MODE)
+        i_m_all = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
+        i_m = i_m_all + c * ROWS
+        at = locate(T, sizes.S, extras, numbers, i_b)
+        _, _, _, n_end_all = key_tiles(i_m_all, at, CONSUMERS * ROWS, BN, MODE)
+        _, _, n_full, n_end = key_tiles(i_m, at, ROWS, BN, MODE)
         p_kv_head = p_kv + (i_bh // sizes.G) * gl.cdiv(sizes.S, BN) * 2
         scales = load_scales(p_kv_head, n_end - 1)
         n_q = gl.cdiv(T, ROWS)
-        scale_q = gl.load(p_q + i_bh * n_q + gl.minimum(i_m // ROWS, n_q - 1)) * scale_log2
-        i_step, i_turn = skip(i_step, i_turn, n_end_all - n_end, barriers, c, BLOCKS)
+        scale_q = gl.load(p_q + i_bh * n_q + gl.minimum(i_m // ROWS, n_q - 1)) * numbers.scale_log2
+        i_step, _ = skip(i_step, 0, n_end_all - n_end, barriers, c, BLOCKS)
 
         # The last tile that these queries see, which the diagonal or the end of the sequence cuts.
         mbarrier.wait(barriers.q_full.index(c), i_round & 1)
@@ -234,7 +176,7 @@ def consumer(
         scales = load_scales(p_kv_head, gl.maximum(n_end - 2, 0))
         b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
-        b_s = masked(b_s, i_m, (n_end - 1) * BN, sizes, MODE, BN)
+        b_s = masked(b_s, i_m, (n_end - 1) * BN, at, MODE, BN)
         m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * scale + log2_v
         m_safe = gl.where(m == -float("inf"), 0.0, m)
         b_p32 = gl.exp2(b_s * scale + (log2_v + OFFSET - m_safe)[:, None])
@@ -246,11 +188,10 @@ def consumer(
         for j in range(1, n_end):
             i_tile_n = n_end - 1 - j
             o, b_p32, m, l, scales = step(
-                o, b_p32, m, l, scales, p_kv_head, i_step, i_turn, i_m, i_tile_n, i_tile_n >= n_full, scale_q,
-                buffers, barriers, sizes, c, BLOCKS, MODE,
+                o, b_p32, m, l, scales, p_kv_head, i_step, i_m, i_tile_n, i_tile_n >= n_full, scale_q, at,
+                buffers, barriers, c, BLOCKS, MODE,
             )  # fmt: skip
             i_step += 1
-            i_turn += 1
 
         b_p = as_operand(b_p32, BN, P_LAYOUT)
         o_flight = warpgroup_mma(b_p, buffers.v.index(i_step % STAGES).permute((1, 0)), o, is_async=True)
@@ -282,73 +223,26 @@ def consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["H", "G", "T", "S", "n_m", "n_heads", "n_together"])
+@gluon.jit
 def fp8_forward_kernel(
-    q, k, v, out, p_lse, p_lse2, p_q, p_kv, p_work, scale_log2, H, G, T, S, n_m, n_heads, n_together,
-    BLOCKS: gl.constexpr, MODE: gl.constexpr,
+    q, k, v, out, p_lse, p_lse2, p_q, p_kv, extras, p_work, numbers, BLOCKS: gl.constexpr, MODE: gl.constexpr
 ):  # fmt: skip
-    """out and lse of n_m tiles of queries x n_heads. Grid: at most a program for each multiprocessor."""
-    CONSUMERS: gl.constexpr = BLOCKS.consumers
-    BN: gl.constexpr = BLOCKS.k
-    BD: gl.constexpr = BLOCKS.columns
-    STAGES: gl.constexpr = BLOCKS.stages
+    """out and lse of all tiles of queries. Grid: at most a program for each multiprocessor."""
     REGISTERS: gl.constexpr = BLOCKS.registers
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    dtype: gl.constexpr = q.dtype
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], dtype)
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BD, BN], dtype)
-    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], out.dtype)
-    buffers = Buffers(
-        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout),
-        gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
-        gl.allocate_shared_memory(dtype, [STAGES, BD, BN], v_layout),
-        gl.allocate_shared_memory(out.dtype, [CONSUMERS, ROWS, BD], out_layout),
-        gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], BARRIER),
+    buffers, barriers = allocate(q, v, out, BLOCKS)
+    H, T = q.shape[1], q.shape[2]
+    n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
+    sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, numbers.n_together >> 2)
+    # Gluon takes the roles as a literal: two consumers. The first has the warps of the launch and the registers left.
+    gl.warp_specialize(
+        [
+            (consumer, (out, p_lse, p_lse2, p_q, p_kv, extras, numbers, buffers, barriers, sizes, 0, BLOCKS, MODE)),
+            (consumer, (out, p_lse, p_lse2, p_q, p_kv, extras, numbers, buffers, barriers, sizes, 1, BLOCKS, MODE)),
+            (producer, (q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
     )
-    barriers = Barriers(
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
-    )
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(barriers.work_full.index(i), count=1)
-        mbarrier.init(barriers.q_full.index(i), count=1)
-        mbarrier.init(barriers.q_empty.index(i), count=1)
-        mbarrier.init(barriers.turn.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(barriers.kv_full.index(i), count=1)
-        mbarrier.init(barriers.kv_empty.index(i), count=CONSUMERS)
-    fence_async_shared()
-    if BLOCKS.in_turn:
-        mbarrier.arrive(barriers.turn.index(0))
-
-    sizes = Sizes(H, G, T, S, n_m, n_heads, n_together)
-    # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 0, BLOCKS, MODE)),
-                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 1, BLOCKS, MODE)),
-                (producer, (q, k, v, p_work, buffers, barriers, sizes, BLOCKS, MODE)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 0, BLOCKS, MODE)),
-                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 1, BLOCKS, MODE)),
-                (consumer, (out, p_lse, p_lse2, p_q, p_kv, scale_log2, buffers, barriers, sizes, 2, BLOCKS, MODE)),
-                (producer, (q, k, v, p_work, buffers, barriers, sizes, BLOCKS, MODE)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
-        )
 
 
 def forward(
@@ -357,14 +251,15 @@ def forward(
     """q (B, H, T, D), k and v (B, H_kv, S, D) -> lse and lse2; fills out, like q. All as in the plain forward."""
     B, H, T, _ = q.shape
     H_kv, S = k.shape[1:3]
-    G = H // H_kv
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
+    extras = Extras()
     if out.numel() == 0 or S == 0:
-        out.zero_()
-        return lse.fill_(-torch.inf), lse2.fill_(torch.inf)
+        return without_keys(out, lse, lse2, extras)
     x = quantise(q, k, v, blocks)
     n_m = triton.cdiv(T, blocks.consumers * ROWS.value)
     n_programs = torch.cuda.get_device_properties(out.device).multi_processor_count
+    # Rotating q and k has made their products as many times larger as they have columns.
+    rotated = options._replace(scale=options.scale / blocks.columns)
     fp8_forward_kernel[(min(n_programs, n_m * B * H),)](
         fp8_tiles(x.q, ROWS.value, blocks.columns),
         fp8_tiles(x.k, blocks.k, blocks.columns),
@@ -374,18 +269,11 @@ def forward(
         lse2,
         x.q_scales,
         x.kv_scales,
+        extras,
         torch.zeros(1, dtype=torch.int32, device=out.device),
-        # Rotating q and k has made their products as many times larger as they have columns.
-        options.scale * LOG2_E.value / blocks.columns,
-        H,
-        G,
-        T,
-        S,
-        n_m,
-        B * H,
-        head_group_size(B * H, x.k[0, 0], G),
+        launch_numbers(rotated, extras, head_group_size(B * H, x.k[0, 0], H // H_kv)),
         BLOCKS=blocks,
-        MODE=kernel_mode(out, options, Extras()),
+        MODE=kernel_mode(out, options, extras),
         num_warps=4,
     )
     return lse, lse2
