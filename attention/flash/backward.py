@@ -132,8 +132,7 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, 
         b_p = tl.where(m_s, b_p, 0.0)
     if THRESHOLD:
         b_dp = drop(b_dp, keep_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, False))
-    # The derivative meets p and not ds, so that tanh leaves the registers before dp arrives.
-    b_ds = times_derivative(b_p, b_tanh, MODE) * (b_dp - b_delta[:, None])
+    b_ds = times_derivative(b_p * (b_dp - b_delta[:, None]), b_tanh, MODE)
     return dot(b_ds.to(b_k.dtype), b_k, b_dq, MODE)
 
 
@@ -226,6 +225,7 @@ def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.conste
         # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
         b_ds = times_derivative(b_p_kept.to(tl.float32) * b_dp - b_p * b_delta[None, :], b_tanh, MODE)
     else:
+        # The derivative meets p and not ds, so that tanh leaves the registers before dp arrives.
         b_ds = times_derivative(b_p, b_tanh, MODE) * (b_dp - b_delta[None, :])
     b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, MODE)
     return b_dk, b_dv

@@ -45,7 +45,7 @@ def addressable(x: Tensor) -> Tensor:
 
 
 class Strided(NamedTuple):
-    """A (B, H, T, D) tensor that a descriptor could address, for a GPU without a copy engine; `shape` lacks B.
+    """A (B, H, T, D) tensor that a descriptor could address, for a GPU without a copy engine; `shape` has 0 for B.
 
     A descriptor's sizes are any number to the compiler. For a size in a tuple it compiles up to three times: for 1, for
     multiples of 16 and for all others. Here they stay as they are, since `unspecialised` would cost registers in loops.
@@ -61,7 +61,7 @@ class Strided(NamedTuple):
 def strided(x: Tensor) -> Strided:
     """(B, H, T, D) as a kernel's argument."""
     stride_b, stride_h, stride_t, _ = x.stride()
-    return Strided(x, stride_b, stride_h, stride_t, (None, *x.shape[1:]))
+    return Strided(x, stride_b, stride_h, stride_t, (0, *x.shape[1:]))
 
 
 def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor | Strided:
@@ -89,7 +89,7 @@ def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor | Strided:
     """(B, H, T or more) of `rows_like` as a kernel's argument, to be moved `rows` numbers at a time."""
     B, H, T_padded = x.shape
     if not has_copy_engine(x.device):
-        return Strided(x, 0, T_padded, 1, (None, None, T, None))
+        return Strided(x, 0, T_padded, 1, (0, 0, T, 0))
     return TensorDescriptor(x, [B * H, T], [T_padded, 1], [1, rows])
 
 
