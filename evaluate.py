@@ -32,16 +32,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention import AttentionError, ProductPrecision
+from attention import ProductPrecision
 from cli.arguments import parse as key_values
 from cli.compose import compose_right, expand_home, to_config
 from cli.launch import refuse
 from cli.resume import locked
 from cli.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
+from cli.wording import one_sentence
 from config import ConfigError, register
 from data import DataConfig, Documents, prepare
 from data.corpora import CORPORA, check_data
-from errors import UserError, fail
 from evaluation.harness import run_tasks
 from evaluation.models import ExportedModel, LanguageModel, TrainedModel
 from evaluation.scorer import Scorer
@@ -215,6 +215,9 @@ def record(run: Path, trained: Trained, found: Results) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the command line. Raises UserError or AttentionError."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
     config, data = parse(arguments)
     if (size := World.from_environment().size) > 1:
         raise ConfigError(f"evaluate.py is one process, and {size} ranks were started; start it without torchrun.")
@@ -232,12 +235,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-        sys.exit()
-    try:
+    with one_sentence():
         main(sys.argv[1:])
-    except (UserError, AttentionError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)

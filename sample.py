@@ -31,11 +31,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from attention import AttentionError
 from cli.arguments import parse as key_values
 from cli.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
+from cli.wording import one_sentence
 from config import ConfigError, as_plain
-from errors import UserError, fail
 from generation.prompts import continuations, open_new, read_prompts, write
 from generation.sampling import Sampling
 from generation.steps import decoding_attention
@@ -91,6 +90,9 @@ def parse(arguments: list[str]) -> SampleConfig:
 
 def main(arguments: list[str]) -> None:
     """Run the command line. Raises UserError or AttentionError."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
     config = parse(arguments)
     run = Path(config.run).expanduser()
     if config.export is not None:
@@ -139,14 +141,8 @@ def write_texts(prompts: list[str], trained: Trained, sampling: Sampling, config
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-        sys.exit()
     try:
-        main(sys.argv[1:])
-    except (UserError, AttentionError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        with one_sentence():
+            main(sys.argv[1:])
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -59,9 +59,8 @@ def masked_scores(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     With sinks (B, H, T, S + 1): they stand in the last column.
     """
     (B, H, T, _), S = q.shape, k.shape[2]
-    scores = (q * terms.scale) @ shared(
-        k, H
-    ).mT  # scaled before the product: q k^T alone overflows fp16 where the scores do not
+    # Scaled before the product: q k^T alone overflows fp16 where the scores do not.
+    scores = (q * terms.scale) @ shared(k, H).mT
     if terms.score.soft_cap is not None or terms.slopes is not None:
         slopes = None if terms.slopes is None else terms.slopes[:, None, None]
         scores = scores.to(accum_dtype(q.dtype))

@@ -1,4 +1,4 @@
-"""key=value arguments as a dataclass, for the programs without Hydra: sample.py and compare.py.
+"""key=value arguments as a dataclass, for the programs without Hydra: sample.py, evaluate.py and compare.py.
 
 Hydra's grammar would need quotes around a prompt with spaces or commas. Here a value is everything after the first `=`.
 """
@@ -25,7 +25,7 @@ class ArgumentError(UserError, ValueError):
 def parse(arguments: Sequence[str], schema: type[T], program: str, verbatim: Collection[str] = ()) -> T:
     """An instance of the dataclass `schema`, typed, from key=value arguments.
 
-    program   the script whose --help lists the arguments. A dot in their names is `_` in the dataclass
+    program   the script whose --help lists the arguments; attention.precision is the field attention_precision
     verbatim  keys whose value is any text, including the word null
 
     Raises ArgumentError for an unknown key or a value of the wrong type.

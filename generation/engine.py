@@ -112,7 +112,7 @@ class Engine:
         limit = max(request.limit for request in requests)
         self.steps = Steps(model, sampling, size, min(limit, NOISE_ROWS) if slots == 1 else limit, dtype, compile)
         self.owners: list[Request | None] = [None] * slots  # the request that each slot belongs to
-        self.told = True  # the device, whose they are
+        self.owners_changed = False  # since the device was told which slots have sequences
 
     def tokens_kept(self, request: Request) -> int:
         """How many tokens of a sequence the cache takes. The last one is seen by none."""
@@ -174,34 +174,34 @@ class Engine:
             if not self.steps.cache.reserve(slot, P, self.kept[waiting[0]], self.window):
                 break
             self.owners[slot] = new[slot] = waiting.popleft()
-            self.told = False
+            self.owners_changed = True
             room -= padded(P)
         return new
 
     def leave(self, slot: int) -> None:
         """Free a slot. What was launched before still reads and writes its pages, before anything that comes later."""
         self.owners[slot] = None
-        self.told = False
+        self.owners_changed = True
         self.steps.cache.release(slot)
 
     def launch_prefill(self, new: dict[int, Request]) -> Launched:
         """Compute the first tokens of prompts that have got slots."""
-        self.tell_owners()
+        self.update_active()
         prompts = {slot: request.prompt for slot, request in new.items()}
         self.steps.prefill(lay_out(prompts, self.slots, self.row))
         return Launched([new.get(slot) for slot in range(self.slots)], *self.steps.copy_to_host())
 
     def launch_decode(self, most: int) -> Launched:
         """Compute the next token of each sequence, which is at most its token number `most`."""
-        self.tell_owners()
+        self.update_active()
         self.steps.decode(most)
         return Launched(list(self.owners), *self.steps.copy_to_host())
 
-    def tell_owners(self) -> None:
+    def update_active(self) -> None:
         """Tell the device which slots have sequences, if that has changed."""
-        if not self.told:
+        if self.owners_changed:
             self.steps.set_active([owner is not None for owner in self.owners])
-            self.told = True
+            self.owners_changed = False
 
     def from_scratch(self, request: Request) -> int:
         """The next token, computed from the last seq_len."""

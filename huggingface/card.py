@@ -64,7 +64,7 @@ def facts(architecture: str, origin: Origin) -> Iterator[tuple[str, str]]:
     """The rows of the card's table: what is known, and nothing that is not."""
     config, summary = origin.config, origin.summary
     data = config["data"]
-    source = Path(data["path"]).name if data["path"] else data["hub"]  # folders of a machine are nobody's business
+    source = Path(data["path"]).name if data["path"] else data["hub"]  # without the folders of this machine
     yield "architecture", architecture
     yield "context", f"{config['seq_len']:,} tokens"
     yield "data", f"{data['name']} ({source})" if source else data["name"]

@@ -193,9 +193,8 @@ def decode_kernel(
 
         m_o = m_row[:, None] & (o_d < q.shape[3])[None, :]
         if partial is None:
-            l = tl.where(
-                first < end, l, 1.0
-            )  # rows that see nothing are 0; l = 0 tells less, as scores of -inf give it
+            # Rows that see nothing are 0; l = 0 tells less, as scores of -inf give it too.
+            l = tl.where(first < end, l, 1.0)
             o = (o / l[:, None]).to(out.dtype.element_ty)
             tl.store(out + o_out[:, None] * q.shape[3] + o_d[None, :], o, mask=m_o)
             tl.store(p_lse + o_out, (m + tl.log2(l)) / LOG2_E, mask=m_row)

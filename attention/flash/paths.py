@@ -79,12 +79,19 @@ def describe(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Problem:
     return Problem(q.shape[-1], q.dtype, features, options.threshold > 0, length, capability, options.precision)
 
 
-def hopper_refusal(problem: Problem, backward: bool) -> str | None:
-    """What of a problem the Hopper kernels do not serve."""
+def gpu_or_dtype_refusal(problem: Problem) -> str | None:
+    """What all kernels for Hopper refuse: other GPUs, and inputs of other than 16 bits."""
     if INTERPRET.value or problem.capability[0] != 9:
         return "needs a GPU of compute capability 9.0 (Hopper)"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bf16 or fp16, not {problem.dtype}"
+    return None
+
+
+def hopper_refusal(problem: Problem, backward: bool) -> str | None:
+    """What of a problem the Hopper kernels do not serve."""
+    if refusal := gpu_or_dtype_refusal(problem):
+        return refusal
     direction = "backward" if backward else "forward"
     if problem.head_dim not in (served := HEAD_DIMS[direction]):
         return f"takes head sizes from {served[0]} to {served[-1]} in the {direction}, not {problem.head_dim}"
@@ -93,10 +100,8 @@ def hopper_refusal(problem: Problem, backward: bool) -> str | None:
 
 def fp8_refusal(problem: Problem) -> str | None:
     """What of a problem the Hopper kernel with products in 8 bits does not serve."""
-    if INTERPRET.value or problem.capability[0] != 9:
-        return "needs a GPU of compute capability 9.0 (Hopper)"
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bf16 or fp16, not {problem.dtype}"
+    if refusal := gpu_or_dtype_refusal(problem):
+        return refusal
     if problem.head_dim > FP8_MAX_HEAD_DIM:
         return f"takes head sizes up to {FP8_MAX_HEAD_DIM}, not {problem.head_dim}"
     others = sorted(problem.features - {"full"}) + ["dropout"] * problem.dropout
