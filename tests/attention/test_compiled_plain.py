@@ -33,7 +33,7 @@ SPILLED = {
     "older-causal-64-dropout-inf-dkdv": 88,
     "older-causal-128-exact-inf-dkdv": 24,
     "older-full-64-exact-inf-dkdv": 8,
-    "older-everything-64-exact-inf-dkdv": 160,
+    "older-everything-64-exact-inf-dkdv": 144,
     "older-everything-64-dropout-inf-dq": 32,
     "older-everything-64-dropout-inf-dkdv": 288,
 }
