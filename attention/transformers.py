@@ -6,8 +6,8 @@
 >>> with gpt_attention.transformers.dropout_key(seed=1337, step=step):
 ...     model(tokens, labels=tokens).loss.backward()
 
-transformers describes a mask as a composition of functions. What they say is read off them, never evaluated for every
-pair of a query and a key, and what an implementation cannot serve is refused.
+transformers describes a mask as a composition of functions. Their names and closures are read; no mask is evaluated for
+every pair of a query and a key. A mask that an implementation cannot serve is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def dropout_key(seed: int | Tensor, step: int | Tensor, first_sequence: int | Te
     first_sequence  index in the global batch of the first sequence, for gradient accumulation and several ranks
 
     In a compiled model they are 0-dim int64 tensors, for which nothing is compiled anew. The backward pass belongs into
-    the block where activations are recomputed. Other dropout of a model is torch's.
+    the block if activations are recomputed. Other dropout of a model is torch's.
     """
     global _key
     before, _key = _key, DropoutKey(seed, step, layer=0, first_sequence=first_sequence)
@@ -257,7 +257,7 @@ def padding_starts(mask: Tensor, seen: int, length: int) -> Tensor | None:
     seen    positions that queries see; a cache may have room for more
     length  positions of keys
 
-    Real tokens then see each other alone, and what padding sees is nobody's concern. None where nothing is padding.
+    Real tokens then see each other alone; what padding sees does not matter. None where nothing is padding.
     Waits for the device. Raises UnsupportedAttention for padding among real tokens.
     """
     mask = F.pad(mask, (0, max(0, length - mask.shape[1])))[:, :length]

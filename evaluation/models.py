@@ -27,7 +27,7 @@ Scores = tuple[Tensor, Tensor]
 
 
 class LanguageModel(Protocol):
-    """What an evaluation asks of a model.
+    """The interface of a model to evaluate.
 
     max_length   the longest input, in tokens
     end_of_text  the token that ends a text and begins the next
@@ -46,7 +46,7 @@ class LanguageModel(Protocol):
         """Bytes of the text of some tokens, without ends of text."""
 
     def scores(self, inputs: Tensor, targets: Tensor, document_starts: Tensor | None = None) -> Scores:
-        """Of those targets that are not -100, in their order.
+        """The scores of the targets that are not -100, in their order.
 
         inputs           (B, T)   int64, T <= max_length
         targets          (B, T)   int64: the token after each input
@@ -54,7 +54,7 @@ class LanguageModel(Protocol):
         """
 
     def generate(self, requests: Sequence[Request], slots: int) -> Iterator[tuple[Request, int]]:
-        """Each request with its likeliest next token, as they come, until it is finished; its `tokens` have it.
+        """Yield each request with its likeliest next token, which is added to its `tokens`, until it is finished.
 
         slots  requests at a time, where a model takes more than one
         """

@@ -5,8 +5,8 @@ A sequence has a slot from its first token to its last, then the next prompt get
 all slots *decode* one token at a time. On a GPU the host reads tokens while the device computes the next ones.
 
 A prompt's tokens do not depend on the prompts beside it, up to rounding; with the same number of slots not at all.
-Products then have the same shapes, and on a GPU all rows of prompts are as long and each prompt lies alike in the tiles
-of attention.
+Products then have the same shapes, and on a GPU all rows of prompts have the same length and each prompt ends with a
+tile of attention.
 
 The model's positions end at seq_len. Beyond, no cache helps, as every token has another position after each step: a
 token is computed from scratch from the last seq_len tokens. But where positions are rotary and every layer has a
@@ -28,7 +28,7 @@ from generation.memory import check_memory
 from generation.rows import lay_out, padded
 from generation.sampling import Sampling
 from generation.steps import Steps
-from model.cache import CacheSize, furthest_look, pages_of
+from model.cache import CacheSize, longest_window, pages_of
 from model.config import Positions
 from model.gpt import GPT
 
@@ -55,7 +55,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Launched:
-    """Tokens (slots,) that the device computes, and for whom; `event` tells when the host can read them."""
+    """Tokens (slots,) that the device computes, and the request of each slot; after `event` the host can read them."""
 
     owners: list[Request | None]
     tokens: Tensor
@@ -98,7 +98,7 @@ class Engine:
         if device.type == "cpu":
             slots = min(slots, len(requests))
         self.requests, self.slots, self.seq_len = requests, slots, model.seq_len
-        self.window = furthest_look(model.scores) if model.config.positions is Positions.rotary else None
+        self.window = longest_window(model.scores) if model.config.positions is Positions.rotary else None
         self.kept = {request: self.tokens_kept(request) for request in requests}
         pages = [pages_of(kept, self.window) for kept in self.kept.values()]
         longest = max(self.kept.values())
@@ -124,7 +124,7 @@ class Engine:
         return min(request.limit, self.kept[request] - len(request.prompt) + 1)
 
     def run(self) -> Iterator[tuple[Request, int]]:
-        """Each request with its next token, as they come: then its `tokens` have it, and `finished` says if it is over.
+        """Yield each request with its next token, which `tokens` has by then; `finished` says whether it was the last.
 
         To run again, empty each request's `tokens` and unset `finished`.
         """

@@ -102,7 +102,7 @@ class Steps:
 
     @torch.no_grad()
     def decode_step(self) -> None:
-        """The device's part of `decode`. A slot without a sequence keeps length 0, and computes for nobody."""
+        """The device's part of `decode`. A slot without a sequence keeps length 0, and its token is ignored."""
         lengths = self.cache.lengths
         lengths.add_(1).mul_(self.active)
         positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)

@@ -150,7 +150,7 @@ class Decode:
         return self.attend.decode(q, self.cache, score=score, slopes=slopes, sinks=sinks)
 
 
-def furthest_look(scores: Sequence[Score]) -> int | None:
+def longest_window(scores: Sequence[Score]) -> int | None:
     """The most keys that a query of any layer sees; None where a layer has no window."""
     windows = [score.window for score in scores]
     return None if None in windows else max(window for window in windows if window is not None)

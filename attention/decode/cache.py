@@ -27,10 +27,10 @@ class Cache(NamedTuple):
     k, v     (B, H_kv, L, D), or paged (P, H_kv, page, D): P pages of 16, 32, 64, 128 or 256 slots
     lengths  (B,) int32, on the same device: the tokens of each sequence, new ones included. 0: no sequence here
     pages    (B, n) int32: sequence b keeps its tokens from i * page on in page pages[b, i]. Entries of pages that
-             nobody sees (behind the length, before the window) are never followed and may be -1. None: contiguous
+             no query sees (behind the length, before the window) are never followed and may be -1. None: contiguous
 
-    Lengths and pages lie on the device, where nobody can check them without waiting: a length beyond the capacity
-    drops the tokens that have no slot, and a page number from P on reads and writes what is not the cache's.
+    The values of lengths and pages are not checked, which would wait for the device: a length beyond the capacity drops
+    the tokens that have no slot, and a page number from P on reads and writes what is not the cache's.
     """
 
     k: Tensor

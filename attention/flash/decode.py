@@ -107,16 +107,17 @@ def splits_of(keys):
     return RUN * (two + four + eight + sixteen) + (units + longest - 1) // longest
 
 
-@triton.jit(do_not_specialize=["G", "T", "capacity", "n_pages", "n_splits", "span"])
+@triton.jit(do_not_specialize=["G", "T", "capacity", "n_pages", "n_splits", "program_keys"])
 def decode_kernel(
-    q, k, v, out, p_lse, partial, p_lengths, p_pages, extras, scale_log2, G, T, capacity, n_pages, n_splits, span,
+    q, k, v, out, p_lse, partial, p_lengths, p_pages, extras, scale_log2, G, T, capacity, n_pages, n_splits,
+    program_keys,
     PAGE: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Some splits of the keys for one tile of rows. Grid: key heads x tiles of rows, sequences, groups of splits.
 
-    A group is the splits of `span` keys, or one split where span is 0. The last ones come first: they are the longest,
-    and short ones fill what they leave idle at the end. `partial` is None where there is one split: the program then
-    writes out and lse itself.
+    A group is the splits of `program_keys` keys, or one split where that is 0. The last ones come first: they are the
+    longest, and short ones fill what they leave idle at the end. `partial` is None where there is one split: the
+    program then writes out and lse itself.
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
@@ -126,8 +127,9 @@ def decode_kernel(
     n_m = tl.cdiv(G * T, BM)
     i_kv, i_m = tl.program_id(0) // n_m, tl.program_id(0) % n_m * BM
     H = tl.num_programs(0) // n_m * G
-    i_first = tl.where(span == 0, i_group, splits_of(i_group * span))
-    i_end = tl.minimum(tl.where(span == 0, i_group + 1, splits_of((i_group + 1) * span)), n_splits)
+    i_first = tl.where(program_keys == 0, i_group, splits_of(i_group * program_keys))
+    i_end = tl.where(program_keys == 0, i_group + 1, splits_of((i_group + 1) * program_keys))
+    i_end = tl.minimum(i_end, n_splits)
 
     # Rows are tokens, and within a token the heads of the group.
     o_row = i_m + tl.arange(0, BM)
@@ -248,7 +250,7 @@ def choose_blocks(rows: int, head_dim: int, mode: Mode, paged: bool) -> Blocks:
     return Blocks(BM, 64, 4 if more and head_dim > 64 else 2, 4 if paged else 3)
 
 
-def keys_of_program(keys: int, heads: int) -> int:
+def keys_per_program(keys: int, heads: int) -> int:
     """How many keys a program walks over where each of `heads` sees `keys`; 0: one split. Multiples of all splits.
 
     On an H200 programs of one length were fastest where all run at the same time, two on each multiprocessor, and where
@@ -284,11 +286,11 @@ def run_decode(
     G = H // H_kv
     blocks = choose_blocks(G * T, D, mode, pages is not None)
     capacity = k.shape[2] * (1 if pages is None else pages.shape[1])
-    span = capacity if window is None else min(capacity, window + T - 1 + blocks.k - 1)
+    visible = capacity if window is None else min(capacity, window + T - 1 + blocks.k - 1)
     n_m = triton.cdiv(G * T, blocks.q)
-    n_splits = max(1, int(splits_of.fn(span)))
-    together = keys_of_program(span, B * H_kv * n_m)
-    n_groups = triton.cdiv(span, together) if together else n_splits
+    n_splits = max(1, int(splits_of.fn(visible)))
+    program_keys = keys_per_program(visible, B * H_kv * n_m)
+    n_groups = triton.cdiv(visible, program_keys) if program_keys else n_splits
     partial = None
     if n_splits > 1:
         shape = (B * H * T, n_splits)
@@ -308,7 +310,7 @@ def run_decode(
             capacity,
             None if pages is None else pages.stride(0),
             n_splits,
-            together,
+            program_keys,
             PAGE=None if pages is None else k.shape[2],
             BLOCKS=blocks,
             MODE=mode,

@@ -117,7 +117,7 @@ def test_kernels_join_the_splits_of_long_sequences(H, H_kv, T, score, monkeypatc
         torch.testing.assert_close(out[b].double(), wanted, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(lse[b].double(), wanted_lse, atol=2e-6, rtol=2e-6)
     alone = Cache(cache.k[1:2], cache.v[1:2], cache.lengths[1:2])
-    monkeypatch.setattr("attention.flash.decode.keys_of_program", lambda *_: 2048)
+    monkeypatch.setattr("attention.flash.decode.keys_per_program", lambda *_: 2048)
     assert torch.equal(flash.decode(q[1:2], alone, **extras(score)).out, out[1:2])
     assert torch.equal(
         flash.decode(q[::2], Cache(cache.k[::2], cache.v[::2], cache.lengths[::2].clone()), **extras(score)).out,
