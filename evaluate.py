@@ -188,6 +188,11 @@ def results(
     yield name, measure(model, text, model.max_length, config.batch, separate) | {"seq_len": model.max_length}
 
 
+def written(value: float) -> str:
+    """A count whole, a measurement to six digits."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+
+
 def settings(config: EvaluateConfig, data: DataConfig | None) -> list[str]:
     """What differs from the usual measurement."""
     values = {name.replace("attention_", "attention."): getattr(config, name) for name in SETTINGS}
@@ -227,7 +232,7 @@ def main(arguments: list[str]) -> None:
     given = settings(config, data)
     for task, metrics in results(config, data, model, trained):
         name = " ".join([task, *given])
-        print(name, *(f"{metric} {value:.6g}" for metric, value in metrics.items()), sep="  ", flush=True)
+        print(name, *(f"{metric} {written(value)}" for metric, value in metrics.items()), sep="  ", flush=True)
         found[name] = metrics
     if trained is not None:
         origin = {"checkpoint": trained.checkpoint.name}

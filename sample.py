@@ -83,6 +83,8 @@ def parse(arguments: list[str]) -> SampleConfig:
         raise ConfigError(f"out={config.out} takes the texts of many prompts; name their file with prompts=.")
     if config.prompts is not None and config.prompt:
         raise ConfigError(f"prompt={config.prompt} and prompts={config.prompts} are both there; leave one of them out.")
+    if config.export is not None and (config.prompt or config.prompts is not None):
+        raise ConfigError(f"export={config.export} writes the model and no texts; leave the prompts out.")
     if config.prompts is not None and config.tokens == 0:
         raise ConfigError("tokens=0 adds nothing to the prompts; ask for at least 1.")
     return config

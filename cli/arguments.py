@@ -35,6 +35,8 @@ def parse(arguments: Sequence[str], schema: type[T], program: str, verbatim: Col
     for argument in arguments:
         key, separator, value = argument.partition("=")
         key = key.replace(".", "_")
+        if not separator and key in known:
+            raise ArgumentError(f"{argument} has no value; write {argument}=<value>.")
         if not separator or key not in known:
             hint = suggestion(key, known) or f"; python {program} --help lists them."
             raise ArgumentError(f"{argument} is not an argument{hint}")

@@ -64,7 +64,10 @@ def read_config(run: Path) -> Config:
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))  # type: ignore
     except OSError as error:
-        raise ConfigError(f"run={run} is not a run folder: {path} cannot be read ({error.strerror}).") from error
+        raise ConfigError(
+            f"run={run} is not a run folder, as {path} cannot be read ({error.strerror}); name the folder that "
+            "train.py printed."
+        ) from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{path} is not a configuration of this version: {reason}.") from error

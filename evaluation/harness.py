@@ -60,7 +60,11 @@ def run_tasks(
     for name in names:
         if isinstance(name, str) and name not in known:
             near = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else "lm-eval ls tasks lists what there is."
+            hint = (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else "lm-eval ls tasks lists them, and a file of tasks ends with .jsonl."
+            )
             raise ConfigError(f"tasks={name} is not a task of lm-eval; {hint}")
     try:
         found = simple_evaluate(

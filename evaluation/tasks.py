@@ -69,7 +69,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"tasks={path} cannot be read ({reason}); name a .jsonl file of tasks.") from error
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate(content.splitlines(), start=1):
+    for number, text in enumerate(content.split("\n"), start=1):
         if not text.strip():
             continue
         try:

@@ -46,7 +46,10 @@ def tokenised(rows: Iterable[Row], model: LanguageModel, most: int | None = None
         if most is not None and total >= most:
             break
     if min(total, most or total) < 2:
-        raise ConfigError(f"A text of {total} tokens has nothing to predict; give more text.")
+        limit = "" if most is None else f" with data.max_tokens={most}"
+        raise ConfigError(
+            f"The text{limit} has fewer than two tokens, so there is nothing to predict; give more of it."
+        )
     documents = np.array([start for start in starts if start < (most or total)])
     return Text(np.concatenate(pieces)[:most], documents)
 

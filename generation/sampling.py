@@ -9,6 +9,7 @@ prompt's tokens depend neither on the prompts beside it nor on the device, up to
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from generation.errors import GenerationError
 from model.cache import upload
 
 MANTISSA = 53  # random bits of a double in [0, 1)
+SMALLEST_TEMPERATURE = 1e-6  # logits divided by it stay finite in fp32
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,17 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise GenerationError(f"temperature={self.temperature} must be at least 0.")
+        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
+            raise GenerationError(
+                f"temperature={self.temperature} must be 0, which takes the likeliest token, or a number from "
+                f"{SMALLEST_TEMPERATURE} on."
+            )
         if self.top_k is not None and self.top_k < 1:
             raise GenerationError(f"top_k={self.top_k} must be at least 1; null draws among all tokens.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise GenerationError(f"top_p={self.top_p} must be above 0 and at most 1; null draws among all tokens.")
+        if not -(2**63) <= self.seed < 2**64:
+            raise GenerationError(f"seed={self.seed} must lie between -2**63 and 2**64 - 1.")
 
     def pick(self, logits: Tensor, noise: Tensor | None) -> Tensor:
         """The next token of each row.

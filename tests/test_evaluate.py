@@ -41,7 +41,7 @@ QUESTIONS: list[dict[str, Any]] = [
     {"question": "", "choices": ["yes", "no"], "answer": 1},
     {"question": "A question that is longer than all that the model can read", "choices": ["a", "b"], "answer": 0},
 ]
-TEXTS = ["Déjà vu.", "One text that takes more than one window of the model, and ends in the second or third."]
+TEXTS = ["Déjà\u2028vu.", "One text that takes more than one window of the model, and ends in the second or third."]
 
 
 def fresh(positions: str) -> GPT:
@@ -71,7 +71,7 @@ def run(tmp_path) -> Path:
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -306,6 +306,10 @@ def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tm
         (["data=txt"], r"data=txt is not known; choose one of .*did you mean text\?"),
         (["data=text"], "data=text needs to know where the text is"),
         (["data=text", "data.tokenizer=gpt2"], "data.tokenizer=gpt2 has no effect here"),
+        (
+            ["data=text", "data.path=mixed.jsonl", "data.max_tokens=1"],
+            "The text with data.max_tokens=1 has fewer than two",
+        ),
         (["tasks=nowhere.jsonl"], r"tasks=nowhere.jsonl cannot be read \(No such file"),
         (["tasks=wrong.jsonl"], r"tasks=wrong.jsonl: line 2 has answer=2, which is none of its 2 choices; write"),
         (["tasks=mixed.jsonl"], "line 2 is of another kind than the first"),

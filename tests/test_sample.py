@@ -214,12 +214,14 @@ def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():
         ([], "run=<folder> is missing"),
         (["run=x", "tokns=3"], "tokns=3 is not an argument; did you mean tokens?"),
         (["run=x", "hello"], "hello is not an argument"),
+        (["run=x", "tokens"], "tokens has no value; write tokens=<value>"),
+        (["run=x", "export=y", "prompt=a"], "export=y writes the model and no texts; leave the prompts out"),
         (["run=x", "tokens=many"], "tokens=many is not possible: .*many"),
         (["run=x", "tokens=-5"], "tokens=-5 must be at least 0"),
         (["run=x", "out=y"], "out=y takes the texts of many prompts; name their file with prompts="),
         (["run=x", "top_p=2"], "top_p=2.0 must be above 0 and at most 1"),
         (["run=x", "checkpoint=last"], "checkpoint=last is not possible: .*best, newest"),
-        (["run=/no/where"], "run=/no/where is not a run folder"),
+        (["run=/no/where"], r"run=/no/where is not a run folder, .*; name the folder that train.py printed"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused_in_one_sentence(arguments, sentence):
