@@ -5,23 +5,13 @@
 >>> out = attend(q, k, v, score=Score(window=1024, soft_cap=50.0), layout=packed(cu_seqlens, length=4096)).out
 """
 
+from .config import Ablation, AttentionConfig, DropoutRng, KernelPath, ProductPrecision, SDPABackend
 from .decode.cache import Cache
 from .dropout import DropoutKey, keep_mask
 from .errors import AttentionError
 from .flash import FlashAttention
 from .flex import FlexAttention
-from .interface import (
-    Ablation,
-    Attention,
-    AttentionConfig,
-    AttentionOutput,
-    AttentionShape,
-    DropoutRng,
-    KernelPath,
-    ProductPrecision,
-    SDPABackend,
-    UnsupportedAttention,
-)
+from .interface import Attention, AttentionOutput, AttentionShape, UnsupportedAttention
 from .naive import NaiveAttention
 from .score import Layout, Score, ScoreError, documents, packed
 from .sdpa import SDPAAttention

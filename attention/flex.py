@@ -15,15 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from .interface import (
-    FEATURES,
-    Attention,
-    AttentionConfig,
-    AttentionOutput,
-    AttentionShape,
-    Terms,
-    UnsupportedAttention,
-)
+from .config import AttentionConfig
+from .interface import FEATURES, Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
 from .score import Layout, Score
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of sequence, head, query and key

@@ -18,17 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .config import AttentionConfig, DropoutRng, SDPABackend
 from .dropout import DropoutKey
-from .interface import (
-    Attention,
-    AttentionConfig,
-    AttentionOutput,
-    AttentionShape,
-    DropoutRng,
-    SDPABackend,
-    Terms,
-    UnsupportedAttention,
-)
+from .interface import Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
 from .score import Layout, documents, key_intervals
 
 TORCH_BACKENDS = {

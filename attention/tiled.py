@@ -18,20 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .config import Ablation, AttentionConfig
 from .decode.cache import Cache
 from .decode.tiled import decode
 from .dropout import keep_mask, keep_scale
 from .gpu import NAMESPACE
-from .interface import (
-    FEATURES,
-    Ablation,
-    Attention,
-    AttentionConfig,
-    AttentionOutput,
-    Terms,
-    UnsupportedAttention,
-    accum_dtype,
-)
+from .interface import FEATURES, Attention, AttentionOutput, Terms, UnsupportedAttention, accum_dtype
 from .score import Range, change_derivative
 from .tile_scores import Settings, TileScores, tiles
 

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from . import build_attention
+from .config import AttentionConfig
 from .decode.cache import Cache
 from .dropout import DropoutKey
-from .interface import ONE_DOCUMENT, Attention, AttentionConfig, UnsupportedAttention
+from .interface import ONE_DOCUMENT, Attention, UnsupportedAttention
 from .score import Layout, Score, documents
 
 PREFIX = "gpt_attention_"

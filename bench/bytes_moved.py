@@ -25,10 +25,9 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from attention import AttentionConfig
+from attention import AttentionConfig, KernelPath
 from attention.flash.configs import Blocks, Extras, KernelConfigs, Options
 from attention.flash.forward import forward
-from attention.interface import KernelPath
 from bench.measure import RESULTS, Call, Timing, environment, interleaved, release, require_gpu, slug, write
 from bench.peers import Problem, candidates, from_registry
 from drawing import Chart, Palette, label_axes, legend, render_png

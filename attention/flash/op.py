@@ -13,18 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import gpu
+from ..config import ProductPrecision
 from ..decode.cache import Cache
 from ..dropout import drop_threshold
 from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE
-from ..interface import (
-    FEATURES,
-    Attention,
-    AttentionOutput,
-    AttentionShape,
-    ProductPrecision,
-    Terms,
-    UnsupportedAttention,
-)
+from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
 from .configs import FP8_HAS_NO_GRADIENTS, Extras, Options
 
 if HAS_TRITON:

@@ -1,0 +1,76 @@
+"""What a user chooses of attention: an implementation, and its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Ablation(Enum):
+    """A line of the online softmax to leave out (experiment=break_it)."""
+
+    none = "none"
+    no_max_subtraction = "no_max_subtraction"
+    no_rescaling = "no_rescaling"
+
+
+class DropoutRng(Enum):
+    """The source of dropout's random bits."""
+
+    replay = "replay"  # keep_mask: the same mask for every implementation, tile size, device and rank
+    torch = "torch"  # the backend's own generator, whose masks no other implementation can reproduce
+
+
+class SDPABackend(Enum):
+    """The backend of torch's scaled_dot_product_attention; `auto` leaves the choice to torch."""
+
+    auto = "auto"
+    flash = "flash"
+    efficient = "efficient"
+    cudnn = "cudnn"
+    math = "math"
+
+
+class KernelPath(Enum):
+    """The kernels of attention=flash; `auto` takes those that were measured to be the fastest (flash/paths.py)."""
+
+    auto = "auto"
+    plain = "plain"
+    hopper = "hopper"
+
+
+class ProductPrecision(Enum):
+    """The precision of the products of attention=flash: that of q, k and v, or fp8 (flash/hopper/fp8.py)."""
+
+    inputs = "inputs"
+    fp8 = "fp8"
+
+
+@dataclass
+class AttentionConfig:
+    """What a user chooses under `attention.*`.
+
+    name       an implementation in the registry (attention/__init__.py)
+    dropout    probability of dropping an attention weight, realised in steps of 1/256 (see attention/dropout)
+    rng        source of dropout's random bits; only sdpa takes `torch`
+    block_q    rows of a score tile: queries (tiled)
+    block_k    columns of a score tile: keys (tiled)
+    ablate     leave out one line of the online softmax (tiled)
+    backend    which of torch's kernels to use (sdpa)
+    allow_tf32 let fp32 matrix products round their inputs to TF32 (flash)
+    path       whose kernels to use: plain Triton for every GPU, or those for Hopper (flash)
+    precision  of the products: that of q, k and v, or fp8, for evaluation and inference on a Hopper GPU (flash)
+
+    Every implementation reads `name` and `dropout`; an option it does not read is refused unless left at its default.
+    """
+
+    name: str = "naive"
+    dropout: float = 0.0
+    rng: DropoutRng = DropoutRng.replay
+    block_q: int = 64
+    block_k: int = 64
+    ablate: Ablation = Ablation.none
+    backend: SDPABackend = SDPABackend.auto
+    allow_tf32: bool = False
+    path: KernelPath = KernelPath.auto
+    precision: ProductPrecision = ProductPrecision.inputs
