@@ -128,6 +128,9 @@ def packed(cu_seqlens: Tensor, length: int) -> Layout:
 
     Reads the values, so it waits for the device. Raises ScoreError.
     """
+    if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
+        shape, dtype = tuple(cu_seqlens.shape), cu_seqlens.dtype
+        raise ScoreError(f"cu_seqlens of shape {shape} and {dtype} must be one row of integers.")
     bounds = cu_seqlens.tolist()
     if not bounds or bounds[0] != 0:
         raise ScoreError(f"cu_seqlens={shown(bounds)} must start at 0.")

@@ -70,7 +70,9 @@ def read_config(run: Path) -> Config:
         ) from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"{path} is not a configuration of this version: {reason}.") from error
+        raise ConfigError(
+            f"{path} is not a configuration of this version ({reason}); use the version that trained the run."
+        ) from error
 
 
 def load_trained(

@@ -32,7 +32,10 @@ class OwnTokenizer:
         try:
             self.model = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"data.tokenizer={name} is not JSON of the tokenizers library ({brief(error)}).") from error
+            raise DataError(
+                f"data.tokenizer={name} is no tokenizer in the format of Hugging Face's tokenizers ({brief(error)}); "
+                "name a tokenizer.json."
+            ) from error
         self.name = name
         self.model.no_truncation()
         self.model.no_padding()
