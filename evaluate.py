@@ -40,8 +40,8 @@ from cli.resume import locked
 from cli.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
 from cli.wording import one_sentence
 from config import ConfigError, register
-from data import DataConfig, Documents, prepare
-from data.corpora import CORPORA, check_data
+from data import DataConfig, Documents, check_data, prepare
+from data.corpora import CORPORA
 from evaluation.harness import run_tasks
 from evaluation.models import ExportedModel, LanguageModel, TrainedModel
 from evaluation.scorer import Scorer

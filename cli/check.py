@@ -8,7 +8,8 @@ from typing import Any
 
 from attention import AttentionError, build_attention
 from config import Config
-from data.corpora import CORPORA, data_mistakes
+from data.check import data_mistakes
+from data.corpora import CORPORA
 from errors import UserError
 from model.config import model_mistakes
 from model.score import score_mistakes

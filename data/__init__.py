@@ -1,8 +1,8 @@
 """Text to batches: corpora, tokenisers, prepared tokens, and the batch as a function of the step."""
 
 from data.batches import Batch, Batches, Prefetcher, eval_batches, piece_lengths
+from data.check import check_data
 from data.config import DataConfig, Documents
-from data.corpora import check_data
 from data.errors import DataError
 from data.prepare import prepare
 from data.store import PreparedData, TokenFile

@@ -24,8 +24,9 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from data import own_tokenizer
+from data.check import check_data
 from data.config import DataConfig
-from data.corpora import CORPORA, Corpus, check_data
+from data.corpora import CORPORA, Corpus
 from data.errors import DataError
 from data.files import Row
 from data.progress import PreparationProgress

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from data import DataConfig, DataError, load_tokenizer, prepare, save_tokenizer
-from data.corpora import data_mistakes
+from data.check import data_mistakes
 from data.own_tokenizer import OwnTokenizer
 from data.tokenizers import text_stream
 from generation.text import Text

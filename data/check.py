@@ -1,0 +1,58 @@
+"""Mistakes in the options of data, found before any text is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from data.config import DataConfig
+from data.corpora import CORPORA, HUB_CORPORA
+from data.errors import DataError
+from data.own_tokenizer import read
+from data.tokenizers import NAMES
+
+# The corpora that read an option, for options that not all corpora read.
+READERS = {
+    "path": ("text",),
+    "text_field": ("text", *HUB_CORPORA),
+    "hub": HUB_CORPORA,
+    "hub_revision": HUB_CORPORA,
+    "hub_subset": HUB_CORPORA,
+    "hub_split": HUB_CORPORA,
+}
+
+
+def check_data(config: DataConfig) -> None:
+    """Raise DataError for options that no corpus or tokenizer accepts, before any text is read."""
+    for sentence in data_mistakes(config):
+        raise DataError(sentence)
+
+
+def data_mistakes(config: DataConfig) -> Iterator[str]:
+    """A sentence for each option that no corpus or tokenizer accepts, with what to change."""
+    if config.name not in CORPORA:
+        yield f"data.name={config.name} is not a corpus; choose data={' or '.join(CORPORA)}."
+        return
+    for option in fields(config):
+        value, readers = getattr(config, option.name), READERS.get(option.name, tuple(CORPORA))
+        if value != option.default and config.name not in readers:
+            yield (
+                f"data.{option.name}={value} has no effect with data={config.name}; "
+                f"leave it out or choose data={' or '.join(readers)}."
+            )
+    if config.tokenizer not in NAMES:
+        try:
+            read(Path(config.tokenizer))
+        except DataError as error:
+            unknown = (
+                f"data.tokenizer={config.tokenizer} is not known; choose one of {', '.join(NAMES)}, or name a "
+                "tokenizer.json."
+            )
+            yield str(error) if Path(config.tokenizer).suffix else unknown
+    if not 0 < config.val_fraction < 1:
+        yield f"data.val_fraction={config.val_fraction:g} must lie between 0 and 1, for instance 0.1."
+    if config.max_tokens is not None and config.max_tokens < 1:
+        yield f"data.max_tokens={config.max_tokens} must be positive, or null for the whole corpus."
+    if config.bpe_vocab_size < 257:
+        yield f"data.bpe_vocab_size={config.bpe_vocab_size} must be 257 or more: 256 bytes and end-of-text."
