@@ -36,7 +36,7 @@ from attention import ProductPrecision
 from cli.arguments import parse as key_values
 from cli.compose import compose_right, expand_home, to_config
 from cli.launch import refuse
-from cli.resume import locked
+from cli.resume import StillRunning, locked
 from cli.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
 from cli.wording import one_sentence
 from config import ConfigError, register
@@ -206,16 +206,19 @@ def settings(config: EvaluateConfig, data: DataConfig | None) -> list[str]:
 def record(run: Path, trained: Trained, found: Results) -> None:
     """Add the results to summary.json and to the run in W&B, if the run is over."""
     path = run / "summary.json"
-    with locked(run):
-        try:
-            summary = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            print(f"{path} does not exist yet: the results are printed alone.", file=sys.stderr)
-            return
-        summary["eval"] = summary.get("eval", {}) | found
-        write_summary(path, summary)
-        for warning in mirror_again(run, trained.config.tracking):
-            print(f"warning: {warning}", file=sys.stderr)
+    try:
+        with locked(run):
+            try:
+                summary = json.loads(path.read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                print(f"{path} does not exist yet: the results are printed alone.", file=sys.stderr)
+                return
+            summary["eval"] = summary.get("eval", {}) | found
+            write_summary(path, summary)
+            for warning in mirror_again(run, trained.config.tracking):
+                print(f"warning: {warning}", file=sys.stderr)
+    except StillRunning:
+        print(f"{run} is still running: the results are printed alone.", file=sys.stderr)
 
 
 def main(arguments: list[str]) -> None:

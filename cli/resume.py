@@ -21,6 +21,10 @@ from training.sweeps.launcher import quoted
 OUTPUTS = Path("outputs")
 
 
+class StillRunning(ConfigError):
+    """Another process has the run folder."""
+
+
 def resumed(overrides: list[str]) -> list[str]:
     """Where `resume` names a run, its recorded overrides with the given ones on top, in that run's folder.
 
@@ -134,7 +138,7 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep a run folder to this process for the length of the block. Raises ConfigError where another one has it."""
+    """Keep a run folder to this process for the length of the block. Raises StillRunning where another one has it."""
     if World.from_environment().rank > 0 or not folder.is_dir():
         yield
         return
@@ -142,7 +146,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise ConfigError(f"{folder} belongs to a run that is still running; stop that one first.") from None
+        raise StillRunning(f"{folder} belongs to a run that is still running; stop that one first.") from None
     try:
         yield
     finally:

@@ -121,7 +121,8 @@ def _final_sentences(final: Final, inside: bool) -> list[str]:
 def _failures(sweep: Sweep) -> Answer:
     reasons: dict[str, list[str]] = {}
     for run in sweep.runs:
-        message = str(run.summary.get("message") or "It left no summary").strip().rstrip(".")
+        silent = "It was interrupted" if run.status == "interrupted" else "It left no summary"
+        message = str(run.summary.get("message") or silent).strip().rstrip(".")
         reasons.setdefault(f"{message}.", []).append(run.called)
     every = {1: "The run", 2: "Both runs"}.get(len(sweep.runs), f"All {len(sweep.runs)} runs")
     headline = "No run has completed with a loss"

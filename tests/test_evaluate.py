@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 import evaluate
 import sample
 from attention import AttentionConfig, AttentionError, build_attention
+from cli.resume import locked
 from cli.trained import load_trained
 from config import Config
 from data import DataConfig, Documents, prepare, save_tokenizer
@@ -197,6 +198,9 @@ def test_results_add_to_the_summary_and_a_run_that_goes_on_keeps_none(run, tmp_p
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "completed"
     assert summary["eval"]["b limit=1"]["n"] == 1
+    with locked(run):  # as training does
+        assert evaluated(run, f"tasks={first}", "limit=1") == summary["eval"]
+    assert "is still running: the results are printed alone" in capsys.readouterr().err
     (run / "summary.json").unlink()
     evaluate.main([f"run={run}", f"tasks={first}", "device=cpu"])
     captured = capsys.readouterr()

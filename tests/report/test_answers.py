@@ -232,6 +232,11 @@ def test_a_sweep_in_which_every_run_ran_out_of_memory_says_so(tmp_path: Path) ->
     assert answered(tmp_path) == ("Both runs ran out of memory", "broken", [("run 0, run 1", "The memory ended.")])
 
 
+def test_an_interrupted_run_without_a_loss_is_called_so(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", status="interrupted", stop=0)
+    assert answered(tmp_path) == ("No run has completed with a loss", "broken", [("a", "It was interrupted.")])
+
+
 def write_ablated(folder: Path, ablate: str, precision: str, **options: Any) -> None:
     """As experiment=break_it leaves a run: measured in fp16 and fp32, trained in one precision."""
     entry = {"first_bad_tile": [0, 1], "first_bad_row": 3, "max_error": 3.2, "non_finite": False, "ablate": ablate}
