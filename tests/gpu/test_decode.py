@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import AttentionConfig, Cache, Score, build_attention
+from bench.decode import paged
 from tests.attention.reference import Case, formula
+from tests.gpu.graphs import captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -50,16 +52,6 @@ def tensors(H: int, H_kv: int, T: int, D: int, dtype: torch.dtype, capacity: int
     for b, n in enumerate(LENGTHS):
         k[b, :, n:] = v[b, :, n:] = torch.nan
     return q, Cache(k, v, torch.tensor(LENGTHS, dtype=torch.int32, device="cuda"))
-
-
-def paged(cache: Cache, size: int) -> Cache:
-    """The same tokens in shuffled pages."""
-    B, H_kv, L, D = cache.k.shape
-    numbers = torch.randperm(B * L // size, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    k, v = torch.empty(2, len(numbers), H_kv, size, D, dtype=cache.k.dtype, device="cuda")
-    for pages, rows in ((k, cache.k), (v, cache.v)):
-        pages[numbers] = rows.view(B, H_kv, -1, size, D).transpose(1, 2).flatten(0, 1)
-    return Cache(k, v, cache.lengths, numbers.view(B, -1).int())
 
 
 def cloned(cache: Cache) -> Cache:
@@ -126,13 +118,7 @@ def test_a_replayed_graph_follows_lengths_and_pages_and_waits_for_nothing(name, 
         cache.write(new_k, new_v)
         return attend.decode(q, cache, score=Score(window=300)).out
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run(cache)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(cache)
+    graph, results = captured(lambda: run(cache))
     for n in (40, 1535):
         cache.lengths.copy_(torch.tensor([n, n // 2, 0, 1, n - 1, 33, 1024]))
         if cache.pages is not None:
@@ -144,7 +130,7 @@ def test_a_replayed_graph_follows_lengths_and_pages_and_waits_for_nothing(name, 
             expected = run(other)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(captured, expected)
+        assert torch.equal(results, expected)
         assert torch.equal(cache.k, other.k)
         assert torch.equal(cache.v, other.v)
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import AttentionConfig, DropoutKey, KernelPath, build_attention, documents, gpu, keep_mask
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
+from tests.gpu.graphs import captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -126,17 +127,11 @@ def test_a_replayed_graph_follows_its_documents():
         out = flash()(q, k, v, layout=documents(starts)).out
         return [out, *torch.autograd.grad(out, (q, k, v), do)]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run(starts)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(starts)
+    graph, results = captured(lambda: run(starts))
     for bound in (77, 150):
         starts.zero_()[:, bound:] = bound
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, run(starts), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results, run(starts), strict=True))
 
 
 def test_tf32_is_used_where_asked_for_alone():
@@ -211,17 +206,11 @@ def test_a_replayed_graph_draws_the_masks_of_its_key():
         out = attend(q, k, v, dropout_key=DropoutKey(1, step, 0, 0)).out
         return [out, *torch.autograd.grad(out, (q, k, v), do)]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run(step)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(step)
+    graph, results = captured(lambda: run(step))
     for n in (3, 4):
         step.fill_(n)
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, run(n), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results, run(n), strict=True))
 
 
 def test_a_compiled_function_is_one_graph_that_serves_every_step():

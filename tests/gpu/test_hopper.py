@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, KernelPath, Score, build_attention, keep_mask
 from tests.attention.reference import KEY, Case, assert_accurate, formula
+from tests.gpu.graphs import captured
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
@@ -215,17 +216,11 @@ def test_a_replayed_graph_draws_the_masks_of_its_key():
         out = attend(q, k, v, dropout_key=DropoutKey(1, step, 0, 0)).out
         return [out, *torch.autograd.grad(out, (q, k, v), do)]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        forward_backward(step)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = forward_backward(step)
+    graph, results = captured(lambda: forward_backward(step))
     for n in (3, 4):
         step.fill_(n)
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, forward_backward(n), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results, forward_backward(n), strict=True))
 
 
 @pytest.mark.parametrize("D", [64, 128])

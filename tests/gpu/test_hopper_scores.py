@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, KernelPath, Layout, Score, build_attention, documents
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
+from tests.gpu.graphs import captured
 from tests.gpu.test_hopper import DROPOUT, flash, run
 
 pytestmark = pytest.mark.skipif(
@@ -173,14 +174,8 @@ def test_a_graph_replayed_with_other_documents_follows_them(D):
         out = flash()(q, k, v, layout=documents(starts)).out
         return [out, *torch.autograd.grad(out, (q, k, v), do)]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        forward_backward(starts)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = forward_backward(starts)
+    graph, results = captured(lambda: forward_backward(starts))
     for bound in (128, 77, 250):
         starts.zero_()[:, bound:] = bound
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, forward_backward(starts), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results, forward_backward(starts), strict=True))

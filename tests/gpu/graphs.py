@@ -1,0 +1,22 @@
+"""CUDA graphs of what a test runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def captured(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A CUDA graph of a function, and what it returns: tensors that each replay fills again."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()  # compiles, which a graph must not contain
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    return graph, found
