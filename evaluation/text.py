@@ -59,7 +59,7 @@ def measure(model: LanguageModel, text: Text, seq_len: int, batch: int, separate
 
     seq_len   tokens of the windows, side by side, that the text is cut into: the context of their last token
     batch     windows of one forward pass
-    separate  whether documents see each other where they share a window
+    separate  whether documents that share a window are hidden from each other
     """
     count = len(text.tokens) - 1
     nats = 0.0

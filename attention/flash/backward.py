@@ -79,7 +79,7 @@ class Rows(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What makes weights of q k^T in one head. Zeros stand for what MODE has not.
+    """What makes weights of q k^T in one head. Zeros stand for what MODE lacks.
 
     scale_log2, slope2  scale and slope times log2(e)
     at         positions

@@ -11,17 +11,13 @@ from torch import Tensor
 from attention import AttentionConfig, ProductPrecision, Score, build_attention
 from bench.fp8_emulation import fp8_attention, outliers
 from tests.attention.reference import Case, formula
+from tests.gpu.test_hopper import LENGTHS, grid
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
 
 HEAD_SIZES = (16, 40, 59, 64, 80, 96, 111, 128)
-LENGTHS = (
-    (113, 203), (108, 256), (1023, 1024), (1, 239), (799, 3), (63, 64), (64, 65), (127, 129), (128, 128), (129, 127),
-    (191, 193), (192, 255), (257, 257), (300, 5), (700, 1500),
-)  # fmt: skip
-HEADS = ((4, 4), (4, 2), (3, 1))
 
 
 def fp8():
@@ -32,18 +28,10 @@ def error(x: Tensor, expected: Tensor) -> float:
     return ((x.double() - expected).norm() / expected.norm()).item()
 
 
-def grid() -> list[Case]:
-    """Every pair of lengths meets every number of heads or two head sizes."""
-    cases = []
-    for n, (T, S) in enumerate(LENGTHS):
-        for m in range(2):
-            D, (H, H_kv) = HEAD_SIZES[(2 * n + m) % len(HEAD_SIZES)], HEADS[(n + m) % len(HEADS)]
-            cases.append(Case(2, H, H_kv, T, S, D))
-    return cases
-
-
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("case", grid(), ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
+@pytest.mark.parametrize(
+    "case", grid((*LENGTHS, (700, 1500)), HEAD_SIZES), ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}"
+)
 def test_error_is_that_of_the_8_bits(case, causal):
     q, k, v, _ = replace(case, causal=causal).tensors(torch.bfloat16, "cuda")
     out, lse = fp8()(q, k, v, score=Score(causal=causal), return_lse=True)

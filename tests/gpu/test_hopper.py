@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,12 +35,12 @@ def flash(dropout: float = 0.0, path: KernelPath = KernelPath.hopper):
     return build_attention(AttentionConfig("flash", dropout=dropout, path=path))
 
 
-def grid() -> list[Case]:
+def grid(lengths: Sequence[tuple[int, int]] = LENGTHS, head_sizes: Sequence[int] = HEAD_SIZES) -> list[Case]:
     """Every pair of lengths meets every number of heads or two head sizes."""
     cases = []
-    for n, (T, S) in enumerate(LENGTHS):
+    for n, (T, S) in enumerate(lengths):
         for m in range(2):
-            D, (H, H_kv) = HEAD_SIZES[(2 * n + m) % len(HEAD_SIZES)], HEADS[(n + m) % len(HEADS)]
+            D, (H, H_kv) = head_sizes[(2 * n + m) % len(head_sizes)], HEADS[(n + m) % len(HEADS)]
             cases.append(Case(2, H, H_kv, T, S, D))
     return cases
 

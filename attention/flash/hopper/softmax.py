@@ -13,7 +13,7 @@ ROWS = gl.constexpr(64)  # of queries: what a warpgroup multiplies at once
 
 
 class Queries(NamedTuple):
-    """A consumer's 64 queries from i_m, and what makes weights of their scores; zeros for what MODE has not.
+    """A consumer's 64 queries from i_m, and what makes weights of their scores; zeros for what MODE lacks.
 
     interval    of keys that each query sees
     slope2      of ALiBi, times log2(e)
