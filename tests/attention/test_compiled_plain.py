@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SHARED = {"hopper": 232_448, "older": 101_376}  # bytes of a multiprocessor that a program may have
+from tests.attention.compiler import SHARED, compiled
+
 # Bytes of registers that a thread spills, with Triton 3.6 and 3.7, whichever is more. All other kernels spill none.
 SPILLED = {
     "hopper-causal-64-dropout-2048-dkdv": 88,
@@ -39,24 +32,11 @@ SPILLED = {
 }
 
 
-def compiled(*arguments: str) -> list[dict[str, Any]]:
-    """The lines of compiled_plain.py, in a process of its own: Triton decides for its interpreter when imported."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.attention.compiled_plain", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line) for line in run.stdout.splitlines()]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("architecture", ["hopper", "older"])
 def test_kernels_compile_and_neither_spill_more_nor_outgrow_the_chip(architecture):
-    kernels = {found.pop("name"): found for found in compiled("resources", architecture)}
+    kernels = {found.pop("name"): found for found in compiled("compiled_plain", "resources", architecture)}
     assert {name for name in SPILLED if name.startswith(architecture)} <= set(kernels)
     too_much = {
         name: found
@@ -68,4 +48,4 @@ def test_kernels_compile_and_neither_spill_more_nor_outgrow_the_chip(architectur
 
 @pytest.mark.slow
 def test_no_length_and_no_position_compiles_a_kernel_anew():
-    assert compiled("lengths", "hopper") == [{"forward": 1, "dq": 1, "dkdv": 1}]
+    assert compiled("compiled_plain", "lengths", "hopper") == [{"forward": 1, "dq": 1, "dkdv": 1}]

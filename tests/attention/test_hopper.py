@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +12,8 @@ from attention import AttentionConfig, AttentionShape, KernelPath, Score, Unsupp
 from attention.flash import paths
 from attention.flash.paths import Problem, choose_path, describe_path
 from tests.attention.compiled_hopper import CONFIGURATIONS
+from tests.attention.compiler import SHARED, compiled
 
-ROOT = Path(__file__).parents[2]
 PROBLEM = Problem(128, torch.bfloat16, frozenset(), dropout=False, length=4096, capability=(9, 0))
 EVERY_LENGTH = range(0, 2**17, 64)
 
@@ -34,7 +29,6 @@ SPILLED = {
     ("128-everything-dropout", "forward_kernel"): 312,
     ("128-everything-dropout", "backward_kernel"): 408,
 }
-SHARED = 232_448  # bytes of a multiprocessor that a program may have
 
 
 @pytest.fixture
@@ -123,28 +117,21 @@ def test_a_model_s_paths_are_told_layer_by_layer(hopper_gpu):
     assert attend.path(shape(head_dim=64, scores=layers), 16384) == "hopper and plain"
 
 
-def compiled(*names: str) -> list[dict]:
-    """What tests/attention/compiled_hopper.py says of configurations: a report for each kernel."""
-    command = [sys.executable, "-m", "tests.attention.compiled_hopper", *names]
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def assert_as_lean_as_today(reports: list[dict]) -> None:
     """No more registers spill than today, and no product waits for another: the kernels live of their overlap."""
     assert reports
     for report in reports:
         assert report["spilled"] <= SPILLED.get((report["name"], report["kernel"]), 0), report
         assert report["serialised"] == [], report
-        assert report["shared"] <= SHARED, report
+        assert report["shared"] <= SHARED["hopper"], report
 
 
 def test_the_kernels_compile_for_hopper():
-    assert_as_lean_as_today(compiled("128-causal-exact"))
+    assert_as_lean_as_today(compiled("compiled_hopper", "128-causal-exact"))
 
 
 @pytest.mark.slow
 def test_the_kernels_compile_as_lean_as_today_for_every_kind_of_score():
-    assert_as_lean_as_today(compiled(*(name for name in CONFIGURATIONS if name != "128-causal-exact")))
+    assert_as_lean_as_today(
+        compiled("compiled_hopper", *(name for name in CONFIGURATIONS if name != "128-causal-exact"))
+    )
