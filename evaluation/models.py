@@ -102,6 +102,7 @@ class ExportedModel:
         Raises ConfigError where transformers cannot open the folder, or its tokenizer does not fit the model.
         """
         try:
+            from safetensors import SafetensorError
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError as error:
             raise ConfigError(
@@ -110,7 +111,7 @@ class ExportedModel:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"run={folder} cannot be opened by transformers ({reason}); export it again.") from error
         config, self.dtype = self.model.config, dtype

@@ -270,6 +270,9 @@ def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, capsy
     with pytest.raises(UserError, match="weights=ema has no effect on a model of transformers; leave it out"):
         evaluate.main([f"run={folder}", f"tasks={quiz}", "weights=ema", "device=cpu"])
     assert Scorer(ours, 2).generate_until(stories) == Scorer(theirs, 2).generate_until(stories)
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(UserError, match=r"cannot be opened by transformers .*; export it again"):
+        evaluate.main([f"run={folder}", f"tasks={quiz}", "device=cpu"])
 
 
 def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tmp_path):
