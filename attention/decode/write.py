@@ -32,8 +32,12 @@ cache_write = torch.library.custom_op(f"{NAMESPACE}::cache_write", write, mutate
 
 
 @cache_write.register_fake
-def _(*_):
-    return None
+def _(k, v, *_):
+    if k.storage_offset() or v.storage_offset():
+        raise ValueError(
+            "torch.compile (2.11) writes to the wrong place of a view; let a cache's k and v each begin a storage of "
+            "their own, or write outside of the compiled function."
+        )
 
 
 def write_in_torch(

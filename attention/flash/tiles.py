@@ -89,7 +89,8 @@ def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor | Strided:
     """(B, H, T or more) of `rows_like` as a kernel's argument, to be moved `rows` numbers at a time."""
     B, H, T_padded = x.shape
     if not has_copy_engine(x.device):
-        return Strided(x, 0, T_padded, 1, (0, 0, T, 0))
+        # -T, as 1 would be a constant: a tuple with two constants in another tuple is lost on Triton 3.6.
+        return Strided(x, 0, T_padded, 1, (0, 0, -T, 0))
     return TensorDescriptor(x, [B * H, T], [T_padded, 1], [1, rows])
 
 
@@ -210,7 +211,7 @@ def load_row(x, i_bh, i_t, ROWS: tl.constexpr):
         b_x = x.load([i_bh, i_t]).reshape(ROWS)
     else:
         o_t = i_t + tl.arange(0, ROWS)
-        b_x = tl.load(x.pointer + tl.cast(i_bh, tl.int64) * x.stride_h + o_t, mask=o_t < x.shape[2], other=0.0)
+        b_x = tl.load(x.pointer + tl.cast(i_bh, tl.int64) * x.stride_h + o_t, mask=o_t < -x.shape[2], other=0.0)
     return b_x
 
 

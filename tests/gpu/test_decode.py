@@ -48,7 +48,7 @@ def tensors(H: int, H_kv: int, T: int, D: int, dtype: torch.dtype, capacity: int
     generator = torch.Generator("cuda").manual_seed(T)
     B = len(LENGTHS)
     q = torch.randn(B, H, T, D, generator=generator, device="cuda").to(dtype)
-    k, v = torch.randn(2, B, H_kv, capacity, D, generator=generator, device="cuda").to(dtype)
+    k, v = (torch.randn(B, H_kv, capacity, D, generator=generator, device="cuda").to(dtype) for _ in range(2))
     for b, n in enumerate(LENGTHS):
         k[b, :, n:] = v[b, :, n:] = torch.nan
     return q, Cache(k, v, torch.tensor(LENGTHS, dtype=torch.int32, device="cuda"))
