@@ -96,7 +96,7 @@ def test_flex_refuses_what_it_has_not():
         build_attention(AttentionConfig("flex", dropout=0.1))
     flex = build_attention(AttentionConfig("flex"))
     with pytest.raises(UnsupportedAttention, match=r"no backward pass on a CPU; choose attention=tiled"):
-        flex.check(AttentionShape(32, 4, 2, torch.float32, torch.device("cpu")))
+        flex.check(AttentionShape(32, 4, 2, torch.float32, torch.device("cpu"), training=True))
     q, k, v, _ = Case(1, 2, 2, 8, 8, 16).tensors(torch.float32)
     with pytest.raises(UnsupportedAttention, match=r"no backward pass on a CPU"):
         flex(q.requires_grad_(), k, v)
