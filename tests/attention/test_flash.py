@@ -321,7 +321,8 @@ def test_empty_inputs_give_empty_or_zero_results(B, T, S):
     ],
     ids=["contiguous", "projection", "unaligned"],
 )
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_operator_keeps_torchs_rules(dropout, layout):
     q, k, v = (x.requires_grad_() for x in layout(torch.randn(2, 40, 4, 17, device=DEVICE)))
     key = KEY.pack(torch.device(DEVICE)) if dropout else None

@@ -60,6 +60,7 @@ def test_the_recorded_end_is_that_of_an_unrecorded_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("step", [0, 21, 10_000])
 def test_a_browser_shows_the_step_that_was_asked_for(page: Path, tmp_path: Path, step: int) -> None:
