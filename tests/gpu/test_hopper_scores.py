@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,21 +12,12 @@ from torch import Tensor
 from attention import AttentionConfig, KernelPath, Layout, Score, build_attention, documents
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
 from tests.gpu.graphs import captured
+from tests.gpu.test_flash import SCORES
 from tests.gpu.test_hopper import DROPOUT, flash, run
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
-
-SCORES: dict[str, Any] = {
-    "window": {"window": 100},
-    "soft_cap": {"soft_cap": 3.0, "spread": 4.0},
-    "alibi": {"alibi": True},
-    "sinks": {"sinks": True},
-    "documents": {"documents": (200, 1, 129, 70, 64, 48)},
-    "documents_full": {"documents": (200, 1, 129, 70, 64, 48), "causal": False},
-    "everything": {"window": 100, "soft_cap": 3.0, "alibi": True, "sinks": True, "documents": (212, 300)},
-}
 
 
 @DROPOUT
