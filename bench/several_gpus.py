@@ -1,19 +1,20 @@
 """Training steps on 1, 2 and 4 GPUs of one machine: their speed and memory, and whether they compute the same bits.
 
     python -m bench.several_gpus                               every case, on as many of 1, 2 and 4 GPUs as there are
-    python -m bench.several_gpus --cases speed bits --gpus 4   some of them; other rows of the same software stay
+    python -m bench.several_gpus --cases speed bits --gpus 4   some of them, in this order; other rows of the file stay
 
     speed     GPT-2 124M, 32 x 1,024 tokens a GPU: "alone", each GPU by itself at the same time, and together
     bits      50 steps of 4 x 32 x 1,024 tokens, replicated and sharded: a digest of losses, norms and final weights
-    eager     20 steps of 8 x 4 x 1,024 tokens, not compiled: likewise
+    eager     50 steps of 4 x 8 x 1,024 tokens, not compiled: likewise
     quarter   one sequence of 262,144 tokens over all GPUs
     million   one of 1,048,576
-    four      one of 4,194,304, on four GPUs
-    xl        GPT-2 XL, 16 x 1,024 tokens a GPU, sharded
-    xl-long   GPT-2 XL, one sequence of 1,048,576 tokens over four GPUs, sharded, the residual stream in bf16
+    four      one of 4,194,304, on four GPUs: a single step, whose time includes compiling
+    xl        GPT-2 XL, 16 x 1,024 tokens a GPU, sharded, and each GPU by itself
+    xl-long   GPT-2 XL, one sequence over all GPUs, sharded, the residual stream in bf16: 1,048,576 tokens on four GPUs,
+              131,072 on two
 
 Steps run without waiting for each other, as in train.py; a speed is the median of several groups of them. Every number
-of GPUs is one torchrun of this file. Results go to bench/results/several-gpus-<device>.json.
+of GPUs is one torchrun of this file. Each case's row goes to bench/results/several-gpus-<device>.json when it ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from attention import AttentionConfig, build_attention
-from bench.measure import RESULTS, ROOT, environment, require_gpu, slug, write
+from bench.measure import RESULTS, ROOT, environment, release, require_gpu, slug, write
 from model.config import GPTConfig, Positions, Recompute
 from model.gpt import GPT
 from model.loss import LossKind
@@ -81,7 +81,7 @@ class Case:
         return self.first + self.groups * self.group
 
 
-KINDS = ["speed", "bits", "eager", "quarter", "million", "four", "xl", "xl-long"]
+KINDS = ["speed", "bits", "eager", "quarter", "xl", "xl-long", "million", "four"]
 
 
 def cases(gpus: int) -> Iterator[Case]:
@@ -95,19 +95,20 @@ def cases(gpus: int) -> Iterator[Case]:
         parallel = ParallelConfig(data)
         yield Case("bits", data.value, 1024, 32, 5, 9, dropout=0.1, tokens=4 * 32 * 1024, parallel=parallel)
     for data in DataParallel:
-        parallel, tokens = ParallelConfig(data), 8 * 4 * 1024
-        yield Case("eager", data.value, 1024, 4, 3, 5, dropout=0.1, tokens=tokens, compile=False, parallel=parallel)
-    yield Case("quarter", "heads", MILLION // 4, 1, 2, 1, first=1, long=True, parallel=together)
+        parallel, tokens = ParallelConfig(data), 4 * 8 * 1024
+        yield Case("eager", data.value, 1024, 8, 5, 9, dropout=0.1, tokens=tokens, compile=False, parallel=parallel)
+    yield Case("quarter", "heads", MILLION // 4, 1, 1, 1, first=1, long=True, parallel=together)
+    yield Case("xl", ALONE, 1024, 16, 3, 3, first=2, model="gpt2-xl", parallel=ParallelConfig(shard))
+    if gpus > 1:
+        yield Case("xl", "exact", 1024, 16, 3, 3, first=2, model="gpt2-xl", parallel=ParallelConfig(shard))
+        length = MILLION if gpus >= 4 else MILLION // 8
+        yield Case(
+            "xl-long", "keys", length, 1, 1, 1, first=1, model="gpt2-xl", long=True, residual_in_fp32=False,
+            parallel=ParallelConfig(shard, context=gpus),
+        )  # fmt: skip
     yield Case("million", "heads", MILLION, 1, 1, 1, first=1, long=True, parallel=together)
     if gpus == 4:
         yield Case("four", "heads", 4 * MILLION, 1, 1, 1, first=0, long=True, parallel=together)
-    yield Case("xl", "exact", 1024, 16, 3, 3, first=2, model="gpt2-xl", parallel=ParallelConfig(shard))
-    if gpus == 4:
-        parallel = ParallelConfig(shard, context=4)
-        yield Case(
-            "xl-long", "keys", MILLION, 1, 1, 1, first=1, model="gpt2-xl", long=True, residual_in_fp32=False,
-            parallel=parallel,
-        )  # fmt: skip
 
 
 def build(case: Case, world: World, device: torch.device) -> Trainer:
@@ -169,7 +170,8 @@ def measure(case: Case, world: World, device: torch.device) -> dict[str, Any]:
         torch.cuda.synchronize(device)
         return (time.perf_counter() - began) / count
 
-    train(0, case.first)
+    if case.first:
+        train(0, case.first)
     seconds = [train(case.first + group * case.group, case.group) for group in range(case.groups)]
     trainer.raise_failure()
     seconds_of_step = statistics.mean(from_every_rank(statistics.median(seconds)))
@@ -197,18 +199,19 @@ def measure(case: Case, world: World, device: torch.device) -> dict[str, Any]:
     return row
 
 
-def work(out: Path, kinds: list[str]) -> None:
-    """One rank's part: every case of its number of GPUs, the first rank's rows into `out` as they come."""
+def work(path: Path, kinds: list[str]) -> None:
+    """One rank's part: the cases of these kinds, in this order. The first rank adds each one's row to `path`."""
     world = World.from_environment()
     device = torch.device("cuda", world.local_rank)
-    with joined(world, device, timeout_s=300):
-        for case in cases(world.size):
-            if case.kind in kinds:
-                row = measure(case, world, device)
-                if world.rank == 0:
-                    print(json.dumps(row), flush=True)
-                    with out.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+    chosen = [case for kind in kinds for case in cases(world.size) if case.kind == kind]
+    with joined(world, device, timeout_s=3600):
+        for case in chosen:
+            began = time.monotonic()
+            row = measure(case, world, device)
+            release(device)
+            if world.rank == 0:
+                print(f"{time.monotonic() - began:.0f} s:", json.dumps(row), flush=True)
+                write(path, json.dumps({"rows": merged(path, row | environment(device))}, indent=1) + "\n")
 
 
 def key(row: dict[str, Any]) -> tuple[str, str, int]:
@@ -216,18 +219,18 @@ def key(row: dict[str, Any]) -> tuple[str, str, int]:
     return row["kind"], row["name"], row["gpus"]
 
 
-def merged(path: Path, fresh: list[dict[str, Any]], where: dict[str, Any]) -> list[dict[str, Any]]:
-    """The fresh rows, each with its environment, and those of the file that they do not replace."""
+def merged(path: Path, fresh: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the file and the fresh one, which replaces its own and those of other software."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    kept = {key(row): row for row in rows if row["versions"] == where["versions"]}
-    return [*(kept | {key(row): row | where for row in fresh}).values()]
+    kept = {key(row): row for row in rows if row["versions"] == fresh["versions"]}
+    return [*(kept | {key(fresh): fresh}).values()]
 
 
 def main(arguments: list[str]) -> None:
     """Everything the command line does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--gpus", nargs="+", type=int, help="default: those of 1, 2 and 4 that there are")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # what torchrun passes on
     args = parser.parse_args(arguments)
@@ -235,19 +238,20 @@ def main(arguments: list[str]) -> None:
     if args.rank_of is not None:
         work(args.rank_of, args.cases)
         return
-    where = environment(torch.device("cuda", 0))
-    path = args.results / f"several-gpus-{slug(where['device'])}.json"
-    for gpus in args.gpus:
-        if gpus > torch.cuda.device_count():
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "rows"
-            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-            own = ["-m", "bench.several_gpus", "--rank-of", str(out), "--cases", *args.cases]
-            subprocess.run([sys.executable, *torchrun, *own], cwd=ROOT, check=False)
-            fresh = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        write(path, json.dumps({"rows": merged(path, fresh, where)}, indent=1) + "\n")
+    found = torch.cuda.device_count()
+    numbers = args.gpus or [gpus for gpus in (1, 2, 4) if gpus <= found]
+    if max(numbers) > found or min(numbers) < 1:
+        parser.error(f"--gpus {' '.join(map(str, numbers))} is not possible here: torch finds {found} GPUs")
+    path = args.results.absolute() / f"several-gpus-{slug(torch.cuda.get_device_name(0))}.json"
+    failed = []
+    for gpus in numbers:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+        own = ["-m", "bench.several_gpus", "--rank-of", str(path), "--cases", *args.cases]
+        if subprocess.run([sys.executable, *torchrun, *own], cwd=ROOT, check=False).returncode:
+            failed.append(gpus)
     print(f"wrote {path}")
+    if failed:
+        parser.exit(1, f"not every case ended on {' and '.join(map(str, failed))} GPUs; see above\n")
 
 
 if __name__ == "__main__":
