@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import time
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -16,6 +20,10 @@ class UserError(Exception):
 
 def fail(error: Exception) -> NoReturn:
     """Print each line of the error as a sentence of its own, and exit with status 1."""
-    for sentence in str(error).splitlines():
-        print(f"error: {sentence}", file=sys.stderr)
+    sentences = "\n".join(f"error: {sentence}" for sentence in str(error).splitlines())
+    print(sentences, file=sys.stderr)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun prints a traceback of its own when a rank fails. Below it stands what the rank wrote to this file.
+        written = {"message": {"message": sentences, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        Path(file).write_text(json.dumps(written), encoding="utf-8")
     sys.exit(1)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from errors import fail
 from training.device import World
 from training.ranks import RankError, _address, joined
 
@@ -78,6 +80,7 @@ def test_a_process_outside_a_slurm_step_is_alone(monkeypatch: pytest.MonkeyPatch
 
 LOST = """
 import os, signal, sys, torch, torch.distributed as dist
+from errors import fail
 from training.device import World
 from training.ranks import joined
 with joined(World.from_environment(), torch.device("cpu"), 20):
@@ -100,3 +103,14 @@ def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
     said = [rank.communicate(timeout=60)[1].decode().strip().splitlines()[-1:] for rank in ranks]
     for rank in (0, 2):
         assert f"RankError: Rank {rank} lost rank 1 in the middle of the run" in said[rank][0]
+
+
+def test_torchrun_ends_with_the_sentence_of_the_rank_that_failed(monkeypatch, tmp_path, capsys) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(SystemExit) as ended:
+        fail(RankError("optimizer.lr=-1 must be positive.\nseed=-1 must be at least 0."))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=int(str(ended.value)), error_file=str(file))
+    expected = "error: optimizer.lr=-1 must be positive.\n  error: seed=-1 must be at least 0.\n==="
+    assert expected in str(ChildFailedError("train.py", {0: failure}))
+    assert capsys.readouterr().err == expected.replace("  ", "").removesuffix("===")
