@@ -23,6 +23,14 @@ from torch import Tensor
 from .errors import AttentionError
 
 Range = tuple[int, int]  # start, stop
+# The types of Score's fields, in Python and in words. To Python a bool is an int; here it is none.
+KINDS = {
+    "causal": (bool, "true or false"),
+    "window": (int | None, "a whole number or null"),
+    "soft_cap": (int | float | None, "a number or null"),
+    "alibi": (bool, "true or false"),
+    "sinks": (bool, "true or false"),
+}
 
 
 class ScoreError(AttentionError):
@@ -51,6 +59,10 @@ class Score:
     sinks: bool = False
 
     def __post_init__(self) -> None:
+        for name, (kind, words) in KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise ScoreError(f"score.{name}={value} must be {words}.")
         if self.window is not None and self.window < 1:
             raise ScoreError(f"score.window={self.window} must be at least 1, the query's own key; null sees them all.")
         if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:

@@ -301,6 +301,10 @@ def test_what_an_implementation_does_not_serve_is_refused_when_the_model_is_buil
     ("options", "complaint"),
     [
         ({"window": 0}, r"score.window=0 must be at least 1"),
+        ({"window": 2.5}, r"score.window=2.5 must be a whole number"),
+        ({"window": True}, r"score.window=True must be a whole number"),
+        ({"causal": 1024}, r"score.causal=1024 must be true or false"),
+        ({"soft_cap": True}, r"score.soft_cap=True must be a number"),
         ({"soft_cap": 0.0}, r"score.soft_cap=0.0 must be positive"),
         ({"soft_cap": float("nan")}, r"score.soft_cap=nan must be positive"),
         ({"soft_cap": float("inf")}, r"score.soft_cap=inf must be positive and finite"),
