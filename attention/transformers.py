@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from . import build_attention
 from .config import AttentionConfig
 from .decode.cache import Cache
 from .dropout import DropoutKey
-from .interface import ONE_DOCUMENT, Attention, UnsupportedAttention
+from .interface import ONE_DOCUMENT, Attention, AttentionShape, UnsupportedAttention
 from .score import Layout, Score, documents
 
 PREFIX = "gpt_attention_"
@@ -36,7 +37,9 @@ NAMES = tuple(PREFIX + name for name in ("naive", "tiled", "flash"))
 
 # Of the code under `dropout_key`. Not of a thread or context: backward passes recompute in threads of their own.
 _key: DropoutKey | None = None
-_built: dict[tuple[str, float], Attention] = {}
+# What is asked of an implementation: its name, dropout, head size, dtype and device.
+Asked = tuple[str, float, int, torch.dtype, torch.device]
+_built: dict[Asked, Attention] = {}
 
 
 @functools.cache
@@ -137,10 +140,10 @@ def attend(
     terms: dict[str, Any] = {"score": score, "scale": scaling, "sinks": s_aux}
     inference = dropout == 0 and not torch.is_grad_enabled()
     if query.shape[2] == 1 and score.causal and layout.document_starts is None and inference:
-        out = implementation(name, 0.0).decode(query, as_cache(key, value, layout), **terms).out
+        out = implementation(name, 0.0, query).decode(query, as_cache(key, value, layout), **terms).out
     else:
         drop = layer_key(name, module, dropout)
-        out = implementation(name, dropout)(query, key, value, layout=layout, dropout_key=drop, **terms).out
+        out = implementation(name, dropout, query)(query, key, value, layout=layout, dropout_key=drop, **terms).out
     return out.transpose(1, 2), None
 
 
@@ -151,17 +154,31 @@ def as_cache(key: Tensor, value: Tensor, layout: Layout) -> Cache:
     return Cache(key, value, torch.full((B,), seen, dtype=torch.int32, device=key.device))
 
 
-def implementation(name: str, dropout: float) -> Attention:
-    """The implementation with a name of NAMES, built once: the compiler can look it up and cannot build it."""
-    if (name, dropout) not in _built:
-        build(name, dropout)
-    return _built[name, dropout]
+def implementation(name: str, dropout: float, query: Tensor) -> Attention:
+    """The implementation with a name of NAMES for queries (B, H, T, D) such as these, built once: the compiler can look
+    it up and cannot build it. Raises UnsupportedAttention."""
+    known = (name, dropout, query.shape[-1], query.dtype, query.device)
+    if known not in _built:
+        build(known)
+    return _built[known]
 
 
 @torch.compiler.disable
-def build(name: str, dropout: float) -> None:
+def build(asked: Asked) -> None:
     """Make `implementation` know one."""
-    _built[name, dropout] = build_attention(AttentionConfig(name.removeprefix(PREFIX), dropout=dropout))
+    name, dropout, head_dim, dtype, device = asked
+    try:
+        attend = build_attention(AttentionConfig(name.removeprefix(PREFIX), dropout=dropout))
+        attend.check(AttentionShape(head_dim, 1, 1, dtype, device))
+    except UnsupportedAttention as error:
+        raise UnsupportedAttention(re.sub(r"\battention=(\w+)", to_attn_implementation, str(error))) from error
+    _built[asked] = attend
+
+
+def to_attn_implementation(override: re.Match[str]) -> str:
+    """attention=flash and its like in a sentence, as transformers has them."""
+    ours = PREFIX + override[1]
+    return f"attn_implementation={ours if ours in NAMES else override[1]}"
 
 
 def layer_key(name: str, module: nn.Module, dropout: float) -> DropoutKey | None:

@@ -36,11 +36,11 @@ def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     if head_dim > MAX_HEAD_DIM:
         raise UnsupportedAttention(
             f"attention=flash takes head sizes up to {MAX_HEAD_DIM}, not {head_dim}; "
-            "raise model.n_heads or choose attention=tiled."
+            "choose attention=tiled, or more heads."
         )
     if dtype not in DTYPES:
         raise UnsupportedAttention(
-            f"attention=flash takes fp32, bf16 or fp16, not {dtype}; set training.precision or choose attention=tiled."
+            f"attention=flash takes fp32, bf16 or fp16, not {dtype}; choose one of these, or attention=tiled."
         )
     if not HAS_TRITON:
         raise UnsupportedAttention("attention=flash needs Triton, which is not installed; choose attention=tiled.")

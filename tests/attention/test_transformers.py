@@ -163,6 +163,18 @@ def test_what_cannot_be_said_is_refused_and_never_ignored(model):
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_what_the_kernels_cannot_serve_is_refused_in_the_words_of_transformers(model, monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
+    model.set_attn_implementation("gpt_attention_flash")
+    with pytest.raises(UnsupportedAttention) as raised:
+        model.double()(tokens())
+    assert str(raised.value) == (
+        "attn_implementation=gpt_attention_flash takes fp32, bf16 or fp16, not torch.float64; choose one of these, or "
+        "attn_implementation=gpt_attention_tiled."
+    )
+
+
 def test_masks_of_other_kinds_are_refused_by_name():
     masks = transformers.masking_utils
     padded = torch.arange(T).expand(2, T) > 3
