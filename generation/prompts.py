@@ -38,13 +38,15 @@ class Continuation:
 def read_prompts(path: Path) -> list[str]:
     """A prompt from each line of a file; of a .jsonl file, the "prompt" of each line.
 
-    Raises GenerationError where the file cannot be read, and for a line without a prompt.
+    Raises GenerationError where the file cannot be read or is empty, and for a line without a prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise GenerationError(f"prompts={path} cannot be read ({reason}); name a file with a prompt a line.") from error
+    if lines == [""]:
+        raise GenerationError(f"prompts={path} is empty; give it at least one prompt.")
     is_json = path.suffix == ".jsonl"
     prompts = []
     for number, line in enumerate(lines, 1):

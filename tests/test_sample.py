@@ -142,7 +142,7 @@ def test_many_prompts_are_continued_as_each_alone(run, tmp_path, capsys, suffix)
     ("content", "arguments", "sentence"),
     [
         ("a\n\nb\n", [], r"Line 2 of prompts=.*prompts.txt is not a prompt; write one there, or take it out"),
-        ("", [], "Line 1 of prompts="),
+        ("", [], "prompts=.*prompts.txt is empty; give it at least one prompt"),
         (
             '{"prompt": "a"}\n{"text": "b"}\n',
             [],
