@@ -49,6 +49,7 @@ from evaluation.tasks import run_file
 from evaluation.text import Text, measure, tokenised
 from training.checkpoint import read_manifest
 from training.device import Precision, World, resolve_device, resolve_precision
+from training.loop import oom_guard
 from training.sweeps import launcher
 from training.tracking.summary import write_summary
 from training.tracking.tracker import mirror_again
@@ -91,6 +92,8 @@ def parse(arguments: list[str]) -> tuple[EvaluateConfig, DataConfig | None]:
         raise ConfigError(f"shots={config.shots} must be at least 0.")
     names = task_names(config)
     files = [Path(name).stem for name in names if name.endswith(".jsonl")]
+    if config.tasks is not None and not names:
+        raise ConfigError(f"tasks={config.tasks} names no task; name one, or leave it out to measure a text.")
     if config.limit is not None and not names:
         raise ConfigError(f"limit={config.limit} has no effect without tasks; leave it out, or use data.max_tokens.")
     if config.shots is not None and len(files) == len(names):
@@ -230,16 +233,28 @@ def main(arguments: list[str]) -> None:
     if (size := World.from_environment().size) > 1:
         raise ConfigError(f"evaluate.py is one process, and {size} ranks were started; start it without torchrun.")
     run = Path(config.run).expanduser()
-    model, trained = open_model(config, run, data)
-    found: Results = {}
-    given = settings(config, data)
-    for task, metrics in results(config, data, model, trained):
-        name = " ".join([task, *given])
-        print(name, *(f"{metric} {written(value)}" for metric, value in metrics.items()), sep="  ", flush=True)
-        found[name] = metrics
-    if trained is not None:
-        origin = {"checkpoint": trained.checkpoint.name}
-        record(run, trained, {name: metrics | origin for name, metrics in found.items()})
+    with oom_guard(too_large(config)):
+        model, trained = open_model(config, run, data)
+        found: Results = {}
+        given = settings(config, data)
+        try:
+            for task, metrics in results(config, data, model, trained):
+                name = " ".join([task, *given])
+                print(name, *(f"{metric} {written(value)}" for metric, value in metrics.items()), sep="  ", flush=True)
+                found[name] = metrics
+        finally:  # the failure of a task does not take the results of those before it along
+            if trained is not None and found:
+                origin = {"checkpoint": trained.checkpoint.name}
+                record(run, trained, {name: metrics | origin for name, metrics in found.items()})
+
+
+def too_large(config: EvaluateConfig) -> str:
+    """The sentence for a model or a forward pass that does not fit the memory."""
+    length = "" if config.seq_len is None else f" and seq_len={config.seq_len}"
+    return (
+        f"The model with batch={config.batch}{length} does not fit the memory of device={config.device}; use a smaller "
+        "batch or seq_len, or attention=tiled (on a GPU attention=flash), whose memory is linear in seq_len."
+    )
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ def measure(model: LanguageModel, text: Text, seq_len: int, batch: int, separate
     separate  whether documents that share a window are hidden from each other
     """
     count = len(text.tokens) - 1
+    seq_len = min(seq_len, count)  # a longer window would be empty behind the text
     nats = 0.0
     starts = range(0, count, seq_len)
     with progress("windows", len(starts)) as advance:

@@ -28,6 +28,7 @@ from evaluation.tasks import run_file
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from training.checkpoint import save_checkpoint
+from training.profiling.attention_memory import cpu_memory_limit
 from training.tracking.tracker import TrackingConfig, TrackingMode
 
 TOKENIZER, T = bytes_tokenizer(), 24
@@ -147,6 +148,21 @@ def test_the_loss_on_a_text_is_cross_entropy_over_windows_of_any_length(tmp_path
     assert found["loss"] == pytest.approx(nats / (len(tokens) - 1), rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))  # a token is a byte
     assert (found["tokens"], found["seq_len"]) == (len(tokens) - 1, seq_len)
+
+
+def test_results_are_kept_where_what_comes_after_does_not_fit_the_memory(tmp_path):
+    run, text, tasks = (
+        make_run(tmp_path / "run", "rotary"),
+        tmp_path / "book.txt",
+        write(tmp_path / "a.jsonl", QUESTIONS),
+    )
+    text.write_text("A line of text.\n" * 3_000)
+    arguments = ["data=text", f"data.path={text}", "batch=1", "seq_len=50_000"]
+    with cpu_memory_limit(2.0), pytest.raises(UserError, match=r"batch=1 and seq_len=50000 does not fit the memory"):
+        evaluated(run, f"tasks={tasks}", *arguments)  # naive attention's scores: 9 GiB a head
+    assert list(json.loads((run / "summary.json").read_text())["eval"]) == ["a seq_len=50000"]
+    found = evaluated(run, "data=text", f"data.path={text}", "data.max_tokens=9", "seq_len=1_000_000")
+    assert list(found.values())[-1]["tokens"] == 8  # no window is longer than the text
 
 
 def test_the_moving_average_of_the_weights_is_measured_on_request(tmp_path):
@@ -307,6 +323,7 @@ def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tm
             ["attention=flash", "attention.precision=fp8"],
             "attention.precision=fp8 needs a GPU of .* 9.0|needs a CUDA GPU",
         ),
+        (["tasks="], "tasks= names no task"),
         (["limit=3"], "limit=3 has no effect without tasks"),
         (["tasks=a.jsonl", "shots=2"], "shots=2 has no effect but on tasks of lm-eval"),
         (["tasks=a.jsonl,b/a.jsonl"], "tasks=a.jsonl,b/a.jsonl has two files of one name"),
