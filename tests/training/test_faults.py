@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,9 +47,9 @@ def ranks_of(torchrun: subprocess.Popen[bytes]) -> dict[str, int]:
     return found
 
 
-def wait_for(condition: Callable[[], bool], torchrun: subprocess.Popen[bytes]) -> None:
+def wait_for(condition: Callable[[], bool], started: subprocess.Popen[Any]) -> None:
     while not condition():
-        assert torchrun.poll() is None
+        assert started.poll() is None
         time.sleep(0.01)
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cli.compose import composed
 from cli.wording import explain
 from config import register
+from tests.training.test_faults import steps_logged, wait_for
 from training.sweeps import launcher
 
 ROOT = Path(__file__).parents[3]
 OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "device=cpu", "seq_len=32", "tracking=disabled",
-    "model.n_layers=1", "model.n_embd=32", "training.steps=3", "training.sample_tokens=0",
-    "training.eval_every=0", "training.checkpoint_every=0",
+    "model.n_layers=1", "model.n_embd=32", "training.steps=100000", "training.log_every=1",
+    "training.eval_every=0", "training.checkpoint_every=100000", "resume=auto",
 ]  # fmt: skip
 
 
@@ -34,37 +38,51 @@ if "SUBMITIT_LOCAL_GLOBALID" in os.environ:
 """
 
 
+def summary_of(run: Path) -> dict[str, Any]:
+    path = run / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def tasks_of(sweep: Path) -> list[int]:
+    """The processes of a sweep's only job, by rank. The local executor names a job after their parent."""
+    (job,) = (path.name for path in (sweep / ".submitit").glob("*") if path.name.isdigit())
+    return [int(task) for task in Path(f"/proc/{job}/task/{job}/children").read_text().split()]
+
+
 @pytest.mark.slow
-def test_a_job_of_two_tasks_runs_from_any_folder_and_is_named_in_a_sentence_if_it_fails(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the tasks in /proc")
+def test_a_job_of_two_tasks_is_queued_again_and_resumes_and_is_named_in_a_sentence_if_it_fails(tmp_path: Path) -> None:
+    """From any folder. After the signal that Slurm sends before a job's time is up, then with a task killed."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     (tmp_path / "text.txt").write_text(Path(os.__file__).read_text()[:20_000])
     (tmp_path / "sitecustomize.py").write_text(AS_SLURM)
     launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "train.py"),
-            "-m",
-            *launcher,
-            "hydra.sweep.dir=sweep",
-            "optimizer.lr=1e30",
-            *OVERRIDES,
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )
-    summary = json.loads((tmp_path / "sweep" / "0" / "summary.json").read_text())
-    assert (summary["status"], summary["non_finite_step"]) == ("failed", 2)
-    assert summary["device"]["count"] == 2
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: a job of the sweep failed: Step 2 was not finite")
+    command = [sys.executable, str(ROOT / "train.py"), "-m", *launcher, "hydra.sweep.dir=sweep", *OVERRIDES]
+    sweep, run = tmp_path / "sweep", tmp_path / "sweep" / "0"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            wait_for(lambda: steps_logged(run) >= 5, started)
+            for task in tasks_of(sweep):
+                os.kill(task, signal.SIGUSR2)
+            wait_for(lambda: summary_of(run).get("status") == "interrupted", started)
+            saved = steps_logged(run)
+            wait_for(lambda: steps_logged(run) > saved, started)
+            os.kill(tasks_of(sweep)[1], signal.SIGKILL)
+            said = started.communicate(timeout=60)[1]
+        finally:
+            started.kill()
+            with contextlib.suppress(FileNotFoundError):  # the job has ended, as it should
+                for task in tasks_of(sweep):
+                    os.kill(task, signal.SIGKILL)
+    (output,) = sweep.glob(".submitit/*/*_0_log.out")
+    assert f"resuming from {Path('sweep/0/checkpoints')}/step-{saved:08d}" in output.read_text()
+    assert summary_of(run)["device"]["count"] == 2
+    assert started.returncode == 1
+    assert "Traceback" not in said
+    last = said.splitlines()[-1]
+    assert last.startswith("error: a job of the sweep failed: Rank 0 lost rank 1 in the middle of the run")
     assert "output is in .submitit/" in last
-    assert list((tmp_path / "sweep" / ".submitit").glob("*/*_log.out"))
 
 
 def test_slurm_jobs_have_a_gpu_each(tmp_path: Path) -> None:
