@@ -25,6 +25,9 @@ def table(ladder: list[Measured]) -> str:
 
 def main(arguments: list[str]) -> None:
     """Print the ladder and write the page. Raises UserError."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
     if arguments and not (len(arguments) == 1 and arguments[0].startswith("out=")):
         raise UserError(f"python -m learn takes out=<file> and nothing else; got {' '.join(arguments)}.")
     out = Path(arguments[0].removeprefix("out=")) if arguments else DEFAULT

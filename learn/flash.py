@@ -21,10 +21,12 @@ from torch import Tensor
 
 from learn.memory import Rows, Slow, tiles
 
-# The running maximum starts at the lowest finite number: a row that sees nothing yet computes exp(-inf - m) = 0.
-LOWEST, SMALLEST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).tiny
-
 Tile = Callable[[Rows, Rows], Tensor]  # of an (N, N) matrix, for a tile of queries and a tile of keys
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Where the running maximum starts: finite, so that a row that sees nothing yet computes exp(-inf - m) = 0."""
+    return torch.finfo(dtype).min
 
 
 def block_sizes(d: int, M: int) -> tuple[int, int]:
@@ -78,7 +80,7 @@ def flash_1_forward(
             p = torch.exp(s - m_new)
             alpha = torch.exp(m_i - m_new)
             l_new = alpha * l_i + p.sum(dim=1, keepdim=True)
-            o_new = (alpha * l_i * o_i + (p * keep(i, j)) @ v) / l_new.clamp(min=SMALLEST)
+            o_new = (alpha * l_i * o_i + (p * keep(i, j)) @ v) / l_new.clamp(min=torch.finfo(l_new.dtype).tiny)
             O.store(i, o_new)
             l.store(i, l_new)
             m.store(i, m_new)
@@ -89,8 +91,8 @@ def flash_2_forward(Q: Slow, K: Slow, V: Slow, O: Slow, lse: Slow, B_r: int, B_c
     scale = 1 / math.sqrt(Q.tensor.shape[1])
     for i in tiles(len(Q), B_r):
         q = Q.load(i)
-        m = torch.full((len(q), 1), LOWEST)
-        l = torch.zeros(len(q), 1)
+        m = torch.full_like(q[:, :1], lowest(q.dtype))
+        l = torch.zeros_like(m)
         o = torch.zeros_like(q)
         for j in tiles(len(K), B_c):
             if not see(i, j).any():

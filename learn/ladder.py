@@ -8,11 +8,13 @@ import linecache
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from learn import softmax
+from learn import flash, softmax
+from learn.flash import lowest
 from learn.memory import Slow, Traffic
 from learn.tracing import record
 
@@ -31,11 +33,6 @@ class Rung:
     title: str
     formula: str
     idea: str
-
-    @property
-    def attends(self) -> bool:
-        """Whether it computes attention rather than softmax."""
-        return "v" in inspect.signature(self.function).parameters
 
 
 LADDER = (
@@ -70,6 +67,18 @@ LADDER = (
         "the same, for tiles of x and v",
         "Several scores at a time. This is FlashAttention's inner loop.",
     ),
+    Rung(
+        flash.flash_1_forward,
+        "FlashAttention-1",
+        "O ← (l exp(m − m′) O + exp(s − m′) V) / l′,  s = q Kᵀ / √d",
+        "Many queries. Tiles of keys outside: O, l and m live in slow memory and come back for every tile of keys.",
+    ),
+    Rung(
+        flash.flash_2_forward,
+        "FlashAttention-2",
+        "o ← o exp(m − m′) + exp(s − m′) V,  O = o / l",
+        "Tiles of queries outside: o, l and m stay in fast memory, and one division ends the tile.",
+    ),
 )
 
 
@@ -78,8 +87,8 @@ class Measured:
     """A step of the ladder, run.
 
     result    on the example: the output, or softmax's mean of the values
-    passes    times that the scores were read
-    holds     numbers in fast memory at most, for values of one number each
+    passes    times that the scores, or the keys that give them, were read
+    holds     numbers in fast memory at most, on the example: values of one number each, tiles of two
     error     largest difference from fp64 on random scores, relative to the largest value
     apart     largest difference from the step before, on the same random scores
     overflow  the smallest score at which the result is not finite, by precision; inf: none
@@ -94,37 +103,59 @@ class Measured:
     overflow: dict[str, float]
 
 
-def run(function: Callable[..., None], x: Tensor, v: Tensor) -> tuple[Tensor, Traffic]:
-    """The output of attention with scores x (N,) and values v (N, d) by a step of the ladder: (d,), and its traffic."""
-    traffic = Traffic()
-    if "v" in inspect.signature(function).parameters:
-        out = Slow(torch.zeros(1, v.shape[1], dtype=x.dtype), traffic)
-        function(Slow(x, traffic), Slow(v, traffic), out)
-        return out.tensor[0], traffic
-    y = Slow(torch.zeros_like(x), traffic)
-    function(Slow(x, traffic), y)
-    return y.tensor @ v, traffic
+class Call(NamedTuple):
+    """What a step is called with, every tensor with a count of its own moves; and its output, once it ran: (d,)."""
+
+    slow: dict[str, Slow]
+    rest: dict[str, Any]
+    scores: Slow
+    output: Callable[[], Tensor]
+
+
+def prepare(function: Callable[..., None], x: Tensor, v: Tensor) -> Call:
+    """A step of the ladder on scores x (N,) and values v (N, d).
+
+    FlashAttention computes its scores itself: from one query and keys whose products are x.
+    """
+    names, d = inspect.signature(function).parameters, v.shape[1]
+
+    def held(tensors: dict[str, Tensor]) -> dict[str, Slow]:
+        return {name: Slow(tensor, Traffic()) for name, tensor in tensors.items()}
+
+    if "y" in names:
+        slow = held({"x": x, "y": torch.zeros_like(x)})
+        return Call(slow, {}, slow["x"], lambda: slow["y"].tensor @ v)
+    if "x" in names:
+        slow = held({"x": x, "v": v, "out": torch.zeros_like(v[:1])})
+        return Call(slow, {}, slow["x"], lambda: slow["out"].tensor[0])
+    q, k = torch.zeros_like(v[:1]), torch.zeros_like(v)
+    q[:, 0], k[:, 0] = math.sqrt(d), x
+    kept = {"l": 0.0, "m": lowest(x.dtype)} if "l" in names else {"lse": 0.0}
+    rows = {name: torch.full_like(q[:, :1], value) for name, value in kept.items()}
+    slow = held({"Q": q, "K": k, "V": v, "O": torch.zeros_like(q), **rows})
+    everything = torch.ones(1, len(x), dtype=torch.bool)
+    rest = {"B_r": 1, "B_c": 2, "see": lambda i, j: everything[i, j], "keep": lambda i, j: everything[i, j]}
+    return Call(slow, rest, slow["K"], lambda: slow["O"].tensor[0])
+
+
+def run(function: Callable[..., None], x: Tensor, v: Tensor) -> Tensor:
+    """The output of attention with scores x (N,) and values v (N, d) by a step of the ladder: (d,)."""
+    call = prepare(function, x, v)
+    function(**call.slow, **call.rest)
+    return call.output()
 
 
 def passes(function: Callable[..., None], N: int = 64) -> float:
-    """Times that a function reads its scores from slow memory."""
-    scores = Slow(torch.randn(N, generator=torch.Generator().manual_seed(0)), Traffic())
-    rest = {"v": Slow(torch.ones(N, 1), Traffic()), "out": Slow(torch.zeros(1, 1), Traffic())}
-    if "v" not in inspect.signature(function).parameters:
-        rest = {"y": Slow(torch.zeros(N), Traffic())}
-    function(scores, **rest)
-    return scores.traffic.read / N
+    """Times that a function reads its scores, or the keys that give them, from slow memory."""
+    call = prepare(function, torch.randn(N, generator=torch.Generator().manual_seed(0)), torch.ones(N, 1))
+    function(**call.slow, **call.rest)
+    return call.scores.traffic.read / N
 
 
 def holds(function: Callable[..., None]) -> int:
     """The most numbers that a function's names hold at once, on the example."""
-    traffic = Traffic()
-    slow = {"x": Slow(EXAMPLE, traffic)}
-    if "v" in inspect.signature(function).parameters:
-        slow |= {"v": Slow(EXAMPLE[:, None], traffic), "out": Slow(torch.zeros(1, 1), traffic)}
-    else:
-        slow |= {"y": Slow(torch.zeros(6), traffic)}
-    return record(function, slow, {}).most_in_fast_memory
+    call = prepare(function, EXAMPLE, EXAMPLE[:, None])
+    return record(function, call.slow, call.rest).most_in_fast_memory
 
 
 def overflow(function: Callable[..., None], dtype: torch.dtype) -> float:
@@ -132,7 +163,7 @@ def overflow(function: Callable[..., None], dtype: torch.dtype) -> float:
 
     def finite(score: float) -> bool:
         x = torch.full((2,), score, dtype=dtype)
-        return bool(run(function, x, torch.ones(2, 1, dtype=dtype))[0].isfinite().all())
+        return bool(run(function, x, torch.ones(2, 1, dtype=dtype)).isfinite().all())
 
     low, high = 0.0, torch.finfo(dtype).max / 4
     if finite(high):
@@ -151,10 +182,10 @@ def measure(ladder: Sequence[Rung] = LADDER) -> list[Measured]:
     measured: list[Measured] = []
     before = exact
     for rung in ladder:
-        out = run(rung.function, x, v)[0].double()
+        out = run(rung.function, x, v).double()
         entry = Measured(
             rung=rung,
-            result=run(rung.function, EXAMPLE, EXAMPLE[:, None])[0].item(),
+            result=run(rung.function, EXAMPLE, EXAMPLE[:, None]).item(),
             passes=passes(rung.function),
             holds=holds(rung.function),
             error=((out - exact).abs().max() / exact.abs().max()).item(),
@@ -188,6 +219,6 @@ def silent_error() -> tuple[str, float, float]:
     """
     function = softmax.one_pass_attention
     (line,) = [line.strip() for line in inspect.getsource(function).splitlines() if RESCALING in line]
-    wrong = run(without(function, RESCALING), EXAMPLE, EXAMPLE[:, None])[0].item()
-    right = run(function, EXAMPLE, EXAMPLE[:, None])[0].item()
+    wrong = run(without(function, RESCALING), EXAMPLE, EXAMPLE[:, None]).item()
+    right = run(function, EXAMPLE, EXAMPLE[:, None]).item()
     return line, wrong, right

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import torch
 from torch import Tensor
 
 from learn import traffic
-from learn.flash import LOWEST, block_sizes
+from learn.flash import block_sizes, lowest
 from learn.ladder import Measured, silent_error
 from learn.problem import Problem, solve
 from learn.tracing import Recording, record
@@ -74,7 +75,7 @@ def shown(value: float) -> str:
     """A number as the page shows it."""
     if math.isnan(value):
         return "nan"
-    if value <= LOWEST:
+    if value <= lowest(torch.float32):
         return "−∞" if math.isinf(value) else "lowest"
     return f"{value:.2f}".replace("-", "−")
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from attention import DropoutKey, keep_mask
 from attention.dropout import keep_scale
 from learn.flash import (
-    LOWEST,
     block_sizes,
     flash_1_backward,
     flash_1_forward,
     flash_2_backward,
     flash_2_forward,
+    lowest,
     standard_backward,
     standard_forward,
 )
@@ -106,7 +106,7 @@ def solve(
     tensors = {"Q": q, "K": k, "V": v, "O": torch.zeros(N, d)}
     kept_rows: dict[str, Tensor] = {
         "standard": {"S": torch.zeros(N, N), "P": torch.zeros(N, N)},
-        "flash_1": {"l": torch.zeros(N, 1), "m": torch.full((N, 1), LOWEST)},
+        "flash_1": {"l": torch.zeros(N, 1), "m": torch.full((N, 1), lowest(q.dtype))},
         "flash_2": {"lse": torch.zeros(N, 1)},
     }[algorithm]
     solution = _solve(FORWARD[algorithm], tensors | kept_rows, rest, call if backward else run)

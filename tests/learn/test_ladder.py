@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from learn import ladder, softmax
+from learn import flash, ladder, softmax
 from learn.ladder import EXAMPLE, LADDER, Rung, measure, overflow, passes, run, silent_error, without
 
 
 @pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.function.__name__)
 def test_every_step_gives_the_texts_number_and_torchs(rung: Rung) -> None:
-    out, _ = run(rung.function, EXAMPLE, EXAMPLE[:, None])
+    out = run(rung.function, EXAMPLE, EXAMPLE[:, None])
     assert f"{out.item():.4f}" == "5.4329"
     x, v = torch.randn(33, dtype=torch.float64), torch.randn(33, 5, dtype=torch.float64)
-    assert torch.allclose(run(rung.function, x, v)[0], torch.softmax(x, 0) @ v, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(run(rung.function, x, v), torch.softmax(x, 0) @ v, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,8 @@ def test_every_step_gives_the_texts_number_and_torchs(rung: Rung) -> None:
         (softmax.two_pass_attention, 2),
         (softmax.one_pass_attention, 1),
         (softmax.tiled_attention, 1),
+        (flash.flash_1_forward, 1),
+        (flash.flash_2_forward, 1),
     ],
 )
 def test_each_step_reads_the_scores_as_often_as_its_name_says(function, reads: int) -> None:
