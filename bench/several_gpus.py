@@ -7,8 +7,9 @@
     bits      50 steps of 4 x 32 x 1,024 tokens, replicated and sharded: a digest of losses, norms and final weights
     eager     50 steps of 4 x 8 x 1,024 tokens, not compiled: likewise
     quarter   one sequence of 262,144 tokens over all GPUs
-    million   one of 1,048,576
-    four      one of 4,194,304, on four GPUs: a single step, whose time includes compiling
+    half      one of 524,288: on two GPUs, each has as much of it as one of four has of a million
+    million   one of 1,048,576; on fewer than four GPUs a single step, whose time includes compiling
+    four      one of 4,194,304, on four GPUs: likewise a single step
     xl        GPT-2 XL, 16 x 1,024 tokens a GPU, sharded, and each GPU by itself
     xl-long   GPT-2 XL, one sequence over all GPUs, sharded, the residual stream in bf16: 1,048,576 tokens on four GPUs,
               131,072 on two
@@ -81,7 +82,7 @@ class Case:
         return self.first + self.groups * self.group
 
 
-KINDS = ["speed", "bits", "eager", "quarter", "xl", "xl-long", "million", "four"]
+KINDS = ["speed", "bits", "eager", "quarter", "xl", "xl-long", "half", "million", "four"]
 
 
 def cases(gpus: int) -> Iterator[Case]:
@@ -106,7 +107,8 @@ def cases(gpus: int) -> Iterator[Case]:
             "xl-long", "keys", length, 1, 1, 1, first=1, model="gpt2-xl", long=True, residual_in_fp32=False,
             parallel=ParallelConfig(shard, context=gpus),
         )  # fmt: skip
-    yield Case("million", "heads", MILLION, 1, 1, 1, first=1, long=True, parallel=together)
+    yield Case("half", "heads", MILLION // 2, 1, 1, 1, first=1, long=True, parallel=together)
+    yield Case("million", "heads", MILLION, 1, 1, 1, first=int(gpus >= 4), long=True, parallel=together)
     if gpus == 4:
         yield Case("four", "heads", 4 * MILLION, 1, 1, 1, first=0, long=True, parallel=together)
 
