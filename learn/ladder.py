@@ -70,14 +70,15 @@ LADDER = (
     Rung(
         flash.flash_1_forward,
         "FlashAttention-1",
-        "O ← (l exp(m − m′) O + exp(s − m′) V) / l′,  s = q Kᵀ / √d",
-        "Many queries. Tiles of keys outside: O, l and m live in slow memory and come back for every tile of keys.",
+        "O ← (l exp(m − m′) O + exp(s − m′) V) / l′",
+        "Many queries, with scores s = Q Kᵀ / √d made tile by tile. Tiles of keys are the outer loop: O, l and m live "
+        "in slow memory and come back for each of them.",
     ),
     Rung(
         flash.flash_2_forward,
         "FlashAttention-2",
-        "o ← o exp(m − m′) + exp(s − m′) V,  O = o / l",
-        "Tiles of queries outside: o, l and m stay in fast memory, and one division ends the tile.",
+        "o ← o exp(m − m′) + exp(s − m′) V",
+        "Tiles of queries are the outer loop: o, l and m stay in fast memory, and one division by l ends the tile.",
     ),
 )
 
