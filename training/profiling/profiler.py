@@ -35,7 +35,7 @@ from errors import UserError
 
 WARMUP_STEPS, PROFILED_STEPS = 10, 5
 WINDOW = "profiled steps"
-CATEGORIES = ("attention", "matmul", "loss", "optimizer", "data", "other", "idle")
+CATEGORIES = ("attention", "matmul", "loss", "optimizer", "data", "other", "exchange", "idle")
 DESCRIPTIONS = {
     "attention": "scores, softmax, dropout, values; forward and backward",
     "matmul": "linear layers",
@@ -43,6 +43,7 @@ DESCRIPTIONS = {
     "optimizer": "gradient norm and update",
     "data": "waiting for batches, and copies to the device that nothing else hides",
     "other": "norms, activations, residual stream, embeddings, casts",
+    "exchange": "between ranks, where nothing else runs; attention across ranks counts as attention",
     "idle": "nothing runs on the device",
 }
 
@@ -51,6 +52,7 @@ DESCRIPTIONS = {
 RULES = tuple(
     (category, re.compile(pattern))
     for category, pattern in (
+        ("exchange", r"nccl|gloo|c10d|FSDP::|fsdp::"),
         ("loss", r"^loss$|cross_entropy|softmax_gradient|nll_loss|_log_softmax"),
         ("attention", r"^attention$|attend|attention|flash|fmha|bmm|baddbmm|logsumexp|softmax"),
         ("optimizer", r"^optimizer|^Optimizer\.|adam|_foreach_|vector_norm|multi_tensor"),
@@ -156,10 +158,10 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def format_table(times: dict[str, float]) -> str:
-    """Milliseconds a step by category, with percentages of the step, as text."""
+    """Milliseconds a step by category, with percentages of the step, as text; without those that took no time."""
     total = sum(times.values())
     lines = [f"{'step':<10} {total:8.2f} ms"]
-    for name in CATEGORIES:
+    for name in filter(times.get, CATEGORIES):
         lines.append(f"{name:<10} {times[name]:8.2f} ms {100 * times[name] / total:5.1f} %   {DESCRIPTIONS[name]}")
     return "\n".join(lines) + "\n"
 

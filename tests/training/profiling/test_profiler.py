@@ -96,6 +96,14 @@ def test_overlapped_copies_cost_nothing_and_waiting_for_data_is_not_idle():
     assert nonzero(summarise(trace.events)) == {"data": 10 + 20, "matmul": 40, "idle": 30}
 
 
+def test_an_exchange_between_ranks_counts_where_no_other_kernel_runs():
+    trace = Trace(60)
+    trace.launch("nvjet_gemm", 1, 0, 20)
+    trace.host("c10d::alltoall_base_", 2, 4)
+    trace.launch("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 3, 10, 30)
+    assert nonzero(summarise(trace.events)) == {"matmul": 20, "exchange": 20, "idle": 20}
+
+
 def test_kernels_of_a_replayed_graph_are_known_by_their_names():
     trace = Trace(60)
     for n, kernel in enumerate(("flash_backward_dq", "nvjet_tst_128", "softmax_gradient_kernel", "triton_red_fused")):
@@ -116,6 +124,7 @@ def test_kernels_of_a_replayed_graph_are_known_by_their_names():
         ("sm90_xmma_gemm_bf16", "matmul"),
         ("aten::native_layer_norm", None),
         ("Memcpy DtoD (Device -> Device)", None),
+        ("FSDP::all_gather", "exchange"),
     ],
 )
 def test_names_tell_their_category(name, category):
