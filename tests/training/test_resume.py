@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -19,7 +21,7 @@ from torch import Tensor
 import train as train_module
 from cli import compose
 from cli.launch import prepare
-from cli.resume import check_resumable
+from cli.resume import check_resumable, locked
 from cli.trained import read_config
 from config import ConfigError, register
 from run_folder import read_metrics
@@ -61,6 +63,16 @@ def final_state(run: Path) -> dict[str, Tensor]:
     return {**state["model"], **state["training"]}
 
 
+def steps_logged(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def newest_step(run: Path) -> int:
+    path, _ = newest_valid(run / "checkpoints")
+    return int(path.name.removeprefix("step-"))
+
+
 def summary(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text())
 
@@ -86,30 +98,34 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
-def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, number: signal.Signals) -> None:
-    run = where / number.name
-    process = subprocess.Popen(command(*OVERRIDES, f"hydra.run.dir={run.name}"), cwd=where, stderr=subprocess.DEVNULL)
-    while len(read_metrics(run / "metrics.jsonl")) < 14:
-        assert process.poll() is None
-        time.sleep(0.002)
-    process.send_signal(number)
-    status = process.wait(60)
-    path, _ = newest_valid(run / "checkpoints")
-    stopped = int(path.name.removeprefix("step-"))
-    if number is signal.SIGKILL:
-        assert status == -number
-        assert stopped % 9 == 0
-    else:
-        assert status == 128 + number
-        assert (summary(run)["status"], summary(run)["step"]) == ("interrupted", stopped)
-        assert losses(run)[-1][0] == stopped
-    assert 9 <= stopped < STEPS
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Told to stop, resumed, stopped from the keyboard, resumed, killed, resumed."""
+    register()
+    launcher.register()
+    run, overrides, stopped = where / "interrupted", OVERRIDES, 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+        again = command(*overrides, "resume=auto", f"hydra.run.dir={run.name}")
+        process = subprocess.Popen(again, cwd=where, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        while steps_logged(run) < stopped + 14:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        printed, _ = process.communicate(timeout=60)
+        assert ("resuming from" in printed) == bool(stopped)
+        before, stopped = stopped, newest_step(run)
+        assert before < stopped < STEPS
+        if number is signal.SIGKILL:
+            assert process.returncode == -number
+            assert stopped % 9 == 0
+        else:
+            assert process.returncode == 128 + number
+            assert (summary(run)["status"], summary(run)["step"]) == ("interrupted", stopped)
+            assert losses(run)[-1][0] == stopped
+        overrides = []
 
-    again = command("resume=auto", f"hydra.run.dir={run.name}")
-    done = subprocess.run(again, cwd=where, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert f"resuming from {run.name}/checkpoints/{path.name}" in done.stdout
+    with contextlib.chdir(where):
+        train("resume=auto", f"hydra.run.dir={run.name}")
+    assert f"resuming from {run.name}/checkpoints/step-{stopped:08d}" in capsys.readouterr().out
     assert_same_run(run, where / "whole")
 
 
@@ -243,18 +259,19 @@ def test_a_folder_that_holds_a_run_is_not_used_for_another(runs: Path) -> None:
 
 
 def test_a_run_that_is_still_going_on_is_not_resumed(runs: Path) -> None:
-    script = (
-        "import cli.resume, pathlib, time\n"
-        "with cli.resume.locked(pathlib.Path('outputs/newer')): print(flush=True); time.sleep(60)"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    holder = subprocess.Popen([sys.executable, "-c", script], cwd=runs.parent, env=environment, stdout=subprocess.PIPE)
+    def hold() -> None:
+        with locked(Path("outputs/newer")):
+            held.set()
+            time.sleep(60)
+
+    fork = multiprocessing.get_context("fork")
+    held, holder = fork.Event(), fork.Process(target=hold)
+    holder.start()
     try:
-        assert holder.stdout
-        holder.stdout.readline()
+        assert held.wait(60)
         with pytest.raises(ConfigError, match="outputs/newer belongs to a run that is still running"):
             prepare(["resume=auto"])
     finally:
         holder.kill()
-        holder.wait()
+        holder.join()
     assert resumed("resume=auto") == "outputs/newer"  # the lock dies with its holder
