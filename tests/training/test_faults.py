@@ -17,23 +17,22 @@ from typing import Any
 import pytest
 import torch
 
+from config import register
 from run_folder import read_metrics
+from tests.training.test_resume import steps_logged, train
 from training.checkpoint import load_checkpoint, newest_valid
 from training.checkpoint_folder import PARTIAL
+from training.sweeps import launcher
 
 ROOT = Path(__file__).parents[2]
-STEPS = 600
+STEPS = 200
 OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
     "model.n_layers=1", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",
     "training.batch_size=2", "training.batch_tokens=256", f"training.steps={STEPS}",
-    "training.log_every=1", "training.eval_every=0", "training.checkpoint_every=10", "training.sample_tokens=0",
+    "training.log_every=1", "training.eval_every=0", "training.checkpoint_every=5", "training.sample_tokens=0",
 ]  # fmt: skip
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-
-
-def steps_logged(run: Path) -> int:
-    return len(read_metrics(run / "metrics.jsonl"))
 
 
 def ranks_of(torchrun: subprocess.Popen[bytes]) -> dict[str, int]:
@@ -53,8 +52,15 @@ def wait_for(condition: Callable[[], bool], started: subprocess.Popen[Any]) -> N
         time.sleep(0.01)
 
 
-def kill_during_a_save(run: Path, torchrun: subprocess.Popen[bytes]) -> None:
-    """Kill the second rank while a checkpoint is half-written: it is stopped first, and the save then never ends."""
+def checkpoints(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").glob("step-*")}
+
+
+def kill_during_a_save(run: Path, torchrun: subprocess.Popen[bytes]) -> set[str]:
+    """Kill the second rank while a checkpoint is half-written: it is stopped first, and the save then never ends.
+
+    The names of the whole checkpoints that were there then.
+    """
 
     def unfinished() -> bool:
         return any((run / "checkpoints").glob(f"{PARTIAL}step-*"))
@@ -65,8 +71,9 @@ def kill_during_a_save(run: Path, torchrun: subprocess.Popen[bytes]) -> None:
         os.kill(second, signal.SIGSTOP)
         time.sleep(0.3)
         if unfinished():
+            whole = checkpoints(run)
             os.kill(second, signal.SIGKILL)
-            return
+            return whole
         os.kill(second, signal.SIGCONT)
 
 
@@ -76,18 +83,22 @@ def wait_for_restart(first: dict[str, int], torchrun: subprocess.Popen[bytes]) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
-def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchrun starts the ranks again after a kill in a step and one in a save; after the signal all stop, and one
     process goes on alone."""
-    shutil.copy(os.__file__, tmp_path / "text.txt")
-    train = [str(ROOT / "train.py"), *OVERRIDES, "resume=auto"]
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *train, "hydra.run.dir=whole"], cwd=tmp_path, env=environment, check=True)
+    register()
+    launcher.register()
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(os.__file__, "text.txt")
+    run, whole = Path("run"), Path("whole")
+    whole.mkdir()
+    train(*OVERRIDES, "hydra.run.dir=whole")
 
-    command = [sys.executable, *TORCHRUN, *train, "hydra.run.dir=run"]
-    with (tmp_path / "said").open("wb") as said:
-        torchrun = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=said, stderr=said)
+    command = [sys.executable, *TORCHRUN, str(ROOT / "train.py"), *OVERRIDES, "resume=auto", "hydra.run.dir=run"]
+    with Path("said").open("wb") as said:
+        torchrun = subprocess.Popen(command, stdout=said, stderr=said)
     try:
         wait_for(lambda: steps_logged(run) >= 25, torchrun)
         first = ranks_of(torchrun)
@@ -95,10 +106,9 @@ def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(tmp_path: Path)
         wait_for_restart(first, torchrun)
         before, second = steps_logged(run), ranks_of(torchrun)
         wait_for(lambda: steps_logged(run) > before + 10, torchrun)
-        whole_ones = {path.name for path in (run / "checkpoints").glob("step-*")}
-        kill_during_a_save(run, torchrun)
+        left_whole = kill_during_a_save(run, torchrun)
         wait_for_restart(second, torchrun)
-        assert whole_ones & {path.name for path in (run / "checkpoints").glob("step-*")}
+        assert left_whole & checkpoints(run)
         before = steps_logged(run)
         wait_for(lambda: steps_logged(run) > before + 10, torchrun)
         os.kill(ranks_of(torchrun)["1"], signal.SIGTERM)
@@ -106,18 +116,13 @@ def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(tmp_path: Path)
     finally:
         torchrun.kill()
         torchrun.wait()
-    text = (tmp_path / "said").read_text()
+    text = Path("said").read_text()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("interrupted", steps_logged(run)), text
     assert newest_valid(run / "checkpoints")[0].name == f"step-{summary['step']:08d}"
     assert "resuming from" in text
 
-    subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "resume=auto", "hydra.run.dir=run"],
-        cwd=tmp_path,
-        env=environment,
-        check=True,
-    )
+    train("resume=auto", "hydra.run.dir=run")
     losses = [[line["train/loss"] for line in read_metrics(folder / "metrics.jsonl")] for folder in (run, whole)]
     assert len(losses[0]) == STEPS
     assert losses[0] == losses[1]
