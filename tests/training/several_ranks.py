@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # fully_shard imports it when it is first called: once here, not once a rank
 from torch.multiprocessing import start_processes
 
 from attention import AttentionConfig, DropoutKey, build_attention
