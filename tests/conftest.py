@@ -3,6 +3,7 @@
 Files that take long, most of which wait for other processes, come first: the workers then end together.
 """
 
+import gc
 import os
 
 import pytest
@@ -41,3 +42,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not {item.path.parent.name} & {"tests", "training"})
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the collector would look at all that has been imported, again and again
