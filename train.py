@@ -100,9 +100,9 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
             record.print(describe_run(config, trainer, meter))
             with (
                 oom_guard(too_large_step(trainer)),
-                cpu_memory_limit(memory_gib),
-                interruption,
                 Prefetcher(batches, device, start) as prefetched,
+                cpu_memory_limit(memory_gib),  # Python waits forever for a thread that lacks the memory to start
+                interruption,
             ):
                 done = fit(
                     trainer,
