@@ -104,13 +104,14 @@ class Engine:
         longest = max(self.kept.values())
         contiguous = slots == 1 and longest <= self.seq_len
         size = CacheSize(slots, longest, None if contiguous else sum(nlargest(slots, pages)))
-        check_memory(size, pages, model, dtype, device)
+        limit = max(request.limit for request in requests)
+        noise_rows = min(limit, NOISE_ROWS) if slots == 1 else limit
+        check_memory(size, pages, noise_rows if sampling.temperature else 0, model, dtype, device)
         self.ahead = int(device.type == "cuda")  # launches whose tokens have not been read
         if row is None:
             row = ROW if device.type == "cuda" and slots > 1 and "documents" in model.attend.supports else 0
         self.row = row and max(row, *(padded(len(request.prompt)) for request in requests))
-        limit = max(request.limit for request in requests)
-        self.steps = Steps(model, sampling, size, min(limit, NOISE_ROWS) if slots == 1 else limit, dtype, compile)
+        self.steps = Steps(model, sampling, size, noise_rows, dtype, compile)
         self.owners: list[Request | None] = [None] * slots  # the request that each slot belongs to
         self.owners_changed = False  # since the device was told which slots have sequences
 

@@ -154,6 +154,7 @@ def test_many_prompts_are_continued_as_each_alone(run, tmp_path, capsys, suffix)
         ('{"prompt": "a"}', ["prompt=b"], "prompt=b and prompts=.* are both there"),
         ('{"prompt": "a"}', ["batch=0"], "batch=0 must be at least 1"),
         ('{"prompt": "a"}', ["tokens=0"], "tokens=0 adds nothing"),
+        ('{"prompt": "a"}\n' * 2, ["tokens=10000000000"], r"random numbers of batch=2 .* ask for fewer tokens"),
         (None, [], r"prompts=.*prompts.jsonl cannot be read \(No such file"),
         ("a\udcff", [], r"prompts=.*prompts.txt cannot be read \(it is not UTF-8"),
     ],
