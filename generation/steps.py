@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from attention import IMPLEMENTATIONS, Attention, AttentionConfig, Layout, build_attention, documents
 from generation.rows import Row
 from generation.sampling import Noise, Sampling
-from model.blocks import rotation_table
+from model.blocks import Rotation, rotation_table
 from model.cache import CacheSize, Decode, KVCache, Prefill, upload
 from model.config import Positions
 from model.gpt import GPT
@@ -59,11 +59,12 @@ class Steps:
             self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, self.device)
         self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
         self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
-        self.decoding, self.decoding_choice = self.model, self.choose
+        self.decoding, self.begin, self.end = self.model, self.begin_token, self.end_token
         if compile:
             options = compiler_options(size.slots)
             self.decoding = compiled(self.model, options)
-            self.decoding_choice = torch.compile(self.choose, dynamic=False)
+            self.begin = torch.compile(self.begin_token, dynamic=False, options=options)
+            self.end = torch.compile(self.end_token, dynamic=False, options=options)
         self.work: Callable[[], None] = self.decode_step
         if self.device.type == "cuda":
             self.work = self.graphed(self.work)
@@ -103,14 +104,21 @@ class Steps:
     @torch.no_grad()
     def decode_step(self) -> None:
         """The device's part of `decode`. A slot without a sequence keeps length 0, and its token is ignored."""
+        attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
+        with self.autocast():
+            x, rotation = self.begin()
+            self.end(self.decoding.through_blocks(x, rotation, attends, Layout()))
+
+    def begin_token(self) -> tuple[Tensor, Rotation | None]:
+        """What comes before the blocks: all sequences grow by their newest token, which is embedded."""
         lengths = self.cache.lengths
         lengths.add_(1).mul_(self.active)
         positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)
-        attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
-        with self.autocast():
-            hidden = self.decoding.extend(self.tokens[:, None], positions, attends, Layout(), self.rotation)[:, 0]
-            picked = self.decoding_choice(self.logits(hidden))
-        self.tokens.copy_(picked)
+        return self.model.embed(self.tokens[:, None], positions, self.rotation)
+
+    def end_token(self, x: Tensor) -> None:
+        """What comes after the blocks, whose result is x (slots, 1, C): the choice of the next tokens."""
+        self.tokens.copy_(self.choose(self.logits(self.model.ln_f(x)[:, 0])))
         self.steps.add_(1)
 
     @torch.no_grad()
@@ -199,12 +207,20 @@ def laid_out(weight: Tensor, by_column: bool) -> Tensor:
     return weight.T.contiguous().T if by_column and wide else weight
 
 
-class SplitLinear(nn.Linear):
-    """A linear layer that adds its bias on its own, with which the compiler does better where there is a single row."""
+class RowLinear(nn.Linear):
+    """A linear layer as the compiler does it best for a single row: a reduction that reads x, and adds the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
-        product = F.linear(x, self.weight)
-        return product if self.bias is None else product + self.bias.to(product.dtype)
+        product = F.linear(stored(x), self.weight)
+        return stored(product if self.bias is None else product + self.bias.to(product.dtype))
+
+
+def stored(x: Tensor) -> Tensor:
+    """x itself, which the compiler then writes to memory once.
+
+    Else it computes x anew for each reader: the bias in copies of queries, keys and values, GELU for each output.
+    """
+    return x.as_strided(x.shape, x.stride())
 
 
 def compiler_options(slots: int) -> dict[str, str | int | bool | Callable]:
@@ -217,7 +233,7 @@ def compiled(model: GPT, options: dict[str, str | int | bool | Callable]) -> GPT
     model = copied(model, model.get_parameter("h.0.mlp.c_fc.weight").dtype)
     for module in model.modules():
         if isinstance(module, nn.Linear) and options:
-            module.__class__ = SplitLinear
+            module.__class__ = RowLinear
     for block in model.h:
         block.compile(dynamic=False, options=options)
     return model

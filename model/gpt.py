@@ -198,15 +198,23 @@ class GPT(nn.Module):
 
         Nothing is dropped, and nothing looks at values. Returns (B, T, C).
         """
+        x, rotation = self.embed(tokens, positions, rotation)
+        return self.ln_f(self.through_blocks(x, rotation, attends, layout))
+
+    def embed(self, tokens: Tensor, positions: Tensor, rotation: Rotation | None) -> tuple[Tensor, Rotation | None]:
+        """The residual stream (B, T, C) before the first block, and the angles of the positions; see `extend`."""
         x = lookup(self.wte.weight, tokens)
         if rotation is None:
             x = x + lookup(self.wpe.weight, positions)
         else:
             rotation = (rotation[0][positions], rotation[1][positions])
-        x = self.narrowed(x)
+        return self.narrowed(x), rotation
+
+    def through_blocks(self, x: Tensor, rotation: Rotation | None, attends: Sequence[Attend], layout: Layout) -> Tensor:
+        """The residual stream (B, T, C) after the last block, from what `embed` returns; see `extend`."""
         for block, attend in zip(self.h, attends, strict=True):
             x = block(x, rotation, layout, attend, None, (None, None))
-        return self.ln_f(x)
+        return x
 
     def narrowed(self, x: Tensor) -> Tensor:
         """The residual stream x in the precision that it is added up in."""
