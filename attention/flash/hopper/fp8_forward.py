@@ -6,7 +6,8 @@ the pipeline and the schedule are those of hopper/forward.py. What differs:
 - The tensor cores take v in rows of keys, so it is stored transposed, with the keys of each row in the order in which a
   thread holds its weights. No weight changes threads between the two products.
 - A key tile's scale of v goes into the exponent of its weights: p v = 2^(s + log2(scale) - m) v8. l divides it out.
-- Weights lie between 0 and 2^(OFFSET + GROWTH), e4m3's range being 2^-9 to 448.
+- Few weights are exponentials (hopper/fp8_weights.py), and l is the sum of the weights as they were rounded: a product
+  with ones, a tile behind the maximum as that with v is.
 """
 
 import torch
@@ -28,14 +29,11 @@ from ..score import LOG2_E, locate
 from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, launch_numbers, rows_like
 from .configs import ForwardBlocks
 from .forward_pipeline import allocate, next_work, producer, skip
-from .fp8 import quantise
+from .fp8 import Quantised, quantise
+from .fp8_weights import GROWTH, OFFSET, allocate_ones, as_operand, release, weights
 from .schedule import Sizes, key_tiles, sees_key, swizzle
-from .softmax import ROWS, rescale, row_max, row_sum
+from .softmax import ROWS, rescale, row_max
 from .tiles import fp8_tiles, tiles
-
-# A row's largest weight is 2^OFFSET or, until its maximum has grown by 2^GROWTH and is taken anew, up to 2^8.
-OFFSET = gl.constexpr(4)
-GROWTH = gl.constexpr(4)
 
 
 @gluon.jit
@@ -53,44 +51,14 @@ def load_scales(p_kv, i_tile):
 
 
 @gluon.jit
-def as_operand(b_p32, N: gl.constexpr, P_LAYOUT: gl.constexpr):
-    """Weights (ROWS, N) in e4m3 for the product with v, each in the thread that computed it.
-
-    A thread has columns 2 t, 2 t + 1 of every eight as a result, and 4 t to 4 t + 3 of every sixteen as an operand.
-    """
-    b_p32 = b_p32.reshape([ROWS, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, N])
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high;
-        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-        mov.b32 $0, {low, high};
-        }""",
-        "=r,f,f,f,f",
-        [gl.convert_layout(b_p32, P_LAYOUT)],
-        dtype=gl.float8e4nv,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def release(b_p):
-    """To be called when the product that reads b_p is done: until then nothing else may be in its registers.
-
-    For 16 bits warpgroup_mma_wait does that; it takes no operands of 8 bits.
-    """
-    gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_p], dtype=b_p.dtype, is_pure=False, pack=4)
-
-
-@gluon.jit
 def step(
-    o, b_p32, m, l, scales, p_kv, i_step, i_m, i_tile, is_cut, scale_q, at, buffers, barriers,
+    o, b_p32, m, l, scales, p_kv, i_step, i_m, i_tile, is_cut, scale_q, at, ones, buffers, barriers,
     c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """o += p v of the tile before, beside the scores and the softmax of a key tile: (o, p, m, l, next scales) after it.
 
-    The keys of this step have arrived when it starts, and those of the next when it ends.
+    The keys of this step have arrived when it starts, and those of the next when it ends. scales: of k and log2 of that
+    of v in this tile, and the latter in the tile before.
     """
     BN: gl.constexpr = BLOCKS.k
     STAGES: gl.constexpr = BLOCKS.stages
@@ -105,10 +73,11 @@ def step(
     s_flight = warpgroup_mma(buffers.q.index(c), b_k, zeros, use_acc=False, is_async=True)
     b_p = as_operand(b_p32, BN, P_LAYOUT)
     o_flight = warpgroup_mma(b_p, buffers.v.index(i_s).permute((1, 0)), o, is_async=True)
-    scale_k, log2_v = scales
-    next_scales = load_scales(p_kv, gl.maximum(i_tile - 1, 0))
+    l_flight = warpgroup_mma(b_p, ones, gl.zeros_like(l), use_acc=False, is_async=True)
+    scale_k, log2_v, log2_v_before = scales
+    next_k, next_v = load_scales(p_kv, gl.maximum(i_tile - 1, 0))
     scale = scale_q * scale_k
-    b_s = warpgroup_mma_wait(1, deps=(s_flight,))
+    b_s = warpgroup_mma_wait(2, deps=(s_flight,))
     if is_cut:
         b_s = masked(b_s, i_m, i_tile * BN, at, MODE, BN)
 
@@ -118,22 +87,21 @@ def step(
     m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = gl.where(m_new == m, 1.0, gl.exp2(m - m_safe))
 
-    # (ROWS, BN) l is summed in fp32, without the scale of v.
-    b_p32 = gl.exp2(b_s * scale + (log2_v + OFFSET - m_safe)[:, None])
-    l = l * gl.convert_layout(alpha, L_ROWS)[:, None] + row_sum(b_p32, BN) * gl.exp2(-log2_v)
+    b_p32 = weights(b_s, scale, log2_v + OFFSET - m_safe, BN)
 
     # A wait that ptxas does not move the softmax across: without it, all of it would come after the product with v.
     mbarrier.wait(barriers.kv_full.index((i_step + 1) % STAGES), ((i_step + 1) // STAGES) & 1)
-    o = warpgroup_mma_wait(0, deps=(o_flight,))
+    o, l_tile = warpgroup_mma_wait(0, deps=(o_flight, l_flight))
     release(b_p)
     mbarrier.arrive(barriers.kv_empty.index(i_s))
+    l = (l + l_tile * gl.exp2(-log2_v_before)) * gl.convert_layout(alpha, L_ROWS)[:, None]
     o = rescale(o, gl.convert_layout(alpha, O_ROWS), BLOCKS.columns)
-    return o, b_p32, m_new, l, next_scales
+    return o, b_p32, m_new, l, (next_k, next_v, log2_v)
 
 
 @gluon.jit
 def consumer(
-    out, p_lse, p_lse2, p_q, p_kv, extras, numbers, buffers, barriers, sizes,
+    out, p_lse, p_lse2, p_q, p_kv, extras, numbers, ones, buffers, barriers, sizes,
     c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: out and lse of 64 queries of each tile that the producer hands out."""
@@ -144,6 +112,7 @@ def consumer(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 32])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
+    L_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     T = sizes.T
@@ -160,7 +129,7 @@ def consumer(
         _, _, _, n_end_all = key_tiles(i_m_all, at, CONSUMERS * ROWS, BN, MODE)
         _, _, n_full, n_end = key_tiles(i_m, at, ROWS, BN, MODE)
         p_kv_head = p_kv + (i_bh // sizes.G) * gl.cdiv(sizes.S, BN) * 2
-        scales = load_scales(p_kv_head, n_end - 1)
+        scale_k, log2_v = load_scales(p_kv_head, n_end - 1)
         n_q = gl.cdiv(T, ROWS)
         scale_q = gl.load(p_q + i_bh * n_q + gl.minimum(i_m // ROWS, n_q - 1)) * numbers.scale_log2
         i_step, _ = skip(i_step, 0, n_end_all - n_end, barriers, c, BLOCKS)
@@ -171,16 +140,16 @@ def consumer(
         zeros = gl.zeros([ROWS, BN], gl.float32, S_LAYOUT)
         b_k = buffers.k.index(i_step % STAGES).permute((1, 0))
         s_flight = warpgroup_mma(buffers.q.index(c), b_k, zeros, use_acc=False, is_async=True)
-        scale_k, log2_v = scales
         scale = scale_q * scale_k
-        scales = load_scales(p_kv_head, gl.maximum(n_end - 2, 0))
+        next_k, next_v = load_scales(p_kv_head, gl.maximum(n_end - 2, 0))
+        scales = (next_k, next_v, log2_v)
         b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
         b_s = masked(b_s, i_m, (n_end - 1) * BN, at, MODE, BN)
         m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * scale + log2_v
         m_safe = gl.where(m == -float("inf"), 0.0, m)
-        b_p32 = gl.exp2(b_s * scale + (log2_v + OFFSET - m_safe)[:, None])
-        l = row_sum(b_p32, BN) * gl.exp2(-log2_v)
+        b_p32 = weights(b_s, scale, log2_v + OFFSET - m_safe, BN)
+        l = gl.zeros([ROWS, 8], gl.float32, L_LAYOUT)
         o = gl.zeros([ROWS, BD], gl.float32, O_LAYOUT)
         i_step += 1
         mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
@@ -189,18 +158,19 @@ def consumer(
             i_tile_n = n_end - 1 - j
             o, b_p32, m, l, scales = step(
                 o, b_p32, m, l, scales, p_kv_head, i_step, i_m, i_tile_n, i_tile_n >= n_full, scale_q, at,
-                buffers, barriers, c, BLOCKS, MODE,
+                ones, buffers, barriers, c, BLOCKS, MODE,
             )  # fmt: skip
             i_step += 1
 
         b_p = as_operand(b_p32, BN, P_LAYOUT)
         o_flight = warpgroup_mma(b_p, buffers.v.index(i_step % STAGES).permute((1, 0)), o, is_async=True)
         mbarrier.arrive(barriers.q_empty.index(c))
-        l_row = gl.convert_layout(gl.sum(l, 1), S_ROWS)
-        lse2 = m - OFFSET + gl.log2(l_row)
-        o = warpgroup_mma_wait(0, deps=(o_flight,))
+        l_flight = warpgroup_mma(b_p, ones, gl.zeros_like(l), use_acc=False, is_async=True)
+        o, l_tile = warpgroup_mma_wait(0, deps=(o_flight, l_flight))
         release(b_p)
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
+        l_row = gl.convert_layout(gl.max(l + l_tile * gl.exp2(-scales[2]), 1), S_ROWS)  # all columns are the same
+        lse2 = m - OFFSET + gl.log2(l_row)
         i_step += 1
         i_round += 1
 
@@ -229,6 +199,7 @@ def fp8_forward_kernel(
 ):  # fmt: skip
     """out and lse of all tiles of queries. Grid: at most a program for each multiprocessor."""
     REGISTERS: gl.constexpr = BLOCKS.registers
+    ones = allocate_ones(BLOCKS.k, q.dtype)
     buffers, barriers = allocate(q, v, out, BLOCKS)
     H, T = q.shape[1], q.shape[2]
     n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
@@ -236,8 +207,14 @@ def fp8_forward_kernel(
     # Gluon takes the roles as a literal: two consumers. The first has the warps of the launch and the registers left.
     gl.warp_specialize(
         [
-            (consumer, (out, p_lse, p_lse2, p_q, p_kv, extras, numbers, buffers, barriers, sizes, 0, BLOCKS, MODE)),
-            (consumer, (out, p_lse, p_lse2, p_q, p_kv, extras, numbers, buffers, barriers, sizes, 1, BLOCKS, MODE)),
+            (
+                consumer,
+                (out, p_lse, p_lse2, p_q, p_kv, extras, numbers, ones, buffers, barriers, sizes, 0, BLOCKS, MODE),
+            ),
+            (
+                consumer,
+                (out, p_lse, p_lse2, p_q, p_kv, extras, numbers, ones, buffers, barriers, sizes, 1, BLOCKS, MODE),
+            ),
             (producer, (q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
         ],
         [4, 1],
@@ -249,13 +226,17 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, options: Options, blocks: ForwardBlocks
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D), k and v (B, H_kv, S, D) -> lse and lse2; fills out, like q. All as in the plain forward."""
-    B, H, T, _ = q.shape
-    H_kv, S = k.shape[1:3]
-    lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
+    if out.numel() == 0 or k.shape[2] == 0:
+        return without_keys(out, q.new_empty(q.shape[:3], dtype=torch.float32), rows_like(q), Extras())
+    return attend(quantise(q, k, v, blocks), out, options, blocks)
+
+
+def attend(x: Quantised, out: Tensor, options: Options, blocks: ForwardBlocks) -> tuple[Tensor, Tensor]:
+    """`forward` of tensors that are quantised already."""
+    B, H, T, _ = out.shape
+    H_kv = x.k.shape[1]
+    lse, lse2 = out.new_empty(B, H, T, dtype=torch.float32), rows_like(out)
     extras = Extras()
-    if out.numel() == 0 or S == 0:
-        return without_keys(out, lse, lse2, extras)
-    x = quantise(q, k, v, blocks)
     n_m = triton.cdiv(T, blocks.consumers * ROWS.value)
     n_programs = torch.cuda.get_device_properties(out.device).multi_processor_count
     # Rotating q and k has made their products as many times larger as they have columns.
