@@ -114,7 +114,7 @@ class HeadParallel(ContextAttention):
         B, _, T, D = q.shape
         # To rank r go its heads of q, k and v side by side: (W, B, T / W, heads + 2 kv_heads, D)
         packed = torch.cat([x.unflatten(1, (W, -1)) for x in (q, k, v)], dim=2).permute(1, 0, 3, 2, 4)
-        received = Exchange.apply(packed, self.group)  # from rank r its rows
+        received = exchanged(packed, self.group)  # from rank r its rows
         qkv = received.transpose(0, 1).reshape(B, W * T, heads + 2 * kv_heads, D)
         q, k, v = (x.transpose(1, 2) for x in qkv.split([heads, kv_heads, kv_heads], dim=2))
         own = slice(self.rank * heads, (self.rank + 1) * heads)
@@ -135,27 +135,19 @@ class HeadParallel(ContextAttention):
     def _spread(self, out: Tensor) -> Tensor:
         """(B, H / W, T, D) of this rank's heads to (B, H, T / W, D) of its rows."""
         packed = out.unflatten(2, (self.ranks, -1)).permute(2, 0, 3, 1, 4)  # (W, B, T / W, H / W, D)
-        received = Exchange.apply(packed, self.group)  # from rank r its heads
+        received = exchanged(packed, self.group)  # from rank r its heads
         return received.permute(1, 0, 3, 2, 4).flatten(1, 2)
 
 
-class Exchange(torch.autograd.Function):
-    """x[r] to rank r, and what rank r had for this one at [r]; gradients take the way back."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return exchanged(x, group)
-
-    @staticmethod
-    def backward(ctx, d_out: Tensor):
-        return exchanged(d_out, ctx.group), None
-
-
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What every rank had for this one, x[r] being what it has for rank r."""
-    flat = x.contiguous().view(len(x), -1)
-    return collectives.wait_tensor(collectives.all_to_all_single(flat, None, None, group)).view(x.shape)
+    """What every rank had for this one, x[r] being what it has for rank r; gradients take the way back.
+
+    Where a compiled block is recomputed, torch 2.11 stores the exchanges inside an autograd.Function, and torch's own
+    function for this is one.
+    """
+    flat, even = x.contiguous().view(len(x), -1), [1] * len(x)
+    received = torch.ops._c10d_functional_autograd.all_to_all_single(flat, even, even, group.group_name)
+    return collectives.wait_tensor(received).view(x.shape)
 
 
 class KeyGather(ContextAttention):
