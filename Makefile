@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test learn docs check format clean
@@ -15,12 +16,16 @@ help: ## show this list
 	@echo "Training takes overrides:  python train.py attention=tiled seq_len=512"
 	@echo "All overrides:             python train.py --help"
 
-# The stamp is newer than pyproject.toml when the environment is up to date.
+# The stamps are newer than pyproject.toml when the environment is up to date.
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	    { echo "error: this project needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12 setup" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev]'
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs-installed: $(VENV)/.installed
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 setup: $(VENV)/.installed ## create .venv with all dependencies (a minute or two)
@@ -35,8 +40,7 @@ test: setup ## run the tests but the slow ones (a little over three minutes; tes
 learn: setup ## from softmax to FlashAttention in checked steps, and a page to walk through (half a minute)
 	$(BIN)/python -m learn
 
-docs: setup ## build the documentation site in docs/_build/html (a minute)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[docs]'
+docs: $(VENV)/.docs-installed ## build the documentation site in docs/_build/html (half a minute)
 	$(BIN)/python -m learn out=docs/_build/extra/walk.html
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
 	@echo "site: docs/_build/html/index.html"

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def schema() -> None:
     register()
     launcher.register()

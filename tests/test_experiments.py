@@ -28,7 +28,7 @@ EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
 MULTI_GPU, SLURM = "hydra_plugins.process_launcher.ProcessLauncher", "hydra_plugins.hydra_submitit_launcher"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def schema() -> None:
     register()
     launcher.register()
