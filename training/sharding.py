@@ -112,12 +112,17 @@ def kept_by(rank: int, ranks: int, shape: torch.Size) -> int:
 class ShardedTree(FixedTree):
     """The fixed tree for gradients that FSDP2 has already added over the ranks in each micro-step."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], micro_steps: int) -> None:
         super().__init__(parameters, ranks=1)
-        self.norms = WholeNorms(self.flat.parameters)
+        self.norms, self.accumulates = WholeNorms(self.flat.parameters), micro_steps > 1
+
+    def add(self) -> None:
+        if self.accumulates:
+            super().add()
 
     def finish(self) -> Tensor:
-        self.flat.give(self.carries.finish())
+        if self.accumulates:
+            self.flat.give(self.carries.finish())
         return torch.linalg.vector_norm(self.norms())
 
 
@@ -127,7 +132,7 @@ def build_exchange(
     """The exchange for a step of `micro_steps` micro-batches on each rank."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if sharded:
-        return ShardedTree(parameters) if config.exact else AnyOrder(parameters, ranks=1)
+        return ShardedTree(parameters, micro_steps) if config.exact else AnyOrder(parameters, ranks=1)
     if config.exact and world.size * micro_steps > 1:
         return FixedTree(parameters, world.size)
     return AnyOrder(parameters, world.size)
