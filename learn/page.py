@@ -38,6 +38,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "dropout": (0.0, 0.25),
 }
 FIRST = {"algorithm": "flash_2", "direction": "forward", "N": 5, "d": 3, "M": 59, "mask": "full", "dropout": 0.0}
+Texts = dict[str, list[list[str]]]  # of matrices, row by row
 BYTES = 4  # of a number: fp32
 
 
@@ -85,14 +86,23 @@ def numbers(tensor: Tensor) -> list[list[str]]:
     return [[shown(value) for value in row] for row in tensor.reshape(len(tensor), -1).tolist()]
 
 
+def texts(now: dict[str, Tensor], before: dict[str, Tensor], shown_before: Texts) -> Texts:
+    """Tensors as the page shows them, by name. Writing numbers takes long: those that are as before are not written."""
+    return {
+        name: shown_before[name] if name in before and torch.equal(tensor, before[name]) else numbers(tensor)
+        for name, tensor in now.items()
+    }
+
+
 def packed(recording: Recording, problem: Problem) -> dict[str, Any]:
     """A recording for the page: after each step only what changed."""
     steps: list[dict[str, Any]] = []
-    fast: dict[str, list[list[str]]] = {}
-    slow: dict[str, list[list[str]]] = {}
+    fast_before: dict[str, Tensor] = {}
+    slow_before: dict[str, Tensor] = {}
+    fast: Texts = {}
+    slow: Texts = {}
     for step in recording.steps:
-        fast_now = {name: numbers(tensor) for name, tensor in step.fast.items()}
-        slow_now = {name: numbers(tensor) for name, tensor in step.slow.items()}
+        fast_now, slow_now = texts(step.fast, fast_before, fast), texts(step.slow, slow_before, slow)
         entry: dict[str, Any] = {"line": step.line, "read": step.read, "written": step.written}
         entry |= {name: [rows.start, rows.stop] for name, rows in step.tile.items()}
         if step.moves:
@@ -102,7 +112,7 @@ def packed(recording: Recording, problem: Problem) -> dict[str, Any]:
         if changed := {name: rows for name, rows in slow_now.items() if slow.get(name) != rows}:
             entry["slow"] = changed
         steps.append(entry)
-        fast, slow = fast_now, slow_now
+        fast_before, slow_before, fast, slow = step.fast, step.slow, fast_now, slow_now
     B_r, B_c = block_sizes(problem.d, problem.M)
     return {
         "source": recording.source,
