@@ -207,7 +207,7 @@ def read_manifest(path: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{path} is no checkpoint: its {MANIFEST} cannot be read ({error.strerror}).") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not one.") from error
+        raise CheckpointError(f"{path} is damaged: its {MANIFEST} is no manifest.") from error
     if written_in not in READABLE_FORMATS:
         raise CheckpointError(
             f"{path} is of checkpoint format {written_in}, and this version reads formats up to {FORMAT}."

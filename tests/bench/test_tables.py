@@ -1,0 +1,82 @@
+"""The tables of speed and memory in README and docs/ hold the numbers of the files in bench/results/."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.attention_results import read
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+
+
+def results(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(page: str, header: str, after: str = "") -> Iterator[tuple[str, str, str]]:
+    """Row, column and cell of the table that begins so, below the words `after`. Bold and commits are left out."""
+    text = (ROOT / page).read_text()
+    lines = text[text.index(header, text.index(after)) :].partition("\n\n")[0].splitlines()
+    _, _, *columns = (column.strip() for column in lines[0].removesuffix("|").split("|"))
+    for line in lines[2:]:
+        _, row, *cells = (cell.strip() for cell in line.removesuffix("|").split("|"))
+        for column, cell in zip(columns, cells, strict=True):
+            yield row, column, re.sub(r"\*\*| \([0-9a-f]{7}\)", "", cell)
+
+
+@pytest.mark.parametrize(
+    ("page", "header", "file"),
+    [
+        ("README.md", "| `python -m bench.attention --quick` | 1k |", "attention-nvidia-h200-auto"),
+        ("docs/speed.md", "| | 1k | 2k |", "attention-nvidia-h200"),
+        ("docs/kernels.md", "| | 1k | 2k |", "attention-nvidia-h200"),
+        ("docs/kernels.md", "| | 1k | 4k |", "attention-nvidia-h200-auto"),
+    ],
+)
+def test_speeds_of_attention(page: str, header: str, file: str) -> None:
+    found = {
+        (row["name"], row["head_size"], row["dropout"], row["length"]): row
+        for row in read(RESULTS / f"{file}.json")["rows"]
+        if row["variant"] == "causal"
+    }
+    for row, column, cell in table(page, header):
+        named = re.fullmatch(r"head size (\d+)(?:, no dropout|, dropout ([\d.]+))?(?:, (flash|cuDNN))?", row)
+        assert named, row
+        name = "sdpa-cudnn" if named[3] == "cuDNN" else "flash"
+        measured = found[name, int(named[1]), float(named[2] or 0), 1024 * int(column.removesuffix("k"))]
+        ways = measured["forward"], measured["backward"]
+        expected = "/".join(f"{way['tflops']:.0f}" for way in ways)
+        if "(" in cell:
+            expected += f" ({'/'.join(format(way['of_fastest_peer'], '.2f') for way in ways)})"
+        assert cell == expected, (row, column)
+
+
+@pytest.mark.parametrize(
+    ("page", "header", "after", "dropout"),
+    [
+        ("README.md", "| `python -m bench.train_step` |", "", 0.1),
+        ("docs/speed.md", "| batch x seq_len |", "", 0.0),
+        ("docs/speed.md", "| batch x seq_len |", "With dropout 0.1", 0.1),
+    ],
+)
+def test_speed_and_memory_of_the_training_step(page: str, header: str, after: str, dropout: float) -> None:
+    ours = [row | {"by": row["attention"]} for row in results("train_step-nvidia-h200") if row["recompute"] == "none"]
+    theirs = [row | {"by": "nanoGPT", "extra": []} for row in results("nanogpt-nvidia-h200")["rows"]]
+    found = {
+        (row["by"], bool(row["extra"]), row["shape"]): row for row in (*ours, *theirs) if row["dropout"] == dropout
+    }
+    for row, column, cell in table(page, header, after):
+        by, _, changed = column.partition(", ")
+        measured = found[by, bool(changed), row.replace(" x ", "x").replace(",", "")]
+        if measured["status"] == "completed":
+            expected = f"{measured['tokens_per_s'] / 1000:.0f} ({measured['peak_allocated_gib']:.1f})"
+        else:
+            expected = "out of memory"
+        assert cell == expected, (row, column)
