@@ -97,7 +97,7 @@ def parse(arguments: list[str]) -> tuple[EvaluateConfig, DataConfig | None]:
     if config.limit is not None and not names:
         raise ConfigError(f"limit={config.limit} has no effect without tasks; leave it out, or use data.max_tokens.")
     if config.shots is not None and len(files) == len(names):
-        raise ConfigError(f"shots={config.shots} has no effect but on tasks of lm-eval; leave it out.")
+        raise ConfigError(f"shots={config.shots} affects tasks of lm-eval only; leave it out.")
     if len(set(files)) < len(files):
         raise ConfigError(f"tasks={config.tasks} has two files of one name; rename one, or measure one at a time.")
     return config, corpus_config(of_data) if of_data else None
@@ -252,8 +252,8 @@ def too_large(config: EvaluateConfig) -> str:
     """The sentence for a model or a forward pass that does not fit the memory."""
     length = "" if config.seq_len is None else f" and seq_len={config.seq_len}"
     return (
-        f"The model with batch={config.batch}{length} does not fit the memory of device={config.device}; use a smaller "
-        "batch or seq_len, or attention=tiled (on a GPU attention=flash), whose memory is linear in seq_len."
+        f"The model with batch={config.batch}{length} does not fit the memory of {resolve_device(config.device)}; "
+        "use a smaller batch or seq_len, or attention=tiled (on a GPU flash), whose memory is linear in seq_len."
     )
 
 

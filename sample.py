@@ -10,7 +10,7 @@ prompts      a file of texts to continue instead, one a line; a .jsonl file has 
 batch        how many prompts at a time; a prompt's text does not depend on those beside it
 out          a new file for the texts of prompts=, a JSON object in each line; null: they are printed
 tokens       how many to add at most; an end-of-text token ends the text earlier
-stop         text that ends the continuation earlier, and is no part of it
+stop         text that ends the continuation earlier, and is not part of it
 temperature  divides the logits: 0 always takes the likeliest token, 1 keeps the model's probabilities
 top_k        draw among the k likeliest tokens; null: among all
 top_p        draw among the likeliest tokens that together have this probability; null: among all

@@ -33,8 +33,8 @@ class OwnTokenizer:
             self.model = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises bare Exception
             raise DataError(
-                f"data.tokenizer={name} is no tokenizer in the format of Hugging Face's tokenizers ({brief(error)}); "
-                "name a tokenizer.json."
+                f"data.tokenizer={name} is not a tokenizer in the format of Hugging Face's tokenizers "
+                f"({brief(error)}); name a tokenizer.json."
             ) from error
         self.name = name
         self.model.no_truncation()

@@ -51,7 +51,9 @@ def run_tasks(
             for context, options in (request.args for request in requests):
                 options = normalize_gen_kwargs(options)
                 if options["do_sample"]:
-                    raise ConfigError(f"tasks={wanted} draws at random, and evaluate.py decodes greedily alone.")
+                    raise ConfigError(
+                        f"tasks={wanted} draws at random, and evaluate.py only decodes greedily; choose other tasks."
+                    )
                 asked.append((context, options["until"], options["max_gen_toks"]))
             return scorer.generate_until(asked)
 

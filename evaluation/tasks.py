@@ -98,9 +98,9 @@ def mistake(line: Any, first: dict[str, Any]) -> str | None:
         return None if isinstance(line["text"], str) and line["text"] else "has no text"
     choices, answer = line["choices"], line["answer"]
     if not isinstance(line["question"], str):
-        return "has a question that is no text"
+        return "has a question that is not text"
     if not (isinstance(choices, list) and choices and all(isinstance(c, str) and c for c in choices)):
-        return "has choices that are no list of texts"
+        return "has choices that are not a list of texts"
     if not (type(answer) is int and 0 <= answer < len(choices)):
         return f"has answer={answer!r}, which is none of its {len(choices)} choices"
     return None

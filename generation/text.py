@@ -63,7 +63,7 @@ def stream(
 ) -> Iterator[str]:
     """The continuation of a prompt by at most `tokens`, in pieces. An empty prompt begins a text.
 
-    stop            text that ends the continuation, and is no part of it
+    stop            text that ends the continuation, and is not part of it
     dtype, compile  as for Engine
 
     Raises GenerationError, before the first piece is asked for.

@@ -26,7 +26,7 @@ def to_tokenizers(encoding: tiktoken.Encoding | OwnTokenizer) -> Tokenizer:
     tokens = [encoding.decode_single_token_bytes(token) for token in range(encoding.eot_token)]
     vocab = {as_characters(token): rank for rank, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or len([token for token in tokens if len(token) == 1]) != 256:
-        raise WeightsError(f"The tokens of {encoding.name} are no byte-level BPE, the only kind that can be exported.")
+        raise WeightsError(f"The tokens of {encoding.name} are not byte-level BPE, the only kind that can be exported.")
     ranks = {token: rank for rank, token in enumerate(tokens)}
     merges = [merged_from(token, ranks) for token in tokens if len(token) > 1]
     # Like tiktoken, take a piece that is a token as it is.
@@ -44,7 +44,9 @@ def merged_from(token: bytes, ranks: dict[bytes, int]) -> tuple[str, str]:
         pairs = [ranks.get(a + b, ranks[token]) for a, b in pairwise(parts)]
         first = min(range(len(pairs)), key=pairs.__getitem__)
         if pairs[first] >= ranks[token]:
-            raise WeightsError(f"The token {token!r} is no merge of two others; only byte-level BPE can be exported.")
+            raise WeightsError(
+                f"The token {token!r} is not a merge of two others; only byte-level BPE can be exported."
+            )
         parts[first : first + 2] = [parts[first] + parts[first + 1]]
     return as_characters(parts[0]), as_characters(parts[1])
 

@@ -325,7 +325,7 @@ def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tm
         ),
         (["tasks="], "tasks= names no task"),
         (["limit=3"], "limit=3 has no effect without tasks"),
-        (["tasks=a.jsonl", "shots=2"], "shots=2 has no effect but on tasks of lm-eval"),
+        (["tasks=a.jsonl", "shots=2"], "shots=2 affects tasks of lm-eval only"),
         (["tasks=a.jsonl,b/a.jsonl"], "tasks=a.jsonl,b/a.jsonl has two files of one name"),
         (["data=txt"], r"data=txt is not known; choose one of .*did you mean text\?"),
         (["data=text"], "data=text needs to know where the text is"),

@@ -205,9 +205,11 @@ def read_manifest(path: Path) -> Manifest:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         digest, written_in = content.pop("digest"), content.pop("format")
     except OSError as error:
-        raise CheckpointError(f"{path} is no checkpoint: its {MANIFEST} cannot be read ({error.strerror}).") from error
+        raise CheckpointError(
+            f"{path} is not a checkpoint: its {MANIFEST} cannot be read ({error.strerror})."
+        ) from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: its {MANIFEST} is no manifest.") from error
+        raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not a manifest.") from error
     if written_in not in READABLE_FORMATS:
         raise CheckpointError(
             f"{path} is of checkpoint format {written_in}, and this version reads formats up to {FORMAT}."

@@ -103,7 +103,7 @@ def test_what_is_no_tokenizer_is_refused_in_one_sentence(config, tmp_path):
         "gtp2": "data.tokenizer=gtp2 is not known; choose one of bytes, gpt2, bpe, or name a tokenizer.json.",
         "no/such.json": "data.tokenizer=no/such.json cannot be read (No such file or directory)",
         str(tmp_path / "text.txt"): "text.txt cannot be read (it is not JSON); name a tokenizer.json.",
-        str(tmp_path / "other.json"): "other.json is no tokenizer in the format of Hugging Face's tokenizers",
+        str(tmp_path / "other.json"): "other.json is not a tokenizer in the format of Hugging Face's tokenizers",
     }.items():
         config.tokenizer = name
         (said,) = data_mistakes(config)

@@ -106,7 +106,7 @@ def test_a_name_that_the_hub_does_not_give_is_named():
     def no_network(*_, **__):
         raise ConnectionError("Cannot reach the hub\nlong advice")
 
-    with pytest.raises(WeightsError, match=r"init_from=gpt2 is no folder here.*\(Cannot reach the hub\)"):
+    with pytest.raises(WeightsError, match=r"init_from=gpt2 is not a folder here.*\(Cannot reach the hub\)"):
         load_gpt2(build(), "gpt2", download=no_network)
 
 
