@@ -123,7 +123,7 @@ PATHS = {
             q, k, v, out, extras, options, forward_blocks(q.shape[-1], options.threshold > 0, extras.slopes is not None)
         ),
         backward=lambda do, q, k, v, out, lse2, gradients, extras, options: hopper_backward.backward(
-            do, q, k, v, out, lse2, gradients, extras, options, backward_blocks(q.shape[-1])
+            do, q, k, v, out, lse2, gradients, extras, options, backward_blocks(q.shape[-1], options.threshold > 0)
         ),
     ),
     "plain": Path(

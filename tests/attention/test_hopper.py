@@ -20,14 +20,16 @@ EVERY_LENGTH = range(0, 2**17, 64)
 # Bytes of registers that a thread spills, with Triton 3.6 or 3.7, whichever is more. All others spill none.
 SPILLED = {
     ("64-full-exact", "forward_kernel"): 204,
-    ("128-causal-exact", "backward_kernel"): 32,
-    ("128-documents-exact", "backward_kernel"): 76,
-    ("128-soft_cap-exact", "backward_kernel"): 124,
+    ("64-full-exact", "backward_kernel"): 212,  # most of them in the roles of one warp
+    ("64-alibi-exact", "backward_kernel"): 276,
+    ("128-causal-exact", "backward_kernel"): 4,
+    ("128-documents-exact", "backward_kernel"): 40,
+    ("128-soft_cap-exact", "backward_kernel"): 152,
     ("64-everything-dropout", "forward_kernel"): 32,
-    ("64-everything-dropout", "backward_kernel"): 44,
-    ("128-causal-dropout", "backward_kernel"): 48,
+    ("64-everything-dropout", "backward_kernel"): 32,
+    ("128-causal-dropout", "backward_kernel"): 52,
     ("128-everything-dropout", "forward_kernel"): 312,
-    ("128-everything-dropout", "backward_kernel"): 408,
+    ("128-everything-dropout", "backward_kernel"): 360,
 }
 
 
@@ -110,11 +112,11 @@ def test_auto_changes_to_the_hopper_kernels_once_as_rows_grow(head_dim, dropout,
 def test_a_model_s_paths_are_told_layer_by_layer(hopper_gpu):
     attend = build_attention(AttentionConfig("flash"))
     assert attend.path(shape(), 4096) == "hopper"
-    assert attend.path(shape(head_dim=64), 16384) == "hopper forward, plain backward"
+    assert attend.path(shape(head_dim=64), 16384) == "hopper"
     assert attend.path(shape(head_dim=256), 4096) == "hopper forward, plain backward"
     assert attend.path(shape(scores=(Score(window=64), Score())), 4096) == "hopper"
     layers = (Score(window=64), Score(soft_cap=50.0))
-    assert attend.path(shape(head_dim=64, scores=layers), 16384) == "hopper and plain"
+    assert attend.path(shape(head_dim=64, scores=layers), 16384) == "hopper and plain forward, hopper backward"
 
 
 def assert_as_lean_as_today(reports: list[dict]) -> None:

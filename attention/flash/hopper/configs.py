@@ -11,9 +11,9 @@ FP8_MAX_HEAD_DIM = 128
 # by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
 FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
     (64, False, False): {"causal": 4096, "alibi": 4096, "soft_cap": 16384},
-    (64, False, True): {"soft_cap": 1024},
+    (64, False, True): {"causal": 1024, "soft_cap": 1024, "window": 1024},
     (64, True, False): {"causal": 16384},
-    (64, True, True): {"causal": 2048, "soft_cap": 2048},
+    (64, True, True): {"causal": 1024, "soft_cap": 2048},
     (128, False, False): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (128, False, True): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (128, True, False): {"causal": 2048, "alibi": 2048, "soft_cap": 2048},
@@ -46,12 +46,24 @@ class ForwardBlocks(NamedTuple):
 
 
 class BackwardBlocks(NamedTuple):
-    """The backward's shape: rows of a query tile and of a key tile, columns of all tiles, query tiles in flight."""
+    """The backward's shape.
+
+    q           rows of a query tile, 64 or 128
+    k           rows of a key tile
+    columns     of all tiles
+    stages      query tiles in flight
+    key_stages  key tiles in flight
+    ahead       whether a step starts the scores of the next, which takes registers
+    registers   of a thread of all roles but the consumer, which gets what they leave: 240 beside 24, 232 beside 40
+    """
 
     q: int
     k: int
     columns: int
     stages: int
+    key_stages: int
+    ahead: bool
+    registers: int
 
 
 def forward_blocks(head_dim: int, dropout: bool, alibi: bool) -> ForwardBlocks:
@@ -71,11 +83,13 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
     return ForwardBlocks(consumers=2, k=128, columns=columns, stages=4, registers=240, in_turn=False, v_columns=True)
 
 
-def backward_blocks(head_dim: int) -> BackwardBlocks:
+def backward_blocks(head_dim: int, dropout: bool) -> BackwardBlocks:
     """The backward's shape for a head size that it serves."""
     if head_dim > 64:
-        return BackwardBlocks(q=64, k=128, columns=128, stages=2)
-    return BackwardBlocks(q=64, k=128, columns=64, stages=3)
+        return BackwardBlocks(q=64, k=128, columns=128, stages=2, key_stages=1, ahead=False, registers=40)
+    if dropout:  # the mask needs the registers of a second half
+        return BackwardBlocks(q=64, k=128, columns=64, stages=2, key_stages=2, ahead=True, registers=40)
+    return BackwardBlocks(q=128, k=128, columns=64, stages=2, key_stages=2, ahead=True, registers=24)
 
 
 def is_faster(head_dim: int, dropout: bool, features: frozenset[str], length: int, backward: bool) -> bool:

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .backward_pipeline import SLOTS
+from .backward_pipeline import SLOTS, next_tile, place
 from .compat import tma_add
 
 
@@ -67,45 +67,48 @@ def offer_slot(dq_sum, slot, ready, p_turn, i_sum, i_tile, has_sum):
 
 
 @gluon.jit
-def adder(dq, dq_sum, p_turn, tile, buffers, barriers, sizes, i_slot: gl.constexpr, BLOCKS: gl.constexpr):
+def adder(dq, dq_sum, p_turn, buffers, barriers, sizes, i_slot: gl.constexpr, BLOCKS: gl.constexpr):
     """One warp: adds every second dq tile of its program to the workspace, each in its turn, or writes it to dq."""
     BM: gl.constexpr = BLOCKS.q
     BD: gl.constexpr = BLOCKS.columns
     slot = buffers.dq.index(i_slot)
     ready = barriers.dq_ready.index(i_slot)
-    i_tile, seen = tile.i_tile, tile.queries
-    n_tiles = seen.end - seen.start
-    n_steps = n_tiles * sizes.G
     n_m = gl.cdiv(sizes.T, BM)
-    i_bh = tile.i_b * sizes.H + tile.i_h
 
-    i_step = n_steps * 0 + i_slot
-    if i_step < n_steps:
-        i_m = seen.end - 1 - i_step % n_tiles
-        i_sum = (i_bh + i_step // n_tiles) * n_m + i_m
-        offer_slot(dq_sum, slot, ready, p_turn, i_sum, i_tile, (i_m < seen.last) & (i_m < seen.first))
-    while i_step < n_steps:
-        i_h = i_step // n_tiles
-        i_m = seen.end - 1 - i_step % n_tiles
-        i_sum = (i_bh + i_h) * n_m + i_m
-        mbarrier.wait(barriers.dq_full.index(i_slot), (i_step // SLOTS) & 1)
-        if i_m < seen.last:
-            b_dq = slot._reinterpret(dq.dtype, [1, 1, BM, BD], dq.layout)
-            tma.async_copy_shared_to_global(dq, [tile.i_b, tile.i_h + i_h, i_m * BM, 0], b_dq)
-        elif i_m >= seen.first:  # the first stores, so that nobody has to set the workspace to zero
-            tma.async_copy_shared_to_global(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
-        else:
-            await_turn(p_turn + i_sum, i_tile)
-            tma_add(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
-        tma.store_wait(0)
-        # The slot is free before the turn is passed, which takes longer.
-        i_step += SLOTS
-        next_m = seen.end - 1 - i_step % n_tiles
-        next_sum = (i_bh + i_step // n_tiles) * n_m + next_m
-        next_waits = (next_m < seen.last) & (next_m < seen.first)
-        if (i_step < n_steps) & (not next_waits):
-            mbarrier.arrive(ready)
-        if i_m >= seen.last:
-            pass_turn(p_turn + i_sum, i_tile + 1)
-        if (i_step < n_steps) & next_waits:
-            offer_slot(dq_sum, slot, ready, p_turn, next_sum, i_tile, True)
+    before = 0  # steps of the key tiles before
+    i_round = 0
+    tile = next_tile(i_round, buffers, barriers, 1)
+    while tile.i_tile >= 0:
+        n_steps = (tile.end - tile.start) * sizes.G
+        i_bh = tile.i_b * sizes.H
+        i_step = (before + i_slot) % SLOTS
+        if i_step < n_steps:
+            i_h, i_m = place(i_step, tile)
+            i_sum = (i_bh + i_h) * n_m + i_m
+            offer_slot(dq_sum, slot, ready, p_turn, i_sum, tile.i_tile, (i_m < tile.last) & (i_m < tile.first))
+        while i_step < n_steps:
+            i_h, i_m = place(i_step, tile)
+            i_sum = (i_bh + i_h) * n_m + i_m
+            mbarrier.wait(barriers.dq_full.index(i_slot), ((before + i_step) // SLOTS) & 1)
+            if i_m < tile.last:
+                b_dq = slot._reinterpret(dq.dtype, [1, 1, BM, BD], dq.layout)
+                tma.async_copy_shared_to_global(dq, [tile.i_b, i_h, i_m * BM, 0], b_dq)
+            elif i_m >= tile.first:  # the first stores, so that nobody has to set the workspace to zero
+                tma.async_copy_shared_to_global(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
+            else:
+                await_turn(p_turn + i_sum, tile.i_tile)
+                tma_add(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
+            tma.store_wait(0)
+            # The slot is free before the turn is passed, which takes longer.
+            i_step += SLOTS
+            next_h, next_m = place(i_step, tile)
+            next_waits = (next_m < tile.last) & (next_m < tile.first)
+            if (i_step < n_steps) & (not next_waits):
+                mbarrier.arrive(ready)
+            if i_m >= tile.last:
+                pass_turn(p_turn + i_sum, tile.i_tile + 1)
+            if (i_step < n_steps) & next_waits:
+                offer_slot(dq_sum, slot, ready, p_turn, (i_bh + next_h) * n_m + next_m, tile.i_tile, True)
+        before += n_steps
+        i_round += 1
+        tile = next_tile(i_round, buffers, barriers, 1)

@@ -1,0 +1,199 @@
+"""A step of the backward's consumer: a tile of keys meets a tile of queries, in five products.
+
+A query tile of 128 is worked on in two halves, so that the products of one run beside the exponentials of the other.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..score import (
+    LOG2_E,
+    alibi_bias,
+    alibi_row_bias,
+    change_scores,
+    log2_factor,
+    soft_cap_tanh,
+    times_derivative,
+)
+from .backward_pipeline import HALF, SLOTS, WIDTH, half_of, place
+from .compat import barrier
+from .dropout import draw_transposed, drop_transposed, load_key
+from .schedule import seen_by_query
+
+# Scores of half a query tile, transposed: (BN, HALF), 16 keys a warp.
+S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HALF.value, 16]))
+
+
+@gluon.jit
+def draw(i_h, i_m, tile, extras, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """Dropout's words for HALF queries from i_m of head i_h; zero without dropout.
+
+    The key is loaded every time: there are no registers to keep it in.
+    """
+    b_w = 0
+    if MODE.threshold:
+        b_w = draw_transposed(load_key(extras.key, tile.i_b, i_h), i_m, tile.i_tile * BLOCKS.k, HALF, BLOCKS.k)
+    return b_w
+
+
+@gluon.jit
+def weights(
+    b_s, b_w, half, i_h, is_cut, tile, at, extras, numbers,
+    P_LAYOUT: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
+):  # fmt: skip
+    """(BN, HALF): p times the derivative of the scores, and ~p in 16 bits."""
+    BN: gl.constexpr = BLOCKS.k
+    THRESHOLD: gl.constexpr = MODE.threshold
+    scale_log2 = numbers.scale_log2
+    i_n = tile.i_tile * BN
+    o_m = half.i_m + gl.arange(0, HALF, gl.SliceLayout(0, S_LAYOUT))
+    o_rows = gl.arange(0, BN, gl.SliceLayout(1, S_LAYOUT))
+    slope2 = gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
+    b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
+    b_bias = alibi_bias(slope2, o_m[None, :], o_rows[:, None], i_n, i_n, at, MODE) if MODE.alibi else None
+    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+    if is_cut:
+        b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], at, MODE), b_s, -float("inf"))
+    b_lse2 = half.lse2.load(S_LAYOUT)
+    if MODE.alibi:
+        b_lse2 += alibi_row_bias(slope2, o_m, i_n, at, MODE)[None, :]
+    b_p = gl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2)
+    b_p_kept = gl.convert_layout(b_p.to(half.q.dtype), P_LAYOUT)
+    b_p = times_derivative(b_p, b_tanh, MODE)  # so that tanh leaves the registers
+    if THRESHOLD:
+        b_p_kept = drop_transposed(b_p_kept, b_w, THRESHOLD, HALF, BN)
+    return b_p, b_p_kept
+
+
+@gluon.jit
+def score_gradients(b_p, b_p_kept, b_dp, half, MODE: gl.constexpr):
+    """ds (BN, HALF) in 16 bits, of what `weights` gives; also stored, for dq."""
+    b_delta = half.delta.load(S_LAYOUT)
+    if MODE.threshold:
+        # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
+        b_kept = gl.convert_layout(b_p_kept, S_LAYOUT)
+        if MODE.soft_cap is not None:
+            b_ds32 = b_p * (gl.where(b_kept != 0.0, b_dp, 0.0) - b_delta)
+        else:
+            b_ds32 = b_kept.to(gl.float32) * b_dp - b_p * b_delta
+    else:
+        b_ds32 = b_p * (b_dp - b_delta)
+    b_ds = b_ds32.to(half.q.dtype)
+    half.ds.store(b_ds)
+    return gl.convert_layout(b_ds, b_p_kept.type.layout)
+
+
+@gluon.jit
+def first_scores(k_s, i_step, is_there, buffers, barriers, BLOCKS: gl.constexpr):
+    """In flight: s (BN, HALF) of the first half of a step's query tile, which has then arrived."""
+    BN: gl.constexpr = BLOCKS.k
+    STAGES: gl.constexpr = BLOCKS.stages
+    i_s = i_step % STAGES
+    mbarrier.wait(barriers.full.index(i_s), (i_step // STAGES) & 1, pred=is_there)
+    b_q = buffers.q.index(i_s).slice(0, HALF).permute((1, 0))
+    zeros = gl.zeros([BN, HALF], gl.float32, S_LAYOUT)
+    return warpgroup_mma(k_s, b_q, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def give_dq(b_dq, slot, is_first, is_last, numbers, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """Write dq of a query tile to a slot: as fp32 numbers for the workspace, or all of it in 16 bits.
+
+    The workspace holds a tile in the order of the registers, and nothing is shuffled: (registers, threads).
+    """
+    BM: gl.constexpr = BLOCKS.q
+    BD: gl.constexpr = BLOCKS.columns
+    # Warps along the rows and columns; each has DN columns.
+    WM: gl.constexpr = BM // 16
+    WN: gl.constexpr = 8 // WM
+    DN: gl.constexpr = BD // WN
+    KEEP_SCALE: gl.constexpr = 256 / (256 - MODE.threshold)
+    LAYOUT: gl.constexpr = b_dq.type.layout
+    dtype: gl.constexpr = buffers.q.dtype
+    b_dq = b_dq.reshape([WM, 2, 8, WN, DN // 8, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6)).reshape([BM * BD // WIDTH, WIDTH])
+    if is_last & (not is_first):
+        b_dq = b_dq + slot.load(b_dq.type.layout)
+        barrier()
+    if is_last:
+        b_dq16 = (b_dq * (numbers.scale * KEEP_SCALE)).to(dtype).reshape([DN // 8, WN, WM, 8, 4, 2, 2])
+        b_dq16 = gl.convert_layout(b_dq16.permute((2, 5, 3, 1, 0, 4, 6)).reshape([BM, BD]), LAYOUT)
+        slot._reinterpret(dtype, [BM, BD], buffers.q.layout).store(b_dq16)
+    else:
+        slot.store(b_dq)
+
+
+@gluon.jit
+def step(
+    b_s, b_dk, b_dv, k_s, v_s, i, i_step, n_steps, tile, at, extras, numbers, buffers, barriers,
+    BLOCKS: gl.constexpr, MODE: gl.constexpr,
+):  # fmt: skip
+    """A tile of keys and values collects its gradients from a query tile, which gets its own through a slot.
+
+    Of a query tile of two halves, the products of one run beside the exponentials of the other.
+    """
+    BM: gl.constexpr = BLOCKS.q
+    BN: gl.constexpr = BLOCKS.k
+    BD: gl.constexpr = BLOCKS.columns
+    STAGES: gl.constexpr = BLOCKS.stages
+    TWO: gl.constexpr = BM > HALF
+    AHEAD: gl.constexpr = BLOCKS.ahead
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
+    i_s = i_step % STAGES
+    i_h, i_tile_m = place(i, tile)
+    is_cut = i_tile_m < tile.full_start
+    if MODE.bounded:
+        is_cut |= i_tile_m >= tile.full_end
+    is_first = i_tile_m >= tile.first if MODE.bounded else tile.i_tile == 0
+    half = half_of(i_tile_m * BM, i_s, 0, buffers)
+
+    # (BN, HALF): the scores transposed, so that p^T and ds^T go from registers straight into the next product.
+    zeros = gl.zeros([BN, HALF], gl.float32, S_LAYOUT)
+    if not AHEAD:
+        s_flight = first_scores(k_s, i_step, True, buffers, barriers, BLOCKS)
+    dp_flight = warpgroup_mma(v_s, half.do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if TWO:
+        half_1 = half_of(i_tile_m * BM, i_s, 1, buffers)
+        s_flight_1 = warpgroup_mma(k_s, half_1.q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_w = draw(i_h, half.i_m, tile, extras, BLOCKS, MODE)
+    if not AHEAD:
+        b_s = warpgroup_mma_wait(2 if TWO else 1, deps=(s_flight,))
+    b_p, b_p_kept = weights(b_s, b_w, half, i_h, is_cut, tile, at, extras, numbers, P_LAYOUT, BLOCKS, MODE)
+    dv_flight = warpgroup_mma(b_p_kept, half.do, b_dv, is_async=True)
+    if TWO:
+        dp_flight_1 = warpgroup_mma(v_s, half_1.do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    b_dp = warpgroup_mma_wait(3 if TWO else 1, deps=(dp_flight,))
+    b_ds = score_gradients(b_p, b_p_kept, b_dp, half, MODE)
+    dk_flight = warpgroup_mma(b_ds, half.q, b_dk, is_async=True)
+    if TWO:
+        b_w = draw(i_h, half_1.i_m, tile, extras, BLOCKS, MODE)
+        b_s, b_dv, b_p_kept = warpgroup_mma_wait(2, deps=(s_flight_1, dv_flight, b_p_kept))
+        b_p, b_p_kept = weights(b_s, b_w, half_1, i_h, is_cut, tile, at, extras, numbers, P_LAYOUT, BLOCKS, MODE)
+        dv_flight = warpgroup_mma(b_p_kept, half_1.do, b_dv, is_async=True)
+        b_dp, b_dk, b_ds = warpgroup_mma_wait(1, deps=(dp_flight_1, dk_flight, b_ds))
+        b_ds = score_gradients(b_p, b_p_kept, b_dp, half_1, MODE)
+        dk_flight = warpgroup_mma(b_ds, half_1.q, b_dk, is_async=True)
+    b_dv, b_p_kept = warpgroup_mma_wait(1, deps=(dv_flight, b_p_kept))
+    fence_async_shared()
+    barrier()
+    zeros_dq = gl.zeros([BM, BD], gl.float32, DQ_LAYOUT)
+    dq_flight = warpgroup_mma(buffers.ds.permute((1, 0)), k_s, zeros_dq, use_acc=False, is_async=True)
+    if AHEAD:
+        s_flight = first_scores(k_s, i_step + 1, i + 1 < n_steps, buffers, barriers, BLOCKS)
+    b_dk, b_dq, b_ds = warpgroup_mma_wait(1 if AHEAD else 0, deps=(dk_flight, dq_flight, b_ds))
+    mbarrier.arrive(barriers.empty.index(i_s))
+
+    i_slot = i_step % SLOTS
+    mbarrier.wait(barriers.dq_ready.index(i_slot), (i_step // SLOTS) & 1)
+    give_dq(b_dq, buffers.dq.index(i_slot), is_first, i_tile_m < tile.last, numbers, buffers, BLOCKS, MODE)
+    fence_async_shared()
+    mbarrier.arrive(barriers.dq_full.index(i_slot))
+    if AHEAD:
+        b_s = warpgroup_mma_wait(0, deps=(s_flight,))
+    return b_s, b_dk, b_dv
