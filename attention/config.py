@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
+
+from .errors import AttentionError
 
 
 class Ablation(Enum):
@@ -62,6 +64,7 @@ class AttentionConfig:
     precision  of the products: that of q, k and v, or fp8, for evaluation and inference on a Hopper GPU (flash)
 
     Every implementation reads `name` and `dropout`; an option it does not read is refused unless left at its default.
+    Options with a choice take it by name too: path="plain". Raises AttentionError for a choice that is not there.
     """
 
     name: str = "naive"
@@ -74,3 +77,13 @@ class AttentionConfig:
     allow_tf32: bool = False
     path: KernelPath = KernelPath.auto
     precision: ProductPrecision = ProductPrecision.inputs
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            if isinstance(option.default, Enum):
+                choices, value = type(option.default), getattr(self, option.name)
+                try:
+                    setattr(self, option.name, choices(value))
+                except ValueError:
+                    known = ", ".join(choice.value for choice in choices)
+                    raise AttentionError(f"attention.{option.name}={value} is not one of {known}.") from None

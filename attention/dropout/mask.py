@@ -78,8 +78,11 @@ class DropoutKey:
     def pack(self, device: torch.device) -> Tensor:
         """(7,) int64 on `device`: the fields in their order. Kernels read it from there.
 
-        Raises ValueError if first_query or first_key is a number but not the required multiple.
+        Raises ValueError for a number that is out of range, or not the required multiple.
         """
+        for name, bits in (("seed", 32), ("step", 32), ("layer", 16), ("first_sequence", 32)):
+            if isinstance(value := getattr(self, name), int) and not 0 <= value < 2**bits:
+                raise ValueError(f"{name}={value} of a dropout key must lie between 0 and 2**{bits} - 1.")
         for name, position, unit in (("first_query", self.first_query, 16), ("first_key", self.first_key, 64)):
             if isinstance(position, int) and position % unit:
                 raise ValueError(f"{name}={position} of a dropout key must be a multiple of {unit}.")
@@ -144,7 +147,11 @@ def keep_mask(
 
     `rows` and `columns`, each (start, stop), cut a tile out of the mask without computing the rest; the tile may start
     anywhere. `key` may be packed, then on `device`. The result is the same bits on every device.
+
+    Raises ValueError for a p that the mask cannot realise.
     """
+    if not is_valid_rate(p):
+        raise ValueError(f"p={p} must be {RATES}.")
     row_start, row_stop = rows or (0, T)
     column_start, column_stop = columns or (0, S)
     packed = key if isinstance(key, Tensor) else key.pack(torch.device(device or "cpu"))

@@ -81,6 +81,20 @@ def test_a_part_that_starts_inside_one_draw_of_the_generator_is_refused(field, p
         keep_mask(replace(KEY, **{field: position}), 0.4, 1, 1, 16, 64)
 
 
+@pytest.mark.parametrize(
+    ("changed", "p", "sentence"),
+    [
+        ({"seed": 2**32}, 0.4, r"seed=4294967296 of a dropout key must lie between 0 and 2\*\*32 - 1"),
+        ({"layer": 2**16}, 0.4, r"layer=65536 of a dropout key must lie between 0 and 2\*\*16 - 1"),
+        ({"step": -1}, 0.4, "step=-1 of a dropout key must lie"),
+        ({}, 1.5, "p=1.5 must be 0 or between 1/256 and 255/256"),
+    ],
+)
+def test_a_key_or_a_rate_that_the_mask_does_not_have_is_refused(changed, p, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        keep_mask(replace(KEY, **changed), p, 1, 1, 16, 64)
+
+
 def test_every_coordinate_draws_a_mask_of_its_own():
     p, agreement = 0.5, 0.5  # two independent fair masks agree in half of their places
     masks = [keep_mask(KEY, p, 2, 2, 64, 128)[b, h] for b in (0, 1) for h in (0, 1)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,6 +50,14 @@ def test_an_option_that_would_be_ignored_is_refused(name, option, value, instead
     with pytest.raises(UnsupportedAttention) as refusal:
         build_attention(AttentionConfig(name, **{option: value}))
     assert str(refusal.value) == f"attention.{option}={chosen} has no effect with attention={name}; {instead}."
+
+
+def test_an_option_is_taken_by_its_name():
+    by_name: Any = {"backend": "math"}
+    assert AttentionConfig("sdpa", **by_name) == AttentionConfig("sdpa", backend=SDPABackend.math)
+    by_name = {"path": "hoper"}
+    with pytest.raises(AttentionError, match=r"attention.path=hoper is not one of auto, plain, hopper\."):
+        AttentionConfig("flash", **by_name)
 
 
 @pytest.mark.parametrize("p", [-0.1, 0.001, 0.999, 1.0])
