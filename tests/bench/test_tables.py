@@ -69,14 +69,43 @@ def test_speeds_of_attention(page: str, header: str, file: str) -> None:
 def test_speed_and_memory_of_the_training_step(page: str, header: str, after: str, dropout: float) -> None:
     ours = [row | {"by": row["attention"]} for row in results("train_step-nvidia-h200") if row["recompute"] == "none"]
     theirs = [row | {"by": "nanoGPT", "extra": []} for row in results("nanogpt-nvidia-h200")["rows"]]
-    found = {
-        (row["by"], bool(row["extra"]), row["shape"]): row for row in (*ours, *theirs) if row["dropout"] == dropout
-    }
+    found = {(row["by"], *row["extra"], row["shape"]): row for row in (*ours, *theirs) if row["dropout"] == dropout}
+    overrides = {"": [], "residual in bf16": ["training.residual_in_fp32=false"]}
     for row, column, cell in table(page, header, after):
         by, _, changed = column.partition(", ")
-        measured = found[by, bool(changed), row.replace(" x ", "x").replace(",", "")]
+        measured = found[by, *overrides[changed], row.replace(" x ", "x").replace(",", "")]
         if measured["status"] == "completed":
             expected = f"{measured['tokens_per_s'] / 1000:.0f} ({measured['peak_allocated_gib']:.1f})"
         else:
             expected = "out of memory"
+        assert cell == expected, (row, column)
+
+
+def test_losses_of_the_experiments() -> None:
+    page, found = "docs/experiments.md", {run["name"]: run for run in results("experiments-nvidia-h200")["runs"]}
+    for row, column, cell in table(page, "| `score=` |"):
+        machine, _, attention = column.partition(", ")
+        if machine == "H200":
+            run = found[f"variants {row.strip('`')} {attention}"]
+            assert cell == f"{run['val_loss']:.4f}", (row, column)
+    for row, column, cell in table(page, "| `attention.ablate=` |"):
+        machine, _, precision = column.partition(", ")
+        left_out, _, shown = row.replace("`", "").partition(": ")
+        if machine == "H200" and "times" not in shown:
+            run = found[f"break_it {left_out} {precision}"]
+            step = run.get("non_finite_step")
+            assert cell == (str(step) if step else f"{run['val_loss']:.3f}"), (row, column)
+    for row, column, cell in table(page, "| | tokens/s |"):
+        attention, length = row.removesuffix(" tokens").split(", ")
+        run = found[f"context {attention} {length.replace(',', '')}"]
+        if column == "tokens/s":
+            expected = f"{run['median']['throughput/tokens_per_s'] / 1000:.0f},000"
+        elif column == "GiB":
+            expected = f"{run['peak']['memory/peak_allocated_gib']:.1f}"
+        else:
+            tokens = (
+                float(column.removeprefix("validation loss after ").removesuffix("M tokens").removesuffix("M")) * 1e6
+            )
+            step = round(tokens / 32_768 / 100) * 100
+            expected = f"{dict(found_loss[:2] for found_loss in run['val/loss'])[step]:.3f}"
         assert cell == expected, (row, column)
