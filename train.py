@@ -90,7 +90,8 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
         count = training.eval_batches * world.data_size
         windows = eval_batches(data.val.tokens, T, B, count, training.eval_span, val_documents)
         pieces = piece_lengths(documents, batches.starts(0), T)
-        shape, meter, interruption = attention_shape(config, device), build_meter(trainer, pieces), Interruption()
+        shape, meter = attention_shape(config, device), build_meter(trainer, pieces)
+        interruption = Interruption(config.parallel.timeout_s)
         record = NullRecord(trainer)
         if world.rank == 0:
             save_tokenizer(data.tokenizer, folder)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -35,11 +36,13 @@ class Interruption:
 
     Slurm sends SIGUSR2 some time before a job ends if it was asked to (sbatch --signal=USR2@120).
 
-    number  of the signal received, else None
+    number     of the signal received, else None
+    timeout_s  how long to wait for the other ranks, which have to stop after the same step
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 600.0) -> None:
         self.number: int | None = None
+        self.timeout_s = timeout_s
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -66,7 +69,8 @@ class Interruption:
         if not dist.is_initialized():
             return self.number is not None
         number = torch.tensor(self.number or 0)
-        dist.all_reduce(number, dist.ReduceOp.MAX)
+        asked = dist.all_reduce(number, dist.ReduceOp.MAX, async_op=True)
+        asked.wait(timedelta(seconds=self.timeout_s))
         # A signal that came during the exchange is not known to the others yet: it stays for the next one.
         if agreed := int(number):
             self.number = agreed

@@ -45,9 +45,10 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
     store = _rendezvous(world, timeout_s)
     # Messages between hosts go through gloo, so that neither waits for the devices.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s)
-    )
+    # NCCL counts from the launch of an exchange, also while earlier work of a long step runs, and ends the process
+    # without naming a rank: the hosts, which ask each other after each launch, shall give up before it.
+    patience = timedelta(seconds=timeout_s * (2 if device.type == "cuda" else 1))
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
     try:
         yield
         # Leave together: torchrun ends the others as soon as one exits with a status other than 0, as after a signal.

@@ -303,9 +303,11 @@ def test_a_signal_that_comes_while_ranks_ask_each_other_counts_after_the_next_st
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     reduce = dist.all_reduce
 
-    def interrupted(number: Tensor, op: dist.ReduceOp) -> None:
-        reduce(number, op)
+    def interrupted(number: Tensor, op: dist.ReduceOp, async_op: bool) -> dist.Work:
+        work = reduce(number, op, async_op=async_op)
+        work.wait()
         os.kill(os.getpid(), signal.SIGTERM)
+        return work
 
     try:
         with Interruption() as interruption:
