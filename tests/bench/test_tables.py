@@ -107,3 +107,25 @@ def test_losses_of_the_experiments() -> None:
             losses = {step * 32_768: loss for step, loss, _ in run["val/loss"]}
             expected = f"{losses[min(losses, key=lambda seen: abs(seen - tokens))]:.3f}"
         assert cell == expected, (row, column)
+
+
+def test_speeds_on_two_gpus() -> None:
+    cases = {
+        "32 x 1,024 tokens a GPU, dropout 0.1": ("speed", "exact"),
+        "parallel.exact=false": ("speed", "any order"),
+        "262,144 tokens": ("quarter", "heads"),
+        "16 x 1,024 tokens a GPU": ("xl", "exact"),
+    }
+    measured = {
+        (row["kind"], row["name"], row["gpus"]): row["tokens_per_s"]
+        for row in results("several-gpus-nvidia-h200")["rows"]
+    }
+    rows = {row for row, _, _ in table("docs/several-gpus.md", "| on two H200 | tokens/s |")}
+    assert len(rows) == len(cases)
+    for row, column, cell in table("docs/several-gpus.md", "| on two H200 | tokens/s |"):
+        kind, name = next(case for words, case in cases.items() if words in row)
+        together, one = measured[kind, name, 2], measured.get((kind, "alone", 2)) or measured[kind, name, 1]
+        if column == "tokens/s":
+            assert cell == f"{float(f'{together:.{4 if together > 1e6 else 3}g}'):,.0f}", row
+        else:
+            assert cell == f"{together / (2 * one):.1%}".replace("%", " %"), row
