@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +10,7 @@ from torch import Tensor
 
 from attention.dropout import DropoutKey, keep_mask
 from model.dropout import LAYER, draw_masks, drop
+from tests.interpreted import run_interpreted
 
 CPU = torch.device("cpu")
 KEY = DropoutKey(seed=1337, step=2, layer=0, first_sequence=5)
@@ -90,7 +88,4 @@ for n_sites, B, T, C in {[*SHAPES, (2, 1, 300, 128)]}:
 
 
 def test_the_kernel_draws_the_same_bits() -> None:
-    """In a process of its own: Triton decides for its interpreter when it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
+    run_interpreted(KERNEL)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from model.loss import LARGE_VOCABULARY, LossKind, chunked_cross_entropy, cross_entropy
+from tests.interpreted import run_interpreted
 
 VOCAB, PADDED, C = 100, 128, 24
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden, weight, targets
@@ -123,7 +120,6 @@ def test_auto_is_plain_on_the_cpu() -> None:
 
 
 def test_kernel_equals_its_plain_form():
-    """In Triton's interpreter, which has to be chosen before Triton is imported: hence a process of its own."""
     script = """
 import torch
 from model.loss import softmax_gradient_
@@ -149,6 +145,4 @@ for vocab_size, V in ((50, 64), (8192, 8192), (16384, 16384), (16400, 16448), (5
 outside = launch_softmax_gradient(torch.randn(1, 64), torch.tensor([63]), 50)
 assert outside.isnan().all(), "a target outside the vocabulary must not pass for a loss"
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(script)

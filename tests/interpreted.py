@@ -1,0 +1,26 @@
+"""Kernels in Triton's interpreter, also where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import triton
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_interpreted(script: str) -> None:
+    """Run a script whose kernels are to be interpreted, in a process of its own where this one compiles them.
+
+    Triton decides which when it is imported.
+    """
+    if triton.knobs.runtime.interpret:
+        exec(script, {})
+        return
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
