@@ -40,6 +40,8 @@ from generation.sampling import Sampling
 from generation.steps import decoding_attention
 from generation.text import stream
 from huggingface import check_folder, export, read_origin
+from training.device import resolve_device
+from training.loop import oom_guard
 
 
 @dataclass
@@ -102,7 +104,18 @@ def main(arguments: list[str]) -> None:
         return
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
     prompts = None if config.prompts is None else read_prompts(Path(config.prompts).expanduser())
-    trained = load_trained(run, config.checkpoint, config.weights, attention=config.attention, device=config.device)
+    batch = "" if prompts is None else f" with batch={config.batch}"
+    too_large = (
+        f"The model{batch} does not fit the memory of {resolve_device(config.device)}; use a smaller batch, fewer "
+        "tokens or another device."
+    )
+    with oom_guard(too_large):
+        trained = load_trained(run, config.checkpoint, config.weights, attention=config.attention, device=config.device)
+        continue_prompts(trained, prompts, sampling, config)
+
+
+def continue_prompts(trained: Trained, prompts: list[str] | None, sampling: Sampling, config: SampleConfig) -> None:
+    """Continue the prompts, or stream the continuation of the only one. Raises UserError before anything is written."""
     model, tokenizer = trained.model, trained.tokenizer
     reader = decoding_attention(model.attend, model.wte.weight.device)
     if reader is not model.attend:

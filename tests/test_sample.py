@@ -23,6 +23,7 @@ from model.gpt import GPT
 from sample import SampleConfig, main, parse
 from tests.generation.from_scratch import expected
 from training.checkpoint import save_checkpoint
+from training.profiling.attention_memory import cpu_memory_limit
 
 TOKENIZER = bytes_tokenizer()
 MODEL = GPTConfig(n_layers=1, n_heads=2, n_embd=32)
@@ -168,6 +169,12 @@ def test_prompts_that_cannot_be_continued_are_refused_in_one_sentence(run, tmp_p
         main([f"run={run}", f"prompts={path}", *(argument.format(folder=tmp_path) for argument in arguments)])
     assert "\n" not in str(raised.value)
     assert (tmp_path / "full").read_text() == "something else"
+
+
+def test_what_does_not_fit_the_memory_ends_in_one_sentence(run, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a\nb\n")
+    with cpu_memory_limit(2.0), pytest.raises(UserError, match="model with batch=9 does not fit the memory of cpu"):
+        main([f"run={run}", f"prompts={tmp_path / 'prompts.txt'}", "batch=9", "tokens=2000000", "device=cpu"])
 
 
 def test_a_run_is_exported_for_transformers_with_its_tokenizer_and_card(run, tmp_path):
