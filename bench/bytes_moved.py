@@ -217,7 +217,9 @@ def plot(path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write bench/results/bytes-<device>.json and its figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.bytes_moved", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="the JSON file; bench/results/bytes-<device>.json")
     parser.add_argument("--plot-only", type=Path, metavar="JSON", help="draw the figure of results again")
     parser.add_argument("--profiled", nargs=2, metavar=("NAME", "DIRECTION"), help=argparse.SUPPRESS)

@@ -97,7 +97,9 @@ def measure(sequences: int, keys: int, seconds: float) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write bench/results/decode-<device>.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="the JSON file; bench/results/decode-<device>.json")
     parser.add_argument("--seconds", type=float, default=0.2, help="to spend on each time")
     options = parser.parse_args(arguments)

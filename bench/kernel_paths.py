@@ -72,7 +72,9 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernel_paths", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--heads", nargs="+", type=int, default=HEAD_SIZES, help="head sizes")
     parser.add_argument("--dropout", nargs="+", type=float, default=DROPOUTS)

@@ -69,7 +69,9 @@ def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Ten
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.loss", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=[loss_module.CHUNK_ROWS])
     args = parser.parse_args(arguments)
     require_gpu(parser)

@@ -230,7 +230,9 @@ def merged(path: Path, fresh: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(arguments: list[str]) -> None:
     """Everything the command line does."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.several_gpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--gpus", nargs="+", type=int, help="default: those of 1, 2 and 4 that there are")
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -187,7 +187,9 @@ def measure(good: list[Candidate], lengths: list[int], progress: Callable[[str],
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--head", type=positive, nargs="+", default=[64, 128])
     parser.add_argument("--masks", nargs="+", default=MASKS[:1], choices=MASKS)
     parser.add_argument("--dropout", type=rate, nargs="+", default=[0.0, 0.1])
