@@ -123,6 +123,7 @@ def corpus_config(overrides: list[str]) -> DataConfig:
     assert found.cfg is not None
     data = to_config(found.cfg).data
     check_data(data)
+    CORPORA[data.name](data)  # finds the files before a model is loaded, and reads none
     return data
 
 
