@@ -6,7 +6,7 @@ the pipeline and the schedule are those of hopper/forward.py. What differs:
 - The tensor cores take v in rows of keys, so it is stored transposed, with the keys of each row in the order in which a
   thread holds its weights. No weight changes threads between the two products.
 - A key tile's scale of v goes into the exponent of its weights: p v = 2^(s + log2(scale) - m) v8. l divides it out.
-- Few weights are exponentials (hopper/fp8_weights.py), and l is the sum of the weights as they were rounded: a product
+- Weights are no exponentials (hopper/fp8_weights.py), and l is the sum of the weights as they were rounded: a product
   with ones, a tile behind the maximum as that with v is.
 """
 
@@ -87,7 +87,7 @@ def step(
     m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = gl.where(m_new == m, 1.0, gl.exp2(m - m_safe))
 
-    b_p32 = weights(b_s, scale, log2_v + OFFSET - m_safe, BN)
+    b_p32 = weights(b_s, scale, log2_v + OFFSET - m_safe)
 
     # A wait that ptxas does not move the softmax across: without it, all of it would come after the product with v.
     mbarrier.wait(barriers.kv_full.index((i_step + 1) % STAGES), ((i_step + 1) // STAGES) & 1)
@@ -131,7 +131,7 @@ def consumer(
         p_kv_head = p_kv + (i_bh // sizes.G) * gl.cdiv(sizes.S, BN) * 2
         scale_k, log2_v = load_scales(p_kv_head, n_end - 1)
         n_q = gl.cdiv(T, ROWS)
-        scale_q = gl.load(p_q + i_bh * n_q + gl.minimum(i_m // ROWS, n_q - 1)) * numbers.scale_log2
+        scale_q = gl.load(p_q + i_bh * n_q + gl.minimum(i_m // ROWS, n_q - 1))
         i_step, _ = skip(i_step, 0, n_end_all - n_end, barriers, c, BLOCKS)
 
         # The last tile that these queries see, which the diagonal or the end of the sequence cuts.
@@ -140,6 +140,7 @@ def consumer(
         zeros = gl.zeros([ROWS, BN], gl.float32, S_LAYOUT)
         b_k = buffers.k.index(i_step % STAGES).permute((1, 0))
         s_flight = warpgroup_mma(buffers.q.index(c), b_k, zeros, use_acc=False, is_async=True)
+        scale_q = scale_q * numbers.scale_log2  # not before the product starts: it need not wait for device memory
         scale = scale_q * scale_k
         next_k, next_v = load_scales(p_kv_head, gl.maximum(n_end - 2, 0))
         scales = (next_k, next_v, log2_v)
@@ -148,7 +149,7 @@ def consumer(
         b_s = masked(b_s, i_m, (n_end - 1) * BN, at, MODE, BN)
         m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * scale + log2_v
         m_safe = gl.where(m == -float("inf"), 0.0, m)
-        b_p32 = weights(b_s, scale, log2_v + OFFSET - m_safe, BN)
+        b_p32 = weights(b_s, scale, log2_v + OFFSET - m_safe)
         l = gl.zeros([ROWS, 8], gl.float32, L_LAYOUT)
         o = gl.zeros([ROWS, BD], gl.float32, O_LAYOUT)
         i_step += 1

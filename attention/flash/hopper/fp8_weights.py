@@ -1,9 +1,8 @@
 """The weights of attention.precision=fp8: from scores to e4m3 numbers that the product with v takes from registers.
 
-The exponentials of a tile take a multiprocessor as long as both of its products at head size 128, so most weights go
-without: an e4m3 number, its bits read as an integer, is nearly a logarithm, 8 (log2(p) + 7), where 2^f is taken for
-1 + f, and a score is a logarithm already. One sixteen of keys in SIXTEENS is exact: with none, the error on inputs with
-outliers is more than half of that with one scale a tensor.
+The exponentials of a tile would take a multiprocessor as long as both of its products at head size 128. So there are
+none: an e4m3 number, its bits read as an integer, is nearly a logarithm, 8 (log2(p) + 7), where 2^f is taken for 1 + f,
+and a score is a logarithm already.
 """
 
 from triton.experimental import gluon
@@ -11,10 +10,10 @@ from triton.experimental.gluon import language as gl
 
 from .softmax import ROWS
 
-# A row's largest weight is 2^OFFSET or, until its maximum has grown by 2^GROWTH and is taken anew, less than 448.
-OFFSET = gl.constexpr(7)
-GROWTH = gl.constexpr(1.75)
-SIXTEENS = gl.constexpr(4)
+# A row's largest weight is 2^OFFSET or, until its maximum has grown by 2^GROWTH and is taken anew, less than 448, the
+# largest number. Smaller than 2^-7 is 0: more room for growth, and outliers would lose what many small weights sum to.
+OFFSET = gl.constexpr(8)
+GROWTH = gl.constexpr(0.75)
 # The mean of 8 (log2(1 + f) - f), which is at most 0.7 of a unit of the last place.
 CENTRE = gl.constexpr(0.45)
 # fp16 numbers below 2^-13 are whole multiples of it, and their bits say how many.
@@ -22,36 +21,9 @@ UNIT = gl.constexpr(2.0**-24)
 
 
 @gluon.jit
-def weights(b_s, scale, shift, N: gl.constexpr):
-    """2^(scale s + shift), (ROWS, N) fp32, for `as_operand`: some, and of the others the bits in e4m3, in UNITs."""
-    o_n = gl.arange(0, N, gl.SliceLayout(0, b_s.type.layout))[None, :]
-    b_exact = gl.exp2(b_s * scale + shift[:, None])
-    b_log = b_s * (scale * (8 * UNIT)) + ((shift * 8 + (8 * 7 - CENTRE)) * UNIT)[:, None]
-    return gl.where(o_n // 16 % SIXTEENS == 0, b_exact, b_log)
-
-
-@gluon.constexpr_function
-def operand_asm():
-    """PTX for the two rows of a thread in SIXTEENS sixteens of keys: four weights to a register."""
-    n = 2 * SIXTEENS.value
-    lines = [".reg .b16 low, high;", ".reg .b32 first, second;"]
-    for i in range(n):
-        w, x, y, z = (f"${n + 4 * i + j}" for j in range(4))
-        if i < 2:
-            lines.append(f"cvt.rn.satfinite.e4m3x2.f32 low, {x}, {w};")
-            lines.append(f"cvt.rn.satfinite.e4m3x2.f32 high, {z}, {y};")
-            lines.append(f"mov.b32 ${i}, {{low, high}};")
-        else:
-            lines.append(f"cvt.rn.relu.f16x2.f32 first, {x}, {w};")
-            lines.append(f"cvt.rn.relu.f16x2.f32 second, {z}, {y};")
-            lines.append(f"prmt.b32 ${i}, first, second, 0x6420;")
-    return "{" + " ".join(lines) + "}"
-
-
-@gluon.constexpr_function
-def operand_constraints():
-    n = 2 * SIXTEENS.value
-    return ",".join(["=&r"] * n + ["f"] * 4 * n)
+def weights(b_s, scale, shift):
+    """2^(scale s + shift) for `as_operand`, (ROWS, N) fp32: the bits that it has in e4m3, unrounded, in UNITs."""
+    return b_s * (scale * (8 * UNIT)) + ((shift * 8 + (8 * 7 - CENTRE)) * UNIT)[:, None]
 
 
 @gluon.jit
@@ -60,11 +32,20 @@ def as_operand(b_p32, N: gl.constexpr, P_LAYOUT: gl.constexpr):
 
     A thread has columns 2 t, 2 t + 1 of every eight as a result, and 4 t to 4 t + 3 of every sixteen as an operand.
     """
-    ASM: gl.constexpr = operand_asm()
-    CONSTRAINTS: gl.constexpr = operand_constraints()
     b_p32 = b_p32.reshape([ROWS, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, N])
-    b_p32 = gl.convert_layout(b_p32, P_LAYOUT)
-    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [b_p32], dtype=gl.float8e4nv, is_pure=True, pack=8 * SIXTEENS)
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high;
+        cvt.rn.relu.f16x2.f32 low, $2, $1;
+        cvt.rn.relu.f16x2.f32 high, $4, $3;
+        prmt.b32 $0, low, high, 0x6420;
+        }""",
+        "=r,f,f,f,f",
+        [gl.convert_layout(b_p32, P_LAYOUT)],
+        dtype=gl.float8e4nv,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @gluon.jit
