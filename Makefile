@@ -16,16 +16,13 @@ help: ## show this list
 	@echo "Training takes overrides:  python train.py attention=tiled seq_len=512"
 	@echo "All overrides:             python train.py --help"
 
-# The stamps are newer than pyproject.toml when the environment is up to date.
+# What to install of pyproject.toml's extras. The stamp is newer than that file when the environment is up to date.
+EXTRAS ?= dev
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	    { echo "error: this project needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12 setup" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[dev]'
-	@touch $@
-
-$(VENV)/.docs-installed: $(VENV)/.installed
-	$(PIP) --editable '.[docs]'
+	$(PIP) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 setup: $(VENV)/.installed ## create .venv with all dependencies (a minute or two)
@@ -40,7 +37,8 @@ test: setup ## run the tests but the slow ones (a little over three minutes; tes
 learn: setup ## from softmax to FlashAttention in checked steps, and a page to walk through (half a minute)
 	$(BIN)/python -m learn
 
-docs: $(VENV)/.docs-installed ## build the documentation site in docs/_build/html (half a minute)
+docs: setup ## build the documentation site in docs/_build/html (half a minute)
+	@test -x $(BIN)/sphinx-build || $(PIP) --editable '.[docs]'
 	$(BIN)/python -m learn out=docs/_build/extra/walk.html
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
 	@echo "site: docs/_build/html/index.html"
