@@ -1,7 +1,7 @@
 """Dropout's masks as a pure function of counters: who drops what is said here once, for every implementation.
 
 mask.py     the scheme, and the mask in plain PyTorch: the reference    DropoutKey, keep_mask
-kernel.py   the same bits inside Triton kernels                         load_key, keep_tile, drop
+kernel.py   the same bits inside Triton kernels                         load_key, dropped_tile, drop
 """
 
 from .mask import (

@@ -1,13 +1,13 @@
-"""The keep mask of mask.py, drawn inside the kernels: the same bits, in the registers that need them.
+"""The mask of mask.py, drawn inside the kernels: the same bits, in the registers that need them.
 
 A score tile on a tensor core leaves each thread with rows {i, i + 8} and columns {j, j + 1, j + 8, j + 9, ...}. The
 mask's layout hands one Philox call 16 weights of exactly that shape, so for S (the forward and dq) no bit ever moves
 between threads. For the transposed tiles of dk and dv, a thread holds one word of a call and its neighbours the other
 three; there the 32-bit words, a quarter of the weights in number, change hands once through shared memory.
 
-A mask is kept as 16 set or cleared bits a weight. That is what two instructions a pair of weights can apply: `prmt`
-spreads a byte's sign bit over a half-word, `and` clears what is dropped, where a comparison and a select would each
-cost one a weight (and the predicates, 16 a call, do not fit the predicate registers).
+A mask has 16 bits a weight, all set where it is dropped. That is what two instructions a pair of weights can apply:
+`prmt` spreads a byte's sign bit over a half-word, `lop3` clears what is dropped, where a comparison and a select would
+each cost one a weight (and the predicates, 16 a call, do not fit the predicate registers).
 """
 
 from typing import Any, NamedTuple
@@ -57,28 +57,26 @@ def load_key(p_key, i_b, i_h):
 
 
 @triton.jit
-def keep_bytes(b_w, THRESHOLD: tl.constexpr):
-    """A mask of 16 bits, all set or all clear, for each byte of a word, the most significant byte first."""
+def dropped_bytes(b_w, THRESHOLD: tl.constexpr):
+    """A mask for each byte of a word, the most significant byte first: 16 bits, set where the byte is < THRESHOLD."""
     if INTERPRET:  # which knows no inline assembly
-        m_3 = tl.where(b_w >= THRESHOLD << 24, -1, 0).to(tl.int16)
-        m_2 = tl.where((b_w << 8) >= THRESHOLD << 24, -1, 0).to(tl.int16)
-        m_1 = tl.where((b_w << 16) >= THRESHOLD << 24, -1, 0).to(tl.int16)
-        m_0 = tl.where((b_w << 24) >= THRESHOLD << 24, -1, 0).to(tl.int16)
+        m_3 = tl.where(b_w < THRESHOLD << 24, -1, 0).to(tl.int16)
+        m_2 = tl.where((b_w << 8) < THRESHOLD << 24, -1, 0).to(tl.int16)
+        m_1 = tl.where((b_w << 16) < THRESHOLD << 24, -1, 0).to(tl.int16)
+        m_0 = tl.where((b_w << 24) < THRESHOLD << 24, -1, 0).to(tl.int16)
         return m_3, m_2, m_1, m_0
-    # byte >= THRESHOLD iff byte + C carries out of its 8 bits, C = 256 - THRESHOLD. Four bytes at once: the sum of the
-    # low seven bits carries into bit 7, which C's own bit 7 lets through if either (or: both) of the two is set.
-    C: tl.constexpr = 256 - THRESHOLD
-    LOW: tl.constexpr = (C & 0x7F) * 0x01010101
-    CARRY: tl.constexpr = "or" if C >= 0x80 else "and"
+    # One instruction compares four bytes: |byte - (THRESHOLD + 127)| has its sign bit, the eighth, for those below
+    # THRESHOLD and no others; and |byte - (THRESHOLD - 128)|, where that is not negative, for all others.
+    FEW: tl.constexpr = THRESHOLD <= 128
+    DISTANT: tl.constexpr = (THRESHOLD + 127 if FEW else THRESHOLD - 128) * 0x01010101
+    INVERT: tl.constexpr = "" if FEW else "not.b32 x, x; not.b32 y, y;"
     return tl.inline_asm_elementwise(
         f"""{{
-        .reg .b32 x, y;
-        and.b32 x, $4, 0x7f7f7f7f;
-        and.b32 y, $5, 0x7f7f7f7f;
-        add.u32 x, x, {LOW};
-        add.u32 y, y, {LOW};
-        {CARRY}.b32 x, x, $4;
-        {CARRY}.b32 y, y, $5;
+        .reg .b32 x, y, distant;
+        mov.b32 distant, {DISTANT};
+        vabsdiff4.u32.u32.u32 x, $4, distant, distant;
+        vabsdiff4.u32.u32.u32 y, $5, distant, distant;
+        {INVERT}
         prmt.b32 $0, x, y, 0xffbb;
         prmt.b32 $1, x, y, 0xeeaa;
         prmt.b32 $2, x, y, 0xdd99;
@@ -93,8 +91,8 @@ def keep_bytes(b_w, THRESHOLD: tl.constexpr):
 
 
 @triton.jit
-def keep_tile(key, i_m, i_n, THRESHOLD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """The mask of query rows [i_m, i_m + M) and key columns [i_n, i_n + N), int16: -1 where kept, 0 where dropped.
+def dropped_tile(key, i_m, i_n, THRESHOLD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """The mask of query rows [i_m, i_m + M) and key columns [i_n, i_n + N), int16: -1 where dropped, 0 where kept.
 
     i_m is a multiple of 16, i_n one of 64, and so are M and N. (M, N), or (N, M) if TRANSPOSED.
     """
@@ -107,39 +105,39 @@ def keep_tile(key, i_m, i_n, THRESHOLD: tl.constexpr, M: tl.constexpr, N: tl.con
     if TRANSPOSED:
         # The leading axis of length 1 is where the compiler hoists the exchange between threads to: onto the words.
         b_w = b_w.permute(1, 4, 3, 2, 0).reshape(N // 2, M // 2)[None, :, :]
-        m_3, m_2, m_1, m_0 = keep_bytes(b_w, THRESHOLD)
+        m_3, m_2, m_1, m_0 = dropped_bytes(b_w, THRESHOLD)
         # (j >> 4, j & 7, i >> 4, i & 7, bit 3 of i, bit 3 of j) -> (N, M)
-        b_keep = tl.join(tl.join(m_3, m_1), tl.join(m_2, m_0)).reshape(N // 16, 8, M // 16, 8, 2, 2)
-        b_keep = b_keep.permute(0, 5, 1, 2, 4, 3).reshape(N, M)
+        b_drop = tl.join(tl.join(m_3, m_1), tl.join(m_2, m_0)).reshape(N // 16, 8, M // 16, 8, 2, 2)
+        b_drop = b_drop.permute(0, 5, 1, 2, 4, 3).reshape(N, M)
     else:
         b_w = b_w.permute(0, 1, 4, 3, 2).reshape(M // 2, N // 2)
-        m_3, m_2, m_1, m_0 = keep_bytes(b_w, THRESHOLD)
+        m_3, m_2, m_1, m_0 = dropped_bytes(b_w, THRESHOLD)
         # (i >> 4, i & 7, j >> 4, j & 7, bit 3 of i, bit 3 of j) -> (M, N)
-        b_keep = tl.join(tl.join(m_3, m_1), tl.join(m_2, m_0)).reshape(M // 16, 8, N // 16, 8, 2, 2)
-        b_keep = b_keep.permute(0, 4, 1, 2, 5, 3).reshape(M, N)
-    return b_keep
+        b_drop = tl.join(tl.join(m_3, m_1), tl.join(m_2, m_0)).reshape(M // 16, 8, N // 16, 8, 2, 2)
+        b_drop = b_drop.permute(0, 4, 1, 2, 5, 3).reshape(M, N)
+    return b_drop
 
 
 @triton.jit
-def drop(b_x, b_keep):
-    """b_x where b_keep is set, zero elsewhere."""
+def drop(b_x, b_drop):
+    """b_x, zero where b_drop is set: a lop3 of 0x30 is a and not b."""
     if INTERPRET:
-        return tl.where(b_keep != 0, b_x, 0.0).to(b_x.dtype)
+        return tl.where(b_drop != 0, 0.0, b_x).to(b_x.dtype)
     if b_x.dtype == tl.float32:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 x, y;
             prmt.b32 x, $4, 0, 0x9999;
             prmt.b32 y, $4, 0, 0xbbbb;
-            and.b32 $0, $2, x;
-            and.b32 $1, $3, y;
+            lop3.b32 $0, $2, x, 0, 0x30;
+            lop3.b32 $1, $3, y, 0, 0x30;
             }""",
             "=r,=r,r,r,r",
-            [b_x, b_keep],
+            [b_x, b_drop],
             dtype=tl.float32,
             is_pure=True,
             pack=2,
         )
     return tl.inline_asm_elementwise(
-        "and.b32 $0, $1, $2;", "=r,r,r", [b_x, b_keep], dtype=b_x.dtype, is_pure=True, pack=2
+        "lop3.b32 $0, $1, $2, 0, 0x30;", "=r,r,r", [b_x, b_drop], dtype=b_x.dtype, is_pure=True, pack=2
     )

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dropout.kernel import drop, keep_tile, load_key
+from ..dropout.kernel import drop, dropped_tile, load_key
 from .configs import Blocks, Extras, KernelConfigs, Options
 from .score import (
     LOG2_E,
@@ -131,7 +131,7 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, 
             m_s = o_n[None, :] <= o_m[:, None] + at.offset if MODE.causal else (o_n < at.S)[None, :]
         b_p = tl.where(m_s, b_p, 0.0)
     if THRESHOLD:
-        b_dp = drop(b_dp, keep_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, False))
+        b_dp = drop(b_dp, dropped_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, False))
     b_ds = times_derivative(b_p * (b_dp - b_delta[:, None]), b_tanh, MODE)
     return dot(b_ds.to(b_k.dtype), b_k, b_dq, MODE)
 
@@ -194,7 +194,7 @@ def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.conste
     b_dk, b_dv = b_dkdv
     b_k, b_v = b_kv
     if THRESHOLD:
-        b_keep = keep_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, True)
+        b_drop = dropped_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, True)
     b_q = load_tile(queries.q, queries.i_b, queries.i_h, i_m, BM, BD)
     b_do = load_tile(queries.do, queries.i_b, queries.i_h, i_m, BM, BD)
 
@@ -217,7 +217,7 @@ def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.conste
             b_p = tl.where(o_n[:, None] <= o_m[None, :] + at.offset, b_p, 0.0)
     b_p_kept = b_p.to(b_q.dtype)
     if THRESHOLD:
-        b_p_kept = drop(b_p_kept, b_keep)
+        b_p_kept = drop(b_p_kept, b_drop)
     b_dv = dot(b_p_kept, b_do, b_dv, MODE)
     b_dp = dot(b_v, b_do.T, None, MODE)
     b_delta = load_row(queries.delta, queries.i_bh, i_m, BM)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dropout.kernel import drop, keep_tile, load_key
+from ..dropout.kernel import drop, dropped_tile, load_key
 from .configs import Extras, KernelConfigs, Options
 from .score import (
     LEAST_MAXIMUM,
@@ -92,7 +92,7 @@ def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MO
     factor = log2_factor(scale_log2, MODE)
     for i_n in tl.range(n_start, n_end, BN, num_stages=STAGES):
         # Drawn before the scores, while the previous tile's product with v is still in flight.
-        b_keep = keep_tile(key, i_m, i_n, THRESHOLD, BM, BN, False) if THRESHOLD else None
+        b_drop = dropped_tile(key, i_m, i_n, THRESHOLD, BM, BN, False) if THRESHOLD else None
         # (BM, BN)
         b_k = load_tile(k, i_b, i_kv, i_n, BN, BD)
         b_s = dot(b_q, b_k.T, None, MODE)
@@ -125,7 +125,7 @@ def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MO
             l = l * alpha + tl.sum(b_p, 1)
         b_p = b_p.to(b_q.dtype)
         if THRESHOLD:
-            b_p = drop(b_p, b_keep)
+            b_p = drop(b_p, b_drop)
 
         # (BM, D)
         b_v = load_tile(v, i_b, i_kv, i_n, BN, BD)

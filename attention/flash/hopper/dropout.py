@@ -1,4 +1,4 @@
-"""The keep mask of attention/dropout in the registers of an accumulator: the same bits as everywhere.
+"""The mask of attention/dropout in the registers of an accumulator: the same bits as everywhere.
 
 One Philox call serves 16 weights, those that one thread holds of a 16 x 64 piece of an accumulator. In the forward the
 layouts below put the call into that thread. For the transposed tiles of the backward a thread needs one of a call's
@@ -13,7 +13,7 @@ from ...dropout import kernel as plain
 # The functions of the plain kernels, compiled as Gluon.
 philox = gluon.jit(plain.philox.fn)
 load_key = gluon.jit(plain.load_key.fn)
-keep_bytes = gluon.jit(plain.keep_bytes.fn)
+dropped_bytes = gluon.jit(plain.dropped_bytes.fn)
 
 
 @gluon.constexpr_function
@@ -65,11 +65,11 @@ def draw(key, i_m, i_n, M: gl.constexpr, N: gl.constexpr, CALLS: gl.constexpr):
 
 
 @gluon.jit
-def clear(b_p, b_keep):
-    """b_p of 16 bits, zero where b_keep has no bits set."""
-    b_keep = gl.convert_layout(b_keep, b_p.type.layout)
+def clear(b_p, b_drop):
+    """b_p of 16 bits, zero where b_drop has its bits set: a lop3 of 0x30 is a and not b."""
+    b_drop = gl.convert_layout(b_drop, b_p.type.layout)
     return gl.inline_asm_elementwise(
-        "and.b32 $0, $1, $2;", "=r,r,r", [b_p, b_keep], dtype=b_p.dtype, is_pure=True, pack=2
+        "lop3.b32 $0, $1, $2, 0, 0x30;", "=r,r,r", [b_p, b_drop], dtype=b_p.dtype, is_pure=True, pack=2
     )
 
 
@@ -79,10 +79,10 @@ def drop(b_p, key, i_m, i_n, THRESHOLD: gl.constexpr, M: gl.constexpr, N: gl.con
     CALLS: gl.constexpr = call_layout(M, N)
     WORDS: gl.constexpr = word_layout(M // 2, N // 2, 4)
     b_w = draw(key, i_m, i_n, M, N, CALLS).permute([0, 1, 4, 3, 2]).reshape([M // 2, N // 2])
-    m_3, m_2, m_1, m_0 = keep_bytes(gl.convert_layout(b_w, WORDS), THRESHOLD)
+    m_3, m_2, m_1, m_0 = dropped_bytes(gl.convert_layout(b_w, WORDS), THRESHOLD)
     # (i >> 4, i & 7, j >> 4, j & 7, bit 3 of i, bit 3 of j) -> (M, N)
-    b_keep = gl.join(gl.join(m_3, m_1), gl.join(m_2, m_0)).reshape([M // 16, 8, N // 16, 8, 2, 2])
-    return clear(b_p, b_keep.permute([0, 4, 1, 2, 5, 3]).reshape([M, N]))
+    b_drop = gl.join(gl.join(m_3, m_1), gl.join(m_2, m_0)).reshape([M // 16, 8, N // 16, 8, 2, 2])
+    return clear(b_p, b_drop.permute([0, 4, 1, 2, 5, 3]).reshape([M, N]))
 
 
 @gluon.jit
@@ -97,7 +97,7 @@ def draw_transposed(key, i_m, i_n, M: gl.constexpr, N: gl.constexpr):
 @gluon.jit
 def drop_transposed(b_p, b_w, THRESHOLD: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
     """b_p (N, M) with what dropout drops set to zero; b_w are its words."""
-    m_3, m_2, m_1, m_0 = keep_bytes(b_w, THRESHOLD)
+    m_3, m_2, m_1, m_0 = dropped_bytes(b_w, THRESHOLD)
     # (j >> 4, j & 7, i >> 4, i & 7, bit 3 of i, bit 3 of j) -> (N, M)
-    b_keep = gl.join(gl.join(m_3, m_1), gl.join(m_2, m_0)).reshape([N // 16, 8, M // 16, 8, 2, 2])
-    return clear(b_p, b_keep.permute([0, 5, 1, 2, 4, 3]).reshape([N, M]))
+    b_drop = gl.join(gl.join(m_3, m_1), gl.join(m_2, m_0)).reshape([N // 16, 8, M // 16, 8, 2, 2])
+    return clear(b_p, b_drop.permute([0, 5, 1, 2, 4, 3]).reshape([N, M]))
