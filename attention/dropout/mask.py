@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -86,14 +87,20 @@ class DropoutKey:
         for name, position, unit in (("first_query", self.first_query, 16), ("first_key", self.first_key, 64)):
             if isinstance(position, int) and position % unit:
                 raise ValueError(f"{name}={position} of a dropout key must be a multiple of {unit}.")
-        return torch.stack(
-            [
-                f.to(device, torch.int64)
-                if isinstance(f, Tensor)
-                else torch.full((), f, dtype=torch.int64, device=device)
-                for f in (getattr(self, field.name) for field in fields(self))
-            ]
-        )
+        # Each part is a launch on a GPU, so equal numbers that follow one another make one part.
+        parts: list[Tensor] = []
+        for same, run in groupby((getattr(self, field.name) for field in fields(self)), key=as_number):
+            equal = list(run)
+            if same is None:
+                parts += [field.to(device, torch.int64).reshape(1) for field in equal]
+            else:
+                parts.append(torch.full((len(equal),), same, dtype=torch.int64, device=device))
+        return torch.cat(parts)
+
+
+def as_number(field: int | Tensor) -> int | None:
+    """A field of a key that is a number, None for a tensor."""
+    return None if isinstance(field, Tensor) else field
 
 
 def is_valid_rate(p: float) -> bool:
