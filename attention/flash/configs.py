@@ -172,6 +172,13 @@ def kind_of_scores(options: Options, extras: Extras) -> str:
     return "plain" if extras.slopes is None else "alibi"
 
 
+def seen_length(length: int, options: Options, extras: Extras) -> int:
+    """How many of a row's keys a query sees, or may see."""
+    if options.window is not None or extras.starts is not None:
+        length = min(length, options.window or DOCUMENT_LENGTH)
+    return length
+
+
 def choose(
     head_dim: int,
     length: int,
@@ -182,8 +189,7 @@ def choose(
 ) -> KernelConfigs:
     """The blocks for a head size, a number of keys, a dtype, a compute capability and what a call asks for."""
     dropout = options.threshold > 0
-    if options.window is not None or extras.starts is not None:
-        length = min(length, options.window or DOCUMENT_LENGTH)
+    length = seen_length(length, options, extras)
     if dtype == torch.float32:
         tables, dropout = [FP32], True  # the same with and without
     elif capability[0] in (9, 10):

@@ -18,11 +18,19 @@ from ..gpu import INTERPRET
 from ..interface import UnsupportedAttention
 from . import backward as plain_backward
 from . import forward as plain_forward
-from .configs import FP8_HAS_NO_GRADIENTS, Extras, KernelConfigs, Options, choose
+from .configs import FP8_HAS_NO_GRADIENTS, Extras, KernelConfigs, Options, choose, seen_length
 from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
 from .hopper import fp8_forward
-from .hopper.configs import FP8_MAX_HEAD_DIM, HEAD_DIMS, backward_blocks, forward_blocks, fp8_blocks, is_faster
+from .hopper.configs import (
+    FP8_MAX_HEAD_DIM,
+    HEAD_DIMS,
+    ForwardBlocks,
+    backward_blocks,
+    forward_blocks,
+    fp8_blocks,
+    is_faster,
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,13 @@ class Path(NamedTuple):
 def kernel_configs(q: Tensor, k: Tensor, extras: Extras, options: Options) -> KernelConfigs:
     """The block sizes of the plain kernels for these queries and keys."""
     return choose(q.shape[-1], k.shape[2], q.dtype, gpu.capability(q.device), options, extras)
+
+
+def hopper_blocks(q: Tensor, k: Tensor, extras: Extras, options: Options) -> ForwardBlocks:
+    """The shape of the Hopper forward for these queries and keys."""
+    length = seen_length(k.shape[2], options, extras)
+    asked = {"dropout": options.threshold > 0, "alibi": extras.slopes is not None}
+    return forward_blocks(q.shape[-1], length, **asked, soft_cap=options.soft_cap is not None)
 
 
 def describe(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Problem:
@@ -120,7 +135,7 @@ PATHS = {
             problem.head_dim, problem.dropout, problem.features, problem.length, backward
         ),
         forward=lambda q, k, v, out, extras, options: hopper_forward.forward(
-            q, k, v, out, extras, options, forward_blocks(q.shape[-1], options.threshold > 0, extras.slopes is not None)
+            q, k, v, out, extras, options, hopper_blocks(q, k, extras, options)
         ),
         backward=lambda do, q, k, v, out, lse2, gradients, extras, options: hopper_backward.backward(
             do, q, k, v, out, lse2, gradients, extras, options, backward_blocks(q.shape[-1], options.threshold > 0)

@@ -29,6 +29,7 @@ class ForwardBlocks(NamedTuple):
     k          rows of a key tile
     columns    of all tiles: the head size, rounded up
     stages     key tiles in flight
+    q_stages   query tiles of a consumer in flight
     registers  of a consumer's thread
     in_turn    whether the consumers start their products in turn
     out_in_q   whether a tile of out takes the place of its queries in shared memory
@@ -39,6 +40,7 @@ class ForwardBlocks(NamedTuple):
     k: int
     columns: int
     stages: int
+    q_stages: int
     registers: int
     in_turn: bool
     out_in_q: bool = False
@@ -66,21 +68,27 @@ class BackwardBlocks(NamedTuple):
     registers: int
 
 
-def forward_blocks(head_dim: int, dropout: bool, alibi: bool) -> ForwardBlocks:
-    """The forward's shape for a head size that it serves."""
+def forward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_cap: bool) -> ForwardBlocks:
+    """The forward's shape for a head size that it serves and a number of keys."""
     if head_dim > 128:
-        return ForwardBlocks(consumers=2, k=64, columns=256, stages=2, registers=240, in_turn=False, out_in_q=True)
-    if head_dim > 64:
-        return ForwardBlocks(consumers=2, k=128, columns=128, stages=2, registers=240, in_turn=False)
-    if dropout or alibi:  # the mask and the biases need the registers of a third consumer
-        return ForwardBlocks(consumers=2, k=128, columns=64, stages=4, registers=240, in_turn=False)
-    return ForwardBlocks(consumers=3, k=128, columns=64, stages=4, registers=160, in_turn=True)
+        return ForwardBlocks(
+            consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, in_turn=False, out_in_q=True
+        )
+    if head_dim > 64:  # the numbered columns of ALiBi leave no shared memory for more queries
+        q_stages = 1 if alibi else 2
+        return ForwardBlocks(consumers=2, k=128, columns=128, stages=2, q_stages=q_stages, registers=240, in_turn=False)
+    # Tiles of 192 queries share short rows badly, and a third consumer leaves fewer registers to each.
+    if length < (8192 if dropout else 4096) or (alibi and (dropout or soft_cap)):
+        return ForwardBlocks(consumers=2, k=128, columns=64, stages=4, q_stages=2, registers=240, in_turn=False)
+    return ForwardBlocks(consumers=3, k=128, columns=64, stages=4, q_stages=2, registers=160, in_turn=True)
 
 
 def fp8_blocks(head_dim: int) -> ForwardBlocks:
     """The shape of the forward with products in 8 bits, for a head size up to FP8_MAX_HEAD_DIM."""
     columns = 64 if head_dim <= 64 else 128
-    return ForwardBlocks(consumers=2, k=128, columns=columns, stages=4, registers=240, in_turn=False, v_columns=True)
+    return ForwardBlocks(
+        consumers=2, k=128, columns=columns, stages=4, q_stages=1, registers=240, in_turn=False, v_columns=True
+    )
 
 
 def backward_blocks(head_dim: int, dropout: bool) -> BackwardBlocks:

@@ -27,13 +27,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..configs import Extras, Options
 from ..forward import without_keys
-from ..score import LEAST_MAXIMUM, LOG2_E, alibi_row_bias, log2_factor
+from ..score import LEAST_MAXIMUM, LOG2_E, alibi_row_bias
 from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, launch_numbers, rows_like
 from .configs import ForwardBlocks
-from .dropout import drop
-from .forward_pipeline import allocate, next_work, producer, skip
-from .schedule import Sizes, key_tiles, swizzle
-from .softmax import ROWS, alibi_shift, finish_scores, load_queries, rescale, row_max, row_sum
+from .forward_pipeline import allocate, next_queries, producer, q_stage, skip
+from .schedule import Sizes, key_tiles
+from .softmax import (
+    ROWS,
+    alibi_shift,
+    as_operand,
+    exponent_factor,
+    finish_scores,
+    load_queries,
+    rescale,
+    round_weights,
+    row_max,
+    row_sum,
+    start_scores,
+)
 from .tiles import tiles
 
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
@@ -54,15 +65,15 @@ def step(
     S_LAYOUT: gl.constexpr = m.type.layout.parent
     O_ROWS: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     L_ROWS: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-    THRESHOLD: gl.constexpr = MODE.threshold
-    factor = log2_factor(queries.scale_log2, MODE)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    dtype: gl.constexpr = buffers.q.dtype
+    factor = exponent_factor(queries.scale_log2, MODE)
     i_s = i_step % STAGES
 
     if BLOCKS.in_turn:
         mbarrier.wait(barriers.turn.index(c), i_turn & 1)
-    zeros = gl.zeros([ROWS, BN], gl.float32, S_LAYOUT)
-    b_k = buffers.k.index(i_s).permute((1, 0))
-    s_flight = warpgroup_mma(buffers.q.index(c), b_k, zeros, use_acc=False, is_async=True)
+    s_flight = start_scores(buffers.k.index(i_s), queries, buffers, S_LAYOUT, MODE, BN)
+    b_p = as_operand(b_p, i_n + BN, queries, P_LAYOUT, dtype, MODE, BN)  # draws a mask while the scores are computed
     o_flight = warpgroup_mma(b_p, buffers.v.index(i_s), o, is_async=True)
     b_s = warpgroup_mma_wait(1, deps=(s_flight,))
     if BLOCKS.in_turn:
@@ -90,9 +101,7 @@ def step(
     mbarrier.arrive(barriers.kv_empty.index(i_s))
     if not MODE.fixed_max:
         o = rescale(o, gl.convert_layout(alpha, O_ROWS), BLOCKS.columns)
-    b_p = gl.convert_layout(b_p32.to(buffers.q.dtype), b_p.type.layout)
-    if THRESHOLD:
-        b_p = drop(b_p, queries.key, queries.i_m, i_n, THRESHOLD, ROWS, BN)
+    b_p = round_weights(b_p32, P_LAYOUT, dtype, MODE, BN)
     return o, b_p, m, l
 
 
@@ -115,18 +124,17 @@ def consumer(
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = out.dtype
     T = sizes.T
-    factor = log2_factor(numbers.scale_log2, MODE)
+    factor = exponent_factor(numbers.scale_log2, MODE)
 
     i_step = 0
     i_turn = 0
     i_round = 0
-    i_work = next_work(buffers.work.index(c), barriers.work_full.index(c), i_round)
-    while i_work < sizes.n_tiles * sizes.n_heads:
-        i_tile, i_bh = swizzle(i_work, sizes)
-        i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
-        i_m_all = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
+    i_q, phase = q_stage(i_round, c, BLOCKS)
+    i_m_all, i_b, i_h = next_queries(i_q, phase, buffers, barriers)
+    while i_h >= 0:
+        i_bh = i_b * sizes.H + i_h
         i_m = i_m_all + c * ROWS
-        queries = load_queries(extras, numbers, i_m, i_b, i_h, sizes, S_LAYOUT, MODE)
+        queries = load_queries(buffers.q.index(i_q), extras, numbers, i_m, i_b, i_h, sizes, S_LAYOUT, MODE)
         at = queries.at
         n_start_all, _, _, n_end_all = key_tiles(i_m_all, at, CONSUMERS * ROWS, BN, MODE)
         n_start, n_full_start, n_full_end, n_end = key_tiles(i_m, at, ROWS, BN, MODE)
@@ -134,11 +142,9 @@ def consumer(
 
         # The last tile that these queries see, which the diagonal or the end of the sequence cuts.
         i_n = (n_end - 1) * BN
-        mbarrier.wait(barriers.q_full.index(c), i_round & 1)
+        mbarrier.wait(barriers.q_full.index(i_q), phase)
         mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
-        zeros = gl.zeros([ROWS, BN], gl.float32, S_LAYOUT)
-        b_k = buffers.k.index(i_step % STAGES).permute((1, 0))
-        s_flight = warpgroup_mma(buffers.q.index(c), b_k, zeros, use_acc=False, is_async=True)
+        s_flight = start_scores(buffers.k.index(i_step % STAGES), queries, buffers, S_LAYOUT, MODE, BN)
         b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
         b_s = finish_scores(b_s, i_n, True, queries, MODE, BN)
@@ -156,25 +162,27 @@ def consumer(
         l = row_sum(b_p32, BN)
         if MODE.sinks:  # a quarter for each of a row's four threads
             l += gl.convert_layout(0.25 * gl.exp2(m_sink - m_safe), gl.SliceLayout(1, l.type.layout))[:, None]
-        b_p = gl.convert_layout(b_p32.to(dtype), P_LAYOUT)
-        if THRESHOLD:
-            b_p = drop(b_p, queries.key, i_m, i_n, THRESHOLD, ROWS, BN)
+        b_p = round_weights(b_p32, P_LAYOUT, dtype, MODE, BN)
         o = gl.zeros([ROWS, BD], gl.float32, O_LAYOUT)
         i_step += 1
         mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
 
         for j in range(n_start + 1, n_end):
             i_tile_n = n_end - 1 + n_start - j
-            is_cut = (i_tile_n >= n_full_end) | (i_tile_n < n_full_start) if MODE.bounded else i_tile_n >= n_full_end
+            if MODE.bounded:
+                is_cut = (i_tile_n >= n_full_end) | (i_tile_n < n_full_start)
+            else:  # the end of the sequence cuts the last tile alone
+                is_cut = i_tile_n >= n_full_end if MODE.causal else False
             o, b_p, m, l = step(
                 o, b_p, m, l, i_step, i_turn, i_tile_n * BN, is_cut, queries, buffers, barriers, c, BLOCKS, MODE
             )
             i_step += 1
             i_turn += 1
 
+        b_p = as_operand(b_p, n_start * BN, queries, P_LAYOUT, dtype, MODE, BN)
         o_flight = warpgroup_mma(b_p, buffers.v.index(i_step % STAGES), o, is_async=True)
         if not BLOCKS.out_in_q:
-            mbarrier.arrive(barriers.q_empty.index(c))
+            mbarrier.arrive(barriers.q_empty.index(i_q))
         l_row = gl.convert_layout(gl.sum(l, 1), S_ROWS)
         lse2 = m + gl.log2(l_row) - b_row_bias
         o, b_p = warpgroup_mma_wait(0, deps=(o_flight, b_p))
@@ -198,13 +206,14 @@ def consumer(
         tma.async_copy_shared_to_global(out, [i_b, i_h, i_m, 0], b_out)
         if BLOCKS.out_in_q:
             tma.store_wait(0)
-            mbarrier.arrive(barriers.q_empty.index(c))
+            mbarrier.arrive(barriers.q_empty.index(i_q))
         # As the plain forward: lse2 for the backward, +inf for a row that saw nothing.
         gl.store(p_lse + i_bh.to(gl.int64) * T + o_m, lse2 / LOG2_E, mask=o_m < T)
         lse2 = gl.where(lse2 == -float("inf"), float("inf"), lse2)
         T_padded = gl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT
         gl.store(p_lse2 + i_bh.to(gl.int64) * T_padded + o_m, lse2, mask=o_m < T_padded)
-        i_work = next_work(buffers.work.index(c), barriers.work_full.index(c), i_round)
+        i_q, phase = q_stage(i_round, c, BLOCKS)
+        i_m_all, i_b, i_h = next_queries(i_q, phase, buffers, barriers)
     tma.store_wait(0)
 
 
@@ -214,7 +223,7 @@ def forward_kernel(
 ):  # fmt: skip
     """out and lse of all tiles of queries. Grid: at most a program for each multiprocessor."""
     REGISTERS: gl.constexpr = BLOCKS.registers
-    buffers, barriers = allocate(q, v, out, BLOCKS)
+    buffers, barriers = allocate(q, v, out, BLOCKS, MODE)
     H, T = q.shape[1], q.shape[2]
     n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
     sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, numbers.n_together >> 2)

@@ -11,21 +11,26 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..score import locate
 from .schedule import key_tiles, swizzle
-from .softmax import ROWS
+from .softmax import ROWS, SLOPE_PARTS, bias_in_product, column_numbers
 
 
 class Buffers(NamedTuple):
-    """Shared memory: a tile of q and of out for each consumer, stages of k and v, the number of the tile of queries."""
+    """Shared memory: stages of q and a tile of out for each consumer, stages of k and v.
+
+    work     for each stage of q, which queries these are
+    columns  of a key tile, numbered, where ALiBi's biases come with the product
+    """
 
     q: Any
     k: Any
     v: Any
     out: Any
     work: Any
+    columns: Any
 
 
 class Barriers(NamedTuple):
-    """work, q: for each consumer; kv: for each stage. turn: whose products are next, where consumers take turns."""
+    """work, q, kv: for each stage. turn: for each consumer, whose products are next, where consumers take turns."""
 
     work_full: Any
     q_full: Any
@@ -36,9 +41,10 @@ class Barriers(NamedTuple):
 
 
 @gluon.jit
-def allocate(q, v, out, BLOCKS: gl.constexpr):
+def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """(buffers, barriers), the barriers ready. k has q's dtype."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
+    Q_TILES: gl.constexpr = CONSUMERS * BLOCKS.q_stages
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
@@ -50,29 +56,37 @@ def allocate(q, v, out, BLOCKS: gl.constexpr):
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([V_ROWS, V_COLUMNS], dtype)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], out.dtype)
-    q_s = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BD], q_layout)
+    q_s = gl.allocate_shared_memory(dtype, [Q_TILES, ROWS, BD], q_layout)
     out_s = q_s
     if not BLOCKS.out_in_q:
         out_s = gl.allocate_shared_memory(out.dtype, [CONSUMERS, ROWS, BD], out_layout)
+    columns = 0
+    if bias_in_product(MODE):
+        COLUMNS: gl.constexpr = gl.BlockedLayout([1, SLOPE_PARTS], [32, 1], [4, 1], [1, 0])
+        columns_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, SLOPE_PARTS], gl.bfloat16)
+        numbers = column_numbers(BN, COLUMNS)
+        columns = gl.allocate_shared_memory(gl.bfloat16, [BN, SLOPE_PARTS], columns_layout, numbers)
     buffers = Buffers(
         q_s,
         gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
         gl.allocate_shared_memory(dtype, [STAGES, V_ROWS, V_COLUMNS], v_layout),
         out_s,
-        gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int32, [Q_TILES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        columns,
     )
     barriers = Barriers(
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
     )
-    for i in gl.static_range(CONSUMERS):
+    for i in gl.static_range(Q_TILES):
         mbarrier.init(barriers.work_full.index(i), count=1)
         mbarrier.init(barriers.q_full.index(i), count=1)
         mbarrier.init(barriers.q_empty.index(i), count=1)
+    for i in gl.static_range(CONSUMERS):
         mbarrier.init(barriers.turn.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.kv_full.index(i), count=1)
@@ -90,7 +104,6 @@ def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS:
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
-    SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     dtype: gl.constexpr = q.dtype
 
     i_step = 0
@@ -103,12 +116,11 @@ def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS:
         i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
         i_kv = i_h // sizes.G
         for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(barriers.q_empty.index(c), (i_round & 1) ^ 1)
-            buffers.work.index(c).store(gl.full([1], i_work, gl.int32, SCALAR))
-            mbarrier.arrive(barriers.work_full.index(c))
-            q_full = barriers.q_full.index(c)
+            i_q, phase = q_stage(i_round, c, BLOCKS)
+            hand_out(i_m, i_b, i_h, i_q, phase, buffers, barriers)
+            q_full = barriers.q_full.index(i_q)
             mbarrier.expect(q_full, q.block_type.nbytes)
-            b_q = buffers.q.index(c)._reinterpret(dtype, [1, 1, ROWS, BD], q.layout)
+            b_q = buffers.q.index(i_q)._reinterpret(dtype, [1, 1, ROWS, BD], q.layout)
             tma.async_copy_global_to_shared(q, [i_b, i_h, i_m + c * ROWS, 0], q_full, b_q)
         at = locate(sizes.T, sizes.S, extras, numbers, i_b)
         n_start, _, _, n_end = key_tiles(i_m, at, CONSUMERS * ROWS, BN, MODE)
@@ -128,18 +140,39 @@ def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS:
             i_step += 1
         i_round += 1
         i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1)
-    for c in gl.static_range(CONSUMERS):  # work that does not exist ends the consumers
-        mbarrier.wait(barriers.q_empty.index(c), (i_round & 1) ^ 1)
-        buffers.work.index(c).store(gl.full([1], i_work, gl.int32, SCALAR))
-        mbarrier.arrive(barriers.work_full.index(c))
+    for c in gl.static_range(CONSUMERS):  # a head that does not exist ends the consumers
+        i_q, phase = q_stage(i_round, c, BLOCKS)
+        hand_out(0, 0, -1, i_q, phase, buffers, barriers)
 
 
 @gluon.jit
-def next_work(work_s, work_full, i_round):
-    """The number of the tile of queries that the producer hands out."""
-    SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(work_full, i_round & 1)
-    return gl.max(work_s.load(SCALAR), 0)
+def q_stage(i_round, c: gl.constexpr, BLOCKS: gl.constexpr):
+    """(where consumer c's queries of this round lie, the parity of how often others have lain there)."""
+    return i_round % BLOCKS.q_stages * BLOCKS.consumers + c, i_round // BLOCKS.q_stages & 1
+
+
+@gluon.jit
+def hand_out(i_m, i_b, i_h, i_q, phase, buffers, barriers):
+    """Tell a consumer which queries are next, as soon as there is a place for them."""
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    mbarrier.wait(barriers.q_empty.index(i_q), phase ^ 1)
+    o = gl.arange(0, 4, WORDS)
+    buffers.work.index(i_q).store(gl.where(o == 0, i_m, gl.where(o == 1, i_b, i_h)))
+    mbarrier.arrive(barriers.work_full.index(i_q))
+
+
+@gluon.jit
+def next_queries(i_q, phase, buffers, barriers):
+    """(first row, sequence, head) of the queries that the producer hands out: the first of all consumers' rows."""
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    mbarrier.wait(barriers.work_full.index(i_q), phase)
+    o = gl.arange(0, 4, WORDS)
+    words = buffers.work.index(i_q).load(WORDS)
+    return (
+        gl.sum(gl.where(o == 0, words, 0), 0),
+        gl.sum(gl.where(o == 1, words, 0), 0),
+        gl.sum(gl.where(o == 2, words, 0), 0),
+    )
 
 
 @gluon.jit

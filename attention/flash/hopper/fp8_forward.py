@@ -28,10 +28,10 @@ from ..forward import without_keys
 from ..score import LOG2_E, locate
 from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, launch_numbers, rows_like
 from .configs import ForwardBlocks
-from .forward_pipeline import allocate, next_work, producer, skip
+from .forward_pipeline import allocate, next_queries, producer, skip
 from .fp8 import Quantised, quantise
 from .fp8_weights import GROWTH, OFFSET, allocate_ones, as_operand, release, weights
-from .schedule import Sizes, key_tiles, sees_key, swizzle
+from .schedule import Sizes, key_tiles, sees_key
 from .softmax import ROWS, rescale, row_max
 from .tiles import fp8_tiles, tiles
 
@@ -119,11 +119,9 @@ def consumer(
 
     i_step = 0
     i_round = 0
-    i_work = next_work(buffers.work.index(c), barriers.work_full.index(c), i_round)
-    while i_work < sizes.n_tiles * sizes.n_heads:
-        i_tile, i_bh = swizzle(i_work, sizes)
-        i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
-        i_m_all = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
+    i_m_all, i_b, i_h = next_queries(c, i_round & 1, buffers, barriers)
+    while i_h >= 0:
+        i_bh = i_b * sizes.H + i_h
         i_m = i_m_all + c * ROWS
         at = locate(T, sizes.S, extras, numbers, i_b)
         _, _, _, n_end_all = key_tiles(i_m_all, at, CONSUMERS * ROWS, BN, MODE)
@@ -190,7 +188,7 @@ def consumer(
         lse2 = gl.where(lse2 == -float("inf"), float("inf"), lse2)
         T_padded = gl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT
         gl.store(p_lse2 + i_bh.to(gl.int64) * T_padded + o_m, lse2, mask=o_m < T_padded)
-        i_work = next_work(buffers.work.index(c), barriers.work_full.index(c), i_round)
+        i_m_all, i_b, i_h = next_queries(c, i_round & 1, buffers, barriers)
     tma.store_wait(0)
 
 
@@ -201,7 +199,7 @@ def fp8_forward_kernel(
     """out and lse of all tiles of queries. Grid: at most a program for each multiprocessor."""
     REGISTERS: gl.constexpr = BLOCKS.registers
     ones = allocate_ones(BLOCKS.k, q.dtype)
-    buffers, barriers = allocate(q, v, out, BLOCKS)
+    buffers, barriers = allocate(q, v, out, BLOCKS, MODE)
     H, T = q.shape[1], q.shape[2]
     n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
     sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, numbers.n_together >> 2)

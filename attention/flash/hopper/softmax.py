@@ -4,32 +4,38 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from ..score import LOG2_E, alibi_bias, change_scores, key_interval, locate, soft_cap_tanh
-from .dropout import load_key
+from ..score import LOG2_E, alibi_bias, change_scores, key_interval, locate, log2_factor, soft_cap_tanh
+from .dropout import drop, load_key
 from .schedule import sees_key
 
 ROWS = gl.constexpr(64)  # of queries: what a warpgroup multiplies at once
+SLOPE_PARTS = gl.constexpr(16)  # columns of the smallest product: three parts of an ALiBi slope, and zeros
 
 
 class Queries(NamedTuple):
     """A consumer's 64 queries from i_m, and what makes weights of their scores; zeros for what MODE lacks.
 
+    b_q         in shared memory
     interval    of keys that each query sees
     slope2      of ALiBi, times log2(e)
+    slopes      slope2 as an operand, where ALiBi's biases come with the product
     key         dropout's counters
     """
 
+    b_q: Any
     i_m: Any
     at: Any
     interval: Any
     scale_log2: Any
     slope2: Any
+    slopes: Any
     key: Any
 
 
 @gluon.jit
-def load_queries(extras, numbers, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MODE: gl.constexpr):
+def load_queries(b_q, extras, numbers, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MODE: gl.constexpr):
     """What belongs to the queries from i_m of query head i_h of row i_b."""
     at = locate(sizes.T, sizes.S, extras, numbers, i_b)
     interval = (0, 0)
@@ -37,23 +43,74 @@ def load_queries(extras, numbers, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MO
         interval = key_interval(i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), at, MODE)
     slope2 = gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
     key = load_key(extras.key, i_b, i_h) if MODE.threshold else 0
-    return Queries(i_m, at, interval, numbers.scale_log2, slope2, key)
+    slopes = split_slope(slope2 / numbers.scale_log2, gl.DotOperandLayout(0, LAYOUT, 2)) if bias_in_product(MODE) else 0
+    return Queries(b_q, i_m, at, interval, numbers.scale_log2, slope2, slopes, key)
+
+
+@gluon.constexpr_function
+def bias_in_product(MODE):
+    """Whether ALiBi's biases come with the product q k^T: unless a soft cap stands between the two."""
+    return MODE.alibi and MODE.soft_cap is None
+
+
+@gluon.constexpr_function
+def after_product(MODE):
+    """MODE for what changes the scores that a product leaves."""
+    return MODE._replace(alibi=MODE.alibi and MODE.soft_cap is not None)
+
+
+@gluon.jit
+def split_slope(x, LAYOUT: gl.constexpr):
+    """x in each row of (ROWS, SLOPE_PARTS), as the sum of three numbers of bf16: with `column_numbers`, x n in fp32."""
+    high = x.to(gl.bfloat16).to(gl.float32)
+    middle = (x - high).to(gl.bfloat16).to(gl.float32)
+    o_c = gl.zeros([ROWS, 1], gl.int32, LAYOUT) + gl.arange(0, SLOPE_PARTS, gl.SliceLayout(0, LAYOUT))[None, :]
+    parts = gl.where(o_c == 0, high, gl.where(o_c == 1, middle, gl.where(o_c == 2, x - high - middle, 0.0)))
+    return parts.to(gl.bfloat16)
+
+
+@gluon.jit
+def column_numbers(N: gl.constexpr, LAYOUT: gl.constexpr):
+    """n in each row n of (N, SLOPE_PARTS): exact in bf16, as N is at most 256."""
+    o_n = gl.arange(0, N, gl.SliceLayout(1, LAYOUT))[:, None] + gl.zeros([1, SLOPE_PARTS], gl.int32, LAYOUT)
+    return o_n.to(gl.float32).to(gl.bfloat16)
+
+
+@gluon.jit
+def start_scores(b_k, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.constexpr, N: gl.constexpr):
+    """q k^T (ROWS, N) in flight, with ALiBi's bias of each column where it comes with the product."""
+    s_flight = gl.zeros([ROWS, N], gl.float32, LAYOUT)
+    if bias_in_product(MODE):
+        b_columns = buffers.columns.permute((1, 0))
+        s_flight = warpgroup_mma(queries.slopes, b_columns, s_flight, use_acc=False, is_async=True)
+        s_flight = warpgroup_mma(queries.b_q, b_k.permute((1, 0)), s_flight, is_async=True)
+    else:
+        s_flight = warpgroup_mma(queries.b_q, b_k.permute((1, 0)), s_flight, use_acc=False, is_async=True)
+    return s_flight
 
 
 @gluon.jit
 def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr):
     """q k^T (ROWS, N) changed as `change_scores` says, and -inf where a query does not see a key."""
     LAYOUT: gl.constexpr = b_s.type.layout
+    LEFT: gl.constexpr = after_product(MODE)
     at, i_m, scale_log2 = queries.at, queries.i_m, queries.scale_log2
     o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     o_columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))[None, :]
     b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
     # ALiBi's bias of a column, whatever the tile: registers that stay. `alibi_shift` is what a tile has besides.
-    b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, at, MODE) if MODE.alibi else None
-    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+    b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, at, LEFT) if LEFT.alibi else None
+    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, LEFT)
     if is_cut:
         b_s = gl.where(sees_key(o_m, i_n + o_columns, queries.interval, at, MODE), b_s, -float("inf"))
     return b_s
+
+
+@gluon.jit
+def exponent_factor(scale_log2, MODE: gl.constexpr):
+    """What the result of `finish_scores` is multiplied by for scores times log2(e)."""
+    LEFT: gl.constexpr = after_product(MODE)
+    return log2_factor(scale_log2, LEFT)
 
 
 @gluon.jit
@@ -74,6 +131,42 @@ def row_max(b_s, N: gl.constexpr, BLOCKS: gl.constexpr):
 def row_sum(b_p, N: gl.constexpr):
     """(ROWS, 4): what each of a row's four threads holds of it, summed. The four are added once, at the end."""
     return gl.sum(gl.sum(b_p.reshape([ROWS, N // 8, 4, 2]), 1), 2)
+
+
+@gluon.constexpr_function
+def in_words(MODE):
+    """Whether weights stay packed from one step to the next, two 16-bit numbers in an int32.
+
+    ptxas takes pairs of 16-bit values that live through a loop apart, and together again, in every step. `drop` packs
+    them anyway; ALiBi and the full mask have no registers to spare for it.
+    """
+    return MODE.causal and not MODE.alibi and not MODE.threshold
+
+
+@gluon.jit
+def round_weights(b_p32, P_LAYOUT: gl.constexpr, dtype: gl.constexpr, MODE: gl.constexpr, N: gl.constexpr):
+    """Weights (ROWS, N) in 16 bits, for `as_operand`."""
+    if in_words(MODE):
+        ASM: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+        low, high = gl.split(b_p32.reshape([ROWS, N // 2, 2]))
+        b_p = gl.inline_asm_elementwise(ASM, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+    else:
+        b_p = gl.convert_layout(b_p32.to(dtype), P_LAYOUT)
+    return b_p
+
+
+@gluon.jit
+def as_operand(b_p, i_n, queries, P_LAYOUT: gl.constexpr, dtype: gl.constexpr, MODE: gl.constexpr, N: gl.constexpr):
+    """The result of `round_weights` for the product with the values from i_n, less what dropout drops."""
+    THRESHOLD: gl.constexpr = MODE.threshold
+    if in_words(MODE):
+        low, high = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [b_p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
+        b_p = gl.convert_layout(gl.join(low, high).reshape([ROWS, N]).to(dtype, bitcast=True), P_LAYOUT)
+    if THRESHOLD:
+        b_p = drop(b_p, queries.key, queries.i_m, i_n, THRESHOLD, ROWS, N)
+    return b_p
 
 
 @gluon.constexpr_function
