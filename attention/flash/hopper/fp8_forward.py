@@ -28,7 +28,7 @@ from ..forward import without_keys
 from ..score import LOG2_E, locate
 from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, launch_numbers, rows_like
 from .configs import ForwardBlocks
-from .forward_pipeline import allocate, next_queries, producer, skip
+from .forward_pipeline import allocate, next_queries, producer, q_stage, skip
 from .fp8 import Quantised, quantise
 from .fp8_weights import GROWTH, OFFSET, allocate_ones, as_operand, release, weights
 from .schedule import Sizes, key_tiles, sees_key
@@ -52,7 +52,7 @@ def load_scales(p_kv, i_tile):
 
 @gluon.jit
 def step(
-    o, b_p32, m, l, scales, p_kv, i_step, i_m, i_tile, is_cut, scale_q, at, ones, buffers, barriers,
+    o, b_p32, m, l, scales, p_kv, i_q, i_step, i_m, i_tile, is_cut, scale_q, at, ones, buffers, barriers,
     c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """o += p v of the tile before, beside the scores and the softmax of a key tile: (o, p, m, l, next scales) after it.
@@ -70,7 +70,7 @@ def step(
 
     zeros = gl.zeros([ROWS, BN], gl.float32, S_LAYOUT)
     b_k = buffers.k.index(i_s).permute((1, 0))
-    s_flight = warpgroup_mma(buffers.q.index(c), b_k, zeros, use_acc=False, is_async=True)
+    s_flight = warpgroup_mma(buffers.q.index(i_q), b_k, zeros, use_acc=False, is_async=True)
     b_p = as_operand(b_p32, BN, P_LAYOUT)
     o_flight = warpgroup_mma(b_p, buffers.v.index(i_s).permute((1, 0)), o, is_async=True)
     l_flight = warpgroup_mma(b_p, ones, gl.zeros_like(l), use_acc=False, is_async=True)
@@ -119,7 +119,8 @@ def consumer(
 
     i_step = 0
     i_round = 0
-    i_m_all, i_b, i_h = next_queries(c, i_round & 1, buffers, barriers)
+    i_q, phase = q_stage(i_round, c, BLOCKS)
+    i_m_all, i_b, i_h = next_queries(i_q, phase, buffers, barriers)
     while i_h >= 0:
         i_bh = i_b * sizes.H + i_h
         i_m = i_m_all + c * ROWS
@@ -133,11 +134,11 @@ def consumer(
         i_step, _ = skip(i_step, 0, n_end_all - n_end, barriers, c, BLOCKS)
 
         # The last tile that these queries see, which the diagonal or the end of the sequence cuts.
-        mbarrier.wait(barriers.q_full.index(c), i_round & 1)
+        mbarrier.wait(barriers.q_full.index(i_q), phase)
         mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
         zeros = gl.zeros([ROWS, BN], gl.float32, S_LAYOUT)
         b_k = buffers.k.index(i_step % STAGES).permute((1, 0))
-        s_flight = warpgroup_mma(buffers.q.index(c), b_k, zeros, use_acc=False, is_async=True)
+        s_flight = warpgroup_mma(buffers.q.index(i_q), b_k, zeros, use_acc=False, is_async=True)
         scale_q = scale_q * numbers.scale_log2  # not before the product starts: it need not wait for device memory
         scale = scale_q * scale_k
         next_k, next_v = load_scales(p_kv_head, gl.maximum(n_end - 2, 0))
@@ -156,22 +157,24 @@ def consumer(
         for j in range(1, n_end):
             i_tile_n = n_end - 1 - j
             o, b_p32, m, l, scales = step(
-                o, b_p32, m, l, scales, p_kv_head, i_step, i_m, i_tile_n, i_tile_n >= n_full, scale_q, at,
+                o, b_p32, m, l, scales, p_kv_head, i_q, i_step, i_m, i_tile_n, i_tile_n >= n_full, scale_q, at,
                 ones, buffers, barriers, c, BLOCKS, MODE,
             )  # fmt: skip
             i_step += 1
 
         b_p = as_operand(b_p32, BN, P_LAYOUT)
         o_flight = warpgroup_mma(b_p, buffers.v.index(i_step % STAGES).permute((1, 0)), o, is_async=True)
-        mbarrier.arrive(barriers.q_empty.index(c))
+        mbarrier.arrive(barriers.q_empty.index(i_q))
         l_flight = warpgroup_mma(b_p, ones, gl.zeros_like(l), use_acc=False, is_async=True)
+        i_round += 1  # while the last products run
+        i_q, phase = q_stage(i_round, c, BLOCKS)
+        next_m_all, next_b, next_h = next_queries(i_q, phase, buffers, barriers)
         o, l_tile = warpgroup_mma_wait(0, deps=(o_flight, l_flight))
         release(b_p)
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
         l_row = gl.convert_layout(gl.max(l + l_tile * gl.exp2(-scales[2]), 1), S_ROWS)  # all columns are the same
         lse2 = m - OFFSET + gl.log2(l_row)
         i_step += 1
-        i_round += 1
 
         o = o * gl.convert_layout(1 / l_row, O_ROWS)[:, None]
         if MODE.causal:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
@@ -188,7 +191,7 @@ def consumer(
         lse2 = gl.where(lse2 == -float("inf"), float("inf"), lse2)
         T_padded = gl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT
         gl.store(p_lse2 + i_bh.to(gl.int64) * T_padded + o_m, lse2, mask=o_m < T_padded)
-        i_m_all, i_b, i_h = next_queries(c, i_round & 1, buffers, barriers)
+        i_m_all, i_b, i_h = next_m_all, next_b, next_h
     tma.store_wait(0)
 
 
