@@ -305,8 +305,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     begin = time.monotonic()
     with console.status("") as status:
         for n, problem in enumerate(todo):
-            left = f", {(time.monotonic() - begin) / n * (len(todo) - n):.0f} s left" if n else ""
-            status.update(f"{n + 1}/{len(todo)}: head size {problem.D}, dropout {problem.dropout:g}, {problem.T}{left}")
+            line = f"{n + 1}/{len(todo)}: {problem.variant}, head size {problem.D}, "
+            line += f"dropout {problem.dropout:g}, {problem.T} tokens"
+            line += f", {(time.monotonic() - begin) / n * (len(todo) - n):.0f} s left" if n else ""
+            status.update(line)
+            if not console.is_terminal:  # which shows no status
+                console.print(line, highlight=False)
             same = describe(problem)
             rows = [row for row in rows if row | same != row]
             rows = joined([*rows, *(row | when(result) for row in measure(problem, chosen, args.seconds, budget))])

@@ -88,7 +88,9 @@ def main() -> None:
     out = args.out or RESULTS / f"kernel-paths-{slug(now['device'])}.json"
     rows = {identity(row): row for row in json.loads(out.read_text())["rows"]} if out.exists() else {}
     head = json.dumps(now | {"tokens": TOKENS["cuda"], "hidden": HIDDEN["cuda"], "dtype": "bfloat16"}, indent=1)[:-2]
-    for D, variant, p, T in product(args.heads, args.variants, args.dropout, args.lengths):
+    problems = list(product(args.heads, args.variants, args.dropout, args.lengths))
+    for n, (D, variant, p, T) in enumerate(problems, 1):
+        print(f"{n}/{len(problems)}: {variant}, head size {D}, dropout {p:g}, {T} tokens", flush=True)
         problem = Problem(max(1, TOKENS["cuda"] // T), HIDDEN["cuda"] // D, T, D, variant, p, torch.bfloat16, device)
         row = {"head_size": D, "variant": variant, "dropout": p, "length": T, **measure(problem, args.seconds)}
         rows[identity(row)] = row | {"commit": now["git"]["commit"], "date": now["date"]}

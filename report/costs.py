@@ -41,10 +41,10 @@ class Point(NamedTuple):
 
 
 class Crossover(NamedTuple):
-    """Where an implementation overtakes the reference for good: from there on it is as fast or faster.
+    """Where an implementation overtakes the reference for good: from there on it is faster at every measured length.
 
     seq_len  interpolated between the measured lengths around it; None where there is none
-    first    the measured length from which on it is as fast or faster; None where it is slower at the longest
+    first    the measured length from which on it is faster; None where it is not faster at the longest
     speedup  over the reference at the longest length that both were measured at
     longest  that length
     """
@@ -136,7 +136,7 @@ def crossovers(sweep: Sweep, reference: str = "naive") -> list[Crossover]:
         if label == reference or not shared:
             continue
         gains = [math.log(theirs[T] / ours[T]) for T in shared]
-        lasting = next((n for n in range(len(gains)) if min(gains[n:]) >= 0), None)
+        lasting = next((n for n in range(len(gains)) if min(gains[n:]) > 0), None)
         at = None
         if lasting:  # straight lines in the logarithms of time and length
             (T0, T1), (g0, g1) = map(math.log, shared[lasting - 1 : lasting + 1]), gains[lasting - 1 : lasting + 1]

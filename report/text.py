@@ -199,8 +199,9 @@ def _crossings(sweep: Sweep, reference: str) -> Answer | None:
             where = f"It is faster than {reference} from the shortest length on, {crossing.first:,} tokens,"
         else:
             where = f"It does not overtake {reference} for good"
-        speed = f"is {crossing.speedup:.2g} times as fast at {crossing.longest:,}"
-        bullets.append((crossing.label, f"{where} and {speed}."))
+        times = f"{crossing.speedup:.2g}"
+        speed = "about as fast" if times == "1" else f"{times} times as fast"
+        bullets.append((crossing.label, f"{where} and is {speed} at {crossing.longest:,}."))
     ahead = [crossing for crossing in found if crossing.first]
     if not ahead:
         longest = max(crossing.longest for crossing in found)

@@ -97,7 +97,7 @@ def test_measuring_again_replaces_the_problem_and_keeps_the_others(tmp_path, cap
     assert comparable(path, again, "float32") == again["rows"]
     assert comparable(path, again | {"tokens": 32}, "float32") == []
     assert comparable(path, again, "bfloat16") == []
-    capsys.readouterr()
+    assert "2/2: causal, head size 8, dropout 0, 64 tokens" in capsys.readouterr().out  # of the first call
     other = run(path, "--lengths", "32", "--dropout", "0", "--only", "naive", "--tokens", "32")
     assert len(other["rows"]) == 1
     assert "Replacing results of another device" in capsys.readouterr().out

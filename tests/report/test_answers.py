@@ -158,6 +158,17 @@ def write_speeds(folder: Path, speeds: dict[int, float]) -> None:
             "flash overtakes naive at 256 tokens or fewer",
             "It is faster than naive from the shortest length on, 256 tokens, and is 4 times as fast at 512.",
         ),
+        (
+            {256: 1.0, 512: 1.0},
+            "Nothing overtakes naive for good up to 512 tokens",
+            "It does not overtake naive for good and is about as fast at 512.",
+        ),
+        # As fast at 512 and faster beyond: the two are equal at 512.
+        (
+            {256: 0.5, 512: 1.0, 1024: 2.0},
+            "flash overtakes naive at about 512 tokens",
+            "It overtakes naive at about 512 tokens and is 2 times as fast at 1,024.",
+        ),
     ],
 )
 def test_a_crossover_is_one_that_lasts(tmp_path: Path, speeds: dict[int, float], headline: str, said: str) -> None:
