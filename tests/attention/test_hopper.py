@@ -17,20 +17,21 @@ from tests.attention.compiler import SHARED, compiled
 PROBLEM = Problem(128, torch.bfloat16, frozenset(), dropout=False, length=4096, capability=(9, 0))
 EVERY_LENGTH = range(0, 2**17, 64)
 
-# Bytes of registers that a thread spills, with Triton 3.6 or 3.7, whichever is more. All others spill none.
+# Bytes of registers that a thread spills, with Triton 3.6 or 3.7, whichever is more. All others spill none. About 100
+# in a backward_kernel are of the roles of one warp, which move tiles and have time.
 SPILLED = {
     ("64-full-exact", "forward_kernel"): 4,
-    ("64-full-exact", "backward_kernel"): 212,  # most of them in the roles of one warp
+    ("64-full-exact", "backward_kernel"): 212,
     ("64-alibi-exact", "backward_kernel"): 276,
-    ("128-causal-exact", "backward_kernel"): 4,
-    ("128-documents-exact", "backward_kernel"): 40,
-    ("128-soft_cap-exact", "backward_kernel"): 152,
+    ("128-causal-exact", "backward_kernel"): 116,
+    ("128-documents-exact", "backward_kernel"): 124,
+    ("128-soft_cap-exact", "backward_kernel"): 160,
     ("64-everything-dropout", "forward_kernel"): 20,
-    ("64-everything-dropout", "backward_kernel"): 32,
+    ("64-everything-dropout", "backward_kernel"): 24,
     ("128-causal-dropout", "forward_kernel"): 12,
-    ("128-causal-dropout", "backward_kernel"): 52,
+    ("128-causal-dropout", "backward_kernel"): 132,
     ("128-everything-dropout", "forward_kernel"): 176,
-    ("128-everything-dropout", "backward_kernel"): 360,
+    ("128-everything-dropout", "backward_kernel"): 380,
 }
 
 

@@ -24,9 +24,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from .. import tiles as plain
-from ..backward import sinks_gradient
+from ..backward import Rows, sinks_gradient
 from ..configs import Extras, Options
-from ..score import locate
+from ..score import LOG2_E, locate
 from .backward_pipeline import HALF, WIDTH, allocate, carrier, next_tile, producer
 from .backward_step import S_LAYOUT, first_scores, step
 from .configs import BackwardBlocks
@@ -97,17 +97,22 @@ def backward_kernel(
 
 
 @triton.jit(do_not_specialize=["H", "T", "n_m"])
-def delta_kernel(out, do, p_delta, p_turn, p_work, H, T, n_m, BM: tl.constexpr, BD: tl.constexpr, KEEP: tl.constexpr):
-    """delta of one tile of queries, less dropout's rescaling; sets the counters of the kernel that follows to zero.
+def delta_kernel(
+    out, do, lse2, rows, p_turn, p_work, slopes, H, T, n_m, BM: tl.constexpr, BD: tl.constexpr, KEEP: tl.constexpr
+):  # fmt: skip
+    """delta of one tile of queries, less dropout's rescaling, and lse2 with the biases of queries where there are any.
 
-    Grid: n_m tiles x batch x heads.
+    Also sets the counters of the kernel that follows to zero. Grid: n_m tiles x batch x heads.
     """
     i_bh, i_m = tl.program_id(0) // n_m, tl.program_id(0) % n_m * BM
     b_do = plain.load_tile(do, i_bh // H, i_bh % H, i_m, BM, BD).to(tl.float32)
     b_out = plain.load_tile(out, i_bh // H, i_bh % H, i_m, BM, BD).to(tl.float32)
     o_m = i_m + tl.arange(0, BM)
-    p_row = p_delta + i_bh.to(tl.int64) * tl.cdiv(T, plain.ROW_ALIGNMENT) * plain.ROW_ALIGNMENT
-    tl.store(p_row + o_m, tl.sum(b_out * b_do, 1) * KEEP, mask=o_m < T)
+    o_row = i_bh.to(tl.int64) * tl.cdiv(T, plain.ROW_ALIGNMENT) * plain.ROW_ALIGNMENT + o_m
+    tl.store(rows.delta + o_row, tl.sum(b_out * b_do, 1) * KEEP, mask=o_m < T)
+    if slopes is not None:  # ALiBi gives all queries of a half the bias of its first one
+        b_bias = tl.load(slopes + i_bh % H) * LOG2_E * (o_m % HALF).to(tl.float32)
+        tl.store(rows.lse2 + o_row, tl.load(lse2 + o_row, mask=o_m < T) + b_bias, mask=o_m < T)
     tl.store(p_turn + tl.program_id(0), 0)
     tl.store(p_work, 0, mask=tl.program_id(0) == 0)
 
@@ -148,15 +153,18 @@ def backward(
         dq.zero_()
     do = plain.addressable(do)
     delta = plain.rows_like(q)
+    biased_lse2 = lse2 if extras.slopes is None else plain.rows_like(q)
     turns = q.new_empty(B * H * n_m, dtype=torch.int32)
     work = q.new_empty(1, dtype=torch.int32)
     dq_sum = q.new_empty(B * H * n_m * blocks.q * blocks.columns // WIDTH.value, WIDTH.value, dtype=torch.float32)
     delta_kernel[(B * H * n_m,)](
         plain.tiles(out, blocks.q, blocks.columns),
         plain.tiles(do, blocks.q, blocks.columns),
-        delta,
+        lse2,
+        Rows(biased_lse2, delta),
         turns,
         work,
+        extras.slopes,
         H,
         T,
         n_m,
@@ -173,7 +181,7 @@ def backward(
         tiles(dq, blocks.q, blocks.columns),
         tiles(dk, blocks.k, blocks.columns),
         tiles(dv, blocks.k, blocks.columns),
-        row_tiles(lse2, T, blocks.q),
+        row_tiles(biased_lse2, T, blocks.q),
         row_tiles(delta, T, blocks.q),
         matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
         turns,

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..score import (
     LOG2_E,
     alibi_bias,
-    alibi_row_bias,
     change_scores,
     log2_factor,
     soft_cap_tanh,
@@ -44,7 +43,7 @@ def draw(i_h, i_m, tile, extras, BLOCKS: gl.constexpr, MODE: gl.constexpr):
 
 @gluon.jit
 def weights(
-    b_s, b_w, half, i_h, is_cut, tile, at, extras, numbers,
+    b_s, b_w, half, slope2, is_cut, tile, at, numbers,
     P_LAYOUT: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """(BN, HALF): p times the derivative of the scores, and ~p in 16 bits."""
@@ -54,15 +53,13 @@ def weights(
     i_n = tile.i_tile * BN
     o_m = half.i_m + gl.arange(0, HALF, gl.SliceLayout(0, S_LAYOUT))
     o_rows = gl.arange(0, BN, gl.SliceLayout(1, S_LAYOUT))
-    slope2 = gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
     b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
-    b_bias = alibi_bias(slope2, o_m[None, :], o_rows[:, None], i_n, i_n, at, MODE) if MODE.alibi else None
+    own = half.i_m + at.offset  # of the first query: `delta_kernel` adds to lse2 what the others' bias differs by
+    b_bias = alibi_bias(slope2, o_m[None, :], o_rows[:, None], i_n, own, at, MODE) if MODE.alibi else None
     b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     if is_cut:
         b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], at, MODE), b_s, -float("inf"))
     b_lse2 = half.lse2.load(S_LAYOUT)
-    if MODE.alibi:
-        b_lse2 += alibi_row_bias(slope2, o_m, i_n, at, MODE)[None, :]
     b_p = gl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2)
     b_p_kept = gl.convert_layout(b_p.to(half.q.dtype), P_LAYOUT)
     b_p = times_derivative(b_p, b_tanh, MODE)  # so that tanh leaves the registers
@@ -152,6 +149,7 @@ def step(
         is_cut |= i_tile_m >= tile.full_end
     is_first = i_tile_m >= tile.first if MODE.bounded else tile.i_tile == 0
     half = half_of(i_tile_m * BM, i_s, 0, buffers)
+    slope2 = gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
 
     # (BN, HALF): the scores transposed, so that p^T and ds^T go from registers straight into the next product.
     zeros = gl.zeros([BN, HALF], gl.float32, S_LAYOUT)
@@ -164,7 +162,7 @@ def step(
     b_w = draw(i_h, half.i_m, tile, extras, BLOCKS, MODE)
     if not AHEAD:
         b_s = warpgroup_mma_wait(2 if TWO else 1, deps=(s_flight,))
-    b_p, b_p_kept = weights(b_s, b_w, half, i_h, is_cut, tile, at, extras, numbers, P_LAYOUT, BLOCKS, MODE)
+    b_p, b_p_kept = weights(b_s, b_w, half, slope2, is_cut, tile, at, numbers, P_LAYOUT, BLOCKS, MODE)
     dv_flight = warpgroup_mma(b_p_kept, half.do, b_dv, is_async=True)
     if TWO:
         dp_flight_1 = warpgroup_mma(v_s, half_1.do.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -174,7 +172,7 @@ def step(
     if TWO:
         b_w = draw(i_h, half_1.i_m, tile, extras, BLOCKS, MODE)
         b_s, b_dv, b_p_kept = warpgroup_mma_wait(2, deps=(s_flight_1, dv_flight, b_p_kept))
-        b_p, b_p_kept = weights(b_s, b_w, half_1, i_h, is_cut, tile, at, extras, numbers, P_LAYOUT, BLOCKS, MODE)
+        b_p, b_p_kept = weights(b_s, b_w, half_1, slope2, is_cut, tile, at, numbers, P_LAYOUT, BLOCKS, MODE)
         dv_flight = warpgroup_mma(b_p_kept, half_1.do, b_dv, is_async=True)
         b_dp, b_dk, b_ds = warpgroup_mma_wait(1, deps=(dp_flight_1, dk_flight, b_ds))
         b_ds = score_gradients(b_p, b_p_kept, b_dp, half_1, MODE)

@@ -94,7 +94,7 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
 def backward_blocks(head_dim: int, dropout: bool) -> BackwardBlocks:
     """The backward's shape for a head size that it serves."""
     if head_dim > 64:
-        return BackwardBlocks(q=64, k=128, columns=128, stages=2, key_stages=1, ahead=False, registers=40)
+        return BackwardBlocks(q=64, k=128, columns=128, stages=2, key_stages=1, ahead=False, registers=24)
     if dropout:  # the mask needs the registers of a second half
         return BackwardBlocks(q=64, k=128, columns=64, stages=2, key_stages=2, ahead=True, registers=40)
     return BackwardBlocks(q=128, k=128, columns=64, stages=2, key_stages=2, ahead=True, registers=24)
