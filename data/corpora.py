@@ -16,6 +16,7 @@ import sys
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,12 +206,17 @@ class JoinedHubCorpus(HubCorpus):
 def stdlib(config: DataConfig) -> Corpus:
     """The source of the running Python's standard library, without its tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    files = _files_below(root, (".py",), lambda name: name in left_out)
-    files = [file for file in files if file.stat().st_size]  # empty __init__.py files are normal
+    files = _stdlib_files(root)
     if not files:
         raise DataError(f"this Python has no source text in {root}; use data=text data.path=<file or folder>.")
     return FileCorpus(config, root, files)
+
+
+@cache  # every job of a sweep asks
+def _stdlib_files(root: Path) -> list[Path]:
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    files = _files_below(root, (".py",), lambda name: name in left_out)
+    return [file for file in files if file.stat().st_size]  # empty __init__.py files are normal
 
 
 def text(config: DataConfig) -> Corpus:
