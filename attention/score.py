@@ -23,7 +23,7 @@ from torch import Tensor
 from .errors import AttentionError
 
 Range = tuple[int, int]  # start, stop
-# The types of Score's fields, in Python and in words. To Python a bool is an int; here it is none.
+# The types of Score's fields, in Python and in words. To Python a bool is an int; here it is not.
 KINDS = {
     "causal": (bool, "true or false"),
     "window": (int | None, "a whole number or null"),

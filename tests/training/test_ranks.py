@@ -80,7 +80,6 @@ def test_a_process_outside_a_slurm_step_is_alone(monkeypatch: pytest.MonkeyPatch
 
 LOST = """
 import os, signal, sys, torch, torch.distributed as dist
-from errors import fail
 from training.device import World
 from training.ranks import joined
 with joined(World.from_environment(), torch.device("cpu"), 20):

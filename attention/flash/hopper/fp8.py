@@ -57,6 +57,7 @@ def rotation(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @triton.jit
 def product(b_x, b_y):
+    """b_x b_y in fp32."""
     if INTERPRET:  # which would multiply bfloat16's bit patterns
         b_x, b_y = b_x.to(tl.float32), b_y.to(tl.float32)
     return tl.dot(b_x, b_y)

@@ -11,7 +11,8 @@ from triton.experimental.gluon import language as gl
 from .softmax import ROWS
 
 # A row's largest weight is 2^OFFSET or, until its maximum has grown by 2^GROWTH and is taken anew, less than 448, the
-# largest number. Smaller than 2^-7 is 0: more room for growth, and outliers would lose what many small weights sum to.
+# largest number. Weights below 2^-7 become 0. A smaller OFFSET would leave more room for growth, and lose more of the
+# small weights, whose sum counts where the inputs have outliers.
 OFFSET = gl.constexpr(8)
 GROWTH = gl.constexpr(0.75)
 # The mean of 8 (log2(1 + f) - f), which is at most 0.7 of a unit of the last place.

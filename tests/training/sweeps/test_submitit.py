@@ -16,7 +16,8 @@ import pytest
 from cli.compose import composed
 from cli.wording import explain
 from config import register
-from tests.training.test_faults import steps_logged, wait_for
+from tests.training.test_faults import wait_for
+from tests.training.test_resume import steps_logged
 from training.sweeps import launcher
 
 ROOT = Path(__file__).parents[3]
