@@ -34,7 +34,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -88,19 +87,21 @@ class DropoutKey:
             if isinstance(position, int) and position % unit:
                 raise ValueError(f"{name}={position} of a dropout key must be a multiple of {unit}.")
         # Each part is a launch on a GPU, so equal numbers that follow one another make one part.
-        parts: list[Tensor] = []
-        for same, run in groupby((getattr(self, field.name) for field in fields(self)), key=as_number):
-            equal = list(run)
-            if same is None:
-                parts += [field.to(device, torch.int64).reshape(1) for field in equal]
+        parts: list[tuple[int | Tensor, int]] = []  # a field, and how often it comes
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if parts and isinstance(value, int) and isinstance(parts[-1][0], int) and parts[-1][0] == value:
+                parts[-1] = value, parts[-1][1] + 1
             else:
-                parts.append(torch.full((len(equal),), same, dtype=torch.int64, device=device))
-        return torch.cat(parts)
-
-
-def as_number(field: int | Tensor) -> int | None:
-    """A field of a key that is a number, None for a tensor."""
-    return None if isinstance(field, Tensor) else field
+                parts.append((value, 1))
+        return torch.cat(
+            [
+                x.to(device, torch.int64).reshape(1)
+                if isinstance(x, Tensor)
+                else torch.full((count,), x, dtype=torch.int64, device=device)
+                for x, count in parts
+            ]
+        )
 
 
 def is_valid_rate(p: float) -> bool:
