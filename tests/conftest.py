@@ -41,7 +41,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not {item.path.parent.name} & {"tests", "training"})
+    items.sort(key=lambda item: item.path.parent.name != "tests" and "training" not in item.path.parts)
 
 
 def pytest_collection_finish() -> None:
