@@ -23,7 +23,7 @@ from torch import Tensor
 from attention import AttentionConfig, KernelPath, build_attention
 from bench.attention import DROPOUTS, HEAD_SIZES, HIDDEN, QUICK_LENGTHS, TOKENS
 from bench.measure import RESULTS, environment, interleaved, require_gpu, slug, write
-from bench.peers import KEY, VARIANTS, Problem
+from bench.peers import VARIANTS, Problem
 
 PATHS = (KernelPath.hopper, KernelPath.plain)
 
@@ -31,13 +31,13 @@ PATHS = (KernelPath.hopper, KernelPath.plain)
 def measure(problem: Problem, seconds: float) -> dict[str, Any]:
     """Median milliseconds and TFLOP/s of each path, forward and backward: path -> direction -> figures."""
     inputs, dout = problem.tensors()
-    layout = problem.layout(problem.B)
+    layout, key = problem.layout(problem.B), problem.dropout_key
 
     def call(path: KernelPath) -> Tensor:
         attend = build_attention(AttentionConfig("flash", dropout=problem.dropout, path=path))
         q, k, v, *sinks = inputs
         return attend(
-            q, k, v, score=problem.score, layout=layout, sinks=sinks[0] if sinks else None, dropout_key=KEY
+            q, k, v, score=problem.score, layout=layout, sinks=sinks[0] if sinks else None, dropout_key=key
         ).out  # fmt: skip
 
     def forward(path: KernelPath) -> Callable[[], object]:

@@ -61,6 +61,14 @@ class Problem:
         """The visible keys, and the changes of scores."""
         return VARIANTS[self.variant]
 
+    @property
+    def dropout_key(self) -> DropoutKey:
+        """KEY as a training step has it: what changes from step to step lies on the device."""
+        seed, step, first_sequence = (
+            torch.tensor(x, device=self.device) for x in (KEY.seed, KEY.step, KEY.first_sequence)
+        )
+        return replace(KEY, seed=seed, step=step, first_sequence=first_sequence)
+
     def layout(self, sequences: int) -> Layout:
         """The documents of `sequences` rows."""
         if self.variant != "documents":
@@ -133,10 +141,10 @@ def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
     def build(problem: Problem) -> Attend:
         rng = DropoutRng.torch if config.name == "sdpa" and problem.dropout else DropoutRng.replay
         attend = build_attention(replace(config, dropout=problem.dropout, rng=rng))
-        score, layout = problem.score, problem.layout(problem.B)
+        score, layout, key = problem.score, problem.layout(problem.B), problem.dropout_key
         attend.check(attention_shape(problem))
         return lambda q, k, v, sinks=None: attend(
-            q, k, v, score=score, layout=layout, sinks=sinks, dropout_key=KEY
+            q, k, v, score=score, layout=layout, sinks=sinks, dropout_key=key
         ).out  # fmt: skip
 
     return build
