@@ -202,7 +202,8 @@ class GatherKeys(torch.autograd.Function):
         parts = [part for rank in every.unbind() for part in rank.chunk(2, dim=3)]
         order = _positions(W)
         whole = torch.cat([parts[order.index(i)] for i in range(2 * W)], dim=3)
-        return whole[..., :near, :].contiguous(), whole[..., :far, :].contiguous()
+        # Not `contiguous`, which may give a view: compiled by torch 2.11, a result that is one gets no gradient.
+        return whole[..., :near, :].clone(), whole[..., :far, :].clone()
 
     @staticmethod
     def backward(ctx, d_near: Tensor, d_far: Tensor):
