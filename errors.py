@@ -19,7 +19,7 @@ class UserError(Exception):
 
 
 def fail(error: Exception) -> NoReturn:
-    """Print each line of the error as a sentence of its own, and exit with status 1."""
+    """Print each line of the error as a sentence of its own, for torchrun too, and exit with status 1."""
     sentences = "\n".join(f"error: {sentence}" for sentence in str(error).splitlines())
     print(sentences, file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):

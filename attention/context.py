@@ -140,11 +140,9 @@ class HeadParallel(ContextAttention):
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What every rank had for this one, x[r] being what it has for rank r; gradients take the way back.
-
-    Where a compiled block is recomputed, torch 2.11 stores the exchanges inside an autograd.Function, and torch's own
-    function for this is one.
-    """
+    """What every rank had for this one, x[r] being what it has for rank r; gradients take the way back."""
+    # The operator itself: torch 2.11's all_to_all_single_autograd has an autograd.Function around it, whose tensors
+    # stay in memory where a compiled block is recomputed.
     flat, even = x.contiguous().view(len(x), -1), [1] * len(x)
     received = torch.ops._c10d_functional_autograd.all_to_all_single(flat, even, even, group.group_name)
     return collectives.wait_tensor(received).view(x.shape)

@@ -17,6 +17,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require_gpu(parser)
     device, console = torch.device("cuda"), Console(width=120)
     with torch.no_grad():
-        times = [speed(length, head_size, device, args.seconds) for head_size in args.heads for length in args.lengths]
+        times = []
+        for head_size, length in product(args.heads, args.lengths):
+            console.print(f"head size {head_size}, {length} tokens", highlight=False)
+            times.append(speed(length, head_size, device, args.seconds))
         found = [row for head_size in args.heads for row in errors(head_size, device)]
     result = environment(device) | {"tokens": TOKENS, "hidden": HIDDEN, "times": times, "errors": found}
     out = args.out or RESULTS / f"fp8-{slug(result['device'])}.json"
