@@ -69,11 +69,23 @@ def test_speeds_of_attention(page: str, header: str, file: str) -> None:
 def test_speed_and_memory_of_the_training_step(page: str, header: str, after: str, dropout: float) -> None:
     ours = [row | {"by": row["attention"]} for row in results("train_step-nvidia-h200") if row["recompute"] == "none"]
     theirs = [row | {"by": "nanoGPT", "extra": []} for row in results("nanogpt-nvidia-h200")["rows"]]
-    found = {(row["by"], *row["extra"], row["shape"]): row for row in (*ours, *theirs) if row["dropout"] == dropout}
-    overrides = {"": [], "residual in bf16": ["training.residual_in_fp32=false"]}
+    found = {(row["by"], *row["extra"], row["shape"], row["dropout"]): row for row in (*ours, *theirs)}
+    overrides = {
+        "no dropout": [],
+        "residual in bf16": ["training.residual_in_fp32=false"],
+        "window of 1,024 in every other layer": [
+            *("score=window", "score.window=1024", "score.layers=[{},{window:null}]")
+        ],
+        "documents kept apart": ["data.documents=mask"],
+    }
     for row, column, cell in table(page, header, after):
-        by, _, changed = column.partition(", ")
-        measured = found[by, *overrides[changed], row.replace(" x ", "x").replace(",", "")]
+        (shape, *of_row), (by, *of_column) = row.split(", "), column.split(", ")
+        used = 0.0 if "no dropout" in of_row else dropout
+        extra = [given for said in (*of_row, *of_column) for given in overrides[said]]
+        measured = found.get((by, *extra, shape.replace(" x ", "x").replace(",", ""), used))
+        if measured is None:
+            assert cell == "", (row, column)
+            continue
         if measured["status"] == "completed":
             expected = f"{measured['tokens_per_s'] / 1000:.0f} ({measured['peak_allocated_gib']:.1f})"
         else:

@@ -94,6 +94,12 @@ def test_results_are_figures_too(tmp_path):
     assert {p.name for p in path.parent.iterdir()} == {"train_step-x.json", "train_step-x-dropout-0.png"}
 
 
+@pytest.mark.parametrize("given", ["score.window=1024", "data.documents=mask"])
+def test_steps_that_see_other_keys_are_in_no_figure(tmp_path, given):
+    publish([row("flash", extra=[given])], tmp_path / "x.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_equal_speeds_are_drawn_at_the_same_height(dropout):
     """nanoGPT's as well as ours, on axes that say thousands."""
