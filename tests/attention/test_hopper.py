@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,10 @@ import triton
 
 from attention import AttentionConfig, AttentionShape, KernelPath, Score, UnsupportedAttention, build_attention, gpu
 from attention.flash import paths
+from attention.flash.backward import Rows
+from attention.flash.hopper.backward import delta_kernel
 from attention.flash.paths import Problem, choose_path, describe_path
+from attention.flash.tiles import rows_like, tiles
 from tests.attention.compiled_hopper import CONFIGURATIONS
 from tests.attention.compiler import SHARED, compiled
 
@@ -120,6 +124,28 @@ def test_a_model_s_paths_are_told_layer_by_layer(hopper_gpu):
     assert attend.path(shape(scores=(Score(window=64), Score())), 4096) == "hopper"
     layers = (Score(window=64), Score(soft_cap=50.0))
     assert attend.path(shape(head_dim=64, scores=layers), 16384) == "hopper and plain forward, hopper backward"
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")
+def test_rows_behind_the_end_get_no_weight_however_steep_alibi_is():
+    """Their scores are zero, and the bias of their half's first query overflows exp2 from a slope of 1.5 on."""
+    B, H, T, D, rows = 2, 3, 150, 64, 64
+    torch.manual_seed(0)
+    out, do = torch.randn(2, B, H, T, D)
+    lse2, delta = rows_like(out), rows_like(out)
+    lse2.normal_()
+    slopes = torch.tensor([0.5, 2.0, 3.0])
+    n_m = math.ceil(T / rows)
+    biased = torch.empty(B, H, n_m * rows)
+    turns, work = torch.ones(B * H * n_m, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    arguments = tiles(out, rows, D), tiles(do, rows, D), lse2, Rows(biased, delta), turns, work, slopes, H, T, n_m
+    delta_kernel[(B * H * n_m,)](*arguments, BM=rows, BD=D, KEEP=0.9)
+    torch.testing.assert_close(delta[..., :T], 0.9 * (out * do).sum(-1))
+    bias = slopes[:, None] / math.log(2) * (torch.arange(T) % 64)
+    torch.testing.assert_close(biased[..., :T], lse2[..., :T] + bias)
+    assert biased[..., T:].eq(math.inf).all()
+    assert not turns.any()
+    assert not work.any()
 
 
 def assert_as_lean_as_today(reports: list[dict]) -> None:

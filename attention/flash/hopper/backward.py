@@ -100,7 +100,7 @@ def backward_kernel(
 def delta_kernel(
     out, do, lse2, rows, p_turn, p_work, slopes, H, T, n_m, BM: tl.constexpr, BD: tl.constexpr, KEEP: tl.constexpr
 ):  # fmt: skip
-    """delta of one tile of queries, less dropout's rescaling, and lse2 with the biases of queries where there are any.
+    """delta of one tile of queries, less dropout's rescaling; with ALiBi also lse2 with the biases of queries.
 
     Also sets the counters of the kernel that follows to zero. Grid: n_m tiles x batch x heads.
     """
@@ -110,9 +110,12 @@ def delta_kernel(
     o_m = i_m + tl.arange(0, BM)
     o_row = i_bh.to(tl.int64) * tl.cdiv(T, plain.ROW_ALIGNMENT) * plain.ROW_ALIGNMENT + o_m
     tl.store(rows.delta + o_row, tl.sum(b_out * b_do, 1) * KEEP, mask=o_m < T)
-    if slopes is not None:  # ALiBi gives all queries of a half the bias of its first one
+    if slopes is not None:
+        # ALiBi gives all queries of a half the bias of its first one, which can be large: rows behind the end have an
+        # infinite lse2 and so no weight.
         b_bias = tl.load(slopes + i_bh % H) * LOG2_E * (o_m % HALF).to(tl.float32)
-        tl.store(rows.lse2 + o_row, tl.load(lse2 + o_row, mask=o_m < T) + b_bias, mask=o_m < T)
+        b_lse2 = tl.load(lse2 + o_row, mask=o_m < T, other=float("inf"))
+        tl.store(rows.lse2 + tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM), b_lse2 + b_bias)
     tl.store(p_turn + tl.program_id(0), 0)
     tl.store(p_work, 0, mask=tl.program_id(0) == 0)
 
@@ -153,7 +156,10 @@ def backward(
         dq.zero_()
     do = plain.addressable(do)
     delta = plain.rows_like(q)
-    biased_lse2 = lse2 if extras.slopes is None else plain.rows_like(q)
+    biased_lse2, n_rows = lse2, T
+    if extras.slopes is not None:  # whole tiles of rows
+        n_rows = n_m * blocks.q
+        biased_lse2 = q.new_empty(B, H, n_rows, dtype=torch.float32)
     turns = q.new_empty(B * H * n_m, dtype=torch.int32)
     work = q.new_empty(1, dtype=torch.int32)
     dq_sum = q.new_empty(B * H * n_m * blocks.q * blocks.columns // WIDTH.value, WIDTH.value, dtype=torch.float32)
@@ -181,7 +187,7 @@ def backward(
         tiles(dq, blocks.q, blocks.columns),
         tiles(dk, blocks.k, blocks.columns),
         tiles(dv, blocks.k, blocks.columns),
-        row_tiles(biased_lse2, T, blocks.q),
+        row_tiles(biased_lse2, n_rows, blocks.q),
         row_tiles(delta, T, blocks.q),
         matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
         turns,
