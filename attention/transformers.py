@@ -58,7 +58,7 @@ def register() -> None:
             return attn_implementation
         return check(self, attn_implementation, *rest, **options)
 
-    PreTrainedModel._check_and_adjust_attn_implementation = keep_ours
+    PreTrainedModel._check_and_adjust_attn_implementation = keep_ours  # type: ignore[method-assign]
 
 
 @contextmanager
