@@ -40,7 +40,7 @@ class Interruption:
     timeout_s  how long to wait for the other ranks, which have to stop after the same step
     """
 
-    def __init__(self, timeout_s: float = 600.0) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self.number: int | None = None
         self.timeout_s = timeout_s
         self._handlers: dict[int, Any] = {}

@@ -32,7 +32,7 @@ from training.profiling.profiler import Profiler
 from training.step import NonFiniteError, Trainer, TrainingConfig
 
 CPU = torch.device("cpu")
-T, B, SEED = 32, 4, 7
+T, B, SEED, TIMEOUT_S = 32, 4, 7, 60.0
 TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)  # real text that is at hand everywhere
 MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32)
 TRAINING = TrainingConfig(steps=20, batch_size=B, precision=Precision.fp32)
@@ -245,7 +245,7 @@ def run(trainer: Trainer, recorder: Recorder, start: int = 0, interruption: Inte
         profiler=Profiler(Path(), CPU, profile=False, memory_snapshot=False, start=start, steps=trainer.training.steps),
         log=recorder.log,
         save=recorder.save,
-        interruption=interruption or Interruption(),
+        interruption=interruption or Interruption(TIMEOUT_S),
         start=start,
     )
 
@@ -289,7 +289,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: signal.S
     training = replace(TRAINING, log_every=1, eval_every=0, checkpoint_every=1000)
     recorder, before = Recorder(), signal.getsignal(number)
     recorder.at[3] = lambda: os.kill(os.getpid(), number)
-    with Interruption() as interruption:
+    with Interruption(TIMEOUT_S) as interruption:
         assert run(build(training=training), recorder, interruption=interruption) == 4
         assert interruption.number == number
         assert signal.getsignal(number) == before  # a second one acts at once
@@ -310,7 +310,7 @@ def test_a_signal_that_comes_while_ranks_ask_each_other_counts_after_the_next_st
         return work
 
     try:
-        with Interruption() as interruption:
+        with Interruption(TIMEOUT_S) as interruption:
             monkeypatch.setattr(dist, "all_reduce", interrupted)
             assert not interruption.agreed()
             monkeypatch.undo()
@@ -324,7 +324,7 @@ def test_who_waited_for_slurms_signal_before_gets_it_after_the_run() -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
     try:
-        with Interruption() as interruption:
+        with Interruption(TIMEOUT_S) as interruption:
             os.kill(os.getpid(), signal.SIGUSR2)
             assert interruption.agreed()
         assert not came
