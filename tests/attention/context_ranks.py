@@ -79,7 +79,7 @@ def main(rank: int, folder: Path, port: int) -> None:
                     for by in (ContextBy.heads, ContextBy.keys):
                         if by is ContextBy.keys or (H % size == 0 and H_kv % size == 0):
                             found[f"{case}, {size} by {by.value}"] = attend(case, by)
-                for by in (ContextBy.heads, ContextBy.keys) if size == 2 else ():
+                for by in (ContextBy.heads, ContextBy.keys) if size == 4 else ():
                     found[f"compiled, {size} by {by.value}"] = attend("plain", by, compiled=True)
     torch.save(found, folder / f"{rank}.pt")
 
