@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -83,6 +84,8 @@ def _rendezvous(world: World, timeout_s: float) -> dist.Store:
     first = world.rank == 0 and not hosted
     started, announced = time.monotonic(), False
     try:
+        if not first and not _answers(host, port, timeout_s):
+            raise RankError(_absence_message(world, [0], host, port, timeout_s))
         store = dist.TCPStore(
             host, port, None, first, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
         )
@@ -116,6 +119,18 @@ def first_node(nodes: str) -> str:
     """Of a list as Slurm writes it: gpu[03-07,12],login1 begins with gpu03."""
     head, bracket, numbers = nodes.partition("[") if "[" in nodes.split(",")[0] else (nodes.split(",")[0], "", "")
     return head + re.split(r"[-,\]]", numbers)[0] if bracket else head
+
+
+def _answers(host: str, port: int, timeout_s: float) -> bool:
+    """Whether somebody listens at host:port within `timeout_s`. Where nobody does, TCPStore prints its C++ frames."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, port), timeout=1):
+                return True
+        except OSError:
+            time.sleep(0.05)
+    return False
 
 
 def _absence_message(world: World, absent: list[int], host: str, port: int, timeout_s: float) -> str:

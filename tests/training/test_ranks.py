@@ -43,9 +43,10 @@ def test_the_first_rank_names_those_that_did_not_come(address: str) -> None:
         join(World(0, 3))
 
 
-def test_another_rank_says_that_the_first_did_not_come(address: str) -> None:
+def test_another_rank_says_that_the_first_did_not_come(address: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankError, match=rf"Rank 1 of 2 waited 0\.5 s at {address}, and rank 0 did not come"):
         join(World(1, 2))
+    assert "frame #" not in capfd.readouterr().err
 
 
 def test_a_rank_without_an_address_says_how_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
