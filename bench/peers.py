@@ -201,8 +201,12 @@ def candidates() -> dict[str, Candidate]:
 
 
 def installed(module: str) -> bool:
-    """Whether a module could be imported."""
+    """Whether a module with code of its own could be imported.
+
+    A folder alone is none: FlashAttention-4 lies in flash_attn/, where FlashAttention-2 would be.
+    """
     try:
-        return find_spec(module) is not None
+        spec = find_spec(module)
     except ModuleNotFoundError:  # its parent is missing
         return False
+    return spec is not None and spec.origin is not None

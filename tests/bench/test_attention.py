@@ -14,7 +14,7 @@ from attention import UnsupportedAttention
 from bench.attention import main, with_ratios
 from bench.attention_results import comparable, read
 from bench.attention_views import overtakes
-from bench.peers import Candidate, Problem, candidates, from_package
+from bench.peers import Candidate, Problem, candidates, from_package, installed
 from bench.time_budget import TimeBudget, TooSlow
 
 SIZES = {"device": "cpu", "dtype": "fp32", "tokens": 64, "hidden": 16, "heads": 8, "masks": "causal", "seconds": 0.001}
@@ -39,6 +39,15 @@ def test_a_peer_that_is_not_installed_is_refused_by_name(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(tmp_path / "result.json", "--only", "naive", "fa4")
     assert "--only fa4: FlashAttention-4 is not installed here; pip install flash-attn-4" in capsys.readouterr().err
+
+
+def test_a_package_in_the_folder_of_another_does_not_stand_for_it(tmp_path, monkeypatch):
+    (tmp_path / "of_two_packages" / "cute").mkdir(parents=True)
+    (tmp_path / "of_two_packages" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed("of_two_packages.cute")
+    assert not installed("of_two_packages")
+    assert not installed("no_package.cute")
 
 
 def test_every_cell_is_measured_or_says_why_not(result):
