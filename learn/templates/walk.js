@@ -58,7 +58,7 @@ function show(n) {
     const move = (now.moves || []).filter((m) => m[0] === name && inside(r, [m[1], m[2]])).pop();
     return move ? move[3] : inside(r, OF_QUERIES.has(name) ? now.i : now.j) ? "tile" : "";
   }, state.changed.has("slow" + name))));
-  byId("held").textContent = `${fast.reduce((sum, [, rows]) => sum + rows.length * rows[0].length, 0)} numbers named`;
+  byId("held").textContent = `${fast.reduce((sum, [, rows]) => sum + rows.length * rows[0].length, 0)} numbers`;
   byId("moved").textContent = `${settings.bytes * now.read} bytes read, ${settings.bytes * now.written} written`;
   drawMap(state, now);
   history.replaceState(null, "", "#" + new URLSearchParams({ ...chosen(), step }));
@@ -92,7 +92,7 @@ function choose(first) {
 function play(on) {
   clearInterval(timer);
   timer = on ? setInterval(() => (step + 1 < recording.steps.length ? show(step + 1) : play(false)), 700) : null;
-  byId("play").textContent = on ? "❚❚" : "▶▶";
+  byId("play").textContent = on ? "❚❚" : "▶";
   byId("play").setAttribute("aria-label", on ? "Pause" : "Play");
 }
 
