@@ -37,6 +37,7 @@ SPILLED = {
     ("128-causal-dropout", "backward_kernel"): 136,
     ("128-everything-dropout", "forward_kernel"): 176,
     ("128-everything-dropout", "backward_kernel"): 372,
+    ("256-causal-dropout", "forward_kernel"): 76,
 }
 
 
@@ -149,7 +150,7 @@ def test_rows_behind_the_end_get_no_weight_however_steep_alibi_is():
 
 
 def assert_as_lean_as_today(reports: list[dict]) -> None:
-    """No more registers spill than today, and no product waits for another: the kernels live of their overlap."""
+    """No more registers spill than today, of as many as a role has, and no product waits for another."""
     assert reports
     for report in reports:
         assert report["spilled"] <= SPILLED.get((report["name"], report["kernel"]), 0), report
