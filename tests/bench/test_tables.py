@@ -107,9 +107,10 @@ def test_losses_of_the_experiments() -> None:
             run = found[f"break_it {left_out} {precision}"]
             step = run.get("non_finite_step")
             assert cell == (str(step) if step else f"{run['val_loss']:.3f}"), (row, column)
-    for row, column, cell in table(page, "| | tokens/s |"):
+    lengths = [(kind, *cells) for kind in ("", "ALiBi ") for cells in table(page, f"| {kind}| tokens/s |")]
+    for kind, row, column, cell in lengths:
         attention, length = row.removesuffix(" tokens").split(", ")
-        run = found[f"context {attention} {length.replace(',', '')}"]
+        run = found[f"context {kind}{attention} {length.replace(',', '')}"]
         if column == "tokens/s":
             expected = f"{run['median']['throughput/tokens_per_s'] / 1000:.0f},000"
         elif column == "GiB":
