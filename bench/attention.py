@@ -247,8 +247,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.device == "cuda" and not args.plot_only:
         require_gpu(parser, "; --device cpu measures small sizes on this CPU")
     for name in set(args.only or ()) - set(names):
-        label, _, package, _ = PACKAGES[name]
-        parser.error(f"--only {name}: {label} is not installed here; pip install {package}")
+        peer = PACKAGES[name]
+        parser.error(f"--only {name}: {peer.label} is not installed here; pip install {peer.package}")
     missing = [str(path) for path in args.plot_only or () if not path.is_file()]
     if missing:
         parser.error(f"--plot-only: there is no file {', '.join(missing)}")
@@ -294,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     everyone = candidates()
     chosen = {name: everyone[name] for name in args.only}
-    result = environment(torch.device(args.device), [package for _, _, package, _ in PACKAGES.values()])
+    result = environment(torch.device(args.device), [peer.package for peer in PACKAGES.values()])
     result |= {"tokens": args.tokens, "hidden": args.hidden}
     rows = comparable(args.out, result, str(DTYPES[args.dtype]).removeprefix("torch.")) if args.out.exists() else []
     if args.out.exists() and not rows:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -156,7 +157,7 @@ def build_flex(problem: Problem) -> Attend:
     return from_registry(AttentionConfig("flex"))(problem)
 
 
-def from_package(module: str, has_dropout: bool) -> Callable[[Problem], Attend]:
+def from_package(module: str, has_dropout: bool, deterministic: bool = False) -> Callable[[Problem], Attend]:
     """`flash_attn_func` of one of FlashAttention's packages, which take (B, T, H, D)."""
 
     def build(problem: Problem) -> Attend:
@@ -168,6 +169,8 @@ def from_package(module: str, has_dropout: bool) -> Callable[[Problem], Attend]:
         options = {"causal": problem.score.causal, "softmax_scale": 1 / math.sqrt(problem.D)}
         if has_dropout:
             options["dropout_p"] = problem.dropout
+        if deterministic:
+            options["deterministic"] = True
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
@@ -178,11 +181,21 @@ def from_package(module: str, has_dropout: bool) -> Callable[[Problem], Attend]:
     return build
 
 
-# FlashAttention's packages: name on the command line -> label, module, PyPI name, and whether it has dropout
+class Package(NamedTuple):
+    """One of FlashAttention's packages: its module, its name on PyPI, and what is asked of it."""
+
+    label: str
+    module: str
+    package: str
+    has_dropout: bool
+    deterministic: bool = False  # whether gradients are the same bits in each run, as ours always are
+
+
 PACKAGES = {
-    "fa2": ("FlashAttention-2", "flash_attn", "flash-attn", True),
-    "fa3": ("FlashAttention-3", "flash_attn_interface", "flash-attn-3", False),
-    "fa4": ("FlashAttention-4", "flash_attn.cute", "flash-attn-4", False),
+    "fa2": Package("FlashAttention-2", "flash_attn", "flash-attn", True),
+    "fa3": Package("FlashAttention-3", "flash_attn_interface", "flash-attn-3", False),
+    "fa4": Package("FlashAttention-4", "flash_attn.cute", "flash-attn-4", False),
+    "fa4-deterministic": Package("FlashAttention-4, deterministic", "flash_attn.cute", "flash-attn-4", False, True),
 }
 
 
@@ -194,9 +207,9 @@ def candidates() -> dict[str, Candidate]:
         build = from_registry(AttentionConfig("sdpa", backend=backend))
         found[f"sdpa-{backend.value}"] = Candidate(f"sdpa {backend.value}", build)
     found["flex"] = Candidate("FlexAttention", build_flex)
-    for name, (label, module, _, has_dropout) in PACKAGES.items():
+    for name, (label, module, _, has_dropout, deterministic) in PACKAGES.items():
         if installed(module):
-            found[name] = Candidate(label, from_package(module, has_dropout))
+            found[name] = Candidate(label, from_package(module, has_dropout, deterministic))
     return found
 
 

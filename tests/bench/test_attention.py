@@ -248,6 +248,8 @@ def test_a_package_is_called_with_its_own_layout_and_refused_dropout_it_lacks(tm
     assert torch.equal(out, q + k + v)
     called = import_module("stand_in_for_flash_attn").called
     assert called == {"causal": True, "softmax_scale": pytest.approx(8**-0.5), "shape": (2, 16, 3, 8)}
+    from_package("stand_in_for_flash_attn", has_dropout=True, deterministic=True)(problem)(q, k, v)
+    assert (called["dropout_p"], called["deterministic"]) == (0.0, True)
     with pytest.raises(UnsupportedAttention, match="stand_in_for_flash_attn has no dropout"):
         from_package("stand_in_for_flash_attn", has_dropout=False)(Problem(**(vars(problem) | {"dropout": 0.1})))
 
