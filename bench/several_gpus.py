@@ -99,9 +99,9 @@ def cases(gpus: int) -> Iterator[Case]:
         parallel, tokens = ParallelConfig(data), 4 * 8 * 1024
         yield Case("eager", data.value, 1024, 8, 5, 9, dropout=0.1, tokens=tokens, compile=False, parallel=parallel)
     yield Case("quarter", "heads", MILLION // 4, 1, 1, 1, first=1, long=True, parallel=together)
-    yield Case("xl", ALONE, 1024, 16, 3, 3, first=2, model="gpt2-xl", parallel=ParallelConfig(shard))
+    yield Case("xl", ALONE, 1024, 16, 3, 3, model="gpt2-xl", parallel=ParallelConfig(shard))
     if gpus > 1:
-        yield Case("xl", "exact", 1024, 16, 3, 3, first=2, model="gpt2-xl", parallel=ParallelConfig(shard))
+        yield Case("xl", "exact", 1024, 16, 3, 3, model="gpt2-xl", parallel=ParallelConfig(shard))
         length = MILLION if gpus >= 4 else MILLION // 8
         yield Case(
             "xl-long", "keys", length, 1, 1, 1, first=1, model="gpt2-xl", long=True, residual_in_fp32=False,

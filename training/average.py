@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from training.exchange import local
 
@@ -57,9 +56,6 @@ class MovingAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # FSDP may still have the whole weights of the last forward pass
         for name, parameter in self.parameters.items():
             live, average = local(parameter), local(self.weights[name])
             kept = live.clone()

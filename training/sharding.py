@@ -40,6 +40,14 @@ def shard(model: GPT, device: torch.device, exact: bool) -> GPT:
     return blueprint
 
 
+def keep_shards(model: GPT) -> None:
+    """Drop the whole parameters that a forward pass without a backward pass leaves in a sharded model: FSDP2 would use
+    them again, though a replayed CUDA graph or an exchange with the average has changed the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @torch.no_grad()
 def gathered(model: GPT, blueprint: GPT) -> GPT:
     """A copy of a sharded model with whole parameters, on every rank. Every rank calls this."""

@@ -41,7 +41,7 @@ from training.optimizer import (
     update_parameters,
 )
 from training.parallel import DataParallel, ParallelConfig
-from training.sharding import build_exchange, gathered, shard, share_sequences
+from training.sharding import build_exchange, gathered, keep_shards, shard, share_sequences
 from training.state import AVERAGE, gather_state, restore_state
 
 # Without this the compiler times several orders of a sum and takes the fastest: each rank, and each run, its own.
@@ -73,7 +73,8 @@ class TrainingConfig:
     batch_tokens      tokens of one step over all micro-batches and ranks; None: one micro-batch per rank
     precision         of the model's computations
     compile           torch.compile the model
-    cuda_graph        with compile, on GPUs, without accumulation or sharding: replay the whole step as a CUDA graph
+    cuda_graph        with compile, on GPUs, without accumulation, and without recomputing if sharded: replay the whole
+                      step as a CUDA graph
     recompute         what the backward pass recomputes: less memory, more time
     residual_in_fp32  in half precision, keep the residual stream in fp32: more exact, more memory, more time
     loss              how the loss over the vocabulary is computed
@@ -180,16 +181,19 @@ class Trainer:
         self.average = MovingAverage(self.model, training.ema) if training.ema else None
         self.network: Callable[..., Tensor] = self.model
         self.exchange = build_exchange(self.optimizer, world, self.micro_steps, parallel, sharded)
-        # Weights are gathered between blocks, which one graph cannot contain. One rank computes as several do.
+        # Weights are gathered between blocks, which one compiled graph cannot contain. One rank computes as several do.
         if training.compile and parallel.data is DataParallel.shard:
             for block in self.model.h:
-                block.compile(options=COMPILER_OPTIONS)
+                # Without FSDP2's hooks, which block.compile() would trace.
+                block.forward = torch.compile(block.forward, options=COMPILER_OPTIONS)
         elif training.compile:
             self.network = torch.compile(self.model, options=COMPILER_OPTIONS)
         self.replay: GraphedStep | None = None
-        single = device.type == "cuda" and self.micro_steps == 1 and parallel.data is DataParallel.replicate
+        single = device.type == "cuda" and self.micro_steps == 1
+        # Outside compiled code, what recomputes saves the generators' states, which a recording must not ask for.
+        recomputes = parallel.data is DataParallel.shard and model.recompute is not Recompute.none
         # A profile assigns kernels to the operations that launch them; a replay has no such operations.
-        if training.compile and training.cuda_graph and single and not training.profile:
+        if training.compile and training.cuda_graph and single and not (recomputes or training.profile):
             self.replay = GraphedStep(self._whole_step, device)
 
         # The loss is multiplied by `scale`, which is 1 except in fp16; `growth_tracker` counts steps since it changed.
@@ -299,6 +303,7 @@ class Trainer:
             if i < len(batches):
                 losses[i] = loss.double() / self.world.context
         self.model.train()
+        keep_shards(self.model)
         if self.world.size > 1:
             dist.all_reduce(losses)  # of ranks with other sequences one has a loss and the rest 0: exact in any order
         return sum(losses.tolist()) / len(batches)

@@ -23,16 +23,17 @@ from training.ranks import joined
 from training.step import Trainer, TrainingConfig
 
 T, B, VOCAB, SEED = 1024, 8, 50_257, 7
-STEPS = 12  # the replicated compiled step is recorded in the fourth: on two GPUs, which have one micro-batch each
+STEPS = 12  # a compiled step is recorded in the fourth: on two GPUs, which have one micro-batch each
 CASES = {
     "replicate, compiled": (DataParallel.replicate, True),
     "replicate, eager": (DataParallel.replicate, False),
     "shard, eager": (DataParallel.shard, False),
+    "shard, compiled": (DataParallel.shard, True),
 }
 
 
 def train(world: World, device: torch.device, data: DataParallel, compile: bool) -> list[str]:
-    """Loss and gradient norm of each step, in hexadecimal, and last a digest of the weights."""
+    """Loss and gradient norm of each step and the last validation losses, in hexadecimal; a digest of the weights."""
     torch.compiler.reset()
     torch.manual_seed(SEED)
     attend = build_attention(AttentionConfig("flash", dropout=0.1))
@@ -48,9 +49,11 @@ def train(world: World, device: torch.device, data: DataParallel, compile: bool)
     found = []
     for step in range(STEPS):
         drawn = torch.randint(VOCAB, (2, B, T + 1), generator=torch.Generator().manual_seed(step)).to(device)
-        own = drawn if world.size == 1 else drawn[world.rank :][:1]
-        batches = [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in own]
-        found += [float(value).hex() for value in trainer.update(step, batches)]
+        batches = [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in drawn]
+        own = batches if world.size == 1 else batches[world.rank :][:1]
+        found += [float(value).hex() for value in trainer.update(step, own)]
+        if step >= STEPS - 2:  # around a replayed step, too
+            found.append(trainer.evaluate(batches).hex())
     weights = torch.cat([p.detach().flatten() for p in trainer.whole_model().parameters()])
     trainer.release()
     return [*found, hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()]

@@ -1,4 +1,4 @@
-"""On several GPUs the bits are those of one: compiled with a CUDA graph, eager, and sharded."""
+"""On several GPUs the bits are those of one: replicated and sharded, compiled with a CUDA graph and eager."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(tmp_path: Path) -> None:
-    """Replicated, compiled and eager, and sharded, eager: compiled, it is other kernels."""
+    """Replicated and sharded, compiled and eager. Compiled, the two are other kernels."""
     subprocess.run([sys.executable, *TORCHRUN, "-m", "tests.gpu.several_gpus", str(tmp_path)], cwd=ROOT, check=True)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert len(ranks[0]) == 3
+    assert len(ranks[0]) == 4
     for name, (alone, _) in ranks[0].items():
         assert [rank[name] for rank in ranks] == [[alone, alone]] * 2, name
     assert ranks[0]["replicate, eager"] == ranks[0]["shard, eager"]
