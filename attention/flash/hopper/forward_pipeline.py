@@ -139,7 +139,7 @@ def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS:
             tma.async_copy_global_to_shared(v, v_position, kv_full, b_v, pred=has_v)
             i_step += 1
         i_round += 1
-        i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1)
+        i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1, sem="relaxed")
     for c in gl.static_range(CONSUMERS):  # a head that does not exist ends the consumers
         i_q, phase = q_stage(i_round, c, BLOCKS)
         hand_out(0, 0, -1, i_q, phase, buffers, barriers)
