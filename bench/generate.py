@@ -26,7 +26,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,8 @@ def candidates(case: str, device: torch.device) -> dict[str, Callable[[], Run]]:
     }
 
 
-def measure(case: str, device: torch.device, rounds: int, only: str | None) -> list[Row]:
-    """Time each candidate `rounds` times, in turns."""
+def measure(case: str, device: torch.device, rounds: int, only: str | None) -> Iterator[Row]:
+    """Time each candidate `rounds` times, in turns: its row comes with its last time."""
     prepared: dict[str, Run] = {}
     for label, prepare in candidates(case, device).items():
         if only is None or re.search(only, label):
@@ -130,29 +130,28 @@ def measure(case: str, device: torch.device, rounds: int, only: str | None) -> l
             prepared[label] = prepare()
             print(f"{case}: {label} ready after {time.perf_counter() - begin:.0f} s", flush=True)
     seconds: dict[str, list[float]] = {label: [] for label in prepared}
-    added: dict[str, int] = {}
-    for _ in range(rounds):
+    for done in range(1, rounds + 1):
         for label, run in prepared.items():
             synchronise(device)
             begin = time.perf_counter()
-            added[label] = run()
+            added = run()
             seconds[label].append(time.perf_counter() - begin)
-    rows = []
-    for label, samples in seconds.items():
-        median = statistics.median(samples)
-        rows.append(
-            {
-                "case": case, "by": label, "tokens": added[label], "tokens_per_s": round(added[label] / median, 1),
-                "seconds": round(median, 4), "fastest_s": round(min(samples), 4), "slowest_s": round(max(samples), 4),
-                "runs": rounds,
-            }
-        )  # fmt: skip
-        print(" ".join(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
-    return rows
+            if done == rounds:
+                yield summary(case, label, added, seconds[label])
+
+
+def summary(case: str, label: str, added: int, seconds: list[float]) -> Row:
+    """The row of a candidate that added so many tokens each time."""
+    median = statistics.median(seconds)
+    return {
+        "case": case, "by": label, "tokens": added, "tokens_per_s": round(added / median, 1),
+        "seconds": round(median, 4), "fastest_s": round(min(seconds), 4), "slowest_s": round(max(seconds), 4),
+        "runs": len(seconds),
+    }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the cases that were asked for, and write their rows."""
+    """Measure the cases that were asked for, and write each row as soon as it is there."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -169,13 +168,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = args.results / f"generate-{slug(found['device'])}.json"
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     for case in args.cases or (["one", "many"] if args.device == "cuda" else ["one"]):
-        rows = measure(case, device, args.rounds if case == "one" else 1, args.only)
-        measured = {(row["case"], row["by"]) for row in rows}
-        source = {name: found[name] for name in ("versions", "git", "date")}
-        kept = [row for row in kept if (row["case"], row["by"]) not in measured] + [row | source for row in rows]
-        lines = ",\n  ".join(json.dumps(row) for row in kept)
-        head = f' "device": {json.dumps(found["device"])},\n "model": "GPT-2, 124M parameters, random weights",\n'
-        write(path, f'{{\n{head} "rows": [\n  {lines}\n ]\n}}\n')
+        for row in measure(case, device, args.rounds if case == "one" else 1, args.only):
+            print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+            kept = [old for old in kept if (old["case"], old["by"]) != (row["case"], row["by"])]
+            kept.append(row | {name: found[name] for name in ("versions", "git", "date")})
+            lines = ",\n  ".join(json.dumps(row) for row in kept)
+            head = f' "device": {json.dumps(found["device"])},\n "model": "GPT-2, 124M parameters, random weights",\n'
+            write(path, f'{{\n{head} "rows": [\n  {lines}\n ]\n}}\n')
         gc.collect()
     return 0
 
