@@ -58,6 +58,8 @@ def main(arguments: list[str]) -> None:
         print(f"note: {note}")
     print(f"{report.headline}.")
     for section in report.sections:
+        if len(report.sections) > 1 and section.answer.bullets:
+            print(section.title)
         for subject, sentences in section.answer.bullets:
             print(f"  {subject}: {sentences}")
     print(f"report: {out / 'index.html'}")

@@ -122,11 +122,10 @@ def _section(sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: 
         f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in sweep.runs)}",
         _all_of(run.precision for run in sweep.runs),
         _all_of(f"{run.devices} x {run.device}" if run.devices > 1 else run.device for run in sweep.runs),
-        *([apart] if apart else []),
     ]
     return Section(
         prefix,
-        f"{run.option('model.name', 'model')} on {run.option('data.name', 'data')}",
+        f"{run.option('model.name', 'model')} on {run.option('data.name', 'data')}{f', {apart}' if apart else ''}",
         " · ".join(subtitle),
         answer(sweep, own, reference),
         tuple(_draw(chart, out) for chart in charts(sweep, own, reference, prefix)),

@@ -50,6 +50,22 @@ def test_several_folders_are_compared_in_a_folder_of_their_own(
     assert "flash" in (tmp_path / "elsewhere" / "report.md").read_text()
 
 
+def test_runs_that_are_not_compared_with_each_other_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for lr in (0.001, 0.01):
+        for seed, (seq_len, batch_size) in enumerate(((128, 8), (256, 4))):
+            folder, changed = tmp_path / f"{lr}-{seq_len}", {"optimizer.lr": lr}
+            write_run(folder, seed=seed, seq_len=seq_len, batch_size=batch_size, steps=60, overrides=changed)
+    compare.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    page = (tmp_path / "report" / "index.html").read_text()
+    for lr in (0.001, 0.01):
+        title = f"gpt2 on stdlib, optimizer.lr={lr}"
+        assert f"\n{title}\n  naive: " in out
+        assert f"<h2>{title}</h2>" in page
+
+
 def test_torch_is_not_needed(sweep: Path) -> None:
     """Importing torch, training or wandb fails here, and the report is written all the same."""
     blocked = (
