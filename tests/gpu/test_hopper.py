@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, KernelPath, Score, build_attention, keep_mask
+from attention.dropout import drop_threshold
+from attention.flash.configs import Extras, Options
+from attention.flash.hopper.configs import forward_blocks
+from attention.flash.hopper.forward import forward
 from tests.attention.reference import KEY, Case, assert_accurate, formula
 from tests.gpu.graphs import captured
 
@@ -70,6 +74,21 @@ def test_wide_heads_give_the_forward_of_the_plain_kernels(D, T, S, dropout):
         flash(dropout, path)(q, k, v, dropout_key=KEY, return_lse=True)
         for path in (KernelPath.hopper, KernelPath.plain)
     )
+    assert (out.float() - plain.float()).norm() < 5e-3 * plain.float().norm()
+    torch.testing.assert_close(lse, plain_lse, rtol=1e-5, atol=1e-5)
+
+
+@DROPOUT
+@pytest.mark.parametrize(("T", "S"), [(1, 239), (64, 65), (191, 193), (300, 5), (799, 300), (1023, 1024)])
+@pytest.mark.parametrize("length", [1024, 4096, 32768])
+def test_what_serves_rows_of_one_length_at_head_size_64_is_right_for_all(length, T, S, dropout):
+    q, k, v, _ = Case(2, 4, 2, T, S, 64).tensors(torch.bfloat16, "cuda")
+    threshold = drop_threshold(dropout)
+    options, extras = Options(True, 64**-0.5, threshold, tf32=False), Extras(key=KEY.pack(q.device))
+    out = torch.empty_like(q)
+    blocks = forward_blocks(64, length, dropout > 0, alibi=False, soft_cap=False)
+    lse, _ = forward(q, k, v, out, extras if threshold else Extras(), options, blocks)
+    plain, plain_lse = flash(dropout, KernelPath.plain)(q, k, v, dropout_key=KEY, return_lse=True)
     assert (out.float() - plain.float()).norm() < 5e-3 * plain.float().norm()
     torch.testing.assert_close(lse, plain_lse, rtol=1e-5, atol=1e-5)
 
@@ -133,7 +152,10 @@ def test_the_mask_is_that_of_the_plain_kernels_also_in_the_backward(D):
 
 
 @DROPOUT
-@pytest.mark.parametrize(("B", "H", "H_kv", "T", "S", "D"), [(4, 6, 2, 1000, 1000, 64), (2, 4, 4, 2100, 1990, 128)])
+@pytest.mark.parametrize(
+    ("B", "H", "H_kv", "T", "S", "D"),
+    [(4, 6, 2, 1000, 1000, 64), (2, 4, 2, 2200, 2100, 64), (2, 4, 4, 2100, 1990, 128)],
+)
 def test_five_hundred_repeats_are_bitwise_equal_beside_other_work(B, H, H_kv, T, S, D, dropout):
     tensors = Case(B, H, H_kv, T, S, D).tensors(torch.bfloat16, "cuda")
     attend = partial(flash(dropout), dropout_key=KEY)

@@ -10,9 +10,9 @@ FP8_MAX_HEAD_DIM = 128
 # The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward), then
 # by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
 FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
-    (64, False, False): {"causal": 2048, "alibi": 4096, "soft_cap": 16384},
+    (64, False, False): {"causal": 512, "alibi": 4096, "soft_cap": 16384},
     (64, False, True): {"causal": 1024, "soft_cap": 1024, "window": 1024},
-    (64, True, False): {"causal": 8192},
+    (64, True, False): {"causal": 512},
     (64, True, True): {"causal": 1024, "soft_cap": 2048},
     (128, False, False): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (128, False, True): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
@@ -25,12 +25,12 @@ FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
 class ForwardBlocks(NamedTuple):
     """The forward's shape.
 
-    consumers  of 64 queries each
+    consumers  of 64 queries each; a single one has no producer, and several programs share a multiprocessor
     k          rows of a key tile
     columns    of all tiles: the head size, rounded up
     stages     key tiles in flight
     q_stages   query tiles of a consumer in flight
-    registers  of a consumer's thread
+    registers  of a consumer's thread: 168 for three programs a multiprocessor, 128 for four
     in_turn    whether the consumers start their products in turn
     out_in_q   whether a tile of out takes the place of its queries in shared memory
     v_columns  whether v comes transposed, in tiles of columns x k
@@ -77,9 +77,16 @@ def forward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_
     if head_dim > 64:  # the numbered columns of ALiBi leave no shared memory for more queries
         q_stages = 1 if alibi else 2
         return ForwardBlocks(consumers=2, k=128, columns=128, stages=2, q_stages=q_stages, registers=240, in_turn=False)
-    # Tiles of 192 queries share short rows badly, and a third consumer leaves fewer registers to each.
-    if length < (8192 if dropout else 4096) or (alibi and (dropout or soft_cap)):
-        return ForwardBlocks(consumers=2, k=128, columns=64, stages=4, q_stages=2, registers=240, in_turn=False)
+    # Three consumers are fastest where rows are long, and leave few registers to each. Programs of a single one share
+    # short rows better, smaller tiles the shortest. ALiBi's numbered columns would leave no room for a third program.
+    if length <= 2048 or (alibi and (dropout or soft_cap)):
+        return ForwardBlocks(
+            consumers=1, k=64, columns=64, stages=2, q_stages=1, registers=128, in_turn=False, out_in_q=True
+        )
+    if length < (16384 if dropout else 8192) and not alibi:
+        return ForwardBlocks(
+            consumers=1, k=128, columns=64, stages=2, q_stages=1, registers=168, in_turn=False, out_in_q=True
+        )
     return ForwardBlocks(consumers=3, k=128, columns=64, stages=4, q_stages=2, registers=160, in_turn=True)
 
 

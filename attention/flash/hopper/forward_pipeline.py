@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..score import locate
+from .compat import barrier
 from .schedule import key_tiles, swizzle
 from .softmax import ROWS, SLOPE_PARTS, bias_in_product, column_numbers
 
@@ -38,6 +39,17 @@ class Barriers(NamedTuple):
     kv_full: Any
     kv_empty: Any
     turn: Any
+
+
+class Keys(NamedTuple):
+    """The key tiles from n_start up to n_end of key/value head i_kv of row i_b, and the tensors that they are of."""
+
+    k: Any
+    v: Any
+    i_b: Any
+    i_kv: Any
+    n_start: Any
+    n_end: Any
 
 
 @gluon.jit
@@ -102,9 +114,7 @@ def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS:
     """One warp: hands out tiles of queries, and brings them and the keys and values that they see."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
     BN: gl.constexpr = BLOCKS.k
-    BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
-    dtype: gl.constexpr = q.dtype
 
     i_step = 0
     i_round = 0
@@ -114,35 +124,59 @@ def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS:
         i_tile, i_bh = swizzle(i_work, sizes)
         i_m = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
         i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
-        i_kv = i_h // sizes.G
         for c in gl.static_range(CONSUMERS):
             i_q, phase = q_stage(i_round, c, BLOCKS)
             hand_out(i_m, i_b, i_h, i_q, phase, buffers, barriers)
-            q_full = barriers.q_full.index(i_q)
-            mbarrier.expect(q_full, q.block_type.nbytes)
-            b_q = buffers.q.index(i_q)._reinterpret(dtype, [1, 1, ROWS, BD], q.layout)
-            tma.async_copy_global_to_shared(q, [i_b, i_h, i_m + c * ROWS, 0], q_full, b_q)
+            fetch_queries(q, i_b, i_h, i_m + c * ROWS, i_q, buffers, barriers, BLOCKS)
         at = locate(sizes.T, sizes.S, extras, numbers, i_b)
         n_start, _, _, n_end = key_tiles(i_m, at, CONSUMERS * ROWS, BN, MODE)
+        keys = Keys(k, v, i_b, i_h // sizes.G, n_start, n_end)
         for j in range(n_end - n_start + 1):
-            i_n = (n_end - 1 - j) * BN
-            has_k, has_v = j < n_end - n_start, j > 0
-            i_s = i_step % STAGES
-            kv_full = barriers.kv_full.index(i_s)
-            mbarrier.wait(barriers.kv_empty.index(i_s), ((i_step // STAGES) & 1) ^ 1)
-            mbarrier.expect(kv_full, 2 * k.block_type.nbytes, pred=has_k & has_v)
-            mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
-            b_k = buffers.k.index(i_s)._reinterpret(dtype, [1, 1, BN, BD], k.layout)
-            b_v = buffers.v.index(i_s)._reinterpret(dtype, v.block_shape, v.layout)
-            v_position = [i_b, i_kv, 0, i_n + BN] if BLOCKS.v_columns else [i_b, i_kv, i_n + BN, 0]
-            tma.async_copy_global_to_shared(k, [i_b, i_kv, i_n, 0], kv_full, b_k, pred=has_k)
-            tma.async_copy_global_to_shared(v, v_position, kv_full, b_v, pred=has_v)
+            mbarrier.wait(barriers.kv_empty.index(i_step % STAGES), ((i_step // STAGES) & 1) ^ 1)
+            fetch(j, i_step % STAGES, keys, buffers, barriers, BLOCKS)
             i_step += 1
         i_round += 1
         i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1, sem="relaxed")
     for c in gl.static_range(CONSUMERS):  # a head that does not exist ends the consumers
         i_q, phase = q_stage(i_round, c, BLOCKS)
         hand_out(0, 0, -1, i_q, phase, buffers, barriers)
+
+
+@gluon.jit
+def fetch_queries(q, i_b, i_h, i_m, i_q, buffers, barriers, BLOCKS: gl.constexpr):
+    """Have the queries from i_m brought to stage i_q."""
+    q_full = barriers.q_full.index(i_q)
+    mbarrier.expect(q_full, q.block_type.nbytes)
+    b_q = buffers.q.index(i_q)._reinterpret(q.dtype, [1, 1, ROWS, BLOCKS.columns], q.layout)
+    tma.async_copy_global_to_shared(q, [i_b, i_h, i_m, 0], q_full, b_q)
+
+
+@gluon.jit
+def fetch(j, i_s, keys, buffers, barriers, BLOCKS: gl.constexpr):
+    """Have stage i_s filled for step j of the walk over `keys`: k of a tile and v of the tile before it."""
+    BN: gl.constexpr = BLOCKS.k
+    BD: gl.constexpr = BLOCKS.columns
+    k, v = keys.k, keys.v
+    i_n = (keys.n_end - 1 - j) * BN
+    has_k, has_v = j < keys.n_end - keys.n_start, (j > 0) & (j <= keys.n_end - keys.n_start)
+    kv_full = barriers.kv_full.index(i_s)
+    mbarrier.expect(kv_full, 2 * k.block_type.nbytes, pred=has_k & has_v)
+    mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
+    b_k = buffers.k.index(i_s)._reinterpret(k.dtype, [1, 1, BN, BD], k.layout)
+    b_v = buffers.v.index(i_s)._reinterpret(v.dtype, v.block_shape, v.layout)
+    v_position = [keys.i_b, keys.i_kv, 0, i_n + BN] if BLOCKS.v_columns else [keys.i_b, keys.i_kv, i_n + BN, 0]
+    tma.async_copy_global_to_shared(k, [keys.i_b, keys.i_kv, i_n, 0], kv_full, b_k, pred=has_k)
+    tma.async_copy_global_to_shared(v, v_position, kv_full, b_v, pred=has_v)
+
+
+@gluon.jit
+def release_stage(i_step, keys, buffers, barriers, BLOCKS: gl.constexpr):
+    """Have the stage of step i_step filled again, by the producer or, where there is none, by this consumer."""
+    if BLOCKS.consumers == 1:
+        barrier()  # all four warps have used the tiles
+        fetch(i_step + BLOCKS.stages, i_step % BLOCKS.stages, keys, buffers, barriers, BLOCKS)
+    else:
+        mbarrier.arrive(barriers.kv_empty.index(i_step % BLOCKS.stages))
 
 
 @gluon.jit
