@@ -5,6 +5,8 @@ TRITON_INTERPRET=0 python -m tests.attention.compiled_plain resources hopper old
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import re
@@ -12,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -103,20 +105,34 @@ def resources(kernel: Any) -> dict[str, int]:
     return {"registers": int(found[1]), "spilled": int(found[2]), "shared": kernel.metadata.shared}
 
 
-@contextmanager
-def compiling(architecture: str) -> Iterator[list[tuple[str, Any]]]:
-    """Launches compile for the architecture and run nothing; the list gets the name and the kernel of each."""
-    gpu.capability = lambda device: CAPABILITIES[architecture]
+class Compiled(NamedTuple):
+    """A kernel that a launch compiled, and ptxas's warnings that it makes products wait for each other (C75xx)."""
+
+    name: str
+    kernel: Any
+    serialised: list[str]
+
+
+@contextlib.contextmanager
+def compiling(architecture: str) -> Iterator[list[Compiled]]:
+    """Launches compile for the architecture and run nothing; the list gets what each compiled."""
     triton.runtime.driver.set_active(NoGPU(CAPABILITIES[architecture]))
-    compiled: list[tuple[str, Any]] = []
+    compiled: list[Compiled] = []
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs) -> None:
-        compiled.append((self.fn.__name__.removesuffix("_kernel"), run(self, *args, grid=grid, warmup=True, **kwargs)))
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        serialised = re.findall(r"\(C75\d+\)[^\n]*", said.getvalue())
+        compiled.append(Compiled(self.fn.__name__.removesuffix("_kernel"), kernel, serialised))
 
-    JITFunction.run = compile_only
-    yield compiled
-    JITFunction.run = run
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(gpu, "capability", return_value=CAPABILITIES[architecture]),
+        mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
+        mock.patch.object(triton.knobs.compilation, "always_compile", True),  # from the cache there would be no report
+    ):
+        yield compiled
 
 
 def launch(architecture: str, key: ConfigKey, options: Options, extras: Extras, T: int, S: int) -> None:
@@ -138,8 +154,8 @@ def compile_all(architecture: str) -> Iterator[dict[str, Any]]:
         for name, key, options, extras in problems(architecture):
             compiled.clear()
             launch(architecture, key, options, extras, T, T)
-            for kernel_name, kernel in compiled:
-                yield {"name": f"{name}-{kernel_name}"} | resources(kernel)
+            for found in compiled:
+                yield {"name": f"{name}-{found.name}", "serialised": found.serialised} | resources(found.kernel)
 
 
 def compile_lengths(architecture: str) -> Iterator[dict[str, Any]]:
@@ -153,8 +169,8 @@ def compile_lengths(architecture: str) -> Iterator[dict[str, Any]]:
         for n, (T, S) in enumerate(itertools.product(lengths, lengths)):
             options = PLAIN._replace(q_start=n - 1, k_start=16 * (n % 2))
             launch(architecture, ConfigKey(64, False, 128), options, Extras(), T, S)
-        for name, kernel in compiled:
-            found.setdefault(name, set()).add(kernel.hash)
+        for launched in compiled:
+            found.setdefault(launched.name, set()).add(launched.kernel.hash)
     yield {name: len(kernels) for name, kernels in found.items()}
 
 
