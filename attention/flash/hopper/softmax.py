@@ -138,9 +138,9 @@ def in_words(MODE):
     """Whether weights stay packed from one step to the next, two 16-bit numbers in an int32.
 
     At head size 64 ptxas swaps the halves of pairs of 16-bit values that live through a loop, in every step. `drop`
-    works on words anyway; ALiBi and the full mask have no registers to spare for it.
+    works on words anyway; the full mask has no registers to spare for it.
     """
-    return MODE.columns == 64 and MODE.causal and not MODE.alibi and not MODE.threshold
+    return MODE.columns == 64 and MODE.causal and not MODE.threshold
 
 
 @gluon.jit
