@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 ALIGNMENT = 32  # elements; the start of every gradient is a multiple of it, which suits every kernel that reads them
 
-# torch 2.13 has renamed it.
+# torch 2.13 has renamed them.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Exchange(Protocol):
@@ -64,7 +65,7 @@ class FixedTree:
 
     def add(self) -> None:
         own = self.flat.take()
-        self.carries.add(own if self.ranks == 1 else add_shares(own, self.ranks))
+        self.carries.add(own if self.ranks == 1 else add_shares(own, own.new_empty(own.numel() // self.ranks)))
 
     def finish(self) -> Tensor:
         total = self.carries.finish()
@@ -101,14 +102,18 @@ class Counter:
         return total
 
 
-def add_shares(own: Tensor, ranks: int) -> Tensor:
-    """This rank's share, (N / ranks,), of the sum of every rank's `own` (N,), added pairwise in the ranks' order."""
-    shares = torch.empty_like(own)
-    dist.all_to_all_single(shares, own)
-    terms = shares.view(ranks, -1)
-    while len(terms) > 1:
+def add_shares(own: Tensor, share: Tensor) -> Tensor:
+    """Fill this rank's share, (N / ranks,), of the sum of every rank's `own` (N,), added pairwise in their order."""
+    ranks = own.numel() // share.numel()
+    if ranks == 2:  # a sum of two has one order, the library's too
+        reduce_scatter(share, own)
+        return share
+    received = torch.empty_like(own)
+    dist.all_to_all_single(received, own)
+    terms = received.view(ranks, -1)
+    while len(terms) > 2:
         terms = terms[0::2] + terms[1::2]
-    return terms[0]
+    return torch.add(*terms, out=share)
 
 
 def add_losses(losses: Sequence[Tensor], ranks: int) -> Tensor:

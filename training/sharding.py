@@ -20,7 +20,7 @@ from attention.context import WRAPPERS, ContextAttention, rows_of
 from attention.score import Range
 from model.gpt import GPT
 from training.device import World
-from training.exchange import AnyOrder, Exchange, FixedTree, add_shares, local
+from training.exchange import ALIGNMENT, AnyOrder, Exchange, FixedTree, add_shares, local
 from training.parallel import ParallelConfig
 
 
@@ -72,7 +72,7 @@ class TreeReduceScatter:
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        output_tensor.copy_(add_shares(input_tensor, group.size()))
+        add_shares(input_tensor, output_tensor)
 
 
 class WholeNorms:
@@ -84,29 +84,41 @@ class WholeNorms:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        ranks = dist.get_world_size()
+        ranks, self.rank = dist.get_world_size(), dist.get_rank()
         loads = [0] * ranks
         self.owned: list[list[int]] = [[] for _ in range(ranks)]
         for i in sorted(range(len(self.parameters)), key=lambda i: -self.parameters[i].numel()):
             owner = loads.index(min(loads))
             loads[owner] += self.parameters[i].numel()
             self.owned[owner].append(i)
-        own = self.owned[dist.get_rank()]
-        self.sent = [sum(local(self.parameters[i]).numel() for i in owned) for owned in self.owned]
-        self.received = [[kept_by(rank, ranks, self.parameters[i].shape) for i in own] for rank in range(ranks)]
+        self.own = self.owned[self.rank]
+        self.places = torch.tensor(self.own, device=self.parameters[0].device)
+        rows = [[local(self.parameters[i]).numel() for i in owned] for owned in self.owned]
+        self.sent = [0 if rank == self.rank else sum(rows[rank]) for rank in range(ranks)]
+        shapes = [self.parameters[i].shape for i in self.own]
+        self.received = [
+            [] if rank == self.rank else [kept_by(rank, ranks, shape) for shape in shapes] for rank in range(ranks)
+        ]
+        # How the norm's kernel adds depends on where a tensor starts.
+        self.lengths = [length for shape in shapes for length in (shape.numel(), -shape.numel() % ALIGNMENT)]
 
     def __call__(self) -> Tensor:
         """(len(parameters),), in their order, on every rank."""
-        gradients = [p.grad for p in self.parameters]
-        sent = torch.cat([local(gradients[i]).reshape(-1) for owned in self.owned for i in owned])  # type: ignore
+        gradients = [local(p.grad).reshape(-1) for p in self.parameters]  # type: ignore[arg-type]
+        others = [i for rank, owned in enumerate(self.owned) if rank != self.rank for i in owned]
+        sent = torch.cat([gradients[i] for i in others])
         sizes = [sum(counts) for counts in self.received]
         received = sent.new_empty(sum(sizes))
         dist.all_to_all_single(received, sent, sizes, self.sent)
-        pieces = [piece.split(counts) for piece, counts in zip(received.split(sizes), self.received, strict=True)]
+        rows = [piece.split(counts) for piece, counts in zip(received.split(sizes), self.received, strict=True)]
+        rows[self.rank] = tuple(gradients[i] for i in self.own)
+        gap = sent.new_zeros(ALIGNMENT)
+        pieces = []
+        for of_ranks, length in zip(zip(*rows, strict=True), self.lengths[1::2], strict=True):
+            pieces += [*of_ranks, gap[:length]]
+        wholes = torch.cat(pieces).split(self.lengths)[0::2]
         norms = sent.new_zeros(len(gradients))
-        for place, i in enumerate(self.owned[dist.get_rank()]):
-            whole = torch.cat([piece[place] for piece in pieces]).view(self.parameters[i].shape)
-            norms[i] = torch.nn.utils.get_total_norm([whole])
+        norms.index_copy_(0, self.places, torch.stack(torch._foreach_norm(wholes)))
         dist.all_reduce(norms)  # each is its owner's and zero elsewhere: exact in any order
         return norms
 
