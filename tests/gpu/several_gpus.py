@@ -33,7 +33,7 @@ CASES = {
 
 
 def train(world: World, device: torch.device, data: DataParallel, compile: bool) -> list[str]:
-    """Loss and gradient norm of each step and the last validation losses, in hexadecimal; a digest of the weights."""
+    """Loss and gradient norm of each step and some validation losses, in hexadecimal; a digest of the weights."""
     torch.compiler.reset()
     torch.manual_seed(SEED)
     attend = build_attention(AttentionConfig("flash", dropout=0.1))
@@ -52,7 +52,7 @@ def train(world: World, device: torch.device, data: DataParallel, compile: bool)
         batches = [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in drawn]
         own = batches if world.size == 1 else batches[world.rank :][:1]
         found += [float(value).hex() for value in trainer.update(step, own)]
-        if step >= STEPS - 2:  # around a replayed step, too
+        if step in (0, STEPS - 2, STEPS - 1):  # before the step is recorded, and around a replay
             found.append(trainer.evaluate(batches).hex())
     weights = torch.cat([p.detach().flatten() for p in trainer.whole_model().parameters()])
     trainer.release()
