@@ -10,7 +10,7 @@ FP8_MAX_HEAD_DIM = 128
 # The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward), then
 # by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
 FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
-    (64, False, False): {"causal": 512, "alibi": 4096, "soft_cap": 16384},
+    (64, False, False): {"causal": 512, "alibi": 4096, "soft_cap": 16384, "window": 1024, "documents": 1024},
     (64, False, True): {"causal": 1024, "soft_cap": 1024, "window": 1024},
     (64, True, False): {"causal": 512},
     (64, True, True): {"causal": 1024, "soft_cap": 2048},
