@@ -13,7 +13,7 @@ from attention import AttentionConfig, KernelPath, Layout, Score, build_attentio
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
 from tests.gpu.graphs import captured
 from tests.gpu.test_flash import SCORES
-from tests.gpu.test_hopper import DROPOUT, flash, run
+from tests.gpu.test_hopper import DROPOUT, assert_repeats, flash, run
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
@@ -130,32 +130,24 @@ def test_queries_and_keys_that_stand_anywhere(score, offsets):
             assert hopper <= 2 * plain + 1e-6, (name, D)
 
 
+RAGGED = {"documents": (900, 1, 300, 550, 249)}  # in another order in each row
+
+
 @DROPOUT
 @pytest.mark.parametrize("D", [64, 128])
-def test_repeats_of_changed_scores_are_bitwise_equal(D, dropout):
-    case = Case(
-        2,
-        4,
-        2,
-        2000,
-        2000,
-        D,
-        dropout=dropout,
-        window=700,
-        soft_cap=10.0,
-        alibi=True,
-        sinks=True,
-        documents=(1500, 500),
-    )
+@pytest.mark.parametrize(
+    "changed",
+    [RAGGED, RAGGED | {"window": 700, "soft_cap": 10.0, "alibi": True, "sinks": True}],
+    ids=["documents", "everything"],
+)
+def test_five_hundred_repeats_of_a_ragged_batch_are_bitwise_equal(changed, D, dropout):
+    case = Case(3, 4, 2, 2000, 2000, D, **changed)
     tensors, sinks, layout = case.tensors(torch.bfloat16, "cuda"), case.sink_logits("cuda"), case.layout("cuda")
 
-    def attend(q, k, v, sinks):
+    def attend(q, k, v, sinks=None):
         return flash(dropout)(q, k, v, score=case.score, layout=layout, sinks=sinks, dropout_key=KEY)
 
-    first = gradients(attend, *tensors, sinks=sinks)
-    for _ in range(200):
-        again = gradients(attend, *tensors, sinks=sinks)
-        assert all(torch.equal(again[name], x) for name, x in first.items())
+    assert_repeats(lambda: gradients(attend, *tensors, sinks=sinks).values())
 
 
 @pytest.mark.parametrize("D", [64, 128])

@@ -1,0 +1,91 @@
+"""The Hopper kernels on a Hopper GPU, forced, at their limits: grids that must end, huge tensors, inf and NaN."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention import keep_mask
+from tests.attention.reference import KEY, Case, formula, gradients
+from tests.gpu.test_hopper import flash, run
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+
+# Heads, queries and keys: from one program to four times the multiprocessors, and the same with three consumers.
+GRIDS = """
+    (1, 64, 64), (1, 129, 129), (n - 1, 128, 128), (n, 128, 128), (n + 1, 192, 192), (1, 128 * n, 128 * n),
+    (1, 256 * n, 256 * n), (4 * n, 128, 128), (1, 64, 16384), (n, 200, 16384), (n + 1, 192, 16400),
+"""
+
+
+@pytest.mark.parametrize(("D", "dropout"), [(64, 0.0), (64, 0.1), (128, 0.0), (128, 0.1), (256, 0.0)])
+def test_grids_of_any_size_end(D, dropout):
+    """A time limit ends programs that wait for ever."""
+    script = f"""
+import torch
+from attention import AttentionConfig, DropoutKey, KernelPath, Layout, Score, build_attention, documents
+attend = build_attention(AttentionConfig("flash", dropout={dropout}, path=KernelPath.hopper))
+key = DropoutKey(1, 2, 3, 4)
+n = torch.cuda.get_device_properties(0).multi_processor_count
+for H, T, S in ({GRIDS}):
+    make = lambda length: torch.randn(1, H, length, {D}, device="cuda", dtype=torch.bfloat16, requires_grad={D <= 128})
+    q, k, v = make(T), make(S), make(S)
+    starts = torch.arange(S, dtype=torch.int32, device="cuda")[None] // 300 * 300
+    for score, layout in ((Score(), Layout()), (Score(window=200), Layout()), (Score(), documents(starts))):
+        out = attend(q, k, v, score=score, layout=layout, dropout_key=key).out
+        if out.requires_grad:
+            out.sum().backward()
+        torch.cuda.synchronize()
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tensors_of_more_than_two_to_the_31_elements():
+    B, H, T, D = 24, 32, 45056, 64
+    assert B * H * T * D > 2**31
+    tensors = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)]
+    got, alone = (run(flash(), *x) for x in (tensors, [x[-1:, -1:] for x in tensors]))
+    for x, y in zip(got, alone, strict=True):
+        torch.testing.assert_close(x[-1:, -1:], y)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_part_of_heads_queries_and_keys_draws_its_part_of_the_mask(D):
+    q, k, v, do = Case(1, 2, 1, 96, 134, D).tensors(torch.bfloat16, "cuda")
+    key = replace(KEY, first_head=2, first_query=32, first_key=64)
+    keep = keep_mask(KEY, 0.5, 1, 4, 128, 198, device="cuda")[:, 2:, 32:, 64:]
+    got = gradients(partial(flash(0.5), dropout_key=key), q, k, v, do)
+    exact = gradients(partial(formula, keep=keep, rate=0.5), *(x.double() for x in (q, k, v, do)))
+    for name, x in exact.items():
+        assert (got[name] - x).norm() < 1e-2 * x.norm(), name
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_inf_and_nan_reach_the_outputs_that_see_them(D, which, bad):
+    """Scores of -inf weigh nothing beside others, and are 0 / 0 where there are no others."""
+    tensors = list(Case(1, 1, 1, 150, 150, D).tensors(torch.bfloat16, "cuda"))
+    tensors[1][..., 3].abs_()
+    tensors[which][0, 0, 140, 3] = bad
+    finite = flash()(*tensors[:3]).out[0, 0].isfinite()
+    assert torch.equal(finite[140], formula(*(x.float() for x in tensors[:3]))[0, 0, 140].isfinite())
+    assert finite[:128].all()  # whose tiles end before
+
+
+@pytest.mark.parametrize(("B", "T", "S"), [(0, 5, 5), (2, 5, 0), (2, 0, 5)])
+def test_empty_inputs_give_empty_or_zero_results(B, T, S):
+    q, k = (torch.ones(B, H, n, 64, device="cuda", dtype=torch.bfloat16) for H, n in ((2, T), (1, S)))
+    got = run(flash(), q, k, k, q)
+    assert [x.shape for x in got] == [q.shape, q.shape, k.shape, k.shape]
+    assert not any(x.any() for x in got)
