@@ -11,13 +11,13 @@ FP8_MAX_HEAD_DIM = 128
 # by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
 FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
     (64, False, False): {"causal": 512, "alibi": 4096, "soft_cap": 16384, "window": 1024, "documents": 1024},
-    (64, False, True): {"causal": 1024, "soft_cap": 1024, "window": 1024},
+    (64, False, True): {"causal": 128, "soft_cap": 1024, "window": 1024},
     (64, True, False): {"causal": 512},
-    (64, True, True): {"causal": 1024, "soft_cap": 2048},
-    (128, False, False): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
-    (128, False, True): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
-    (128, True, False): {"causal": 1024, "alibi": 2048, "soft_cap": 2048},
-    (128, True, True): {"causal": 1024, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
+    (64, True, True): {"causal": 128, "soft_cap": 2048},
+    (128, False, False): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
+    (128, False, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
+    (128, True, False): {"causal": 128, "alibi": 2048, "soft_cap": 2048},
+    (128, True, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (256, False, False): {"causal": 1024},
 }
 
