@@ -3,7 +3,7 @@
     op.py        the custom operators, their gradients, and the Attention that calls them: start reading here
     forward.py   one kernel: out and lse                                        forward(...)
     backward.py  two kernels: dq (and delta), then dk and dv                    backward(...)
-    decode.py    two kernels that read a cache: splits of its keys, and their join
+    decode.py    attention to a cache; its kernels in decode_kernel.py: splits of the keys, and their join
     score.py     which tiles of keys and queries see each other
     tiles.py     tiles of (B, H, T, D) tensors, in and out of the chip
     configs.py   block sizes for each head size, dtype, dropout and architecture

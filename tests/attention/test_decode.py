@@ -106,8 +106,8 @@ def test_decoding_is_the_formula_of_each_sequence_alone(attend, name, T):
 
 
 @pytest.mark.parametrize(("H", "H_kv", "T", "score"), [(2, 2, 1, Score()), (8, 1, 2, SCORES["everything"])])
-def test_kernels_join_the_splits_of_long_sequences(H, H_kv, T, score, monkeypatch):
-    """A sequence alone has the same bits as in a batch, and where programs walk over several splits."""
+def test_kernels_join_the_splits_of_long_sequences(H, H_kv, T, score):
+    """A sequence alone has the same bits as in a batch."""
     lengths = [0, 513, 256]
     cache, q = contiguous(lengths, 520, H_kv, 16), queries(len(lengths), H, T, 16)
     flash: Any = build_attention(AttentionConfig("flash"))
@@ -117,12 +117,22 @@ def test_kernels_join_the_splits_of_long_sequences(H, H_kv, T, score, monkeypatc
         torch.testing.assert_close(out[b].double(), wanted, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(lse[b].double(), wanted_lse, atol=2e-6, rtol=2e-6)
     alone = Cache(cache.k[1:2], cache.v[1:2], cache.lengths[1:2])
-    monkeypatch.setattr("attention.flash.decode.keys_per_program", lambda *_: 2048)
     assert torch.equal(flash.decode(q[1:2], alone, **extras(score)).out, out[1:2])
     assert torch.equal(
         flash.decode(q[::2], Cache(cache.k[::2], cache.v[::2], cache.lengths[::2].clone()), **extras(score)).out,
         out[::2],
     )
+
+
+def test_splits_are_longer_where_a_gpu_has_no_room_for_more(monkeypatch):
+    """Three splits for 5 units of 128 keys, for 2, and for none."""
+    monkeypatch.setattr("attention.flash.decode.PROGRAMS", 3)
+    lengths = [513, 130, 0]
+    cache, q = contiguous(lengths, 520, 1, 16), queries(len(lengths), 2, 1, 16)
+    out = build_attention(AttentionConfig("flash")).decode(q, cache).out
+    for b, n in enumerate(lengths):
+        wanted, _ = by_hand(q[b], cache.k[b, :, :n], cache.v[b, :, :n], Score())
+        torch.testing.assert_close(out[b].double(), wanted, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("size", [16, 32])

@@ -95,7 +95,7 @@ def test_neither_pages_nor_the_batch_nor_the_capacity_change_a_bit(D):
     for b in (0, 3, 6):
         alone = Cache(cache.k[b : b + 1], cache.v[b : b + 1], cache.lengths[b : b + 1])
         assert torch.equal(out[b : b + 1], flash().decode(q[b : b + 1], alone, score=score, sinks=sinks).out)
-    # So many that programs walk over several splits.
+    # So many that one sequence alone would not keep the GPU busy.
     many = Cache(cache.k.repeat(40, 1, 1, 1), cache.v.repeat(40, 1, 1, 1), cache.lengths.repeat(40))
     assert torch.equal(
         out.repeat(40, 1, 1, 1), flash().decode(q.repeat(40, 1, 1, 1), many, score=score, sinks=sinks).out

@@ -1,0 +1,237 @@
+"""The kernels of flash-decoding (Dao, Haziza, Massa, Sizov 2023): the keys of a sequence are shared out over programs.
+
+    decode_kernel   a split of the keys of one sequence and key head     m, l and the unnormalised o of each row
+    join_kernel     one row, over all splits                             out and lse
+
+The query heads that share a key head, and the new tokens, are rows of one tile, so keys and values are read once. A
+program carries m, l and o over its keys as the forward kernel does (forward.py), and the join is theirs:
+
+    out = sum of exp(m_i - M) o_i / sum of exp(m_i - M) l_i        M = max of m_i
+
+Where the splits of a sequence lie depends on its own length alone, and they are added up in their order: a sequence has
+the same result, to the bit, whatever other sequences there are, contiguous as in pages.
+Lengths are read on the device; programs behind a sequence's end leave at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .score import (
+    LOG2_E,
+    Positions,
+    alibi_bias,
+    change_scores,
+    key_interval,
+    log2_factor,
+    seen_keys,
+    soft_cap_tanh,
+)
+from .tiles import dot
+
+UNIT = tl.constexpr(128)  # keys: a split has one or more of them
+CHAIN = tl.constexpr(16)  # columns of fp32 products that are added up one after the other
+JOINED = tl.constexpr(64)  # splits that the join reads at a time, however many there are: sums keep their order
+JOINED_COLUMNS = tl.constexpr(32)  # of a program of the join
+
+
+class Partial(NamedTuple):
+    """What programs leave for the join: o (B H_kv, n_splits, rows, columns), m and l without columns, all fp32.
+
+    Rows are those of a key head's queries, in the order of decode_kernel, and columns D, rounded up: the address of an
+    element is then one sum in the kernel, and costs no registers.
+    """
+
+    o: Tensor
+    m: Tensor
+    l: Tensor
+
+
+@triton.jit
+def locate_rows(i_b, i_n, p_pages, n_first, n_end, PAGE: tl.constexpr, ROWS: tl.constexpr):
+    """The place (row or page) and slot of the positions i_n to i_n + ROWS, and which lie within n_first and n_end.
+
+    A page's slots keep 32 bits, which spares registers.
+    """
+    o_n = i_n + tl.arange(0, ROWS)
+    m_n = (o_n >= n_first) & (o_n < n_end)
+    if PAGE is None:
+        o_place, o_slot = tl.cast(i_b, tl.int64), o_n.to(tl.int64)
+    elif PAGE >= ROWS:  # the tile lies in one page
+        o_place, o_slot = tl.load(p_pages + i_n // PAGE).to(tl.int64), o_n % PAGE
+    else:
+        o_place, o_slot = tl.load(p_pages + o_n // PAGE, mask=m_n, other=0).to(tl.int64)[:, None], o_n % PAGE
+    return o_place, o_slot[:, None], m_n[:, None]
+
+
+@triton.jit
+def load_rows(x, i_h, o_place, o_slot, m_n, COLUMNS: tl.constexpr):
+    """The keys or values at places and slots: (rows, COLUMNS), zero where m_n is false."""
+    o_d = tl.arange(0, COLUMNS)[None, :]
+    p_x = x.pointer + tl.cast(i_h, tl.int64) * x.stride_h + o_place * x.stride_b
+    return tl.load(p_x + o_slot * x.stride_t + o_d, mask=m_n & (o_d < x.shape[3]), other=0.0)
+
+
+@triton.jit
+def scores(b_q, b_k, MODE: tl.constexpr):
+    """b_q b_k^T in fp32.
+
+    On a GPU a product of fp32 adds up one column after the other. A single chain of them is off by more than the sums
+    of a product with one row, which are trees; so there are several, and their sum is a tree.
+    """
+    if MODE.exact:
+        BM: tl.constexpr = b_q.shape[0]
+        BN: tl.constexpr = b_k.shape[0]
+        N: tl.constexpr = MODE.columns // CHAIN
+        b_q = b_q.reshape(BM, N, CHAIN).permute(1, 0, 2)
+        b_k = b_k.reshape(BN, N, CHAIN).permute(1, 2, 0)
+        b_s = tl.sum(dot(b_q, b_k, None, MODE), 0)
+    else:
+        b_s = dot(b_q, b_k.T, None, MODE)
+    return b_s
+
+
+@triton.jit
+def split_bounds(i_split, n_splits, n_base, n_end):
+    """The keys of a split: from the first number up to, but not including, the second. None are left behind n_end."""
+    n_units = tl.cdiv(n_end - n_base, UNIT)
+    n_filled = tl.maximum(tl.minimum(n_units, n_splits), 1)
+    start = n_base + i_split * n_units // n_filled * UNIT
+    return start, tl.minimum(n_base + (i_split + 1) * n_units // n_filled * UNIT, n_end)
+
+
+@triton.jit(do_not_specialize=["G", "T", "capacity", "n_pages"])
+def decode_kernel(
+    q, k, v, out, p_lse, partial, p_lengths, p_pages, extras, scale_log2, G, T, capacity, n_pages,
+    PAGE: tl.constexpr, EARLY_JOIN: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """One split of the keys for one tile of rows. Grid: key heads x tiles of rows, sequences, splits.
+
+    `partial` is None where there is one split: the program then writes out and lse itself.
+    """
+    BM: tl.constexpr = BLOCKS.q
+    BN: tl.constexpr = BLOCKS.k
+    BD: tl.constexpr = MODE.columns
+    STAGES: tl.constexpr = BLOCKS.stages
+    if EARLY_JOIN:
+        gdc_launch_dependents()
+    i_b, i_split, n_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    n_m = tl.cdiv(G * T, BM)
+    i_kv, i_m = tl.program_id(0) // n_m, tl.program_id(0) % n_m * BM
+    H = tl.num_programs(0) // n_m * G
+
+    # Rows are tokens, and within a token the heads of the group.
+    o_row = i_m + tl.arange(0, BM)
+    o_t, o_h, m_row = o_row // G, i_kv * G + o_row % G, o_row < G * T
+    length = tl.minimum(tl.load(p_lengths + i_b), capacity)
+    at = Positions(T, length, length - T, 0, 0, 0, 0)
+    n_base, n_full_start, n_full_end, n_end = seen_keys(i_m // G, at, BLOCKS, MODE)
+    first, end = key_interval(o_t, at, MODE)
+    n_first = tl.maximum(i_m // G + at.offset - (MODE.window - 1), 0) if MODE.window else 0
+    n_start, n_stop = split_bounds(i_split, n_splits, n_base, n_end)
+    i_left = ((tl.cast(i_b, tl.int64) * tl.num_programs(0) // n_m + i_kv) * n_splits + i_split) * (G * T)  # in Partial
+    if partial is not None:
+        nothing_left = (i_split > 0) & (n_start >= n_end)
+        if nothing_left:  # the join uses no more of it
+            tl.store(partial.m + i_left + o_row, -float("inf"), mask=m_row)
+            return
+
+    o_d = tl.arange(0, BD)
+    p_q = q.pointer + tl.cast(i_b, tl.int64) * q.stride_b + o_h.to(tl.int64) * q.stride_h + o_t * q.stride_t
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < q.shape[3])[None, :], other=0.0)
+    slope2 = tl.load(extras.slopes + o_h, mask=m_row, other=0.0)[:, None] * LOG2_E if MODE.alibi else None
+    unit = log2_factor(scale_log2, MODE)
+    if PAGE is not None:
+        p_pages += tl.cast(i_b, tl.int64) * n_pages
+
+    o = tl.zeros([BM, BD], tl.float32)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    if MODE.sinks:  # as if a key without a value had been seen before all others
+        m = tl.where(i_split == 0, tl.load(extras.sinks + o_h, mask=m_row, other=0.0) * LOG2_E, m)
+        l = tl.where(i_split == 0, 1.0, l)
+    for i_n in tl.range(n_start, n_stop, BN, num_stages=STAGES):
+        # (BM, BN)
+        o_place, o_slot, m_n = locate_rows(i_b, i_n, p_pages, n_first, n_end, PAGE, BN)
+        b_k = load_rows(k, i_kv, o_place, o_slot, m_n, BD)
+        b_s = scores(b_q, b_k, MODE)
+        b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
+        b_bias = None
+        if MODE.alibi:
+            o_own = (o_t + at.offset)[:, None]
+            b_bias = alibi_bias(slope2, o_t[:, None], tl.arange(0, BN)[None, :], i_n, o_own, at, MODE)
+        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE) * unit
+        if (i_n >= n_full_end) | (i_n < n_full_start):
+            o_n = i_n + tl.arange(0, BN)
+            b_s = tl.where((o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None]), b_s, -float("inf"))
+
+        # (BM,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
+        m_new = tl.maximum(m, tl.max(b_s, 1))
+        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        alpha = tl.exp2(m - m_safe)
+        m = m_new
+        b_p = tl.exp2(b_s - m_safe[:, None])
+        l = l * alpha + tl.sum(b_p, 1)
+
+        # (BM, D)
+        b_v = load_rows(v, i_kv, o_place, o_slot, m_n, BD)
+        o = dot(b_p.to(b_v.dtype), b_v, o * alpha[:, None], MODE)
+
+    if partial is None:
+        # Rows that see nothing are 0; l = 0 tells less, as scores of -inf give it too.
+        l = tl.where(first < end, l, 1.0)
+        o = (o / l[:, None]).to(out.dtype.element_ty)
+        o_out = (tl.cast(i_b, tl.int64) * H + o_h) * T + o_t
+        m_o = m_row[:, None] & (o_d < q.shape[3])[None, :]
+        tl.store(out + o_out[:, None] * q.shape[3] + o_d[None, :], o, mask=m_o)
+        tl.store(p_lse + o_out, (m + tl.log2(l)) / LOG2_E, mask=m_row)
+    else:
+        tl.store(partial.m + i_left + o_row, m, mask=m_row)
+        tl.store(partial.l + i_left + o_row, l, mask=m_row)
+        tl.store(partial.o + i_left * BD + o_row[:, None] * BD + o_d[None, :], o, mask=m_row[:, None])
+
+
+@triton.jit(do_not_specialize=["n_splits", "H", "G", "T", "D"])
+def join_kernel(
+    out, p_lse, partial, p_lengths, n_splits, H, G, T, D,
+    CAUSAL: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one row from those of its splits. Grid: B x H x T, tiles of D.
+
+    EARLY: launched while decode_kernel still runs, it waits here for what that leaves.
+    """
+    i_row = tl.program_id(0).to(tl.int64)
+    i_bh, i_t = i_row // T, i_row % T
+    i_left = i_bh // G * n_splits * (G * T) + i_t * G + i_bh % G  # of split 0; that of the next is G T further on
+    o_d = tl.program_id(1) * JOINED_COLUMNS + tl.arange(0, JOINED_COLUMNS)
+    length = tl.load(p_lengths + i_bh // H)
+    if EARLY:
+        gdc_wait()
+    m = -float("inf")
+    l = tl.zeros([JOINED], tl.float32)
+    o = tl.zeros([JOINED, JOINED_COLUMNS], tl.float32)
+    for i in range(0, n_splits, JOINED):
+        o_i = i + tl.arange(0, JOINED)
+        m_i = o_i < n_splits
+        at = i_left + o_i.to(tl.int64) * (G * T)
+        b_m = tl.load(partial.m + at, mask=m_i, other=-float("inf"))
+        b_l = tl.load(partial.l + at, mask=m_i, other=0.0)
+        b_o = tl.load(partial.o + at[:, None] * COLUMNS + o_d[None, :], mask=m_i[:, None], other=0.0)
+        m_new = tl.maximum(m, tl.max(b_m, 0))
+        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        alpha, b_weight = tl.exp2(m - m_safe), tl.exp2(b_m - m_safe)
+        m = m_new
+        seen = b_m > -float("inf")  # the others' l and o were not written
+        l = l * alpha + b_weight * tl.where(seen, b_l, 0.0)
+        o = o * alpha + b_weight[:, None] * tl.where(seen[:, None], b_o, 0.0)
+    sees = length - T + i_t >= 0 if CAUSAL else length > 0
+    l_all = tl.where(sees, tl.sum(l, 0), 1.0)
+    b_out = tl.sum(o, 0) / l_all
+    tl.store(out + i_row * D + o_d, b_out.to(out.dtype.element_ty), mask=o_d < D)
+    if tl.program_id(1) == 0:
+        tl.store(p_lse + i_row, (m + tl.log2(l_all)) / LOG2_E)
