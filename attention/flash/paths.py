@@ -71,11 +71,19 @@ def kernel_configs(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Ke
     return choose(q.shape[-1], k.shape[2], q.dtype, gpu.capability(q.device), options, extras)
 
 
-def hopper_blocks(q: Tensor, k: Tensor, extras: Extras, options: Options) -> ForwardBlocks:
+def changes(extras: Extras, options: Options) -> dict[str, bool]:
+    """What of a call decides the shapes of the Hopper kernels, beside sizes."""
+    return {
+        "dropout": options.threshold > 0,
+        "alibi": extras.slopes is not None,
+        "soft_cap": options.soft_cap is not None,
+    }
+
+
+def hopper_forward_blocks(q: Tensor, k: Tensor, extras: Extras, options: Options) -> ForwardBlocks:
     """The shape of the Hopper forward for these queries and keys."""
     length = seen_length(k.shape[2], options, extras)
-    asked = {"dropout": options.threshold > 0, "alibi": extras.slopes is not None}
-    return forward_blocks(q.shape[-1], length, **asked, soft_cap=options.soft_cap is not None)
+    return forward_blocks(q.shape[-1], length, **changes(extras, options))
 
 
 def describe(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Problem:
@@ -135,10 +143,10 @@ PATHS = {
             problem.head_dim, problem.dropout, problem.features, problem.length, backward
         ),
         forward=lambda q, k, v, out, extras, options: hopper_forward.forward(
-            q, k, v, out, extras, options, hopper_blocks(q, k, extras, options)
+            q, k, v, out, extras, options, hopper_forward_blocks(q, k, extras, options)
         ),
         backward=lambda do, q, k, v, out, lse2, gradients, extras, options: hopper_backward.backward(
-            do, q, k, v, out, lse2, gradients, extras, options, backward_blocks(q.shape[-1], options.threshold > 0)
+            do, q, k, v, out, lse2, gradients, extras, options, backward_blocks(q.shape[-1], **changes(extras, options))
         ),
     ),
     "plain": Path(

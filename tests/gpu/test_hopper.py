@@ -242,11 +242,12 @@ def test_a_replayed_graph_draws_the_masks_of_its_key():
 
 
 @pytest.mark.parametrize("D", [64, 128])
-def test_memory_at_16k_tokens(D):
+@pytest.mark.parametrize(("score", "dropout"), [(Score(), 0.1), (Score(alibi=True), 0.0)], ids=["dropout", "alibi"])
+def test_memory_at_16k_tokens(score, dropout, D):
     """Output and gradients are 256 MiB, dq in fp32 128: there may be 12 besides."""
     shape = (1, 2048 // D, 16384, D)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
-    attend = partial(flash(0.1), dropout_key=KEY)
+    attend = partial(flash(dropout), score=score, dropout_key=KEY)
     torch.autograd.grad(attend(q, k, v).out, (q, k, v), do)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

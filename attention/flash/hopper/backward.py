@@ -11,9 +11,12 @@ in order, so whatever a program waits for is being worked on already. The order 
     carrier    one warp: takes dk and dv away, which the consumer leaves in the place of k and v
     consumer   eight warps: s, p, dp, ds; dv += p^T do, dk += ds^T q, and dq = ds k into a slot of shared memory
     adders     two warps, a slot each: wait for their turn and have the copy engine add dq to the workspace
+    drawer     four warps, at head size 64 with dropout: draw the mask of the next query tile
 
 The last key tile that a query tile sees adds nothing: it gets the sum of the others in its slot, and writes dq.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,15 +27,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from .. import tiles as plain
-from ..backward import Rows, sinks_gradient
+from ..backward import sinks_gradient
 from ..configs import Extras, Options
 from ..score import LOG2_E, locate
-from .backward_pipeline import HALF, WIDTH, allocate, carrier, next_tile, producer
+from .backward_pipeline import HALF, PARTS, WIDTH, allocate, next_tile, place
+from .backward_roles import carrier, drawer, producer
 from .backward_step import S_LAYOUT, first_scores, step
 from .configs import BackwardBlocks
 from .schedule import Sizes
-from .tiles import matrix, row_tiles, tiles
+from .tiles import matrix, parts_tiles, row_tiles, tiles
 from .turns import adder
+
+
+@gluon.jit
+def load_slope(extras, i_h, MODE: gl.constexpr):
+    """ALiBi's slope of a head, times log2(e); 0 without ALiBi."""
+    return gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
 
 
 @gluon.jit
@@ -51,6 +61,7 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
     while tile.i_tile >= 0:
         at = locate(sizes.T, sizes.S, extras, numbers, tile.i_b)
         n_steps = (tile.end - tile.start) * sizes.G
+        slope2 = load_slope(extras, tile.i_h, MODE)
         i_s = i_round % KEY_STAGES
         k_s, v_s = buffers.k.index(i_s), buffers.v.index(i_s)
         mbarrier.wait(barriers.kv_full.index(i_s), (i_round // KEY_STAGES) & 1)
@@ -58,12 +69,18 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
         b_dv = gl.zeros([BN, BD], gl.float32, LAYOUT)
         b_s = gl.zeros([BN, HALF], gl.float32, S_LAYOUT)
         if BLOCKS.ahead:
-            b_s = warpgroup_mma_wait(0, deps=(first_scores(k_s, i_step, n_steps > 0, buffers, barriers, BLOCKS),))
+            s_flight = first_scores(k_s, i_step, n_steps > 0, buffers, barriers, BLOCKS)
+            b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         for i in range(n_steps):
+            i_h, i_tile_m = place(i, tile)
+            # That of the next step: a load takes longer than there is until its first exponential.
+            next_h = gl.minimum(gl.where(i_tile_m == tile.start, i_h + 1, i_h), tile.i_h + sizes.G - 1)
+            next_slope2 = load_slope(extras, next_h, MODE)
             b_s, b_dk, b_dv = step(
-                b_s, b_dk, b_dv, k_s, v_s, i, i_step + i, n_steps, tile, at, extras, numbers, buffers, barriers,
-                BLOCKS, MODE,
+                b_s, b_dk, b_dv, k_s, v_s, i_h, i_tile_m, i_step + i, i + 1 < n_steps, slope2, tile, at, extras,
+                numbers, buffers, barriers, BLOCKS, MODE,
             )  # fmt: skip
+            slope2 = next_slope2
         i_step += n_steps
         k_s.store((b_dk * (numbers.scale * KEEP_SCALE)).to(dtype))
         v_s.store((b_dv * KEEP_SCALE).to(dtype))
@@ -75,47 +92,97 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
 
 @gluon.jit
 def backward_kernel(
-    q, k, v, do, dq, dk, dv, lse2, delta, dq_sum, p_turn, p_work, extras, numbers,
+    q, k, v, do, dq, dk, dv, lse2, delta, parts, dq_sum, p_turn, p_work, extras, numbers,
     BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv of all tiles of keys. Grid: at most a program for each multiprocessor."""
-    REGISTERS: gl.constexpr = BLOCKS.registers
-    buffers, barriers = allocate(q.dtype, lse2, BLOCKS)
+    buffers, barriers = allocate(q.dtype, dq_sum, BLOCKS)
     H, H_kv, T, S = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     sizes = Sizes(H, H // H_kv, T, S, gl.cdiv(S, BLOCKS.k), q.shape[0] * H_kv, numbers.n_together >> 2)
-    gl.warp_specialize(
-        [
-            (consumer, (extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
-            (producer, (q, k, v, do, lse2, delta, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
-            (carrier, (dk, dv, buffers, barriers, sizes, BLOCKS)),
-            (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 0, BLOCKS)),
-            (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 1, BLOCKS)),
-        ],
-        [1, 1, 1, 1],
-        [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
-    )
+    # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
+    if BLOCKS.drawer:
+        gl.warp_specialize(
+            [
+                (consumer, (extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
+                (
+                    producer,
+                    (q, k, v, do, lse2, delta, parts, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE),
+                ),
+                (carrier, (dk, dv, buffers, barriers, sizes, BLOCKS)),
+                (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 0, BLOCKS)),
+                (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 1, BLOCKS)),
+                (drawer, (extras, buffers, barriers, sizes, BLOCKS)),
+            ],
+            [1, 1, 1, 1, 4],
+            [24, 24, 24, 24, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
+                (
+                    producer,
+                    (q, k, v, do, lse2, delta, parts, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE),
+                ),
+                (carrier, (dk, dv, buffers, barriers, sizes, BLOCKS)),
+                (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 0, BLOCKS)),
+                (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 1, BLOCKS)),
+            ],
+            [1, 1, 1, 1],
+            [24, 24, 24, 24],
+        )
 
 
-@triton.jit(do_not_specialize=["H", "T", "n_m"])
+class Rows(NamedTuple):
+    """What `delta_kernel` stores of each row of queries; None for what the kernel that follows does not read.
+
+    parts  (rows of whole tiles, 8) bf16: lse2 and delta as factors of a product, in turns
+    """
+
+    lse2: Any
+    delta: Any
+    parts: Any
+
+
+@triton.jit
+def split(x):
+    """x (M,) as (M, 4): three numbers whose sum is -x, exact in bf16, and a zero."""
+    high = -x.to(tl.bfloat16).to(tl.float32)
+    middle = -(x + high).to(tl.bfloat16).to(tl.float32)
+    low = -x - high - middle
+    return tl.join(tl.join(high, low), tl.join(middle, tl.zeros_like(x))).reshape([x.shape[0], 4])
+
+
+@triton.jit(do_not_specialize=["scale_log2", "H", "T", "n_m"])
 def delta_kernel(
-    out, do, lse2, rows, p_turn, p_work, slopes, H, T, n_m, BM: tl.constexpr, BD: tl.constexpr, KEEP: tl.constexpr
+    out, do, lse2, rows, p_turn, p_work, slopes, scale_log2, H, T, n_m,
+    BM: tl.constexpr, BD: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """delta of one tile of queries, less dropout's rescaling; with ALiBi also lse2 with the biases of queries.
+    """delta of one tile of queries, less dropout's rescaling, and lse2; with ALiBi with the biases of queries.
 
     Also sets the counters of the kernel that follows to zero. Grid: n_m tiles x batch x heads.
     """
     i_bh, i_m = tl.program_id(0) // n_m, tl.program_id(0) % n_m * BM
     b_do = plain.load_tile(do, i_bh // H, i_bh % H, i_m, BM, BD).to(tl.float32)
     b_out = plain.load_tile(out, i_bh // H, i_bh % H, i_m, BM, BD).to(tl.float32)
+    b_delta = tl.sum(b_out * b_do, 1) * KEEP
     o_m = i_m + tl.arange(0, BM)
     o_row = i_bh.to(tl.int64) * tl.cdiv(T, plain.ROW_ALIGNMENT) * plain.ROW_ALIGNMENT + o_m
-    tl.store(rows.delta + o_row, tl.sum(b_out * b_do, 1) * KEEP, mask=o_m < T)
+    o_tile = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    # Rows behind the end have an infinite lse2 and so no weight: ALiBi gives all queries of a half the bias of its
+    # first one, which can be large.
+    b_lse2 = tl.load(lse2 + o_row, mask=o_m < T, other=float("inf"))
     if slopes is not None:
-        # ALiBi gives all queries of a half the bias of its first one, which can be large: rows behind the end have an
-        # infinite lse2 and so no weight.
-        b_bias = tl.load(slopes + i_bh % H) * LOG2_E * (o_m % HALF).to(tl.float32)
-        b_lse2 = tl.load(lse2 + o_row, mask=o_m < T, other=float("inf"))
-        tl.store(rows.lse2 + tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM), b_lse2 + b_bias)
+        b_lse2 += tl.load(slopes + i_bh % H) * LOG2_E * (o_m % HALF).to(tl.float32)
+    if rows.lse2 is not None:
+        tl.store(rows.lse2 + o_tile, b_lse2)
+    if rows.delta is not None:
+        tl.store(rows.delta + o_row, b_delta, mask=o_m < T)
+    if rows.parts is not None:
+        # 1e30 for infinity, which has no second and third part.
+        b_lse = tl.where(b_lse2 == float("inf"), 1e30, b_lse2 / scale_log2)
+        b_parts = tl.join(split(b_lse), split(b_delta)).reshape([BM, 8])
+        tl.store(rows.parts + o_tile[:, None] * 8 + tl.arange(0, 8)[None, :], b_parts.to(tl.bfloat16))
     tl.store(p_turn + tl.program_id(0), 0)
     tl.store(p_work, 0, mask=tl.program_id(0) == 0)
 
@@ -155,11 +222,13 @@ def backward(
     if T > S or options.q_start is not None:  # then no key tile may see a query tile, and write its dq
         dq.zero_()
     do = plain.addressable(do)
-    delta = plain.rows_like(q)
-    biased_lse2, n_rows = lse2, T
-    if extras.slopes is not None:  # whole tiles of rows
-        n_rows = n_m * blocks.q
-        biased_lse2 = q.new_empty(B, H, n_rows, dtype=torch.float32)
+    in_products, biased = blocks.rows_in_products, extras.slopes is not None
+    n_rows = n_m * blocks.q
+    rows = Rows(
+        lse2=q.new_empty(B, H, n_rows, dtype=torch.float32) if biased and not in_products else None,
+        delta=plain.rows_like(q) if extras.sinks is not None or not in_products else None,
+        parts=q.new_empty(B * H * n_rows, 8, dtype=torch.bfloat16) if in_products else None,
+    )
     turns = q.new_empty(B * H * n_m, dtype=torch.int32)
     work = q.new_empty(1, dtype=torch.int32)
     dq_sum = q.new_empty(B * H * n_m * blocks.q * blocks.columns // WIDTH.value, WIDTH.value, dtype=torch.float32)
@@ -167,10 +236,11 @@ def backward(
         plain.tiles(out, blocks.q, blocks.columns),
         plain.tiles(do, blocks.q, blocks.columns),
         lse2,
-        Rows(biased_lse2, delta),
+        rows,
         turns,
         work,
         extras.slopes,
+        options.scale * LOG2_E.value,
         H,
         T,
         n_m,
@@ -187,8 +257,9 @@ def backward(
         tiles(dq, blocks.q, blocks.columns),
         tiles(dk, blocks.k, blocks.columns),
         tiles(dv, blocks.k, blocks.columns),
-        row_tiles(biased_lse2, n_rows, blocks.q),
-        row_tiles(delta, T, blocks.q),
+        None if in_products else row_tiles(rows.lse2, n_rows, blocks.q) if biased else row_tiles(lse2, T, blocks.q),
+        None if in_products else row_tiles(rows.delta, T, blocks.q),
+        parts_tiles(rows.parts, blocks.q, PARTS.value) if in_products else None,
         matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
         turns,
         work,
@@ -198,4 +269,4 @@ def backward(
         MODE=plain.kernel_mode(q, options, extras),
         num_warps=8,
     )
-    return None if extras.sinks is None else sinks_gradient(extras.sinks, lse2, delta, T, options)
+    return None if extras.sinks is None else sinks_gradient(extras.sinks, lse2, rows.delta, T, options)

@@ -8,18 +8,25 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..score import locate
+from .dropout import WORDS_IN_SHARED_MEMORY
 from .schedule import query_tiles, swizzle
 
 SLOTS = gl.constexpr(2)  # of dq in shared memory
 WIDTH = gl.constexpr(256)  # of a row of the workspace: a number for each of the consumer's threads
 HALF = gl.constexpr(64)  # queries that are worked on at a time
+PARTS = gl.constexpr(16)  # columns of the smallest product: three parts of lse2 and of delta, and zeros
 
 
 class Buffers(NamedTuple):
-    """Shared memory: stages of k and v; stages of q, do, lse2 and delta; ds; slots of dq; the key tile handed out."""
+    """Shared memory: stages of k and v; stages of q, do, lse2 and delta; ds; slots of dq; the key tile handed out.
+
+    parts  for each stage: lse2 and delta as operands, where they come with the products s and dp
+    ones   the other operand: for lse2, and for delta
+    words  for each stage: dropout's, where the drawer draws them
+    """
 
     k: Any
     v: Any
@@ -27,13 +34,19 @@ class Buffers(NamedTuple):
     do: Any
     lse2: Any
     delta: Any
+    parts: Any
+    ones: Any
     ds: Any
     dq: Any
+    words: Any
     tile: Any
 
 
 class Barriers(NamedTuple):
-    """tile: of keys, handed out. kv, dkdv: for each stage of keys. full, empty: for each stage. dq: for each slot."""
+    """tile: of keys, handed out; kv, dkdv: each stage of keys; full, empty, words: each stage; dq: each slot.
+
+    The producer and the drawer both wait for empty, and fill a stage together.
+    """
 
     tile_full: Any
     tile_empty: Any
@@ -44,6 +57,7 @@ class Barriers(NamedTuple):
     empty: Any
     dq_ready: Any
     dq_full: Any
+    words_full: Any
 
 
 class KeyTile(NamedTuple):
@@ -74,11 +88,21 @@ class Half(NamedTuple):
     do: Any
     lse2: Any
     delta: Any
+    parts: Any
     ds: Any
+    words: Any
 
 
 @gluon.jit
-def allocate(dtype: gl.constexpr, lse2, BLOCKS: gl.constexpr):
+def every_second_column(i: gl.constexpr, BN: gl.constexpr):
+    """(BN, PARTS): ones in the columns i, i + 2, ..., which `delta_kernel` gives to lse2 (0) and delta (1)."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, PARTS], [32, 1], [8, 1], [1, 0])
+    o_c = gl.zeros([BN, 1], gl.int32, LAYOUT) + gl.arange(0, PARTS, gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.where(o_c % 2 == i, 1.0, 0.0).to(gl.bfloat16)
+
+
+@gluon.jit
+def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
     """(buffers, barriers), the barriers ready."""
     BM: gl.constexpr = BLOCKS.q
     BN: gl.constexpr = BLOCKS.k
@@ -89,15 +113,31 @@ def allocate(dtype: gl.constexpr, lse2, BLOCKS: gl.constexpr):
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BD], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
+    lse2, delta, parts, ones, words = 0, 0, 0, 0, 0
+    if BLOCKS.rows_in_products:
+        parts_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PARTS], gl.bfloat16)
+        ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, PARTS], gl.bfloat16)
+        parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, PARTS], parts_layout)
+        ones = gl.allocate_shared_memory(gl.bfloat16, [2, BN, PARTS], ones_layout)
+        for i in gl.static_range(2):
+            ones.index(i).store(every_second_column(i, BN))
+    else:
+        lse2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
+        delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
+    if BLOCKS.drawer:
+        words = gl.allocate_shared_memory(gl.uint32, [STAGES, BN // 2, BM // 2], WORDS_IN_SHARED_MEMORY)
     buffers = Buffers(
         gl.allocate_shared_memory(dtype, [KEY_STAGES, BN, BD], k_layout),
         gl.allocate_shared_memory(dtype, [KEY_STAGES, BN, BD], k_layout),
         gl.allocate_shared_memory(dtype, [STAGES, BM, BD], q_layout),
         gl.allocate_shared_memory(dtype, [STAGES, BM, BD], q_layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], lse2.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], lse2.layout),
+        lse2,
+        delta,
+        parts,
+        ones,
         gl.allocate_shared_memory(dtype, [BN, BM], ds_layout),
-        gl.allocate_shared_memory(gl.float32, [SLOTS, BM * BD // WIDTH, WIDTH], lse2.layout),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, BM * BD // WIDTH, WIDTH], dq_sum.layout),
+        words,
         gl.allocate_shared_memory(gl.int32, [FIELDS, 1], BARRIER),
     )
     barriers = Barriers(
@@ -110,9 +150,10 @@ def allocate(dtype: gl.constexpr, lse2, BLOCKS: gl.constexpr):
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
     )
     mbarrier.init(barriers.tile_full, count=1)
-    mbarrier.init(barriers.tile_empty, count=2 + SLOTS)
+    mbarrier.init(barriers.tile_empty, count=2 + SLOTS + (1 if BLOCKS.drawer else 0))
     for i in gl.static_range(KEY_STAGES):
         mbarrier.init(barriers.kv_full.index(i), count=1)
         mbarrier.init(barriers.kv_empty.index(i), count=1)
@@ -120,6 +161,7 @@ def allocate(dtype: gl.constexpr, lse2, BLOCKS: gl.constexpr):
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.full.index(i), count=1)
         mbarrier.init(barriers.empty.index(i), count=1)
+        mbarrier.init(barriers.words_full.index(i), count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(barriers.dq_ready.index(i), count=1)
         mbarrier.init(barriers.dq_full.index(i), count=1)
@@ -128,16 +170,18 @@ def allocate(dtype: gl.constexpr, lse2, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def half_of(i_m, i_s, i: gl.constexpr, buffers):
+def half_of(i_m, i_s, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
     """Half i of the query tile from i_m, which is in stage i_s."""
     o: gl.constexpr = i * HALF
     return Half(
         i_m + o,
         buffers.q.index(i_s).slice(o, HALF),
         buffers.do.index(i_s).slice(o, HALF),
-        buffers.lse2.index(i_s).slice(o, HALF, 1),
-        buffers.delta.index(i_s).slice(o, HALF, 1),
+        0 if BLOCKS.rows_in_products else buffers.lse2.index(i_s).slice(o, HALF, 1),
+        0 if BLOCKS.rows_in_products else buffers.delta.index(i_s).slice(o, HALF, 1),
+        buffers.parts.index(i_s).slice(o, HALF) if BLOCKS.rows_in_products else 0,
         buffers.ds.slice(o, HALF, 1),
+        buffers.words.index(i_s).slice(o // 2, HALF // 2, 1) if BLOCKS.drawer else 0,
     )
 
 
@@ -192,70 +236,3 @@ def next_tile(i_round, buffers, barriers, WARPS: gl.constexpr):
     )
     mbarrier.arrive(barriers.tile_empty)
     return tile
-
-
-@gluon.jit
-def producer(
-    q, k, v, do, lse2, delta, p_work, extras, numbers, buffers, barriers, sizes,
-    BLOCKS: gl.constexpr, MODE: gl.constexpr,
-):  # fmt: skip
-    """One warp: hands out key tiles, and brings k and v and, for every step, q, do, lse2 and delta."""
-    BM: gl.constexpr = BLOCKS.q
-    BN: gl.constexpr = BLOCKS.k
-    BD: gl.constexpr = BLOCKS.columns
-    STAGES: gl.constexpr = BLOCKS.stages
-    KEY_STAGES: gl.constexpr = BLOCKS.key_stages
-    dtype: gl.constexpr = q.dtype
-
-    i_step = 0
-    i_round = 0
-    tile = hand_out(p_work, i_round, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)
-    while tile.i_tile >= 0:
-        i_s = i_round % KEY_STAGES
-        full = barriers.kv_full.index(i_s)
-        position = [tile.i_b, tile.i_h // sizes.G, tile.i_tile * BN, 0]
-        b_k = buffers.k.index(i_s)._reinterpret(dtype, [1, 1, BN, BD], k.layout)
-        b_v = buffers.v.index(i_s)._reinterpret(dtype, [1, 1, BN, BD], v.layout)
-        mbarrier.wait(barriers.kv_empty.index(i_s), ((i_round // KEY_STAGES) & 1) ^ 1)
-        mbarrier.expect(full, 2 * k.block_type.nbytes)
-        tma.async_copy_global_to_shared(k, position, full, b_k)
-        tma.async_copy_global_to_shared(v, position, full, b_v)
-        for i in range((tile.end - tile.start) * sizes.G):
-            i_h, i_tile_m = place(i, tile)
-            i_bh, i_m = tile.i_b * sizes.H + i_h, i_tile_m * BM
-            i_s = i_step % STAGES
-            full = barriers.full.index(i_s)
-            b_q = buffers.q.index(i_s)._reinterpret(dtype, [1, 1, BM, BD], q.layout)
-            b_do = buffers.do.index(i_s)._reinterpret(dtype, [1, 1, BM, BD], do.layout)
-            mbarrier.wait(barriers.empty.index(i_s), ((i_step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
-            tma.async_copy_global_to_shared(q, [tile.i_b, i_h, i_m, 0], full, b_q)
-            tma.async_copy_global_to_shared(lse2, [i_bh, i_m], full, buffers.lse2.index(i_s))
-            tma.async_copy_global_to_shared(do, [tile.i_b, i_h, i_m, 0], full, b_do)
-            tma.async_copy_global_to_shared(delta, [i_bh, i_m], full, buffers.delta.index(i_s))
-            i_step += 1
-        i_round += 1
-        tile = hand_out(p_work, i_round, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)
-
-
-@gluon.jit
-def carrier(dk, dv, buffers, barriers, sizes, BLOCKS: gl.constexpr):
-    """One warp: takes dk and dv away, which the consumer puts where k and v were."""
-    BN: gl.constexpr = BLOCKS.k
-    BD: gl.constexpr = BLOCKS.columns
-    KEY_STAGES: gl.constexpr = BLOCKS.key_stages
-
-    i_round = 0
-    tile = next_tile(i_round, buffers, barriers, 1)
-    while tile.i_tile >= 0:
-        i_s = i_round % KEY_STAGES
-        position = [tile.i_b, tile.i_h // sizes.G, tile.i_tile * BN, 0]
-        b_dk = buffers.k.index(i_s)._reinterpret(dk.dtype, [1, 1, BN, BD], dk.layout)
-        b_dv = buffers.v.index(i_s)._reinterpret(dv.dtype, [1, 1, BN, BD], dv.layout)
-        mbarrier.wait(barriers.dkdv_full.index(i_s), (i_round // KEY_STAGES) & 1)
-        tma.async_copy_shared_to_global(dk, position, b_dk)
-        tma.async_copy_shared_to_global(dv, position, b_dv)
-        tma.store_wait(0)
-        mbarrier.arrive(barriers.kv_empty.index(i_s))
-        i_round += 1
-        tile = next_tile(i_round, buffers, barriers, 1)

@@ -13,16 +13,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..score import (
-    LOG2_E,
     alibi_bias,
     change_scores,
     log2_factor,
     soft_cap_tanh,
     times_derivative,
 )
-from .backward_pipeline import HALF, SLOTS, WIDTH, half_of, place
+from .backward_pipeline import HALF, SLOTS, WIDTH, half_of
 from .compat import barrier
-from .dropout import draw_transposed, drop_transposed, load_key
+from .dropout import draw_transposed, drop_transposed, load_key, word_layout
 from .schedule import seen_by_query
 
 # Scores of half a query tile, transposed: (BN, HALF), 16 keys a warp.
@@ -31,19 +30,21 @@ S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HALF.valu
 
 @gluon.jit
 def draw(i_h, i_m, tile, extras, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """Dropout's words for HALF queries from i_m of head i_h; zero without dropout.
+    """Dropout's words for HALF queries from i_m of head i_h; zero without dropout, or where the drawer has drawn them.
 
     The key is loaded every time: there are no registers to keep it in.
     """
+    BN: gl.constexpr = BLOCKS.k
     b_w = 0
-    if MODE.threshold:
-        b_w = draw_transposed(load_key(extras.key, tile.i_b, i_h), i_m, tile.i_tile * BLOCKS.k, HALF, BLOCKS.k)
+    if MODE.threshold and not BLOCKS.drawer:
+        b_w = draw_transposed(load_key(extras.key, tile.i_b, i_h), i_m, tile.i_tile * BN, HALF, BN, 8)
+        b_w = gl.convert_layout(b_w, word_layout(BN // 2, HALF // 2, 8))
     return b_w
 
 
 @gluon.jit
 def weights(
-    b_s, b_w, half, slope2, is_cut, tile, at, numbers,
+    b_s, b_w, half, slope2, i_step, is_cut, tile, at, numbers, barriers,
     P_LAYOUT: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """(BN, HALF): p times the derivative of the scores, and ~p in 16 bits."""
@@ -59,19 +60,23 @@ def weights(
     b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     if is_cut:
         b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], at, MODE), b_s, -float("inf"))
-    b_lse2 = half.lse2.load(S_LAYOUT)
+    b_lse2 = 0.0 if BLOCKS.rows_in_products else half.lse2.load(S_LAYOUT)
     b_p = gl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2)
     b_p_kept = gl.convert_layout(b_p.to(half.q.dtype), P_LAYOUT)
     b_p = times_derivative(b_p, b_tanh, MODE)  # so that tanh leaves the registers
     if THRESHOLD:
+        if BLOCKS.drawer:
+            i_s = i_step % BLOCKS.stages
+            mbarrier.wait(barriers.words_full.index(i_s), (i_step // BLOCKS.stages) & 1)
+            b_w = half.words.load(word_layout(BN // 2, HALF // 2, 8))
         b_p_kept = drop_transposed(b_p_kept, b_w, THRESHOLD, HALF, BN)
     return b_p, b_p_kept
 
 
 @gluon.jit
-def score_gradients(b_p, b_p_kept, b_dp, half, MODE: gl.constexpr):
+def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """ds (BN, HALF) in 16 bits, of what `weights` gives; also stored, for dq."""
-    b_delta = half.delta.load(S_LAYOUT)
+    b_delta = 0.0 if BLOCKS.rows_in_products else half.delta.load(S_LAYOUT)
     if MODE.threshold:
         # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
         b_kept = gl.convert_layout(b_p_kept, S_LAYOUT)
@@ -87,15 +92,26 @@ def score_gradients(b_p, b_p_kept, b_dp, half, MODE: gl.constexpr):
 
 
 @gluon.jit
+def product(a, b, half, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
+    """In flight: a b^T (BN, HALF), less lse2 (i = 0) or delta (1) of each query where they come with the products."""
+    BN: gl.constexpr = BLOCKS.k
+    b_c = gl.zeros([BN, HALF], gl.float32, S_LAYOUT)
+    if BLOCKS.rows_in_products:
+        b_c = warpgroup_mma(buffers.ones.index(i), half.parts.permute((1, 0)), b_c, use_acc=False, is_async=True)
+        b_c = warpgroup_mma(a, b.permute((1, 0)), b_c, is_async=True)
+    else:
+        b_c = warpgroup_mma(a, b.permute((1, 0)), b_c, use_acc=False, is_async=True)
+    return b_c
+
+
+@gluon.jit
 def first_scores(k_s, i_step, is_there, buffers, barriers, BLOCKS: gl.constexpr):
     """In flight: s (BN, HALF) of the first half of a step's query tile, which has then arrived."""
-    BN: gl.constexpr = BLOCKS.k
     STAGES: gl.constexpr = BLOCKS.stages
     i_s = i_step % STAGES
     mbarrier.wait(barriers.full.index(i_s), (i_step // STAGES) & 1, pred=is_there)
-    b_q = buffers.q.index(i_s).slice(0, HALF).permute((1, 0))
-    zeros = gl.zeros([BN, HALF], gl.float32, S_LAYOUT)
-    return warpgroup_mma(k_s, b_q, zeros, use_acc=False, is_async=True)
+    half = half_of(0, i_s, 0, buffers, BLOCKS)
+    return product(k_s, half.q, half, 0, buffers, BLOCKS)
 
 
 @gluon.jit
@@ -127,7 +143,7 @@ def give_dq(b_dq, slot, is_first, is_last, numbers, buffers, BLOCKS: gl.constexp
 
 @gluon.jit
 def step(
-    b_s, b_dk, b_dv, k_s, v_s, i, i_step, n_steps, tile, at, extras, numbers, buffers, barriers,
+    b_s, b_dk, b_dv, k_s, v_s, i_h, i_tile_m, i_step, has_next, slope2, tile, at, extras, numbers, buffers, barriers,
     BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """A tile of keys and values collects its gradients from a query tile, which gets its own through a slot.
@@ -135,7 +151,6 @@ def step(
     Of a query tile of two halves, the products of one run beside the exponentials of the other.
     """
     BM: gl.constexpr = BLOCKS.q
-    BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
     TWO: gl.constexpr = BM > HALF
@@ -143,39 +158,38 @@ def step(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
     i_s = i_step % STAGES
-    i_h, i_tile_m = place(i, tile)
     is_cut = i_tile_m < tile.full_start
     if MODE.bounded:
         is_cut |= i_tile_m >= tile.full_end
     is_first = i_tile_m >= tile.first if MODE.bounded else tile.i_tile == 0
-    half = half_of(i_tile_m * BM, i_s, 0, buffers)
-    slope2 = gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
+    half = half_of(i_tile_m * BM, i_s, 0, buffers, BLOCKS)
 
     # (BN, HALF): the scores transposed, so that p^T and ds^T go from registers straight into the next product.
-    zeros = gl.zeros([BN, HALF], gl.float32, S_LAYOUT)
     if not AHEAD:
         s_flight = first_scores(k_s, i_step, True, buffers, barriers, BLOCKS)
-    dp_flight = warpgroup_mma(v_s, half.do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp_flight = product(v_s, half.do, half, 1, buffers, BLOCKS)
     if TWO:
-        half_1 = half_of(i_tile_m * BM, i_s, 1, buffers)
-        s_flight_1 = warpgroup_mma(k_s, half_1.q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        half_1 = half_of(i_tile_m * BM, i_s, 1, buffers, BLOCKS)
+        s_flight_1 = product(k_s, half_1.q, half_1, 0, buffers, BLOCKS)
     b_w = draw(i_h, half.i_m, tile, extras, BLOCKS, MODE)
     if not AHEAD:
         b_s = warpgroup_mma_wait(2 if TWO else 1, deps=(s_flight,))
-    b_p, b_p_kept = weights(b_s, b_w, half, slope2, is_cut, tile, at, numbers, P_LAYOUT, BLOCKS, MODE)
+    b_p, b_p_kept = weights(b_s, b_w, half, slope2, i_step, is_cut, tile, at, numbers, barriers, P_LAYOUT, BLOCKS, MODE)
     dv_flight = warpgroup_mma(b_p_kept, half.do, b_dv, is_async=True)
     if TWO:
-        dp_flight_1 = warpgroup_mma(v_s, half_1.do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp_flight_1 = product(v_s, half_1.do, half_1, 1, buffers, BLOCKS)
     b_dp = warpgroup_mma_wait(3 if TWO else 1, deps=(dp_flight,))
-    b_ds = score_gradients(b_p, b_p_kept, b_dp, half, MODE)
+    b_ds = score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS, MODE)
     dk_flight = warpgroup_mma(b_ds, half.q, b_dk, is_async=True)
     if TWO:
         b_w = draw(i_h, half_1.i_m, tile, extras, BLOCKS, MODE)
         b_s, b_dv, b_p_kept = warpgroup_mma_wait(2, deps=(s_flight_1, dv_flight, b_p_kept))
-        b_p, b_p_kept = weights(b_s, b_w, half_1, slope2, is_cut, tile, at, numbers, P_LAYOUT, BLOCKS, MODE)
+        b_p, b_p_kept = weights(
+            b_s, b_w, half_1, slope2, i_step, is_cut, tile, at, numbers, barriers, P_LAYOUT, BLOCKS, MODE
+        )
         dv_flight = warpgroup_mma(b_p_kept, half_1.do, b_dv, is_async=True)
         b_dp, b_dk, b_ds = warpgroup_mma_wait(1, deps=(dp_flight_1, dk_flight, b_ds))
-        b_ds = score_gradients(b_p, b_p_kept, b_dp, half_1, MODE)
+        b_ds = score_gradients(b_p, b_p_kept, b_dp, half_1, BLOCKS, MODE)
         dk_flight = warpgroup_mma(b_ds, half_1.q, b_dk, is_async=True)
     b_dv, b_p_kept = warpgroup_mma_wait(1, deps=(dv_flight, b_p_kept))
     fence_async_shared()
@@ -183,7 +197,7 @@ def step(
     zeros_dq = gl.zeros([BM, BD], gl.float32, DQ_LAYOUT)
     dq_flight = warpgroup_mma(buffers.ds.permute((1, 0)), k_s, zeros_dq, use_acc=False, is_async=True)
     if AHEAD:
-        s_flight = first_scores(k_s, i_step + 1, i + 1 < n_steps, buffers, barriers, BLOCKS)
+        s_flight = first_scores(k_s, i_step + 1, has_next, buffers, barriers, BLOCKS)
     b_dk, b_dq, b_ds = warpgroup_mma_wait(1 if AHEAD else 0, deps=(dk_flight, dq_flight, b_ds))
     mbarrier.arrive(barriers.empty.index(i_s))
 

@@ -11,7 +11,7 @@ FP8_MAX_HEAD_DIM = 128
 # by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
 FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
     (64, False, False): {"causal": 512, "alibi": 4096, "soft_cap": 16384, "window": 1024, "documents": 1024},
-    (64, False, True): {"causal": 128, "soft_cap": 1024, "window": 1024},
+    (64, False, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024},
     (64, True, False): {"causal": 512},
     (64, True, True): {"causal": 128, "soft_cap": 2048},
     (128, False, False): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
@@ -50,13 +50,14 @@ class ForwardBlocks(NamedTuple):
 class BackwardBlocks(NamedTuple):
     """The backward's shape.
 
-    q           rows of a query tile, 64 or 128
-    k           rows of a key tile
-    columns     of all tiles
-    stages      query tiles in flight
-    key_stages  key tiles in flight
-    ahead       whether a step starts the scores of the next, which takes registers
-    registers   of a thread of all roles but the consumer, which gets what they leave: 240 beside 24, 232 beside 40
+    q                 rows of a query tile, 64 or 128
+    k                 rows of a key tile
+    columns           of all tiles
+    stages            query tiles in flight
+    key_stages        key tiles in flight
+    ahead             whether a step starts the scores of the next, which takes registers
+    rows_in_products  whether lse2 and delta come with the products s and dp, which takes shared memory
+    drawer            whether four more warps draw dropout's mask, which takes registers and shared memory
     """
 
     q: int
@@ -65,7 +66,8 @@ class BackwardBlocks(NamedTuple):
     stages: int
     key_stages: int
     ahead: bool
-    registers: int
+    rows_in_products: bool
+    drawer: bool
 
 
 def forward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_cap: bool) -> ForwardBlocks:
@@ -98,13 +100,23 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
     )
 
 
-def backward_blocks(head_dim: int, dropout: bool) -> BackwardBlocks:
+def backward_blocks(head_dim: int, dropout: bool, alibi: bool, soft_cap: bool) -> BackwardBlocks:
     """The backward's shape for a head size that it serves."""
+    # Between s and lse2 stands a soft cap, between dp and delta dropout.
+    rows = not (dropout or soft_cap)
     if head_dim > 64:
-        return BackwardBlocks(q=64, k=128, columns=128, stages=2, key_stages=1, ahead=False, registers=24)
-    if dropout:  # the mask needs the registers of a second half
-        return BackwardBlocks(q=64, k=128, columns=64, stages=2, key_stages=2, ahead=True, registers=40)
-    return BackwardBlocks(q=128, k=128, columns=64, stages=2, key_stages=2, ahead=True, registers=24)
+        return BackwardBlocks(
+            q=64, k=128, columns=128, stages=2, key_stages=1, ahead=False, rows_in_products=rows, drawer=False
+        )
+    if dropout:  # a second half would need registers that are not there
+        return BackwardBlocks(
+            q=64, k=128, columns=64, stages=3, key_stages=2, ahead=True, rows_in_products=False, drawer=True
+        )
+    rows = rows and alibi
+    key_stages = 1 if rows else 2
+    return BackwardBlocks(
+        q=128, k=128, columns=64, stages=2, key_stages=key_stages, ahead=True, rows_in_products=rows, drawer=False
+    )
 
 
 def is_faster(head_dim: int, dropout: bool, features: frozenset[str], length: int, backward: bool) -> bool:

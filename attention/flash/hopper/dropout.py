@@ -44,15 +44,20 @@ def word_layout(rows, columns, warps):
 
 
 @gluon.constexpr_function
-def spread_call_layout(M, N):
-    """Philox calls (M/2, N/8) spread evenly over eight warps, for words that change hands anyway."""
+def spread_call_layout(M, N, warps):
+    """Philox calls (M/2, N/8) spread evenly over four or eight warps, for words that change hands anyway."""
+    last = [[0, 8]]
     return gl.DistributedLinearLayout(
-        reg_bases=[[1 << i, 0] for i in range(3, (M // 2).bit_length() - 2)],
+        reg_bases=[[1 << i, 0] for i in range(3, (M // 2).bit_length() - 2)] + (last if warps == 4 else []),
         lane_bases=[[0, 1], [0, 2], [0, 4], [1, 0], [2, 0]],
-        warp_bases=[[4, 0], [M // 4, 0], [0, 8]],
+        warp_bases=[[4, 0], [M // 4, 0]] + (last if warps == 8 else []),
         block_bases=[],
         shape=[M // 2, N // 8],
     )
+
+
+# Of words (N/2, M/2) that change hands: eight rows of four pairs meet no bank twice.
+WORDS_IN_SHARED_MEMORY = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 
 
 @gluon.jit
@@ -86,17 +91,15 @@ def drop(b_p, key, i_m, i_n, THRESHOLD: gl.constexpr, M: gl.constexpr, N: gl.con
 
 
 @gluon.jit
-def draw_transposed(key, i_m, i_n, M: gl.constexpr, N: gl.constexpr):
-    """The words (N/2, M/2) of keys from i_n and queries from i_m, where eight warps hold the weights (N, M)."""
-    CALLS: gl.constexpr = spread_call_layout(M, N)
-    WORDS: gl.constexpr = word_layout(N // 2, M // 2, 8)
-    b_w = draw(key, i_m, i_n, M, N, CALLS).permute([1, 4, 3, 2, 0]).reshape([N // 2, M // 2])
-    return gl.convert_layout(b_w, WORDS)
+def draw_transposed(key, i_m, i_n, M: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr):
+    """The words (N/2, M/2) of keys from i_n and queries from i_m, drawn by so many warps."""
+    CALLS: gl.constexpr = spread_call_layout(M, N, WARPS)
+    return draw(key, i_m, i_n, M, N, CALLS).permute([1, 4, 3, 2, 0]).reshape([N // 2, M // 2])
 
 
 @gluon.jit
 def drop_transposed(b_p, b_w, THRESHOLD: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """b_p (N, M) with what dropout drops set to zero; b_w are its words."""
+    """b_p (N, M) with what dropout drops set to zero; b_w are its words, in the `word_layout` of eight warps."""
     m_3, m_2, m_1, m_0 = dropped_bytes(b_w, THRESHOLD)
     # (j >> 4, j & 7, i >> 4, i & 7, bit 3 of i, bit 3 of j) -> (N, M)
     b_drop = gl.join(gl.join(m_3, m_1), gl.join(m_2, m_0)).reshape([N // 16, 8, M // 16, 8, 2, 2])

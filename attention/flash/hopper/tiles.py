@@ -8,6 +8,7 @@ from ..tiles import descriptor_strides
 
 TILE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FP8 = {width: NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8, rank=4) for width in (64, 128)}
+PARTS = NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
 FP32 = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -30,3 +31,8 @@ def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor:
 def matrix(x: Tensor, rows: int) -> TensorDescriptor:
     """(M, N) fp32, contiguous, as a kernel's argument, to be moved `rows` whole rows at a time."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, x.shape[1]], FP32)
+
+
+def parts_tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """(M, N) bf16, contiguous, as a kernel's argument, to be moved in tiles of rows x columns, columns >= N."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], PARTS)
