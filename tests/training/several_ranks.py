@@ -1,6 +1,6 @@
 """What test_several_ranks.py runs in four processes: the same training on 4, 2 and 1 of them.
 
-python -m tests.training.several_ranks <folder> <port>
+python -m tests.training.several_ranks <folder> <4 ports>
 """
 
 from __future__ import annotations
@@ -138,12 +138,12 @@ def resume(world: World, folder: Path, steps: range, data: DataParallel) -> list
     return done
 
 
-def main(rank: int, folder: Path, port: int) -> None:
+def main(rank: int, folder: Path, ports: list[str]) -> None:
     torch.set_num_threads(1)
     resumed: dict[str, Any] = {}
-    for turn, (size, data) in enumerate(CHAIN):
+    for turn, ((size, data), port) in enumerate(zip(CHAIN, ports, strict=True)):
         if rank < size:
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port + turn))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             world, steps = World(rank, size, rank), range(2 * turn, 2 * turn + 2)
             with joined(world, CPU, timeout_s=200):
                 resumed[str(steps.start)] = resume(world, folder / "checkpoints", steps, data)
@@ -154,4 +154,4 @@ def main(rank: int, folder: Path, port: int) -> None:
 
 if __name__ == "__main__":
     # Forked, the four share what this process has imported.
-    start_processes(main, (Path(sys.argv[1]), int(sys.argv[2])), nprocs=4, start_method="fork")
+    start_processes(main, (Path(sys.argv[1]), sys.argv[2:]), nprocs=4, start_method="fork")

@@ -23,8 +23,8 @@ Found = dict[int, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank of 1, 2 and 4 found and, at 0, of a training handed from 4 to 2 to 1 to 4 ranks."""
-    folder, port = tmp_path_factory.mktemp("ranks"), free_port()
-    command = [sys.executable, "-m", "tests.training.several_ranks", str(folder), port]
+    folder, ports = tmp_path_factory.mktemp("ranks"), [free_port() for _ in range(4)]
+    command = [sys.executable, "-m", "tests.training.several_ranks", str(folder), *ports]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=240)
     found = {
         size: [json.loads((folder / f"{rank}-of-{size}.json").read_text()) for rank in range(size)]
