@@ -82,7 +82,7 @@ def changes(extras: Extras, options: Options) -> dict[str, bool]:
 
 def hopper_forward_blocks(q: Tensor, k: Tensor, extras: Extras, options: Options) -> ForwardBlocks:
     """The shape of the Hopper forward for these queries and keys."""
-    length = seen_length(k.shape[2], options, extras)
+    length = seen_length(min(q.shape[2], k.shape[2]), options, extras)
     return forward_blocks(q.shape[-1], length, **changes(extras, options))
 
 

@@ -71,7 +71,7 @@ class BackwardBlocks(NamedTuple):
 
 
 def forward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_cap: bool) -> ForwardBlocks:
-    """The forward's shape for a head size that it serves and a number of keys."""
+    """The forward's shape for a head size that it serves and a number of queries or keys, the fewer."""
     if head_dim > 128:
         return ForwardBlocks(
             consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, in_turn=False, out_in_q=True
