@@ -58,6 +58,17 @@ def test_speeds_of_attention(page: str, header: str, file: str) -> None:
         assert cell == expected, (row, column)
 
 
+def test_shares_of_the_peak() -> None:
+    found = {
+        (row["head_size"], row["length"]): row
+        for row in read(RESULTS / "attention-nvidia-h200-share-of-peak.json")["rows"]
+    }
+    for row, column, cell in table("docs/results.md", "| causal, bf16, commit 310de6d"):
+        measured = found[int(row.removeprefix("head size ")), 1024 * int(column.removesuffix("k"))]
+        shares = [f"{measured[way]['tflops'] / 989:.0%}" for way in ("forward", "backward")]
+        assert f"{cell}%".replace("/", "%/") == "/".join(shares), (row, column)
+
+
 @pytest.mark.parametrize(
     ("page", "header", "after", "dropout"),
     [
@@ -107,6 +118,12 @@ def test_losses_of_the_experiments() -> None:
             run = found[f"break_it {left_out} {precision}"]
             step = run.get("non_finite_step")
             assert cell == (str(step) if step else f"{run['val_loss']:.3f}"), (row, column)
+    for attention, column, cell in table(page, "| thousand tokens/s | 256 |"):
+        run = found.get(f"crossover {attention} {column.replace(',', '')}")
+        if run is None or run["status"] != "completed":
+            assert cell == (run["status"].replace("_", " ") if run else "not run"), (attention, column)
+        else:
+            assert cell == f"{run['median']['throughput/tokens_per_s'] / 1000:.0f}", (attention, column)
     lengths = [(kind, *cells) for kind in ("", "ALiBi ") for cells in table(page, f"| {kind}| tokens/s |")]
     for kind, row, column, cell in lengths:
         attention, length = row.removesuffix(" tokens").split(", ")
