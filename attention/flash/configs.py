@@ -129,7 +129,7 @@ HOPPER: Table = {
 # The same GPUs where scores are changed or bounded, timed at 16k tokens; where a table has no entry, HOPPER's serves.
 HOPPER_SCORES: dict[str, Table] = {
     "bounded": {
-        ConfigKey(64, False): KernelConfigs(Blocks(64, 64, 4, 2, 96), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3, 168)),
+        ConfigKey(64, False): KernelConfigs(Blocks(64, 64, 4, 2, 96), Blocks(64, 32, 4, 3), Blocks(64, 64, 4, 3, 168)),
         ConfigKey(128, False): KernelConfigs(Blocks(64, 64, 4, 3), Blocks(128, 32, 8, 3), Blocks(64, 64, 4, 2)),
     },
     "alibi": {

@@ -260,6 +260,14 @@ class Recorder(CustomGraphPass):
         """No identity: these graphs are not to be taken from a cache."""
 
 
+def test_heads_in_sections_of_which_the_last_is_not_full_are_all_served(monkeypatch):
+    case = Case(1, 10, 5, 70, 70, 16)
+    monkeypatch.setattr(tiles, "L2_BUDGET", 3 * 2 * 70 * 16 * 4)  # fp32 keys and values of three heads
+    assert tiles.head_group_size(10, torch.empty(70, 16), shared_by=2) == 6  # of the forward and dq
+    assert tiles.head_group_size(5, torch.empty(2, 70, 16)) == 1  # of dk and dv
+    assert_flash_accurate(case, torch.float32)
+
+
 @pytest.mark.parametrize("score", [-500.0, 500.0])
 def test_scores_far_from_zero_keep_their_softmax(score):
     """exp(-500) is zero in fp32, and exp(500) infinite."""
