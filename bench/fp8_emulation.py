@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 LARGEST = 448.0
-Q_ROWS, KV_ROWS = 64, 128
+Q_ROWS, KV_ROWS = 1, 128
 
 
 def e4m3(x: Tensor) -> Tensor:
@@ -23,9 +23,9 @@ def in_8_bits(x: Tensor, rows: int | None) -> tuple[Tensor, Tensor]:
     if rows is None:
         scale = x.abs().max().expand(*x.shape[:3], 1) / LARGEST
     else:
-        rows_max = x.abs().amax(-1)
-        pieces = [piece.amax(-1, keepdim=True).expand_as(piece) for piece in rows_max.split(rows, dim=-1)]
-        scale = torch.cat(pieces, -1)[..., None] / LARGEST
+        T = x.shape[2]
+        rows_max = torch.nn.functional.pad(x.abs().amax(-1), (0, -T % rows))
+        scale = rows_max.unflatten(-1, (-1, rows)).amax(-1).repeat_interleave(rows, -1)[..., :T, None] / LARGEST
     return e4m3(x / scale), scale
 
 

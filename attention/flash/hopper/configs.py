@@ -96,7 +96,7 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
     """The shape of the forward with products in 8 bits, for a head size up to FP8_MAX_HEAD_DIM."""
     columns = 64 if head_dim <= 64 else 128
     return ForwardBlocks(
-        consumers=2, k=128, columns=columns, stages=4, q_stages=2, registers=240, in_turn=False, v_columns=True
+        consumers=2, k=128, columns=columns, stages=4, q_stages=1, registers=240, in_turn=False, v_columns=True
     )
 
 

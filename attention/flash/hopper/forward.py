@@ -45,7 +45,7 @@ def consumer(
     i_turn = 0
     i_round = 0
     i_q, phase = q_stage(i_round, c, BLOCKS)
-    i_m_all, i_b, i_h = next_queries(i_q, phase, buffers, barriers)
+    i_m_all, i_b, i_h, _ = next_queries(i_q, phase, buffers, barriers)
     while i_h >= 0:
         i_step, i_turn = attend(
             out, p_lse, p_lse2, extras, numbers, None, buffers, barriers, sizes,
@@ -53,7 +53,7 @@ def consumer(
         )  # fmt: skip
         i_round += 1
         i_q, phase = q_stage(i_round, c, BLOCKS)
-        i_m_all, i_b, i_h = next_queries(i_q, phase, buffers, barriers)
+        i_m_all, i_b, i_h, _ = next_queries(i_q, phase, buffers, barriers)
     tma.store_wait(0)
 
 

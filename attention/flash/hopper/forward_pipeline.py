@@ -54,7 +54,7 @@ class Keys(NamedTuple):
 
 @gluon.jit
 def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """(buffers, barriers), the barriers ready. k has q's dtype."""
+    """(buffers, barriers), the barriers ready. k has v's dtype."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
     Q_TILES: gl.constexpr = CONSUMERS * BLOCKS.q_stages
     BN: gl.constexpr = BLOCKS.k
@@ -63,12 +63,12 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     V_ROWS: gl.constexpr = v.block_shape[2]
     V_COLUMNS: gl.constexpr = v.block_shape[3]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    dtype: gl.constexpr = q.dtype
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], dtype)
+    dtype: gl.constexpr = v.dtype
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], q.dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([V_ROWS, V_COLUMNS], dtype)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BD], out.dtype)
-    q_s = gl.allocate_shared_memory(dtype, [Q_TILES, ROWS, BD], q_layout)
+    q_s = gl.allocate_shared_memory(q.dtype, [Q_TILES, ROWS, BD], q_layout)
     out_s = q_s
     if not BLOCKS.out_in_q:
         out_s = gl.allocate_shared_memory(out.dtype, [CONSUMERS, ROWS, BD], out_layout)
@@ -126,7 +126,7 @@ def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS:
         i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
         for c in gl.static_range(CONSUMERS):
             i_q, phase = q_stage(i_round, c, BLOCKS)
-            hand_out(i_m, i_b, i_h, i_q, phase, buffers, barriers)
+            hand_out(i_m, i_b, i_h, i_bh // sizes.G, i_q, phase, buffers, barriers)
             fetch_queries(q, i_b, i_h, i_m + c * ROWS, i_q, buffers, barriers, BLOCKS)
         at = locate(sizes.T, sizes.S, extras, numbers, i_b)
         n_start, _, _, n_end = key_tiles(i_m, at, CONSUMERS * ROWS, BN, MODE)
@@ -139,7 +139,7 @@ def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS:
         i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1, sem="relaxed")
     for c in gl.static_range(CONSUMERS):  # a head that does not exist ends the consumers
         i_q, phase = q_stage(i_round, c, BLOCKS)
-        hand_out(0, 0, -1, i_q, phase, buffers, barriers)
+        hand_out(0, 0, -1, 0, i_q, phase, buffers, barriers)
 
 
 @gluon.jit
@@ -186,18 +186,21 @@ def q_stage(i_round, c: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def hand_out(i_m, i_b, i_h, i_q, phase, buffers, barriers):
+def hand_out(i_m, i_b, i_h, i_kv, i_q, phase, buffers, barriers):
     """Tell a consumer which queries are next, as soon as there is a place for them."""
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     mbarrier.wait(barriers.q_empty.index(i_q), phase ^ 1)
     o = gl.arange(0, 4, WORDS)
-    buffers.work.index(i_q).store(gl.where(o == 0, i_m, gl.where(o == 1, i_b, i_h)))
+    buffers.work.index(i_q).store(gl.where(o == 0, i_m, gl.where(o == 1, i_b, gl.where(o == 2, i_h, i_kv))))
     mbarrier.arrive(barriers.work_full.index(i_q))
 
 
 @gluon.jit
 def next_queries(i_q, phase, buffers, barriers):
-    """(first row, sequence, head) of the queries that the producer hands out: the first of all consumers' rows."""
+    """(first row, sequence, head, key/value head) of the queries that the producer hands out.
+
+    The row is the first of all consumers', and the key/value head is counted over all sequences.
+    """
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     mbarrier.wait(barriers.work_full.index(i_q), phase)
     o = gl.arange(0, 4, WORDS)
@@ -206,6 +209,7 @@ def next_queries(i_q, phase, buffers, barriers):
         gl.sum(gl.where(o == 0, words, 0), 0),
         gl.sum(gl.where(o == 1, words, 0), 0),
         gl.sum(gl.where(o == 2, words, 0), 0),
+        gl.sum(gl.where(o == 3, words, 0), 0),
     )
 
 
