@@ -1,6 +1,7 @@
 """What the roles of the forward kernel share: tiles in shared memory, and barriers that say when they are there.
 
-The producer fills, the consumers empty. A barrier's phase is the parity of how often it was waited for.
+The producer fills, the consumers empty; a consumer alone fills what it has emptied. A barrier's phase is the parity of
+how often it was waited for.
 """
 
 from typing import Any, NamedTuple
