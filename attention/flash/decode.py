@@ -15,18 +15,22 @@ from .decode_kernel import JOINED_COLUMNS, UNIT, Partial, decode_kernel, join_ke
 from .score import LOG2_E
 from .tiles import kernel_mode, strided
 
-PROGRAMS = 264  # that decode one sequence: two for each multiprocessor of an H200
+MULTIPROCESSORS = 132  # of an H200; the same everywhere, so that all GPUs cut a sequence into the same splits
 MAX_ROWS = 32  # of a tile of queries: more do not fit the registers
 MIN_ROWS = 16  # of a matrix instruction
 
 
 class Blocks(NamedTuple):
-    """Rows of a query tile, rows of a key tile, warps of a program, tiles in flight."""
+    """Rows of a query tile, rows of a key tile, warps of a program, stages of its pipeline.
+
+    resident  programs that a multiprocessor has for one sequence
+    """
 
     q: int
     k: int
     warps: int
     stages: int
+    resident: int = 2
 
 
 def choose_blocks(rows: int, head_dim: int, mode: Mode) -> Blocks:
@@ -36,12 +40,12 @@ def choose_blocks(rows: int, head_dim: int, mode: Mode) -> Blocks:
         return Blocks(BM, 16, 8, 2 if head_dim <= 128 else 1)
     if head_dim > 128:
         return Blocks(BM, 64, 4, 2)
-    return Blocks(BM, 128, 4, 2) if head_dim > 64 else Blocks(BM, 64, 2, 2)
+    return Blocks(BM, 128, 4, 2) if head_dim > 64 else Blocks(BM, 64, 2, 2, resident=8)
 
 
-def count_splits(keys: int, programs: int) -> int:
-    """The splits of a sequence that sees at most `keys`, where each of them takes so many programs."""
-    return max(1, min(PROGRAMS // programs, triton.cdiv(keys, UNIT.value)))
+def count_splits(keys: int, heads: int, blocks: Blocks) -> int:
+    """The splits of a sequence that sees at most `keys`, with one program each for `heads` tiles of rows."""
+    return max(1, min(MULTIPROCESSORS * blocks.resident // heads, triton.cdiv(keys, UNIT.value)))
 
 
 def run_decode(
@@ -71,7 +75,7 @@ def run_decode(
     capacity = k.shape[2] * (1 if pages is None else pages.shape[1])
     visible = capacity if window is None else min(capacity, window + T - 1 + blocks.k - 1)
     n_m = triton.cdiv(G * T, blocks.q)
-    n_splits = count_splits(visible, H_kv * n_m)
+    n_splits = count_splits(visible, H_kv * n_m, blocks)
     # The join is launched when all programs of the splits run, and waits for them: programmatic dependent launch.
     early = not INTERPRET.value and gpu.capability(q.device) >= (9, 0)
     partial = None

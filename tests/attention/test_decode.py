@@ -125,8 +125,8 @@ def test_kernels_join_the_splits_of_long_sequences(H, H_kv, T, score):
 
 
 def test_splits_are_longer_where_a_gpu_has_no_room_for_more(monkeypatch):
-    """Three splits for 5 units of 128 keys, for 2, and for none."""
-    monkeypatch.setattr("attention.flash.decode.PROGRAMS", 3)
+    """At most four splits for 5 units of 128 keys, for 2, and for none."""
+    monkeypatch.setattr("attention.flash.decode.MULTIPROCESSORS", 2)
     lengths = [513, 130, 0]
     cache, q = contiguous(lengths, 520, 1, 16), queries(len(lengths), 2, 1, 16)
     out = build_attention(AttentionConfig("flash")).decode(q, cache).out
