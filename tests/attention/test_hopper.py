@@ -124,8 +124,8 @@ def test_a_model_s_paths_are_told_layer_by_layer(hopper_gpu):
     assert attend.path(shape(head_dim=64), 16384) == "hopper"
     assert attend.path(shape(head_dim=256), 4096) == "hopper forward, plain backward"
     assert attend.path(shape(scores=(Score(window=64), Score())), 4096) == "hopper"
-    layers = (Score(window=64), Score(soft_cap=50.0))
-    assert attend.path(shape(head_dim=64, scores=layers), 8192) == "hopper and plain forward, hopper backward"
+    layers = (Score(), Score(alibi=True))
+    assert attend.path(shape(head_dim=64, scores=layers), 512) == "hopper and hopper forward, plain backward"
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")

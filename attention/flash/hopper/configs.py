@@ -10,10 +10,10 @@ FP8_MAX_HEAD_DIM = 128
 # The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward), then
 # by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
 FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
-    (64, False, False): {"causal": 512, "alibi": 4096, "soft_cap": 16384, "window": 1024, "documents": 1024},
+    (64, False, False): {"causal": 512, "alibi": 512, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (64, False, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024},
-    (64, True, False): {"causal": 512},
-    (64, True, True): {"causal": 128, "soft_cap": 2048, "window": 1024, "documents": 1024},
+    (64, True, False): {"causal": 512, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
+    (64, True, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (128, False, False): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (128, False, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (128, True, False): {"causal": 128, "alibi": 2048, "soft_cap": 2048},
