@@ -25,7 +25,6 @@ from .hopper import fp8_forward
 from .hopper.configs import (
     FP8_MAX_HEAD_DIM,
     HEAD_DIMS,
-    ForwardBlocks,
     backward_blocks,
     forward_blocks,
     fp8_blocks,
@@ -71,19 +70,15 @@ def kernel_configs(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Ke
     return choose(q.shape[-1], k.shape[2], q.dtype, gpu.capability(q.device), options, extras)
 
 
-def changes(extras: Extras, options: Options) -> dict[str, bool]:
-    """What of a call decides the shapes of the Hopper kernels, beside sizes."""
+def hopper_call(q: Tensor, k: Tensor, extras: Extras, options: Options) -> dict[str, Any]:
+    """What decides the shapes of the Hopper kernels for these queries and keys."""
     return {
+        "head_dim": q.shape[-1],
+        "length": seen_length(k.shape[2], options, extras),
         "dropout": options.threshold > 0,
         "alibi": extras.slopes is not None,
         "soft_cap": options.soft_cap is not None,
     }
-
-
-def hopper_forward_blocks(q: Tensor, k: Tensor, extras: Extras, options: Options) -> ForwardBlocks:
-    """The shape of the Hopper forward for these queries and keys."""
-    length = seen_length(min(q.shape[2], k.shape[2]), options, extras)
-    return forward_blocks(q.shape[-1], length, **changes(extras, options))
 
 
 def describe(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Problem:
@@ -143,10 +138,10 @@ PATHS = {
             problem.head_dim, problem.dropout, problem.features, problem.length, backward
         ),
         forward=lambda q, k, v, out, extras, options: hopper_forward.forward(
-            q, k, v, out, extras, options, hopper_forward_blocks(q, k, extras, options)
+            q, k, v, out, extras, options, forward_blocks(**hopper_call(q, k, extras, options))
         ),
         backward=lambda do, q, k, v, out, lse2, gradients, extras, options: hopper_backward.backward(
-            do, q, k, v, out, lse2, gradients, extras, options, backward_blocks(q.shape[-1], **changes(extras, options))
+            do, q, k, v, out, lse2, gradients, extras, options, backward_blocks(**hopper_call(q, k, extras, options))
         ),
     ),
     "plain": Path(

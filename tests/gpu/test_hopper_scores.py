@@ -29,6 +29,13 @@ def test_error_of_changed_scores(score, D, dropout):
     assert_accurate(flash(dropout), case, torch.bfloat16, "cuda", factor=3.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("score", [{"alibi": True}, {"sinks": True}, {"window": 1050, "alibi": True}], ids=str)
+def test_error_of_changed_scores_of_long_rows(score, dtype):
+    factor = 3.0 if dtype == torch.bfloat16 else 4.0
+    assert_accurate(flash(), Case(1, 4, 2, 1100, 1187, 128, **score), dtype, "cuda", factor)
+
+
 @pytest.mark.parametrize("D", [64, 128])
 def test_weights_of_capped_scores_stay_in_range(D):
     """No running maximum is subtracted there, as weights between 2^-72 and 2^88 are in range."""

@@ -100,10 +100,11 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
     )
 
 
-def backward_blocks(head_dim: int, dropout: bool, alibi: bool, soft_cap: bool) -> BackwardBlocks:
-    """The backward's shape for a head size that it serves."""
-    # Between s and lse2 stands a soft cap, between dp and delta dropout.
-    rows = not (dropout or soft_cap)
+def backward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_cap: bool) -> BackwardBlocks:
+    """The backward's shape for a head size that it serves and a number of keys."""
+    # Between s and lse2 stands a soft cap, between dp and delta dropout; below 1,024 keys it takes longer to write rows
+    # as operands than it saves. At head size 64 it also takes the place of the next keys.
+    rows = not (dropout or soft_cap) and (length >= 1024 if head_dim > 64 else alibi)
     if head_dim > 64:
         return BackwardBlocks(
             q=64, k=128, columns=128, stages=2, key_stages=1, ahead=False, rows_in_products=rows, drawer=False
@@ -112,7 +113,6 @@ def backward_blocks(head_dim: int, dropout: bool, alibi: bool, soft_cap: bool) -
         return BackwardBlocks(
             q=64, k=128, columns=64, stages=3, key_stages=2, ahead=True, rows_in_products=False, drawer=True
         )
-    rows = rows and alibi
     key_stages = 1 if rows else 2
     return BackwardBlocks(
         q=128, k=128, columns=64, stages=2, key_stages=key_stages, ahead=True, rows_in_products=rows, drawer=False
