@@ -7,7 +7,7 @@ Floating-point sums depend on their order. A step of n micro-batches adds its gr
 With W ranks, a power of two, micro-batch m of rank r is leaf m W + r. The ranks' gradients of one micro-step are then a
 subtree, which the ranks add together, and the sums of the micro-steps go up the tree like the carries of a binary
 counter. So 1, 2 and 4 ranks give the same bits. An all-reduce of the communication library chooses its own order;
-`parallel.exact=false` uses it.
+`parallel.exact=false` uses it, and so does a sum of two terms, which has one order.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
 
 ALIGNMENT = 32  # elements; the start of every gradient is a multiple of it, which suits every kernel that reads them
@@ -38,7 +39,7 @@ class Exchange(Protocol):
 
 
 class AnyOrder:
-    """The sum in the order of autograd and the communication library."""
+    """The sum in the order of autograd and the communication library: the tree's, if there are two terms."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
         """ranks  that have gradients of their own; 1: nothing is exchanged"""
@@ -49,9 +50,12 @@ class AnyOrder:
 
     def finish(self) -> Tensor:
         if self.ranks > 1:
-            total = self.flat.take()
-            dist.all_reduce(total)
-            self.flat.give(total)
+            # One launch for all, each where it is: one flat tensor would have to be filled first.
+            with _coalescing_manager(async_ops=False):
+                for parameter in self.flat.parameters:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    dist.all_reduce(parameter.grad)
         return self.flat.norm()
 
 

@@ -153,7 +153,7 @@ def build_exchange(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if sharded:
         return ShardedTree(parameters, micro_steps) if config.exact else AnyOrder(parameters, ranks=1)
-    if config.exact and world.size * micro_steps > 1:
+    if config.exact and world.size * micro_steps > 2:
         return FixedTree(parameters, world.size)
     return AnyOrder(parameters, world.size)
 

@@ -61,6 +61,15 @@ def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Fou
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact, two terms", "sharded, two terms"])
+def test_two_ranks_with_a_micro_batch_each_are_one_with_both(found: Found, name: str) -> None:
+    (alone,) = found[1]
+    assert len({loss for loss, _ in alone["exact, two terms"]}) == 8
+    for rank in found[2]:
+        assert rank[name] == alone["exact, two terms"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_split_into_ranks_with_other_sequences_or_other_rows_drops_the_same_weights(
     found: Found, size: int
