@@ -113,7 +113,7 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BD], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
-    lse2, delta, parts, ones, words = 0, 0, 0, 0, 0
+    lse2, delta, parts, ones, words, words_full = 0, 0, 0, 0, 0, 0
     if BLOCKS.rows_in_products:
         parts_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PARTS], gl.bfloat16)
         ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, PARTS], gl.bfloat16)
@@ -126,6 +126,10 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
         delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
     if BLOCKS.drawer:
         words = gl.allocate_shared_memory(gl.uint32, [STAGES, BN // 2, BM // 2], WORDS_IN_SHARED_MEMORY)
+        # The memory of a barrier that nobody uses would be taken for other data, which PTX leaves undefined.
+        words_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(words_full.index(i), count=1)
     buffers = Buffers(
         gl.allocate_shared_memory(dtype, [KEY_STAGES, BN, BD], k_layout),
         gl.allocate_shared_memory(dtype, [KEY_STAGES, BN, BD], k_layout),
@@ -150,7 +154,7 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        words_full,
     )
     mbarrier.init(barriers.tile_full, count=1)
     mbarrier.init(barriers.tile_empty, count=2 + SLOTS + (1 if BLOCKS.drawer else 0))
@@ -161,7 +165,6 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.full.index(i), count=1)
         mbarrier.init(barriers.empty.index(i), count=1)
-        mbarrier.init(barriers.words_full.index(i), count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(barriers.dq_ready.index(i), count=1)
         mbarrier.init(barriers.dq_full.index(i), count=1)

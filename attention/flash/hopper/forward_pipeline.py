@@ -87,20 +87,24 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         gl.allocate_shared_memory(gl.int32, [Q_TILES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         columns,
     )
+    # The memory of a barrier that nobody uses would be taken for other data, which PTX leaves undefined.
+    turn = 0
+    if BLOCKS.in_turn:
+        turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+        for i in gl.static_range(CONSUMERS):
+            mbarrier.init(turn.index(i), count=1)
     barriers = Barriers(
         gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+        turn,
     )
     for i in gl.static_range(Q_TILES):
         mbarrier.init(barriers.work_full.index(i), count=1)
         mbarrier.init(barriers.q_full.index(i), count=1)
         mbarrier.init(barriers.q_empty.index(i), count=1)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(barriers.turn.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.kv_full.index(i), count=1)
         mbarrier.init(barriers.kv_empty.index(i), count=CONSUMERS)
