@@ -75,10 +75,21 @@ def launch(D: int, score: str, dropout: float, T: int) -> None:
         PATHS["hopper"].backward(do, q, k, v, out, rows_like(q), tuple(gradients), extras, options)
 
 
+def shared_barriers(ptx: str) -> list[int]:
+    """Offsets in shared memory at which a kernel makes a barrier and also stores or loads other data."""
+    offsets = {register: int(n) for register, n in re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx)}
+    offsets["global_smem"] = 0
+    barriers = {offsets.get(register, 0) for register in re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", ptx)}
+    accesses = re.findall(r"(?:st|ld)\.shared\.\S+\s[^;]*?\[\s*(%r\d+|global_smem)(?:\s*\+\s*(\d+))?\s*\]", ptx)
+    others = {offsets[where] + int(n or 0) for where, n in accesses if where in offsets}
+    return sorted(barriers & others)
+
+
 def reports(name: str) -> Iterator[dict[str, Any]]:
     """What ptxas says of the kernels that a configuration launches, compiled for a Hopper GPU.
 
-    Registers, bytes of spilled registers, warnings about serialised products (C75xx), bytes of shared memory.
+    Registers, bytes of spilled registers, warnings about serialised products (C75xx), bytes of shared memory, and the
+    barriers in it that share their place with other data.
     """
     target = GPUTarget("cuda", 90, 32)
     found: list[tuple[Any, str]] = []
@@ -87,7 +98,7 @@ def reports(name: str) -> Iterator[dict[str, Any]]:
         with contextlib.redirect_stdout(io.StringIO()) as said:
             kernel = original(self, *args, warmup=True, **options)
         if self.is_gluon():  # the others are plain Triton
-            found.append((kernel.metadata, said.getvalue()))
+            found.append((kernel, said.getvalue()))
 
     original = JITFunction.run
     driver = SimpleNamespace(
@@ -105,14 +116,15 @@ def reports(name: str) -> Iterator[dict[str, Any]]:
         mock.patch.object(triton.knobs.compilation, "always_compile", True),  # from the cache there would be no report
     ):
         launch(*CONFIGURATIONS[name])
-    for metadata, said in found:
+    for kernel, said in found:
         yield {
             "name": name,
-            "kernel": metadata.name,
+            "kernel": kernel.metadata.name,
             "registers": max(map(int, re.findall(r"Used (\d+) registers", said))),
             "spilled": sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
             "serialised": re.findall(r"\(C75\d+\)[^\n]*", said),
-            "shared": metadata.shared,
+            "shared": kernel.metadata.shared,
+            "shared_barriers": shared_barriers(kernel.asm["ptx"]),
         }
 
 

@@ -160,11 +160,12 @@ def test_rows_behind_the_end_get_no_weight_however_steep_alibi_is(in_products):
 
 
 def assert_as_lean_as_today(reports: list[dict]) -> None:
-    """No more registers spill than today, of as many as a role has, and no product waits for another."""
+    """No more registers spill than today, of as many as a role has; no product waits for others, barriers lie alone."""
     assert reports
     for report in reports:
         assert report["spilled"] <= SPILLED.get((report["name"], report["kernel"]), 0), report
         assert report["serialised"] == [], report
+        assert report["shared_barriers"] == [], report
         assert report["shared"] <= SHARED["hopper"], report
 
 
