@@ -1,6 +1,6 @@
 """Compiles the Hopper kernels without a GPU, and prints what ptxas says of each as a line of JSON.
 
-TRITON_INTERPRET=0 python -m tests.attention.compiled_hopper [head size-score-dropout[-short] ...]
+TRITON_INTERPRET=0 python -m tests.attention.compiled_hopper [configuration ...]
 
 The launch functions are called on tensors in the CPU's memory, and a launch compiles its kernel and leaves it there.
 compiled_plain.py does the same for the plain kernels.
@@ -30,8 +30,9 @@ from attention.flash.hopper.configs import HEAD_DIMS
 from attention.flash.paths import PATHS
 from attention.flash.tiles import rows_like
 
-# At head size 64 the forward has three consumers, or one with tiles of 128 keys, or one with tiles of 64.
-LONG, MIDDLE, SHORT = 16384, 4096, 1024
+# At head size 64 the forward has three consumers, or one with tiles of 128 keys, or one with tiles of 64. At head size 128
+# lse2 and delta come with the backward's products, but not in short rows.
+LONG, MIDDLE, SHORT = 16384, 4096, 512
 STARTS = torch.zeros(1, LONG, dtype=torch.int32)
 SLOPES = SINKS = torch.zeros(2)
 SCORES: dict[str, tuple[dict[str, Any], Extras]] = {
@@ -55,12 +56,14 @@ CONFIGURATIONS: dict[str, tuple[int, str, float, int]] = {
     "64-causal-dropout-middle": (64, "causal", 0.1, MIDDLE),
     "64-causal-exact-short": (64, "causal", 0.0, SHORT),
     "64-causal-dropout-short": (64, "causal", 0.1, SHORT),
+    "128-causal-exact-short": (128, "causal", 0.0, SHORT),
     **{f"{D}-fp8": (D, "fp8", 0.0, LONG) for D in (64, 128)},
 }
 
 
 def launch(D: int, score: str, dropout: float, T: int) -> None:
-    """A forward of T tokens in bf16 and, where there is one, a backward: of long rows, as it is the same for all."""
+    """A forward of T tokens in bf16, and a backward where there is one: at head size 64 only of long rows, as it is the
+    same for all."""
     tensors = (torch.zeros(1, 2, T, D, dtype=torch.bfloat16) for _ in range(8))
     q, k, v, out, do, *gradients = tensors
     changed, extras = SCORES.get(score, ({}, Extras()))
@@ -71,7 +74,7 @@ def launch(D: int, score: str, dropout: float, T: int) -> None:
         PATHS["fp8"].forward(q, k, v, out, extras, options)
         return
     PATHS["hopper"].forward(q, k, v, out, extras, options)
-    if D in HEAD_DIMS["backward"] and T == LONG:
+    if D in HEAD_DIMS["backward"] and (T == LONG or D > 64):
         PATHS["hopper"].backward(do, q, k, v, out, rows_like(q), tuple(gradients), extras, options)
 
 

@@ -28,6 +28,7 @@ SPILLED = {
     ("64-alibi-exact", "forward_kernel"): 112,  # around the loop over the keys
     ("64-alibi-exact", "backward_kernel"): 284,
     ("128-causal-exact", "backward_kernel"): 116,
+    ("128-causal-exact-short", "backward_kernel"): 112,
     ("128-documents-exact", "backward_kernel"): 124,
     ("128-soft_cap-exact", "backward_kernel"): 160,
     ("64-causal-dropout", "forward_kernel"): 128,  # around the loop over the keys
