@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .fp8 import HALF, LARGEST, SMALLEST
-from .fp8_weights import approximate
+from .fp8_weights import approximate, in_operand_order
 from .softmax import ROWS
 
 
@@ -35,8 +35,8 @@ def load_rotation(r, COLUMNS: gl.constexpr):
 def rotated_queries(b_q, rotation, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
     """(q R over its scale in e4m3, an operand (ROWS, COLUMNS); the scale of each query).
 
-    As `rotate` does it: the right half of R is the left one with the lower half's signs changed. A thread has columns
-    2 t, 2 t + 1 of every eight as a result, and 4 t to 4 t + 3 of every sixteen as an operand; k's are in that order.
+    As `rotate` does it: the right half of R is the left one with the lower half's signs changed. The columns are
+    `in_operand_order`, as k's are.
     """
     N: gl.constexpr = COLUMNS // HALF
     X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -55,7 +55,6 @@ def rotated_queries(b_q, rotation, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
         inverse = (LARGEST * approximate("rcp", largest))[:, None]
         b_x, b_y = b_x * inverse, b_y * inverse
         b_x = gl.join(b_x + b_y, b_x - b_y).permute([0, 2, 1]).reshape([ROWS, COLUMNS])
-    b_x = b_x.reshape([ROWS, COLUMNS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, COLUMNS])
     b_q8 = gl.inline_asm_elementwise(
         """{
         .reg .b16 low, high;
@@ -64,7 +63,7 @@ def rotated_queries(b_q, rotation, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
         mov.b32 $0, {low, high};
         }""",
         "=r,f,f,f,f",
-        [gl.convert_layout(b_x, LAYOUT)],
+        [gl.convert_layout(in_operand_order(b_x, COLUMNS), LAYOUT)],
         dtype=gl.float8e4nv,
         is_pure=True,
         pack=4,

@@ -36,12 +36,17 @@ def weights(b_s, scale, shift):
 
 
 @gluon.jit
-def as_operand(b_p32, N: gl.constexpr, P_LAYOUT: gl.constexpr):
-    """What `weights` returns in e4m3 for the product with v, each weight in the thread that computed it.
+def in_operand_order(b_x, N: gl.constexpr):
+    """A product's result (ROWS, N) as an operand of 8 bits, its columns such that none changes threads.
 
     A thread has columns 2 t, 2 t + 1 of every eight as a result, and 4 t to 4 t + 3 of every sixteen as an operand.
     """
-    b_p32 = b_p32.reshape([ROWS, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, N])
+    return b_x.reshape([ROWS, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, N])
+
+
+@gluon.jit
+def as_operand(b_p32, N: gl.constexpr, P_LAYOUT: gl.constexpr):
+    """What `weights` returns in e4m3 for the product with v, whose keys are `in_operand_order` too."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 low, high;
@@ -50,7 +55,7 @@ def as_operand(b_p32, N: gl.constexpr, P_LAYOUT: gl.constexpr):
         prmt.b32 $0, low, high, 0x6420;
         }""",
         "=r,f,f,f,f",
-        [gl.convert_layout(b_p32, P_LAYOUT)],
+        [gl.convert_layout(in_operand_order(b_p32, N), P_LAYOUT)],
         dtype=gl.float8e4nv,
         is_pure=True,
         pack=4,
