@@ -30,8 +30,8 @@ from attention.flash.hopper.configs import HEAD_DIMS
 from attention.flash.paths import PATHS
 from attention.flash.tiles import rows_like
 
-# At head size 64 the forward has three consumers, or one with tiles of 128 keys, or one with tiles of 64. At head size 128
-# lse2 and delta come with the backward's products, but not in short rows.
+# At head size 64 the forward has three consumers, or one with tiles of 128 keys, or one with tiles of 64. At head size
+# 128 lse2 and delta come with the backward's products, but not in short rows.
 LONG, MIDDLE, SHORT = 16384, 4096, 512
 STARTS = torch.zeros(1, LONG, dtype=torch.int32)
 SLOPES = SINKS = torch.zeros(2)
