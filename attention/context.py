@@ -67,7 +67,7 @@ def rows_unit(ranks: int, by: ContextBy) -> int:
 
 
 class ContextAttention(Attention):
-    """What both ways share: they are called like the attention they wrap, and serve what it serves but for `lacks`."""
+    """What both ways share: the interface of the attention they wrap, which supports the same except for `lacks`."""
 
     by: ClassVar[ContextBy]
     lacks: ClassVar[frozenset[str]]
@@ -86,7 +86,7 @@ class ContextAttention(Attention):
         for feature, asked_by in features.items():
             if feature in self.lacks:
                 raise UnsupportedAttention(
-                    f"Ranks that share a sequence by {self.by.value} do not serve {asked_by}; leave it out, or use "
+                    f"Ranks that share a sequence by {self.by.value} do not support {asked_by}; leave it out, or use "
                     "parallel.context=1."
                 )
 

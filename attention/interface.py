@@ -28,13 +28,13 @@ from .dropout import RATES, DropoutKey, is_valid_rate
 from .errors import AttentionError
 from .score import Layout, Score, alibi_slopes
 
-# What an implementation may lack: see Score.features, Layout.features and Attention.decode.
+# What an implementation may not support: see Score.features, Layout.features and Attention.decode.
 FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "sinks", "documents", "offsets", "cache"})
 CAUSAL, ONE_DOCUMENT = Score(), Layout()
 
 
 class UnsupportedAttention(AttentionError):
-    """A combination the chosen implementation cannot serve; the message says what to change."""
+    """A combination the chosen implementation does not support; the message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Attention(ABC):
             self.check_features({"documents": "data.documents=mask"})
 
     def path(self, shape: AttentionShape, T: int) -> str | None:
-        """The kernels that would serve a model's layers on sequences of T tokens; None where there is but one kind."""
+        """The kernels for a model's layers on sequences of T tokens, by name; None where there is only one kind."""
         return None
 
     def check_features(self, features: Mapping[str, str]) -> None:
@@ -127,7 +127,7 @@ class Attention(ABC):
             if feature not in self.supports:
                 others = [f"attention={cls.name}" for cls in Attention.__subclasses__() if feature in cls.supports]
                 raise UnsupportedAttention(
-                    f"attention={self.name} does not serve {asked_by}; leave it out or choose {' or '.join(others)}."
+                    f"attention={self.name} does not support {asked_by}; leave it out or choose {' or '.join(others)}."
                 )
 
     def __call__(

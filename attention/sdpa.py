@@ -68,7 +68,7 @@ class SDPAAttention(Attention):
                 messages = [str(reason.message).split(" (Triggered")[0].rstrip(". ") for reason in reasons]
                 why = "; ".join(reason for reason in messages if not reason.endswith(":"))  # less the headings
                 raise UnsupportedAttention(
-                    f"attention.backend={self.config.backend.value} cannot serve {shape.n_heads} heads "
+                    f"attention.backend={self.config.backend.value} does not support {shape.n_heads} heads "
                     f"({shape.n_kv_heads} for keys) of size {shape.head_dim} in {shape.dtype} on {shape.device} "
                     f"({why or error}); use attention.backend=auto."
                 ) from None

@@ -7,7 +7,7 @@
 ...     model(tokens, labels=tokens).loss.backward()
 
 transformers describes a mask as a composition of functions. Their names and closures are read; no mask is evaluated for
-every pair of a query and a key. A mask that an implementation cannot serve is refused.
+every pair of a query and a key. A mask that an implementation does not support is refused.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def attend(
     for argument in ("position_bias", "cache", "cu_seq_lens_q", "output_attentions"):
         if (given := others.get(argument)) is not None and given is not False:
             raise UnsupportedAttention(
-                f"attn_implementation={name} does not serve {argument}; leave it out or choose eager."
+                f"attn_implementation={name} does not support {argument}; leave it out or choose eager."
             )
     if isinstance(attention_mask, Tensor):
         raise UnsupportedAttention(
@@ -209,7 +209,7 @@ def visible(
     q_offset, kv_offset  positions of the first query and of the first key
     attention_mask       (B, positions) bool, False for padding
 
-    Raises UnsupportedAttention for a mask that the implementations cannot serve.
+    Raises UnsupportedAttention for a mask that the implementations do not support.
     """
     if isinstance(attention_mask, Visible):
         return attention_mask
@@ -293,6 +293,6 @@ def padding_starts(mask: Tensor, seen: int, length: int) -> Tensor | None:
 def refused(what: str) -> UnsupportedAttention:
     """The refusal of a mask."""
     return UnsupportedAttention(
-        f"attn_implementation={PREFIX}* does not serve {what}; it serves causal masks, sliding windows, padding before "
-        "or after a sequence and packed sequences. Choose eager."
+        f"attn_implementation={PREFIX}* does not support {what}; it supports causal masks, sliding windows, padding "
+        "before or after a sequence and packed sequences. Choose eager."
     )

@@ -69,7 +69,7 @@ def candidates(q: Tensor, cache: Cache) -> dict[str, Callable[[], Tensor]]:
 
 
 def measure(sequences: int, keys: int, seconds: float) -> list[dict[str, Any]]:
-    """The time and bandwidth of each candidate and of a copy; what a candidate says where it does not serve."""
+    """The time and bandwidth of each candidate and of a copy; a candidate's message where it failed."""
     shape = (2, sequences, KV_HEADS, keys, HEAD_DIM)
     k, v = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     cache = Cache(k, v, torch.full((sequences,), keys, device="cuda", dtype=torch.int32))

@@ -55,7 +55,7 @@ def mistakes(config: Config, world: World | None = None) -> Iterator[str]:
 
 
 def device_mistakes(config: Config) -> Iterator[str]:
-    """A sentence for each value that the device, or the precision chosen for it, cannot serve."""
+    """A sentence for each value that the device, or its precision, does not support."""
     device = resolve_device(config.device)
     precision = resolve_precision(config.training.precision, device)
     if precision is Precision.fp32 and not config.training.residual_in_fp32:

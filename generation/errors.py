@@ -6,4 +6,5 @@ from errors import UserError
 
 
 class GenerationError(UserError, ValueError):
-    """A prompt, or an amount of text, that cannot be served; the message says what to change."""
+    """Prompts, sampling options or files that cannot be used, or text that does not fit the memory; the message says
+    what to change."""

@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UnsupportedAttention unless the kernels can serve this head size and dtype on this device."""
+    """Raise UnsupportedAttention unless the kernels support this head size and dtype on this device."""
     if head_dim > MAX_HEAD_DIM:
         raise UnsupportedAttention(
             f"attention=flash takes head sizes up to {MAX_HEAD_DIM}, not {head_dim}; "

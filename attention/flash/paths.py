@@ -1,7 +1,7 @@
-"""The kernel paths of attention=flash: which kernels serve a call, its forward and its backward each by itself.
+"""The kernel paths of attention=flash: which kernels compute a call, chosen for its forward and its backward apart.
 
-`attention.path` names one; `auto` takes the first that serves the call and was measured to be faster than plain there.
-Both directions hand on the same log-sum-exp and draw the same mask, so that they can be of different paths.
+`attention.path` names one; `auto` takes the first that supports the call and was measured to be faster than plain.
+All paths exchange the same log-sum-exp and draw the same mask, so a forward and its backward may take different ones.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .hopper.configs import (
 
 @dataclass(frozen=True)
 class Problem:
-    """What a path is chosen by.
+    """The properties of a call that decide its path.
 
-    features    of Score and Layout that the call asks for, of FEATURES
+    features    the FEATURES of Score and Layout that the call asks for
     length      queries or keys of a sequence, the fewer
     capability  of the GPU
     precision   of the products, as AttentionConfig's
@@ -52,10 +52,10 @@ class Problem:
 
 
 class Path(NamedTuple):
-    """Kernels for both directions, and what they are for.
+    """Kernels for both directions, and the problems that they are for.
 
-    refusal  why the path cannot serve a problem in the backward or the forward, None where it can
-    pays     whether it was measured to be faster than `plain` there
+    refusal  (problem, backward) -> why that direction does not support the problem, None where it does
+    pays     (problem, backward) -> whether that direction was measured to be faster than `plain`
     forward, backward  as those of attention/flash/forward.py and backward.py
     """
 
@@ -71,7 +71,7 @@ def kernel_configs(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Ke
 
 
 def hopper_call(q: Tensor, k: Tensor, extras: Extras, options: Options) -> dict[str, Any]:
-    """What decides the shapes of the Hopper kernels for these queries and keys."""
+    """The arguments that decide the tile sizes of the Hopper kernels for these queries and keys."""
     return {
         "head_dim": q.shape[-1],
         "length": seen_length(k.shape[2], options, extras),
@@ -98,7 +98,7 @@ def describe(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Problem:
 
 
 def gpu_or_dtype_refusal(problem: Problem) -> str | None:
-    """What all kernels for Hopper refuse: other GPUs, and inputs of other than 16 bits."""
+    """Why no kernel for Hopper supports a problem: another GPU, or inputs that do not have 16 bits."""
     if INTERPRET.value or problem.capability[0] != 9:
         return "needs a GPU of compute capability 9.0 (Hopper)"
     if problem.dtype not in (torch.bfloat16, torch.float16):
@@ -107,27 +107,27 @@ def gpu_or_dtype_refusal(problem: Problem) -> str | None:
 
 
 def hopper_refusal(problem: Problem, backward: bool) -> str | None:
-    """What of a problem the Hopper kernels do not serve."""
+    """Why the Hopper kernels do not support a problem; None where they do."""
     if refusal := gpu_or_dtype_refusal(problem):
         return refusal
     direction = "backward" if backward else "forward"
-    if problem.head_dim not in (served := HEAD_DIMS[direction]):
-        return f"takes head sizes from {served[0]} to {served[-1]} in the {direction}, not {problem.head_dim}"
+    if problem.head_dim not in (sizes := HEAD_DIMS[direction]):
+        return f"takes head sizes from {sizes[0]} to {sizes[-1]} in the {direction}, not {problem.head_dim}"
     return None
 
 
 def fp8_refusal(problem: Problem) -> str | None:
-    """What of a problem the Hopper kernel with products in 8 bits does not serve."""
+    """Why the Hopper kernel with products in 8 bits does not support a problem; None where it does."""
     if refusal := gpu_or_dtype_refusal(problem):
         return refusal
     if problem.head_dim > FP8_MAX_HEAD_DIM:
         return f"takes head sizes up to {FP8_MAX_HEAD_DIM}, not {problem.head_dim}"
     others = sorted(problem.features - {"full"}) + ["dropout"] * problem.dropout
-    return f"does not serve {', '.join(others)}" if others else None
+    return f"does not support {', '.join(others)}" if others else None
 
 
 def no_backward(*_: Any) -> Tensor | None:
-    """Refuse. FlashAttention refuses earlier, in the forward; this is for who calls the operators."""
+    """Refuse. FlashAttention refuses earlier, in the forward; this is for direct calls of the operators."""
     raise UnsupportedAttention(FP8_HAS_NO_GRADIENTS)
 
 
@@ -166,9 +166,9 @@ PATHS = {
 
 
 def choose_path(name: str, problem: Problem, backward: bool) -> str:
-    """The path that serves a problem in one direction: `name`, or the first that pays where that is auto.
+    """The path for a problem in one direction: `name`, or for auto the first that supports it and pays.
 
-    Raises UnsupportedAttention where `name` cannot serve it.
+    Raises UnsupportedAttention where `name` does not support the problem.
     """
     if problem.precision == "fp8":
         refusal = "has no plain kernels" if name == "plain" else fp8_refusal(problem)
@@ -186,6 +186,6 @@ def choose_path(name: str, problem: Problem, backward: bool) -> str:
 
 
 def describe_path(name: str, problem: Problem) -> str:
-    """The paths of both directions as one reads them: "hopper", or "hopper forward, plain backward"."""
+    """The paths of both directions, for people: "hopper", or "hopper forward, plain backward"."""
     forward, backward = (choose_path(name, problem, backward) for backward in (False, True))
     return forward if forward == backward else f"{forward} forward, {backward} backward"

@@ -48,8 +48,8 @@ def fp8(**options):
         ({"capability": (10, 0)}, r"needs a GPU of compute capability 9.0 \(Hopper\)"),
         ({"dtype": torch.float32}, "takes bf16 or fp16, not torch.float32"),
         ({"head_dim": 192}, "takes head sizes up to 128, not 192"),
-        ({"features": frozenset({"window", "sinks", "full"})}, "does not serve sinks, window;"),
-        ({"dropout": True}, "does not serve dropout;"),
+        ({"features": frozenset({"window", "sinks", "full"})}, "does not support sinks, window;"),
+        ({"dropout": True}, "does not support dropout;"),
     ],
     ids=["Ampere", "Blackwell", "fp32", "wide", "score", "dropout"],
 )

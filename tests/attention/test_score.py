@@ -288,12 +288,12 @@ def test_what_an_implementation_does_not_serve_is_refused_when_the_model_is_buil
     if feature in attend.supports:
         attend.check(shape)
         return
-    with pytest.raises(UnsupportedAttention, match=f"attention={name} does not serve {asked_by}.*choose attention="):
+    with pytest.raises(UnsupportedAttention, match=f"attention={name} does not support {asked_by}.*choose attention="):
         attend.check(shape)
     q, k, v, _ = Case(1, 4, 2, 8, 8, 32).tensors(torch.float32)
     sinks = torch.zeros(4) if score.sinks else None
     layout = documents(torch.zeros(1, 8, dtype=torch.int32)) if has_documents else Layout()
-    with pytest.raises(UnsupportedAttention, match=f"attention={name} does not serve {asked_by}"):
+    with pytest.raises(UnsupportedAttention, match=f"attention={name} does not support {asked_by}"):
         attend(q, k, v, score=score, layout=layout, sinks=sinks)
 
 

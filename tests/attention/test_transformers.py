@@ -154,9 +154,9 @@ def test_what_cannot_be_said_is_refused_and_never_ignored(model):
     holes = torch.ones(2, T)
     holes[0, 5] = 0
     for inputs, sentence in (
-        ({"attention_mask": holes}, "does not serve padding between the tokens"),
+        ({"attention_mask": holes}, "does not support padding between the tokens"),
         ({"attention_mask": torch.zeros(2, 1, T, T)}, r"takes no mask of shape \(2, 1, 24, 24\)"),
-        ({"cu_seq_lens_q": torch.tensor([0, T])}, "does not serve cu_seq_lens_q"),
+        ({"cu_seq_lens_q": torch.tensor([0, T])}, "does not support cu_seq_lens_q"),
     ):
         with pytest.raises(UnsupportedAttention, match=sentence) as raised:
             model(tokens(), **inputs)
@@ -179,10 +179,10 @@ def test_masks_of_other_kinds_are_refused_by_name():
     masks = transformers.masking_utils
     padded = torch.arange(T).expand(2, T) > 3
     for create, arguments, sentence in (
-        (masks.create_chunked_causal_mask, {}, "does not serve the mask chunked_overlay"),
+        (masks.create_chunked_causal_mask, {}, "does not support the mask chunked_overlay"),
         (masks.create_causal_mask, {"and_mask_function": lambda b, h, i, j: i - j != 3}, "the mask function .*lambda"),
         (masks.create_bidirectional_mask, {"attention_mask": padded}, "padding .* as in an encoder"),
-        (masks.create_bidirectional_sliding_window_mask, {}, "does not serve the mask sliding_window_bidirectional"),
+        (masks.create_bidirectional_sliding_window_mask, {}, "does not support the mask sliding_window_bidirectional"),
     ):
         configuration = transformers.LlamaConfig(**SMALL, attention_chunk_size=4, sliding_window=4)
         configuration._attn_implementation = "gpt_attention_tiled"

@@ -64,7 +64,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 )
 def test_greedy_tokens_are_those_of_the_whole_text_through_the_model(name, config, score):
     if name == "sdpa" and (score.soft_cap or score.alibi):
-        pytest.skip("sdpa does not serve these scores")
+        pytest.skip("sdpa does not support these scores")
     model = build(config, score, name=name)
     (prompt,) = prompts(70)
     found = list(generate(model, prompt, 80, Sampling(0.0)))

@@ -67,8 +67,8 @@ class ParityError(UserError, ValueError):
 
 
 def check_parity(config: ParityConfig, attention: AttentionConfig, shape: AttentionShape) -> None:
-    """Raise ParityError where the run's dropout masks cannot be the reference's, UnsupportedAttention where the
-    reference cannot serve the model in the run's precision and in the higher one."""
+    """Raise ParityError where the reference cannot draw the run's dropout masks, UnsupportedAttention where it does not
+    support the model in the run's precision or in the higher one."""
     if config.every < 0:
         raise ParityError(f"parity.every={config.every} must be a number of steps, or 0 for no probe.")
     if config.every == 0:

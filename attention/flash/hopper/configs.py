@@ -71,7 +71,7 @@ class BackwardBlocks(NamedTuple):
 
 
 def forward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_cap: bool) -> ForwardBlocks:
-    """The forward's shape for a head size that it serves and a number of queries or keys, the fewer."""
+    """The forward's shape for a head size that it supports; `length` is the number of queries or keys, the fewer."""
     if head_dim > 128:
         return ForwardBlocks(
             consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, in_turn=False, out_in_q=True
@@ -101,7 +101,7 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
 
 
 def backward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_cap: bool) -> BackwardBlocks:
-    """The backward's shape for a head size that it serves and a number of keys."""
+    """The backward's shape for a head size that it supports; `length` is the number of keys."""
     # Between s and lse2 stands a soft cap, between dp and delta dropout; below 1,024 keys it takes longer to write rows
     # as operands than it saves. At head size 64 it also takes the place of the next keys.
     rows = not (dropout or soft_cap) and (length >= 1024 if head_dim > 64 else alibi)
@@ -120,9 +120,9 @@ def backward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft
 
 
 def is_faster(head_dim: int, dropout: bool, features: frozenset[str], length: int, backward: bool) -> bool:
-    """Whether the forward or the backward was measured to be faster than the plain one for a head size that it serves.
+    """Whether the forward or the backward was measured to be faster than the plain one, for a head size it supports.
 
-    features  of Score and Layout; where several take time, each must have been
+    features  of Score and Layout; of several that take time, each must have been faster by itself
     """
     columns = next(columns for columns in (64, 128, 256) if head_dim <= columns)
     faster_from = FASTER_FROM.get((columns, dropout, backward), {})
