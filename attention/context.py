@@ -25,7 +25,7 @@ from torch import Tensor
 # torch.compile traces the functional collectives only; their module has no public name yet.
 from torch.distributed import _functional_collectives as collectives
 
-from .interface import Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
+from .interface import Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention, accum_dtype
 from .score import Range
 
 # torch 2.13 has renamed it.
@@ -53,7 +53,7 @@ class ContextBy(Enum):
 
 
 def rows_of(rank: int, ranks: int, T: int, by: ContextBy) -> tuple[Range, ...]:
-    """The positions that a rank has of a sequence of T, T a multiple of what `rows_unit` says."""
+    """The positions that a rank has of a sequence of T tokens; T is a multiple of `rows_unit`."""
     if by is ContextBy.heads:
         part = T // ranks
         return ((rank * part, (rank + 1) * part),)
@@ -62,7 +62,7 @@ def rows_of(rank: int, ranks: int, T: int, by: ContextBy) -> tuple[Range, ...]:
 
 
 def rows_unit(ranks: int, by: ContextBy) -> int:
-    """What a sequence's length has to be a multiple of."""
+    """The number that divides every sequence length the ranks can share."""
     return ROWS_MULTIPLE * ranks * (1 if by is ContextBy.heads else 2)
 
 
@@ -140,7 +140,7 @@ class HeadParallel(ContextAttention):
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What every rank had for this one, x[r] being what it has for rank r; gradients take the way back."""
+    """All-to-all: x[r] goes to rank r, and entry r of the result comes from it. Gradients travel the other way."""
     # The operator itself: torch 2.11's all_to_all_single_autograd has an autograd.Function around it, whose tensors
     # stay in memory where a compiled block is recomputed.
     flat, even = x.contiguous().view(len(x), -1), [1] * len(x)
@@ -168,7 +168,7 @@ class KeyGather(ContextAttention):
         reaches = [(i + 1) * part for i in (self.rank, 2 * self.ranks - 1 - self.rank)]
         gathered = GatherKeys.apply(torch.stack([k, v]), self.group, *reaches)
         for queries, (keys, values), reach in zip(q.split(part, dim=2), gathered, reaches, strict=True):
-            # Queries and keys end at the same position, which is what a call without further notice means.
+            # Queries and keys end at the same position, as they do by default.
             key = terms.dropout_key
             outputs.append(
                 self.inner(
@@ -200,14 +200,14 @@ class GatherKeys(torch.autograd.Function):
         parts = [part for rank in every.unbind() for part in rank.chunk(2, dim=3)]
         order = _positions(W)
         whole = torch.cat([parts[order.index(i)] for i in range(2 * W)], dim=3)
-        # Not `contiguous`, which may give a view: compiled by torch 2.11, a result that is one gets no gradient.
+        # Not `contiguous`, which may return a view: in code that torch 2.11 compiles, a view gets no gradient.
         return whole[..., :near, :].clone(), whole[..., :far, :].clone()
 
     @staticmethod
     def backward(ctx, d_near: Tensor, d_far: Tensor):
         W = ctx.group.size()
         *outer, rows, D = ctx.shape
-        total = d_near.new_zeros(*outer, W * rows, D, dtype=torch.promote_types(ctx.dtype, torch.float32))
+        total = d_near.new_zeros(*outer, W * rows, D, dtype=accum_dtype(ctx.dtype))
         total[..., : d_far.shape[3], :] += d_far
         total[..., : d_near.shape[3], :] += d_near
         parts = total.chunk(2 * W, dim=3)

@@ -25,7 +25,7 @@ MASKS_KEPT = 16
 
 
 class FlexAttention(Attention):
-    """Attention by torch's compiler, for a CUDA GPU. Keeps the block masks it has made last."""
+    """Attention by torch's compiler, for a CUDA GPU. Caches the most recent block masks."""
 
     name = "flex"
     supports = FEATURES - {"cache"}
@@ -38,7 +38,7 @@ class FlexAttention(Attention):
                 "attention=naive, tiled or flash."
             )
         self.compiled = torch.compile(flex_attention, dynamic=False)
-        # Keyed by what determines a mask; with the tensor of documents and its version, as it may change in place.
+        # By what determines a mask: the tensor of documents, its version (it may change in place), and the mask.
         self.block_masks: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
 
     def check(self, shape: AttentionShape) -> None:
@@ -76,7 +76,7 @@ class FlexAttention(Attention):
     def block_mask(
         self, score: Score, layout: Layout, B: int, T: int, S: int, device: torch.device
     ) -> BlockMask | None:
-        """The blocks to visit, made anew only where something that decides them has changed; None: all of them."""
+        """The blocks to visit, built again only where something that determines them has changed; None: all."""
         mask = mask_function(score, layout, T, S)
         if mask is None:
             return None

@@ -24,5 +24,5 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at the same time at least; Triton's interpreter runs one."""
+    """The GPU's multiprocessors, each of which runs at least one program at a time; 1 in Triton's interpreter."""
     return 1 if INTERPRET.value else torch.cuda.get_device_properties(device).multi_processor_count

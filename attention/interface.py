@@ -157,7 +157,7 @@ class Attention(ABC):
         return_lse   also return the log of the softmax's sum, which counts the sink: log(exp(sink) + sum of exp(s)).
                      For a query that sees nothing that is the sink, or -inf without one
 
-        Queries that see nothing give zeros, also with a sink. Dropout addresses rows and columns of the call, whatever
+        Queries that see nothing give zeros, even with a sink. Dropout addresses rows and columns of the call, whatever
         the documents. Raises ValueError for tensors that do not fit together, UnsupportedAttention for what this
         implementation does not support.
         """
@@ -189,8 +189,8 @@ class Attention(ABC):
         cache  keys and values, those of the queries' own tokens included: `cache.write` first
 
         The rest as in `__call__`. Queries before a sequence's first token, all of them where its length is 0, see
-        nothing and give zeros. Shapes alone decide what runs and nothing waits for a GPU, so that a captured CUDA graph
-        may be replayed after lengths and pages changed. Raises ValueError for tensors that do not fit together,
+        nothing and give zeros. Only shapes decide what runs, and nothing waits for a GPU: a captured CUDA graph may be
+        replayed after lengths and pages have changed. Raises ValueError for tensors that do not fit together,
         UnsupportedAttention for what this implementation does not support.
         """
         cache.check()

@@ -42,7 +42,7 @@ class NaiveAttention(Attention):
     def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
         first, score = 0, terms.score
         if q.shape[0] == q.shape[2] == 1 and host_sees(cache.lengths):
-            # One query of one sequence, as from a CPU: it gets the keys it sees, and needs no mask.
+            # One query of one sequence, whose length the host knows: it gets only the keys it sees, and needs no mask.
             first = max(0, cache.longest() - (score.window or cache.longest()))
             score = replace(score, causal=score.alibi, window=None)
             terms = terms._replace(score=score, layout=Layout())

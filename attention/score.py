@@ -110,7 +110,7 @@ class Layout(NamedTuple):
         return self.k_start + S - T if self.q_start is None else self.q_start
 
     def own_keys(self, T: int, S: int, device: torch.device | str) -> Tensor:
-        """For each of T queries the key at its own position, in numbers of keys: (T,), or with lengths (B, T)."""
+        """For each of T queries the index of the key at its own position: (T,), or with lengths (B, T)."""
         if self.lengths is not None:
             return self.lengths[:, None] - T + torch.arange(T, device=device)
         offset = self.query_start(T, S) - self.k_start
@@ -210,7 +210,7 @@ class KeyIntervals(NamedTuple):
 
 
 def key_intervals(score: Score, layout: Layout, T: int, S: int, device: torch.device | str) -> KeyIntervals:
-    """The keys that each of T queries sees of S, in numbers of keys: 0 is the call's first, wherever it stands."""
+    """The keys that each of T queries sees, as indices from 0 to S among the call's keys, whatever their positions."""
     own = layout.own_keys(T, S, device)
     first, end = torch.zeros_like(own), torch.full_like(own, S)
     if layout.lengths is not None:

@@ -75,7 +75,7 @@ class SDPAAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
         (T, S), score = (q.shape[2], k.shape[2]), terms.score
-        n_masked = max(0, T - S) if score.causal else 0  # the first rows see nothing; torch has no answer of its own
+        n_masked = max(0, T - S) if score.causal else 0  # the first rows see nothing, for which torch has no rule
         seen = key_intervals(score, terms.layout, T, S, q.device)
         # torch aligns its causal mask to the top left, which is ours where T = S; with fewer queries it needs a mask.
         masked = seen.begins or (score.causal and 1 < T < S)
@@ -100,7 +100,7 @@ class SDPAAttention(Attention):
         return AttentionOutput(F.pad(out, (0, 0, n_masked, 0)) if n_masked else out)
 
     def backend(self) -> contextlib.AbstractContextManager[None]:
-        """Leaves torch no kernel but the chosen one."""
+        """A context in which torch has only the chosen backend."""
         if self.config.backend is SDPABackend.auto:
             return contextlib.nullcontext()
         return sdpa_kernel(TORCH_BACKENDS[self.config.backend])

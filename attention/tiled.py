@@ -61,12 +61,8 @@ class TiledAttention(Attention):
 
     def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
         score = terms.score
-        return AttentionOutput(
-            *decode(
-                *(q, *cache, terms.slopes, terms.sinks),
-                *(score.causal, score.window, score.soft_cap, terms.scale, self.config.block_k),
-            )
-        )
+        static = (score.causal, score.window, score.soft_cap, terms.scale, self.config.block_k)
+        return AttentionOutput(*decode(q, *cache, terms.slopes, terms.sinks, *static))
 
 
 class Tiled(torch.autograd.Function):
@@ -147,7 +143,7 @@ def forward(
             m = m_new
 
         b_out, fully_masked = o / l, scores.fully_masked(rows)
-        if fully_masked is not None:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
+        if fully_masked is not None:  # rows that see nothing are zero; l = 0 is no test, as scores of -inf give it too
             b_out.masked_fill_(fully_masked, 0.0)
         cut(out, rows).copy_(b_out)
         lse[..., slice(*rows)] = (m + torch.log(l)).squeeze(-1)

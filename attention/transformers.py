@@ -35,7 +35,7 @@ from .score import Layout, Score, documents
 PREFIX = "gpt_attention_"
 NAMES = tuple(PREFIX + name for name in ("naive", "tiled", "flash"))
 
-# Of the code under `dropout_key`. Not of a thread or context: backward passes recompute in threads of their own.
+# Set by `dropout_key` for the whole process: a backward pass recomputes activations in threads of its own.
 _key: DropoutKey | None = None
 # What is asked of an implementation: its name, dropout, head size, dtype and device.
 Asked = tuple[str, float, int, torch.dtype, torch.device]
@@ -48,8 +48,8 @@ def register() -> None:
     for name in NAMES:
         AttentionInterface.register(name, functools.partial(attend, name))
         AttentionMaskInterface.register(name, visible)
-    # transformers takes every name with "flash" in it for a build of flash-attn, which it looks for, or replaces by
-    # another that a model lists. Nothing in this check is for names that are registered here.
+    # transformers takes every name that contains "flash" for a build of flash-attn: it looks for the package, or falls
+    # back to a name that the model lists. The names registered here skip that check.
     check = PreTrainedModel._check_and_adjust_attn_implementation
 
     @functools.wraps(check)
@@ -68,8 +68,8 @@ def dropout_key(seed: int | Tensor, step: int | Tensor, first_sequence: int | Te
     seed, step      of training, below 2**32
     first_sequence  index in the global batch of the first sequence, for gradient accumulation and several ranks
 
-    In a compiled model they are 0-dim int64 tensors, for which nothing is compiled anew. The backward pass belongs into
-    the block if activations are recomputed. Other dropout of a model is torch's.
+    For a compiled model pass 0-dim int64 tensors, whose new values cause no recompilation. If activations are
+    recomputed, run the backward pass inside the block too. Other dropout in the model stays torch's.
     """
     global _key
     before, _key = _key, DropoutKey(seed, step, layer=0, first_sequence=first_sequence)
@@ -130,7 +130,7 @@ def attend(
             f"attn_implementation={name} takes no mask of shape {tuple(attention_mask.shape)}; pass one of shape "
             "(batch, length) that hides padding, or choose eager."
         )
-    if attention_mask is None:  # a model that makes no mask leaves it to these, as with sdpa and flash-attn
+    if attention_mask is None:  # without a mask these arguments decide, as for sdpa and flash-attn
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         attention_mask = Visible(causal, sliding_window)
     if torch.is_autocast_enabled(query.device.type):  # rotary positions may have brought queries and keys to fp32
@@ -155,8 +155,8 @@ def as_cache(key: Tensor, value: Tensor, layout: Layout) -> Cache:
 
 
 def implementation(name: str, dropout: float, query: Tensor) -> Attention:
-    """The implementation with a name of NAMES for queries (B, H, T, D) such as these, built once: the compiler can look
-    it up and cannot build it. Raises UnsupportedAttention."""
+    """The implementation for a name of NAMES and queries (B, H, T, D) like these. It is built once, because a compiled
+    model can look it up but cannot build it. Raises UnsupportedAttention."""
     known = (name, dropout, query.shape[-1], query.dtype, query.device)
     if known not in _built:
         build(known)
@@ -193,7 +193,7 @@ def layer_key(name: str, module: nn.Module, dropout: float) -> DropoutKey | None
     return _key.at_layer(int(module.layer_idx))  # type: ignore[arg-type]
 
 
-@torch.compiler.disable  # closures are read, and padding decides what is made
+@torch.compiler.disable  # it reads closures, and looks at the values of the padding
 def visible(
     batch_size: int,
     q_length: int,
@@ -275,7 +275,7 @@ def padding_starts(mask: Tensor, seen: int, length: int) -> Tensor | None:
     seen    positions that queries see; a cache may have room for more
     length  positions of keys
 
-    Real tokens then see each other alone; what padding sees does not matter. None where nothing is padding.
+    Real tokens then see only each other; what padding sees does not matter. None where nothing is padding.
     Waits for the device. Raises UnsupportedAttention for padding among real tokens.
     """
     mask = F.pad(mask, (0, max(0, length - mask.shape[1])))[:, :length]

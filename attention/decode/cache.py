@@ -30,7 +30,7 @@ class Cache(NamedTuple):
              no query sees (behind the length, before the window) are never followed and may be -1. None: contiguous
 
     The values of lengths and pages are not checked, which would wait for the device: a length beyond the capacity drops
-    the tokens that have no slot, and a page number from P on reads and writes what is not the cache's.
+    the tokens that have no slot, and a page number of P or more reads and writes memory outside the cache.
     """
 
     k: Tensor
@@ -44,7 +44,7 @@ class Cache(NamedTuple):
         return self.k.shape[2] * (1 if self.pages is None else self.pages.shape[1])
 
     def write(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> None:
-        """Put the last tokens of each sequence, whose keys and values these are, into their slots.
+        """Write the keys and values of the last tokens of each sequence into their slots.
 
         k, v        (B, H_kv, T, D): row t of sequence b is its token lengths[b] - T + t. Tokens before a sequence's
                     first are dropped. With cu_seqlens (1, H_kv, total, D), the sequences one after the other
@@ -125,5 +125,5 @@ class Cache(NamedTuple):
 
 
 def host_sees(x: Tensor) -> bool:
-    """Whether Python may look at values of x: nobody waits for a device, and no compiled graph is cut."""
+    """Whether Python may read values of x: without waiting for a device, and without breaking a compiled graph."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,8 +1,8 @@
 """Flash-decoding in plain PyTorch: the algorithm to read beside the Triton kernels.
 
 The new queries of a sequence are few and its keys many, so the keys are what is cut: into tiles of block_k, each with
-a softmax of its own. Of a tile only m, l and o remain (its maximum, its sum of exp(s - m) and of exp(s - m) v), and two
-sets of them join to one by their log-sum-exp, m + log(l), in any order. On a GPU different programs have different
+a softmax of its own. A tile leaves only m, l and o: its maximum, and its sums of exp(s - m) and of exp(s - m) v. Two
+such triples combine into one in any order, by their log-sum-exp m + log(l). On a GPU different programs have different
 tiles; here they come one after the other.
 
     Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding for long-context inference"
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..gpu import NAMESPACE
+from ..interface import accum_dtype
 from ..score import Layout, Score, change_scores, key_intervals
 from .cache import Cache, host_sees
 
@@ -40,7 +41,7 @@ def decode(
     cache = Cache(k, v, lengths, pages)
     score, layout = Score(causal, window, soft_cap), Layout(lengths=lengths)
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], cache.longest()
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = accum_dtype(q.dtype)
     b_q = q.unflatten(1, (H_kv, H // H_kv)).to(dtype)  # (B, H_kv, G, T, D)
     seen = key_intervals(score, layout, T, S, q.device)
     b_slopes = None if slopes is None else slopes.view(H_kv, -1, 1, 1)
@@ -76,4 +77,4 @@ def decode(
 
 @decode.register_fake
 def _(q, *_):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accum_dtype(q.dtype))

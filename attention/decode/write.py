@@ -1,4 +1,4 @@
-"""New keys and values go to their slots of a cache, which changes in place."""
+"""Write new keys and values to their slots of a cache, in place."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def write(
     new_v: Tensor,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """`Cache.write`: k, v, lengths and pages are the cache's, the new ones as there."""
+    """`Cache.write` of new_k and new_v, for a cache's k, v, lengths and pages."""
     if HAS_TRITON and k.device.type == "cuda" and not torch.version.hip:
         write_kernel.write(k, v, lengths, pages, new_k, new_v, cu_seqlens)
     else:
         write_in_torch(k, v, lengths, pages, new_k, new_v, cu_seqlens)
 
 
-# For torch.compile. Called directly, the kernel is shorter than torch's dispatcher.
+# For torch.compile only: elsewhere torch's dispatcher would take longer than the kernel.
 cache_write = torch.library.custom_op(f"{NAMESPACE}::cache_write", write, mutates_args=("k", "v"))
 
 

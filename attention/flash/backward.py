@@ -72,14 +72,14 @@ class Keys(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the backward knows of each row of queries, for the pass that stores delta."""
+    """One number for each query row, for the pass that stores delta."""
 
     lse2: Any
     delta: Any
 
 
 class Scores(NamedTuple):
-    """What makes weights of q k^T in one head. Zeros stand for what MODE lacks.
+    """What turns q k^T into weights, for one head. Zeros stand for what MODE does not have.
 
     scale_log2, slope2  scale and slope times log2(e)
     at         positions
@@ -96,7 +96,7 @@ class Scores(NamedTuple):
 
 @triton.jit
 def load_scores(scale_log2, at, interval, extras, i_b, i_h, MODE: tl.constexpr):
-    """What belongs to query head i_h of row i_b."""
+    """The `Scores` of query head i_h of sequence i_b."""
     slope2 = tl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
     key = load_key(extras.key, i_b, i_h) if MODE.threshold else 0
     return Scores(scale_log2, slope2, at, interval, key)

@@ -19,7 +19,7 @@ FP8_HAS_NO_GRADIENTS = (
 
 
 class Options(NamedTuple):
-    """What a call asks for beside its tensors: the fields of Score and Layout that are no tensors, and these.
+    """The arguments of a call that are not tensors: the plain fields of Score and Layout, and these.
 
     Dropout drops `threshold` of the 256 byte values. q_start and k_start are None where the last query stands at the
     last key. `path` and `precision` are AttentionConfig's.
@@ -56,9 +56,9 @@ class Extras(NamedTuple):
 class Mode(NamedTuple):
     """What a kernel is compiled for, beside its blocks.
 
-    bounded   whether a query sees keys from another than the first on: with a window or documents
+    bounded   whether the keys that a query sees may begin after the first: with a window or documents
     offsets   whether the last query stands elsewhere than at the last key
-    fixed_max whether a row's maximum over one tile serves for all, as a soft cap keeps exp(s) from overflowing
+    fixed_max whether a row's maximum over one tile is used for all, as a soft cap keeps exp(s) from overflowing
     exact     whether scores are of fp32, and are changed without approximation
     precision of the products of fp32 numbers, "ieee" or "tf32"
     columns   of a tile: the head size, rounded up
@@ -100,7 +100,7 @@ class KernelConfigs(NamedTuple):
 
 
 class ConfigKey(NamedTuple):
-    """What an entry of a table serves: head sizes and sequence lengths up to these, with dropout or without."""
+    """What an entry of a table is for: head sizes and sequence lengths up to these, with dropout or without."""
 
     head_dim: int
     dropout: bool
@@ -126,7 +126,7 @@ HOPPER: Table = {
     ConfigKey(256, False): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1)),
     ConfigKey(256, True): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(32, 64, 8, 2)),
 }
-# The same GPUs where scores are changed or bounded, timed at 16k tokens; where a table has no entry, HOPPER's serves.
+# The same GPUs where scores are changed or bounded, timed at 16k tokens; where a table has no entry, HOPPER's counts.
 HOPPER_SCORES: dict[str, Table] = {
     "bounded": {
         ConfigKey(64, False): KernelConfigs(Blocks(64, 64, 4, 2, 96), Blocks(64, 32, 4, 3), Blocks(64, 64, 4, 3, 168)),
@@ -196,9 +196,9 @@ def choose(
         tables = [HOPPER_SCORES.get(kind_of_scores(options, extras), {}), HOPPER]
     else:
         tables = [OLDER]
-    serving = [
+    fitting = [
         [key for key in table if head_dim <= key.head_dim and length <= key.length and key.dropout == dropout]
         for table in tables
     ]
-    table, keys = next((table, keys) for table, keys in zip(tables, serving, strict=True) if keys)
+    table, keys = next((table, keys) for table, keys in zip(tables, fitting, strict=True) if keys)
     return table[min(keys)]

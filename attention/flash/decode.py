@@ -23,7 +23,7 @@ MIN_ROWS = 16  # of a matrix instruction
 class Blocks(NamedTuple):
     """Rows of a query tile, rows of a key tile, warps of a program, stages of its pipeline.
 
-    resident  programs that a multiprocessor has for one sequence
+    resident  programs of one sequence on a multiprocessor
     """
 
     q: int
@@ -44,7 +44,7 @@ def choose_blocks(rows: int, head_dim: int, mode: Mode) -> Blocks:
 
 
 def count_splits(keys: int, heads: int, blocks: Blocks) -> int:
-    """The splits of a sequence that sees at most `keys`, with one program each for `heads` tiles of rows."""
+    """The splits of a sequence whose queries see at most `keys`; `heads` tiles of rows have a program for each."""
     return max(1, min(MULTIPROCESSORS * blocks.resident // heads, triton.cdiv(keys, UNIT.value)))
 
 
@@ -76,7 +76,7 @@ def run_decode(
     visible = capacity if window is None else min(capacity, window + T - 1 + blocks.k - 1)
     n_m = triton.cdiv(G * T, blocks.q)
     n_splits = count_splits(visible, H_kv * n_m, blocks)
-    # The join is launched when all programs of the splits run, and waits for them: programmatic dependent launch.
+    # The join is launched while the splits are computed, and waits for them: programmatic dependent launch.
     early = not INTERPRET.value and gpu.capability(q.device) >= (9, 0)
     partial = None
     if n_splits > 1:

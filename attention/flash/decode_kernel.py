@@ -1,16 +1,16 @@
 """The kernels of flash-decoding (Dao, Haziza, Massa, Sizov 2023): the keys of a sequence are shared out over programs.
 
-    decode_kernel   a split of the keys of one sequence and key head     m, l and the unnormalised o of each row
-    join_kernel     one row, over all splits                             out and lse
+    decode_kernel   a split of the keys of one sequence and key/value head    m, l and the unnormalised o of each row
+    join_kernel     one row, over all splits                                  out and lse
 
-The query heads that share a key head, and the new tokens, are rows of one tile, so keys and values are read once. A
-program carries m, l and o over its keys as the forward kernel does (forward.py), and the join is theirs:
+The query heads that share a key/value head, and the new tokens, are rows of one tile, so keys and values are read once.
+A program carries m, l and o over its keys as the forward kernel does (forward.py), and the join combines them:
 
     out = sum of exp(m_i - M) o_i / sum of exp(m_i - M) l_i        M = max of m_i
 
-Where the splits of a sequence lie depends on its own length alone, and they are added up in their order: a sequence has
-the same result, to the bit, whatever other sequences there are, contiguous as in pages.
-Lengths are read on the device; programs behind a sequence's end leave at once.
+Where the splits of a sequence lie depends only on its own length, and they are added in order: a sequence has bitwise
+the same result whatever other sequences there are, contiguous or in pages.
+Lengths are read on the device; programs beyond a sequence's end return at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .score import (
 from .tiles import dot
 
 UNIT = tl.constexpr(128)  # keys: a split has one or more of them
-CHAIN = tl.constexpr(16)  # columns of fp32 products that are added up one after the other
+CHAIN = tl.constexpr(16)  # columns whose fp32 products are added one after the other
 JOINED = tl.constexpr(64)  # splits that the join reads at a time, however many there are: sums keep their order
 JOINED_COLUMNS = tl.constexpr(32)  # of a program of the join
 
@@ -43,8 +43,8 @@ JOINED_COLUMNS = tl.constexpr(32)  # of a program of the join
 class Partial(NamedTuple):
     """What programs leave for the join: o (B H_kv, n_splits, rows, columns), m and l without columns, all fp32.
 
-    Rows are those of a key head's queries, in the order of decode_kernel, and columns D, rounded up: the address of an
-    element is then one sum in the kernel, and costs no registers.
+    Rows are the queries of a key/value head, in the order of decode_kernel. Columns are D, rounded up: the address of
+    an element is then one sum in the kernel, and costs no registers.
     """
 
     o: Tensor
@@ -56,7 +56,7 @@ class Partial(NamedTuple):
 def locate_rows(i_b, i_n, p_pages, n_first, n_end, PAGE: tl.constexpr, ROWS: tl.constexpr):
     """The place (row or page) and slot of the positions i_n to i_n + ROWS, and which lie within n_first and n_end.
 
-    A page's slots keep 32 bits, which spares registers.
+    Slots within a page have 32 bits, which saves registers.
     """
     o_n = i_n + tl.arange(0, ROWS)
     m_n = (o_n >= n_first) & (o_n < n_end)
@@ -81,8 +81,8 @@ def load_rows(x, i_h, o_place, o_slot, m_n, COLUMNS: tl.constexpr):
 def scores(b_q, b_k, MODE: tl.constexpr):
     """b_q b_k^T in fp32.
 
-    On a GPU a product of fp32 adds up one column after the other. A single chain of them is off by more than the sums
-    of a product with one row, which are trees; so there are several, and their sum is a tree.
+    On a GPU a product of fp32 numbers adds one column after the other. The error of a single chain is larger than that
+    of a product with one row, whose sums are trees. So there are several chains, and their sum is a tree.
     """
     if MODE.exact:
         BM: tl.constexpr = b_q.shape[0]
@@ -98,7 +98,7 @@ def scores(b_q, b_k, MODE: tl.constexpr):
 
 @triton.jit
 def split_bounds(i_split, n_splits, n_base, n_end):
-    """The keys of a split: from the first number up to, but not including, the second. None are left behind n_end."""
+    """(start, end) of a split's keys, end not included. The splits cover all keys up to n_end."""
     n_units = tl.cdiv(n_end - n_base, UNIT)
     n_filled = tl.maximum(tl.minimum(n_units, n_splits), 1)
     start = n_base + i_split * n_units // n_filled * UNIT
@@ -110,7 +110,7 @@ def decode_kernel(
     q, k, v, out, p_lse, partial, p_lengths, p_pages, extras, scale_log2, G, T, capacity, n_pages,
     PAGE: tl.constexpr, EARLY_JOIN: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """One split of the keys for one tile of rows. Grid: key heads x tiles of rows, sequences, splits.
+    """One split of the keys for one tile of rows. Grid: key/value heads x tiles of rows, sequences, splits.
 
     `partial` is None where there is one split: the program then writes out and lse itself.
     """
@@ -137,7 +137,7 @@ def decode_kernel(
     i_left = ((tl.cast(i_b, tl.int64) * tl.num_programs(0) // n_m + i_kv) * n_splits + i_split) * (G * T)  # in Partial
     if partial is not None:
         nothing_left = (i_split > 0) & (n_start >= n_end)
-        if nothing_left:  # the join uses no more of it
+        if nothing_left:  # the join uses only m of it
             tl.store(partial.m + i_left + o_row, -float("inf"), mask=m_row)
             return
 
@@ -145,7 +145,7 @@ def decode_kernel(
     p_q = q.pointer + tl.cast(i_b, tl.int64) * q.stride_b + o_h.to(tl.int64) * q.stride_h + o_t * q.stride_t
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < q.shape[3])[None, :], other=0.0)
     slope2 = tl.load(extras.slopes + o_h, mask=m_row, other=0.0)[:, None] * LOG2_E if MODE.alibi else None
-    unit = log2_factor(scale_log2, MODE)
+    factor = log2_factor(scale_log2, MODE)
     if PAGE is not None:
         p_pages += tl.cast(i_b, tl.int64) * n_pages
 
@@ -165,7 +165,7 @@ def decode_kernel(
         if MODE.alibi:
             o_own = (o_t + at.offset)[:, None]
             b_bias = alibi_bias(slope2, o_t[:, None], tl.arange(0, BN)[None, :], i_n, o_own, at, MODE)
-        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE) * unit
+        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE) * factor
         if (i_n >= n_full_end) | (i_n < n_full_start):
             o_n = i_n + tl.arange(0, BN)
             b_s = tl.where((o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None]), b_s, -float("inf"))
@@ -183,7 +183,7 @@ def decode_kernel(
         o = dot(b_p.to(b_v.dtype), b_v, o * alpha[:, None], MODE)
 
     if partial is None:
-        # Rows that see nothing are 0; l = 0 tells less, as scores of -inf give it too.
+        # Rows that see nothing are zero; l = 0 is no test, as scores of -inf give it too.
         l = tl.where(first < end, l, 1.0)
         o = (o / l[:, None]).to(out.dtype.element_ty)
         o_out = (tl.cast(i_b, tl.int64) * H + o_h) * T + o_t
@@ -203,7 +203,7 @@ def join_kernel(
 ):  # fmt: skip
     """out and lse of one row from those of its splits. Grid: B x H x T, tiles of D.
 
-    EARLY: launched while decode_kernel still runs, it waits here for what that leaves.
+    EARLY: launched while decode_kernel still runs, it waits for that kernel's results.
     """
     i_row = tl.program_id(0).to(tl.int64)
     i_bh, i_t = i_row // T, i_row % T

@@ -48,7 +48,7 @@ from .tiles import (
 
 
 class Rows(NamedTuple):
-    """What the forward leaves of each row beside out."""
+    """What the forward stores for each row besides out."""
 
     lse: Any
     lse2: Any
@@ -109,7 +109,7 @@ def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MO
             b_s = tl.where(m_s, b_s, -float("inf"))
 
         if MODE.fixed_max:
-            if i_n == n_start:  # serves for all tiles: a row with few keys keeps the largest weight, 1, unrounded
+            if i_n == n_start:  # used for all tiles: a row with few keys keeps the largest weight, 1, unrounded
                 m = tl.maximum(tl.max(b_s, 1) * factor, LEAST_MAXIMUM)
             b_p = tl.exp2(b_s * factor - m[:, None])
             l += tl.sum(b_p, 1)
@@ -136,7 +136,7 @@ def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MO
     # Kept weights are rescaled once, here, by the inverse of the keep probability.
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
     o = o * (KEEP_SCALE / l)[:, None]
-    # Rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too.
+    # Rows that see nothing are zero; l = 0 is no test, as scores of -inf give it too.
     if MODE.bounded or MODE.offsets:
         o = tl.where((first < end)[:, None], o, 0.0)
     elif MODE.causal:

@@ -144,7 +144,7 @@ def _(do, q, k, v, out, lse2, key, slopes, sinks, *_):
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Room for dq, dk and dv: one tensor where q, k, v lie in memory as views of one projection (B, T, H + 2 H_kv, D).
 
-    It then is the projection's gradient as it stands, and a compiled model copies nothing to put that together.
+    That tensor is the projection's gradient, so a compiled model copies nothing to assemble it.
     """
     B, H, T, D = q.shape
     row = (H + 2 * k.shape[1]) * D
@@ -185,7 +185,7 @@ flash_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 class Eager(torch.autograd.Function):
-    """The operators without torch's dispatcher, which takes longer over so many arguments than short kernels run."""
+    """The operators without torch's dispatcher, which takes longer for so many arguments than short kernels run."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -310,7 +310,7 @@ def bounds(x: Tensor | None) -> Tensor | None:
 
 
 def prepared(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension that spans a multiple of 16 bytes, copied only where it has none."""
+    """x with a contiguous last dimension that spans a multiple of 16 bytes, copied only if it has none."""
     excess = -x.shape[-1] % (ALIGNMENT // x.element_size())
     if excess:
         return F.pad(x, (0, excess))

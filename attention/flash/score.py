@@ -19,12 +19,13 @@ import triton.language as tl
 from ..gpu import INTERPRET
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Of a row whose scores a soft cap bounds, in base 2: they reach 2^87, and no sum of weights and values overflows then.
+# The lowest maximum of a row whose scores a soft cap bounds, in base 2. exp(s) is at most 2^87 there, so that a weight
+# is at most 2^103, and no sum of weights and values overflows.
 LEAST_MAXIMUM = tl.constexpr(-16.0)
 
 
 class Positions(NamedTuple):
-    """Where T queries and S keys of one row stand, and the bounds of its documents by position, if it has any."""
+    """Where T queries and S keys of one sequence stand, and the bounds of its documents by position, if it has any."""
 
     T: Any
     S: Any
@@ -37,7 +38,7 @@ class Positions(NamedTuple):
 
 @triton.jit
 def locate(T, S, extras, numbers, i_b):
-    """The positions of row i_b. numbers has q_start and k_start unless the last query stands at the last key."""
+    """The positions of sequence i_b. numbers has q_start and k_start unless the last query stands at the last key."""
     offset = S - T if numbers.q_start is None else (numbers.q_start >> 2) - (numbers.k_start >> 2)
     k_start = 0 if numbers.k_start is None else numbers.k_start >> 2
     if extras.starts is None:  # zeros for what is not there: in Triton 3.6 no function returns a tuple with None in it
@@ -51,7 +52,7 @@ def locate(T, S, extras, numbers, i_b):
 
 @triton.jit
 def document_bound(p_bounds, o_own, at):
-    """The start or end of the documents at keys o_own, as numbers of keys; 0 - k_start outside of the row."""
+    """The start or end of the documents at keys o_own, as indices of keys; -k_start outside of the row."""
     o_position = o_own + at.k_start
     return tl.load(p_bounds + o_position, mask=(o_position >= 0) & (o_position < at.length), other=0) - at.k_start
 
@@ -153,7 +154,7 @@ def query_interval(o_n, at, MODE: tl.constexpr):
 
 @triton.jit
 def log2_factor(scale_log2, MODE: tl.constexpr):
-    """What the result of `change_scores` is multiplied by for scores times log2(e): 1 where they are that already.
+    """The factor from the result of `change_scores` to scores times log2(e): 1 with ALiBi, which includes it.
 
     The kernels take the maximum before they multiply, and the product becomes part of the exponent's subtraction.
     """
@@ -168,7 +169,7 @@ def log2_factor(scale_log2, MODE: tl.constexpr):
 
 @triton.jit
 def change_scores(b_s, b_tanh, b_bias, scale_log2, MODE: tl.constexpr):
-    """q k^T, or tanh(s / c) with a soft cap, both short of `log2_factor`; or with ALiBi all of that and b_bias.
+    """q k^T, or tanh(s / c) with a soft cap, both without `log2_factor`; with ALiBi times its factor, plus b_bias.
 
     b_tanh  from `soft_cap_tanh`, where there is a soft cap
     b_bias  from `alibi_bias`, where there is ALiBi
@@ -204,7 +205,7 @@ def alibi_bias(slope2, o_m, o_n, i_n, i_reference, at, MODE: tl.constexpr):
 
 @triton.jit
 def alibi_row_bias(slope2, o_m, i_reference, at, MODE: tl.constexpr):
-    """How much too large `alibi_bias` is for the queries o_m: to subtract from their log-sum-exp."""
+    """What `alibi_bias` adds too much for the queries o_m: to be subtracted from their log-sum-exp."""
     return 0.0 if MODE.exact else slope2 * (o_m + at.offset - i_reference).to(tl.float32)
 
 

@@ -47,8 +47,9 @@ def addressable(x: Tensor) -> Tensor:
 class Strided(NamedTuple):
     """A (B, H, T, D) tensor that a descriptor could address, for a GPU without a copy engine; `shape` has 0 for B.
 
-    A descriptor's sizes are any number to the compiler. For a size in a tuple it compiles up to three times: for 1, for
-    multiples of 16 and for all others. Here they stay as they are, since `unspecialised` would cost registers in loops.
+    The compiler does not specialise a descriptor's sizes. For a size in a tuple it compiles up to three times: for 1,
+    for multiples of 16 and for all others. Here sizes are passed as they are: `unspecialised` would cost registers in
+    loops.
     """
 
     pointer: Any
@@ -104,7 +105,7 @@ def unspecialised(x: int) -> int:
 
 
 class Numbers(NamedTuple):
-    """The numbers of a launch beside the shapes that its tensors carry. All whole ones are `unspecialised`.
+    """The numbers of a launch other than its tensors' shapes. All whole ones are `unspecialised`.
 
     scale_log2  the scale times log2(e)
     n_together  heads that run at the same time, see `head_group_size`
@@ -121,7 +122,7 @@ class Numbers(NamedTuple):
 
 
 def launch_numbers(options: Options, extras: Extras, n_together: int) -> Numbers:
-    """What a launch with these options and tensors gets."""
+    """The numbers of a launch with these options and tensors."""
     length = None if extras.starts is None else extras.starts.shape[1]
     whole = (None if x is None else unspecialised(x) for x in (n_together, options.q_start, options.k_start, length))
     return Numbers(options.scale, options.scale * LOG2_E.value, *whole)
