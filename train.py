@@ -87,8 +87,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
         documents, val_documents = document_bounds(config, data)
         order = (config.seed, world.data_rank, world.data_size, trainer.micro_steps)
         batches = Batches(data.train.tokens, T, B, *order, documents)
-        count = training.eval_batches * world.data_size
-        windows = eval_batches(data.val.tokens, T, B, count, training.eval_span, val_documents)
+        windows = eval_batches(data.val.tokens, T, B, training.eval_batches, training.eval_span, val_documents)
         pieces = piece_lengths(documents, batches.starts(0), T)
         shape, meter = attention_shape(config, device), build_meter(trainer, pieces)
         interruption = Interruption(config.parallel.timeout_s)

@@ -80,7 +80,7 @@ class TrainingConfig:
     loss              how the loss over the vocabulary is computed
     log_every         steps between two lines of metrics.jsonl
     eval_every        steps between two evaluations, the first before training, the last after it; 0: none
-    eval_batches      micro-batches of one evaluation on each rank
+    eval_batches      micro-batches of one evaluation, divided among the ranks
     eval_span         tokens of validation text taken in one piece, a multiple of seq_len; None: one window
     checkpoint_every  steps between two checkpoints, the last after training; 0: none
     keep_last         checkpoints to keep, in addition to the best
