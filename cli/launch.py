@@ -53,6 +53,11 @@ def prepare(arguments: list[str]) -> list[str]:
         found = compose_right(args.overrides)
         if args.multirun or found.multirun:
             cfg = check_sweep(found)
+            if (ranks := World.from_environment().size) > 1:
+                raise ConfigError(
+                    f"A sweep starts its jobs itself, and {ranks} ranks were started; start it without torchrun. "
+                    "hydra/launcher=gpus runs a job on each GPU."
+                )
             launcher_class = cfg.hydra.launcher._target_
             if launcher_class.endswith(".SlurmLauncher") and shutil.which("srun") is None:
                 raise ConfigError(

@@ -177,6 +177,15 @@ def test_a_mistake_is_refused_before_anything_is_done(arguments, sentence, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("arguments", [["-m", "seed=1,2"], ["experiment=break_it"]])
+def test_ranks_that_would_each_start_a_sweep_are_refused(arguments, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 ranks were started; start it without torchrun"):
+        prepare([*arguments, "device=cpu"])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("arguments", [["atention=flash", "model.n_heads=7", "seed=-1"], ["-m", "seq_len=abc,4"]])
 def test_mistakes_end_the_command_with_their_sentences_alone(arguments: list[str], tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, ROOT / "train.py", *arguments], cwd=tmp_path, capture_output=True, text=True)
