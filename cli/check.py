@@ -49,6 +49,9 @@ def mistakes(config: Config, world: World | None = None) -> Iterator[str]:
         yield from refusal(CORPORA[config.data.name], config.data)  # finds the files, and reads none
     of_model = list(model_mistakes(config.model)) or list(score_mistakes(config.score, config.model.n_layers))
     yield from of_model
+    if not of_ranks and not of_model:
+        heads = config.model.n_heads, config.model.n_kv_heads or config.model.n_heads
+        yield from refusal(check_context, config.parallel, config.seq_len, *heads)
     yield from (of_device := list(refusal(resolve_device, config.device)))
     if not of_model and not of_device:
         yield from device_mistakes(config)
@@ -64,7 +67,6 @@ def device_mistakes(config: Config) -> Iterator[str]:
             f"{config.training.precision.value} on {device}); leave it out, or set training.precision=bf16."
         )
     shape = attention_shape(config, device)
-    yield from refusal(check_context, config.parallel, config.seq_len, shape.n_heads, shape.n_kv_heads)
     yield from refusal(lambda: build_attention(config.attention).check(shape))
     yield from refusal(check_parity, config.parity, config.attention, shape)
     yield from refusal(check_profile, device, config.training.memory_snapshot)

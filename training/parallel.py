@@ -41,12 +41,17 @@ class ParallelConfig:
 
 def check_parallel(config: ParallelConfig, ranks: int) -> None:
     """Raise ParallelError for options that these ranks do not support."""
-    if config.context < 1 or ranks % config.context:
+    if config.context < 1:
+        raise ParallelError(f"parallel.context={config.context} must be at least 1, which leaves every sequence whole.")
+    if ranks % config.context:
+        fitting = max(n for n in range(1, min(config.context, ranks) + 1) if ranks % n == 0)
+        exact = "" if not config.exact or _is_power_of_two(config.context) else " and set parallel.exact=false"
         raise ParallelError(
-            f"parallel.context={config.context} must divide the number of ranks, {ranks}; "
-            f"start {max(config.context, 1)} with torchrun --nproc-per-node, or leave it out."
+            f"parallel.context={config.context} must divide the number of ranks, {ranks}; use "
+            f"parallel.context={fitting}, or start {config.context} ranks with torchrun --nproc-per-node "
+            f"{config.context}{exact}."
         )
-    if config.exact and ranks & (ranks - 1):
+    if config.exact and not _is_power_of_two(ranks):
         raise ParallelError(
             f"{ranks} ranks cannot add gradients in the order of one (parallel.exact=true); start "
             f"{2 ** (ranks.bit_length() - 1)} or {2 ** ranks.bit_length()} ranks, or set parallel.exact=false."
@@ -66,3 +71,7 @@ def check_context(config: ParallelConfig, seq_len: int, n_heads: int, n_kv_heads
             f"seq_len={seq_len} cannot be shared by parallel.context={config.context} ranks; "
             f"use {' or '.join(f'seq_len={n}' for n in near)}."
         )
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0

@@ -30,7 +30,8 @@ OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
     "model.n_layers=1", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",
     "training.batch_size=2", "training.batch_tokens=256", f"training.steps={STEPS}",
-    "training.log_every=1", f"training.eval_every={STEPS // 2}", "training.checkpoint_every=5", "training.sample_tokens=0",
+    "training.log_every=1", f"training.eval_every={STEPS // 2}", "training.checkpoint_every=5",
+    "training.sample_tokens=0",
 ]  # fmt: skip
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
 
@@ -128,7 +129,10 @@ def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(
 
     train("resume=auto", "hydra.run.dir=run")
     losses = [
-        [(line["step"], line.get("train/loss"), line.get("val/loss")) for line in read_metrics(folder / "metrics.jsonl")]
+        [
+            (line["step"], line.get("train/loss"), line.get("val/loss"))
+            for line in read_metrics(folder / "metrics.jsonl")
+        ]
         for folder in (run, whole)
     ]
     assert [step for step, _, _ in losses[0]] == list(range(STEPS + 1))

@@ -21,8 +21,17 @@ CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32)
     ("parallel", "ranks", "sentence"),
     [
         (ParallelConfig(), 3, "3 ranks cannot add gradients in the order of one (parallel.exact=true); start 2 or 4"),
-        (ParallelConfig(context=4), 1, "parallel.context=4 must divide the number of ranks, 1"),
-        (ParallelConfig(context=0), 2, "parallel.context=0 must divide the number of ranks, 2"),
+        (
+            ParallelConfig(context=4),
+            1,
+            "must divide the number of ranks, 1; use parallel.context=1, or start 4 ranks with",
+        ),
+        (
+            ParallelConfig(context=3),
+            4,
+            "use parallel.context=2, or start 3 ranks with torchrun --nproc-per-node 3 and set",
+        ),
+        (ParallelConfig(context=0), 2, "parallel.context=0 must be at least 1"),
         (ParallelConfig(timeout_s=0), 2, "parallel.timeout_s=0 must be"),
         (
             ParallelConfig(context=8, context_by=ContextBy.heads),
