@@ -21,16 +21,15 @@ import triton
 from torch import Tensor
 
 from bench.measure import require_gpu
-from model import loss as loss_module
-from model.loss import LossKind, cross_entropy
+from model.loss import CHUNK_ROWS, LossKind, cross_entropy
 
 N, C, VOCAB, PADDED = 32_768, 768, 50_257, 50_304
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def our_loss(hidden: Tensor, weight: Tensor, targets: Tensor, kind: LossKind) -> Tensor:
+def our_loss(hidden: Tensor, weight: Tensor, targets: Tensor, kind: LossKind, chunk_rows: int = CHUNK_ROWS) -> Tensor:
     """The recipe's loss."""
-    return cross_entropy(hidden, weight, targets, VOCAB, kind)
+    return cross_entropy(hidden, weight, targets, VOCAB, kind, chunk_rows)
 
 
 def torch_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -53,7 +52,7 @@ def candidates(rows: Sequence[int]) -> dict[str, Loss]:
         "plain, compiled": torch.compile(partial(our_loss, kind=LossKind.plain)),
     }
     for count in rows:
-        found[f"chunked, {count} rows"] = partial(in_chunks, rows=count)
+        found[f"chunked, {count} rows"] = partial(our_loss, kind=LossKind.chunked, chunk_rows=count)
     if hasattr(F, "linear_cross_entropy"):
         found["torch, chunked"] = torch_loss
     if importlib.util.find_spec("liger_kernel"):
@@ -61,18 +60,12 @@ def candidates(rows: Sequence[int]) -> dict[str, Loss]:
     return found
 
 
-def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """The recipe's chunked loss with chunks of another size."""
-    loss_module.CHUNK_ROWS = rows
-    return our_loss(hidden, weight, targets, LossKind.chunked)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.loss", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", nargs="+", type=int, default=[loss_module.CHUNK_ROWS])
+    parser.add_argument("--rows", nargs="+", type=int, default=[CHUNK_ROWS])
     args = parser.parse_args(arguments)
     require_gpu(parser)
     torch.manual_seed(0)

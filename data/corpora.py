@@ -29,13 +29,13 @@ from data.files import (
     Row,
     Span,
     character_boundary,
-    listed,
     read_spans,
     reading,
     table_rows,
     text_of,
 )
 from errors import UserError
+from wording import first_few
 
 
 class Stream(NamedTuple):
@@ -77,7 +77,7 @@ class FileCorpus(Corpus):
         self.empty = [file for file, stat in stats.values() if not stat.st_size]
         self.size = self.total = sum(self.files.values())
         if not self.files:
-            raise DataError(f"{listed(files)}: nothing but empty files; name others with data.path=...")
+            raise DataError(f"{first_few(files)}: nothing but empty files; name others with data.path=...")
         listing = [(name, stats[name][1].st_size, stats[name][1].st_mtime_ns) for name in sorted(stats)]
         self.fingerprint = sha256(repr(listing).encode()).hexdigest()
 
@@ -100,7 +100,7 @@ class FileCorpus(Corpus):
     def notices(self) -> list[str]:
         sentences = []
         if self.empty:
-            sentences.append(f"left out, because they are empty: {listed(self.empty)}.")
+            sentences.append(f"left out, because they are empty: {first_few(self.empty)}.")
         fraction = self.config.val_fraction
         if len(self.files) > 1 and self.config.max_tokens is None:  # which cuts both splits to their shares
             val_files = self.held_out()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import glob
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError, brief, unreadable
+from wording import first_few
 
 Row = dict[str, Any]
 BLOCK = 1 << 22  # bytes of plain text read at a time
@@ -84,7 +85,9 @@ def table_rows(path: Path) -> Iterator[Row]:
 def text_of(row: Row, field: str, where: str) -> str:
     """The text in a row's field, empty for null."""
     if field not in row:
-        raise DataError(f"{where} has no field {field!r} but {listed(row)}; choose one with data.text_field=...")
+        raise DataError(
+            f"{where} has no field {field!r} but {first_few(list(row))}; choose one with data.text_field=..."
+        )
     text = row[field]
     if text is not None and not isinstance(text, str):
         raise DataError(
@@ -109,12 +112,6 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def listed(names: Iterable[object]) -> str:
-    """At most five names, and how many more there are."""
-    first = [str(name) for name in islice(names, 6)]
-    return ", ".join(first[:5] + ["..."] * (len(first) > 5))
 
 
 def _decode(piece: bytes, path: Path, offset: int) -> str:

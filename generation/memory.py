@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 
 from generation.errors import GenerationError
 from model.cache import PAGE_SIZE, CacheSize, bytes_per_token
 from model.gpt import GPT
+from training.device import free_memory
 
 SHARE = 0.9  # of the free memory; the rest is for the model's work
 ROWS_OF_LOGITS = 4  # fp32, for each sequence, while a token is chosen
@@ -26,7 +26,7 @@ def check_memory(
     """
     free, logits, noise = free_memory(device), ROWS_OF_LOGITS * 4 * model.vocab_size, noise_rows * 4 * model.vocab_size
     needed = size.bytes(model.config, dtype) + size.slots * logits + noise
-    if free is None or needed <= SHARE * free:
+    if needed <= SHARE * free:
         return
     per_page = PAGE_SIZE * bytes_per_token(model.config, dtype)
     totals = accumulate(per_page * n + logits for n in sorted(pages, reverse=True))
@@ -36,16 +36,3 @@ def check_memory(
         f"The keys, values, logits and random numbers of batch={size.slots} sequences of up to {size.longest:,} tokens "
         f"take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free on {device}; {advice}."
     )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated; None where the system does not say."""
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return int(available) * 1024

@@ -11,7 +11,7 @@ from report.parity import MEASURES, Final, Gap, Outcome, Verdict, outcome_of
 from report.runs import UNKNOWN, Run, RunSet, number
 from report.sweeps import Sweep, settings_apart
 from run_folder import PARITY_MARGIN
-from wording import listed, listing, percent, size, times
+from wording import first_few, listed, percent, size, times
 
 LOSSES = {"val/loss": "validation loss", "train/loss": "training loss"}
 Bullets = Sequence[tuple[str, str]]  # what each is about, and a sentence or more
@@ -60,7 +60,7 @@ def parity_answer(verdicts: Sequence[Verdict], reference: str) -> Answer:
     names, bullets = dict[Outcome, list[str]](), []
     for (label, its), found in sorted(groups.items(), key=lambda group: group[0][1] is not Outcome.broken):
         mixed = any(other == label and o is not its for other, o in groups)
-        name = f"{label} ({listing([verdict.cell.short for verdict in found])})" if mixed else label
+        name = f"{label} ({first_few([verdict.cell.short for verdict in found])})" if mixed else label
         names.setdefault(its, []).append(name)
         worst = max(found, key=lambda v: (v.probe.ratio if v.probe else 0.0, v.curve.largest if v.curve else 0.0))
         bullets.append((name, " ".join(verdict_sentences(worst, reference))))
@@ -129,7 +129,7 @@ def _failures(sweep: Sweep) -> Answer:
     for status, words in {"failed": "failed", "out_of_memory": "ran out of memory"}.items():
         if all(run.status == status for run in sweep.runs):
             headline = f"{every} {words}"
-    return Answer(headline, "broken", [(listing(names), reason) for reason, names in reasons.items()])
+    return Answer(headline, "broken", [(first_few(names), reason) for reason, names in reasons.items()])
 
 
 def _ablations(sweep: Sweep, reference: str) -> Answer:
@@ -289,7 +289,7 @@ def notes_on(found: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
         "came from a tree with uncommitted changes": [run.called for run in runs if run.commit.endswith("+")],
     }.items():
         if named:
-            notes.append(f"{len(named)} run{'s' if len(named) > 1 else ''} {what} ({listing(named)}).")
+            notes.append(f"{len(named)} run{'s' if len(named) > 1 else ''} {what} ({first_few(named)}).")
     for what, values in {
         "commits": {run.commit.rstrip("+") for run in runs},
         "torch versions": {str(run.recorded("versions").get("torch") or "") for run in runs},

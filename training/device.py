@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import torch
 
@@ -49,6 +51,19 @@ def resolve_device(name: str) -> torch.device:
             f"device={name} is more than the {count} GPUs that torch finds here (cuda:0 to cuda:{count - 1})."
         )
     return torch.device("cuda", number)
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated on `device`; inf where the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024.0 * int(kib)
 
 
 def resolve_precision(precision: Precision, device: torch.device) -> Precision:

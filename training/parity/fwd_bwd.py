@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -111,17 +109,6 @@ def relative_error(a: Tensor, b: Tensor) -> Tensor:
     dtype = torch.promote_types(a.dtype, b.dtype)
     error = torch.linalg.vector_norm(a.to(dtype) - b.to(dtype)).double()
     return torch.where(error == 0, error, error / torch.linalg.vector_norm(b).double())
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes that can still be allocated on `device`, according to the system."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not every system reports them
-        return math.inf
 
 
 @contextlib.contextmanager

@@ -35,10 +35,10 @@ from attention import (
 from errors import UserError
 from model.gpt import GPT
 from run_folder import PARITY_MARGIN
+from training.device import free_memory
 from training.parity.fwd_bwd import (
     FwdBwd,
     differences,
-    free_memory,
     full_precision_products,
     fwd_bwd,
     memory_returned,
