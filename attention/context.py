@@ -28,7 +28,7 @@ from torch.distributed import _functional_collectives as collectives
 from .interface import Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention, accum_dtype
 from .score import Range
 
-# torch 2.13 has renamed it.
+# Its name from torch 2.13 on, else the earlier one.
 all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 ROWS_MULTIPLE = 16  # where a part may start: dropout's counters number rows in groups of 16

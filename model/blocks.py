@@ -45,7 +45,7 @@ def call(recompute: bool, function: Callable[..., Tensor], *inputs: object) -> T
 
 
 def labelled(name: str) -> AbstractContextManager[object]:
-    """Name a part of the step for a profiler. Hidden from the compiler, which fuses across such borders."""
+    """Name a part of the step for a profiler. The compiler does not see it, as it fuses across such borders."""
     return nullcontext() if torch.compiler.is_compiling() else record_function(name)
 
 

@@ -1,9 +1,9 @@
 """The keys and values that a model has computed, so that a new token costs the work of one token.
 
-Attention reads one layer's Cache at a time (attention/decode/cache.py). All layers share the lengths of the sequences
-and the pages these lie in: a table says for each sequence where its tokens from 0 on, from PAGE_SIZE on and so forth
-are. Pages of sequences that have ended go to others (Kwon et al. 2023, "Efficient Memory Management for Large Language
-Model Serving with PagedAttention").
+Attention reads one layer's Cache at a time (attention/decode/cache.py). All layers share the sequences' lengths and the
+page table, whose entry (b, i) is the page that holds sequence b's tokens from i * PAGE_SIZE on. Pages of sequences that
+have ended go to others (Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+PagedAttention").
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGE_SIZE = 64  # tokens
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The room that a cache has.
+    """The capacity of a cache.
 
     slots    sequences at a time
     longest  tokens of the longest one
@@ -37,19 +37,19 @@ class CacheSize:
     pages: int | None = None
 
     def bytes(self, config: GPTConfig, dtype: torch.dtype) -> int:
-        """What the keys and values of all layers take."""
+        """Bytes of the keys and values of all layers."""
         tokens = self.slots * self.longest if self.pages is None else self.pages * PAGE_SIZE
         return tokens * bytes_per_token(config, dtype)
 
 
 def bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> int:
-    """What a token's keys and values take in all layers."""
+    """Bytes of a token's keys and values in all layers."""
     channels = (config.n_kv_heads or config.n_heads) * (config.n_embd // config.n_heads)
     return 2 * config.n_layers * channels * dtype.itemsize
 
 
 def pages_of(tokens: int, window: int | None = None) -> int:
-    """Pages that a sequence needs; where no query sees more than `window` keys, those behind it serve again."""
+    """Pages that a sequence needs; where no query sees more than `window` keys, the pages before them are reused."""
     pages = -(-tokens // PAGE_SIZE)
     return pages if window is None else min(pages, -(-(window - 1) // PAGE_SIZE) + 1)
 
@@ -57,8 +57,8 @@ def pages_of(tokens: int, window: int | None = None) -> int:
 class KVCache:
     """Keys and values of the sequences in `size.slots` slots, for all layers of a model.
 
-    Which pages are free is known to the host. What a captured CUDA graph reads stays at its address: `lengths`
-    (slots,) int32, and the table of pages.
+    The host keeps track of the free pages. `lengths` (slots,) int32 and the page table stay at their addresses, because
+    a captured CUDA graph reads them there.
     """
 
     def __init__(self, config: GPTConfig, size: CacheSize, device: torch.device, dtype: torch.dtype) -> None:
@@ -73,14 +73,14 @@ class KVCache:
         self.free = list(range(rows)) if size.pages is not None else []
         self.held: dict[int, list[int]] = {}  # slot -> its pages
         shape = (rows, config.n_kv_heads or config.n_heads, tokens, config.n_embd // config.n_heads)
-        # Zeros, as a key that nobody sees still takes part with a weight of 0, and 0 NaN is NaN.
+        # Zeros, because a key that nobody sees still takes part with a weight of 0, and 0 times NaN is NaN.
         zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
         self.layers = [Cache(zeros(), zeros(), self.lengths, self.table) for _ in range(config.n_layers)]
 
     def reserve(self, slot: int, prompt: int, tokens: int, window: int | None = None) -> bool:
         """Take the pages for a sequence of `tokens`, the first `prompt` written at once; False where too few are free.
 
-        window  keys that a query sees at most: pages further back are written again
+        window  keys that a query sees at most: pages further back are reused
         """
         if self.table is None:
             return True
@@ -101,21 +101,21 @@ class KVCache:
             self.host_table[slot] = -1
 
     def publish(self) -> None:
-        """Bring the table to the device, behind all work that was launched with the old one."""
+        """Copy the table to the device, after all work that was launched with the old one."""
         if self.table is not None:
             self.table.copy_(upload(self.host_table, self.table.device))
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of x on the device, which the host does not wait for: x may change at once."""
+    """A copy of x on the device. The host does not wait for it, and may change x at once."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.clone()
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """What a layer calls for attention when prompts come in: keys and values are kept, and attention is as in training.
+    """What a layer calls for attention to new prompts: it stores their keys and values, and attends as in training.
 
-    cu_seqlens  (slots + 1,) where each slot's new tokens begin in the row, with which `cache.lengths` end
+    cu_seqlens  (slots + 1,) where each slot's new tokens begin in the row; they are the last of `cache.lengths`
     """
 
     attend: Attention
@@ -129,7 +129,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """What a layer calls for attention when each slot has one new token: it sees what is kept, itself included."""
+    """What a layer calls for attention to one new token in each slot, which sees all that is stored and itself."""
 
     attend: Attention
     cache: Cache

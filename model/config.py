@@ -1,4 +1,4 @@
-"""The sizes of a GPT, and what is wrong with them."""
+"""The sizes of a GPT, and their mistakes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GPTConfig:
     n_heads     query heads of n_embd / n_heads channels each
     n_kv_heads  key/value heads, a divisor of n_heads; None: as many as n_heads
     n_embd      channels of the residual stream
-    dropout     rate for the embedding and each sub-layer's output, in steps of 1/256; attention.dropout is that of the
+    dropout     rate for the embedding and each sub-layer's output, in steps of 1/256; attention.dropout is the rate for
                 attention weights
     bias        biases in linear layers and norms, as GPT-2 has them
     positions   learned or rotary

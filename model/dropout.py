@@ -5,9 +5,9 @@ like an element of attention's mask: t is the row, c the column, the site the he
 
     keep_mask(key.at_layer(LAYER), p, B, n_sites, T, C)        # attention/dropout
 
-The masks of all sites are drawn at once, as bits. A compiled step keeps those for the backward pass, an eighth of
-torch's bytes, whatever it recomputes. Column c of a row is bit b of byte g, those of one call of the generator side by
-side:
+The masks of all sites are drawn at once, as bits. A compiled step keeps the bits for the backward pass, an eighth of
+the bytes of torch's masks, whatever it recomputes. Column c of a row is bit b of byte g, so that the bits of one
+generator call lie side by side:
 
     g = (c >> 6) * 8 + (c & 7),      b = (c >> 3) & 7
 """
@@ -46,7 +46,7 @@ def draw_masks(
 ) -> list[Mask]:
     """The masks of all sites, for `drop`.
 
-    rows  the positions of the T places: ranges that start at multiples of 16; None: those that follow key.first_query
+    rows  the positions of the T tokens: ranges that start at multiples of 16; None: those from key.first_query on
     """
     key = replace(key, layer=LAYER, first_head=0, first_key=0)  # every rank has all sites and channels
     parts = [(key, T)] if rows is None else [(replace(key, first_query=start), stop - start) for start, stop in rows]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @torch.library.custom_op("gpt::lookup_gradient", mutates_args=())
 def lookup_gradient(d_out: Tensor, tokens: Tensor, rows: int) -> Tensor:
-    """(rows, C): for each row, the sum of d_out (..., C) over the places where tokens (...) name it."""
+    """(rows, C): for each row, the sum of d_out (..., C) over the places where tokens (...) refer to it."""
     return torch.ops.aten.embedding_dense_backward(d_out, tokens, rows, -1, False)
 
 

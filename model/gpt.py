@@ -117,10 +117,10 @@ class GPT(nn.Module):
         tokens           (B, T)   int64, T <= seq_len
         dropout_key      of all dropout: required in training mode if the model drops anything, unused in evaluation
         attend           another attention for this call
-        document_starts  (B, T)   int32, for each token the position at which its document begins; None: no token is
-                         kept from seeing those before it
-        rows             the positions that the tokens have in their sequences, whose document_starts are then those of
-                         the whole sequences; None: 0 to T
+        document_starts  (B, T)   int32, for each token the position at which its document begins; None: one document
+                         in each row
+        rows             the tokens' positions in their sequences, where a rank has a part of each; document_starts is
+                         then that of the whole sequences. None: 0 to T
 
         Returns (B, T, C). Raises ModelError.
         """
@@ -196,7 +196,7 @@ class GPT(nn.Module):
         layout     for them
         rotation   with rotary positions, the angles of all positions up to the highest (model.blocks.rotation_table)
 
-        Nothing is dropped, and nothing looks at values. Returns (B, T, C).
+        Drops nothing, and never reads values on the host. Returns (B, T, C).
         """
         x, rotation = self.embed(tokens, positions, rotation)
         return self.ln_f(self.through_blocks(x, rotation, attends, layout))
@@ -217,7 +217,7 @@ class GPT(nn.Module):
         return x
 
     def narrowed(self, x: Tensor) -> Tensor:
-        """The residual stream x in the precision that it is added up in."""
+        """The residual stream x in the precision in which it is accumulated."""
         narrow = not self.residual_in_fp32 and torch.is_autocast_enabled(x.device.type)
         return x.to(torch.get_autocast_dtype(x.device.type)) if narrow else x
 

@@ -1,4 +1,4 @@
-"""GPT-2's weights in Hugging Face's naming, read; huggingface/ writes them.
+"""Reads GPT-2's weights in Hugging Face's naming; huggingface/ writes them.
 
 The names are the model's own with the prefix `transformer.`. Hugging Face stores the matrices of linear layers
 transposed (its Conv1D computes x W + b), does not pad the vocabulary, and always has biases.

@@ -6,8 +6,8 @@
 
 With 50,304 classes the logits x are the largest tensor of a step: 6 GiB in fp32 for 32,768 tokens, and autograd keeps
 several such tensors. `chunked` takes some rows of h at a time, turns their logits into dx in place, and keeps only
-dx w and dx^T h. No more than one chunk of logits ever exists. Computing the gradients
-in the forward pass is the idea of Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024).
+dx w and dx^T h. No more than one chunk of logits ever exists. Computing the gradients in the forward pass is the idea
+of Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024).
 """
 
 from __future__ import annotations

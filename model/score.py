@@ -9,7 +9,7 @@ from typing import Any
 
 from attention.score import Score, ScoreError
 
-# What a layer may have of its own, and the types it may have.
+# The values that a layer may have of its own, and their types.
 KINDS = {
     "window": (int, type(None)),
     "soft_cap": (float, int, type(None)),
@@ -27,8 +27,8 @@ class ScoreConfig:
     soft_cap  bound of the scores; None: no bound
     alibi     subtract a distance from the scores
     sinks     a learned logit for each head in the softmax's sum
-    layers    what layers have in place of the values above, [{window: 1024}, {}] for a window in every other layer:
-              the list is repeated over the layers. None: all alike
+    layers    what layers have instead of the values above; the list is repeated over the layers:
+              [{window: 1024}, {}] is a window in every other layer. None: all alike
     """
 
     name: str = "causal"
@@ -62,19 +62,19 @@ def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[str]:
         wrong = [name for name, value in entry.items() if name not in KINDS or type(value) not in KINDS[name]]
         if wrong:
             known = "window, soft_cap, alibi and sinks"
-            yield f"score.layers has {wrong[0]}={entry[wrong[0]]}, which is not a value of {known} as score.* has them."
+            yield f"score.layers has {wrong[0]}={entry[wrong[0]]}; an entry takes {known}, with values as in score.*."
             continue
         for name, value in (base | entry).items():
             try:
                 Score(**{name: value})
             except ScoreError as error:
-                if str(error) not in told:  # what layers share is told once
+                if str(error) not in told:  # a value that layers share is reported once
                     yield str(error)
                 told.add(str(error))
 
 
 def describe_score(config: ScoreConfig) -> str:
-    """The preset and what differs from plain causal attention: "window (window=64)"."""
+    """The preset and its differences from plain causal attention: "window (window=64)"."""
     default = ScoreConfig()
     chosen = {
         name: value for name, value in asdict(config).items() if name != "name" and value != getattr(default, name)

@@ -29,13 +29,13 @@ class MovingAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin anew at the present weights."""
+        """Start again from the current weights."""
         for name, parameter in self.parameters.items():
             self.weights[name].copy_(parameter)
 
     @torch.no_grad()
     def update(self, updates: Tensor, skip: Tensor) -> None:
-        """Take in the weights after one more update. The device decides; the host does not wait.
+        """Add the weights after one more update. The device decides; the host does not wait.
 
         updates  0-dim: those before this one
         skip     0-dim bool: the update was not taken, and the average stays as it is
@@ -47,7 +47,7 @@ class MovingAverage:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let the model compute with the average for the length of the block."""
+        """Within the block the model computes with the average."""
         self._swap()
         try:
             yield

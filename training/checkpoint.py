@@ -59,7 +59,7 @@ class CheckpointError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The description that a checkpoint holds of itself.
 
     step      number of updates done
     metadata  as given to `save_checkpoint`

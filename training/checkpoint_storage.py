@@ -60,8 +60,9 @@ def read_tensors(folder: Path, allocate: Allocate, *, together: bool) -> Tensors
 
 
 def read_format_1(path: Path, aliases: Mapping[str, str], allocate: Allocate) -> dict[str, Tensors]:
-    """What `model.safetensors` and `training.pt` hold, under today's names but for the moments, which this format
-    numbers in the order of the optimizer's parameters. Raises pickle.UnpicklingError for more than plain values."""
+    """The content of `model.safetensors` and `training.pt`, under the names of format 2 except for the moments, which
+    format 1 numbers in the order of the optimizer's parameters. Raises pickle.UnpicklingError for more than plain
+    values."""
     weights = safetensors.torch.load_file(path / WEIGHTS)
     weights |= {alias: weights[name] for alias, name in aliases.items()}
     rest = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
@@ -85,7 +86,7 @@ def _placed(whole: Tensor, target: Tensor) -> Tensor:
 
 @contextmanager
 def _unwrapped() -> Iterator[None]:
-    """Raise the first rank's failure as it was, not as the library packs it, and let a single process be one."""
+    """Raise the first rank's failure without the library's wrapper, and hide its warning about a single process."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

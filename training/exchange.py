@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 ALIGNMENT = 32  # elements; the start of every gradient is a multiple of it, which suits every kernel that reads them
 
-# torch 2.13 has renamed them.
+# Their names from torch 2.13 on, else the earlier ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -63,7 +63,7 @@ class FixedTree:
     """The sum in the order of the module's docstring."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
-        """ranks  that have gradients of their own, a power of two; 1: those that this process has are all"""
+        """ranks  that have gradients of their own, a power of two; 1: this process has them all"""
         self.flat, self.ranks = FlatGradients(parameters, ranks), ranks
         self.carries = Counter()
 

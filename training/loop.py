@@ -23,7 +23,7 @@ from training.profiling.meters import StepMeter
 from training.profiling.profiler import Profiler
 from training.step import Trainer
 
-# Messages of torch's allocators, and of the system when a thread gets no stack, about exhausted memory.
+# In messages about exhausted memory: of torch's allocators, and of the system when a thread gets no stack.
 SIGNS_OF_FULL_MEMORY = ("out of memory", "allocate memory", "can't start new thread", "temporarily unavailable")
 
 
@@ -64,14 +64,14 @@ class Interruption:
             os.kill(os.getpid(), signal.SIGUSR2)
 
     def agreed(self) -> bool:
-        """Whether to stop after this step. Several ranks have to stop after the same one, so they ask each other: the
-        hosts alone, which may be ahead of their devices."""
+        """Whether to stop after this step. Ranks have to stop after the same one, so their hosts ask each other; none
+        waits for its device."""
         if not dist.is_initialized():
             return self.number is not None
         number = torch.tensor(self.number or 0)
         asked = dist.all_reduce(number, dist.ReduceOp.MAX, async_op=True)
         asked.wait(timedelta(seconds=self.timeout_s))
-        # A signal that came during the exchange is not known to the others yet: it stays for the next one.
+        # The others do not know of a signal that came during the exchange: it is kept for the next one.
         if agreed := int(number):
             self.number = agreed
         return agreed != 0

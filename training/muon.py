@@ -6,7 +6,7 @@
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". The factor of Liu et al. 2025, "Muon is
 Scalable for LLM Training", makes an update as large as AdamW's usually is, so learning rate and decay can be AdamW's.
-The fused projection to queries, keys and values is three matrices, which are orthogonalised apart.
+The fused projection to queries, keys and values is three matrices, which are orthogonalised separately.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MOMENTUM = "momentum_buffer"
 class Muon(torch.optim.Optimizer):
     """torch's Muon for some matrices and torch's fused AdamW for the rest, as one optimizer.
 
-    Like the fused AdamW it reads `grad_scale` and `found_inf` on the device: it divides gradients by the one, and where
-    the other is 1 the step changes nothing.
+    Like the fused AdamW it reads two numbers on the device: it divides gradients by `grad_scale`, and changes nothing
+    where `found_inf` is 1.
     """
 
     grad_scale: Tensor
@@ -40,15 +40,15 @@ class Muon(torch.optim.Optimizer):
         adamw: torch.optim.AdamW,
     ) -> None:
         """
-        matrices  each with the numbers of rows of the parts that are orthogonalised apart
+        matrices  each with the row counts of the parts that are orthogonalised separately
         options   {"lr": a tensor on the matrices' device, "weight_decay"}
         adamw     of all other parameters
         """
         self.adamw, self.matrices = adamw, [matrix for matrix, _ in matrices]
         super().__init__([{"params": self.matrices, **options}, *adamw.param_groups], {})
         adamw.state = self.state
-        # torch's Muon would wait for the device to read a learning rate from it. With a learning rate and a decay of 1
-        # it replaces a parameter by its update instead, which is then applied here.
+        # torch's Muon would wait for the device to read a learning rate that lies there. With a learning rate and a
+        # decay of 1 it replaces a parameter by its update, which `step` then applies.
         self.updates = [torch.zeros_like(matrix) for matrix in self.matrices]
         self.parts = [
             [nn.Parameter(part) for part in update.split(list(rows))]
@@ -82,13 +82,13 @@ class Muon(torch.optim.Optimizer):
         self.adamw.step()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Part of `load_state_dict`: groups and state are new objects, which AdamW's are parts of."""
+        """Part of `load_state_dict`, which makes new groups and a new state: AdamW shares them."""
         super().__setstate__(state)
         self.adamw.__setstate__({"state": self.state, "param_groups": self.param_groups[1:]})
 
 
 def hidden_matrices(model: nn.Module) -> list[tuple[Tensor, list[int]]]:
-    """The weights of the linear layers, each with the numbers of rows of the matrices in it."""
+    """The weights of the linear layers, each with the row counts of the matrices in it."""
     attentions = [m for m in model.modules() if isinstance(m, SelfAttention)]
     fused = {m.c_attn: [n * m.head_dim for n in (m.n_heads, m.n_kv_heads, m.n_kv_heads)] for m in attentions}
     linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]

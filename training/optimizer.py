@@ -25,7 +25,7 @@ class OptimizerConfig:
     eps           added to the root of the second
     clip          largest norm of the gradient over all parameters; 0: no clipping
     momentum      of Muon
-    muon_lr       the peak for Muon's matrices; None: lr, which suits both
+    muon_lr       the peak for Muon's matrices; None: lr
     """
 
     name: str = "adamw"

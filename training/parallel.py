@@ -11,7 +11,7 @@ from errors import UserError
 
 
 class ParallelError(UserError, ValueError):
-    """A division of the work that these ranks do not support; the message says what to change."""
+    """A division of the work that is not possible with these ranks; the message says what to change."""
 
 
 class DataParallel(Enum):

@@ -46,8 +46,8 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
     store = _rendezvous(world, timeout_s)
     # Messages between hosts go through gloo, so that neither waits for the devices.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # NCCL counts from the launch of an exchange, also while earlier work of a long step runs, and ends the process
-    # without naming a rank: the hosts, which ask each other after each launch, shall give up before it.
+    # NCCL's timeout counts from the launch of an exchange, even while earlier work of a long step runs, and it ends the
+    # process without naming a rank. The hosts, which ask each other after each launch, should give up first.
     patience = timedelta(seconds=timeout_s * (2 if device.type == "cuda" else 1))
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
     try:
@@ -65,7 +65,7 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
     else:
         dist.destroy_process_group()
     finally:
-        # After a failure the communicators of GPUs end with the process: to end them in order, all ranks are needed.
+        # After a failure the GPUs' communicators end with the process: destroying them needs all ranks.
         if device.type == "cpu" and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -122,7 +122,7 @@ def first_node(nodes: str) -> str:
 
 
 def _answers(host: str, port: int, timeout_s: float) -> bool:
-    """Whether somebody listens at host:port within `timeout_s`. Where nobody does, TCPStore prints its C++ frames."""
+    """Whether something listens at host:port within `timeout_s`; if nothing does, TCPStore would print C++ frames."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -141,7 +141,7 @@ def _absence_message(world: World, absent: list[int], host: str, port: int, time
 
 
 def _missing(store: dist.Store, world: World) -> list[int]:
-    """The ranks that do not report within a few seconds that they have noticed the failure too."""
+    """The ranks that do not report within a few seconds that they noticed the failure too."""
     try:
         store.set(f"noticed/{world.rank}", "yes")
         deadline = time.monotonic() + SECONDS_TO_REPORT

@@ -100,7 +100,7 @@ class Record(NullRecord):
         )
         self.step, self.started = start, datetime.now(UTC)
         lines = read_metrics(folder / "metrics.jsonl")
-        # What the run took until it was resumed.
+        # The time that the run took before it was resumed.
         last = lines[-1] if lines else {"throughput/elapsed_s": 0.0}
         self.clock_zero = time.monotonic() - last["throughput/elapsed_s"]
         self.start = start
@@ -194,8 +194,8 @@ class Record(NullRecord):
 def recorded_out_of_memory(
     folder: Path, config: dict[str, Any], overrides: list[str], device: torch.device, world: World
 ) -> Iterator[None]:
-    """Around the building of the model, before there is a record: where memory ends, write a summary.json of what is
-    known, as running out of memory is a result of a sweep."""
+    """For building the model, before there is a record: if it runs out of memory, write a summary.json of what is
+    known, because that is a result of a sweep."""
     try:
         yield
     except OutOfMemory as error:

@@ -41,8 +41,8 @@ def shard(model: GPT, device: torch.device, exact: bool) -> GPT:
 
 
 def keep_shards(model: GPT) -> None:
-    """Drop the whole parameters that a forward pass without a backward pass leaves in a sharded model: FSDP2 would use
-    them again, though a replayed CUDA graph or an exchange with the average has changed the shards."""
+    """Drop the whole parameters that a forward pass without a backward pass leaves in a sharded model. FSDP2 would use
+    them again, although a replayed CUDA graph or the average's swap has changed the shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -159,7 +159,7 @@ def build_exchange(
 
 
 def share_sequences(model: GPT, world: World, config: ParallelConfig) -> tuple[ContextAttention, tuple[Range, ...]]:
-    """The attention to call where successive ranks share every sequence, and the rows of it that this one has."""
+    """The attention to call where successive ranks share every sequence, and this rank's rows of a sequence."""
     n_heads = model.config.n_heads
     by = config.context_by.resolve(n_heads, model.config.n_kv_heads or n_heads, world.context)
     device = model.wte.weight.device.type

@@ -15,7 +15,7 @@ AVERAGE = "average."  # of the weights
 
 
 def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, others: Tensors) -> dict[str, Tensors]:
-    """{"model": weights, "training": moments.<parameter>.<slot> and `others`}, the live tensors."""
+    """{"model": weights, "training": moments.<parameter>.<slot> and `others`}: the tensors themselves, no copies."""
     moments = {
         f"{MOMENTS}{name}.{slot}": value
         for name, parameter in model.named_parameters()

@@ -44,7 +44,7 @@ from training.parallel import DataParallel, ParallelConfig
 from training.sharding import build_exchange, gathered, keep_shards, shard, share_sequences
 from training.state import AVERAGE, gather_state, restore_state
 
-# Without this the compiler times several orders of a sum and takes the fastest: each rank, and each run, its own.
+# Without this the compiler times several orders of a sum and takes the fastest, which differs between ranks and runs.
 COMPILER_OPTIONS: dict[str, Any] = {"deterministic": True}
 # fp16's loss scale is halved by an overflow and doubled after this many steps without one.
 FIRST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2000
@@ -181,7 +181,7 @@ class Trainer:
         self.average = MovingAverage(self.model, training.ema) if training.ema else None
         self.network: Callable[..., Tensor] = self.model
         self.exchange = build_exchange(self.optimizer, world, self.micro_steps, parallel, sharded)
-        # Weights are gathered between blocks, which one compiled graph cannot contain. One rank computes as several do.
+        # FSDP2 gathers weights between blocks, so blocks are compiled one by one; also on one rank, for the same bits.
         if training.compile and parallel.data is DataParallel.shard:
             for block in self.model.h:
                 # Without FSDP2's hooks, which block.compile() would trace.
@@ -190,7 +190,7 @@ class Trainer:
             self.network = torch.compile(self.model, options=COMPILER_OPTIONS)
         self.replay: GraphedStep | None = None
         single = device.type == "cuda" and self.micro_steps == 1
-        # Outside compiled code, what recomputes saves the generators' states, which a recording must not ask for.
+        # Outside compiled code, recomputation saves the generators' states, which cannot be read while recording.
         recomputes = parallel.data is DataParallel.shard and model.recompute is not Recompute.none
         # A profile assigns kernels to the operations that launch them; a replay has no such operations.
         if training.compile and training.cuda_graph and single and not (recomputes or training.profile):
@@ -201,12 +201,12 @@ class Trainer:
         self.growth_tracker = torch.zeros((), dtype=torch.int64, device=device)
         # Step, loss and gradient norm of the first update that was not finite; step -1: none.
         self.failure = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64, device=device)
-        # Device tensors, so a new step neither recompiles the model nor waits.
+        # Tensors on the device: a new step causes neither recompilation nor waiting.
         self.step, self.first_sequence = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self.key = DropoutKey(torch.tensor(seed, device=device), self.step, 0, self.first_sequence)
 
     def dropout_key_for(self, step: int, micro_step: int) -> DropoutKey:
-        """Seed the generators for a micro-step, and return the key of its dropout, valid until the next."""
+        """Seed the generators for a micro-step, and return its dropout key, which is valid until the next call."""
         reseed(self.seed, step, micro_step, self.world.rank)
         self.step.fill_(step)
         number = micro_step * self.world.data_size + self.world.data_rank
@@ -216,9 +216,9 @@ class Trainer:
     def update(self, step: int, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """The update after `step` updates, from its micro-batches on the device.
 
-        Ranks that share sequences are each given all of them. Returns the mean loss over all ranks and the gradient's
-        norm before clipping, on the device. Where one of them is not finite, this update and every later one leaves
-        weights and moments alone; see `raise_failure`.
+        Ranks that share sequences each receive whole ones. Returns the mean loss over all ranks and the gradient's norm
+        before clipping, on the device. If one of them is not finite, this update and every later one leaves weights and
+        moments alone; see `raise_failure`.
         """
         set_learning_rate(self.optimizer, learning_rate(step, self.training.steps, self.peak_lr, self.schedule))
         if self.replay is not None:
@@ -323,7 +323,7 @@ class Trainer:
             self.average.restart()
 
     def _others(self) -> dict[str, Tensor]:
-        """What a checkpoint holds beside weights and moments."""
+        """What a checkpoint holds besides weights and moments."""
         average = {} if self.average is None else self.average.weights
         averages = {f"{AVERAGE}{name}": value for name, value in average.items()}
         return {"scale": self.scale, "growth_tracker": self.growth_tracker, **averages}

@@ -39,7 +39,7 @@ def test_a_pattern_is_repeated_over_the_layers():
     [
         (ScoreConfig(layers=[{}, {}, {}]), r"score.layers has 3 entries, which do not divide model.n_layers=4"),
         (ScoreConfig(layers=[]), r"score.layers has 0 entries"),
-        (ScoreConfig(layers=[{"windows": 3}]), r"score.layers has windows=3, which is not a value of window,"),
+        (ScoreConfig(layers=[{"windows": 3}]), r"score.layers has windows=3; an entry takes window, soft_cap,"),
         (ScoreConfig(layers=[{"window": "all"}]), r"score.layers has window=all"),
         (ScoreConfig(layers=[{"window": 0}]), r"score.window=0 must be at least 1"),
         (ScoreConfig(window=-1), r"score.window=-1 must be at least 1"),

@@ -8,7 +8,7 @@ from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
-# Waits for the threads of this partition, and orders their shared memory. Triton 3.7 renamed it.
+# Waits for the threads of this partition, and orders their shared memory; Triton 3.6 calls it thread_barrier.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
