@@ -57,7 +57,7 @@ from training.tracking.tracker import mirror_again
 Results = dict[str, dict[str, Any]]
 # The options of data=... that choose a text. The others say how to train on it.
 OF_TEXT = ("data", "data.path", "data.text_field", "data.max_tokens")
-# The arguments that change a result; a result's name tells those that were given.
+# The arguments that change a result; a result's name includes those that were given.
 SETTINGS = ("shots", "limit", "seq_len", "checkpoint", "weights", "attention", "attention_precision")
 
 
@@ -192,13 +192,13 @@ def results(
     yield name, measure(model, text, model.max_length, config.batch, separate) | {"seq_len": model.max_length}
 
 
-def written(value: float) -> str:
+def formatted(value: float) -> str:
     """A count whole, a measurement to six digits."""
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
 def settings(config: EvaluateConfig, data: DataConfig | None) -> list[str]:
-    """What differs from the usual measurement."""
+    """The arguments that differ from their defaults and change a result."""
     values = {name.replace("attention_", "attention."): getattr(config, name) for name in SETTINGS}
     usual = [getattr(EvaluateConfig, name) for name in SETTINGS]
     given = {name: value for (name, value), default in zip(values.items(), usual, strict=True) if value != default}
@@ -215,14 +215,14 @@ def record(run: Path, trained: Trained, found: Results) -> None:
             try:
                 summary = json.loads(path.read_text(encoding="utf-8"))
             except FileNotFoundError:
-                print(f"{path} does not exist yet: the results are printed alone.", file=sys.stderr)
+                print(f"{path} does not exist yet: the results are only printed.", file=sys.stderr)
                 return
             summary["eval"] = summary.get("eval", {}) | found
             write_summary(path, summary)
             for warning in mirror_again(run, trained.config.tracking):
                 print(f"warning: {warning}", file=sys.stderr)
     except StillRunning:
-        print(f"{run} is still running: the results are printed alone.", file=sys.stderr)
+        print(f"{run} is still running: the results are only printed.", file=sys.stderr)
 
 
 def main(arguments: list[str]) -> None:
@@ -241,9 +241,11 @@ def main(arguments: list[str]) -> None:
         try:
             for task, metrics in results(config, data, model, trained):
                 name = " ".join([task, *given])
-                print(name, *(f"{metric} {written(value)}" for metric, value in metrics.items()), sep="  ", flush=True)
+                print(
+                    name, *(f"{metric} {formatted(value)}" for metric, value in metrics.items()), sep="  ", flush=True
+                )
                 found[name] = metrics
-        finally:  # the failure of a task does not take the results of those before it along
+        finally:  # if a task fails, the results of those before it are kept
             if trained is not None and found:
                 origin = {"checkpoint": trained.checkpoint.name}
                 record(run, trained, {name: metrics | origin for name, metrics in found.items()})

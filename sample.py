@@ -15,7 +15,7 @@ temperature  divides the logits: 0 always takes the likeliest token, 1 keeps the
 top_k        draw among the k likeliest tokens; null: among all
 top_p        draw among the likeliest tokens that together have this probability; null: among all
 seed         of the draws, for each prompt alike
-compile      the work of a token: on a GPU, half a minute that pays for many tokens
+compile      compile the work of a token: it takes half a minute on a GPU, and pays off for many tokens
 checkpoint   best (by validation loss, if it was measured) or newest
 weights      trained, or ema: their moving average, if training.ema kept one
 attention    an implementation other than the run's, for a device that does not support that one

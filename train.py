@@ -61,7 +61,7 @@ def main(cfg: DictConfig) -> None:
 
 def train(config: Config, folder: Path, overrides: list[str]) -> int:
     """Build the parts and fit. Returns 0, or 128 + n where signal n ended the run early. Raises UserError."""
-    torch.compiler.reset()  # what an earlier job of a sweep has compiled in this process is not for this one
+    torch.compiler.reset()  # drops what an earlier job of a sweep compiled in this process
     world, device = World.from_environment(), resolve_device(config.device)
     training = replace(config.training, precision=resolve_precision(config.training.precision, device))
     B, T = training.batch_size, config.seq_len
@@ -126,7 +126,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
 
 
 def document_bounds(config: Config, data: PreparedData) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Where the documents of the training and the validation split begin, if batches shall tell them apart.
+    """Where the documents of the training and the validation split begin, if batches are to tell them apart.
 
     Raises ConfigError where there is only one.
     """
@@ -170,14 +170,14 @@ def check_step_size(trainer: Trainer, metadata: dict[str, Any], path: Path) -> N
 
 
 def example(model: GPT, trainer: Trainer, data: PreparedData) -> str:
-    """A text that the model makes up."""
+    """A text that the model generates."""
     sampling = Sampling(temperature=0.8, top_k=50, seed=trainer.seed)
     pieces = stream(model, data.tokenizer, "\n", trainer.training.sample_tokens, sampling, dtype=trainer.dtype)
     return f"\n{''.join(pieces).strip()}\n"
 
 
 def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
-    """What runs where, with what `auto` chose."""
+    """The run in one line: its parts, its device, and what `auto` chose."""
     device, precision, auto = trainer.device, trainer.training.precision.value, " (auto)"
     path = trainer.model.attend.path(attention_shape(config, device), config.seq_len)
     parts = [

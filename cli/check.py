@@ -1,4 +1,4 @@
-"""What is wrong with a configuration as a whole, said before anything is built or read."""
+"""The mistakes in a whole configuration, reported before anything is built or read."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def device_mistakes(config: Config) -> Iterator[str]:
 
 
 def refusal(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
-    """What `check` refuses the arguments with, if it does."""
+    """The sentence with which `check` refuses the arguments, if it does."""
     try:
         check(*arguments)
     except (UserError, AttentionError) as error:

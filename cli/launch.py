@@ -42,7 +42,7 @@ def prepare(arguments: list[str]) -> list[str]:
     arguments = [expand_home(argument) for argument in arguments]
     args, rest = get_args_parser().parse_known_args(arguments)
     refuse([f"{f} is not a flag of train.py; overrides have no dashes: key=value." for f in rest if f.startswith("-")])
-    if rest:  # argparse takes overrides from one place, and -m may stand among them
+    if rest:  # argparse accepts overrides in one place only, and -m may stand between them
         args.overrides += rest
         arguments = [*(argument for argument in arguments if argument not in args.overrides), *args.overrides]
     if args.multirun and (args.cfg or args.info):

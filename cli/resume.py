@@ -114,7 +114,7 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
     }
     for part, free in (("model", {"name", "dropout"}), ("score", {"name"}), ("data", {"cache"})):
         for name in now[part].keys() - free:
-            # What the run was recorded without came later, and its default is what the run did.
+            # An option that the run did not record is newer than the run, which did what its default does.
             then = recorded.get(part, {}).get(name, default[part][name])
             then_and_now[f"{part}.{name}"] = then, now[part][name]
     composed = OmegaConf.load(checkpoint.parents[1] / ".hydra" / "config.yaml")
@@ -138,7 +138,7 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep a run folder to this process for the length of the block. Raises StillRunning where another one has it."""
+    """Within the block, this process alone has the run folder. Raises StillRunning where another one has it."""
     if World.from_environment().rank > 0 or not folder.is_dir():
         yield
         return

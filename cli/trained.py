@@ -37,12 +37,12 @@ class WeightsChoice(Enum):
 
 @dataclass(frozen=True)
 class Trained:
-    """A run's model, ready to be used.
+    """A run's model, ready for use.
 
     config      of the run
     model       in evaluation mode, on its device
     dtype       in which it computes
-    checkpoint  where its weights are from
+    checkpoint  that its weights come from
     """
 
     config: Config

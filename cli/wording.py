@@ -1,4 +1,4 @@
-"""One sentence for what Hydra and OmegaConf say over several lines."""
+"""One sentence for each error of Hydra and OmegaConf, which take several lines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def one_sentence() -> Iterator[None]:
 def explain(error: Exception) -> UserError:
     """One sentence for an error of Hydra's or OmegaConf's."""
     cause = error.__cause__ or error
-    if isinstance(cause, UserError):  # of a launcher, around which Hydra puts words of its own
+    if isinstance(cause, UserError):  # raised by a launcher; Hydra wraps it
         return cause
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")

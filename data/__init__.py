@@ -1,4 +1,4 @@
-"""Text to batches: corpora, tokenisers, prepared tokens, and the batch as a function of the step."""
+"""Text to batches: corpora, tokenizers, prepared tokens, and the batch as a function of the step."""
 
 from data.batches import Batch, Batches, Prefetcher, eval_batches, piece_lengths
 from data.check import check_data

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from data.errors import DataError
 
-# inputs and targets, (B, T) int64 each and, where documents are told apart, for each input the position in its row at
-# which its document begins, (B, T) int32
+# Inputs and targets, (B, T) int64 each. Where documents are told apart also, for each input, the position in its row at
+# which its document begins, (B, T) int32.
 Batch = tuple[Tensor, ...]
 
 
@@ -60,7 +60,7 @@ class Batches:
         # The offset moves within the tokens of one window; a very short text has one window and no offset.
         self.n_windows = max(1, (len(tokens) - seq_len) // seq_len)
         self.n_offsets = min(seq_len, len(self.windows) - (self.n_windows - 1) * seq_len)
-        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # two: a batch may straddle
+        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # two, because a batch may lie in both
 
     def first_sequence(self, micro_step: int) -> int:
         """Index within a step's global batch of the first sequence that this rank takes in a micro-step."""
@@ -116,7 +116,7 @@ def document_starts(documents: np.ndarray | None, starts: np.ndarray, seq_len: i
 
 
 def piece_lengths(documents: np.ndarray | None, starts: np.ndarray, seq_len: int) -> list[int]:
-    """The lengths of what documents leave of the windows that begin at `starts`: seq_len of each without documents."""
+    """The lengths of the pieces into which documents cut the windows at `starts`; without documents, seq_len each."""
     rows = document_starts(documents, starts, seq_len)
     if rows is None:
         return [seq_len] * len(starts)
@@ -248,7 +248,7 @@ def _windows(tokens: np.ndarray, seq_len: int, split: str) -> np.ndarray:
 
 
 def _batch(window: np.ndarray, starts: np.ndarray | None, move: Callable[[Tensor], Tensor] = lambda x: x) -> Batch:
-    """(B, T + 1) of any integer type, moved, and then cut into inputs and targets; beside them what `starts` says."""
+    """The batch of a window (B, T + 1) of any integer type and its document starts, each moved to the device first."""
     moved = move(torch.from_numpy(window))
     inputs, targets = (
         part.to(torch.int64, copy=True, memory_format=torch.contiguous_format) for part in (moved[:, :-1], moved[:, 1:])

@@ -7,10 +7,10 @@ from enum import Enum
 
 
 class Documents(Enum):
-    """What is made of documents that lie side by side in one sequence."""
+    """How attention treats documents that share a sequence."""
 
     ignore = "ignore"  # a token sees those of earlier documents too
-    mask = "mask"  # it sees its own document alone
+    mask = "mask"  # it sees only its own document
     restart = "restart"  # the same, and positions count from the document's start
 
 
@@ -27,7 +27,7 @@ class DataConfig:
     cache           folder of the prepared tokens
     hub             name of a data set on the Hugging Face hub, or a folder it was downloaded to; its revision, subset
                     and split ("train+test" joins two)
-    documents       what attention makes of documents that lie side by side in one sequence
+    documents       how attention treats documents that share a sequence
     text_field      the field of .jsonl, .parquet and hub rows that holds the text
     """
 

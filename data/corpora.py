@@ -48,7 +48,7 @@ class Stream(NamedTuple):
 class Corpus(ABC):
     """A source of documents."""
 
-    size: int | None = None  # bytes of text, if known beforehand
+    size: int | None = None  # bytes of text, if known in advance
 
     @abstractmethod
     def source(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Corpus(ABC):
 
     @abstractmethod
     def whole(self) -> Iterator[Row]:
-        """The rows of the text as a whole, held out for nothing."""
+        """The rows of the whole text, with no part held out for validation."""
 
     def notices(self) -> list[str]:
         """Sentences about anything unexpected in how this text is used."""

@@ -123,7 +123,7 @@ def _decode(piece: bytes, path: Path, offset: int) -> str:
             )
     if (zero := piece.find(0)) >= 0:
         raise DataError(
-            f"{path} is binary (byte {offset + zero} is zero), or text that is not UTF-8; take it away, convert it, or "
+            f"{path} is binary (byte {offset + zero} is zero), or text that is not UTF-8; remove it, convert it, or "
             "set another data.path."
         )
     try:

@@ -14,12 +14,12 @@ import tokenizers
 from data.errors import DataError, brief
 
 END_OF_TEXT = "<|endoftext|>"
-# What the tokenizers of well-known models call it. One that has none of them gets the first.
+# Its names in the tokenizers of well-known models. A tokenizer that has none of them gets the first.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 
 
 class OwnTokenizer:
-    """Text to tokens and back, as the JSON says, but without special tokens: their names in a text are text.
+    """Text to tokens and back, as the JSON says, but without special tokens: their names in a text are ordinary text.
 
     name       for messages
     n_vocab    one more than the highest token
@@ -49,7 +49,7 @@ class OwnTokenizer:
 
     @property
     def content(self) -> str:
-        """The JSON, from which another one is made."""
+        """The JSON from which an equal tokenizer can be built."""
         return self.model.to_str()
 
     def encode_ordinary(self, text: str) -> list[int]:
@@ -76,7 +76,7 @@ class Stream:
         return piece
 
     def rest(self) -> str:
-        """What the tokens so far end with, complete or not."""
+        """The text that is still held back, complete or not."""
         return self.tokenizer.decode(self.tokens)[self.given :]
 
 

@@ -64,7 +64,7 @@ SECONDS_BETWEEN_SAVES = 5.0  # the most that an interrupted preparation loses
 def prepare(config: DataConfig, announce_wait: bool = True) -> PreparedData:
     """The tokens of a corpus: opened if they are prepared and intact, else prepared.
 
-    announce_wait   say so on stderr while another process prepares them; the process that does always shows progress
+    announce_wait   print a line on stderr when waiting for another process that prepares them
     Raises DataError for an unusable configuration, source or disk.
     """
     check_data(config)

@@ -4,7 +4,7 @@ bytes   the 256 bytes and an end-of-text token; nothing to fetch, nothing to tra
 gpt2    GPT-2's 50,257 tokens, fetched once by tiktoken
 bpe     byte-pair encoding, learned from the training split (Sennrich et al. 2016, over bytes as in GPT-2)
 
-Any other name is that of a file, see own_tokenizer.py.
+Any other name is that of a file: see own_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Utf8Stream:
         return self.decoder.decode(self.tokenizer.decode_single_token_bytes(token))
 
     def rest(self) -> str:
-        """What the tokens so far end with, complete or not."""
+        """The text that is still held back, complete or not."""
         return self.decoder.decode(b"", final=True)
 
 

@@ -91,5 +91,5 @@ def run_tasks(
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a metric; lm-eval puts names and N/A beside them."""
+    """Whether it is a metric; lm-eval puts names and N/A between them."""
     return isinstance(value, int | float)

@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, or a line at the start where that is no terminal. Call what it gives with what is done
-    since the last call."""
+    """A bar on standard error, or a line at the start if that is not a terminal. Yields a function that takes how many
+    items are done since its last call."""
     console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
     if not console.is_terminal:
         console.print(f"{what}: {total:,}")
@@ -61,7 +61,7 @@ class Scorer:
     def generate_until(self, requests: Sequence[tuple[str, Sequence[str], int]]) -> list[str]:
         """The greedy continuation of each context, up to the first of its stop texts or so many tokens.
 
-        Raises ConfigError where as many tokens leave no room for a context.
+        Raises ConfigError where that many tokens leave no room for a context.
         """
         model, asked = self.model, list[Request]()
         for context, _, tokens in requests:

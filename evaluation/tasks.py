@@ -89,7 +89,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def mistake(line: Any, first: dict[str, Any]) -> str | None:
-    """What is wrong with a line of a file whose first line is `first`; None: nothing."""
+    """The mistake in a line of a file whose first line is `first`; None without one."""
     if not isinstance(line, dict) or not (line.keys() >= CHOICE or line.keys() >= TEXT):
         return "holds no task"
     if ("choices" in line) != ("choices" in first):

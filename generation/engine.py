@@ -5,12 +5,12 @@ A sequence has a slot from its first token to its last, then the next prompt get
 all slots *decode* one token at a time. On a GPU the host reads tokens while the device computes the next ones.
 
 A prompt's tokens do not depend on the prompts beside it, up to rounding; with the same number of slots not at all.
-Products then have the same shapes, and on a GPU all rows of prompts have the same length and each prompt ends with a
-tile of attention.
+Matrix products then have the same shapes. On a GPU all rows of prompts have the same length, and each prompt ends with
+a tile of attention.
 
-The model's positions end at seq_len. Beyond, no cache helps, as every token has another position after each step: a
-token is computed from scratch from the last seq_len tokens. But where positions are rotary and every layer has a
-window, sequences just go on, and the pages behind the window serve again.
+The model's positions end at seq_len. Beyond it no cache helps, because every step moves all tokens to other positions:
+a token is computed from scratch from the last seq_len tokens. But where positions are rotary and every layer has a
+window, sequences simply continue, and the pages before the window are reused.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Launched:
 
 
 class Engine:
-    """A model, a cache, and the requests that they serve together."""
+    """A model, a cache, and the requests that share them."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Engine:
 
         slots    sequences at a time; on a CPU no more than there are requests
         dtype    of the matrix products and of the cache; what autocast leaves in fp32 stays so
-        row      tokens of a prefill at least; 0: each prompt alone. None: 4,096 on a GPU, 0 on a CPU
-        compile  the work of a token, by torch.compile, which takes half a minute on a GPU
+        row      the fewest tokens of a prefill; 0: each prompt alone. None: 4,096 on a GPU, 0 on a CPU
+        compile  compile the work of a token by torch.compile, which takes half a minute on a GPU
 
         Raises GenerationError for prompts that do not fit the model, and for a cache that does not fit the device.
         """
@@ -116,7 +116,7 @@ class Engine:
         self.owners_changed = False  # since the device was told which slots have sequences
 
     def tokens_kept(self, request: Request) -> int:
-        """How many tokens of a sequence the cache takes. The last one is seen by none."""
+        """How many tokens of a sequence the cache holds at most: all but the last one, which no query sees."""
         tokens = len(request.prompt) + max(request.limit, 1) - 1
         return tokens if self.window is not None else min(tokens, self.seq_len)
 
@@ -144,7 +144,7 @@ class Engine:
                         computed[request] += 1
                         if computed[request] == self.tokens_decoded(request):
                             self.leave(slot)
-            # A GPU has its next work before the host waits for the last.
+            # A GPU has its next work before the host waits for the previous one.
             while len(launched) > (self.ahead if any(self.owners) else 0):
                 for slot, request, token in launched.popleft().read():
                     yield self.add(request, token)
@@ -163,7 +163,7 @@ class Engine:
         return request, token
 
     def admit(self, waiting: deque[Request]) -> dict[int, Request]:
-        """Give free slots and pages to prompts that wait, in their order, as far as a row has room: slot -> request."""
+        """Give free slots and pages to waiting prompts, in order, while the row has room: slot -> request."""
         new: dict[int, Request] = {}
         room = self.row
         for slot in range(self.slots):
@@ -180,20 +180,20 @@ class Engine:
         return new
 
     def leave(self, slot: int) -> None:
-        """Free a slot. What was launched before still reads and writes its pages, before anything that comes later."""
+        """Free a slot. Work launched before still uses its pages, and ends before any later work begins."""
         self.owners[slot] = None
         self.owners_changed = True
         self.steps.cache.release(slot)
 
     def launch_prefill(self, new: dict[int, Request]) -> Launched:
-        """Compute the first tokens of prompts that have got slots."""
+        """Compute the first tokens of prompts that have just received slots."""
         self.update_active()
         prompts = {slot: request.prompt for slot, request in new.items()}
         self.steps.prefill(lay_out(prompts, self.slots, self.row))
         return Launched([new.get(slot) for slot in range(self.slots)], *self.steps.copy_to_host())
 
     def launch_decode(self, most: int) -> Launched:
-        """Compute the next token of each sequence, which is at most its token number `most`."""
+        """Compute the next token of each sequence, the `most`-th generated one at the latest."""
         self.update_active()
         self.steps.decode(most)
         return Launched(list(self.owners), *self.steps.copy_to_host())

@@ -1,4 +1,4 @@
-"""Whether what generation keeps fits, said before anything runs."""
+"""Whether generation fits the memory, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_memory(
     """Raise GenerationError where a cache, the logits and the random numbers take more memory than is free.
 
     pages       of each sequence, of which `size.slots` are there at a time
-    noise_rows  of the random numbers that serve all sequences, fp32
+    noise_rows  of the random numbers that all sequences share, fp32
     """
     free, logits, noise = free_memory(device), ROWS_OF_LOGITS * 4 * model.vocab_size, noise_rows * 4 * model.vocab_size
     needed = size.bytes(model.config, dtype) + size.slots * logits + noise

@@ -37,10 +37,11 @@ def padded(tokens: int) -> int:
 def lay_out(prompts: Mapping[int, Sequence[int]], slots: int, length: int) -> Row:
     """The row of prompts, by their slots.
 
-    length  of the row; 0: there is but one prompt, and nothing else
+    length  of the row; 0: that of the only prompt, without padding
 
-    Padding before each prompt makes it end with a tile, so that a kernel treats it alike wherever it lies. The padding
-    is a document of its own, and no cache keeps it, as it stands before the sequence's first token.
+    Padding before each prompt makes it end with a tile, so that a kernel computes it in the same way wherever it lies.
+    The padding is a document of its own, and does not enter the cache, because it stands before the sequence's first
+    token.
     """
     spare = length - sum(padded(len(prompt)) for prompt in prompts.values())
     tokens: list[int] = []

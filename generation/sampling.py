@@ -3,8 +3,8 @@
     token = argmax_j p_j / e_j,      e_j ~ Exp(1),      p = softmax(logits / temperature)
 
 takes token j with probability p_j: it is the exponential race that torch.multinomial runs on a CPU, with the same
-numbers e. They are drawn on the CPU from the seed, for the first token, the second and so on, and for nothing else: a
-prompt's tokens depend neither on the prompts beside it nor on the device, up to rounding of the logits.
+numbers e. They are drawn on the CPU from the seed, for the first token, the second and so on, and depend on nothing
+else: a prompt's tokens depend neither on the prompts beside it nor on the device, up to rounding of the logits.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Noise:
         self.drawn = 0
 
     def draw(self, count: int) -> None:
-        """Have the first `count` rows drawn, and the last of them kept. Does not wait for the device."""
+        """Draw the first `count` rows, of which the last are kept. Does not wait for the device."""
         if count <= self.drawn - len(self.table):
             self.generator.manual_seed(self.seed)
             self.drawn = 0

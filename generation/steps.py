@@ -1,7 +1,7 @@
-"""The device's part of generation: the prompts' step and the tokens' step, on buffers that keep their addresses.
+"""The device's part of generation: prefilling prompts and decoding tokens, on buffers that keep their addresses.
 
 All slots take part in a step, whether or not they hold a sequence, so that the work of a token always has the same
-shapes: on a GPU it is one replayed CUDA graph. Nothing here waits for the device, but for `from_scratch`.
+shapes: on a GPU it is one replayed CUDA graph. Only `from_scratch` waits for the device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WARMUP_CALLS = 3  # before a CUDA graph is captured, which must not contain comp
 
 
 class Steps:
-    """A model and a cache, and what is known of the sequence in each slot.
+    """A model, a cache, and the state of the sequence in each slot.
 
     tokens  (slots,) int64, its newest token, which is not in the cache yet
-    steps   (slots,) int64, how many tokens it has been given
+    steps   (slots,) int64, how many of its tokens were generated
     active  (slots,) int32, 1 where there is a sequence
     """
 
@@ -75,7 +75,7 @@ class Steps:
         self.active.copy_(upload(torch.tensor(active, dtype=torch.int32), self.device))
 
     def draw_noise(self, count: int) -> None:
-        """Have the random numbers ready for a sequence's token number `count`."""
+        """Draw the random numbers for tokens up to number `count` of a sequence."""
         if self.noise is not None:
             self.noise.draw(count)
 
@@ -96,7 +96,7 @@ class Steps:
         self.steps.masked_fill_(fresh, 1)
 
     def decode(self, most: int) -> None:
-        """Compute the next token of each sequence, which is at most its token number `most`."""
+        """Compute the next token of each sequence, the `most`-th generated one at the latest."""
         self.draw_noise(most)
         with self.on_device():
             self.work()
@@ -123,7 +123,7 @@ class Steps:
 
     @torch.no_grad()
     def from_scratch(self, tokens: Tensor, step: int) -> int:
-        """The token after tokens (1, n), of which `step` have been given; no sequence uses the cache any more."""
+        """The token after tokens (1, n), the last `step` of which were generated, once no sequence uses the cache."""
         self.draw_noise(step + 1)
         self.steps.fill_(step)
         with self.on_device(), self.autocast():
@@ -178,7 +178,7 @@ class Steps:
 
 
 def decoding_attention(attend: Attention, device: torch.device) -> Attention:
-    """What reads the cache: `attend` or, where it has no way to, flash on a GPU and naive on a CPU."""
+    """The attention that reads the cache: `attend` if it supports one, else flash on a GPU and naive on a CPU."""
     if "cache" in attend.supports:
         return attend
     name = "flash" if device.type == "cuda" and "cache" in IMPLEMENTATIONS["flash"].supports else "naive"
@@ -201,14 +201,14 @@ def copied(model: GPT, dtype: torch.dtype, by_column: bool = False) -> GPT:
 def laid_out(weight: Tensor, by_column: bool) -> Tensor:
     """The same weight (out, in), column by column if asked to and out > in.
 
-    Its product with one row then takes 60 to 75 % of the time on a CPU, where a product of GPT-2's is bound by it.
+    On a CPU, where memory limits products of GPT-2's size, its product with one row then takes 60 to 75 % of the time.
     """
     wide = weight.ndim == 2 and weight.shape[0] > weight.shape[1]
     return weight.T.contiguous().T if by_column and wide else weight
 
 
 class RowLinear(nn.Linear):
-    """A linear layer as the compiler does it best for a single row: a reduction that reads x, and adds the bias."""
+    """A linear layer in the form that compiles best for a single row: a reduction that reads x, then adds the bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         product = F.linear(stored(x), self.weight)
@@ -216,15 +216,15 @@ class RowLinear(nn.Linear):
 
 
 def stored(x: Tensor) -> Tensor:
-    """x itself, which the compiler then writes to memory once.
+    """x itself, but the compiler writes it to memory once.
 
-    Else it computes x anew for each reader: the bias in copies of queries, keys and values, GELU for each output.
+    Otherwise it computes x again for each reader: the bias in copies of queries, keys and values, GELU for each output.
     """
     return x.as_strided(x.shape, x.stride())
 
 
 def compiler_options(slots: int) -> dict[str, str | int | bool | Callable]:
-    """torch.compile's for the work of a token. With a single row, this makes reductions of products, and fuses them."""
+    """torch.compile's options for the work of a token. With a single row, products become reductions and are fused."""
     return {"coordinate_descent_tuning": True} if slots == 1 else {}
 
 

@@ -15,8 +15,8 @@ from model.gpt import GPT
 class Text:
     """The text of a sequence's tokens.
 
-    It ends before an end-of-text token and before the text `stop`, and then has `ended`. A character may span several
-    tokens: it appears with its last byte. What may be the beginning of `stop` appears when it is certain not to be.
+    It ends before an end-of-text token and before the text `stop`; `ended` is then true. A character may span several
+    tokens: it appears with its last byte. Text that may be the beginning of `stop` is held back until it is not.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: str | None = None) -> None:
@@ -26,7 +26,7 @@ class Text:
         self.ended = False
 
     def add(self, token: int) -> str:
-        """The text that this token makes certain."""
+        """The text that is certain after this token."""
         if token == self.tokenizer.eot_token:
             self.ended = True
             return self.rest()
@@ -46,7 +46,7 @@ class Text:
         return piece
 
     def beginning_of_stop(self) -> int:
-        """How many characters at the end of the held text `stop` begins with."""
+        """The length of the longest beginning of `stop` at the end of the held text."""
         longest = min(len(self.stop) - 1, len(self.held))
         return next((n for n in range(longest, 0, -1) if self.stop.startswith(self.held[-n:])), 0)
 

@@ -15,9 +15,9 @@ from training.checkpoint import read_manifest
 
 @dataclass(frozen=True)
 class Origin:
-    """Where weights come from.
+    """The origin of weights.
 
-    step     updates that they have seen
+    step     updates that made them
     config   of their run
     summary  summary.json of the run; None where it has not ended
     """
@@ -61,7 +61,7 @@ Losses are cross-entropies in nats per token.
 
 
 def facts(architecture: str, origin: Origin) -> Iterator[tuple[str, str]]:
-    """The rows of the card's table: what is known, and nothing that is not."""
+    """The rows of the card's table, as far as they are known."""
     config, summary = origin.config, origin.summary
     data = config["data"]
     source = Path(data["path"]).name if data["path"] else data["hub"]  # without the folders of this machine

@@ -216,12 +216,12 @@ def test_results_add_to_the_summary_and_a_run_that_goes_on_keeps_none(run, tmp_p
     assert summary["eval"]["b limit=1"]["n"] == 1
     with locked(run):  # as training does
         assert evaluated(run, f"tasks={first}", "limit=1") == summary["eval"]
-    assert "is still running: the results are printed alone" in capsys.readouterr().err
+    assert "is still running: the results are only printed" in capsys.readouterr().err
     (run / "summary.json").unlink()
     evaluate.main([f"run={run}", f"tasks={first}", "device=cpu"])
     captured = capsys.readouterr()
     assert captured.out.splitlines()[-1].startswith("a  acc ")
-    assert "does not exist yet: the results are printed alone" in captured.err
+    assert "does not exist yet: the results are only printed" in captured.err
     assert not (run / "summary.json").exists()
 
 
