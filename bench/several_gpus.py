@@ -102,6 +102,8 @@ def cases(gpus: int) -> Iterator[Case]:
     yield Case("xl", ALONE, 1024, 16, 3, 3, model="gpt2-xl", parallel=ParallelConfig(shard))
     if gpus > 1:
         yield Case("xl", "exact", 1024, 16, 3, 3, model="gpt2-xl", parallel=ParallelConfig(shard))
+        any_order = ParallelConfig(shard, exact=False)
+        yield Case("xl", "any order", 1024, 16, 3, 3, model="gpt2-xl", parallel=any_order)
         length = MILLION if gpus >= 4 else MILLION // 8
         yield Case(
             "xl-long", "keys", length, 1, 1, 1, first=1, model="gpt2-xl", long=True, residual_in_fp32=False,
