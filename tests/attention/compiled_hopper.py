@@ -31,7 +31,7 @@ from attention.flash.paths import PATHS
 from attention.flash.tiles import rows_like
 
 # At head size 64 the forward has three consumers, or one with tiles of 128 keys, or one with tiles of 64. At head size
-# 128 lse2 and delta come with the backward's products, but not in short rows.
+# 128 lse2 and delta come with the backward's products, but not for short sequences.
 LONG, MIDDLE, SHORT = 16384, 4096, 512
 STARTS = torch.zeros(1, LONG, dtype=torch.int32)
 SLOPES = SINKS = torch.zeros(2)
@@ -62,8 +62,8 @@ CONFIGURATIONS: dict[str, tuple[int, str, float, int]] = {
 
 
 def launch(D: int, score: str, dropout: float, T: int) -> None:
-    """A forward of T tokens in bf16, and a backward where there is one: at head size 64 only of long rows, as it is the
-    same for all."""
+    """A forward of T tokens in bf16, and a backward where there is one: at head size 64 only of long sequences, as it
+    is the same for all."""
     tensors = (torch.zeros(1, 2, T, D, dtype=torch.bfloat16) for _ in range(8))
     q, k, v, out, do, *gradients = tensors
     changed, extras = SCORES.get(score, ({}, Extras()))

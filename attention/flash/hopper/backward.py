@@ -1,11 +1,11 @@
 """The backward kernel on Hopper: five products, where the plain backward's two passes make seven.
 
-A program takes tiles of keys, one after the other, and walks over the query tiles that see them, the last first. dk and
-dv stay with it. What a step gives dq goes into a workspace of fp32 numbers in device memory, where many key tiles add
-to one query tile. They add **in turn**, in the order of the key tiles, so that gradients stay bitwise reproducible: a
-counter for each query tile says whose turn it is. A key tile waits only for tiles before it. A counter hands them out
-in order, so whatever a program waits for is being worked on already. The order of the tiles is that of DASH
-(arXiv:2601.21824).
+A program takes tiles of keys, one after the other, and walks over the query tiles that see them, the last first. It
+keeps dk and dv. Its contributions to dq go to a workspace of fp32 numbers in device memory, where many key tiles add to
+one query tile. They add **in turn**, in the order of the key tiles, so that gradients stay bitwise reproducible: a
+counter for each query tile says whose turn it is. A key tile waits only for tiles before it. A counter hands out the
+key tiles in order, so a program waits only for tiles that are already being worked on. The order of the tiles is that
+of DASH (arXiv:2601.21824).
 
     producer   one warp: hands out key tiles, brings k and v, and q, do, lse2 and delta of the next query tile
     carrier    one warp: takes dk and dv away, which the consumer leaves in the place of k and v
@@ -73,7 +73,7 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
             b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         for i in range(n_steps):
             i_h, i_tile_m = place(i, tile)
-            # That of the next step: a load takes longer than there is until its first exponential.
+            # Loaded one step ahead: a load takes longer than the time until a step's first exponential.
             next_h = gl.minimum(gl.where(i_tile_m == tile.start, i_h + 1, i_h), tile.i_h + sizes.G - 1)
             next_slope2 = load_slope(extras, next_h, MODE)
             b_s, b_dk, b_dv = step(
@@ -136,7 +136,7 @@ def backward_kernel(
 class Rows(NamedTuple):
     """What `delta_kernel` stores of each row of queries; None for what the kernel that follows does not read.
 
-    parts  (rows of whole tiles, 8) bf16: lse2 and delta as factors of a product, in turns
+    parts  (rows of whole tiles, 8) bf16: lse2 and delta as operands of a product, in alternate columns
     """
 
     lse2: Any
@@ -158,7 +158,7 @@ def delta_kernel(
     out, do, lse2, rows, p_turn, p_work, slopes, scale_log2, H, T, n_m,
     BM: tl.constexpr, BD: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """delta of one tile of queries, less dropout's rescaling, and lse2; with ALiBi with the biases of queries.
+    """delta of one tile of queries without dropout's rescaling, and lse2, which with ALiBi includes the query biases.
 
     Also sets the counters of the kernel that follows to zero. Grid: n_m tiles x batch x heads.
     """
@@ -169,7 +169,7 @@ def delta_kernel(
     o_m = i_m + tl.arange(0, BM)
     o_row = i_bh.to(tl.int64) * tl.cdiv(T, plain.ROW_ALIGNMENT) * plain.ROW_ALIGNMENT + o_m
     o_tile = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    # Rows behind the end have an infinite lse2 and so no weight: ALiBi gives all queries of a half the bias of its
+    # Rows beyond the end have an infinite lse2 and so no weight: ALiBi gives all queries of a half the bias of its
     # first one, which can be large.
     b_lse2 = tl.load(lse2 + o_row, mask=o_m < T, other=float("inf"))
     if slopes is not None:
@@ -219,7 +219,7 @@ def backward(
     B, H, T, _ = q.shape
     H_kv, S = k.shape[1:3]
     n_m, n_n = triton.cdiv(T, blocks.q), triton.cdiv(S, blocks.k)
-    if T > S or options.q_start is not None:  # then no key tile may see a query tile, and write its dq
+    if T > S or options.q_start is not None:  # a query tile may then see no key tile that would write its dq
         dq.zero_()
     do = plain.addressable(do)
     in_products, biased = blocks.rows_in_products, extras.slopes is not None

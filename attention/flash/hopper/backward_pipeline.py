@@ -43,9 +43,10 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """tile: of keys, handed out; kv, dkdv: each stage of keys; full, empty, words: each stage; dq: each slot.
+    """One barrier for the key tile handed out (tile), one for each stage of keys (kv, dkdv), for each stage of queries
+    (full, empty, words) and for each slot of dq.
 
-    The producer and the drawer both wait for empty, and fill a stage together.
+    The producer and the drawer both wait for `empty`, and fill a stage together.
     """
 
     tile_full: Any
@@ -61,9 +62,9 @@ class Barriers(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """A tile of keys: that with number i_tile of a key/value head, whose first query head is i_h of row i_b.
+    """A tile of keys: number i_tile of a key/value head, whose first query head is i_h of sequence i_b.
 
-    i_tile is negative where no tile is left. The others are what QueryTiles says of the query tiles that see it.
+    i_tile is negative where no tile is left. The other fields are those of QueryTiles, for the query tiles that see it.
     """
 
     i_tile: Any

@@ -31,7 +31,7 @@ class ForwardBlocks(NamedTuple):
     stages     key tiles in flight
     q_stages   query tiles of a consumer in flight
     registers  of a consumer's thread: 168 for three programs a multiprocessor, 128 for four
-    in_turn    whether the consumers start their products in turn
+    in_turn    whether the consumers take turns in starting their products
     out_in_q   whether a tile of out takes the place of its queries in shared memory
     v_columns  whether v comes transposed, in tiles of columns x k
     """
@@ -76,11 +76,12 @@ def forward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_
         return ForwardBlocks(
             consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, in_turn=False, out_in_q=True
         )
-    if head_dim > 64:  # the numbered columns of ALiBi leave no shared memory for more queries
+    if head_dim > 64:  # ALiBi's numbered columns leave no shared memory for a second stage of queries
         q_stages = 1 if alibi else 2
         return ForwardBlocks(consumers=2, k=128, columns=128, stages=2, q_stages=q_stages, registers=240, in_turn=False)
-    # Three consumers are fastest where rows are long, and leave few registers to each. Programs of a single one share
-    # short rows better, smaller tiles the shortest. ALiBi's numbered columns would leave no room for a third program.
+    # Three consumers are fastest for long sequences, and leave few registers to each. Programs of a single one divide
+    # short sequences better, and smaller tiles the shortest. ALiBi's numbered columns would leave no room for a third
+    # program on a multiprocessor.
     if length <= 2048 or (alibi and (dropout or soft_cap)):
         return ForwardBlocks(
             consumers=1, k=64, columns=64, stages=2, q_stages=1, registers=128, in_turn=False, out_in_q=True
@@ -102,8 +103,9 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
 
 def backward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_cap: bool) -> BackwardBlocks:
     """The backward's shape for a head size that it supports; `length` is the number of keys."""
-    # Between s and lse2 stands a soft cap, between dp and delta dropout; below 1,024 keys it takes longer to write rows
-    # as operands than it saves. At head size 64 it also takes the place of the next keys.
+    # lse2 and delta cannot come with their products where a soft cap changes s, or dropout dp, in between. Below 1,024
+    # keys it takes longer to write them as operands than it saves. At head size 64 they take the place of the next keys
+    # in shared memory.
     rows = not (dropout or soft_cap) and (length >= 1024 if head_dim > 64 else alibi)
     if head_dim > 64:
         return BackwardBlocks(

@@ -11,9 +11,9 @@ A step of the pipeline is the pair (k of a tile, v of the tile before it): while
 scores, its product with v is in flight, and so are the products of the other consumers. Programs stay on their
 multiprocessor and take the next tile of queries from a counter, the longest rows first.
 
-Where rows are short, at head size 64, a program is one consumer alone, for one tile of queries: one of its threads
-tells the copy engine what is next. Three or four programs share a multiprocessor, and the products of one run beside
-the softmax, the beginning and the end of the others.
+For short sequences at head size 64 a program is one consumer alone, for one tile of queries: one of its threads tells
+the copy engine what is next. Three or four programs share a multiprocessor, and the products of one run beside the
+softmax, the beginning and the end of the others.
 """
 
 import torch

@@ -32,7 +32,7 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """work, q, kv: for each stage. turn: for each consumer, whose products are next, where consumers take turns."""
+    """work, q, kv: one for each stage. turn: one for each consumer, where consumers take turns with their products."""
 
     work_full: Any
     q_full: Any
@@ -43,7 +43,7 @@ class Barriers(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The key tiles from n_start up to n_end of key/value head i_kv of row i_b, and the tensors that they are of."""
+    """The key tiles from n_start up to n_end of key/value head i_kv of sequence i_b, and their tensors."""
 
     k: Any
     v: Any

@@ -7,8 +7,8 @@ pipeline and the schedule are those of hopper/forward.py. What differs:
 - The tensor cores take v in rows of keys, so it is stored transposed, with the keys of each row in the order in which a
   thread holds its weights. No weight changes threads between the two products.
 - A key tile's scale of v goes into the exponent of its weights: p v = 2^(s + log2(scale) - m) v8. l divides it out.
-- Weights are not exponentials (hopper/fp8_weights.py), and l is the sum of the weights as they were rounded: a product
-  with ones, a tile behind the maximum as that with v is.
+- Weights are not exponentials (hopper/fp8_weights.py), and l is the sum of the rounded weights: a product with ones,
+  which like the product with v comes one tile later than the maximum.
 """
 
 from typing import Any, NamedTuple

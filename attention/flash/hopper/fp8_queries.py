@@ -33,9 +33,9 @@ def load_rotation(r, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def rotated_queries(b_q, rotation, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
-    """(q R over its scale in e4m3, an operand (ROWS, COLUMNS); the scale of each query).
+    """(q R divided by its scale, in e4m3, as an operand (ROWS, COLUMNS); the scale of each query).
 
-    As `rotate` does it: the right half of R is the left one with the lower half's signs changed. The columns are
+    As in `rotate`, the right half of R is the left one with the lower half's signs changed. The columns are
     `in_operand_order`, as k's are.
     """
     N: gl.constexpr = COLUMNS // HALF

@@ -64,7 +64,7 @@ def as_operand(b_p32, N: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def release(b_p):
-    """To be called when the products that read b_p are done: until then nothing else may be in its registers.
+    """To be called when the products that read b_p are done: it keeps b_p in its registers until then.
 
     For 16 bits warpgroup_mma_wait does that; it takes no operands of 8 bits.
     """

@@ -13,7 +13,7 @@ from ..score import query_interval, seeing_queries, seen_keys
 
 
 class Sizes(NamedTuple):
-    """Of a call: query heads H, query heads G that share a key/value head, queries T, keys S of a sequence.
+    """The sizes of a call: query heads H, query heads G that share a key/value head, queries T, keys S of a sequence.
 
     n_tiles of a head, n_heads of the batch, and n_together heads that run at the same time (see `swizzle`)
     """
@@ -66,7 +66,7 @@ def key_tiles(i_m, at, BM: gl.constexpr, BN: gl.constexpr, MODE: gl.constexpr):
     that see nothing go the same way as the others.
     """
     TILE: gl.constexpr = tile_shape(BM, BN)
-    i_m = gl.minimum(i_m, at.T - 1)  # the documents of rows behind the last query are unknown
+    i_m = gl.minimum(i_m, at.T - 1)  # the documents of rows beyond the last query are unknown
     n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, at, TILE, MODE)
     n_end = gl.maximum(gl.cdiv(n_end, BN), 1)
     return gl.minimum(n_start // BN, n_end - 1), n_full_start // BN, n_full_end // BN, n_end
@@ -81,7 +81,7 @@ def query_tiles(i_tile, at, sizes, BM: gl.constexpr, BN: gl.constexpr, MODE: gl.
     start = gl.minimum(start // BM, n_m)
     full_start = gl.minimum(full_start // BM, n_m)
     end = gl.cdiv(gl.maximum(end, 0), BM)
-    # What lies behind the last key must not be seen: the copy engine reads it as zeros, which are scores like others.
+    # What lies beyond the last key must not be seen: the copy engine reads it as zeros, which are scores like others.
     full_start = gl.where(i_tile * BN + BN > at.S, end, full_start)
     full_end = gl.maximum(full_end, 0) // BM if MODE.bounded else end
     last = n_m

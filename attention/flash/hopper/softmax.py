@@ -1,4 +1,4 @@
-"""What a warpgroup does with its scores, from the product to the weights, in the registers of the accumulator."""
+"""The softmax of a warpgroup: from its scores to weights, in the registers of the accumulator."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ SLOPE_PARTS = gl.constexpr(16)  # columns of the smallest product: three parts o
 
 
 class Queries(NamedTuple):
-    """A consumer's 64 queries from i_m, and what makes weights of their scores; zeros for what MODE lacks.
+    """A consumer's 64 queries from i_m, and what turns their scores into weights; zeros for what MODE does not have.
 
     b_q         in shared memory
     interval    of keys that each query sees
@@ -36,7 +36,7 @@ class Queries(NamedTuple):
 
 @gluon.jit
 def load_queries(b_q, extras, numbers, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MODE: gl.constexpr):
-    """What belongs to the queries from i_m of query head i_h of row i_b."""
+    """The `Queries` from i_m of query head i_h of sequence i_b."""
     at = locate(sizes.T, sizes.S, extras, numbers, i_b)
     interval = (0, 0)
     if MODE.bounded or MODE.offsets:
@@ -115,7 +115,7 @@ def exponent_factor(scale_log2, MODE: gl.constexpr):
 
 @gluon.jit
 def alibi_shift(i_n, queries, MODE: gl.constexpr):
-    """What the scores of `finish_scores` are short of in the key tile at i_n, for a bias of 0 at the first query."""
+    """What is missing from the scores of `finish_scores` in the key tile at i_n, for a bias of 0 at the first query."""
     return queries.slope2 * (i_n - queries.i_m - queries.at.offset).to(gl.float32) if MODE.alibi else 0.0
 
 
