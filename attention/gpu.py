@@ -1,7 +1,10 @@
-"""Properties of Triton and the GPU on this machine, and the namespace of what is registered with torch."""
+"""Properties of Triton and the GPU on this machine, CUDA graphs, and the namespace of what is registered with torch."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
@@ -26,3 +29,21 @@ def capability(device: torch.device) -> tuple[int, int]:
 def multiprocessors(device: torch.device) -> int:
     """The GPU's multiprocessors, each of which runs at least one program at a time; 1 in Triton's interpreter."""
     return 1 if INTERPRET.value else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Capture what this thread launches on `stream`, while Python's garbage collector pauses.
+
+    A CUDA graph that is destroyed during the capture of another invalidates it, and one in a reference cycle is
+    destroyed whenever Python collects garbage. torch stopped collecting before each capture (pytorch/pytorch#158193).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        # Other threads, which prepare batches, may allocate.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if enabled:
+            gc.enable()

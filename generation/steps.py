@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import IMPLEMENTATIONS, Attention, AttentionConfig, Layout, build_attention, documents
+from attention.gpu import capturing
 from generation.rows import Row
 from generation.sampling import Noise, Sampling
 from model.blocks import Rotation, rotation_table
@@ -59,15 +60,14 @@ class Steps:
             self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, self.device)
         self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
         self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
-        self.decoding, self.begin, self.end = self.model, self.begin_token, self.end_token
+        # Functions, not this object's methods: a cycle with them would keep the cache until Python collects garbage.
+        self.decoding, self.begin, self.end = self.model, Steps.begin_token, Steps.end_token
         if compile:
             options = compiler_options(size.slots)
             self.decoding = compiled(self.model, options)
-            self.begin = torch.compile(self.begin_token, dynamic=False, options=options)
-            self.end = torch.compile(self.end_token, dynamic=False, options=options)
-        self.work: Callable[[], None] = self.decode_step
-        if self.device.type == "cuda":
-            self.work = self.graphed(self.work)
+            self.begin = torch.compile(self.begin, dynamic=False, options=options)
+            self.end = torch.compile(self.end, dynamic=False, options=options)
+        self.graph = self.graphed() if self.device.type == "cuda" else None
 
     def set_active(self, active: list[bool]) -> None:
         """Tell the device which slots have sequences, and where these are, for what is launched from now on."""
@@ -99,15 +99,15 @@ class Steps:
         """Compute the next token of each sequence, the `most`-th generated one at the latest."""
         self.draw_noise(most)
         with self.on_device():
-            self.work()
+            self.decode_step() if self.graph is None else self.graph.replay()
 
     @torch.no_grad()
     def decode_step(self) -> None:
         """The device's part of `decode`. A slot without a sequence keeps length 0, and its token is ignored."""
         attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
         with self.autocast():
-            x, rotation = self.begin()
-            self.end(self.decoding.through_blocks(x, rotation, attends, Layout()))
+            x, rotation = self.begin(self)
+            self.end(self, self.decoding.through_blocks(x, rotation, attends, Layout()))
 
     def begin_token(self) -> tuple[Tensor, Rotation | None]:
         """What comes before the blocks: all sequences grow by their newest token, which is embedded."""
@@ -150,22 +150,22 @@ class Steps:
             event.record()
         return host, event
 
-    def graphed(self, function: Callable[[], None]) -> Callable[[], None]:
-        """The same work as one CUDA graph. It runs here a few times, without sequences."""
+    def graphed(self) -> torch.cuda.CUDAGraph:
+        """`decode_step` as one CUDA graph. It runs here a few times, without sequences."""
         with self.on_device():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_CALLS):
-                    function()
+                    self.decode_step()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # The graph gets a workspace of its own for cuBLAS: others may free the shared one.
             torch._C._cuda_clearCublasWorkspaces()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                function()
+            with capturing(graph, stream):
+                self.decode_step()
             torch._C._cuda_clearCublasWorkspaces()
-        return graph.replay
+        return graph
 
     def on_device(self) -> AbstractContextManager[object]:
         """The engine's GPU as the current one."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attention.gpu import capturing
+
 # Calls before recording: the graph must not contain compilation, autotuning or lazy initialisation.
 WARMUP_CALLS = 3
 
@@ -62,8 +64,7 @@ class GraphedStep:
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
-        # This thread alone: another one is preparing the next batch.
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+        with capturing(graph, self.stream):
             self.outputs = self.function(*self.inputs)
         self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
         self.graph = graph

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -120,6 +122,19 @@ def test_a_request_that_is_finished_early_makes_room_for_the_next():
     for request in requests:
         assert len(request.tokens) == 3
         assert request.tokens == expected(model, request.prompt, request.tokens)
+
+
+def test_an_engine_that_is_dropped_leaves_its_cache_at_once():
+    """Python need not collect garbage first, which may be much later."""
+    engine = Engine(build(), [Request([1, 2, 3], 2)], Sampling(1.0))
+    served(engine)
+    cache = weakref.ref(engine.steps.cache)
+    gc.disable()
+    try:
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def test_draws_are_a_function_of_the_seed():

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from attention.gpu import capturing
+
 T = TypeVar("T")
 
 
@@ -19,6 +21,6 @@ def captured(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         run()  # compiles, which a graph must not contain
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph, stream):
         found = run()
     return graph, found

@@ -11,6 +11,7 @@ from torch import Tensor
 from attention import AttentionConfig, ProductPrecision, Score, build_attention
 from bench.fp8_emulation import fp8_attention, outliers
 from tests.attention.reference import Case, formula
+from tests.gpu.graphs import captured
 from tests.gpu.test_hopper import LENGTHS, grid
 
 pytestmark = pytest.mark.skipif(
@@ -84,9 +85,7 @@ def test_a_captured_call_gives_the_same_bits_in_every_replay():
     q, k, v, _ = Case(2, 6, 2, 1000, 1000, 128).tensors(torch.bfloat16, "cuda")
     attend = fp8()
     expected = attend(q, k, v).out
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend(q, k, v).out
+    graph, out = captured(lambda: attend(q, k, v).out)
     for _ in range(50):
         out.fill_(torch.nan)
         graph.replay()
