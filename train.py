@@ -163,7 +163,7 @@ def check_step_size(trainer: Trainer, metadata: dict[str, Any], path: Path) -> N
     unchanged = training.batch_tokens is None and training.batch_size == metadata["config"]["training"]["batch_size"]
     if then is not None and then != now and unchanged:
         raise ConfigError(
-            f"{path} was trained with {then} tokens a step, and {trainer.world.size} ranks of "
+            f"{path} was trained with {then} tokens per step, and {trainer.world.size} ranks of "
             f"training.batch_size={training.batch_size} have {now}; set training.batch_tokens={then} to keep it, "
             f"or training.batch_tokens={now} to train on with these."
         )
@@ -185,7 +185,7 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
         *([] if config.score == ScoreConfig() else [f"score={describe_score(config.score)}"]),
         *([] if config.data.documents is Documents.ignore else [f"documents={config.data.documents.name}"]),
         f"model={config.model.name}: {trainer.model.num_parameters():,} parameters",
-        f"{meter.tokens_per_step:,} tokens a step",
+        f"{meter.tokens_per_step:,} tokens per step",
         f"device={device}{auto * (config.device == 'auto')}",
         f"precision={precision}{auto * (config.training.precision is Precision.auto)}",
     ]

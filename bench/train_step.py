@@ -8,7 +8,7 @@
     python -m bench.train_step -- training.residual_in_fp32=false    further overrides for train.py: another column
     python -m bench.train_step --plot-only a.json b.json             nothing measured: one result of several, drawn
 
-Every cell is a run of train.py in a process of its own: 124M parameters and 32,768 tokens a step, with data loading,
+Every cell is a run of train.py in a process of its own: 124M parameters and 32,768 tokens per step, with data loading,
 logging and clipping. The median step counts. Running out of memory is a result. Results go to
 bench/results/train_step-<device>.json after each cell, and the figures are drawn beside it at the end. Runs at the same
 time need a folder each (--results); --plot-only joins what they wrote. nanoGPT's figures are those that
@@ -214,7 +214,7 @@ def publish(rows: Sequence[Row], path: Path) -> None:
         if any(row["status"] == "completed" for row in shown):
             chart = Chart(
                 f"train-step-dropout-{dropout:g}",
-                f"Training GPT-2 (124M), 32,768 tokens a step, dropout {dropout:g}",
+                f"Training GPT-2 (124M), 32,768 tokens per step, dropout {dropout:g}",
                 "Median of the steps of a run; nanoGPT by its own benchmark.",
                 partial(draw, rows=shown, theirs=[row for row in theirs.values() if row["dropout"] == dropout]),
             )

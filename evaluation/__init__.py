@@ -4,5 +4,5 @@ models.py   one interface for a run's model and for one exported to Hugging Face
 scorer.py   log-likelihoods and continuations of texts, batched
 harness.py  the tasks of EleutherAI's lm-eval, through the scorer
 tasks.py    the tasks of a .jsonl file, through the scorer, without lm-eval
-text.py     loss and bits a byte on a text
+text.py     loss and bits per byte on a text
 """

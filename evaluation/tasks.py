@@ -44,7 +44,7 @@ def multiple_choice(lines: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str
 
 
 def perplexity(lines: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float]:
-    """Perplexities per word and per byte, and bits a byte, over all texts together."""
+    """Perplexities per word and per byte, and bits per byte, over all texts together."""
     texts = [line["text"] for line in lines]
     nats = -sum(scorer.loglikelihood_rolling(texts))
     words, size = sum(len(re.split(r"\s+", text)) for text in texts), sum(len(text.encode()) for text in texts)

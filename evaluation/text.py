@@ -1,4 +1,4 @@
-"""The loss of a model on a text, and its bits a byte."""
+"""The loss of a model on a text, and its bits per byte."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tokenised(rows: Iterable[Row], model: LanguageModel, most: int | None = None
 
 
 def measure(model: LanguageModel, text: Text, seq_len: int, batch: int, separate: bool) -> dict[str, float]:
-    """{"loss": nats a token, "perplexity", "bits_per_byte", "tokens", "bytes"} over all tokens but the first.
+    """{"loss": nats per token, "perplexity", "bits_per_byte", "tokens", "bytes"} over all tokens but the first.
 
     seq_len   tokens of the windows, side by side, that the text is cut into: the context of their last token
     batch     windows of one forward pass

@@ -141,7 +141,7 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
         if sweep.axis == "devices" and (known := [(p.at, p.tokens_per_s) for p in its if p.tokens_per_s])
     }
     caption = "Median over the run." + (" Dashes are proportional to the devices." if ideal else "")
-    add("throughput", "Throughput", caption, "tokens a second", lambda p: p.tokens_per_s, dashes=ideal)
+    add("throughput", "Throughput", caption, "tokens per second", lambda p: p.tokens_per_s, dashes=ideal)
     if sweep.axis == "seq_len" and crossovers(sweep, reference):
         theirs = {point.at: point.step_ms for point in table[reference]}
         caption = f"Step time of {reference} over that of each implementation. A ring marks where one overtakes."
@@ -157,7 +157,7 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
         shared = len(spans) == 1 and None not in spans
         text = "the same text" if shared else "other text at each length (training.eval_span)"
         caption = f"Final loss of runs that saw equally many tokens, evaluated on {text}."
-        add("context", "Validation loss", caption, "validation loss, nats a token", lambda p: p.val_loss, log=False)
+        add("context", "Validation loss", caption, "validation loss, nats per token", lambda p: p.val_loss, log=False)
     return found
 
 
@@ -191,7 +191,7 @@ def draw_steps(figure: Figure, palette: Palette, curves: Curves, metric: str, co
         axes.set_ylim(values.min() - margin if metric == "train/loss" else 0, values.max() + margin)
     number = "{:g}".format if metric == "train/loss" else short_number  # losses may differ in the fourth digit
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    _finish_steps(figure, axes, palette, "loss, nats a token" if metric == "train/loss" else "tokens a second")
+    _finish_steps(figure, axes, palette, "loss, nats per token" if metric == "train/loss" else "tokens per second")
 
 
 def draw_difference(figure: Figure, palette: Palette, cell: Cell, reference: str) -> None:

@@ -122,7 +122,7 @@ def test_on_a_cpu_the_wall_says_what_stands_for_a_gpu_and_whose_memory_is_shown(
 
 
 def test_the_crossover_is_where_step_times_are_equal(tmp_path: Path) -> None:
-    """naive at 1e8 / T tokens a second falls behind flash's 1e5 at T = 1,000."""
+    """naive at 1e8 / T tokens per second falls behind flash's 1e5 at T = 1,000."""
     write_wall(tmp_path)
     (crossing,) = crossovers(only_sweep(tmp_path))
     assert crossing.label == "flash"
@@ -132,7 +132,7 @@ def test_the_crossover_is_where_step_times_are_equal(tmp_path: Path) -> None:
 
 
 def write_speeds(folder: Path, speeds: dict[int, float]) -> None:
-    """naive at 10,000 tokens a second at every length, and flash at so many times as much."""
+    """naive at 10,000 tokens per second at every length, and flash at so many times as much."""
     for seq_len, times in speeds.items():
         for attention, factor in (("naive", 1.0), ("flash", times)):
             run = folder / f"{attention}{seq_len}"
