@@ -129,7 +129,7 @@ def render_svg(chart: Chart) -> str:
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{chart.name}-\1"', svg)
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", FONTS, svg)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Whoever places it decides its size; the view box keeps its proportions.
+    # The page decides its size; the view box keeps its proportions.
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 width="100%"', svg, count=1)
     return svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(chart.title)}" ', 1)
@@ -152,7 +152,7 @@ def _draw(chart: Chart, palette: Palette, canvas: type[FigureCanvasAgg] | type[F
 
 
 def label_axes(axes: Axes, palette: Palette, title: str, xlabel: str = "") -> None:
-    """Give axes their title, label and look; the title stands in for a label of the y axis, to read it upright."""
+    """Give axes their title, label and look. The title takes the place of a y label, which would have to be rotated."""
     axes.set_facecolor(palette["surface"])
     axes.set_title(title, loc="left", color=palette["muted"], pad=7)
     axes.set_xlabel(xlabel, color=palette["muted"], loc="right")

@@ -1,4 +1,4 @@
-"""Numbers and lists in words: what printed lines, tables, figures and sentences share."""
+"""Numbers and lists as text, for printed lines, tables, figures and sentences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def times(ratio: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Two digits: 0.13 %, 41 %, 160 %; what is smaller than a tenth is said to be so."""
+    """Two digits: 0.13 %, 41 %, 160 %; "under 0.1 %" below a tenth."""
     value = 100 * (share or 0.0)
     return "under 0.1 %" if value < 0.1 else f"{float(f'{value:.2g}'):g} %"
 

@@ -91,7 +91,7 @@ def forward_in_blocks(blocks: Blocks) -> Callable[[], Call]:
 
 
 def preparation(name: str, direction: str) -> Callable[[], Call]:
-    """What a name on a child's command line stands for: an implementation, or 64x128 for a block size."""
+    """The pass that a child's command line names: an implementation's, or with 64x128 that of a block size."""
     rows, times, columns = name.partition("x")
     if times and rows.isdigit():
         return forward_in_blocks(blocks_of(int(rows), int(columns)))

@@ -48,8 +48,8 @@ def attention(precision: ProductPrecision) -> Callable[..., Tensor]:
     return lambda q, k, v, **options: attend(q, k, v, **options).out
 
 
-def as_it_is(call: Callable[[], object]) -> Callable[[], object]:
-    """A preparation that prepares nothing."""
+def unprepared(call: Callable[[], object]) -> Callable[[], object]:
+    """A preparation, as `interleaved` takes it, that prepares nothing."""
     return call
 
 
@@ -66,7 +66,7 @@ def speed(length: int, head_size: int, device: torch.device, seconds: float) -> 
     quantised, out = quantise(k, v, blocks), torch.empty_like(q)
     calls["quantisation"] = partial(quantise, k, v, blocks)
     calls["kernel"] = lambda: attend(q, quantised._replace(work=torch.zeros_like(quantised.work)), out, options, blocks)
-    timings = interleaved({name: partial(as_it_is, call) for name, call in calls.items()}, device, seconds)
+    timings = interleaved({name: partial(unprepared, call) for name, call in calls.items()}, device, seconds)
     row: Row = {"length": length, "head_size": head_size, "batch": B, "heads": H}
     for name, timing in timings.items():
         if isinstance(timing, Exception):

@@ -1,4 +1,4 @@
-"""The kernel paths of attention=flash beside each other, each forced: what attention.path=auto is decided by.
+"""The kernel paths of attention=flash beside each other, each forced: the measurements behind attention.path=auto.
 
     python -m bench.kernel_paths                                     every variant: about five minutes on an H200
     python -m bench.kernel_paths --variants window alibi --heads 64 --dropout 0 --lengths 4096 16384
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def identity(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a row is a measurement of."""
+    """The problem that a row measures."""
     return tuple(row[name] for name in ("head_size", "variant", "dropout", "length"))
 
 

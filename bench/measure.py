@@ -1,7 +1,7 @@
 """What every benchmark needs: where and when it was measured, and times that can be compared.
 
 Candidates are timed in turns, so that a change of the device's clocks affects all of them; the median counts. On a GPU
-two events on the device take the time. Launches are queued behind a pause, so that a slow Python leaves no gaps between
+two events on the device take the time. Launches are queued behind a pause, so that a slow host leaves no gaps between
 short kernels.
 """
 
@@ -56,9 +56,9 @@ class Timing:
 
 
 def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """What a result needs to be repeated: the device, the versions of what ran on it, the commit, and the time.
+    """What is needed to repeat a result: the device, the versions of the software, the commit, and the date.
 
-    packages   whose versions are recorded where they are installed, beside those that every run records
+    packages   more packages, whose versions are recorded if they are installed
     """
     cuda = device.type == "cuda"
     found = summary.environment(device)
@@ -140,7 +140,7 @@ class Sampler:
         self.wanted = min(MAX_SAMPLES, max(MIN_SAMPLES, self.wanted))
 
     def take(self, turns_left: int) -> None:
-        """Take a fair part of the samples that are still wanted."""
+        """Take an equal share of the samples that are still wanted."""
         count = -(-(self.wanted - len(self.samples)) // turns_left)
         if count > 0:
             self.samples += self.on_cuda(count) if self.device.type == "cuda" else self.on_host(count)
@@ -156,7 +156,7 @@ class Sampler:
         return samples
 
     def on_cuda(self, count: int) -> list[float]:
-        """Milliseconds by the device's clock, the launches queued up behind a pause where the queue can hold them."""
+        """Milliseconds by the device's clock, the launches queued behind a pause where the queue can hold them."""
         pause_s = 1.5 * count * self.host_s
         if pause_s < LONGEST_PAUSE_S:
             torch.cuda._sleep(int(pause_s * CYCLES_PER_SECOND))

@@ -232,7 +232,7 @@ def merged(path: Path, fresh: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Everything the command line does."""
+    """Measure the cases on each number of GPUs, and write their rows."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.several_gpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -101,12 +101,12 @@ def column(row: Row) -> str:
 
 
 def gpus(row: Row) -> int:
-    """The number of GPUs that trained; each had the row's shape."""
+    """The number of GPUs that trained, each with the row's batch size."""
     return row.get("gpus", 1)
 
 
 def several(row: Row) -> list[str]:
-    """Said of a row of more than one GPU."""
+    """The words for a row of more than one GPU; none for one."""
     return [f"on {gpus(row)} GPUs"] if gpus(row) > 1 else []
 
 

@@ -1,4 +1,4 @@
-"""What each step of the ladder reads and holds, where it overflows, and what goes wrong silently without one line."""
+"""What each step of the ladder reads and holds, where it overflows, and what one missing line does silently."""
 
 from __future__ import annotations
 import __future__
@@ -201,7 +201,7 @@ def measure(ladder: Sequence[Rung] = LADDER) -> list[Measured]:
 
 
 def without(function: Callable[..., None], mark: str) -> Callable[..., None]:
-    """The function with the lines left out that bear a mark. Raises ValueError where none does."""
+    """The function without the lines that contain a mark. Raises ValueError where none does."""
     lines = inspect.getsource(function).splitlines()
     kept = [line for line in lines if mark not in line]
     if len(kept) == len(lines):

@@ -1,4 +1,4 @@
-"""What was measured in each cell of a sweep, and what follows from it: rankings, crossovers, predicted memory."""
+"""The measurements in each cell of a sweep, and what follows from them: rankings, crossovers, predicted memory."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def ranked(sweep: Sweep) -> list[Point]:
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
-    """The median of what is known; None where nothing is."""
+    """The median of the known values; None without any."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 

@@ -1,4 +1,4 @@
-"""What the runs show, drawn: losses over steps and their differences, costs over the sequence length or the devices."""
+"""Figures of runs: losses over steps and their differences, costs over the sequence length or the devices."""
 
 from __future__ import annotations
 

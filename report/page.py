@@ -32,7 +32,7 @@ class Drawing(NamedTuple):
 
 
 class Section(NamedTuple):
-    """What there is to say about one sweep; `prefix` sets its files and ids apart from other sweeps'."""
+    """The report's section on one sweep; `prefix` distinguishes its files and ids from other sweeps'."""
 
     prefix: str
     title: str
@@ -100,7 +100,7 @@ def _environment(**options: Any) -> jinja2.Environment:
 
 
 def escape_markdown(value: Any) -> str:
-    """What Markdown shows as it stands: no markup, no HTML, no end of a cell or line."""
+    """Text that Markdown shows unchanged: without markup, HTML, or the end of a cell or line."""
     text = re.sub(r"([\\`*<>\[\]|~]|&(?=#|\w+;)|(?<!\w)_|_(?!\w))", r"\\\1", str(value))
     return " ".join(text.split("\n"))
 
@@ -146,7 +146,7 @@ def _draw(chart: Chart, out: Path) -> Drawing:
 
 
 def _sources(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
-    """What the report was made from, in words."""
+    """The origin of the report's runs, as (name, text)."""
     versions = [run.recorded("versions") for run in runs]
     kernels = [f"{run.attention}: {path}" for run in runs if (path := run.summary.get("attention_path"))]
     return (

@@ -1,7 +1,7 @@
 """Does an implementation equal the reference, up to rounding? Three measurements, and the verdict from them.
 
 Same weights   The probe inside a run compares logits and gradients of both on the run's weights, batch and dropout
-               masks, beside what rounding alone does to the reference (parity/noise_*). Two right implementations
+               masks, beside the effect of rounding alone on the reference (parity/noise_*). Two right implementations
                are about that far apart, a wrong one tens to thousands of times as far; PARITY_MARGIN is allowed.
 Curves         The training loss must be closer to the reference's of the same seed than the reference's seeds are to
                each other, as root mean squares over WINDOW of the run, because two curves that cross are close to
@@ -242,7 +242,7 @@ def _trained(series: Series) -> Series:
 
 
 def _began_within(pair: tuple[Run, Run], rounding: float) -> bool:
-    """Whether the first losses of two runs agree to rounding; true if there are no early losses."""
+    """Whether the first losses of two runs agree up to rounding; true without early losses."""
     starts = [difference(*pair, metric) for metric in ("val/loss", "train/loss")]
     return all(
         abs(apart.values[0]) <= PARITY_MARGIN * rounding * max(1, apart.steps[0])

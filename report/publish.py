@@ -47,7 +47,7 @@ def publish(runs: Sequence[Run], out: Path, mode: str, seconds: float = SECONDS)
 
 
 def run_id(group: str) -> str | None:
-    """The same for every report on a group, so that W&B keeps one run of them; None, without a group: a new one."""
+    """The id of the reports on a group, of which W&B keeps one run; None without a group: each report is a new run."""
     return f"report-{hashlib.sha256(group.encode()).hexdigest()[:16]}" if group else None
 
 

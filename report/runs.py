@@ -186,7 +186,7 @@ class Run:
 
 
 class RunSet(NamedTuple):
-    """Everything found under the given folders, and what there is to say about how it was found."""
+    """The runs found under the given folders, and notes on how they were found."""
 
     runs: tuple[Run, ...]
     notes: tuple[str, ...]
@@ -222,7 +222,7 @@ def find_runs(folders: Sequence[Path]) -> RunSet:
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
-    """One run folder. Files that are missing, cut off or damaged are read around, and noted."""
+    """One run folder. Files that are missing, truncated or damaged are skipped, and noted."""
     notes: list[str] = []
     summary = _read(folder / "summary.json", json.loads, {}, notes)
     if not summary and (reason := _last_error(folder / "console.log")):

@@ -75,7 +75,7 @@ def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
 
 
 def _state(point: Point) -> str:
-    """How runs ended that show less than the others."""
+    """How the runs of a point ended, if not all completed."""
     if point.out_of_memory:
         return "out of memory"
     stopped = [run.diverged() for run in point.runs if run.diverged() is not None]

@@ -1,4 +1,4 @@
-"""The report in words: what a sweep answers, the verdict on each implementation, and what to know about the runs."""
+"""The report in words: a sweep's answer, the verdict on each implementation, and notes on the runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Table = Mapping[str, list[Point]]
 
 
 class Answer(NamedTuple):
-    """What runs show: a headline, its tone (holds, broken, open, none), and the bullets below it."""
+    """The answer of a sweep: a headline, its tone (holds, broken, open, none), and the bullets below it."""
 
     headline: str
     tone: str
@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
 
 def answer(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Answer:
-    """What a sweep was made to find out."""
+    """The answer to the question that a sweep asks."""
     table = points(sweep)
     decisive = [verdict for verdict in verdicts if verdict.decisive]
     # Over lengths, running out of memory is the answer: where the memory ends.
@@ -69,7 +69,7 @@ def parity_answer(verdicts: Sequence[Verdict], reference: str) -> Answer:
 
 
 def verdict_sentences(verdict: Verdict, reference: str) -> list[str]:
-    """What was measured of one implementation, what speaks against it, and what is missing."""
+    """What was measured of one implementation, what counts against it, and what is missing."""
     said = []
     probe, curve, final = verdict.probe, verdict.curve, verdict.final
     if lost := verdict.not_finite:
@@ -279,7 +279,7 @@ def ending(run: Run) -> str | None:
 
 
 def notes_on(found: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
-    """What to know about the runs: how they were found, how they ended, where they came from."""
+    """Notes on the runs: how they were found, how they ended, where they came from."""
     runs, notes = found.runs, list(found.notes)
     if len(sweeps) > 1:
         names = [s.partition("=")[0] for s in settings_apart([sweep.cells[0].runs[0] for sweep in sweeps])[0]]

@@ -91,7 +91,7 @@ def test_flex_makes_a_block_mask_again_when_the_documents_change():
         starts.copy_(starts.flip(0))  # in place, as a CUDA graph's inputs are
 
 
-def test_flex_refuses_what_it_has_not():
+def test_flex_refuses_dropout_and_a_backward_pass_on_a_cpu():
     with pytest.raises(UnsupportedAttention, match=r"attention=flex has no dropout; set attention.dropout=0"):
         build_attention(AttentionConfig("flex", dropout=0.1))
     flex = build_attention(AttentionConfig("flex"))
@@ -280,7 +280,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_what_an_implementation_does_not_serve_is_refused_when_the_model_is_built(name, feature):
+def test_what_an_implementation_does_not_support_is_refused_when_the_model_is_built(name, feature):
     score, has_documents, asked_by = FEATURES[feature]
     attend = build_attention(AttentionConfig(name))
     device = torch.device("cuda" if name == "flex" else "cpu")
