@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from errors import UserError
-from learn.ladder import EXAMPLE, Measured, measure, silent_error
+from learn.ladder import EXAMPLE, Measured, furthest_apart, measure, silent_error
 from learn.page import render
 
 DEFAULT = Path("outputs/learn.html")
@@ -34,6 +34,7 @@ def main(arguments: list[str]) -> None:
     ladder = measure()
     print(f"Attention over the scores and values {', '.join(f'{x:g}' for x in EXAMPLE.tolist())}, step by step\n")
     print(table(ladder))
+    print(f"\nOn random scores no step is further from the one before than {furthest_apart(ladder):.1e}.")
     line, wrong, right = silent_error()
     print(f"\nWithout this line the output is {wrong:.4f} instead of {right:.4f}, and nothing complains:\n    {line}\n")
     print("recording FlashAttention-1 and -2 ...", flush=True)

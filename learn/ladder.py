@@ -200,6 +200,11 @@ def measure(ladder: Sequence[Rung] = LADDER) -> list[Measured]:
     return measured
 
 
+def furthest_apart(ladder: Sequence[Measured]) -> float:
+    """The largest difference between a step and the one before, relative to the largest value."""
+    return max(entry.apart for entry in ladder)
+
+
 def without(function: Callable[..., None], mark: str) -> Callable[..., None]:
     """The function without the lines that contain a mark. Raises ValueError where none does."""
     lines = inspect.getsource(function).splitlines()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from learn import traffic
 from learn.flash import block_sizes, lowest
-from learn.ladder import Measured, silent_error
+from learn.ladder import Measured, furthest_apart, silent_error
 from learn.problem import Problem, solve
 from learn.tracing import Recording, record
 
@@ -105,6 +105,8 @@ def packed(recording: Recording, problem: Problem) -> dict[str, Any]:
         fast_now, slow_now = texts(step.fast, fast_before, fast), texts(step.slow, slow_before, slow)
         entry: dict[str, Any] = {"line": step.line, "read": step.read, "written": step.written}
         entry |= {name: [rows.start, rows.stop] for name, rows in step.tile.items()}
+        if step.idle:
+            entry["idle"] = sorted(step.idle)
         if step.moves:
             entry["moves"] = [[move.name, move.rows.start, move.rows.stop, move.kind] for move in step.moves]
         if changed := {name: rows for name, rows in fast_now.items() if fast.get(name) != rows}:
@@ -141,6 +143,7 @@ def render(ladder: list[Measured]) -> str:
     )
     curves = traffic.count()
     return environment.get_template("page.html.j2").render(
+        apart=furthest_apart(ladder),
         ladder=[(entry, inspect.getsource(entry.rung.function)) for entry in ladder],
         silent={"line": line, "wrong": wrong, "right": right},
         choices=CHOICES,

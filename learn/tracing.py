@@ -6,10 +6,12 @@ and their numbers, what it moved between slow and fast memory, and what lay in e
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -33,8 +35,9 @@ class Step:
 
     line     its place in the function's source, from 0
     fast     the tensors in fast memory by name
+    idle     those of them that no later line reads before their names are given to others
     slow     those in slow memory
-    tile     the tiles that the loops are at: {"i": rows of queries, "j": rows of keys}, as far as they have begun
+    tile     the tiles that the loops around the line are at: {"i": rows of queries, "j": rows of keys}
     read     numbers read from slow memory so far, and `written` to it
     """
 
@@ -45,6 +48,7 @@ class Step:
     moves: tuple[Move, ...]
     read: int
     written: int
+    idle: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -64,6 +68,8 @@ def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str,
     """function(**slow, **rest), recorded."""
     lines, first_line = inspect.getsourcelines(function)
     recording = Recording([line.rstrip("\n") for line in lines])
+    nodes = list(ast.walk(ast.parse(textwrap.dedent("".join(lines)))))
+    loops = [(n.target.id, n) for n in nodes if isinstance(n, ast.For) and isinstance(n.target, ast.Name)]
     moves: list[Move] = []
     names = {id(tensor): name for name, tensor in slow.items()}
     for tensor in slow.values():
@@ -74,12 +80,13 @@ def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str,
     def finish(frame: FrameType) -> None:
         if running is None:
             return
-        names_now = frame.f_locals
+        names_now, line = frame.f_locals, running - first_line
+        around = [name for name, loop in loops if loop.lineno <= line + 1 <= (loop.end_lineno or 0)]
         step = Step(
-            line=running - first_line,
+            line=line,
             fast={name: value.clone() for name, value in names_now.items() if isinstance(value, Tensor)},
             slow={name: tensor.tensor.clone() for name, tensor in slow.items()},
-            tile={name: names_now[name] for name in ("i", "j") if isinstance(names_now.get(name), slice)},
+            tile={name: names_now[name] for name in around if name in names_now},
             moves=tuple(moves),
             read=traffic.read,
             written=traffic.written,
@@ -105,4 +112,17 @@ def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str,
         sys.settrace(before)
         for tensor in slow.values():
             tensor.on_move = None
+    recording.steps = with_idle(recording.steps, [n for n in nodes if isinstance(n, ast.Name)])
     return recording
+
+
+def with_idle(recorded: list[Step], names: list[ast.Name]) -> list[Step]:
+    """The steps with what is idle: found from the last one back, by the names that later lines read."""
+    steps: list[Step] = []
+    needed: set[str] = set()
+    for step in reversed(recorded):
+        steps.append(replace(step, idle=frozenset(step.fast.keys() - needed)))
+        on_line = [name for name in names if name.lineno - 1 == step.line]
+        needed -= {name.id for name in on_line if isinstance(name.ctx, ast.Store)}
+        needed |= {name.id for name in on_line if isinstance(name.ctx, ast.Load)}
+    return steps[::-1]

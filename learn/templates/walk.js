@@ -24,9 +24,9 @@ function stateAt(n) {
   return state;
 }
 
-function matrix(name, rows, mark, changed) {
+function matrix(name, rows, mark, classes) {
   const table = document.createElement("table");
-  table.className = "matrix" + (changed ? " changed" : "");
+  table.className = ["matrix", ...classes].join(" ");
   table.dataset.name = name;
   table.createCaption().textContent = `${name}  ${rows.length}×${rows[0].length}`;
   rows.forEach((row, r) => {
@@ -52,13 +52,15 @@ function show(n) {
   }));
   const moved = (now.moves || []).map(([name, from, to, kind]) => `${kind}s ${name}[${from}:${to}]`);
   byId("told").textContent = recording.source[now.line].trim() + (moved.length ? `  →  ${moved.join(", ")}` : "");
-  const fast = Object.entries(state.fast);
-  byId("fast").replaceChildren(...fast.map(([name, rows]) => matrix(name, rows, () => "", state.changed.has("fast" + name))));
+  const fast = Object.entries(state.fast), idle = new Set(now.idle), changed = (name) => (state.changed.has(name) ? ["changed"] : []);
+  byId("fast").replaceChildren(...fast.map(([name, rows]) => matrix(name, rows, () => "", idle.has(name) ? ["idle"] : changed("fast" + name))));
   byId("slow").replaceChildren(...Object.entries(state.slow).map(([name, rows]) => matrix(name, rows, (r) => {
     const move = (now.moves || []).filter((m) => m[0] === name && inside(r, [m[1], m[2]])).pop();
     return move ? move[3] : inside(r, OF_QUERIES.has(name) ? now.i : now.j) ? "tile" : "";
-  }, state.changed.has("slow" + name))));
-  byId("held").textContent = `${fast.reduce((sum, [, rows]) => sum + rows.length * rows[0].length, 0)} numbers`;
+  }, changed("slow" + name))));
+  const count = (tensors) => tensors.reduce((sum, [, rows]) => sum + rows.length * rows[0].length, 0);
+  const unused = count(fast.filter(([name]) => idle.has(name)));
+  byId("held").textContent = `${count(fast)} numbers` + (unused ? `, ${unused} of them not needed any more (pale)` : "");
   byId("moved").textContent = `${settings.bytes * now.read} bytes read, ${settings.bytes * now.written} written`;
   drawMap(state, now);
   history.replaceState(null, "", "#" + new URLSearchParams({ ...chosen(), step }));
@@ -114,9 +116,10 @@ async function start() {
   byId("play").addEventListener("click", () => play(!timer));
   byId("slider").addEventListener("input", (event) => show(Number(event.target.value)));
   document.addEventListener("keydown", (event) => {
-    if (event.target.closest("select, input, button, summary") || event.ctrlKey || event.metaKey || event.altKey) return;
-    const act = KEYS[event.key];
-    if (act) { event.preventDefault(); act(); }
+    const act = KEYS[event.key], pressed = event.target.closest("button, summary") && event.key === " ";
+    if (!act || pressed || event.target.closest("select, input") || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    act();
   });
   choose(Number(asked.step) || 0);
   document.body.dataset.ready = "yes";

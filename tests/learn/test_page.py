@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -29,6 +31,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "5.4329" in done.stdout
     assert str(out) in done.stdout
     return out
+
+
+def dump(address: str, profile: Path) -> str:
+    """The page as Chromium has it after ten seconds of the page's own time."""
+    assert CHROMIUM is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
+    flags += [f"--user-data-dir={profile}", "--virtual-time-budget=10000"]
+    return subprocess.run([CHROMIUM, *flags, address], capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -59,7 +69,27 @@ def test_the_recorded_end_is_that_of_an_unrecorded_run() -> None:
         assert (last.read, last.written) == (alone.traffic.read, alone.traffic.written)
 
 
-@pytest.mark.slow
+def test_what_a_tile_left_behind_is_told_from_what_is_in_use() -> None:
+    """FlashAttention-2 with its first queries and the second, last tile of keys."""
+    recording = record_choice(FIRST)
+    idle = {
+        recording.source[step.line].split("=")[0].strip(): step.idle
+        for step in recording.steps
+        if step.tile == {"i": slice(0, 3), "j": slice(4, 5)}
+    }
+    assert idle["k, v"] == {"s", "m_new", "p", "alpha"}  # those of the first tile of keys
+    assert idle["s"] == {"q", "k", "m_new", "p", "alpha"}
+    assert idle["p"] == {"q", "k", "s", "alpha"}
+    assert idle["m"] == {"q", "k", "v", "s", "m_new", "p", "alpha"}  # o, l and m are all that goes on
+
+
+def test_a_tile_ends_with_its_loop() -> None:
+    tiles = [tile for tile, _ in itertools.groupby(step.tile for step in record_choice(FIRST).steps)]
+    queries, keys = (slice(0, 3), slice(3, 5)), (slice(0, 4), slice(4, 5))
+    of_queries = [[{"i": i}, *({"i": i, "j": j} for j in keys), {"i": i}] for i in queries]
+    assert tiles == [{}, *itertools.chain(*of_queries)]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("step", [0, 21, 10_000])
@@ -67,21 +97,7 @@ def test_a_browser_shows_the_step_that_was_asked_for(page: Path, tmp_path: Path,
     recording = record_choice(CHOICE)
     step_there = min(step, len(recording.steps) - 1)
     query = "&".join(f"{name}={value}" for name, value in CHOICE.items())
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
-    assert CHROMIUM is not None
-    dom = subprocess.run(
-        [
-            CHROMIUM,
-            *flags,
-            f"--user-data-dir={tmp_path}",
-            "--virtual-time-budget=10000",
-            f"file://{page}#{query}&step={step}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
+    dom = dump(f"{page.as_uri()}#{query}&step={step}", tmp_path)
     assert 'data-ready="yes"' in dom
     assert f"{step_there + 1} of {len(recording.steps)}" in dom
     running = re.search(r'<span class="now">(.*?)</span>', dom)
@@ -115,3 +131,54 @@ def test_a_page_that_cannot_be_written_ends_in_a_sentence(tmp_path: Path) -> Non
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert "out=<file>" in done.stderr
+
+
+# What a reader does, one after the other, and the step that is shown after it.
+DRIVE = """<script>(async () => {
+  const wait = (ms) => new Promise((done) => setTimeout(done, ms));
+  while (document.body.dataset.ready !== "yes") await wait(10);
+  const $ = (id) => document.getElementById(id), seen = {};
+  const press = (key, on) => on.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+  const after = (what) => (seen[what] = $("counter").textContent);
+  $("next").click(); after("button forward");
+  press("ArrowRight", $("next")); after("key on a button");
+  press("ArrowRight", document.body); after("key");
+  $("back").click(); after("button back");
+  press("End", document.body); after("end");
+  press("Home", document.body); after("home");
+  $("slider").value = 7; $("slider").dispatchEvent(new Event("input")); after("slider");
+  press(" ", document.body); seen.playing = $("play").getAttribute("aria-label"); await wait(1500);
+  $("play").click(); after("played"); seen.paused = $("play").getAttribute("aria-label");
+  for (const [name, value] of [["algorithm", "flash_1"], ["direction", "backward"], ["N", "8"], ["d", "2"], ["M", "36"],
+                               ["mask", "window 2"], ["dropout", "0.25"]]) {
+    const select = document.querySelector(`select[name=${name}]`);
+    select.value = value; select.dispatchEvent(new Event("change", { bubbles: true }));
+  }
+  after("controls"); press("End", document.body); after("end of the other");
+  document.body.dataset.seen = JSON.stringify(seen);
+})();</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_buttons_keys_slider_and_controls_step_through_the_recording(page: Path, tmp_path: Path) -> None:
+    driven = tmp_path / "driven.html"
+    driven.write_text(page.read_text().replace("</body>", f"{DRIVE}</body>"))
+    dom = dump(driven.as_uri(), tmp_path)
+    seen = json.loads(html.unescape(re.search(r'data-seen="(.*?)"', dom)[1]))  # type: ignore[index]
+    first = len(record_choice(FIRST).steps)
+    other = {
+        "algorithm": "flash_1",
+        "direction": "backward",
+        "N": 8,
+        "d": 2,
+        "M": 36,
+        "mask": "window 2",
+        "dropout": 0.25,
+    }
+    last = len(record_choice(other).steps)
+    assert {name: seen[name] for name in ("playing", "paused")} == {"playing": "Pause", "paused": "Play"}
+    shown_steps = {"button forward": 2, "key on a button": 3, "key": 4, "button back": 3, "end": first, "home": 1}
+    shown_steps |= {"slider": 8, "played": 10}
+    assert {name: seen[name] for name in shown_steps} == {name: f"{n} of {first}" for name, n in shown_steps.items()}
+    assert [seen["controls"], seen["end of the other"]] == [f"1 of {last}", f"{last} of {last}"]
