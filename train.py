@@ -7,6 +7,7 @@ python train.py --help
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,7 @@ from training.profiling.meters import StepMeter, device_name
 from training.profiling.peaks import describe_peak
 from training.ranks import from_first_rank, joined
 from training.record import NullRecord, Record, RunMetadata, recorded_out_of_memory
-from training.step import Trainer
+from training.step import Trainer, TrainingConfig
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -116,7 +117,9 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
                     interruption=interruption,
                     start=start,
                 )
-            if done == training.steps and training.sample_tokens:
+            if done < training.steps:
+                record.print(describe_stop(interruption, done, training, folder))
+            elif training.sample_tokens:
                 model = trainer.whole_model()
                 if world.rank == 0:
                     record.print(example(model, trainer, data))
@@ -174,6 +177,13 @@ def example(model: GPT, trainer: Trainer, data: PreparedData) -> str:
     sampling = Sampling(temperature=0.8, top_k=50, seed=trainer.seed)
     pieces = stream(model, data.tokenizer, "\n", trainer.training.sample_tokens, sampling, dtype=trainer.dtype)
     return f"\n{''.join(pieces).strip()}\n"
+
+
+def describe_stop(interruption: Interruption, done: int, training: TrainingConfig, folder: Path) -> str:
+    """Which signal ended the run, and how to go on."""
+    assert interruption.number is not None
+    go_on = f"resume={folder} goes on" if training.checkpoint_every else "training.checkpoint_every=0 saved nothing"
+    return f"stopped by {signal.Signals(interruption.number).name} after step {done} of {training.steps}; {go_on}"
 
 
 def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:

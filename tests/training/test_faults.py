@@ -126,6 +126,7 @@ def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(
     assert (summary["status"], summary["step"]) == ("interrupted", newest_logged(run)), text
     assert newest_valid(run / "checkpoints")[0].name == f"step-{summary['step']:08d}"
     assert "resuming from" in text
+    assert f"stopped by SIGTERM after step {summary['step']} of {STEPS}; resume=run goes on\n" in text
 
     train("resume=auto", "hydra.run.dir=run")
     losses = [
