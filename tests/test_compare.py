@@ -50,7 +50,7 @@ def test_several_folders_are_compared_in_a_folder_of_their_own(
     assert "flash" in (tmp_path / "elsewhere" / "report.md").read_text()
 
 
-def test_runs_that_are_not_compared_with_each_other_are_told_apart(
+def test_runs_that_are_not_compared_with_each_other_are_kept_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for lr in (0.001, 0.01):

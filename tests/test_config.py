@@ -197,7 +197,7 @@ def test_mistakes_end_the_command_with_their_sentences_alone(arguments: list[str
     assert not list(tmp_path.iterdir())
 
 
-def test_all_mistakes_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_mistakes_are_reported_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     wrong = ["atention=flash", "model.n_head=4", "seq_len=abc", "optimizer=adam", "training.steps=2.5", "seed"]
     wrong += ["optimizer.lr=-1", "optimizer.clip=-1", "training.batch_size=0", "model.n_heads=0", "model.dropout=2"]
@@ -215,7 +215,7 @@ def test_flags_may_stand_among_the_overrides(tmp_path: Path, monkeypatch: pytest
     assert prepare(["model=tiny", "-m", "seed=1,2", "data=stdlib"]) == ["-m", "model=tiny", "seed=1,2", "data=stdlib"]
 
 
-def test_a_mistake_that_every_job_of_a_sweep_shares_is_told_once() -> None:
+def test_a_mistake_that_every_job_of_a_sweep_shares_is_reported_once() -> None:
     with pytest.raises(ConfigError) as raised:
         prepare(["-m", "attention=naive,tiled", "seed=1,-2", "training.steps=0", "optimizer.lr=fast"])
     assert sorted(sentence.split(" ")[0] for sentence in str(raised.value).splitlines()) == [

@@ -91,7 +91,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(run):
         main([f"run={run}"])
 
 
-def test_damage_to_every_checkpoint_is_told_once(run, capsys):
+def test_damage_to_every_checkpoint_is_reported_once(run, capsys):
     for weights in (run / "checkpoints").glob("step-*/model/*"):
         weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(UserError, match=r"No checkpoint in .* is whole") as raised:

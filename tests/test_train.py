@@ -128,7 +128,7 @@ def used_gib() -> float:
     return int(status.split("VmData:")[1].split()[0]) / 2**20
 
 
-def test_running_out_of_memory_is_told_in_the_summary(config: Config) -> None:
+def test_running_out_of_memory_is_in_the_summary(config: Config) -> None:
     config.seq_len = 2048  # whose scores of 16 sequences take 0.5 GiB
     config.training = replace(config.training, batch_size=16, cpu_memory_gib=used_gib() + 0.3)
     with pytest.raises(OutOfMemory, match=r"attention=naive with seq_len=2048 .* does not fit the memory of cpu"):
@@ -139,7 +139,7 @@ def test_running_out_of_memory_is_told_in_the_summary(config: Config) -> None:
     assert Path("run/loss.png").exists()  # the limit is the training's alone
 
 
-def test_a_model_that_does_not_fit_is_told_in_the_summary(config: Config) -> None:
+def test_a_model_that_does_not_fit_is_in_the_summary(config: Config) -> None:
     config.model.n_embd = 4096
     config.training = replace(config.training, cpu_memory_gib=used_gib() + 0.1)
     with pytest.raises(OutOfMemory, match=r"model\.n_embd=4096 does not fit the memory of cpu"):
@@ -161,7 +161,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoi
     assert [path.name for path in Path("run/checkpoints").glob("step-*")] == ["step-00000001"]
 
 
-def test_a_fault_of_the_program_is_told_too(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_program_is_in_the_summary_too(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("oh")
 

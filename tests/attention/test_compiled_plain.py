@@ -103,5 +103,5 @@ def test_kernels_compile_and_take_no_more_registers_than_today_nor_outgrow_the_c
 
 
 @pytest.mark.slow
-def test_no_length_and_no_position_compiles_a_kernel_anew():
+def test_no_length_and_no_position_recompiles_a_kernel():
     assert compiled("compiled_plain", "lengths", "hopper") == [{"forward": 1, "dq": 1, "dkdv": 1}]

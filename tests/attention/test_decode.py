@@ -156,7 +156,7 @@ def test_pages_before_the_window_may_be_gone(attend):
 
 @pytest.mark.parametrize("in_kernel", [False, True])
 @pytest.mark.parametrize("size", [None, 32])
-def test_new_tokens_go_behind_those_of_their_sequence(size, in_kernel, monkeypatch):
+def test_new_tokens_follow_those_of_their_sequence(size, in_kernel, monkeypatch):
     """A prompt of each sequence, packed or padded at its front, then three tokens one by one."""
     if in_kernel:
         monkeypatch.setattr("attention.decode.write.write_in_torch", write_kernel.write)

@@ -53,7 +53,7 @@ def addressing(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_error_is_a_small_multiple_of_the_plain_formula_s(case, causal, dtype):
+def test_error_is_a_small_multiple_of_the_plain_formulas(case, causal, dtype):
     assert_flash_accurate(replace(case, causal=causal), dtype)
 
 
@@ -71,7 +71,7 @@ def test_dropout_drops_what_the_mask_says_and_nothing_else(case, dtype):
 
 
 @pytest.mark.parametrize("case", ["square", "more_keys", "more_queries"])
-def test_gpus_without_a_copy_engine_are_served(case, addressing):
+def test_gpus_without_a_copy_engine_are_supported(case, addressing):
     assert_flash_accurate(replace(CASES[case], dropout=0.17), torch.bfloat16)
 
 
@@ -193,7 +193,7 @@ def test_views_of_a_fused_projection_are_used_as_they_lie():
     ],
     ids=["unaligned", "transposed", "expanded", "every_other_row"],
 )
-def test_any_other_layout_is_served_too(view):
+def test_any_memory_layout_is_supported(view):
     tensors = on_device(*(view(x) for x in Case(2, 2, 2, 40, 40, 33).tensors(torch.float32)))
     got = gradients(flash(), *tensors)
     for name, expected in gradients(lambda q, k, v: formula(q, k, v, causal=True), *tensors).items():
@@ -260,7 +260,7 @@ class Recorder(CustomGraphPass):
         """No identity: these graphs are not to be taken from a cache."""
 
 
-def test_heads_in_sections_of_which_the_last_is_not_full_are_all_served(monkeypatch):
+def test_every_head_is_computed_where_the_last_section_is_not_full(monkeypatch):
     case = Case(1, 10, 5, 70, 70, 16)
     monkeypatch.setattr(tiles, "L2_BUDGET", 3 * 2 * 70 * 16 * 4)  # fp32 keys and values of three heads
     assert tiles.head_group_size(10, torch.empty(70, 16), shared_by=2) == 6  # of the forward and dq

@@ -45,7 +45,7 @@ def flash(dropout: float = 0.0):
 
 # In fp16: the interpreter rounds to bf16 by cutting off, which alone is twice the error of rounding.
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_error_is_a_small_multiple_of_the_plain_formula_s(case):
+def test_error_is_a_small_multiple_of_the_plain_formulas(case):
     assert_accurate(flash(), case, torch.float16, DEVICE, factor=3.0)
 
 
@@ -206,7 +206,7 @@ def test_given_slopes_replace_those_of_the_paper():
     torch.testing.assert_close(got, naive, rtol=1e-4, atol=1e-5)
 
 
-def test_new_documents_compile_nothing_anew():
+def test_new_documents_recompile_nothing():
     case = replace(CASES["everything"], T=40, S=40, documents=(10, 30))
     attend, sinks = flash(0.1), case.sink_logits(DEVICE)
     tensors = [x.to(DEVICE) for x in case.tensors(torch.float32)]

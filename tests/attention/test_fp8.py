@@ -53,13 +53,13 @@ def fp8(**options):
     ],
     ids=["Ampere", "Blackwell", "fp32", "wide", "score", "dropout"],
 )
-def test_what_it_does_not_serve_is_refused_by_name(other, reason, hopper_gpu):
+def test_what_it_does_not_support_is_refused_by_name(other, reason, hopper_gpu):
     assert describe_path("auto", PROBLEM) == describe_path("hopper", PROBLEM) == "fp8"
     with pytest.raises(UnsupportedAttention, match=rf"^attention.precision=fp8 {reason}.*attention.precision=inputs"):
         choose_path("auto", replace(PROBLEM, **other), backward=False)
 
 
-def test_the_plain_kernels_have_none(hopper_gpu):
+def test_the_plain_kernels_have_no_fp8(hopper_gpu):
     with pytest.raises(UnsupportedAttention, match=r"attention.precision=fp8 has no plain kernels"):
         fp8(path=KernelPath.plain).check(shape())
 

@@ -80,7 +80,7 @@ def test_what_the_hopper_kernels_cannot_do_is_refused_where_named_and_left_to_pl
     assert choose_path("auto", problem, backward) == choose_path("plain", problem, backward) == "plain"
 
 
-def test_a_path_that_cannot_serve_a_layer_is_refused_when_the_model_is_built(hopper_gpu):
+def test_a_path_that_does_not_support_a_layer_is_refused_when_the_model_is_built(hopper_gpu):
     every = Score(window=64, soft_cap=30.0, alibi=True, sinks=True)
     flash().check(shape(scores=(Score(), Score(causal=False), every), documents=True))
     with pytest.raises(UnsupportedAttention, match=r"attention.path=hopper takes bf16 or fp16, not torch.float32"):
@@ -102,7 +102,7 @@ def test_other_implementations_have_no_kernel_path():
     assert build_attention(AttentionConfig("tiled")).path(shape(), 1024) is None
 
 
-def test_a_named_path_serves_both_directions_at_every_length(hopper_gpu):
+def test_a_named_path_is_taken_in_both_directions_at_every_length(hopper_gpu):
     for path in ("plain", "hopper"):
         assert {describe_path(path, replace(PROBLEM, length=length)) for length in EVERY_LENGTH} == {path}
 
@@ -112,14 +112,14 @@ def test_a_named_path_serves_both_directions_at_every_length(hopper_gpu):
 )
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192])
 @pytest.mark.parametrize("dropout", [False, True], ids=["exact", "dropout"])
-def test_auto_changes_to_the_hopper_kernels_once_as_rows_grow(head_dim, dropout, features, hopper_gpu):
+def test_auto_changes_to_the_hopper_kernels_once_as_sequences_grow(head_dim, dropout, features, hopper_gpu):
     problem = replace(PROBLEM, head_dim=head_dim, dropout=dropout, features=frozenset(features))
     for backward in (False, True):
         chosen = [choose_path("auto", replace(problem, length=n), backward) for n in EVERY_LENGTH]
         assert chosen == sorted(chosen, reverse=True)  # plain, then hopper
 
 
-def test_a_model_s_paths_are_told_layer_by_layer(hopper_gpu):
+def test_the_paths_of_all_layers_are_named(hopper_gpu):
     attend = build_attention(AttentionConfig("flash"))
     assert attend.path(shape(), 4096) == "hopper"
     assert attend.path(shape(head_dim=64), 16384) == "hopper"
@@ -131,7 +131,7 @@ def test_a_model_s_paths_are_told_layer_by_layer(hopper_gpu):
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")
 @pytest.mark.parametrize("in_products", [False, True])
-def test_rows_behind_the_end_get_no_weight_however_steep_alibi_is(in_products):
+def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products):
     """Their scores are zero, and the bias of their half's first query overflows exp2 from a slope of 1.5 on."""
     B, H, T, D, rows = 2, 3, 150, 64, 64
     torch.manual_seed(0)

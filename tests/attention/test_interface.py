@@ -103,7 +103,7 @@ def test_naive_and_tiled_take_any_head_size_and_precision(name, dtype, head_dim)
 
 
 class TestSDPA:
-    def test_dropout_needs_torch_s_own_generator(self):
+    def test_dropout_needs_torchs_own_generator(self):
         with pytest.raises(UnsupportedAttention, match=r"attention.dropout=0.1; set attention.rng=torch"):
             build_attention(AttentionConfig("sdpa", dropout=0.1))
 

@@ -164,7 +164,7 @@ def test_what_cannot_be_said_is_refused_and_never_ignored(model):
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_what_the_kernels_cannot_serve_is_refused_in_the_words_of_transformers(model, monkeypatch):
+def test_what_the_kernels_do_not_support_is_refused_in_the_words_of_transformers(model, monkeypatch):
     monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
     model.set_attn_implementation("gpt_attention_flash")
     with pytest.raises(UnsupportedAttention) as raised:

@@ -70,7 +70,7 @@ def test_the_tokens_of_a_batch_stay_the_same_over_lengths(result):
     assert {row["heads"] * row["head_size"] for row in result["rows"]} == {16}
 
 
-def test_errors_are_told_where_the_mask_is_known(result):
+def test_errors_are_given_where_the_mask_is_known(result):
     for row in result["rows"]:
         if row["status"] == "measured" and (row["name"] != "sdpa-math" or row["dropout"] == 0):
             assert set(row["error"]) == {"out", "dq", "dk", "dv"}
@@ -255,7 +255,7 @@ def test_a_package_is_called_with_its_own_layout_and_refused_dropout_it_lacks(tm
 
 
 @pytest.mark.parametrize(("argument", "value"), [("--lengths", "0"), ("--tokens", "x"), ("--dropout", "1.5")])
-def test_nonsense_is_refused_with_the_argument_s_name(argument, value, capsys):
+def test_nonsense_is_refused_with_the_arguments_name(argument, value, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([argument, value])
     assert f"argument {argument}: " in capsys.readouterr().err

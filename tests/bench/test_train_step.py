@@ -170,14 +170,14 @@ def test_a_profiled_step_is_slower_and_replaces_no_other(measuring):
     assert speeds(rows) == {"flash": 2.0, "flash profile=true": 1.0}
 
 
-def test_a_failure_is_told_and_costs_no_earlier_measurement(measuring, capsys):
+def test_a_failure_is_reported_and_keeps_earlier_measurements(measuring, capsys):
     measuring({"flash": {"tokens_per_s": 1.0}})
     status, rows = measuring({"flash": {"status": "failed", "message": "killed"}, "sdpa": {"tokens_per_s": 2.0}})
     assert (status, speeds(rows)) == (1, {"flash": 1.0, "sdpa": 2.0})
     assert "killed" in capsys.readouterr().out
 
 
-def test_other_software_s_measurements_do_not_stand_beside_these(measuring):
+def test_measurements_of_other_software_do_not_stand_beside_these(measuring):
     measuring({"flash": {"tokens_per_s": 1.0}})
     _, rows = measuring({"sdpa": {"tokens_per_s": 2.0, "versions": {"torch": "2.12.0"}}})
     assert speeds(rows) == {"sdpa": 2.0}

@@ -219,7 +219,7 @@ def document_of(position: int) -> int:
     return max(int(start) for start in DOCUMENTS if start <= position)
 
 
-def test_each_input_is_told_where_in_its_row_its_document_begins():
+def test_each_input_comes_with_the_start_of_its_document():
     batches = make(documents=DOCUMENTS)
     for step in range(8):
         inputs, _, starts = batches.batch(step)

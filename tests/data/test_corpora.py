@@ -240,7 +240,7 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
         ([100] * 20 + [0], [r"left out, because they are empty: .*/20\.txt\."]),
     ],
 )
-def test_what_one_may_not_expect_of_a_text_is_told(tmp_path, sizes, notices):
+def test_what_one_may_not_expect_of_a_text_is_reported(tmp_path, sizes, notices):
     for i, size in enumerate(sizes):
         (tmp_path / f"{i}.txt").write_text("x" * size)
     told = CORPORA["text"](of_text(tmp_path)).notices()
@@ -285,6 +285,6 @@ def test_unreadable_rows_are_named(tmp_path, lines, sentence):
         ({"name": "openwebtext"}, r"set data\.hub="),
     ],
 )
-def test_a_configuration_that_cannot_serve_is_refused(options, sentence):
+def test_data_options_that_cannot_work_are_refused(options, sentence):
     with pytest.raises(DataError, match=sentence):
         prepare(DataConfig(**options))

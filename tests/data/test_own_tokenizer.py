@@ -61,7 +61,7 @@ def test_prepared_tokens_are_the_librarys_and_come_back_as_the_text(config, file
     assert len(again.encode_ordinary(TEXT)) > 1000
 
 
-def test_another_tokenizer_in_the_same_file_prepares_anew(config, file, tmp_path):
+def test_another_tokenizer_in_the_same_file_prepares_again(config, file, tmp_path):
     before = prepare(config)
     changed = json.loads(file.read_text())
     changed["model"]["vocab"] = changed["model"]["vocab"][:-5]

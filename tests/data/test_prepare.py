@@ -286,7 +286,7 @@ def test_a_log_gets_a_line_now_and_then():
     ]
 
 
-def test_a_vocabulary_that_the_text_does_not_give_is_told(config, capsys):
+def test_a_vocabulary_smaller_than_asked_for_is_reported(config, capsys):
     config.tokenizer = "bpe"
     data = prepare(config)
     assert data.vocab_size < 4096

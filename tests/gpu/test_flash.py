@@ -93,7 +93,7 @@ def test_error_of_changed_scores_in_fp16_and_fp32(score, dtype):
 
 
 @pytest.mark.parametrize("score", ["window", "everything"])
-def test_pointers_serve_changed_scores(score, monkeypatch):
+def test_changed_scores_are_right_through_pointers(score, monkeypatch):
     monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
     case = Case(2, 4, 2, 512, 512, 64, dropout=0.17, **SCORES[score])
     assert_accurate(flash(0.17), case, torch.bfloat16, "cuda", factor=3.0)
@@ -145,7 +145,7 @@ def test_tf32_is_used_where_asked_for_alone():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.17])
 @pytest.mark.parametrize("case", grid()[1::13], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
-def test_pointers_serve_as_well_as_descriptors(case, dropout, monkeypatch):
+def test_pointers_give_what_descriptors_give(case, dropout, monkeypatch):
     """The way of GPUs older than Hopper, with their block sizes."""
     monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
     assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.bfloat16, "cuda", factor=3.0)
@@ -173,7 +173,7 @@ def test_hundreds_of_repeats_are_bitwise_equal(length, D, dropout):
         assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
 
 
-def test_long_rows_use_the_whole_mask():
+def test_long_sequences_use_the_whole_mask():
     """The last rows of 2 x 32768 x 32768 scores, more than 2**31 of them."""
     T, rows, p = 32768, 48, 0.1
     q, k, v, _ = Case(1, 2, 1, T, T, 64).tensors(torch.bfloat16, "cuda")
@@ -213,7 +213,7 @@ def test_a_replayed_graph_draws_the_masks_of_its_key():
         assert all(torch.equal(a, b) for a, b in zip(results, run(n), strict=True))
 
 
-def test_a_compiled_function_is_one_graph_that_serves_every_step():
+def test_a_compiled_function_is_one_graph_for_every_step():
     q, k, v, do = Case(2, 2, 2, 200, 200, 64).tensors(torch.bfloat16, "cuda")
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     attend = flash(0.1)

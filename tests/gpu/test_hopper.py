@@ -76,7 +76,7 @@ def assert_repeats(results: Callable[[], Iterable[Tensor]]) -> None:
 @DROPOUT
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("case", [*grid(), *LONG], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
-def test_error_is_a_small_multiple_of_the_plain_formula_s(case, causal, dropout):
+def test_error_is_a_small_multiple_of_the_plain_formulas(case, causal, dropout):
     # With three keys, dq is what is left when delta cancels dP, and delta comes from a rounded output.
     factor = 4.0 if case.S == 3 else 3.0
     assert_accurate(flash(dropout), replace(case, causal=causal, dropout=dropout), torch.bfloat16, "cuda", factor)
@@ -100,7 +100,7 @@ def test_wide_heads_give_the_forward_of_the_plain_kernels(changed, D, T, S, drop
 @DROPOUT
 @pytest.mark.parametrize(("T", "S"), [(1, 239), (64, 65), (191, 193), (300, 5), (799, 300), (1023, 1024)])
 @pytest.mark.parametrize("length", [1024, 4096, 32768])
-def test_what_serves_rows_of_one_length_at_head_size_64_is_right_for_all(length, T, S, dropout):
+def test_kernels_for_one_length_at_head_size_64_are_right_for_all(length, T, S, dropout):
     q, k, v, _ = Case(2, 4, 2, T, S, 64).tensors(torch.bfloat16, "cuda")
     threshold = drop_threshold(dropout)
     options, extras = Options(True, 64**-0.5, threshold, tf32=False), Extras(key=KEY.pack(q.device))
@@ -205,7 +205,7 @@ def test_two_streams_at_once_do_not_share_counters(D):
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, first, strict=True))
 
 
-def test_long_rows_use_the_whole_mask():
+def test_long_sequences_use_the_whole_mask():
     """The last rows of 2 x 32768 x 32768 scores, more than 2**31 of them, and all their gradients beside plain's."""
     T, rows, p = 32768, 48, 0.1
     q, k, v, do = Case(1, 2, 1, T, T, 64).tensors(torch.bfloat16, "cuda")

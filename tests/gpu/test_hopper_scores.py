@@ -31,7 +31,7 @@ def test_error_of_changed_scores(score, D, dropout):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("score", [{"alibi": True}, {"sinks": True}, {"window": 1050, "alibi": True}], ids=str)
-def test_error_of_changed_scores_of_long_rows(score, dtype):
+def test_error_of_changed_scores_of_long_sequences(score, dtype):
     factor = 3.0 if dtype == torch.bfloat16 else 4.0
     assert_accurate(flash(), Case(1, 4, 2, 1100, 1187, 128, **score), dtype, "cuda", factor)
 

@@ -266,7 +266,7 @@ def test_padding_rows_of_the_embedding_stay_zero(loss):
     assert model(window()[0]).shape == (2, 16, 100)
 
 
-def test_compiles_into_one_graph_that_serves_every_step():
+def test_compiles_into_one_graph_for_every_step():
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()

@@ -50,7 +50,7 @@ def test_scores_that_fit_no_model_are_refused(config, complaint):
         layer_scores(config, 4)
 
 
-def test_all_that_is_wrong_with_a_score_is_told_once():
+def test_all_that_is_wrong_with_a_score_is_reported_once():
     config = ScoreConfig(window=0, layers=[{"soft_cap": -1.0}, {"span": 3}, {}, {"window": -2}])
     sentences = list(score_mistakes(config, 4))
     told = ["score.window=0 ", "score.soft_cap=-1.0 ", "score.layers has span=3", "score.window=-2 "]

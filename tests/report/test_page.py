@@ -236,6 +236,6 @@ def test_the_page_is_dark_in_the_dark(page: str, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_the_browser_tells_of_an_error_in_the_console(page: str, tmp_path: Path) -> None:
+def test_the_browser_reports_an_error_in_the_console(page: str, tmp_path: Path) -> None:
     _, console = open_in_browser(page.replace("</body>", "<script>nothing()</script></body>"), tmp_path)
     assert any("nothing is not defined" in line for line in console)

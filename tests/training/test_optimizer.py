@@ -77,7 +77,7 @@ def test_wsd_holds_the_peak_and_gives_it_up_over_the_last_fraction() -> None:
     assert all(later < earlier for earlier, later in pairwise(lr[750:]))
 
 
-def test_constant_stays() -> None:
+def test_the_constant_schedule_stays_at_its_peak() -> None:
     assert rates(ScheduleConfig(name="constant", warmup_steps=10))[10:] == [PEAK] * 991
 
 

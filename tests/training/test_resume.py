@@ -198,7 +198,7 @@ def test_a_text_that_has_changed_is_refused(runs: Path) -> None:
         train("resume=outputs/older", "training.steps=61")
 
 
-def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(runs: Path) -> None:
+def test_where_every_checkpoint_is_damaged_nothing_starts_again(runs: Path) -> None:
     for checkpoint in (runs / "newer" / "checkpoints").glob("step-*"):
         damage(checkpoint)
     for arguments in (["resume=outputs/newer"], ["resume=auto", "hydra.run.dir=outputs/newer"]):
@@ -209,7 +209,7 @@ def test_where_every_checkpoint_is_damaged_nothing_is_begun_anew(runs: Path) -> 
         prepare(["resume=auto"])
 
 
-def test_auto_begins_anew_in_a_folder_without_a_checkpoint(runs: Path) -> None:
+def test_auto_starts_a_run_in_a_folder_without_a_checkpoint(runs: Path) -> None:
     run = Path("outputs/killed-early")
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 0, "val/loss": 9.0}\n')
@@ -244,7 +244,7 @@ def test_a_resumed_run_may_change_how_it_trains(runs: Path) -> None:
     assert resumed("resume=auto", *changed) == "outputs/newer"
 
 
-def test_a_checkpoint_of_another_run_is_told_from_an_override(runs: Path) -> None:
+def test_a_checkpoint_of_another_run_is_distinguished_from_an_override(runs: Path) -> None:
     config = runs / "newer" / ".hydra" / "config.yaml"
     config.write_text(config.read_text().replace("n_layers: 2", "n_layers: 3"))
     overrides = runs / "newer" / ".hydra" / "overrides.yaml"

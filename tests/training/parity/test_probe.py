@@ -209,7 +209,7 @@ def test_masks_that_cannot_be_replayed_are_refused():
         check_parity(ParityConfig(every=1), AttentionConfig(dropout=0.1, rng=DropoutRng.torch), shape_in(torch.float32))
 
 
-def test_steps_to_probe():
+def test_steps_that_are_probed():
     probe = probe_for(AttentionConfig())
     probe.config.every = 100
     assert [step for step in range(301) if probe.is_due(step)] == [0, 100, 200, 300]

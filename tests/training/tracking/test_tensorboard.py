@@ -42,7 +42,7 @@ def test_a_resumed_run_has_each_step_once_under_the_same_names(
     assert f"TensorBoard tensorboard --logdir {tmp_path}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_that_begins_anew_drops_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_a_run_that_starts_again_drops_what_a_killed_one_left(tmp_path: Path) -> None:
     log(tmp_path, range(0, 21, 10), 1.0)
     (tmp_path / "metrics.jsonl").unlink()
     log(tmp_path, range(0, 11, 10), 3.0)
