@@ -80,11 +80,11 @@ def parse(arguments: list[str]) -> SampleConfig:
     if config.tokens < 0:
         raise ConfigError(f"tokens={config.tokens} must be at least 0, the number of tokens to add.")
     if config.batch < 1:
-        raise ConfigError(f"batch={config.batch} must be at least 1, the prompts that are continued at a time.")
+        raise ConfigError(f"batch={config.batch} must be at least 1: it is how many prompts are continued at a time.")
     if config.prompts is None and config.out is not None:
         raise ConfigError(f"out={config.out} takes the texts of many prompts; name their file with prompts=.")
     if config.prompts is not None and config.prompt:
-        raise ConfigError(f"prompt={config.prompt} and prompts={config.prompts} are both there; leave one of them out.")
+        raise ConfigError(f"prompt={config.prompt} and prompts={config.prompts} are both given; leave one of them out.")
     if config.export is not None and (config.prompt or config.prompts is not None):
         raise ConfigError(f"export={config.export} writes the model and no texts; leave the prompts out.")
     if config.prompts is not None and config.tokens == 0:

@@ -168,7 +168,7 @@ def check_step_size(trainer: Trainer, metadata: dict[str, Any], path: Path) -> N
         raise ConfigError(
             f"{path} was trained with {then} tokens per step, and {trainer.world.size} ranks of "
             f"training.batch_size={training.batch_size} have {now}; set training.batch_tokens={then} to keep it, "
-            f"or training.batch_tokens={now} to train on with these."
+            f"or training.batch_tokens={now} to continue with these."
         )
 
 

@@ -64,9 +64,9 @@ class Score:
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise ScoreError(f"score.{name}={value} must be {words}.")
         if self.window is not None and self.window < 1:
-            raise ScoreError(f"score.window={self.window} must be at least 1, the query's own key; null sees them all.")
+            raise ScoreError(f"score.window={self.window} must be at least 1, the query's own key; null for all keys.")
         if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
-            raise ScoreError(f"score.soft_cap={self.soft_cap} must be positive and finite; null caps nothing.")
+            raise ScoreError(f"score.soft_cap={self.soft_cap} must be positive and finite; null for no cap.")
         if not self.causal and (self.window is not None or self.alibi):
             raise ScoreError("A window and ALiBi look back from the query: they need causal=True.")
 
@@ -142,7 +142,7 @@ def packed(cu_seqlens: Tensor, length: int) -> Layout:
     """
     if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
         shape, dtype = tuple(cu_seqlens.shape), cu_seqlens.dtype
-        raise ScoreError(f"cu_seqlens of shape {shape} and {dtype} must be one row of integers.")
+        raise ScoreError(f"cu_seqlens of shape {shape} and {dtype} must be a 1-D tensor of integers.")
     bounds = cu_seqlens.tolist()
     if not bounds or bounds[0] != 0:
         raise ScoreError(f"cu_seqlens={shown(bounds)} must start at 0.")

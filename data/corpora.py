@@ -178,7 +178,7 @@ class HubCorpus(Corpus):
         except Exception as error:  # any kind: the hub's libraries raise dozens of different ones
             raise DataError(
                 f"could not stream {c.hub} from the Hugging Face hub ({brief(error)}); check the network and the names "
-                "under data.hub, or train on text at hand with data=stdlib or data=text data.path=<file or folder>."
+                "under data.hub, or train on local text with data=stdlib or data=text data.path=<file or folder>."
             ) from error
 
     def _spread(self) -> Iterator[Row]:

@@ -53,7 +53,7 @@ def gpt2_tokenizer() -> tiktoken.Encoding:
     except Exception as error:  # tiktoken passes on errors of requests, the file system and its hash check
         raise DataError(
             f"could not fetch the tokens of data.tokenizer=gpt2 ({brief(error)}); set TIKTOKEN_CACHE_DIR to a folder "
-            "that holds them, go online once, or use data.tokenizer=bytes or data.tokenizer=bpe."
+            "that holds them, connect to the network once, or use data.tokenizer=bytes or data.tokenizer=bpe."
         ) from error
 
 
@@ -93,7 +93,7 @@ def encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
         except ValueError as error:
             raise DataError(
                 f"data.tokenizer={tokenizer.name} gave up on the text that begins with {text[:40]!r} ({brief(error)}); "
-                "take long runs of blanks out of it or use data.tokenizer=bytes."
+                "remove long runs of blanks from it, or use data.tokenizer=bytes."
             ) from error
 
     return encode

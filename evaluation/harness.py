@@ -76,8 +76,8 @@ def run_tasks(
         raise
     except (OSError, ValueError) as error:  # what `datasets` and its network raise
         raise ConfigError(
-            f"tasks={wanted} could not be run ({brief(error)}); a task's data comes from the Hugging Face hub, so go "
-            "online once, or name a .jsonl file of your own."
+            f"tasks={wanted} could not be run ({brief(error)}); a task's data comes from the Hugging Face hub, so "
+            "connect to the network once, or name a .jsonl file of your own."
         ) from error
     assert found is not None
     counts = found["n-samples"]

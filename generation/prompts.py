@@ -44,7 +44,9 @@ def read_prompts(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise GenerationError(f"prompts={path} cannot be read ({reason}); name a file with a prompt a line.") from error
+        raise GenerationError(
+            f"prompts={path} cannot be read ({reason}); name a file with one prompt per line."
+        ) from error
     if lines == [""]:
         raise GenerationError(f"prompts={path} is empty; give it at least one prompt.")
     is_json = path.suffix == ".jsonl"

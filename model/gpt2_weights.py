@@ -92,7 +92,7 @@ def find(source: str, download: Callable[..., str]) -> Path:
     except (OSError, ValueError) as error:  # the hub's errors all derive from these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WeightsError(
-            f"init_from={source} is not a folder here, and the Hugging Face hub did not give a model of this name "
+            f"init_from={source} is not a folder here, and the Hugging Face hub did not provide a model of this name "
             f"({reason.rstrip('.')}); give a folder with config.json and {WEIGHTS}, or a name such as gpt2."
         ) from error
 

@@ -136,7 +136,7 @@ def _answers(host: str, port: int, timeout_s: float) -> bool:
 def _absence_message(world: World, absent: list[int], host: str, port: int, timeout_s: float) -> str:
     return (
         f"Rank {world.rank} of {world.size} waited {timeout_s:g} s at {host}:{port}, and {_names(absent)} did not "
-        "come; start every rank (torchrun --nproc-per-node does), or unset RANK and WORLD_SIZE to train alone."
+        "join; start every rank (torchrun --nproc-per-node does), or unset RANK and WORLD_SIZE to train alone."
     )
 
 

@@ -51,7 +51,7 @@ class Cache(NamedTuple):
         cu_seqlens  (B + 1,) integers on the cache's device: the start of each sequence in the row and, last, total
 
         Does not wait for the device. Raises ValueError for tensors that do not fit the cache. Under torch.compile, the
-        cache's k and v must each begin their storage.
+        cache's k and v must not be views into a larger tensor.
         """
         self.check()
         B, (H_kv, D) = self.lengths.shape[0], (self.k.shape[1], self.k.shape[3])

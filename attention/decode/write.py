@@ -35,8 +35,8 @@ cache_write = torch.library.custom_op(f"{NAMESPACE}::cache_write", write, mutate
 def _(k, v, *_):
     if k.storage_offset() or v.storage_offset():
         raise ValueError(
-            "torch.compile (2.11) writes to the wrong place of a view; let a cache's k and v each begin a storage of "
-            "their own, or write outside of the compiled function."
+            "torch.compile (2.11) writes to the wrong place of a view; allocate a cache's k and v separately, or write "
+            "outside the compiled function."
         )
 
 

@@ -235,7 +235,7 @@ def test_an_implementation_without_a_cache_is_refused_by_name():
 def test_a_compiled_function_does_not_write_into_a_view():
     k, v = torch.zeros(2, 1, 1, 16, 8)
     cache, new = Cache(k, v, torch.tensor([3], dtype=torch.int32)), torch.ones(1, 1, 1, 8)
-    with pytest.raises(Exception, match="let a cache's k and v each begin a storage"):
+    with pytest.raises(Exception, match="allocate a cache's k and v separately"):
         torch.compile(lambda: cache.write(new, new), backend="eager", fullgraph=True)()
     cache.write(new, new)
     assert v[0, 0, 2].eq(1).all()

@@ -39,12 +39,12 @@ def join(world: World) -> None:
 
 
 def test_the_first_rank_names_those_that_did_not_come(address: str) -> None:
-    with pytest.raises(RankError, match=rf"Rank 0 of 3 waited 0\.5 s at {address}, and ranks 1, 2 did not come"):
+    with pytest.raises(RankError, match=rf"Rank 0 of 3 waited 0\.5 s at {address}, and ranks 1, 2 did not join"):
         join(World(0, 3))
 
 
 def test_another_rank_says_that_the_first_did_not_come(address: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RankError, match=rf"Rank 1 of 2 waited 0\.5 s at {address}, and rank 0 did not come"):
+    with pytest.raises(RankError, match=rf"Rank 1 of 2 waited 0\.5 s at {address}, and rank 0 did not join"):
         join(World(1, 2))
     assert "frame #" not in capfd.readouterr().err
 

@@ -86,7 +86,7 @@ class WandbMirror:
         if self.failed is None:
             self.failed = reason
             self._warnings.append(
-                f"W&B has stopped ({reason}; see {self._log}); metrics.jsonl goes on and holds everything."
+                f"W&B has stopped ({reason}; see {self._log}); metrics.jsonl continues and holds everything."
             )
 
     def _send(self, line: str) -> None:
