@@ -238,7 +238,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=positive, help=f"size, all heads together: {HIDDEN}")
     parser.add_argument("--seconds", type=float, default=0.1, help="of timing for each implementation and pass")
     parser.add_argument("--limit", type=float, default=1.0, help="seconds that one step may take")
-    parser.add_argument("--cold", action="store_true", help="compile everything anew: an empty cache for this run")
+    parser.add_argument(
+        "--cold", action="store_true", help="compile everything again, with an empty cache for this run"
+    )
     parser.add_argument("--out", type=Path, help="JSON file; the figures go beside it")
     parser.add_argument(
         "--plot-only", nargs="+", type=Path, metavar="JSON", help="draw earlier results again; several make one"

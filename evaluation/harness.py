@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from config import ConfigError
@@ -58,16 +58,7 @@ def run_tasks(
             return scorer.generate_until(asked)
 
     manager = TaskManager()
-    known = set(manager.all_tasks)
-    for name in names:
-        if isinstance(name, str) and name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = (
-                f"did you mean {' or '.join(near)}?"
-                if near
-                else "lm-eval ls tasks lists them, and a file of tasks ends with .jsonl."
-            )
-            raise ConfigError(f"tasks={name} is not a task of lm-eval; {hint}")
+    check_names([name for name in names if isinstance(name, str)], manager.all_tasks)
     try:
         found = simple_evaluate(
             Adapter(), tasks=list(names), num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
@@ -80,6 +71,24 @@ def run_tasks(
             "connect to the network once, or name a .jsonl file of your own."
         ) from error
     assert found is not None
+    return metrics_of(found)
+
+
+def check_names(names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ConfigError for the first name that is not among lm-eval's tasks."""
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else "lm-eval ls tasks lists them, and a file of tasks ends with .jsonl."
+            )
+            raise ConfigError(f"tasks={name} is not a task of lm-eval; {hint}")
+
+
+def metrics_of(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The metrics and the number of questions of each task, from the result of lm-eval's `simple_evaluate`."""
     counts = found["n-samples"]
     return {
         name: {

@@ -98,7 +98,7 @@ def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor | Strided:
 def unspecialised(x: int) -> int:
     """x for a tuple among a kernel's arguments; `x >> 2` in the kernel gives it back.
 
-    Triton compiles anew for 1 and for multiples of 16, and `do_not_specialize` does not reach into tuples. 4 x + 2 is
+    Triton compiles again for 1 and for multiples of 16, and `do_not_specialize` does not reach into tuples. 4 x + 2 is
     neither of them.
     """
     return 4 * x + 2
