@@ -77,11 +77,13 @@ def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str,
     traffic = next(iter(slow.values())).traffic
     running: int | None = None  # the line that runs now
 
-    def finish(frame: FrameType) -> None:
+    def finish(frame: FrameType, following: int) -> None:
         if running is None:
             return
         names_now, line = frame.f_locals, running - first_line
-        around = [name for name, loop in loops if loop.lineno <= line + 1 <= (loop.end_lineno or 0)]
+        # A loop's own line runs once more when the loop has ended.
+        here = {line + 1, following - first_line + 1}
+        around = [name for name, loop in loops if loop.lineno <= min(here) and max(here) <= (loop.end_lineno or 0)]
         step = Step(
             line=line,
             fast={name: value.clone() for name, value in names_now.items() if isinstance(value, Tensor)},
@@ -97,7 +99,7 @@ def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str,
     def on_event(frame: FrameType, event: str, _: object) -> Any:
         nonlocal running
         if event in ("line", "return"):
-            finish(frame)
+            finish(frame, frame.f_lineno if event == "line" else first_line)
             running = frame.f_lineno
         return on_event
 

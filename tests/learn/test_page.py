@@ -87,7 +87,7 @@ def test_a_tile_ends_with_its_loop() -> None:
     tiles = [tile for tile, _ in itertools.groupby(step.tile for step in record_choice(FIRST).steps)]
     queries, keys = (slice(0, 3), slice(3, 5)), (slice(0, 4), slice(4, 5))
     of_queries = [[{"i": i}, *({"i": i, "j": j} for j in keys), {"i": i}] for i in queries]
-    assert tiles == [{}, *itertools.chain(*of_queries)]
+    assert tiles == [{}, *itertools.chain(*of_queries), {}]
 
 
 @pytest.mark.slow
