@@ -15,10 +15,10 @@ from data.config import DataConfig
 from errors import UserError
 from model.config import GPTConfig
 from model.score import ScoreConfig
+from training.config import TrainingConfig
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parallel import ParallelConfig
 from training.parity.probe import ParityConfig
-from training.step import TrainingConfig
 from training.tracking.tracker import TrackingConfig
 
 

@@ -39,6 +39,7 @@ from model.gpt import GPT
 from model.score import ScoreConfig, describe_score
 from parts import attention_shape, build_meter, build_model, build_probe, build_profiler
 from training.checkpoint import newest_valid, read_manifest
+from training.config import TrainingConfig
 from training.device import Precision, World, resolve_device, resolve_precision
 from training.loop import Interruption, fit, oom_guard, too_large_model, too_large_step
 from training.profiling.attention_memory import cpu_memory_limit
@@ -46,7 +47,7 @@ from training.profiling.meters import StepMeter, device_name
 from training.profiling.peaks import describe_peak
 from training.ranks import from_first_rank, joined
 from training.record import NullRecord, Record, RunMetadata, recorded_out_of_memory
-from training.step import Trainer, TrainingConfig
+from training.step import Trainer
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

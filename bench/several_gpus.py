@@ -36,15 +36,17 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from bench.measure import RESULTS, ROOT, environment, release, require_gpu, slug, write
+from data import Batch
 from model.config import GPTConfig, Positions, Recompute
 from model.gpt import GPT
 from model.loss import LossKind
+from training.config import TrainingConfig
 from training.device import Precision, World
 from training.graphed_step import WARMUP_CALLS
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parallel import DataParallel, ParallelConfig
 from training.ranks import from_every_rank, joined
-from training.step import Batch, Trainer, TrainingConfig
+from training.step import Trainer
 
 VOCAB, SEED = 50_257, 1337
 ALONE = "alone"  # the name of a case in which GPUs do not work together

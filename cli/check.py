@@ -14,12 +14,12 @@ from errors import UserError
 from model.config import model_mistakes
 from model.score import score_mistakes
 from parts import attention_shape
+from training.config import training_mistakes
 from training.device import Precision, World, resolve_device, resolve_precision
 from training.optimizer import optimizer_mistakes
 from training.parallel import DataParallel, check_context, check_parallel
 from training.parity.probe import check_parity
 from training.profiling.profiler import check_profile
-from training.step import training_mistakes
 from training.tracking.tracker import tracking_mistakes
 
 

@@ -22,11 +22,12 @@ from report.parity import Outcome, Verdict, judge
 from report.runs import find_runs
 from report.sweeps import cells_of
 from tests.wrong_attention import CLASSES, WRONG
+from training.config import TrainingConfig
 from training.device import Precision, World
 from training.loop import compare
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parity.probe import ParityConfig, ParityProbe
-from training.step import Trainer, TrainingConfig
+from training.step import Trainer
 from training.tracking.metrics import MetricsFile
 
 STEPS, B, T = 20, 4, 32

@@ -25,10 +25,11 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.score import ScoreConfig
 from run_folder import read_metrics
+from training.config import TrainingConfig
 from training.loop import OutOfMemory
 from training.optimizer import ScheduleConfig
 from training.parity.probe import ParityConfig
-from training.step import NonFiniteError, Trainer, TrainingConfig
+from training.step import NonFiniteError, Trainer
 from training.tracking.tracker import TrackingConfig, TrackingMode
 
 ROOT = Path(__file__).parents[1]

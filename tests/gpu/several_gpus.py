@@ -16,11 +16,12 @@ from attention import AttentionConfig, build_attention
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.loss import LossKind
+from training.config import TrainingConfig
 from training.device import Precision, World
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parallel import DataParallel, ParallelConfig
 from training.ranks import joined
-from training.step import Trainer, TrainingConfig
+from training.step import Trainer
 
 T, B, VOCAB, SEED = 1024, 8, 50_257, 7
 STEPS = 12  # a compiled step is recorded in the fourth: on two GPUs, which have one micro-batch each

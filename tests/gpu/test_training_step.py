@@ -16,10 +16,11 @@ from model.gpt import GPT
 from model.loss import LossKind, cross_entropy
 from model.score import ScoreConfig
 from model.softmax_kernel import launch_softmax_gradient
+from training.config import TrainingConfig
 from training.device import Precision, World
 from training.graphed_step import WARMUP_CALLS
 from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.step import Trainer, TrainingConfig
+from training.step import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -25,11 +25,12 @@ from data import Batches
 from model.config import GPTConfig
 from model.gpt import GPT
 from training.checkpoint import newest_valid, save_checkpoint
+from training.config import TrainingConfig
 from training.device import Precision, World
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parallel import DataParallel, ParallelConfig
 from training.ranks import joined
-from training.step import Trainer, TrainingConfig
+from training.step import Trainer
 
 CPU = torch.device("cpu")
 T, B, MICRO_BATCHES, SEED = 64, 2, 4, 7

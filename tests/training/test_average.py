@@ -14,9 +14,10 @@ from data import Batches
 from model.config import GPTConfig
 from model.gpt import GPT
 from training.checkpoint import load_checkpoint, save_checkpoint
+from training.config import TrainingConfig
 from training.device import Precision, World
 from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.step import Trainer, TrainingConfig
+from training.step import Trainer
 
 T, B, DECAY = 16, 2, 0.3
 TRAINING = TrainingConfig(steps=20, batch_size=B, precision=Precision.fp32, ema=DECAY)

@@ -13,9 +13,10 @@ from attention import AttentionConfig, build_attention
 from model.config import GPTConfig, Recompute
 from model.gpt import GPT
 from model.loss import LossKind
+from training.config import TrainingConfig
 from training.device import Precision, World
 from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.step import Trainer, TrainingConfig
+from training.step import Trainer
 
 CPU = torch.device("cpu")
 T, B, VOCAB = 32, 2, 90

@@ -21,6 +21,7 @@ from data import Batch, Batches
 from model.config import GPTConfig
 from model.gpt import GPT
 from tests.training.old_checkpoint import format_1
+from training.config import TrainingConfig
 from training.device import Precision, World
 from training.loop import Interruption, OutOfMemory, compare, fit, oom_guard, too_large_step
 from training.optimizer import OptimizerConfig, ScheduleConfig
@@ -29,7 +30,7 @@ from training.parity.fwd_bwd import FwdBwd, fwd_bwd
 from training.parity.probe import ParityConfig, ParityProbe
 from training.profiling.meters import StepMeter
 from training.profiling.profiler import Profiler
-from training.step import NonFiniteError, Trainer, TrainingConfig
+from training.step import NonFiniteError, Trainer
 
 CPU = torch.device("cpu")
 T, B, SEED, TIMEOUT_S = 32, 4, 7, 60.0
