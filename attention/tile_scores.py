@@ -11,8 +11,8 @@ from torch import Tensor
 from .score import Layout, Range, Score, change_scores, key_intervals
 
 
-class Settings(NamedTuple):
-    """What a call says in plain values, which a custom operation takes one by one."""
+class Options(NamedTuple):
+    """The arguments of a call that are not tensors; a custom operation takes them one by one."""
 
     causal: bool
     window: int | None
@@ -31,7 +31,7 @@ class TileScores:
 
     def __init__(
         self,
-        settings: Settings,
+        options: Options,
         slopes: Tensor | None,
         starts: Tensor | None,
         ends: Tensor | None,
@@ -39,9 +39,9 @@ class TileScores:
         k: Tensor,
     ) -> None:
         """slopes (H,), starts and ends (B, L), each or None; q (B, H, T, D) and k (B, H_kv, S, D)."""
-        self.T, self.S, self.settings = q.shape[2], k.shape[2], settings
-        self.score = Score(settings.causal, settings.window, settings.soft_cap)
-        self.layout = Layout(settings.q_start, settings.k_start, starts, ends)
+        self.T, self.S, self.options = q.shape[2], k.shape[2], options
+        self.score = Score(options.causal, options.window, options.soft_cap)
+        self.layout = Layout(options.q_start, options.k_start, starts, ends)
         self.slopes = None if slopes is None else slopes.view(k.shape[1], -1, 1, 1)  # (H_kv, G, 1, 1)
         self.seen = key_intervals(self.score, self.layout, self.T, self.S, q.device)
         # Python decides which tiles to visit. On a GPU it would have to wait for the documents' bounds, which a CUDA
@@ -53,13 +53,13 @@ class TileScores:
     def key_tiles(self, rows: Range) -> Iterator[Range]:
         """The tiles of keys that the rows see."""
         end = self.known.end[..., slice(*rows)]
-        for columns in tiles(0, int(end.amax()) if end.numel() else 0, self.settings.block_k):
+        for columns in tiles(0, int(end.amax()) if end.numel() else 0, self.options.block_k):
             if self.known.meet(rows, columns):
                 yield columns
 
     def query_tiles(self, columns: Range) -> Iterator[Range]:
         """The tiles of queries that see one of the columns."""
-        for rows in tiles(0, self.T, self.settings.block_q):
+        for rows in tiles(0, self.T, self.options.block_q):
             if self.known.meet(rows, columns):
                 yield rows
 

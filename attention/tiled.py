@@ -25,7 +25,7 @@ from .dropout import keep_mask, keep_scale
 from .gpu import NAMESPACE
 from .interface import FEATURES, Attention, AttentionOutput, Terms, UnsupportedAttention, accum_dtype
 from .score import Range, change_derivative
-from .tile_scores import Settings, TileScores, tiles
+from .tile_scores import Options, TileScores, tiles
 
 
 class TiledAttention(Attention):
@@ -43,7 +43,7 @@ class TiledAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
         score, layout, config = terms.score, terms.layout, self.config
-        settings = Settings(
+        options = Options(
             causal=score.causal,
             window=score.window,
             soft_cap=score.soft_cap,
@@ -57,7 +57,7 @@ class TiledAttention(Attention):
         )
         key = None if terms.dropout_key is None else terms.dropout_key.pack(q.device)
         optional = (key, terms.slopes, terms.sinks, layout.document_starts, layout.document_ends)
-        return AttentionOutput(*Tiled.apply(q, k, v, *optional, settings))
+        return AttentionOutput(*Tiled.apply(q, k, v, *optional, options))
 
     def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
         score = terms.score
@@ -69,14 +69,14 @@ class Tiled(torch.autograd.Function):
     """Keeps its inputs, out and lse from forward to backward, and nothing of the size of the scores."""
 
     @staticmethod
-    def forward(ctx, q, k, v, key, slopes, sinks, starts, ends, settings):
+    def forward(ctx, q, k, v, key, slopes, sinks, starts, ends, options):
         tensors = (q, k, v, key, slopes, sinks, starts, ends)
         # One operation for torch.compile: unrolled, the loops would be a graph of thousands.
         compiling = torch.compiler.is_compiling()
-        out, lse = forward_op(*tensors, *settings) if compiling else forward(*tensors, settings)
+        out, lse = forward_op(*tensors, *options) if compiling else forward(*tensors, options)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.mark_non_differentiable(lse)
-        ctx.settings = settings
+        ctx.options = options
         return out, lse
 
     @staticmethod
@@ -84,9 +84,9 @@ class Tiled(torch.autograd.Function):
     def backward(ctx, do, _):
         with torch.autocast(do.device.type, enabled=False):
             if torch.compiler.is_compiling():
-                dq, dk, dv, dsinks = backward_op(do, *ctx.saved_tensors, *ctx.settings)
+                dq, dk, dv, dsinks = backward_op(do, *ctx.saved_tensors, *ctx.options)
             else:
-                dq, dk, dv, dsinks = backward(*(do, *ctx.saved_tensors, ctx.settings))
+                dq, dk, dv, dsinks = backward(*(do, *ctx.saved_tensors, ctx.options))
         return dq, dk, dv, None, None, dsinks if ctx.needs_input_grad[5] else None, None, None, None
 
 
@@ -99,7 +99,7 @@ def forward(
     sinks: Tensor | None,
     starts: Tensor | None,
     ends: Tensor | None,
-    settings: Settings,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1: q (B, H, T, D) and k, v (B, H_kv, S, D) to out (B, H, T, D) and lse (B, H, T).
 
@@ -108,13 +108,13 @@ def forward(
     starts, ends   of documents, as Layout has them, or None
     """
     T, S, H_kv = q.shape[2], k.shape[2], k.shape[1]
-    scores = TileScores(settings, slopes, starts, ends, q, k)
+    scores = TileScores(options, slopes, starts, ends, q, k)
     q, k, v = grouped(q, H_kv), k.unsqueeze(2), v.unsqueeze(2)
     dtype = accum_dtype(q.dtype)
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:-1], dtype=dtype)
 
-    for rows in tiles(0, T, settings.block_q):
+    for rows in tiles(0, T, options.block_q):
         b_q = cut(q, rows)
         # m, l, o: the running maximum, sum of exp(s - m) and sum of exp(s - m) v. The maximum starts at the lowest
         # finite number, not at -inf, so that rows that see nothing compute exp(-inf - m) = 0 and never a NaN.
@@ -127,18 +127,18 @@ def forward(
 
         for columns in scores.key_tiles(rows):
             b_k, b_v = cut(k, columns), cut(v, columns)
-            b_s = scores.change(settings.scale * dot(b_q, b_k.mT), rows, columns)
+            b_s = scores.change(options.scale * dot(b_q, b_k.mT), rows, columns)
             m_new = torch.maximum(m, b_s.amax(dim=-1, keepdim=True))
-            if settings.ablate == Ablation.no_max_subtraction.value:
+            if options.ablate == Ablation.no_max_subtraction.value:
                 m_new = torch.zeros_like(m)
             alpha = torch.exp(m - m_new)  # takes l and o from the old maximum to the new one
-            if settings.ablate == Ablation.no_rescaling.value:
+            if options.ablate == Ablation.no_rescaling.value:
                 alpha = torch.ones_like(m)
             b_p = torch.exp(b_s - m_new)
             l = alpha * l + b_p.sum(dim=-1, keepdim=True)
             if key is not None:  # after the row sum: dropout acts on the probabilities, not on their normalisation
-                b_keep = keep_tile(key, settings.dropout, q, S, rows, columns)
-                b_p = torch.where(b_keep, b_p * keep_scale(settings.dropout), 0.0)
+                b_keep = keep_tile(key, options.dropout, q, S, rows, columns)
+                b_p = torch.where(b_keep, b_p * keep_scale(options.dropout), 0.0)
             o = alpha * o + dot(b_p.to(v.dtype), b_v)
             m = m_new
 
@@ -162,14 +162,14 @@ def backward(
     ends: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    settings: Settings,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Algorithm 2: the gradients of q, k, v and the sinks from that of out, with the shapes and names of `forward`.
 
     Without sinks their gradient is empty.
     """
     S, H_kv = k.shape[2], k.shape[1]
-    scores = TileScores(settings, slopes, starts, ends, q, k)
+    scores = TileScores(options, slopes, starts, ends, q, k)
     q, do, out, lse = (grouped(x, H_kv) for x in (q, do, out, lse))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     dtype = accum_dtype(q.dtype)
@@ -185,21 +185,21 @@ def backward(
         p_sink = torch.exp(sinks.view(H_kv, -1, 1, 1) - lse)
         dsinks = -(p_sink * delta).sum(dim=(0, 3, 4)).flatten().to(sinks.dtype)
 
-    for columns in tiles(0, S, settings.block_k):
+    for columns in tiles(0, S, options.block_k):
         b_k, b_v = cut(k, columns), cut(v, columns)
         b_dk, b_dv = b_k.new_zeros(b_k.shape, dtype=dtype), b_v.new_zeros(b_v.shape, dtype=dtype)
 
         for rows in scores.query_tiles(columns):
             b_q, b_do = cut(q, rows), cut(do, rows)
-            b_s = settings.scale * dot(b_q, b_k.mT)
+            b_s = options.scale * dot(b_q, b_k.mT)
             derivative = change_derivative(b_s, scores.score)
             b_p = torch.exp(scores.change(b_s, rows, columns) - cut(lse, rows))
             b_dp = dot(b_do, b_v.mT)
             b_p_kept = b_p  # the probabilities that met v
             if key is not None:
-                b_keep = keep_tile(key, settings.dropout, q, S, rows, columns)
-                b_p_kept = torch.where(b_keep, b_p * keep_scale(settings.dropout), 0.0)
-                b_dp = torch.where(b_keep, b_dp * keep_scale(settings.dropout), 0.0)
+                b_keep = keep_tile(key, options.dropout, q, S, rows, columns)
+                b_p_kept = torch.where(b_keep, b_p * keep_scale(options.dropout), 0.0)
+                b_dp = torch.where(b_keep, b_dp * keep_scale(options.dropout), 0.0)
             b_ds = b_p * (b_dp - cut(delta, rows))
             if derivative is not None:
                 b_ds *= derivative
@@ -208,9 +208,9 @@ def backward(
             b_dk += dot(b_ds.mT, b_q).sum(dim=2, keepdim=True)
             cut(dq, rows).add_(dot(b_ds, b_k))
 
-        cut(dk, columns).copy_(b_dk * settings.scale)
+        cut(dk, columns).copy_(b_dk * options.scale)
         cut(dv, columns).copy_(b_dv)
-    return (dq * settings.scale).to(q.dtype).flatten(1, 2), dk.squeeze(2), dv.squeeze(2), dsinks
+    return (dq * options.scale).to(q.dtype).flatten(1, 2), dk.squeeze(2), dv.squeeze(2), dsinks
 
 
 def keep_tile(key: Tensor, dropout: float, q: Tensor, S: int, rows: Range, columns: Range) -> Tensor:
@@ -256,9 +256,9 @@ def forward_op(
     block_k: int,
     ablate: str,
 ) -> tuple[Tensor, Tensor]:
-    """`forward`, with its Settings one by one."""
-    settings = Settings(causal, window, soft_cap, q_start, k_start, scale, dropout, block_q, block_k, ablate)
-    return forward(q, k, v, key, slopes, sinks, starts, ends, settings)
+    """`forward`, with its Options one by one."""
+    options = Options(causal, window, soft_cap, q_start, k_start, scale, dropout, block_q, block_k, ablate)
+    return forward(q, k, v, key, slopes, sinks, starts, ends, options)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::tiled_backward", mutates_args=())
@@ -285,9 +285,9 @@ def backward_op(
     block_k: int,
     ablate: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`backward`, with its Settings one by one."""
-    settings = Settings(causal, window, soft_cap, q_start, k_start, scale, dropout, block_q, block_k, ablate)
-    return backward(do, q, k, v, key, slopes, sinks, starts, ends, out, lse, settings)
+    """`backward`, with its Options one by one."""
+    options = Options(causal, window, soft_cap, q_start, k_start, scale, dropout, block_q, block_k, ablate)
+    return backward(do, q, k, v, key, slopes, sinks, starts, ends, out, lse, options)
 
 
 @forward_op.register_fake

@@ -72,6 +72,7 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    """Measure, write each problem's row, and print the table."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.kernel_paths", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

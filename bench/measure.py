@@ -47,6 +47,7 @@ class Timing:
 
     @staticmethod
     def of(samples: Sequence[float]) -> Timing:
+        """The timing of samples in milliseconds, at least one."""
         low, _, high = statistics.quantiles([*samples, *samples], n=4, method="inclusive")
         return Timing(statistics.median(samples), low, high, len(samples))
 

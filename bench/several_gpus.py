@@ -118,6 +118,7 @@ def cases(gpus: int) -> Iterator[Case]:
 
 
 def build(case: Case, world: World, device: torch.device) -> Trainer:
+    """The trainer of a case, with a model of random weights."""
     torch.manual_seed(SEED)
     n_layers, n_heads, n_embd = MODELS[case.model]
     positions = Positions.rotary if case.long else Positions.learned

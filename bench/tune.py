@@ -187,6 +187,7 @@ def measure(good: list[Candidate], lengths: list[int], progress: Callable[[str],
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Check and time every candidate, and print the fastest."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

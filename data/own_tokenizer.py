@@ -53,6 +53,7 @@ class OwnTokenizer:
         return self.model.to_str()
 
     def encode_ordinary(self, text: str) -> list[int]:
+        """The tokens of a text."""
         return self.model.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -70,6 +71,7 @@ class Stream:
         self.stream = tokenizers.decoders.DecodeStream(skip_special_tokens=False)
 
     def add(self, token: int) -> str:
+        """The text that is certain with this token."""
         self.tokens.append(token)
         piece = self.stream.step(self.tokenizer.model, token) or ""
         self.given += len(piece)

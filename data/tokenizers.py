@@ -106,6 +106,7 @@ class Utf8Stream:
         self.tokenizer, self.decoder = tokenizer, codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int) -> str:
+        """The text that is complete with this token."""
         return self.decoder.decode(self.tokenizer.decode_single_token_bytes(token))
 
     def rest(self) -> str:

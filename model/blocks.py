@@ -84,6 +84,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation | None, layout: Layout, attend: Attend, key: DropoutKey | None
     ) -> Tensor:
+        """x (B, T, C) to (B, T, C); the rest as in `Block.forward`."""
         B, T, C = x.shape
         heads = self.c_attn(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2 H_kv, D)
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
@@ -108,6 +109,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (..., C) to (..., C)."""
         return self.c_proj(gelu(self.c_fc(x)))
 
 
@@ -131,6 +133,15 @@ class Block(nn.Module):
         key: DropoutKey | None,
         masks: Masks,
     ) -> Tensor:
+        """The residual stream x (B, T, C) after this block.
+
+        rotation  angles of the tokens' positions; None without rotary positions
+        layout    of the documents
+        attend    called with q (B, H, T, D) and k, v (B, H_kv, T, D)
+        key       of dropout on attention weights; None drops nothing
+        masks     of residual dropout, after attention and after the MLP
+        """
+
         def attention(x: Tensor) -> Tensor:
             return drop(self.attn(self.ln_1(x), rotation, layout, attend, key), masks[0])
 

@@ -20,6 +20,7 @@ def kept(b_w, BYTE: tl.constexpr, BIT: tl.constexpr, THRESHOLD: tl.constexpr):
 
 @triton.jit
 def draw_bits_kernel(p_bits, p_key, B, T, G: tl.constexpr, THRESHOLD: tl.constexpr, BLOCK: tl.constexpr):
+    """The bits of BLOCK generator calls for one site and sequence. Grid: sites x sequences x blocks of calls."""
     n_blocks = tl.cdiv(tl.cdiv(T, 16) * 8 * G, BLOCK)  # of one site and sequence
     i_mask, i_block = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
     key = load_key(p_key, i_mask % B, i_mask // B)

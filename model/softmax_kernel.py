@@ -32,6 +32,7 @@ def accumulate(m, s, b_x):
 
 @triton.jit
 def softmax_gradient_kernel(p_x, p_targets, p_losses, stride, vocab_size, V, LANES: tl.constexpr):
+    """One row of logits, which becomes its gradient, and its loss. Grid: rows."""
     i = tl.program_id(0).to(tl.int64)
     p_row = p_x + i * stride
     target = tl.load(p_targets + i)

@@ -64,6 +64,7 @@ class Probe(NamedTuple):
 
     @property
     def agrees(self) -> bool:
+        """Whether the difference is within what is accepted."""
         return self.ratio <= PARITY_MARGIN
 
 
@@ -76,6 +77,7 @@ class Curve(NamedTuple):
 
     @property
     def agrees(self) -> bool | None:
+        """Whether the curve stays inside the spread between seeds; None where that is unknown."""
         return None if self.ratio is None else self.ratio < 1
 
 
@@ -94,6 +96,7 @@ class Final(NamedTuple):
 
     @property
     def agrees(self) -> bool | None:
+        """Whether rounding explains the difference; None without a probe."""
         return None if self.floor is None else self.difference <= self.floor or self.amplified
 
 
@@ -118,6 +121,7 @@ class Verdict(NamedTuple):
 
     @property
     def outcome(self) -> Outcome:
+        """Broken if one measurement disagrees, open if one is missing, else holds."""
         measured = (self.probe, self.curve, self.final)
         if self.not_finite or any(m is not None and m.agrees is False for m in measured):
             return Outcome.broken

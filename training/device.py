@@ -92,6 +92,7 @@ class World:
 
     @property
     def data_size(self) -> int:
+        """The number of ranks, or groups of ranks, with different sequences."""
         return self.size // self.context
 
     @property

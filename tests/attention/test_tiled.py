@@ -125,10 +125,10 @@ def test_compiles_to_one_operation_that_a_new_key_does_not_recompile():
 def test_custom_operations_are_described_truthfully(key):
     q, k, v, dout = Case(1, 4, 2, 20, 30, 8).tensors(torch.bfloat16)
     tensors = (q, k, v, key, None, None, None, None)
-    settings = attention.tiled.Settings(True, None, None, None, 0, 0.3, 0.25, 16, 16, "none")
-    torch.library.opcheck(attention.tiled.forward_op, (*tensors, *settings))
-    out, lse = attention.tiled.forward(*tensors, settings)
-    torch.library.opcheck(attention.tiled.backward_op, (dout, *tensors, out, lse, *settings))
+    options = attention.tiled.Options(True, None, None, None, 0, 0.3, 0.25, 16, 16, "none")
+    torch.library.opcheck(attention.tiled.forward_op, (*tensors, *options))
+    out, lse = attention.tiled.forward(*tensors, options)
+    torch.library.opcheck(attention.tiled.backward_op, (dout, *tensors, out, lse, *options))
 
 
 def test_a_second_derivative_is_refused_rather_than_wrong():
