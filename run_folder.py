@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-# The limit for `parity/*` of a right implementation, in units of `parity/noise_*`. Another order of summation is mostly
-# within twice. FlashAttention's delta = rowsum(do * out) costs up to eight times in fp32 and four in bf16, where the
-# gradients of queries and keys nearly cancel. Wrong implementations are off by tens to millions after a few updates.
+# The limit for `parity/*` of a correct implementation, in units of `parity/noise_*`. Another order of summation is
+# mostly within twice. FlashAttention's delta = rowsum(do * out) costs up to eight times in fp32 and four in bf16, where
+# the gradients of queries and keys nearly cancel. Wrong implementations are off by tens to millions after a few
+# updates.
 PARITY_MARGIN = 10.0
 
 

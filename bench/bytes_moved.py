@@ -1,4 +1,4 @@
-"""Bytes that attention moves to and from the GPU's memory, read from the hardware's counters, beside its time.
+"""Bytes that attention moves to and from the GPU's memory, read from the hardware's counters, and its time.
 
     python -m bench.bytes_moved       # about a minute; needs NVIDIA's profiler, ncu
 

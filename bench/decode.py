@@ -1,4 +1,4 @@
-"""How much of a GPU's memory bandwidth attention to a cache reaches, beside torch's own kernels.
+"""The share of a GPU's memory bandwidth that attention to a cache reaches, and that of torch's own kernels.
 
     python -m bench.decode           a minute
 

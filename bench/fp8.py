@@ -1,4 +1,4 @@
-"""attention.precision=fp8 beside the same attention in bf16: the time of a forward pass, and errors.
+"""attention.precision=fp8 compared with the same attention in bf16: the time of a forward pass, and errors.
 
     python -m bench.fp8                      about a minute on an H200
     python -m bench.fp8 --lengths 4096 --heads 128

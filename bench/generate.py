@@ -1,4 +1,4 @@
-"""Tokens per second of generation, beside transformers on the same shape.
+"""Tokens per second of generation, compared with transformers on the same shape.
 
     python -m bench.generate                  both cases, about three minutes on an H200
     python -m bench.generate --cases one      one prompt

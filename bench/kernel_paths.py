@@ -1,4 +1,4 @@
-"""The kernel paths of attention=flash beside each other, each forced: the measurements behind attention.path=auto.
+"""The kernel paths of attention=flash, each forced: the measurements behind attention.path=auto.
 
     python -m bench.kernel_paths                                     every variant: about five minutes on an H200
     python -m bench.kernel_paths --variants window alibi --heads 64 --dropout 0 --lengths 4096 16384

@@ -1,4 +1,4 @@
-"""What the online softmax costs beside the native and the safe one, on a GPU.
+"""The cost of the online softmax compared with the native and the safe one, on a GPU.
 
     python -m bench.softmax           half a minute
 
@@ -26,7 +26,7 @@ from bench.measure import RESULTS, Call, Timing, environment, interleaved, requi
 ROWS = (4000, 10)
 LENGTHS = (1_000, 4_000, 16_000, 64_000, 256_000)
 TILE = 1024
-LOWEST = tl.constexpr(-3.0e38)  # finite: beside it exp(-inf - LOWEST) is 0, where exp(-inf + inf) would be NaN
+LOWEST = tl.constexpr(-3.0e38)  # finite: exp(-inf - LOWEST) is 0, where exp(-inf + inf) would be NaN
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def softmax(x: Tensor, kind: str) -> Tensor:
 
 
 def measure(rows: int, length: int, seconds: float) -> list[dict[str, Any]]:
-    """The time of each kind on one matrix, and its largest error beside torch's in fp64."""
+    """The time of each kind on one matrix, and its largest error relative to torch's in fp64."""
     x = torch.randn(rows, length, device="cuda")
     functions: dict[str, Callable[[], Tensor]] = {kind: partial(softmax, x, kind) for kind in KERNELS}
     functions["torch"] = partial(torch.softmax, x, -1)

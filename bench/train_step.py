@@ -1,4 +1,4 @@
-"""The speed and memory of whole training steps: the recipe itself, beside nanoGPT.
+"""The speed and memory of whole training steps: the recipe compared with nanoGPT.
 
     python -m bench.train_step                                       all of the table, about 25 minutes on an H200
     python -m bench.train_step --attention flash --shapes 32x1024    some of it; other rows of the same software stay

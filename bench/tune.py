@@ -136,7 +136,7 @@ def attempt(candidate: Candidate, reply: Connection) -> None:
 
 
 def survivors(all_candidates: list[Candidate], limit_s: float = 120.0) -> tuple[list[Candidate], dict[Candidate, str]]:
-    """The candidates that compile, run and are right; and why the others were left out."""
+    """The candidates that compile, run and are correct; and why the others were left out."""
     fork = multiprocessing.get_context("fork")  # CUDA is not initialised in this process yet
     waiting = list(reversed(all_candidates))
     running: dict[Any, tuple[Candidate, Any, float]] = {}
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     everything = list(candidates(args.head, args.masks, args.dropout, args.passes))
     start = time.monotonic()
     good, bad = survivors(everything)
-    print(f"{len(good)} of {len(everything)} candidates compile and are right ({time.monotonic() - start:.0f} s)")
+    print(f"{len(good)} of {len(everything)} candidates compile and are correct ({time.monotonic() - start:.0f} s)")
     if not good:
         reason, count = Counter(bad.values()).most_common(1)[0]
         sys.exit(f"error: no candidate is left; {count} of them: {reason}")

@@ -151,7 +151,7 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
             other = theirs.get(point.at) if point.label != reference else None
             return other / point.step_ms if other and point.step_ms else None
 
-        add("crossover", f"Speed beside {reference}", caption, f"times as fast as {reference}", gain, rings=rings)
+        add("crossover", f"Speed relative to {reference}", caption, f"times as fast as {reference}", gain, rings=rings)
     if same_tokens(sweep):
         spans = {run.option("training.eval_span") for run in sweep.runs if run.final("val/loss") is not None}
         shared = len(spans) == 1 and None not in spans

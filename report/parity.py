@@ -1,7 +1,7 @@
 """Does an implementation equal the reference, up to rounding? Three measurements, and the verdict from them.
 
 Same weights   The probe inside a run compares logits and gradients of both on the run's weights, batch and dropout
-               masks, beside the effect of rounding alone on the reference (parity/noise_*). Two right implementations
+               masks, beside the effect of rounding alone on the reference (parity/noise_*). Two correct implementations
                are about that far apart, a wrong one tens to thousands of times as far; PARITY_MARGIN is allowed.
 Curves         The training loss must be closer to the reference's of the same seed than the reference's seeds are to
                each other, as root mean squares over WINDOW of the run, because two curves that cross are close to

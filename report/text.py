@@ -144,7 +144,7 @@ def _ablations(sweep: Sweep, reference: str) -> Answer:
 
 
 def training_effect(run: Run, runs: Sequence[Run], reference: str) -> str:
-    """What training came to, beside the reference of the same settings or, where that did not run, the intact one."""
+    """The result of a run, compared with the reference of the same settings or, without one, the intact algorithm."""
     step, final = run.diverged(), run.final("val/loss")
     if step is not None:
         return f"the loss is not finite at step {step:,}"
@@ -249,7 +249,7 @@ def _ranking(sweep: Sweep, costs: Bullets) -> Answer:
 
 
 def _costs(sweep: Sweep, table: Table, reference: str) -> Bullets:
-    """How fast and how large each implementation is beside the reference."""
+    """The speed and memory of each implementation relative to the reference."""
     theirs = next((found[0] for label, found in table.items() if label == reference), None)
     subject = "its attention takes" if attention_alone(sweep.runs) else "takes"
     bullets = []

@@ -38,7 +38,7 @@ class Options(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """The tensors of a call beside q, k and v.
+    """The tensors of a call besides q, k and v.
 
     key           (7,) int64, as DropoutKey.pack gives it, where dropout drops
     slopes        (H,) fp32, of ALiBi
@@ -54,7 +54,7 @@ class Extras(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """What a kernel is compiled for, beside its blocks.
+    """What a kernel is compiled for, besides its blocks.
 
     bounded   whether the keys that a query sees may begin after the first: with a window or documents
     offsets   whether the last query stands elsewhere than at the last key

@@ -4,10 +4,10 @@ A training micro-batch goes forward and backward three more times, at the curren
 
     run        the run's attention, in the run's precision, uncompiled
     reference  another attention, in the same precision
-    exact      the reference in a higher precision: fp32 beside bf16 and fp16, fp64 beside fp32
+    exact      the reference in a higher precision: fp32 for bf16 and fp16, fp64 for fp32
 
 with the dropout masks of the training step. `run - reference` is the effect of the choice of attention;
-`reference - exact` is the effect of rounding alone, the floor below which a difference says nothing. Two right
+`reference - exact` is the effect of rounding alone, the floor below which a difference says nothing. Two correct
 implementations are about equally far from `exact`, so they differ by a small multiple of the floor at most.
 
 The probe changes no weight, gradient or random-number generator.

@@ -38,7 +38,7 @@ SECONDS_TO_LEAVE = 10.0  # where the run breaks off without `finish`
 
 
 class TrackingMode(Enum):
-    """Where the run is tracked, beside metrics.jsonl."""
+    """Where the run is tracked, besides metrics.jsonl."""
 
     online = "online"  # on W&B's server
     offline = "offline"  # by W&B in the run folder; `wandb sync` uploads it
@@ -88,7 +88,7 @@ class Tracker:
         run_config   recorded in W&B as the run's configuration
         steps        updates of the whole run
         resume_step  the step from which it resumes; None for a new run
-        environment  versions, device and git commit, recorded beside the configuration
+        environment  versions, device and git commit, recorded with the configuration
 
         Raises TrackingError where the run folder belongs to another run.
         """

@@ -1,6 +1,6 @@
 """A step of the backward's consumer: a tile of keys meets a tile of queries, in five products.
 
-A query tile of 128 is worked on in two halves, so that the products of one run beside the exponentials of the other.
+A query tile of 128 is worked on in two halves, so that the products of one run during the exponentials of the other.
 """
 
 from triton.experimental import gluon
@@ -148,7 +148,7 @@ def step(
 ):  # fmt: skip
     """A tile of keys and values collects its gradients from a query tile, which gets its own through a slot.
 
-    Of a query tile of two halves, the products of one run beside the exponentials of the other.
+    Of a query tile of two halves, the products of one run during the exponentials of the other.
     """
     BM: gl.constexpr = BLOCKS.q
     BD: gl.constexpr = BLOCKS.columns

@@ -1,4 +1,4 @@
-"""The forward kernel on Hopper: the plain forward's algorithm, with its products beside its softmax.
+"""The forward kernel on Hopper: the plain forward's algorithm, with products and softmax at the same time.
 
 The warps of a program have roles. A producer, one warp, has the copy engine bring tiles of q, k and v; each consumer, a
 warpgroup, has 64 queries of its own and walks over the key tiles that they see, the last first:
@@ -12,7 +12,7 @@ scores, its product with v is in flight, and so are the products of the other co
 multiprocessor and take the next tile of queries from a counter, the longest rows first.
 
 For short sequences at head size 64 a program is one consumer alone, for one tile of queries: one of its threads tells
-the copy engine what is next. Three or four programs share a multiprocessor, and the products of one run beside the
+the copy engine what is next. Three or four programs share a multiprocessor, and the products of one run during the
 softmax, the beginning and the end of the others.
 """
 

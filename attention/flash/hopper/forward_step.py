@@ -40,7 +40,7 @@ def step(
     o, b_p, m, l, i_step, i_turn, i_n, is_cut, queries, keys, buffers, barriers,
     c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """o += p v of the tile before, beside the scores and the softmax of the key tile at i_n: (o, p, m, l) after it.
+    """o += p v of the tile before, during the scores and the softmax of the key tile at i_n: (o, p, m, l) after it.
 
     The keys of this step have arrived when it starts, and those of the next when it ends.
     """

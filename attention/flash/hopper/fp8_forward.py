@@ -68,7 +68,7 @@ def step(
     o, b_p32, m, l, scales, b_q, scale_q, p_kv, i_step, i_m, i_tile, is_cut, at, ones, buffers, barriers,
     c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """o += p v of the tile before, beside the scores and the softmax of a key tile: (o, p, m, l, next scales) after it.
+    """o += p v of the tile before, during the scores and the softmax of a key tile: (o, p, m, l, next scales) after it.
 
     The keys of this step have arrived when it starts, and those of the next when it ends. scales: of k and log2 of that
     of v in this tile, and the latter in the tile before.
