@@ -60,10 +60,10 @@ def memory_unit(every: Iterable[float | None]) -> tuple[str, float]:
     return ("GiB", 1.0) if max((value or 0.0 for value in every), default=1.0) >= 0.5 else ("MiB", 1024.0)
 
 
-def first_few(names: Sequence[object], limit: int = 4) -> str:
-    """The first few names, and how many more there are."""
-    more = len(names) - limit
-    return ", ".join(map(str, names[:limit])) + (f" and {more} more" if more > 0 else "")
+def first_few(names: Sequence[object]) -> str:
+    """At most four names, and how many more there are."""
+    more = len(names) - 4
+    return ", ".join(map(str, names[:4])) + (f" and {more} more" if more > 0 else "")
 
 
 def listed(parts: Sequence[str]) -> str:

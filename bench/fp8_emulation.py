@@ -29,10 +29,10 @@ def in_8_bits(x: Tensor, rows: int | None) -> tuple[Tensor, Tensor]:
     return e4m3(x / scale), scale
 
 
-def outliers(*shape: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Tensor:
+def outliers(*shape: int, generator: torch.Generator) -> Tensor:
     """Standard normal numbers, and one in a thousand ten times as large: the inputs of section 4.3."""
     x, large = (torch.randn(*shape, generator=generator) for _ in range(2))
-    return (x + 10 * large * (torch.rand(*shape, generator=generator) < 1e-3)).to(device)
+    return x + 10 * large * (torch.rand(*shape, generator=generator) < 1e-3)
 
 
 def fp8_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, one_scale: bool = False) -> Tensor:

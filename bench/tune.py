@@ -41,6 +41,7 @@ from bench.measure import environment, require_gpu, write
 from bench.peers import VARIANTS
 
 TOKENS, HIDDEN = 16384, 2048
+LIMIT_S = 120.0  # for compiling and checking a candidate
 MASKS = ["causal", "full", "window", "alibi", "soft_cap"]
 KEY = DropoutKey(seed=1337, step=3, layer=1, first_sequence=0)
 # Products of T x T x D in each pass, and how many of them the usual count of FLOPs has: dq and dk/dv share five.
@@ -135,7 +136,7 @@ def attempt(candidate: Candidate, reply: Connection) -> None:
         reply.send(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
 
 
-def survivors(all_candidates: list[Candidate], limit_s: float = 120.0) -> tuple[list[Candidate], dict[Candidate, str]]:
+def survivors(all_candidates: list[Candidate]) -> tuple[list[Candidate], dict[Candidate, str]]:
     """The candidates that compile, run and are correct; and why the others were left out."""
     fork = multiprocessing.get_context("fork")  # CUDA is not initialised in this process yet
     waiting = list(reversed(all_candidates))
@@ -151,11 +152,11 @@ def survivors(all_candidates: list[Candidate], limit_s: float = 120.0) -> tuple[
             sender.close()
             running[receiver] = (candidate, process, time.monotonic())
         done = wait(running, timeout=1.0)
-        overdue = [r for r, (_, _, start) in running.items() if time.monotonic() - start > limit_s]
+        overdue = [r for r, (_, _, start) in running.items() if time.monotonic() - start > LIMIT_S]
         for receiver in {*done, *overdue}:
             candidate, process, _ = running.pop(receiver)
             try:
-                reason = receiver.recv() if receiver in done else f"took more than {limit_s:g} s"
+                reason = receiver.recv() if receiver in done else f"took more than {LIMIT_S:g} s"
             except EOFError:
                 reason = "the compiler aborted"
             process.kill()

@@ -146,8 +146,9 @@ def run(function: Callable[..., None], x: Tensor, v: Tensor) -> Tensor:
     return call.output()
 
 
-def passes(function: Callable[..., None], N: int = 64) -> float:
+def passes(function: Callable[..., None]) -> float:
     """Times that a function reads its scores, or the keys that give them, from slow memory."""
+    N = 64
     call = prepare(function, torch.randn(N, generator=torch.Generator().manual_seed(0)), torch.ones(N, 1))
     function(**call.slow, **call.rest)
     return call.scores.traffic.read / N

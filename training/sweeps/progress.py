@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from training.sweeps.jobs import Job, distinct_overrides, shorter_out_of_memory
@@ -18,9 +17,9 @@ from wording import duration
 class SweepProgress:
     """Shows what the jobs of a sweep are doing, and what became of them."""
 
-    def __init__(self, jobs: Sequence[Job], console: Console | None = None) -> None:
+    def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs, self.names = jobs, distinct_overrides(jobs)
-        self.console = console or Terminal()
+        self.console = Terminal()
         self.began: dict[Job, float] = {}
         self.codes: dict[Job, int] = {}
         self.bar = Progress(

@@ -16,6 +16,7 @@ from wording import duration
 
 BAR = 10  # columns; a terminal narrower than this and the longest usual line shows the line alone
 WIDE_ENOUGH = 90
+SECONDS_BETWEEN_LINES = 10.0  # in a log
 # The remaining time follows from the recent rate, which soon leaves out the first steps and their compilation.
 MARKS = 20
 
@@ -46,10 +47,9 @@ class ProgressLine:
         first_step: int = 0,
         *,
         console: Console | None = None,
-        seconds_between_lines: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.steps, self.clock, self.seconds_between_lines = steps, clock, seconds_between_lines
+        self.steps, self.clock = steps, clock
         self.console = console or Terminal()
         self.marks = deque([(clock(), first_step)], maxlen=MARKS)
         self.latest: dict[str, float] = {}
@@ -72,7 +72,7 @@ class ProgressLine:
             self.bar.update(self.task, completed=step, description=self.line(step), refresh=True)
             return
         now = self.marks[-1][0]
-        if now - self.printed >= self.seconds_between_lines or "val/loss" in metrics or step >= self.steps:
+        if now - self.printed >= SECONDS_BETWEEN_LINES or "val/loss" in metrics or step >= self.steps:
             self.printed = now
             self.print(self.line(step))
 

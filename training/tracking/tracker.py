@@ -82,7 +82,6 @@ class Tracker:
         steps: int,
         resume_step: int | None = None,
         environment: Mapping[str, Any] | None = None,
-        progress: ProgressLine | None = None,
     ) -> None:
         """
         run_config   recorded in W&B as the run's configuration
@@ -97,7 +96,7 @@ class Tracker:
         run_folder.mkdir(parents=True, exist_ok=True)
         self.metrics = MetricsFile(run_folder / "metrics.jsonl", resume_step)
         (run_folder / "summary.json").unlink(missing_ok=True)  # it tells how a run ended, and this one is running
-        self.progress = progress or ProgressLine(steps, resume_step or 0)
+        self.progress = ProgressLine(steps, resume_step or 0)
         self.mirror: WandbMirror | None = None
         self.board: Board | None = None
         recorded = {**run_config, **(environment or {})}
