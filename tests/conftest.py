@@ -1,6 +1,6 @@
-"""What has to be chosen before torch and Triton are imported, here and in the processes that tests start.
+"""Settings that must be made before torch and Triton are imported, here and in the processes that tests start.
 
-Files that take long, most of which wait for other processes, come first: the workers then end together.
+Slow files, most of which wait for other processes, come first, so that the workers finish together.
 """
 
 import gc
@@ -18,10 +18,10 @@ if not torch.cuda.is_available():
 
 
 def hasten_the_interpreter() -> None:
-    """Leave out work whose result Triton's interpreter does not use: it then takes less than half the time.
+    """Skip work whose result Triton's interpreter does not use, which more than halves its time.
 
-    It replaces the functions of tl when a kernel starts, and again at each call of a function by the kernel. And it
-    computes in int64 whether a sum overflows, although it looks at that only in debug mode.
+    It replaces the functions of tl when a kernel starts, and needlessly again whenever the kernel calls a function. It
+    also computes in int64 whether a sum overflows, which it uses in debug mode only.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -45,4 +45,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # the collector would look at all that has been imported, again and again
+    gc.freeze()  # else every collection visits all that has been imported

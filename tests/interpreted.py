@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_interpreted(script: str) -> None:
-    """Run a script whose kernels are to be interpreted, in a process of its own where this one compiles them.
+    """Run a script with Triton's interpreter: here if this process interprets kernels, else in a new process.
 
-    Triton decides which when it is imported.
+    Triton chooses between compiler and interpreter when it is imported.
     """
     if triton.knobs.runtime.interpret:
         exec(script, {})

@@ -257,7 +257,7 @@ def test_help_names_groups_choices_and_overrides(tmp_path: Path) -> None:
     )
     assert "attention: " in done.stdout
     assert ", tiled" in done.stdout
-    # What help says of an override has to exist.
+    # Every override that the help text mentions exists.
     mentioned = {word.split("=")[0] for word in done.stdout.split() if "=" in word and "." in word.split("=")[0]}
     assert {name for name in mentioned if not name.startswith("hydra.")} <= set(keys())
     assert len(mentioned) > 15
@@ -272,7 +272,7 @@ def test_completion_offers_every_name_and_choice_without_importing_torch(tmp_pat
         return set(done.stdout.split())
 
     imported: list[str] = []
-    offered("s")  # notes the names, if that has not been done since the code changed
+    offered("s")  # writes the list of names, if the code has changed after the last one
     assert {"seed=", "seq_len=", "score=", "score.", "schedule=", "schedule."} == offered("s")
     assert {f"{key}=" for key in keys() if key.startswith("data.")} == offered("data.")
     assert {"attention=tiled"} == offered("attention=t")

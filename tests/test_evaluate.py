@@ -84,7 +84,7 @@ def evaluated(run: Path, *arguments: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def log_probability(model: GPT, tokens: list[int], last: int) -> float:
-    """Of the last tokens after those before them, one forward pass for each."""
+    """Log-probability of the `last` tokens after those before them, by one forward pass for each."""
     total = 0.0
     for i in range(len(tokens) - last, len(tokens)):
         context = tokens[max(0, len(tokens) - T - 1) : i]
@@ -105,7 +105,7 @@ def test_the_likeliest_choice_is_that_of_the_formula(run, tmp_path):
         by_length.append(shares.index(max(shares)) == line["answer"])
     found = evaluated(run, f"tasks={write(tmp_path / 'quiz.jsonl', QUESTIONS)}", "batch=3")["quiz"]
     assert (found["acc"], found["acc_norm"], found["n"]) == (sum(right) / 4, sum(by_length) / 4, 4)
-    assert 0 < sum(right) < 4 or 0 < sum(by_length) < 4  # else a constant would pass
+    assert 0 < sum(right) < 4 or 0 < sum(by_length) < 4  # else a constant answer would pass
     assert found["checkpoint"] == "step-00000005"
 
 
@@ -179,7 +179,7 @@ def test_the_moving_average_of_the_weights_is_measured_on_request(tmp_path):
 
 
 def test_documents_that_a_run_keeps_apart_are_kept_apart(tmp_path):
-    """With positions that restart, documents in one window have the losses that they have alone."""
+    """With positions that restart, documents that share a window have the losses that they have alone."""
     config = DataConfig(documents=Documents.restart)
     run = make_run(tmp_path / "run", "rotary", config)
     documents = ["first one", "the second", "3rd"]

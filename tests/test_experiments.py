@@ -1,4 +1,4 @@
-"""What conf/experiment/ promises: the commands in its files, the launchers, and a sweep from the command line."""
+"""conf/experiment/ keeps its promises: the commands in its files, the launchers, a sweep from the command line."""
 
 from __future__ import annotations
 

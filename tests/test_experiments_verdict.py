@@ -1,6 +1,6 @@
-"""From a run to the report's verdict: wrong implementations are caught, right ones are not accused.
+"""From a run to the report's verdict: wrong implementations are caught, correct ones pass.
 
-Runs are trained here, small, step by step as train.py does, and judged by what report/ reads from their folders.
+Small runs are trained here step by step, as train.py does, and report/ judges them by their folders.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, and finds what it says."""
+"""The notebook runs from its first cell to its last, and its results are those that its text states."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def run(tmp_path) -> Path:
 
 
 def continuation(step: int, prompt: list[int], tokens: int) -> str:
-    """The text that the model of a step continues the prompt with, computed without a cache."""
+    """The text with which the checkpoint of `step` continues the prompt, computed without a cache."""
     model, found = fresh(step).eval(), list[int]()
     while len(found) < tokens and found[-1:] != [256]:
         found = expected(model, prompt, [*found, 0], temperature=0.5, top_k=20, seed=3)

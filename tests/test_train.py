@@ -87,9 +87,9 @@ def test_one_command_trains_on_real_text_and_says_where_everything_is(tmp_path: 
     assert first > middle > last
     assert last < 3.2
     assert {"metrics.jsonl", "summary.json", "loss.png", "checkpoints", ".hydra"} <= {p.name for p in folder.iterdir()}
-    # A text of its own making stands between the last step and the run folder.
-    made_up = done.stdout.split("tokens, ")[-1].split("run folder")[0]
-    assert len(made_up) > 100
+    # A sample from the model is printed between the last step and the run folder.
+    sample = done.stdout.split("tokens, ")[-1].split("run folder")[0]
+    assert len(sample) > 100
 
 
 def test_the_summary_tells_how_the_run_went(config: Config) -> None:
@@ -124,7 +124,7 @@ def test_nothing_carries_over_from_one_run_of_a_process_to_the_next(config: Conf
 
 
 def used_gib() -> float:
-    """What of this process a memory limit counts."""
+    """GiB of this process that count towards a memory limit."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmData:")[1].split()[0]) / 2**20
 
@@ -137,7 +137,7 @@ def test_running_out_of_memory_is_in_the_summary(config: Config) -> None:
     stored = summary(Path("run"))
     assert (stored["status"], stored["step"]) == ("out_of_memory", 0)
     assert "attention=flash on a GPU, tiled or sdpa" in stored["message"]
-    assert Path("run/loss.png").exists()  # the limit is the training's alone
+    assert Path("run/loss.png").exists()  # the limit applies to training only
 
 
 def test_a_model_that_does_not_fit_is_in_the_summary(config: Config) -> None:

@@ -28,7 +28,7 @@ CACHES = {
 
 
 def launches(dtype: torch.dtype, size: int | None) -> None:
-    """Three tokens enter a cache, paged with all changes of scores or contiguous without any, and attend to it."""
+    """Append three tokens to a cache and attend to it: paged with every score option, or contiguous with none."""
     pages = None if size is None else torch.zeros(B, CAPACITY // size, dtype=torch.int32)
     k = torch.zeros(B if size is None else B * CAPACITY // size, H_KV, size or CAPACITY, D, dtype=dtype)
     cache = Cache(k, k.clone(), torch.zeros(B, dtype=torch.int32), pages)
@@ -40,7 +40,7 @@ def launches(dtype: torch.dtype, size: int | None) -> None:
 
 
 def compile_all(architecture: str) -> Iterator[dict[str, Any]]:
-    """What the kernels take, compiled through the launches that a GPU would get."""
+    """Resources of the kernels, compiled by the same launches as on a GPU."""
     capability = CAPABILITIES[architecture]
     gpu.capability = lambda device: capability
     triton.runtime.driver.set_active(NoGPU(capability))

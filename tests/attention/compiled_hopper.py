@@ -46,7 +46,7 @@ SCORES: dict[str, tuple[dict[str, Any], Extras]] = {
         Extras(slopes=SLOPES, sinks=SINKS, starts=STARTS, ends=STARTS),
     ),
 }
-# Each kernel takes two seconds to compile: head size 128 has the fewest registers to spare, so more of it.
+# Each kernel takes two seconds to compile. Head size 128 has the fewest registers to spare, so it has more entries.
 EXACT = {64: ("full", "alibi"), 128: ("causal", "documents", "soft_cap"), 256: ("causal",)}
 DROPOUT = {64: ("causal", "everything"), 128: ("causal", "everything"), 256: ("causal",)}
 CONFIGURATIONS: dict[str, tuple[int, str, float, int]] = {
@@ -62,8 +62,8 @@ CONFIGURATIONS: dict[str, tuple[int, str, float, int]] = {
 
 
 def launch(D: int, score: str, dropout: float, T: int) -> None:
-    """A forward of T tokens in bf16, and a backward where there is one: at head size 64 only of long sequences, as it
-    is the same for all."""
+    """A forward of T tokens in bf16, and a backward where there is one. At head size 64 the backward is the same for
+    all lengths, so only long sequences have it."""
     tensors = (torch.zeros(1, 2, T, D, dtype=torch.bfloat16) for _ in range(8))
     q, k, v, out, do, *gradients = tensors
     changed, extras = SCORES.get(score, ({}, Extras()))
@@ -79,7 +79,7 @@ def launch(D: int, score: str, dropout: float, T: int) -> None:
 
 
 def shared_barriers(ptx: str) -> list[int]:
-    """Offsets in shared memory at which a kernel makes a barrier and also stores or loads other data."""
+    """Offsets in shared memory at which a kernel initialises a barrier and also stores or loads other data."""
     offsets = {register: int(n) for register, n in re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx)}
     offsets["global_smem"] = 0
     barriers = {offsets.get(register, 0) for register in re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", ptx)}
@@ -89,10 +89,10 @@ def shared_barriers(ptx: str) -> list[int]:
 
 
 def reports(name: str) -> Iterator[dict[str, Any]]:
-    """What ptxas says of the kernels that a configuration launches, compiled for a Hopper GPU.
+    """ptxas's report on the kernels that a configuration launches, compiled for a Hopper GPU.
 
-    Registers, bytes of spilled registers, warnings about serialised products (C75xx), bytes of shared memory, and the
-    barriers in it that share their place with other data.
+    It has registers, bytes of spilled registers, warnings about serialised products (C75xx), bytes of shared memory,
+    and the barriers that overlap other data there.
     """
     target = GPUTarget("cuda", 90, 32)
     found: list[tuple[Any, str]] = []

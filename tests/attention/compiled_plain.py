@@ -35,7 +35,7 @@ B, H, H_KV, T = 2, 4, 2, 100
 
 
 class Problem(NamedTuple):
-    """What kernels are compiled for."""
+    """A configuration that the kernels are compiled for."""
 
     name: str
     key: ConfigKey
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
 
 
 def problems(architecture: str) -> Iterator[Problem]:
-    """Entries of the architecture's tables up to head size 128, and what else takes instructions of its own."""
+    """The architecture's table entries up to head size 128, and the options that compile to other instructions."""
     documents = torch.zeros(B, T, dtype=torch.int32)
     everything = Extras(slopes=torch.zeros(H), sinks=torch.zeros(H), starts=documents, ends=documents)
     asked: dict[str, tuple[dict[str, Any], Extras]] = {
@@ -94,7 +94,7 @@ class NoGPU:
 
 
 def resources(kernel: Any) -> dict[str, int]:
-    """Registers of a thread, bytes of them that are spilled to memory, and shared memory."""
+    """Registers per thread, bytes of registers spilled per thread, and bytes of shared memory per program."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
@@ -115,7 +115,7 @@ class Compiled(NamedTuple):
 
 @contextlib.contextmanager
 def compiling(architecture: str) -> Iterator[list[Compiled]]:
-    """Launches compile for the architecture and run nothing; the list gets what each compiled."""
+    """Within this context launches compile for the architecture and run nothing; each appends to the list."""
     triton.runtime.driver.set_active(NoGPU(CAPABILITIES[architecture]))
     compiled: list[Compiled] = []
     run = JITFunction.run
@@ -136,7 +136,7 @@ def compiling(architecture: str) -> Iterator[list[Compiled]]:
 
 
 def launch(architecture: str, key: ConfigKey, options: Options, extras: Extras, T: int, S: int) -> None:
-    """A forward and a backward in bf16, with the blocks that serve `key`."""
+    """A forward and a backward in bf16, with the blocks chosen for `key`."""
 
     def tensor(heads: int, length: int) -> Tensor:
         return torch.zeros(B, length, heads, key.head_dim, dtype=torch.bfloat16).transpose(1, 2)
@@ -149,7 +149,7 @@ def launch(architecture: str, key: ConfigKey, options: Options, extras: Extras, 
 
 
 def compile_all(architecture: str) -> Iterator[dict[str, Any]]:
-    """What the kernels of each problem take, compiled through the launches that a GPU would get."""
+    """Resources of each problem's kernels, compiled by the same launches as on a GPU."""
     with compiling(architecture) as compiled:
         for name, key, options, extras in problems(architecture):
             compiled.clear()
@@ -159,9 +159,9 @@ def compile_all(architecture: str) -> Iterator[dict[str, Any]]:
 
 
 def compile_lengths(architecture: str) -> Iterator[dict[str, Any]]:
-    """How many kernels are compiled for lengths that Triton would by itself tell apart: 1, multiples of 16 and others.
+    """Number of kernels compiled for lengths that Triton specialises by default: 1, multiples of 16 and others.
 
-    Positions change too, and with the lengths how many heads run at the same time.
+    The positions change too, and with the lengths the number of heads that run at the same time.
     """
     lengths = (1, 16, 17, 48, 100)
     found: dict[str, set[str]] = {}

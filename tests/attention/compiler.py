@@ -1,4 +1,4 @@
-"""What Triton's compiler says of kernels for GPUs that need not be there."""
+"""What Triton's compiler reports on kernels, for GPUs that this machine need not have."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ SHARED = {"hopper": 232_448, "older": 101_376}  # bytes of a multiprocessor that
 
 
 def compiled(script: str, *arguments: str) -> list[dict[str, Any]]:
-    """The lines of a script in this folder, which has a process of its own: Triton decides for its interpreter when it
-    is imported. Notes of the lines in the source, which change no instruction, would take a tenth of the time."""
+    """The output lines of a script in this folder, without line information, which takes a tenth of the time.
+
+    The script has its own process, because Triton chooses between compiler and interpreter when it is imported.
+    """
     run = subprocess.run(
         [sys.executable, "-m", f"tests.attention.{script}", *arguments],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What test_context.py runs in four processes: attention with its sequences spread over them, beside all of it in each.
+"""What test_context.py runs in four processes: attention with sequences split over the processes.
 
 python -m tests.attention.context_ranks <folder> <port>
 """
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[int, int, AttentionConfig, Score, bool]] = {
 
 
 def attend(case: str, by: ContextBy | None, compiled: bool = False) -> dict[str, Any]:
-    """out, lse and gradients of this rank's rows, by `by` or, None, of a call that has everything."""
+    """out, lse and gradients of this rank's rows, shared out by `by`; of all rows where `by` is None."""
     H, H_kv, config, score, packed = CASES[case]
     generator = torch.Generator().manual_seed(0)
     q, k, v, d_out = (torch.randn(B, h, T, D, generator=generator) for h in (H, H_kv, H_kv, H))

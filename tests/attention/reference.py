@@ -196,11 +196,11 @@ def gradients(
 
 @dataclass(frozen=True)
 class Expected:
-    """What a case should give: name -> (B, H or H_kv, T or S, D) fp64 for "out", "dq", "dk", "dv", (H,) for "dsinks".
+    """Expected results: name -> (B, H or H_kv, T or S, D) fp64 for "out", "dq", "dk", "dv", (H,) for "dsinks".
 
     exact   the formula in fp64
     plain   the formula in the case's precision
-    slack   name -> error granted besides twice that of `plain`, see `expect`
+    slack   name -> error allowed in addition to twice that of `plain`, see `expect`
     """
 
     exact: dict[str, Tensor]
@@ -212,12 +212,14 @@ class Expected:
 def expect(case: Case, dtype: torch.dtype, device: str = "cpu") -> Expected:
     """Evaluate the formula for `case.tensors(dtype)` in fp64 and in `dtype`.
 
-    What is granted besides twice the plain formula's error, which is exact by chance where little is to be computed,
-    are fp32 roundings: for dq and dk two, of the terms of dS = P (dP - delta). A row that looks at a single key has
-    dP = delta, to the plain formula the same number twice, while FlashAttention takes delta from the output. And for
-    dv one, of the scores: its probabilities come from a product of q and k of the backward's own, whose sums may be
-    taken in another order than the forward's. For dsinks, which sum delta over all rows, the roundings of the output to
-    `dtype`, as many independent ones: three of their sum's standard deviations.
+    Where little is computed, the plain formula is exact by chance. So roundings are allowed in addition to twice its
+    error:
+
+    dq, dk   two fp32 roundings of the terms of dS = P (dP - delta). A row that sees a single key has dP = delta: to the
+             plain formula they are the same number, while FlashAttention takes delta from the output.
+    dv       one fp32 rounding of the scores: the backward recomputes q k^T, and may add in another order.
+    dsinks   three standard deviations of the sum over all rows of delta's error, whose terms are independent roundings
+             of the output to `dtype`.
     """
     tensors = case.tensors(dtype, device)
     keep, rate = None, 0.0
@@ -261,7 +263,7 @@ def assert_accurate(
 ) -> None:
     """Against fp64, out lies within twice the plain formula's own error, and each gradient within `factor` times it.
 
-    One rounding of the largest result to fp32 is granted besides, and the slack of `expect`.
+    One fp32 rounding of the largest result is allowed in addition, and the slack of `expect`.
     """
     expected = expect(case, dtype, device)
 

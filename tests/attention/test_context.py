@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of four ranks got."""
+    """The results of each of four ranks."""
     folder, port = tmp_path_factory.mktemp("context"), free_port()
     command = [sys.executable, "-m", "tests.attention.context_ranks", str(folder), port]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=240)
@@ -31,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def assembled(parts: list[Tensor], by: ContextBy) -> Tensor:
-    """What the ranks have of a tensor, (B, H, T / W, ...) each, in the order of positions."""
+    """The ranks' parts of a tensor, (B, H, T / W, ...) each, concatenated in the order of positions."""
     positions = torch.cat([take_rows(torch.arange(T), rows_of(r, len(parts), T, by), 0) for r in range(len(parts))])
     return torch.cat(parts, dim=2)[:, :, positions.argsort()]
 
@@ -52,7 +52,7 @@ def test_ranks_that_share_a_sequence_attend_as_one(
     ranks = [rank[f"{case}, {size} by {by.value}"] for rank in found[:size]]
     expected = attend(case, None)
     for name in ("out", "lse", "dq", "dk", "dv"):
-        # Those of `heads` differ where a product's shape, which has changed, makes the library add in another order.
+        # Sharing by heads changes the products' shapes, and with them the order in which the library adds.
         torch.testing.assert_close(
             assembled([rank[name] for rank in ranks], by), expected[name], rtol=1e-5, atol=2e-6, msg=name
         )

@@ -125,7 +125,7 @@ def test_kernels_join_the_splits_of_long_sequences(H, H_kv, T, score):
 
 
 def test_splits_are_longer_where_a_gpu_has_no_room_for_more(monkeypatch):
-    """At most four splits for 5 units of 128 keys, for 2, and for none."""
+    """At most four splits, for sequences of 5 units of keys, of 2, and of none."""
     monkeypatch.setattr("attention.flash.decode.MULTIPROCESSORS", 2)
     lengths = [513, 130, 0]
     cache, q = contiguous(lengths, 520, 1, 16), queries(len(lengths), 2, 1, 16)
@@ -157,7 +157,7 @@ def test_pages_before_the_window_may_be_gone(attend):
 @pytest.mark.parametrize("in_kernel", [False, True])
 @pytest.mark.parametrize("size", [None, 32])
 def test_new_tokens_follow_those_of_their_sequence(size, in_kernel, monkeypatch):
-    """A prompt of each sequence, packed or padded at its front, then three tokens one by one."""
+    """Each sequence writes a prompt, packed or left-padded, then three tokens one by one."""
     if in_kernel:
         monkeypatch.setattr("attention.decode.write.write_in_torch", write_kernel.write)
     prompts, more = [40, 0, 7], 3
@@ -182,7 +182,7 @@ def test_new_tokens_follow_those_of_their_sequence(size, in_kernel, monkeypatch)
 
 
 def emptied(cache: Cache) -> Callable[[list[int]], Cache]:
-    """Makes caches of the same pages, with nothing but NaN in them."""
+    """Returns a function that makes caches with the same pages, filled with NaN."""
 
     def make(lengths: list[int]) -> Cache:
         k, v = torch.full_like(cache.k, torch.nan), torch.full_like(cache.v, torch.nan)

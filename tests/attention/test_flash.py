@@ -77,12 +77,12 @@ def test_gpus_without_a_copy_engine_are_supported(case, addressing):
 
 @pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 0.75, 255 / 256])
 def test_every_rate_is_realised_exactly(p):
-    """Thresholds on both sides of 128 take different instructions."""
+    """Thresholds below and above 128 compile to different instructions."""
     assert_flash_accurate(Case(1, 1, 1, 64, 64, 16, dropout=p), torch.float32, factor=2.0)
 
 
 def distinct_blocks() -> list[tuple[str, Blocks, torch.dtype]]:
-    """(kernel, blocks, dtype) of every entry that serves dropout."""
+    """(kernel, blocks, dtype) of every table entry with dropout."""
     found = {
         (kernel, blocks, torch.float32 if table is configs.FP32 else torch.bfloat16)
         for table in configs.TABLES.values()
@@ -248,7 +248,7 @@ def test_a_compiled_model_does_not_copy_to_put_the_gradient_of_its_projection_to
 
 
 class Recorder(CustomGraphPass):
-    """Keeps the graphs as the compiler has optimised them."""
+    """Collects the graphs after the compiler has optimised them."""
 
     def __init__(self, graphs: list[torch.fx.Graph]) -> None:
         self.graphs = graphs
@@ -257,7 +257,7 @@ class Recorder(CustomGraphPass):
         self.graphs.append(graph)
 
     def uuid(self) -> None:
-        """No identity: these graphs are not to be taken from a cache."""
+        """None, so that these graphs never come from the compiler's cache."""
 
 
 def test_every_head_is_computed_where_the_last_section_is_not_full(monkeypatch):
@@ -284,7 +284,7 @@ def test_scores_far_from_zero_keep_their_softmax(score):
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("name", ["tiled", "flash"])
 def test_inf_and_nan_reach_the_output(name, which, bad):
-    """Scores of -inf weigh nothing beside others, and are 0 / 0 where there are no others."""
+    """A score of -inf has weight 0 where a row has other scores, and gives 0 / 0 where it has none."""
     q, k, v, _ = Case(1, 1, 1, 70, 70, 16).tensors(torch.float32)
     k[..., 3].abs_()
     (q, k, v)[which][0, 0, 66, 3] = bad

@@ -69,14 +69,14 @@ CAPPED: Any = {"soft_cap": 1.5, "dropout": 0.17}
     ids=["window_documents", "more_queries"],
 )
 def test_one_maximum_for_all_tiles_is_as_accurate(case):
-    """In fp32, as fp16 keeps the running maximum."""
+    """In fp32, because fp16 uses the running maximum."""
     assert_accurate(flash(0.17), case, torch.float32, DEVICE, factor=3.0)
 
 
 @pytest.mark.parametrize("soft_cap", [60.0, 61.0], ids=["one_maximum", "running_maximum"])
 @pytest.mark.parametrize("n_low", [2, 70], ids=["in_the_first_tile", "after_it"])
 def test_scores_at_the_soft_cap_neither_overflow_nor_vanish(n_low, soft_cap):
-    """Scores are -c at first, then c or -c: a row is the mean of what it sees at c, or of all where none is."""
+    """The first keys score -c, later ones c or -c: a row is the mean of its keys at c, or of all if it sees none."""
     T = 150
     high = torch.rand(T, generator=torch.Generator().manual_seed(0)) < 0.5
     high[:n_low], high[n_low] = False, True

@@ -1,4 +1,4 @@
-"""attention.precision=fp8 without a Hopper GPU: who is refused, and what its kernels read."""
+"""attention.precision=fp8 without a Hopper GPU: which calls are refused, and the quantised tensors its kernels read."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_other_implementations_have_no_fp8():
 
 @pytest.mark.parametrize(("D", "columns"), [(40, 64), (128, 128)])
 def test_numbers_of_8_bits_and_their_scales_give_back_the_inputs(D, columns):
-    """Rounded to three bits behind the first."""
+    """They round to a significand of one bit and three more."""
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(1, 2, 130, D, generator=generator) * 2 for _ in range(2))
     v[:, :, 128:] *= 1000

@@ -1,4 +1,4 @@
-"""The Hopper path without a Hopper GPU: who is served by which kernels, and what the compiler makes of them."""
+"""The Hopper path without a Hopper GPU: which calls run on which kernels, and the kernels' compiled resources."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.attention.compiler import SHARED, compiled
 PROBLEM = Problem(128, torch.bfloat16, frozenset(), dropout=False, length=4096, capability=(9, 0))
 EVERY_LENGTH = range(0, 2**17, 64)
 
-# Bytes of registers that a thread spills, with Triton 3.6 or 3.7, whichever is more. All others spill none. About 100
-# in a backward_kernel are of the roles of one warp, which move tiles and have time.
+# Bytes of registers that a thread spills, with Triton 3.6 or 3.7, whichever is more. All other kernels spill none. In a
+# backward_kernel about 100 belong to the one-warp roles that move tiles, where spilling costs no time.
 SPILLED = {
     ("64-full-exact", "forward_kernel"): 4,
     ("64-full-exact", "backward_kernel"): 204,
@@ -132,7 +132,7 @@ def test_the_paths_of_all_layers_are_named(hopper_gpu):
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")
 @pytest.mark.parametrize("in_products", [False, True])
 def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products):
-    """Their scores are zero, and the bias of their half's first query overflows exp2 from a slope of 1.5 on."""
+    """Their scores are zero, and the bias, relative to the half's first query, overflows exp2 at slopes above 1.5."""
     B, H, T, D, rows = 2, 3, 150, 64, 64
     torch.manual_seed(0)
     out, do = torch.randn(2, B, H, T, D)
@@ -161,7 +161,7 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products):
 
 
 def assert_as_lean_as_today(reports: list[dict]) -> None:
-    """No more registers spill than today, of as many as a role has; no product waits for others, barriers lie alone."""
+    """Spills stay within SPILLED, no products are serialised, and no barrier overlaps other shared memory."""
     assert reports
     for report in reports:
         assert report["spilled"] <= SPILLED.get((report["name"], report["kernel"]), 0), report

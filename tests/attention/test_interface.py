@@ -1,4 +1,4 @@
-"""What the contract refuses, and that a refusal says what to change."""
+"""Calls that break the contract are refused with a message that says what to change."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_sequences_of_any_length_prefill_in_one_call(name):
 
 @pytest.mark.parametrize("name", REPLAYING)
 def test_a_cut_of_the_queries_with_a_cut_of_the_keys_is_a_cut_of_the_whole(name):
-    """Positions: what a rank, or a window of the keys, computes is what the whole call computes there."""
+    """With q_start and k_start, some rows of the queries and their keys give what the whole call gives there."""
     case = replace(CASES["everything"], sinks=False)
     attend = build_attention(REPLAYING[name])
     q, k, v, _ = case.tensors(torch.float64)

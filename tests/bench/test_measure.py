@@ -1,4 +1,4 @@
-"""Times that can be compared, and what stands beside them."""
+"""Times that can be compared, and the environment that is recorded with them."""
 
 from __future__ import annotations
 

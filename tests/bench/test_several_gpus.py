@@ -21,7 +21,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_every_number_of_gpus_computes_the_same_step(gpus: int) -> None:
-    """What bits are compared of has as many tokens per step on one GPU; a sequence is shared by all of them."""
+    """Cases whose bits are compared have as many tokens per step as on one GPU; a long sequence is split over all."""
     alone = {key_of(case): case for case in cases(1)}
     several = {key_of(case): case for case in cases(gpus)}
     assert {kind for kind, _ in several} == set(KINDS) - ({"four"} if gpus == 2 else set())

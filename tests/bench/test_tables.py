@@ -21,7 +21,8 @@ def results(name: str) -> Any:
 
 
 def table(page: str, header: str, after: str = "") -> Iterator[tuple[str, str, str]]:
-    """Row, column and cell of the table that begins so, below the words `after`. Bold and commits are left out."""
+    """Row, column and cell of the first table after the words `after` that starts with `header`, without bold and
+    commits."""
     text = (ROOT / page).read_text()
     lines = text[text.index(header, text.index(after)) :].partition("\n\n")[0].splitlines()
     _, _, *columns = (column.strip() for column in lines[0].removesuffix("|").split("|"))

@@ -1,4 +1,4 @@
-"""The benchmark of training steps: what it asks train.py for, and what it makes of the answers."""
+"""The benchmark of training steps: the overrides it gives train.py, and the rows and figures made of the results."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_steps_that_see_other_keys_are_in_no_figure(tmp_path, given):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_equal_speeds_are_drawn_at_the_same_height(dropout):
-    """nanoGPT's as well as ours, on axes that say thousands."""
+    """nanoGPT's and ours, on axes in thousands of tokens per second."""
     theirs = [r for r in NANOGPT.values() if r["dropout"] == dropout]
     figure = Figure()
     draw(figure, scheme(dark=False), [row("flash", r["shape"], dropout, r["tokens_per_s"]) for r in theirs], theirs)
@@ -143,7 +143,7 @@ def test_a_figure_that_fails_leaves_the_measurements(tmp_path):
 
 @pytest.fixture
 def measuring(tmp_path):
-    """Run the benchmark on made-up measurements: (attention, what its row says) -> exit status and rows by name."""
+    """Run the benchmark on synthetic measurements: {attention: row} -> exit status and rows by name."""
 
     def run(cells: dict[str, Row], *extra: str) -> tuple[int, dict[str, Row]]:
         path = tmp_path / "train_step.json"

@@ -130,12 +130,12 @@ def test_evaluation_windows_are_evenly_spaced_and_apart(length, count, sizes):
 
 
 def target_positions(length, seq_len, batch_size, count, span):
-    """Where in a text of so many tokens the targets of its evaluation stand, in order."""
+    """The positions, in order, of the evaluation's targets in a text of `length` tokens."""
     batches = eval_batches(np.arange(length, dtype=np.uint32), seq_len, batch_size, count, span)
     return torch.cat([targets.flatten() for _, targets in batches]).tolist()
 
 
-@pytest.mark.parametrize("length", [8193, 30_000, 123_457])  # of one piece, of three, and of more than are asked for
+@pytest.mark.parametrize("length", [8193, 30_000, 123_457])  # one piece, three, and more than `count`
 def test_with_a_span_every_length_is_evaluated_on_the_same_text(length):
     longest = target_positions(length, 8192, 1, 4, span=8192)
     assert len(longest) == len(set(longest)) == 8192 * min(4, (length - 1) // 8192)

@@ -188,7 +188,7 @@ def test_unreadable_text_is_named(tmp_path, content, sentence):
 
 @pytest.fixture
 def reader() -> Iterator[Path]:
-    """A folder in which file permissions count, for root as well: it becomes somebody else meanwhile."""
+    """A folder in which file permissions apply to root too, which becomes another user meanwhile."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         root = os.geteuid() == 0

@@ -19,7 +19,7 @@ TEXT = "déjà vu 木 🦜, and the end of a text; the rest of the text is the e
 
 
 def unigram() -> tokenizers.Tokenizer:
-    """As Llama 2 and T5 have it: pieces with blanks in front, bytes for what has no piece."""
+    """A tokenizer like those of Llama 2 and T5: pieces with leading spaces, bytes for characters without a piece."""
     model = tokenizers.Tokenizer(tokenizers.models.Unigram())
     model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     model.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Metaspace()])
@@ -94,7 +94,7 @@ def test_text_appears_as_tokens_come_and_characters_of_several_stay_whole(file):
 def test_a_tokenizer_without_an_end_of_text_gets_one():
     tokenizer = OwnTokenizer("own", tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, "?")).to_str())
     assert (tokenizer.eot_token, tokenizer.n_vocab, tokenizer.encode_ordinary("a")) == (2, 3, [0])
-    assert tokenizer.encode_ordinary("<|endoftext|>") == [1]  # in a text it is text
+    assert tokenizer.encode_ordinary("<|endoftext|>") == [1]  # text that looks like it is text
 
 
 def test_what_is_no_tokenizer_is_refused_in_one_sentence(config, tmp_path):

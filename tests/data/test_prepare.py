@@ -1,4 +1,4 @@
-"""Tokens on disk: what they are, prepared once, whole or not there."""
+"""Prepared tokens: their contents, that they are prepared once, and that a file is complete or absent."""
 
 import errno
 import io
@@ -93,7 +93,7 @@ def test_gpt2_tokens_are_tiktokens(config, corpus, monkeypatch):
 def test_prepared_tokens_are_opened_without_reading_text(config, corpus, capsys):
     first = prepare(config)
     assert "prepared data=text with data.tokenizer=bytes" in capsys.readouterr().err
-    for path in corpus.iterdir():  # another text that looks the same from outside
+    for path in corpus.iterdir():  # another text, with the same size and time of change
         written = path.stat().st_mtime_ns
         path.write_bytes(b"x" * path.stat().st_size)
         os.utime(path, ns=(written, written))

@@ -12,7 +12,7 @@ from model.gpt import GPT
 
 @torch.no_grad()
 def logits_of(model: GPT, tokens: Sequence[int], first: int) -> Tensor:
-    """(n, V): what follows the first tokens, `first` of them, then one more and so on; seq_len are seen at most."""
+    """(n, V): logits after the first `first` tokens, after one more, and so on; each sees at most seq_len tokens."""
     model.eval()
     seen = min(len(tokens), model.seq_len)
     within = model(torch.tensor([tokens[:seen]]))[0, first - 1 :]
@@ -28,7 +28,7 @@ def expected(
     top_k: int | None = None,
     seed: int = 0,
 ) -> list[int]:
-    """The tokens that follow the prompt, then the prompt and found[0], and so on: `found`, if it is right."""
+    """The tokens that follow the prompt, the prompt and found[0], and so on: equal to `found` if that is correct."""
     generator = torch.Generator().manual_seed(seed)
     tokens = []
     for logits in logits_of(model, [*prompt, *found[:-1]], len(prompt)):

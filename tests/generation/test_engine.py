@@ -37,8 +37,8 @@ def build(
     return model.eval()
 
 
-def served(engine: Engine) -> list[list[int]]:
-    """The tokens of each request, which must come with the request that they belong to."""
+def drained(engine: Engine) -> list[list[int]]:
+    """The tokens that the engine yields for each request, checked against the request's own list."""
     received: dict[Request, list[int]] = {request: [] for request in engine.requests}
     for request, token in engine.run():
         received[request].append(token)
@@ -80,7 +80,7 @@ def test_where_every_layer_has_a_window_the_cache_slides_beyond_seq_len():
     request = Request(prompt, 500)
     engine = Engine(model, [request], Sampling(0.0))
     assert engine.steps.cache.size.pages == 3  # a window's 70 keys lie in two pages, or in three
-    (found,) = served(engine)
+    (found,) = drained(engine)
     assert len(found) == 500
     assert found == expected(longer, prompt, found)
 
@@ -89,7 +89,7 @@ def test_where_every_layer_has_a_window_the_cache_slides_beyond_seq_len():
 def test_beyond_seq_len_a_token_is_computed_from_the_last_seq_len_tokens(config):
     model = build(config, seq_len=24)
     requests = [Request(prompt, 20) for prompt in prompts(10, 24, 3)]
-    for request, found in zip(requests, served(Engine(model, requests, Sampling(0.7, seed=5), slots=2)), strict=True):
+    for request, found in zip(requests, drained(Engine(model, requests, Sampling(0.7, seed=5), slots=2)), strict=True):
         assert len(found) == 20
         assert found == expected(model, request.prompt, found, 0.7, seed=5)
 
@@ -103,7 +103,7 @@ def test_prompts_that_share_slots_and_pages_get_the_tokens_they_get_alone(config
         for prompt, limit in zip(prompts(5, 130, 33, 64, 1, 90), (40, 9, 1, 70, 22, 40), strict=True)
     ]
     engine = Engine(model, requests, Sampling(0.8, top_k=30, seed=3), slots=2, row=row)
-    for request, found in zip(requests, served(engine), strict=True):
+    for request, found in zip(requests, drained(engine), strict=True):
         assert len(found) == request.limit
         assert found == expected(model, request.prompt, found, 0.8, 30, seed=3)
     assert sorted(engine.steps.cache.free) == list(range(engine.steps.cache.size.pages or 0))
@@ -111,7 +111,7 @@ def test_prompts_that_share_slots_and_pages_get_the_tokens_they_get_alone(config
     for request in requests:
         request.tokens.clear()
         request.finished = False
-    assert served(engine) == again
+    assert drained(engine) == again
 
 
 def test_a_request_that_is_finished_early_makes_room_for_the_next():
@@ -125,9 +125,9 @@ def test_a_request_that_is_finished_early_makes_room_for_the_next():
 
 
 def test_an_engine_that_is_dropped_leaves_its_cache_at_once():
-    """Python need not collect garbage first, which may be much later."""
+    """Its memory is freed without waiting for Python's garbage collection."""
     engine = Engine(build(), [Request([1, 2, 3], 2)], Sampling(1.0))
-    served(engine)
+    drained(engine)
     cache = weakref.ref(engine.steps.cache)
     gc.disable()
     try:
@@ -178,7 +178,7 @@ def test_weights_are_in_the_precision_of_products_and_tokens_are_those_of_autoca
     (prompt,) = prompts(40)
     engine = Engine(model, [Request(prompt, 30)], Sampling(0.0), dtype=torch.bfloat16)
     assert engine.steps.model.get_parameter("h.0.mlp.c_fc.weight").dtype is torch.bfloat16
-    (found,) = served(engine)
+    (found,) = drained(engine)
     with torch.autocast("cpu", torch.bfloat16):
         agreeing = sum(a == b for a, b in zip(found, expected(model, prompt, found), strict=True))
     assert agreeing >= 27  # the products of one row and of many round differently

@@ -1,4 +1,4 @@
-"""Prompts in a row: where they lie, and what surrounds them."""
+"""Prompts packed into a row: their positions and the padding around them."""
 
 from __future__ import annotations
 

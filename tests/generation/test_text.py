@@ -1,4 +1,4 @@
-"""Text from tokens: whole characters, and where it ends."""
+"""Tokens become text in whole characters, up to the end of text."""
 
 from __future__ import annotations
 

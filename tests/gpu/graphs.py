@@ -1,4 +1,4 @@
-"""CUDA graphs of what a test runs."""
+"""Capture of a test's function in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def captured(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A CUDA graph of a function, and what it returns: tensors that each replay fills again."""
+    """A CUDA graph of `run`, and what `run` returned: tensors that each replay overwrites."""
     stream = torch.cuda.Stream()
-    # On a GPU that others share, what `run` reads may not have been computed yet: page numbers would be any.
+    # On a shared GPU the inputs of `run` may not have been computed yet: page numbers would be arbitrary.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()  # compiles, which a graph must not contain

@@ -24,7 +24,7 @@ from training.ranks import joined
 from training.step import Trainer
 
 T, B, VOCAB, SEED = 1024, 8, 50_257, 7
-STEPS = 12  # a compiled step is recorded in the fourth: on two GPUs, which have one micro-batch each
+STEPS = 12  # on two GPUs, with one micro-batch each, a compiled step is captured at the fourth step
 CASES = {
     "replicate, compiled": (DataParallel.replicate, True),
     "replicate, eager": (DataParallel.replicate, False),
@@ -53,7 +53,7 @@ def train(world: World, device: torch.device, data: DataParallel, compile: bool)
         batches = [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in drawn]
         own = batches if world.size == 1 else batches[world.rank :][:1]
         found += [float(value).hex() for value in trainer.update(step, own)]
-        if step in (0, STEPS - 2, STEPS - 1):  # before the step is recorded, and around a replay
+        if step in (0, STEPS - 2, STEPS - 1):  # before the step is captured, and around a replay
             found.append(trainer.evaluate(batches).hex())
     weights = torch.cat([p.detach().flatten() for p in trainer.whole_model().parameters()])
     trainer.release()

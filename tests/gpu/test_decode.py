@@ -1,4 +1,4 @@
-"""Attention to a cache on a GPU: accuracy in every precision, CUDA graphs, torch.compile, and waiting for nothing."""
+"""Attention to a cache on a GPU: accuracy in every precision, CUDA graphs and torch.compile, without host syncs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_neither_pages_nor_the_batch_nor_the_capacity_change_a_bit(D):
     for b in (0, 3, 6):
         alone = Cache(cache.k[b : b + 1], cache.v[b : b + 1], cache.lengths[b : b + 1])
         assert torch.equal(out[b : b + 1], flash().decode(q[b : b + 1], alone, score=score, sinks=sinks).out)
-    # So many that one sequence alone would not keep the GPU busy.
+    # A batch so large that each sequence need not be split to keep the GPU busy.
     many = Cache(cache.k.repeat(40, 1, 1, 1), cache.v.repeat(40, 1, 1, 1), cache.lengths.repeat(40))
     assert torch.equal(
         out.repeat(40, 1, 1, 1), flash().decode(q.repeat(40, 1, 1, 1), many, score=score, sinks=sinks).out
@@ -107,7 +107,7 @@ def test_neither_pages_nor_the_batch_nor_the_capacity_change_a_bit(D):
 @pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
 @pytest.mark.parametrize("size", [None, 16])
 def test_a_replayed_graph_follows_lengths_and_pages_and_waits_for_nothing(name, size):
-    """Two caches of the same shapes, whose contents one graph serves; it writes a token and attends from it."""
+    """One graph writes a token and attends from it; it is replayed on the contents of two caches of the same shapes."""
     attend = build_attention(AttentionConfig(name))
     q, cache = tensors(8, 2, 1, 64, torch.bfloat16)
     new_k, new_v = torch.randn(2, len(LENGTHS), 2, 1, 64, dtype=torch.bfloat16, device="cuda")

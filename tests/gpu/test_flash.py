@@ -28,14 +28,14 @@ TOKENS, HIDDEN = 16384, 2048
 
 
 def flash(dropout: float = 0.0, **options):
-    """The plain kernels; tests/gpu/test_hopper.py has the others."""
+    """The plain kernels; tests/gpu/test_hopper.py tests the Hopper ones."""
     return build_attention(AttentionConfig("flash", dropout=dropout, path=KernelPath.plain, **options))
 
 
 def grid() -> list[Case]:
-    """Every head size meets every pair of lengths, also the other way round where that leaves more than one key.
+    """Every head size with every pair of lengths, swapped in half of the cases unless that leaves a single key.
 
-    (With one key dP = delta, and what is left of their difference in 16 bits is the rounding of the output.)
+    (With one key dP = delta, and in 16 bits their difference is nothing but the rounding of the output.)
     """
     cases = []
     for n, D in enumerate(HEAD_SIZES):
@@ -146,7 +146,7 @@ def test_tf32_is_used_where_asked_for_alone():
 @pytest.mark.parametrize("dropout", [0.0, 0.17])
 @pytest.mark.parametrize("case", grid()[1::13], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
 def test_pointers_give_what_descriptors_give(case, dropout, monkeypatch):
-    """The way of GPUs older than Hopper, with their block sizes."""
+    """Pointers are what GPUs older than Hopper use, with their own block sizes."""
     monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
     assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.bfloat16, "cuda", factor=3.0)
 
@@ -174,7 +174,7 @@ def test_hundreds_of_repeats_are_bitwise_equal(length, D, dropout):
 
 
 def test_long_sequences_use_the_whole_mask():
-    """The last rows of 2 x 32768 x 32768 scores, more than 2**31 of them."""
+    """The last rows of 2 x 32768 x 32768 (2**31) scores."""
     T, rows, p = 32768, 48, 0.1
     q, k, v, _ = Case(1, 2, 1, T, T, 64).tensors(torch.bfloat16, "cuda")
     out = flash(p)(q, k, v, dropout_key=KEY).out
@@ -253,7 +253,7 @@ def test_under_autocast_projections_arrive_in_bf16():
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_memory_at_16k_tokens(D):
-    """Output and gradients are 256 MiB; the log-sum-exp, twice, and delta are all there may be besides."""
+    """Output and gradients take 256 MiB; only two log-sum-exps and delta may be added."""
     shape = (1, HIDDEN // D, TOKENS, D)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
     attend = partial(flash(0.1), dropout_key=KEY)
@@ -268,7 +268,7 @@ def test_memory_at_16k_tokens(D):
 @pytest.mark.parametrize("path", [KernelPath.plain, KernelPath.hopper], ids=str)
 @pytest.mark.parametrize("D", [64, 128])
 def test_first_step_compiles_in_less_than_10_seconds(D, path, tmp_path: Path):
-    """In a process of its own, whose cache of compiled kernels is empty."""
+    """Measured in a new process with an empty cache of compiled kernels."""
     if path == KernelPath.hopper and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     script = f"""
@@ -291,7 +291,7 @@ print(time.perf_counter() - start)
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_kernels_run_on_the_gpu_of_their_tensors():
-    """While another GPU is the current one: the same results as on that one."""
+    """Tensors on another GPU than the current one give the same results as on the current one."""
     attend, results = flash(0.1), []
     for device in ("cuda:0", "cuda:1"):
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""attention.precision=fp8 on a Hopper GPU, beside what bench/fp8_emulation.py computes in plain torch."""
+"""attention.precision=fp8 on a Hopper GPU, compared with the emulation in bench/fp8_emulation.py."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_repeats_are_bitwise_equal():
 
 
 def test_a_captured_call_gives_the_same_bits_in_every_replay():
-    """The kernels hand over a counter, and the second is launched before the first has ended."""
+    """The two kernels share a counter, and the second is launched before the first has ended."""
     q, k, v, _ = Case(2, 6, 2, 1000, 1000, 128).tensors(torch.bfloat16, "cuda")
     attend = fp8()
     expected = attend(q, k, v).out

@@ -1,4 +1,4 @@
-"""The Hopper kernels on a Hopper GPU, forced: the grid of shapes, the mask, and what may race or wait for ever."""
+"""The Hopper kernels on a Hopper GPU, forced: the grid of shapes, the mask, races and deadlocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 HEAD_SIZES = (40, 59, 64, 80, 96, 111, 128)
-# Around the edges of tiles of 64 queries, of two or three of them, and of 128 keys; few queries; few keys.
+# Around the edges of one, two and three tiles of 64 queries, and of 128 keys; few queries; few keys.
 LENGTHS = (
     (113, 203), (108, 256), (1023, 1024), (1, 239), (799, 3), (63, 64), (64, 65), (127, 129), (128, 128), (129, 127),
     (191, 193), (192, 255), (257, 257), (300, 5),
@@ -39,7 +39,7 @@ def flash(dropout: float = 0.0, path: KernelPath = KernelPath.hopper):
 
 
 def grid(lengths: Sequence[tuple[int, int]] = LENGTHS, head_sizes: Sequence[int] = HEAD_SIZES) -> list[Case]:
-    """Every pair of lengths meets every number of heads or two head sizes."""
+    """Each pair of lengths with two head sizes and two numbers of heads, in turn."""
     cases = []
     for n, (T, S) in enumerate(lengths):
         for m in range(2):
@@ -56,7 +56,7 @@ def run(attend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ..
 
 
 def assert_repeats(results: Callable[[], Iterable[Tensor]]) -> None:
-    """500 repeats are bitwise equal, launched without a pause beside other work on the GPU, in memory full of NaN."""
+    """500 repeats, launched without a pause, in memory full of NaN and beside other work on the GPU, are equal."""
     first, other = tuple(results()), torch.cuda.Stream()
     x = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     differs = torch.zeros((), dtype=torch.bool, device="cuda")
@@ -64,7 +64,7 @@ def assert_repeats(results: Callable[[], Iterable[Tensor]]) -> None:
         if n % 3 == 0:
             with torch.cuda.stream(other):
                 x @ x
-        for a in first:  # freed at once: what the kernels then allocate
+        for a in first:  # freed at once, so that the kernels are given this memory
             torch.full_like(a, torch.nan, dtype=torch.bfloat16)
             torch.full_like(a, torch.nan, dtype=torch.float32)
             torch.full_like(a[..., 0], torch.nan, dtype=torch.float32)
@@ -122,7 +122,7 @@ def test_error_in_fp16(case, dropout):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("D", [64, 128])
 def test_with_one_key_dq_and_dk_are_what_the_rounding_of_out_leaves(D, causal, dropout):
-    """There dP = delta and dS = 0, but delta comes from an output in bf16: off by up to eps/2 of each of its terms."""
+    """With one key dP = delta and dS = 0, but delta comes from a bf16 output: off by up to eps/2 of each term."""
     q, k, v, do = Case(2, 4, 2, 300, 1, D).tensors(torch.bfloat16, "cuda")
     attend = partial(flash(dropout), score=Score(causal=causal), dropout_key=KEY)
     out, dq, dk, dv = (x.double() for x in run(attend, q, k, v, do))
@@ -206,7 +206,7 @@ def test_two_streams_at_once_do_not_share_counters(D):
 
 
 def test_long_sequences_use_the_whole_mask():
-    """The last rows of 2 x 32768 x 32768 scores, more than 2**31 of them, and all their gradients beside plain's."""
+    """The last rows of 2 x 32768 x 32768 (2**31) scores, and all gradients compared with the plain kernels'."""
     T, rows, p = 32768, 48, 0.1
     q, k, v, do = Case(1, 2, 1, T, T, 64).tensors(torch.bfloat16, "cuda")
     out, *gradients = run(partial(flash(p), dropout_key=KEY), q, k, v, do)
@@ -250,7 +250,7 @@ def test_a_replayed_graph_draws_the_masks_of_its_key():
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(("score", "dropout"), [(Score(), 0.1), (Score(alibi=True), 0.0)], ids=["dropout", "alibi"])
 def test_memory_at_16k_tokens(score, dropout, D):
-    """Output and gradients are 256 MiB, dq in fp32 128: there may be 12 besides."""
+    """Output and gradients take 256 MiB and dq in fp32 128 MiB; 12 MiB more are allowed."""
     shape = (1, 2048 // D, 16384, D)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
     attend = partial(flash(dropout), score=score, dropout_key=KEY)
@@ -264,7 +264,7 @@ def test_memory_at_16k_tokens(score, dropout, D):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_kernels_run_on_the_gpu_of_their_tensors():
-    """While another GPU is the current one: the same results as on that one."""
+    """Tensors on another GPU than the current one give the same results as on the current one."""
     results = []
     for device in ("cuda:0", "cuda:1"):
         tensors = Case(2, 4, 2, 300, 300, 128).tensors(torch.bfloat16, device)

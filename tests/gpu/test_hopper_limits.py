@@ -29,7 +29,7 @@ GRIDS = """
 
 @pytest.mark.parametrize(("D", "dropout"), [(64, 0.0), (64, 0.1), (128, 0.0), (128, 0.1), (256, 0.0)])
 def test_grids_of_any_size_end(D, dropout):
-    """A time limit ends programs that wait for ever."""
+    """A time limit ends programs that deadlock."""
     script = f"""
 import torch
 from attention import AttentionConfig, DropoutKey, KernelPath, Layout, Score, build_attention, documents
@@ -75,7 +75,7 @@ def test_a_part_of_heads_queries_and_keys_draws_its_part_of_the_mask(D):
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
 @pytest.mark.parametrize("D", [64, 128])
 def test_inf_and_nan_reach_the_outputs_that_see_them(D, which, bad):
-    """Scores of -inf weigh nothing beside others, and are 0 / 0 where there are no others."""
+    """A score of -inf has weight 0 where a row has other scores, and gives 0 / 0 where it has none."""
     tensors = list(Case(1, 1, 1, 150, 150, D).tensors(torch.bfloat16, "cuda"))
     tensors[1][..., 3].abs_()
     tensors[which][0, 0, 140, 3] = bad

@@ -38,7 +38,7 @@ def test_error_of_changed_scores_of_long_sequences(score, dtype):
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_weights_of_capped_scores_stay_in_range(D):
-    """No running maximum is subtracted there, as weights between 2^-72 and 2^88 are in range."""
+    """Capped scores need no running maximum: their weights lie between 2^-72 and 2^88, which is in range."""
     case = Case(2, 2, 2, 300, 300, D, spread=1e4, soft_cap=10.0)  # scores of 10, -10, and very few between
     q, k, v, do = case.tensors(torch.bfloat16, "cuda")
     out = run(partial(flash(), score=case.score), q, k, v, do)[0]

@@ -1,4 +1,4 @@
-"""The meters on a real GPU: device time without waiting for the device, and peaks that forget."""
+"""The meters on a real GPU: device time without waiting for the device, and peaks that can be reset."""
 
 import time
 

@@ -127,7 +127,7 @@ def test_flash_is_naive_up_to_rounding(dropout: float, precision: Precision, dev
 def test_a_reference_that_does_not_fit_gets_less(device: torch.device) -> None:
     config = AttentionConfig(name="flash")
     trained = trainer(device, config)
-    # Hundreds of MiB: far more than what the allocator holds back in segments that are partly in use.
+    # Hundreds of MiB: far more than the allocator keeps in segments that are partly in use.
     inputs, targets = (x.repeat(16, 1) for x in batch(0, device))
     probe = ParityProbe(ParityConfig(every=1), config, shape(device))
 
@@ -142,10 +142,10 @@ def test_a_reference_that_does_not_fit_gets_less(device: torch.device) -> None:
     before = torch.cuda.memory_allocated(device)
     assert compared() == inputs.numel()
     wanted = torch.cuda.max_memory_allocated(device) - before
-    # A limit that free_memory does not know of: the probe finds out by running out. Segments that are partly in use,
-    # other tests' among them, stay reserved and could serve it besides.
+    # free_memory does not see this limit, so the probe meets it by running out. Segments that are partly in use, by
+    # other tests too, stay reserved, and the probe may use what is free in them.
     reserved, total = torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
-    assert reserved - before < wanted, "what is held back already would serve, whatever the limit"
+    assert reserved - before < wanted, "the memory reserved already is enough, whatever the limit"
     limit = (reserved + before + wanted) / 2
     torch.cuda.set_per_process_memory_fraction(limit / total, device)
     try:

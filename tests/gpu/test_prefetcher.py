@@ -19,7 +19,7 @@ def test_batches_reach_a_busy_gpu_unharmed(dtype):
             inputs, targets = next(prefetcher)
             assert inputs.is_contiguous()
             assert targets.is_contiguous()
-            torch.cuda._sleep(2_000_000)  # the copy below waits, while the thread asks for the memory of batches let go
+            torch.cuda._sleep(2_000_000)  # delays the copy below, while the thread reuses freed batches
             seen.append(torch.stack([inputs, targets]))
             del inputs, targets
             expected.append(torch.stack(batches.batch(3 + i // 2, i % 2)))

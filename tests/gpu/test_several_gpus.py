@@ -24,7 +24,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(tmp_path: Path) -> None:
-    """Replicated and sharded, compiled and eager. Compiled, the two are other kernels."""
+    """Replicated and sharded, compiled and eager. Replicated and sharded compile to different kernels."""
     subprocess.run([sys.executable, *TORCHRUN, "-m", "tests.gpu.several_gpus", str(tmp_path)], cwd=ROOT, check=True)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert len(ranks[0]) == 4

@@ -138,7 +138,7 @@ def test_residual_masks_are_those_of_the_cpu(p: float, n_sites: int, B: int, T: 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_kernels_run_on_the_gpu_of_their_tensors() -> None:
-    """While another GPU is the current one: the same results as on that one."""
+    """Tensors on another GPU than the current one give the same results as on the current one."""
     key, results = DropoutKey(seed=1, step=2, layer=0, first_sequence=3), []
     for device in (torch.device("cuda:0"), torch.device("cuda:1")):
         x = torch.randn(5, 10_048, generator=torch.Generator().manual_seed(0)).to(device)

@@ -70,7 +70,7 @@ def test_generation_has_the_logits_of_eager_attention(name, cache):
 
 
 def test_recomputed_activations_drop_the_same_weights():
-    """On a GPU the backward pass, and so the recomputation, runs in a thread of its own."""
+    """On a GPU the backward pass, and so the recomputation, runs in another thread."""
     model = build("llama").train()
     model.set_attn_implementation(FLASH)
     for layer in model.model.layers:

@@ -43,7 +43,7 @@ def test_the_texts_example_gives_its_tile_sizes() -> None:
 
 
 def test_flash_attention_1_moves_what_algorithm_1_says() -> None:
-    """N = 5, B_c = 4, B_r = 3: K and V once; Q, O, l and m in and O, l and m out for each of two tiles of keys."""
+    """N = 5, B_c = 4, B_r = 3: K and V are read once; each of two key tiles reads Q, O, l, m and writes O, l, m."""
     traffic = solve(Problem(), "flash_1").traffic
     assert traffic.read == 2 * 15 + 2 * (15 + 15 + 5 + 5)
     assert traffic.written == 2 * (15 + 5 + 5)

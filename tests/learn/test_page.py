@@ -34,7 +34,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dump(address: str, profile: Path) -> str:
-    """The page as Chromium has it after ten seconds of the page's own time."""
+    """The page's document in Chromium after ten seconds of virtual time."""
     assert CHROMIUM is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
     flags += [f"--user-data-dir={profile}", "--virtual-time-budget=10000"]

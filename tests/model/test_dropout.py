@@ -1,4 +1,4 @@
-"""The residual stream's masks: attention's keep mask in a layer of its own, as bits, on every device."""
+"""The residual stream's masks: attention's keep mask for a reserved layer number, packed into bits, on every device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES = [(3, 2, 40, 96), (5, 1, 1, 30), (1, 3, 16, 64), (2, 2, 23, 200)]  # sit
 
 
 def unpacked(bits: Tensor, C: int) -> Tensor:
-    """(B, T, C) bool, column by column, as the module's text says."""
+    """(B, T, C) bool, column by column, in the order that the docstring of model/dropout.py gives."""
     columns = torch.arange(C)
     return (bits[..., (columns >> 6) * 8 + (columns & 7)] >> (columns >> 3 & 7) & 1).bool()
 

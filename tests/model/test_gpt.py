@@ -113,7 +113,7 @@ def test_rotation_is_multiplication_by_a_unit_complex_number():
 
 
 class Spy(NaiveAttention):
-    """Remembers what it was asked."""
+    """Records the shapes and keys of its calls."""
 
     def __init__(self) -> None:
         super().__init__(AttentionConfig())
@@ -296,13 +296,13 @@ def test_compiled_the_masks_of_the_residual_stream_are_kept_as_bits():
             stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    # The backend that shares out the work between the passes as torch's default one does.
+    # This backend splits the work between forward and backward as torch's default one does.
     compiled = torch.compile(model, backend="aot_eager_decomp_partition")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = compiled(*window(), dropout_key=KEY)
     loss.backward()
     a_byte_each = 13 * 2 * 16 * SMALL.n_embd
-    assert sum(stored.values()) < a_byte_each / 2  # of bits, half are padding here
+    assert sum(stored.values()) < a_byte_each / 2  # half of the bits are padding here
 
 
 @pytest.mark.parametrize(

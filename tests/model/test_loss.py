@@ -56,7 +56,7 @@ def test_chunked_is_as_exact_as_plain_under_autocast(inputs: Inputs, dtype: torc
 
 
 def test_weight_gradient_is_summed_over_chunks_in_fp32() -> None:
-    # Each of 4,096 rows adds a gradient of the same sign: a bf16 sum would stand still at a fraction of it.
+    # Each of 4,096 rows adds a gradient of the same sign: a bf16 sum would stop growing at a fraction of the total.
     hidden = torch.ones(4096, 4, dtype=torch.bfloat16)
     weight = torch.zeros(64, 4, requires_grad=True)
     loss = cross_entropy(hidden, weight, torch.zeros(4096, dtype=torch.long), 64, LossKind.chunked, 8)

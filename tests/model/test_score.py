@@ -116,6 +116,6 @@ def test_flops_count_what_the_layers_see():
     causal, windowed = build(seq_len=64), build(seq_len=64, score=WINDOW_AND_FULL)
     none, full = causal.flops_per_token(0, causal=True), causal.flops_per_token(64, causal=False)
     assert windowed.flops_per_token(64, causal=False) == full
-    # Of two layers one sees half of the keys, the other a band of three.
+    # One of the two layers sees half of the keys, the other a band of three.
     band = (3 * 64 - 3**2 / 2) / 64**2
     assert windowed.flops_per_token(64, causal=True) == pytest.approx(none + (full - none) * (0.5 + band) / 2)

@@ -1,7 +1,7 @@
-"""Run folders as train.py leaves them, made up: what a loss curve is made of, and nothing of how the report reads it.
+"""Synthetic run folders like those of train.py, generated independently of how the report reads them.
 
-A curve is a decay that all runs share, a slow wander that belongs to the seed, the noise of the batch (the seed's
-and the step's), and what the implementation adds: rounding that training amplifies, or an error.
+A loss curve is the sum of a decay that all runs share, a slow drift per seed, batch noise per seed and step, and the
+implementation's own part: rounding that training amplifies, or an error.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-# What rounding does in one step: to the loss, the largest logit, the gradient.
+# The effect of rounding in one step on the loss, the largest logit and the gradient.
 ROUNDING = {
     "fp32": (2e-7, 3e-6, 1e-6),
     "fp16": (3e-5, 4e-3, 2e-3),
     "bf16": (2e-4, 0.03, 0.012),
 }
 
-# What a wrong implementation does to the loss in the end, and to logits and gradients at the same weights at first.
+# The effect of a wrong implementation on the final loss, and at equal weights on the first logits and gradients.
 ERRORS = {
     "mask_off_by_one": (0.01, 1.0, 0.5),
     "scale": (0.014, 0.5, 0.3),
@@ -28,11 +28,11 @@ ERRORS = {
 }
 
 
-SEEDS_APART = 0.008  # how far training takes two runs of a seed from each other, about as far as seeds are
+SEEDS_APART = 0.008  # how far rounding can drive two runs of one seed apart: about as far as two seeds are
 
 
 def _wandering(generator: np.random.Generator, length: int) -> np.ndarray:
-    """Unit variance, forgotten after some 30 steps."""
+    """Noise of unit variance that is correlated over about 30 steps."""
     kernel = np.exp(-np.arange(120) / 30)
     return np.convolve(generator.normal(size=length + 119), kernel, "valid") / np.sqrt(np.sum(kernel**2))
 

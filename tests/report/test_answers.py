@@ -26,13 +26,13 @@ def only_sweep(folder: Path) -> Sweep:
 
 
 def answered(folder: Path) -> Answer:
-    """What the report says of the runs in a folder."""
+    """The report's answer for the runs in a folder."""
     sweep = only_sweep(folder)
     return answer(sweep, judge(sweep.cells), "naive")
 
 
 def write_wall(folder: Path, batch_size: int = 2) -> None:
-    """Memory by the law: static, 50 kB a token, and for naive 600 bytes a score; naive fits up to 2,048 tokens."""
+    """Memory is a constant, 50 kB per token and, for naive, 600 bytes per score; naive fits up to 2,048 tokens."""
     for seq_len in (512, 1024, 2048, 4096, 8192):
         for attention, per_score in (("naive", 600), ("flash", 0)):
             tokens = batch_size * seq_len
@@ -68,7 +68,7 @@ def test_nothing_is_predicted_from_too_few_lengths(tmp_path: Path) -> None:
 
 
 def test_the_attention_alone_has_no_share_of_weights(tmp_path: Path) -> None:
-    """3 + 2 T KiB with tiles, and T^2 / 2 KiB of scores on top without."""
+    """3 + 2 T KiB for tiled, and 2 T KiB with T^2 / 2 KiB of scores for naive."""
     for seq_len in (128, 256, 512, 1024):
         for attention, kib in (("tiled", 3 + 2 * seq_len), ("naive", 2 * seq_len + seq_len**2 / 2)):
             memory = {"peak": {"memory/peak_allocated_gib": kib / 2**20}, "memory_source": "attention"}
@@ -132,7 +132,7 @@ def test_the_crossover_is_where_step_times_are_equal(tmp_path: Path) -> None:
 
 
 def write_speeds(folder: Path, speeds: dict[int, float]) -> None:
-    """naive at 10,000 tokens per second at every length, and flash at so many times as much."""
+    """naive at 10,000 tokens per second at every length, and flash `speeds` times as fast."""
     for seq_len, times in speeds.items():
         for attention, factor in (("naive", 1.0), ("flash", times)):
             run = folder / f"{attention}{seq_len}"
@@ -192,7 +192,7 @@ def test_settings_are_ranked_by_their_loss_and_parity_is_not_spoken_of(tmp_path:
     lowest = {"0.001": 3.5, "0.003": 3.25, "0.01": 4.0}
     for lr, loss in lowest.items():
         write_run(tmp_path / lr, overrides={"optimizer.lr": float(lr)}, summary={"val_loss": loss})
-    failed = {"status": "failed", "stop": 100, "summary": {"val_loss": 3.0}}  # earlier losses do not compare
+    failed = {"status": "failed", "stop": 100, "summary": {"val_loss": 3.0}}  # too early to compare
     write_run(tmp_path / "1", overrides={"optimizer.lr": 1.0}, **failed)  # type: ignore[arg-type]
     headline, _, bullets = answered(tmp_path)
     assert headline == "The lowest validation loss: optimizer.lr=0.003"
@@ -249,7 +249,7 @@ def test_an_interrupted_run_without_a_loss_is_called_so(tmp_path: Path) -> None:
 
 
 def write_ablated(folder: Path, ablate: str, precision: str, **options: Any) -> None:
-    """As experiment=break_it leaves a run: measured in fp16 and fp32, trained in one precision."""
+    """A run like those of experiment=break_it: measured in fp16 and fp32, trained in one precision."""
     entry = {"first_bad_tile": [0, 1], "first_bad_row": 3, "max_error": 3.2, "non_finite": False, "ablate": ablate}
     measured = [] if ablate == "none" else [entry | {"dtype": dtype} for dtype in ("fp16", "fp32")]
     changed = {"attention.ablate": ablate}

@@ -30,7 +30,7 @@ def charts_of(folder: Path) -> dict[str, Chart]:
 
 @pytest.fixture
 def figure() -> Iterator[Figure]:
-    """Empty, of the report's width and with its fonts."""
+    """An empty figure with the report's width and fonts."""
     with mpl.rc_context(_RC):
         figure = Figure(figsize=(WIDTH, 3), layout="constrained")
         FigureCanvasAgg(figure)
@@ -38,7 +38,7 @@ def figure() -> Iterator[Figure]:
 
 
 def write_memory(folder: Path, fits: dict[str, int]) -> None:
-    """2 GiB and so many T^2 or T, at lengths from 1k to 64k, for each implementation up to the length that fits."""
+    """Runs from 1k to 64k tokens, up to the length that fits: 2 GiB, and 1 GiB at 1k that grows as T^2 or T."""
     for attention, longest in fits.items():
         for seq_len in (1024, 2048, 4096, 8192, 16384, 32768, 65536):
             growing = (seq_len / 1024) ** 2 if attention == "naive" else seq_len / 1024

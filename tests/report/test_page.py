@@ -1,4 +1,4 @@
-"""The page as a reader gets it: complete in itself, and whole in a real browser on a phone and on a desk."""
+"""The page as a reader gets it: self-contained, and without overflow in a real browser on a phone and on a desktop."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ addEventListener("load", () => {{
 
 
 def open_in_browser(page: str, folder: Path, *flags: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The measurements of `page` in both widths, and what the browser's console said."""
+    """The measurements of `page` at both widths, and the messages of the browser's console."""
     frames = "".join(
         f'<iframe srcdoc="{html.escape(page)}" style="width:{width}px;height:900px;border:0"></iframe>'
         for width in (PHONE, DESK)

@@ -1,4 +1,4 @@
-"""The verdict on made-up run folders, of which the generator knows what is right and what is wrong."""
+"""The verdict on synthetic run folders, whose generator knows which implementations are correct."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def only(folder: Path, reference: str = "naive") -> Verdict:
 
 
 def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash", **options: object) -> Verdict:
-    """naive and one other implementation, which the options are for, with the same seeds."""
+    """The verdict on one other implementation, which has the options, next to naive with the same seeds."""
     shared = {key: value for key, value in options.items() if key in ("precision", "steps", "log_every")}
     for seed in seeds:
         write_run(folder / f"naive-{seed}", "naive", seed, **shared)  # type: ignore[arg-type]
@@ -35,13 +35,13 @@ def sweep(folder: Path, seeds: tuple[int, ...] = (1, 2, 3), other: str = "flash"
 
 
 def said(verdict: Verdict, reference: str = "naive") -> str:
-    """The bullet on an implementation."""
+    """The report's bullet about an implementation."""
     ((_, sentences),) = parity_answer([verdict], reference).bullets
     return sentences
 
 
 @pytest.mark.parametrize(("precision", "chaos"), [("bf16", 1), ("bf16", 100), ("fp32", 1), ("fp32", 100)])
-def test_a_right_implementation_is_not_accused_in_20_runs(tmp_path: Path, precision: str, chaos: float) -> None:
+def test_a_correct_implementation_passes_in_20_runs(tmp_path: Path, precision: str, chaos: float) -> None:
     for n in range(20):
         seeds = (3 * n, 3 * n + 1, 3 * n + 2) if n % 2 else (2 * n, 2 * n + 1)
         verdict = sweep(tmp_path / str(n), seeds, precision=precision, chaos=chaos)
@@ -82,7 +82,7 @@ def test_losses_that_are_equal_to_the_last_bit_are_said_to_be(tmp_path: Path) ->
 
 
 def test_without_a_probe_parity_is_open(tmp_path: Path) -> None:
-    """What lies within the spread between seeds cannot be told from a right implementation without the probe."""
+    """Without the probe, an error smaller than the spread between seeds looks like a correct implementation."""
     assert sweep(tmp_path, probe_every=0).gaps == (Gap.no_probe,)
     assert sweep(tmp_path / "wrong", probe_every=0, error="mask_ignores_layer").outcome is Outcome.open
 
@@ -107,7 +107,7 @@ def test_a_curve_further_away_than_the_seeds_are_is_broken_even_where_no_probe_r
 
 
 def test_a_loss_that_differs_from_the_start_is_broken_though_the_probe_agrees(tmp_path: Path) -> None:
-    """As where the compiled path is wrong and the probe's, uncompiled, is right."""
+    """That happens where the compiled model is wrong and the probe's, which is not compiled, is correct."""
     for seed in (1, 2, 3):
         write_run(tmp_path / f"naive-{seed}", "naive", seed, precision="fp32")
         shift(write_run(tmp_path / f"flash-{seed}", "flash", seed, precision="fp32"), "val/loss", 0.02)
@@ -129,7 +129,7 @@ def test_rounding_that_training_amplified_is_accepted_and_explained(tmp_path: Pa
 
 
 def test_curves_that_cross_are_no_evidence_against_an_implementation(tmp_path: Path) -> None:
-    """Where the seeds' losses happen to be equal at a step, their distance there is zero, and no difference passes."""
+    """Where the losses of two seeds are equal by chance, their spread is zero, and any difference exceeds it."""
     for seed in (1, 2):
         write_run(tmp_path / f"flash-{seed}", "flash", seed)
         write_run(tmp_path / f"naive-{seed}", "naive", seed)
@@ -157,7 +157,7 @@ def test_a_run_is_not_broken_where_the_reference_did_not_come_past_the_step(tmp_
 
 
 def test_where_the_reference_did_not_run_an_ablated_one_is_broken_by_its_intact_self(tmp_path: Path) -> None:
-    """As experiment=break_it leaves its runs: both are probed, and the probe sees nothing before the overflow."""
+    """Runs like those of experiment=break_it: both are probed, and the probe sees nothing before the overflow."""
     ablated = {"attention.ablate": "no_max_subtraction"}
     write_run(tmp_path / "0", "tiled", 7)
     write_run(tmp_path / "1", "tiled", 7, status="failed", stop=120, non_finite_step=121, overrides=ablated)

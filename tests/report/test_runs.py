@@ -99,7 +99,7 @@ def test_losses_that_are_not_finite_are_read_as_such(tmp_path: Path) -> None:
 
 
 def test_how_runs_ended_is_noted(tmp_path: Path) -> None:
-    """A run that is named by a number does not read as a count."""
+    """A run whose name is a number is called "run 2", so that the number does not read as a count."""
     write_run(tmp_path / "2", status="failed", stop=20, message="disk full.")
     write_run(tmp_path / "b", status="out_of_memory", stop=0, message="CUDA out of memory")
     write_run(tmp_path / "c", status="interrupted", stop=50)
@@ -132,7 +132,7 @@ def test_a_job_that_ended_before_its_record_began_failed_for_what_it_printed_las
 
 
 def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path: Path) -> None:
-    """Runs of an older version wrote it as text, which is passed over."""
+    """Older versions wrote it as text, which is ignored."""
     for n, tokens in enumerate(([12, 256], "1x128", [1, 128])):
         write_run(tmp_path / str(n), "flash", n, steps=20, summary={"parity": {"tokens": tokens}})
     assert notes(tmp_path) == [
@@ -250,7 +250,7 @@ def test_a_killed_run_joins_those_it_shares_its_settings_with(tmp_path: Path) ->
     config["training"]["batch_size"] = "${divide:${training.batch_tokens},${seq_len}}"
     killed.write_text(json.dumps(config))
     assert len(cells_of(find_runs([tmp_path]).runs)) == 1
-    write_run(tmp_path / "c", "naive", device="cpu")  # now nobody knows on which of the two it ran
+    write_run(tmp_path / "c", "naive", device="cpu")  # now the killed run's device is ambiguous
     assert len(cells_of(find_runs([tmp_path]).runs)) == 3
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as they were written before torch.distributed.checkpoint wrote them."""
+"""Checkpoints of format 1, from before torch.distributed.checkpoint was used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def format_1(path: Path, weights: dict[str, Tensor], rest: dict[str, Any]) -> Path:
-    """A checkpoint as it was written before torch.distributed.checkpoint did."""
+    """Write a checkpoint of format 1: weights as safetensors, the rest by torch.save, and a manifest."""
     path.mkdir(parents=True)
     safetensors.torch.save_file(weights, path / "model.safetensors")
     torch.save(rest, path / "training.pt")

@@ -47,7 +47,7 @@ PARALLEL = {
     "keys, sharded": ParallelConfig(DataParallel.shard, context=2, context_by=ContextBy.keys),
 }
 
-# Numbers of ranks, each of which resumes from the checkpoint of those before.
+# Numbers of ranks, each of which resumes from the checkpoint of the number before it.
 SHARD, REPLICATE = DataParallel.shard, DataParallel.replicate
 CHAIN = ((4, SHARD), (2, SHARD), (1, REPLICATE), (4, REPLICATE))
 
@@ -58,7 +58,7 @@ def build(world: World, parallel: ParallelConfig, micro_batches: int = MICRO_BAT
     settings = TrainingConfig(
         steps=20, batch_size=B, batch_tokens=B * T * micro_batches, precision=Precision.fp32, ema=0.9
     )
-    # A learning rate at which a difference in the last bit would soon be seen.
+    # At this learning rate a difference in the last bit soon shows.
     return Trainer(gpt, OptimizerConfig(lr=1e-2), ScheduleConfig(warmup_steps=2), settings, SEED, CPU, world, parallel)
 
 
@@ -80,7 +80,7 @@ def validate(trainer: Trainer) -> dict[str, str]:
 
 @torch.no_grad()
 def one_loss(trainer: Trainer) -> str:
-    """Of the whole model on its own, without the other ranks."""
+    """A loss of the gathered model, computed on this rank alone, in hexadecimal."""
     return trainer.whole_model().eval()(*Batches(TEXT, T, B, SEED).batch(50)).item().hex()
 
 
@@ -93,7 +93,7 @@ def work(world: World) -> dict[str, Any]:
         trainer = build(world, parallel)
         found[name] = {"updates": train(trainer, range(8)), **validate(trainer)}
         found[name]["whole model"] = one_loss(trainer)
-    if world.size <= 2:  # a sum of two terms has one order, that of a library too
+    if world.size <= 2:  # a sum of two terms has one order, in a library too
         for name in ("exact", "sharded"):
             found[f"{name}, two terms"] = train(build(world, PARALLEL[name], micro_batches=2), range(8))
     found["masks"] = masks(world)
@@ -101,9 +101,9 @@ def work(world: World) -> dict[str, Any]:
 
 
 def masks(world: World) -> dict[str, bool]:
-    """Whether the masks of this rank, in every micro-batch, are its part of one process's masks of the whole step.
+    """Whether this rank's masks, in every micro-batch, are its part of the masks that one process draws for the step.
 
-    Of equal scores and values that are rows of the identity, attention returns the weights, which are 0 where dropped.
+    With equal scores, and the identity as values, attention returns the weights, which are 0 where dropped.
     """
     H, T, layer, step = 4, 128, 1, 3
     whole = keep_mask(DropoutKey(SEED, step, layer, first_sequence=0), 0.1, MICRO_BATCHES * B, H, T, T)
@@ -132,7 +132,7 @@ def masks(world: World) -> dict[str, bool]:
 
 
 def resume(world: World, folder: Path, steps: range, data: DataParallel) -> list[list[str]]:
-    """Some steps from the newest checkpoint, where there is one, to the next; and the average that they end with."""
+    """Train from the newest checkpoint, if any, to the next; returns the updates and the average's validation loss."""
     trainer = build(world, ParallelConfig(data))
     if steps.start:
         trainer.load(newest_valid(folder)[0])

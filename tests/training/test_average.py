@@ -1,4 +1,4 @@
-"""The moving average of the weights: its recurrence, its place in checkpoints, and that training does not notice it."""
+"""The moving average of the weights: its recurrence, its place in checkpoints, and that training does not change."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_checkpoint_of_the_format_before_is_read(tmp_path: Path) -> None:
 
 
 def kill_at(moment: int, work: Callable[[], object]) -> bool:
-    """Do `work` in a process that is killed before its n-th file operation. Returns whether it got that far."""
+    """Do `work` in a process that is killed before file operation `moment`. Returns whether it got that far."""
     pid = os.fork()
     if pid == 0:
         operations = 0
@@ -285,7 +285,7 @@ def test_a_kill_in_the_middle_of_a_file_leaves_what_was_there(tmp_path: Path) ->
     save(tmp_path, 200, val_loss=1.0)
     pid = os.fork()
     if pid == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # now the limit kills
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # now exceeding the limit kills
         with files_limited_to(900):
             save(tmp_path, 300)
         os._exit(0)
@@ -297,7 +297,7 @@ def test_a_kill_in_the_middle_of_a_file_leaves_what_was_there(tmp_path: Path) ->
 
 
 def test_a_kill_and_then_a_failing_save_leave_the_checkpoint_that_was_being_replaced(tmp_path: Path) -> None:
-    save(tmp_path, 100).rename(tmp_path / ".replaced-step-00000100")  # as a kill between the two renames leaves it
+    save(tmp_path, 100).rename(tmp_path / ".replaced-step-00000100")  # the state after a kill between the two renames
     assert is_state(load_checkpoint(newest_valid(tmp_path)[0]), 100)
     with files_limited_to(50), pytest.raises(CheckpointError, match="File too large"):
         save(tmp_path, 100)
@@ -332,7 +332,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
             (2, {1, 2}, 2),
             (3, {2, 3}, 2),
             (4, {2, 3, 4}, 2),
-            (5, {2, 4, 5}, 2),  # a loss that is not finite is no loss
+            (5, {2, 4, 5}, 2),  # a loss that is not finite never counts as the best
             (6, {5, 6}, 6),
             (7, {6, 7}, 6),  # of equals, the earliest
         )
@@ -368,7 +368,7 @@ def test_keeping_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 class Intruder:
-    """Leaves a file behind when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -381,7 +381,7 @@ def test_loading_executes_nothing(tmp_path: Path) -> None:
     intrusion = tmp_path / "intrusion"
     path = format_1(tmp_path / "step-00000003", {}, {"moments": Intruder(intrusion)})
     assert pickle.loads(pickle.dumps(Intruder(intrusion))) is None
-    intrusion.unlink()  # unpickled as such, it does what it says
+    intrusion.unlink()  # unpickling it does create the file
     with pytest.raises(CheckpointError, match=r"training\.pt holds more than tensors"):
         load_checkpoint(path)
     assert not intrusion.exists()

@@ -1,4 +1,4 @@
-"""A compiled step is one graph, made once: whatever changes from step to step is data to it."""
+"""A compiled step is one graph, compiled once: whatever changes from step to step is an input to it."""
 
 from __future__ import annotations
 

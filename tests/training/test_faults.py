@@ -37,7 +37,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
 
 
 def ranks_of(torchrun: subprocess.Popen[bytes]) -> dict[str, int]:
-    """Rank -> process, of those that torchrun has started."""
+    """Rank -> process id, of the ranks that torchrun has started."""
     found = {}
     for child in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
@@ -58,9 +58,9 @@ def checkpoints(run: Path) -> set[str]:
 
 
 def kill_during_a_save(run: Path, torchrun: subprocess.Popen[bytes]) -> set[str]:
-    """Kill the second rank while a checkpoint is half-written: it is stopped first, and the save then never ends.
+    """Stop the second rank while a checkpoint is half-written, so that the save never ends, and kill it.
 
-    The names of the whole checkpoints that were there then.
+    Returns the names of the complete checkpoints at that time.
     """
 
     def unfinished() -> bool:

@@ -34,7 +34,7 @@ from training.step import NonFiniteError, Trainer
 
 CPU = torch.device("cpu")
 T, B, SEED, TIMEOUT_S = 32, 4, 7, 60.0
-TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)  # real text that is at hand everywhere
+TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)  # real text that every machine has
 MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32)
 TRAINING = TrainingConfig(steps=20, batch_size=B, precision=Precision.fp32)
 
@@ -89,7 +89,7 @@ def test_a_step_depends_on_its_number_and_the_weights_alone() -> None:
     straight, wandering = build(model=model), build(model=model)
     expected = losses(straight, range(4))
     assert losses(wandering, range(2)) == expected[:2]
-    torch.manual_seed(99)  # whatever else draws random numbers, and asks the model something
+    torch.manual_seed(99)  # other code draws random numbers and runs the model
     torch.rand(10)
     wandering.evaluate([batches(wandering).batch(50)])
     assert losses(wandering, range(2, 4)) == expected[2:]
@@ -113,7 +113,7 @@ def test_torchs_own_dropout_differs_from_step_to_step_and_micro_step_to_micro_st
 
 
 def test_the_probe_compares_with_the_masks_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loss is that of the step it precedes, where each step's masks give another."""
+    """Its loss is that of the step which follows it, and every step's masks give another loss."""
     attention, passes = AttentionConfig(dropout=0.3), []
 
     def spy(*arguments: Any) -> FwdBwd:
@@ -157,7 +157,7 @@ def test_what_is_not_finite_stops_before_the_update_and_is_named_exactly(culprit
         trainer.update(step, micro)
         if step == 4:
             handle.remove()
-    # Later steps were finite again, and nothing asked in between: still the first bad one is told, and undone.
+    # Later steps were finite again, and nothing checked in between: the first bad step is still reported and undone.
     with pytest.raises(NonFiniteError, match=r"Step 5 was not finite \(loss .*, gradient norm nan\)"):
         trainer.raise_failure()
     assert equal(weights(trainer), weights(reference))
@@ -213,7 +213,7 @@ def test_evaluation_is_the_mean_loss_without_dropout_and_changes_nothing() -> No
 
 
 class Recorder:
-    """Takes what `fit` reports, and may do something at a step."""
+    """Records the calls of `fit`, and can run a function at a step."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int, Any]] = []
@@ -259,7 +259,7 @@ def test_lines_evaluations_and_checkpoints_come_when_they_are_due() -> None:
     assert recorder.steps("log", "train/loss") == [3, 4, 5, 6, 8, 9, 10, 11]
     assert recorder.steps("log", "val/loss") == [0, 4, 8, 11]
     assert recorder.steps("save") == [5, 10, 11]
-    # A checkpoint is written after its step is logged, and knows the loss of its own weights only.
+    # A checkpoint is written after its step is logged, and has a validation loss only if that step was evaluated.
     assert [event for event, n, _ in recorder.events if n == 11] == ["log", "save"]
     val_loss = {n: content for event, n, content in recorder.events if event == "save"}
     assert val_loss[5] is None
@@ -269,7 +269,7 @@ def test_lines_evaluations_and_checkpoints_come_when_they_are_due() -> None:
 def test_the_time_of_logging_counts_as_training_and_that_of_saving_does_not() -> None:
     training = replace(TRAINING, steps=9, log_every=1, eval_every=0, checkpoint_every=3)
     recorder, pause = Recorder(), 0.5
-    recorder.at = {n: lambda: time.sleep(pause) for n in (4, 6)}  # after 6 a checkpoint, and a step begins afresh
+    recorder.at = {n: lambda: time.sleep(pause) for n in (4, 6)}  # after step 6 a checkpoint is saved
     run(build(training=training), recorder)
     seconds = {n: line["throughput/step_ms"] / 1e3 for event, n, line in recorder.events if event == "log" and n > 3}
     assert seconds[5] > pause
@@ -300,7 +300,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: signal.S
 def test_a_signal_that_comes_while_ranks_ask_each_other_counts_after_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others have not heard of it, and would go on alone."""
+    """The other ranks did not learn of it in this exchange, and would continue alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     reduce = dist.all_reduce
 

@@ -144,7 +144,7 @@ def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest() -> None:
     fused = {f"h.{i}.attn.c_attn.weight" for i in range(2)}
     hidden = [n for n, p in reference.named_parameters() if p.ndim == 2 and n.startswith("h.")]
     assert len(hidden) == 8
-    pieces = {  # queries, keys and values are matrices of their own
+    pieces = {  # queries, keys and values count as separate matrices
         name: [nn.Parameter(x.clone()) for x in p.detach().split([32, 16, 16] if name in fused else [len(p)])]
         for name, p in reference.named_parameters()
         if name in hidden

@@ -1,4 +1,4 @@
-"""Ranks find each other or say who is missing, and notice when one is gone."""
+"""Ranks find each other or name the missing one, and notice when one disappears."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_tasks_of_a_slurm_step_meet_on_its_first_node(
 
 
 def test_a_process_outside_a_slurm_step_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shell of an allocation has the job's variables, and no task's."""
+    """The shell of an allocation has the job's variables but no task's."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_PROCID", "0")

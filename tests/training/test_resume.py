@@ -45,7 +45,7 @@ def command(*overrides: str) -> list[str]:
 
 
 def train(*overrides: str) -> None:
-    """What the command does, in this process and folder; the folder of the run has to be known."""
+    """Run train.py's work in this process and folder; the overrides must give the run folder."""
     arguments = prepare(list(overrides))
     cfg = compose.composed(arguments)
     assert train_module.train(compose.to_config(cfg), Path(cfg.hydra.run.dir), arguments) == 0
@@ -99,7 +99,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Told to stop, resumed, stopped from the keyboard, resumed, killed, resumed."""
+    """Stopped by a signal, resumed, interrupted from the keyboard, resumed, killed, resumed."""
     register()
     launcher.register()
     run, overrides, stopped = where / "interrupted", OVERRIDES, 0

@@ -22,7 +22,7 @@ Found = dict[int, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank of 1, 2 and 4 found and, at 0, of a training handed from 4 to 2 to 1 to 4 ranks."""
+    """The results of each rank of 1, 2 and 4; under 0 those of a run continued on 4, 2, 1 and again 4 ranks."""
     folder, ports = tmp_path_factory.mktemp("ranks"), [free_port() for _ in range(4)]
     command = [sys.executable, "-m", "tests.training.several_ranks", str(folder), *ports]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=240)
@@ -80,7 +80,7 @@ def test_every_split_into_ranks_with_other_sequences_or_other_rows_drops_the_sam
 
 @pytest.mark.slow
 def test_checkpoints_are_read_on_another_number_of_ranks(found: Found) -> None:
-    """Of four sharded ranks on two, of two on one, of one on four replicated ones."""
+    """From four sharded ranks to two, from two to one, from one to four replicated ranks."""
     (alone,) = found[1]
     for resumed in found[0]:
         for start, updates in resumed.items():

@@ -23,7 +23,7 @@ VOCABULARY, T, B = 65, 32, 4
 
 
 class KeysBackwards(NaiveAttention):
-    """Right, but for the order of its sums: without dropout and mask, softmax does not mind the keys' order."""
+    """Correct, with another order of sums: row by row, without dropout, softmax does not depend on the keys' order."""
 
     name = "keys_backwards"
 
@@ -70,7 +70,7 @@ def probe_for(config: AttentionConfig, dtype: torch.dtype = torch.float32, refer
 
 
 def batches(seed: int, count: int) -> Iterator[tuple[Tensor, Tensor, DropoutKey]]:
-    """Learnable text: a token is followed by its double or its triple."""
+    """A learnable text: a token is followed by two or three times its number."""
     generator = torch.Generator().manual_seed(seed)
     for step in range(count):
         tokens = torch.randint(1, VOCABULARY, (B, T + 1), generator=generator)
@@ -139,7 +139,7 @@ def test_the_same_attention_with_the_same_masks_differs_by_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("recompute", list(Recompute))
 def test_a_pass_gives_the_loss_and_gradients_of_training(recompute: Recompute, dtype: torch.dtype):
-    """The independent reference is backward() on a model whose weights are of that precision."""
+    """The independent reference is backward() on a model whose weights have that precision."""
     config = AttentionConfig(dropout=0.1)
     inputs, targets, key = next(batches(3, 1))
     model = small_gpt(config, recompute=recompute)
@@ -152,7 +152,7 @@ def test_a_pass_gives_the_loss_and_gradients_of_training(recompute: Recompute, d
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    # The rescaling that is left out matters little while scores are small, and bf16 rounds away what it does.
+    # While scores are small the missing rescaling matters little: less than bf16's rounding.
     [
         (name, dtype)
         for name in WRONG
@@ -168,7 +168,7 @@ def test_a_wrong_implementation_is_beyond_rounding(name: str, dtype: torch.dtype
     assert "differs from the reference's" in found
 
 
-def test_a_right_implementation_is_within_rounding_for_twenty_seeds():
+def test_a_correct_implementation_is_within_rounding_for_twenty_seeds():
     config = AttentionConfig(name="keys_backwards")
     for seed in range(20):
         model = small_gpt(config, seed)
@@ -192,7 +192,7 @@ def test_a_reference_that_runs_out_of_memory_gets_less_and_says_so(caplog: pytes
     assert "comparing 1 of 16" in caplog.text
     caplog.clear()
     assert probe.measure(model, *micro_batch)["parity/tokens"] == [1, 16]
-    assert not caplog.text  # it knows by now
+    assert not caplog.text  # it has remembered the size that fits
 
 
 def test_scores_that_will_not_fit_the_free_memory_are_not_tried(monkeypatch: pytest.MonkeyPatch):

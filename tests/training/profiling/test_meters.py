@@ -1,4 +1,4 @@
-"""The meters' arithmetic, on a clock that shows hand-written times."""
+"""The meters' arithmetic, with a clock whose times are given."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Script:
-    """A clock whose marks are these seconds, one after the other."""
+    """A clock that reads the given seconds, one after the other."""
 
     def __init__(self, seconds: Iterable[float]) -> None:
         self.marks: Iterator[float] = iter(seconds)

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Trace:
-    """Builds the events of a trace: host events on a thread, kernels that their launches name."""
+    """Builds the events of a trace: host events on a thread, and kernels that refer to their launches."""
 
     def __init__(self, duration: float) -> None:
         self.events: list[dict[str, Any]] = []
@@ -34,7 +34,7 @@ class Trace:
         self.events.append({"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args})
 
     def launch(self, kernel: str, at: float, ts: float, dur: float, tid: int = 1, cat: str = "kernel") -> None:
-        """A launch on the host at `at`, which runs on the device from `ts`."""
+        """A launch on the host at `at`, whose kernel runs on the device from `ts`."""
         correlation = len(self.events)
         self.host("cudaLaunchKernel", at, 0.5, tid, "cuda_runtime", correlation=correlation)
         self.events.append(

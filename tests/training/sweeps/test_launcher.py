@@ -1,6 +1,6 @@
-"""Sweeps of jobs that are processes: what runs, what is skipped, what becomes of failures and signals.
+"""Sweeps whose jobs are processes: what runs, what is skipped, and how failures and signals end.
 
-The jobs here are a script of a few lines in train.py's place, that ends as its overrides say.
+In train.py's place the jobs run a script of a few lines that ends as its overrides say.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
 
 
 def calls(tmp_path: Path, job: int, name: str = "10-00-00") -> list[dict]:
-    """How often and how a job was started."""
+    """One entry for each start of a job, with its arguments."""
     path = tmp_path / "multirun" / "2026-11-20" / name / str(job) / "calls"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -148,7 +148,7 @@ def test_a_sweep_started_again_repeats_only_what_is_not_done(sweep, tmp_path, ca
     for _ in range(2):
         with pytest.raises(SystemExit):
             sweep(jobs)
-    assert [len(calls(tmp_path, job)) for job in range(3)] == [1, 1, 1]  # the failed one began afresh
+    assert [len(calls(tmp_path, job)) for job in range(3)] == [1, 1, 1]  # the failed job started from the beginning
     assert "3 jobs, 2 of them done already" in capsys.readouterr().out
 
 
@@ -161,7 +161,7 @@ def test_resume_auto_continues_the_newest_sweep_of_the_same_jobs(sweep, tmp_path
     sweep(["kind=completes seed=1 resume=auto"], name="13-00-00")
     assert sorted(path.name for path in folders.iterdir()) == ["10-00-00", "11-00-00", "12-00-00"]
     assert (folders / "11-00-00" / "0" / "summary.json").exists()
-    (call,) = calls(tmp_path, 0, name="11-00-00")  # nothing was saved, so it began afresh
+    (call,) = calls(tmp_path, 0, name="11-00-00")  # nothing was saved, so it started from the beginning
     assert call["argv"].count("resume=auto") == 1
     assert "tracking.group='wall-2026-11-20-11-00-00'" in call["argv"]
 

@@ -65,7 +65,7 @@ behave("import")
 
 @pytest.fixture
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the stand-in writes down what it was asked to do."""
+    """The file in which the stand-in records its calls."""
     package = tmp_path / "stand-in" / "wandb"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(STAND_IN)
@@ -123,7 +123,7 @@ def test_what_the_summary_gains_later_is_brought_to_the_same_run(tmp_path: Path,
     )
     first, second = read(notes, "init")
     assert first["options"] == second["options"]
-    assert [entry["step"] for entry in read(notes, "log")] == [0, 0]  # an offline folder is complete by itself
+    assert [entry["step"] for entry in read(notes, "log")] == [0, 0]  # an offline folder is self-contained
     assert read(notes, "finish")[1]["summary"] == {"summary": {"status": "completed", "eval": {"quiz": {"acc": 0.5}}}}
 
 
