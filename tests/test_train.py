@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 
 import train as train_module
 from attention import AttentionConfig, build_attention
-from config import Config, as_plain
+from config import Config, ConfigError, as_plain
 from data import DataConfig, Documents
 from data.tokenizers import bytes_tokenizer
 from errors import UserError
@@ -26,8 +27,9 @@ from model.gpt import GPT
 from model.score import ScoreConfig
 from run_folder import read_metrics
 from training.config import TrainingConfig
+from training.device import Precision, World
 from training.loop import OutOfMemory
-from training.optimizer import ScheduleConfig
+from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parity.probe import ParityConfig
 from training.step import NonFiniteError, Trainer
 from training.tracking.tracker import TrackingConfig, TrackingMode
@@ -216,3 +218,24 @@ def test_documents_need_a_text_that_has_several(config: Config) -> None:
     config = replace(config, data=replace(config.data, documents=Documents.mask))
     with pytest.raises(UserError, match=r"data.documents=mask has no effect on data=text, .* is one document"):
         run(config, "one")
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "ranks", "offered"),
+    [
+        (4, 1, "set training.batch_tokens=256 to keep it, or training.batch_tokens=128 to"),
+        (4, 4, "set training.batch_tokens=256 training.batch_size=2 to keep it, or training.batch_tokens=512 to"),
+        (1, 16, "have 512; set training.batch_tokens=512 to"),
+    ],
+)
+def test_a_step_that_changed_with_the_ranks_alone_is_refused_with_sizes_that_fit(
+    batch_size: int, ranks: int, offered: str
+) -> None:
+    training = TrainingConfig(batch_size=batch_size, precision=Precision.fp32)
+    gpt = GPT(GPTConfig(n_layers=1, n_heads=1, n_embd=8), 256, 32, build_attention(AttentionConfig()))
+    world = World(size=ranks)
+    trainer = Trainer(gpt, OptimizerConfig(), ScheduleConfig(), training, 0, torch.device("cpu"), world)
+    trained = {"tokens_per_step": 256, "config": {"training": {"batch_size": batch_size}}}
+    with pytest.raises(ConfigError, match=re.escape(offered)):
+        train_module.check_step_size(trainer, trained, Path("step-00000002"))
+    train_module.check_step_size(trainer, trained | {"tokens_per_step": batch_size * ranks * 32}, Path("same"))
