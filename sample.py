@@ -134,7 +134,8 @@ def write_export(run: Path, which: CheckpointChoice, weights: WeightsChoice, fol
     """Write a run's model for transformers, on any machine. Raises UserError before anything is written."""
     check_folder(folder)  # before the weights are read
     trained = load_trained(run, which, weights, attention="naive", device="cpu")
-    export(trained.model, trained.tokenizer, folder, read_origin(run, trained.checkpoint, as_plain(trained.config)))
+    origin = read_origin(run, trained.checkpoint, as_plain(trained.config), weights is WeightsChoice.ema)
+    export(trained.model, trained.tokenizer, folder, origin)
     print(f"wrote {folder}", file=sys.stderr)
 
 

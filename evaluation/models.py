@@ -114,6 +114,7 @@ class ExportedModel:
         except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"run={folder} cannot be opened by transformers ({reason}); export it again.") from error
+        self.model.generation_config.max_length = None  # requests have limits of their own
         config, self.dtype = self.model.config, dtype
         if len(self.tokenizer) > config.vocab_size:
             raise ConfigError(
@@ -123,7 +124,8 @@ class ExportedModel:
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(f"run={folder} has a tokenizer without an end-of-text token; set its eos_token.")
         longest = config.max_position_embeddings
-        if seq_len is not None and seq_len > longest:
+        rotary = getattr(config, "rope_parameters", None) is not None
+        if seq_len is not None and seq_len > longest and not rotary:
             raise ConfigError(f"seq_len={seq_len} is more than the {longest} positions of run={folder}; lower it.")
         self.max_length, self.end_of_text = seq_len or longest, self.tokenizer.eos_token_id
 

@@ -20,24 +20,27 @@ class Origin:
     step     updates that made them
     config   of their run
     summary  summary.json of the run; None where it has not ended
+    average  whether they are the moving average of the run's weights
     """
 
     step: int
     config: dict[str, Any]
     summary: dict[str, Any] | None
+    average: bool = False
 
 
-def read_origin(run: Path, checkpoint: Path, config: dict[str, Any]) -> Origin:
-    """The origin of the weights in a run's checkpoint. Raises CheckpointError."""
+def read_origin(run: Path, checkpoint: Path, config: dict[str, Any], average: bool) -> Origin:
+    """The origin of the weights, or of their moving average, in a run's checkpoint. Raises CheckpointError."""
     path = run / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    return Origin(read_manifest(checkpoint).step, config, summary)
+    return Origin(read_manifest(checkpoint).step, config, summary, average)
 
 
 def model_card(name: str, architecture: str, origin: Origin) -> str:
     """Markdown with the front matter that Hugging Face's hub reads, for a model of an architecture of transformers."""
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gpt-attention"]}
     rows = "\n".join(f"| {label} | {value} |" for label, value in facts(architecture, origin))
+    longest = min(100, origin.config["seq_len"])
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
 ---
@@ -49,7 +52,7 @@ A language model trained with gpt-attention.
 ```python
 from transformers import pipeline
 
-print(pipeline("text-generation", model="{name}")("Once upon a time", max_new_tokens=50)[0]["generated_text"])
+print(pipeline("text-generation", model="{name}")("Once upon a time", max_length={longest})[0]["generated_text"])
 ```
 
 | | |
@@ -70,6 +73,9 @@ def facts(architecture: str, origin: Origin) -> Iterator[tuple[str, str]]:
     yield "data", f"{data['name']} ({source})" if source else data["name"]
     yield "tokenizer", data["tokenizer"]
     yield "weights after", f"{origin.step:,} of {config['training']['steps']:,} steps"
+    if origin.average:
+        average = f"moving average, training.ema={config['training']['ema']}"
+        yield "weights", f"{average} (the losses are of the weights themselves)"
     yield "seed", str(config["seed"])
     if summary is None:
         yield "attention", config["attention"]["name"]

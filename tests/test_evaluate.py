@@ -265,8 +265,8 @@ def test_generation_is_greedy_up_to_a_stop_text_or_an_end_of_text(run):
     assert Scorer(model, batch=2).generate_until([(prompts[0], ["nowhere", stop], 6)]) == [found[0].partition(stop)[0]]
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, capsys):
+@pytest.mark.parametrize(("positions", "seq_len"), [("learned", T), ("rotary", 2 * T)])
+def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, seq_len, capsys):
     pytest.importorskip("transformers")
     run, folder = make_run(tmp_path / "run", positions), tmp_path / "exported"
     (run / "summary.json").unlink()
@@ -280,9 +280,14 @@ def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, capsy
     assert lines[0] == lines[1]  # six digits of every metric
     stories = [("The sun", ["\n"], 5), ("A", [], 3)]
     ours, theirs = (
-        TrainedModel(load_trained(run, device="cpu")),
-        ExportedModel(folder, torch.device("cpu"), torch.float32),
+        TrainedModel(load_trained(run, device="cpu", seq_len=seq_len), seq_len),
+        ExportedModel(folder, torch.device("cpu"), torch.float32, seq_len),
     )
+    logs = Scorer(ours, 2).loglikelihood_rolling(TEXTS)
+    assert logs == pytest.approx(Scorer(theirs, 2).loglikelihood_rolling(TEXTS), rel=1e-5)
+    if positions == "learned":
+        with pytest.raises(UserError, match="seq_len=25 is more than the 24 positions"):
+            evaluate.main([f"run={folder}", f"tasks={quiz}", "seq_len=25", "device=cpu"])
     with pytest.raises(UserError, match="weights=ema has no effect on a model of transformers; leave it out"):
         evaluate.main([f"run={folder}", f"tasks={quiz}", "weights=ema", "device=cpu"])
     assert Scorer(ours, 2).generate_until(stories) == Scorer(theirs, 2).generate_until(stories)

@@ -118,6 +118,8 @@ def test_transformers_reads_the_folder_as_the_same_model(name, config, score, ar
     (answer,) = generate(prompt, max_new_tokens=30, do_sample=False)
     assert answer["generated_text"] == prompt + continued
     assert len(set(continued)) > 2
+    (to_the_end,) = generate(prompt, return_tensors=True)  # the pipeline's own default is 256 more tokens
+    assert len(to_the_end["generated_token_ids"]) <= SEQ_LEN
     batch = read(["x" * 14, prompt], padding=True, return_tensors="pt")
     _, beside_a_longer_one = theirs.generate(**batch, max_new_tokens=30, do_sample=False)
     assert read.decode(beside_a_longer_one, skip_special_tokens=True) == answer["generated_text"]
