@@ -64,11 +64,16 @@ class OwnTokenizer:
 
 
 class Stream:
-    """The text of tokens that come one by one: a piece appears when later tokens cannot change it."""
+    """The text of tokens that come one by one: a piece appears when later tokens cannot change it.
 
-    def __init__(self, tokenizer: OwnTokenizer) -> None:
+    before  tokens of the text that these continue: many tokenizers drop the blank before a text's first word alone
+    """
+
+    def __init__(self, tokenizer: OwnTokenizer, before: Sequence[int] = ()) -> None:
         self.tokenizer, self.tokens, self.given = tokenizer, list[int](), 0
         self.stream = tokenizers.decoders.DecodeStream(skip_special_tokens=False)
+        for token in before:
+            self.add(token)
 
     def add(self, token: int) -> str:
         """The text that is certain with this token."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import codecs
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,9 +114,9 @@ class Utf8Stream:
         return self.decoder.decode(b"", final=True)
 
 
-def text_stream(tokenizer: Tokenizer) -> Utf8Stream | Stream:
-    """Decodes tokens one by one."""
-    return Stream(tokenizer) if isinstance(tokenizer, OwnTokenizer) else Utf8Stream(tokenizer)
+def text_stream(tokenizer: Tokenizer, before: Sequence[int] = ()) -> Utf8Stream | Stream:
+    """Decodes tokens one by one, which continue the text of those `before`."""
+    return Stream(tokenizer, before) if isinstance(tokenizer, OwnTokenizer) else Utf8Stream(tokenizer)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path | str) -> None:

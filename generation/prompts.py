@@ -88,7 +88,7 @@ def continuations(
     """
     requests = [Request(tokenizer.encode_ordinary(prompt), tokens) for prompt in prompts]
     engine = Engine(model, requests, sampling, slots=slots, dtype=dtype, compile=compile)
-    return finished(engine, prompts, [Text(tokenizer, stop) for _ in prompts])
+    return finished(engine, prompts, [Text(tokenizer, stop, request.prompt) for request in requests])
 
 
 def finished(engine: Engine, prompts: Sequence[str], texts: Sequence[Text]) -> Iterator[Continuation]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,9 +19,10 @@ class Text:
     tokens: it appears with its last byte. Text that may be the beginning of `stop` is held back until it is not.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: str | None = None, prompt: Sequence[int] = ()) -> None:
+        """prompt  tokens of the text that is continued"""
         self.tokenizer, self.stop = tokenizer, stop or ""
-        self.decoder = text_stream(tokenizer)
+        self.decoder = text_stream(tokenizer, prompt)
         self.held = ""  # text that has not been given out
         self.ended = False
 
@@ -68,8 +69,9 @@ def stream(
 
     Raises GenerationError, before the first piece is asked for.
     """
-    request = Request(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token], tokens)
-    return pieces(Engine(model, [request], sampling, dtype=dtype, compile=compile), Text(tokenizer, stop))
+    before = tokenizer.encode_ordinary(prompt)
+    request = Request(before or [tokenizer.eot_token], tokens)
+    return pieces(Engine(model, [request], sampling, dtype=dtype, compile=compile), Text(tokenizer, stop, before))
 
 
 def pieces(engine: Engine, text: Text) -> Iterator[str]:

@@ -152,7 +152,7 @@ def test_many_prompts_are_continued_as_each_alone(run, tmp_path, capsys, suffix)
         ('{"prompt": "' + 17 * "a" + '"}', [], "The prompt has 17 tokens, and the model sees seq_len=16"),
         ('{"prompt": "a"}', ["out={folder}/full"], "out=.*full exists, and is not overwritten"),
         ('{"prompt": "a"}', ["out={folder}/no/file"], r"out=.*file cannot be written \(No such file"),
-        ('{"prompt": "a"}', ["prompt=b"], "prompt=b and prompts=.* are both there"),
+        ('{"prompt": "a"}', ["prompt=b"], "prompt=b and prompts=.* are both given"),
         ('{"prompt": "a"}', ["batch=0"], "batch=0 must be at least 1"),
         ('{"prompt": "a"}', ["tokens=0"], "tokens=0 adds nothing"),
         ('{"prompt": "a"}\n' * 2, ["tokens=10000000000"], r"random numbers of batch=2 .* ask for fewer tokens"),

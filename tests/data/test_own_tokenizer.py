@@ -91,6 +91,14 @@ def test_text_appears_as_tokens_come_and_characters_of_several_stay_whole(file):
     assert text.ended
 
 
+def test_a_continuation_keeps_the_blank_before_its_first_word(file):
+    """As in the text of all tokens together; the first word alone would have none."""
+    tokenizer = OwnTokenizer("own", file.read_text())
+    prompt, added = tokenizer.encode_ordinary("the end"), tokenizer.encode_ordinary("of a 木")
+    text = Text(tokenizer, prompt=prompt)
+    assert "".join(map(text.add, added)) + text.rest() == " of a 木"
+
+
 def test_a_tokenizer_without_an_end_of_text_gets_one():
     tokenizer = OwnTokenizer("own", tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, "?")).to_str())
     assert (tokenizer.eot_token, tokenizer.n_vocab, tokenizer.encode_ordinary("a")) == (2, 3, [0])
