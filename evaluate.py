@@ -112,6 +112,8 @@ def corpus_config(overrides: list[str]) -> DataConfig:
     """The corpus that overrides of `data` choose. Raises UserError."""
     register()
     launcher.register()
+    if not any(override.startswith("data=") for override in overrides):
+        raise ConfigError(f"{overrides[0]} does not say which text to measure; name it with data=, such as data=text.")
     for override in overrides:
         key = override.partition("=")[0]
         if key not in OF_TEXT and not key.startswith("data.hub"):

@@ -195,9 +195,11 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
     """The run in one line: its parts, its device, and what `auto` chose."""
     device, precision, auto = trainer.device, trainer.training.precision.value, " (auto)"
     path = trainer.model.attend.path(attention_shape(config, device), config.seq_len)
+    idle = {score.window for score in trainer.model.scores if score.window and score.window >= config.seq_len}
     parts = [
         f"attention={config.attention.name}" + (f" ({path} kernels)" if path else ""),
         *([] if config.score == ScoreConfig() else [f"score={describe_score(config.score)}"]),
+        *(f"window={window} hides nothing at seq_len={config.seq_len}" for window in sorted(idle)),
         *([] if config.data.documents is Documents.ignore else [f"documents={config.data.documents.name}"]),
         f"model={config.model.name}: {trainer.model.num_parameters():,} parameters",
         f"{meter.tokens_per_step:,} tokens per step",

@@ -23,8 +23,13 @@ def varlen(attend: Attention, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tenso
     options     score, scale, dropout_key, slopes, sinks and return_lse, as in Attention.__call__. Dropout addresses
                 rows and columns of the whole tensor
 
-    Returns out (total, H, D) and, if asked for, lse (H, total). Raises ScoreError for invalid bounds.
+    Returns out (total, H, D) and, if asked for, lse (H, total). Raises ScoreError for invalid bounds, ValueError for
+    tensors of different totals.
     """
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"Each token has a query, a key and a value: q {tuple(q.shape)} and k {tuple(k.shape)} must agree in total."
+        )
     layout = packed(cu_seqlens.to(q.device), q.shape[0])
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, H, total, D)
     out, lse = attend(q, k, v, layout=layout, **options)

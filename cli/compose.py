@@ -99,7 +99,7 @@ def mistakes(line: str) -> Iterator[str]:
         namesakes = [name for name in known if "." in name and name.rpartition(".")[2] == key]
         hint = f"; did you mean {' or '.join(namesakes)}?" if namesakes else suggestion(key, known)
         yield f"{line} overrides nothing, as there is no {key}{hint or '; python train.py --help lists all overrides.'}"
-    elif key in groups() and not override.is_sweep_override() and not isinstance(override.value(), str | None):
+    elif key in groups() and not override.is_sweep_override() and not isinstance(override.value(), str):
         yield f"{line} has to name a file of conf/{key}/; single values are {key}.<name>=..."
     elif key in keys() and not override.is_sweep_override() and misses_list(key, override.value()):
         yield f"{line} is not {expected(key)}."

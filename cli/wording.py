@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from enum import Enum
+from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -43,12 +44,16 @@ def explain(error: Exception) -> UserError:
     if isinstance(cause, UserError):  # raised by a launcher; Hydra wraps it
         return cause
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
+        parts = error.missing_cfg_file.split("/")  # a choice may have slashes too
+        depth = 2 if parts[0] == "hydra" else 1
+        group, choice = "/".join(parts[:depth]), "/".join(parts[depth:])
         if group == "hydra/launcher" and choice.startswith("submitit_"):
             return ConfigError(
                 "hydra/launcher=slurm needs Hydra's submitit launcher; install it with: pip install -e '.[slurm]'"
             )
         hint = suggestion(choice, list(error.options)) or "."
+        if group == "data" and choice and Path(choice).exists():
+            hint = f"; a text of your own is data=text data.path={choice}."
         return ConfigError(f"{group}={choice} is not known; choose one of {', '.join(error.options)}{hint}")
     if isinstance(error, OverrideParseException):
         return ConfigError(

@@ -74,6 +74,7 @@ def read(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             line = json.loads(text)
+            json.dumps(line, ensure_ascii=False).encode()  # fails for half a character, such as \ud800
             flaw = mistake(line, lines[0] if lines else line)
         except ValueError as error:
             flaw = f"is not JSON ({error})"

@@ -64,10 +64,10 @@ def prompt_of_json(line: str) -> str | None:
     """The prompt of a line of JSON, if there is one."""
     try:
         content = json.loads(line)
-    except ValueError:
+        prompt = content.get("prompt") if isinstance(content, dict) else None
+        return prompt if isinstance(prompt, str) and prompt.encode() else None
+    except ValueError:  # also of half a character, such as \ud800, which no file can hold
         return None
-    prompt = content.get("prompt") if isinstance(content, dict) else None
-    return prompt if isinstance(prompt, str) else None
 
 
 def continuations(

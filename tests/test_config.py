@@ -102,6 +102,8 @@ MISTAKES = {
     "attention=flesh": "attention=flesh is not known; choose one of .*naive, .*tiled",
     "attention.name=flesh": "attention=flesh is not known",
     "model=7": "model=7 has to name a file",
+    "score=null": "score=null has to name a file",
+    f"data={ROOT}/README.md": "data=.*README.md is not known; .*, text; a text of your own is .*README.md",
     "seq_len=abc": "seq_len=abc is not a whole number",
     "seq_len=1.5": "seq_len=1.5 is not a whole number",
     "optimizer.lr=fast": "optimizer.lr=fast is not a number",

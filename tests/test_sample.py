@@ -149,6 +149,7 @@ def test_many_prompts_are_continued_as_each_alone(run, tmp_path, capsys, suffix)
             [],
             'Line 2 of prompts=.*prompts.jsonl is not a JSON object with a "prompt"',
         ),
+        ('{"prompt": "\\ud800"}', [], 'Line 1 of prompts=.*prompts.jsonl is not a JSON object with a "prompt"'),
         ('{"prompt": "' + 17 * "a" + '"}', [], "The prompt has 17 tokens, and the model sees seq_len=16"),
         ('{"prompt": "a"}', ["out={folder}/full"], "out=.*full exists, and is not overwritten"),
         ('{"prompt": "a"}', ["out={folder}/no/file"], r"out=.*file cannot be written \(No such file"),

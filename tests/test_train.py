@@ -214,6 +214,14 @@ def test_documents_of_a_row_are_told_apart_in_training_evaluation_and_the_probe(
     assert len(set(at_the_start)) == 3
 
 
+def test_a_window_as_long_as_the_sequences_is_said_to_hide_nothing(config: Config, capsys: pytest.CaptureFixture[str]):
+    score = ScoreConfig(layers=[{"window": 31}, {"window": 32}])
+    run(replace(config, score=score, training=replace(config.training, steps=2, sample_tokens=0)), "run")
+    told = capsys.readouterr().out
+    assert "window=32 hides nothing at seq_len=32" in told
+    assert "window=31 hides nothing" not in told
+
+
 def test_documents_need_a_text_that_has_several(config: Config) -> None:
     config = replace(config, data=replace(config.data, documents=Documents.mask))
     with pytest.raises(UserError, match=r"data.documents=mask has no effect on data=text, .* is one document"):

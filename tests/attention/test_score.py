@@ -196,6 +196,8 @@ def test_sequences_of_any_length_prefill_in_one_call(name):
         torch.testing.assert_close(a, b)
     with pytest.raises(ScoreError, match="must end at the row's length, 64"):
         varlen(attend, q, k, v, torch.tensor([0, 60]))
+    with pytest.raises(ValueError, match=r"k \(60, .* must agree in total"):
+        varlen(attend, q, k[:60], v[:60], cu_seqlens)
 
 
 @pytest.mark.parametrize("name", REPLAYING)
