@@ -19,14 +19,15 @@ INK, COLOURS = "#123456", {"standard": "#d1495b", "flash_1": "#edae49", "flash_2
 class Curves:
     """Numbers moved by a forward and a backward pass together, for each size M of fast memory.
 
-    theorem  N^2 d^2 / M times the constant that FlashAttention-1 shows at the smallest M
+    theorem  N d + N^2 times the constant that standard attention shows at half the length, and N^2 d^2 / M times the
+             constant that FlashAttention-1 shows at the smallest M
     """
 
     N: int
     d: int
     M: tuple[int, ...]
     moved: dict[str, tuple[int, ...]]
-    theorem: tuple[float, ...]
+    theorem: dict[str, tuple[float, ...]]
 
 
 def count(N: int = 64, d: int = 8) -> Curves:
@@ -35,15 +36,16 @@ def count(N: int = 64, d: int = 8) -> Curves:
     FlashAttention-2 takes tiles of M / 4d queries too: it has no reason to keep them shorter than its tiles of keys.
     """
     sizes = tuple(4 * d * 2**k for k in range(N.bit_length()) if 2**k <= N)
-    moved: dict[str, list[int]] = {name: [] for name in LABELS}
-    for M in sizes:
-        for name, counts in moved.items():
-            blocks = (M // (4 * d),) * 2 if name == "flash_2" else None
-            passes = (solve(Problem(N, d, M), name, backward=b, blocks=blocks) for b in (False, True))
-            counts.append(sum(solution.traffic.total for solution in passes))
-    constant = moved["flash_1"][0] * sizes[0] / (N * d) ** 2
-    theorem = tuple(constant * (N * d) ** 2 / M for M in sizes)
-    return Curves(N, d, sizes, {name: tuple(counts) for name, counts in moved.items()}, theorem)
+    moved = {name: tuple(_moved(Problem(N, d, M), name) for M in sizes) for name in LABELS}
+    half = N // 2
+    standard = _moved(Problem(half, d, sizes[0]), "standard") / (half * d + half**2) * (N * d + N**2)
+    flash = tuple(moved["flash_1"][0] * sizes[0] / M for M in sizes)
+    return Curves(N, d, sizes, moved, {"standard": (standard,) * len(sizes), "flash_1": flash})
+
+
+def _moved(problem: Problem, name: str) -> int:
+    blocks = (problem.M // (4 * problem.d),) * 2 if name == "flash_2" else None
+    return sum(solve(problem, name, backward=backward, blocks=blocks).traffic.total for backward in (False, True))
 
 
 def draw(curves: Curves) -> str:
@@ -57,7 +59,9 @@ def draw(curves: Curves) -> str:
         axes.set_facecolor("none")
         for name, counts in curves.moved.items():
             axes.loglog(curves.M, counts, marker="o", markersize=4, color=COLOURS[name], label=LABELS[name])
-        axes.loglog(curves.M, curves.theorem, "--", color=INK, linewidth=1, label="N² d² / M, times a constant")
+        for name, style, label in (("standard", ":", "N d + N²"), ("flash_1", "--", "N² d² / M")):
+            line = {"color": INK, "linewidth": 1, "linestyle": style}
+            axes.loglog(curves.M, curves.theorem[name], label=f"{label}, times a constant", **line)
         axes.set_xlabel("fast memory M (numbers)", color=INK)
         axes.set_ylabel("numbers moved", color=INK)
         axes.tick_params(colors=INK, which="both")

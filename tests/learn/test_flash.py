@@ -55,5 +55,6 @@ def test_traffic_falls_with_memory_as_the_theorem_says_and_the_standards_does_no
     standard, flash = curves.moved["standard"], curves.moved["flash_1"]
     # Forward: Q, K, V, O once, S and P twice. Backward: Q, K, V, dQ, dK, dV once, dO and P twice, dS three times.
     assert set(standard) == {(4 + 8) * N * d + (4 + 5) * N**2}
+    assert curves.theorem["standard"] == pytest.approx(standard, rel=0.05)
     assert all(0.45 <= after / before <= 0.75 for before, after in itertools.pairwise(flash[:4]))
     assert all(a <= b for a, b in zip(curves.moved["flash_2"], flash, strict=True))
