@@ -10,8 +10,10 @@ import ast
 import inspect
 import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -64,12 +66,41 @@ class Recording:
         return max(sum(tensor.numel() for tensor in step.fast.values()) for step in self.steps)
 
 
+@dataclass(frozen=True)
+class Source:
+    """A function's lines, counted from 0, and their names.
+
+    first     the file's number of the first line
+    loops     what a loop assigns, with the loop's first and last line
+    assigned  the names that a line assigns
+    read      the names that a line reads
+    """
+
+    lines: list[str]
+    first: int
+    loops: list[tuple[str, int, int]]
+    assigned: dict[int, set[str]]
+    read: dict[int, set[str]]
+
+
+@cache
+def source_of(function: Callable[..., None]) -> Source:
+    """The source of a function; parsed once, as each is recorded many times."""
+    lines, first = inspect.getsourcelines(function)
+    source = Source([line.rstrip("\n") for line in lines], first, [], defaultdict(set), defaultdict(set))
+    for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
+        if isinstance(node, ast.For) and isinstance(node.target, ast.Name):
+            source.loops.append((node.target.id, node.lineno - 1, (node.end_lineno or node.lineno) - 1))
+        elif isinstance(node, ast.Name):
+            names = source.assigned if isinstance(node.ctx, ast.Store) else source.read
+            names[node.lineno - 1].add(node.id)
+    return source
+
+
 def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str, Any]) -> Recording:
     """function(**slow, **rest), recorded."""
-    lines, first_line = inspect.getsourcelines(function)
-    recording = Recording([line.rstrip("\n") for line in lines])
-    nodes = list(ast.walk(ast.parse(textwrap.dedent("".join(lines)))))
-    loops = [(n.target.id, n) for n in nodes if isinstance(n, ast.For) and isinstance(n.target, ast.Name)]
+    source = source_of(function)
+    recording = Recording(source.lines)
     moves: list[Move] = []
     names = {id(tensor): name for name, tensor in slow.items()}
     for tensor in slow.values():
@@ -80,10 +111,10 @@ def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str,
     def finish(frame: FrameType, following: int) -> None:
         if running is None:
             return
-        names_now, line = frame.f_locals, running - first_line
+        names_now, line = frame.f_locals, running - source.first
         # A loop's own line runs once more when the loop has ended.
-        here = {line + 1, following - first_line + 1}
-        around = [name for name, loop in loops if loop.lineno <= min(here) and max(here) <= (loop.end_lineno or 0)]
+        here = (line, following - source.first)
+        around = [name for name, start, end in source.loops if start <= min(here) and max(here) <= end]
         step = Step(
             line=line,
             fast={name: value.clone() for name, value in names_now.items() if isinstance(value, Tensor)},
@@ -99,7 +130,7 @@ def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str,
     def on_event(frame: FrameType, event: str, _: object) -> Any:
         nonlocal running
         if event in ("line", "return"):
-            finish(frame, frame.f_lineno if event == "line" else first_line)
+            finish(frame, frame.f_lineno if event == "line" else source.first)
             running = frame.f_lineno
         return on_event
 
@@ -114,17 +145,15 @@ def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str,
         sys.settrace(before)
         for tensor in slow.values():
             tensor.on_move = None
-    recording.steps = with_idle(recording.steps, [n for n in nodes if isinstance(n, ast.Name)])
+    recording.steps = with_idle(recording.steps, source)
     return recording
 
 
-def with_idle(recorded: list[Step], names: list[ast.Name]) -> list[Step]:
+def with_idle(recorded: list[Step], source: Source) -> list[Step]:
     """The steps with what is idle: found from the last one back, by the names that later lines read."""
     steps: list[Step] = []
     needed: set[str] = set()
     for step in reversed(recorded):
         steps.append(replace(step, idle=frozenset(step.fast.keys() - needed)))
-        on_line = [name for name in names if name.lineno - 1 == step.line]
-        needed -= {name.id for name in on_line if isinstance(name.ctx, ast.Store)}
-        needed |= {name.id for name in on_line if isinstance(name.ctx, ast.Load)}
+        needed = (needed - source.assigned[step.line]) | source.read[step.line]
     return steps[::-1]
