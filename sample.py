@@ -119,7 +119,7 @@ def continue_prompts(trained: Trained, prompts: list[str] | None, sampling: Samp
     model, tokenizer = trained.model, trained.tokenizer
     reader = decoding_attention(model.attend, model.wte.weight.device)
     if reader is not model.attend:
-        print(f"attention={model.attend.name} reads no cache; attention={reader.name} decodes.", file=sys.stderr)
+        print(f"attention={model.attend.name} cannot decode; attention={reader.name} does it instead.", file=sys.stderr)
     if prompts is not None:
         write_texts(prompts, trained, sampling, config)
         return

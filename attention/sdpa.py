@@ -83,7 +83,7 @@ class SDPAAttention(Attention):
         q = q[:, :, n_masked:]
         if masked and self.config.backend is SDPABackend.flash and q.is_cuda:
             raise UnsupportedAttention(
-                f"attention.backend=flash takes no mask, and {T} queries of {S} keys with {score} need one; use "
+                f"attention.backend=flash takes no mask, and {T} queries and {S} keys with {score} need one; use "
                 "attention.backend=auto."
             )
         with self.backend():

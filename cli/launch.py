@@ -46,7 +46,7 @@ def prepare(arguments: list[str]) -> list[str]:
         args.overrides += rest
         arguments = [*(argument for argument in arguments if argument not in args.overrides), *args.overrides]
     if args.multirun and (args.cfg or args.info):
-        raise ConfigError("-m does not go with --cfg or --info; leave it out to see the configuration of one run.")
+        raise ConfigError("-m cannot be combined with --cfg or --info; leave it out to see the configuration of a run.")
     if args.help or args.hydra_help or args.cfg or args.info:
         return arguments
     try:

@@ -72,7 +72,7 @@ def newest_run() -> Path:
 
 
 def has_checkpoints(run: Path) -> bool:
-    """Whether the run folder holds checkpoints, whole or damaged."""
+    """Whether the run folder holds checkpoints, intact or damaged."""
     return any(run.glob("checkpoints/step-*"))
 
 

@@ -123,7 +123,7 @@ def load_trained(
 
 
 def load_weights(model: GPT, run: Path, which: CheckpointChoice, weights: WeightsChoice) -> Path:
-    """Load a checkpoint of the run and print which; if the best is damaged, say so and load the newest whole one."""
+    """Load a checkpoint of the run and print which; if the best is damaged, say so and load the newest intact one."""
     folder = run / "checkpoints"
     path = best_checkpoint(folder) if which is CheckpointChoice.best else None
     state, damaged = None, list[str]()

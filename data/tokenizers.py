@@ -92,8 +92,8 @@ def encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
             return tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
         except ValueError as error:
             raise DataError(
-                f"data.tokenizer={tokenizer.name} gave up on the text that begins with {text[:40]!r} ({brief(error)}); "
-                "remove long runs of blanks from it, or use data.tokenizer=bytes."
+                f"data.tokenizer={tokenizer.name} cannot encode the text that begins with {text[:40]!r} "
+                f"({brief(error)}); remove long runs of white space from it, or use data.tokenizer=bytes."
             ) from error
 
     return encode

@@ -1,4 +1,4 @@
-"""The exported folder: weights, configurations, tokenizer and card, written whole or not at all."""
+"""The exported folder: weights, configurations, tokenizer and card, written completely or not at all."""
 
 from __future__ import annotations
 

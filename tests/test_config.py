@@ -159,7 +159,7 @@ MISTAKES = {
     "data.documents=join": "data.documents=join is not one of ignore, mask, restart",
     "resume=nowhere": "resume=nowhere is not a run folder",
     "attention=naive,tiled": "attention=naive,tiled is more than one value; add -m",
-    "-m --cfg job": "-m does not go with --cfg",
+    "-m --cfg job": "-m cannot be combined with --cfg",
     "-m atention=naive,tiled": "did you mean attention?",
     "-m attention=naive,flesh": "attention=flesh is not known",
     "-m model.n_heads=4,7": "not a multiple of model.n_heads=7",

@@ -94,7 +94,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(run):
 def test_damage_to_every_checkpoint_is_reported_once(run, capsys):
     for weights in (run / "checkpoints").glob("step-*/model/*"):
         weights.write_bytes(weights.read_bytes()[:-8])
-    with pytest.raises(UserError, match=r"No checkpoint in .* is whole") as raised:
+    with pytest.raises(UserError, match=r"No checkpoint in .* is intact") as raised:
         main([f"run={run}"])
     assert str(raised.value).count("is damaged") == 2
     assert "is damaged" not in capsys.readouterr().err
@@ -105,7 +105,7 @@ def test_an_attention_that_reads_no_cache_is_named_and_leaves_decoding_to_anothe
     main([f"run={run}", "prompt=def ", "tokens=9", "temperature=0.5", "top_k=20", "seed=3", f"attention={attention}"])
     captured = capsys.readouterr()
     assert captured.out == "def " + continuation(5, list(b"def "), 9) + "\n"
-    assert f"attention={attention} reads no cache; attention=naive decodes." in captured.err
+    assert f"attention={attention} cannot decode; attention=naive does it instead." in captured.err
 
 
 def test_an_empty_prompt_begins_a_text(run, capsys):

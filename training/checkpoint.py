@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent.
+"""Checkpoints that are complete or absent.
 
     checkpoints/
       step-00000500/        the state after 500 updates
@@ -147,7 +147,7 @@ def newest_valid(folder: Path) -> tuple[Path, list[str]]:
     if not rejected:
         raise CheckpointError(f"There is no checkpoint to load in {folder}; name a run that has written one.")
     raise CheckpointError(
-        f"No checkpoint in {folder} is whole. {' '.join(rejected)} Start a new run in another hydra.run.dir."
+        f"No checkpoint in {folder} is intact. {' '.join(rejected)} Start a new run in another hydra.run.dir."
     )
 
 

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: one takes its name when it is whole, and the remains of a killed save go with the next."""
+"""The folder of checkpoints: each gets its name when it is complete, and a save removes what a killed one left."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from files import sync
 
 PARTIAL = ".partial-"  # being written or removed: not valid
-REPLACED = ".replaced-"  # a whole checkpoint, moved aside while another of the same step replaces it
+REPLACED = ".replaced-"  # a complete checkpoint, moved aside while another of the same step replaces it
 
 
 def partial_of(path: Path) -> Path:
-    """Where a checkpoint is written before it is whole."""
+    """Where a checkpoint is written until it is complete."""
     return path.with_name(f"{PARTIAL}{path.name}")
 
 

@@ -53,7 +53,7 @@ def check_parallel(config: ParallelConfig, ranks: int) -> None:
         )
     if config.exact and not _is_power_of_two(ranks):
         raise ParallelError(
-            f"{ranks} ranks cannot add gradients in the order of one (parallel.exact=true); start "
+            f"{ranks} ranks cannot add gradients in the order of one rank (parallel.exact=true); start "
             f"{2 ** (ranks.bit_length() - 1)} or {2 ** ranks.bit_length()} ranks, or set parallel.exact=false."
         )
     if not (math.isfinite(config.timeout_s) and config.timeout_s > 0):

@@ -138,5 +138,5 @@ def test_gpt2_without_network_says_what_to_do(monkeypatch, tmp_path):
 
 
 def test_text_that_tiktoken_gives_up_on_is_named(gpt2):
-    with pytest.raises(DataError, match=r"data\.tokenizer=gpt2 gave up.*data\.tokenizer=bytes"):
+    with pytest.raises(DataError, match=r"data\.tokenizer=gpt2 cannot encode.*data\.tokenizer=bytes"):
         encoder(gpt2)("\n" * 2_000_000 + "x")

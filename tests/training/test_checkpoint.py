@@ -1,4 +1,4 @@
-"""A checkpoint is whole or absent: after kills, damage and full disks."""
+"""A checkpoint is complete or absent: after kills, damage and full disks."""
 
 import errno
 import json

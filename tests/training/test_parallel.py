@@ -20,7 +20,11 @@ CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32)
 @pytest.mark.parametrize(
     ("parallel", "ranks", "sentence"),
     [
-        (ParallelConfig(), 3, "3 ranks cannot add gradients in the order of one (parallel.exact=true); start 2 or 4"),
+        (
+            ParallelConfig(),
+            3,
+            "3 ranks cannot add gradients in the order of one rank (parallel.exact=true); start 2 or 4",
+        ),
         (
             ParallelConfig(context=4),
             1,

@@ -202,7 +202,7 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_again(runs: Path) -> N
     for checkpoint in (runs / "newer" / "checkpoints").glob("step-*"):
         damage(checkpoint)
     for arguments in (["resume=outputs/newer"], ["resume=auto", "hydra.run.dir=outputs/newer"]):
-        with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole.*60 is damaged.*Start a new run"):
+        with pytest.raises(CheckpointError, match=r"No checkpoint in .* is intact.*60 is damaged.*Start a new run"):
             prepare(arguments)
     shutil.rmtree(runs / "older")
     with pytest.raises(ConfigError, match=r"resume=auto finds no .*: every checkpoint of outputs/newer is damaged"):
