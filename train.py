@@ -83,7 +83,8 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
         world = trainer.world
         start = resume(trainer, config, folder, data)
         if start >= training.steps and (folder / "summary.json").exists():
-            print(f"{folder} is complete with {start} steps; training.steps={2 * start} would continue it.")
+            if world.rank == 0:
+                print(f"{folder} is complete with {start} steps; training.steps={2 * start} would continue it.")
             return 0
 
         documents, val_documents = document_bounds(config, data)
