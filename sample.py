@@ -8,7 +8,7 @@ run          the run folder to take the model from
 prompt       the text to continue; a fresh text if empty
 prompts      a file of texts to continue instead, one a line; a .jsonl file has {"prompt": ...} in each line
 batch        how many prompts at a time; a prompt's text does not depend on those beside it
-out          a new file for the texts of prompts=, a JSON object in each line; null: they are printed
+out          a new file for the texts of prompts=, a JSON object in each line; without it they are printed
 tokens       how many to add at most; an end-of-text token ends the text earlier
 stop         text that ends the continuation earlier, and is not part of it
 temperature  divides the logits: 0 always takes the likeliest token, 1 keeps the model's probabilities
