@@ -21,7 +21,7 @@ from cli.completion import complete
 
 if __name__ == "__main__":
     complete()  # before torch is imported, for which a shell's TAB would have to wait
-    gc.disable()  # until all is imported: the collector would look at all of it again and again, a fifth of the time
+    gc.disable()  # until all is imported: visiting all of it again and again would take a fifth of the time
 
 import hydra
 import numpy as np
@@ -221,6 +221,6 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what is imported stays
+    gc.freeze()  # else every later run of the collector visits all that has been imported
     gc.enable()
     launch(main)

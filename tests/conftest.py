@@ -5,13 +5,16 @@ Slow files, most of which wait for other processes, come first, so that the work
 
 import gc
 import os
+from collections.abc import Generator
 
 import pytest
+
+gc.disable()  # until the tests are collected: it would visit all that is imported, again and again
 
 # The tests' models are small: threads would wait for each other longer than they work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU the Triton kernels run in Triton's interpreter
@@ -21,7 +24,8 @@ def hasten_the_interpreter() -> None:
     """Skip work whose result Triton's interpreter does not use, which more than halves its time.
 
     It replaces the functions of tl when a kernel starts, and needlessly again whenever the kernel calls a function. It
-    also computes in int64 whether a sum overflows, which it uses in debug mode only.
+    also computes in int64 whether a sum overflows, which it uses in debug mode only, and builds a table of all dtypes
+    for each lookup.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -35,6 +39,16 @@ def hasten_the_interpreter() -> None:
     interpreter._patch_lang = replace_once
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
+    look_up, found = interpreter._get_np_dtype, {}
+
+    def look_up_once(dtype):
+        name = dtype.scalar.name
+        if name not in found:
+            found[name] = look_up(dtype)
+        return found[name]
+
+    interpreter._get_np_dtype = look_up_once
+
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     hasten_the_interpreter()
@@ -44,5 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name != "tests" and "training" not in item.path.parts)
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # else every collection visits all that has been imported
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    result = yield
+    gc.freeze()  # else every later run of the collector visits all that has been imported
+    gc.enable()
+    return result

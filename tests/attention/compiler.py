@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ SHARED = {"hopper": 232_448, "older": 101_376}  # bytes of a multiprocessor that
 def compiled(script: str, *arguments: str) -> list[dict[str, Any]]:
     """The output lines of a script in this folder, without line information, which takes a tenth of the time.
 
-    The script has its own process, because Triton chooses between compiler and interpreter when it is imported.
+    The script has its own process, because Triton chooses between compiler and interpreter when it is imported. It has
+    its own cache, because replacing kernels in an older one waits for the disk.
     """
-    run = subprocess.run(
-        [sys.executable, "-m", f"tests.attention.{script}", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"},
-        capture_output=True,
-        text=True,
-    )
+    options = {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
+    with tempfile.TemporaryDirectory() as cache:
+        run = subprocess.run(
+            [sys.executable, "-m", f"tests.attention.{script}", *arguments],
+            cwd=ROOT,
+            env=os.environ | options | {"TRITON_CACHE_DIR": cache},
+            capture_output=True,
+            text=True,
+        )
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines()]

@@ -5,14 +5,13 @@ python -m tests.attention.context_ranks <folder> <port>
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._inductor.compile_fx  # torch.compile imports both when it is first called: once here, not once a rank
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
@@ -85,5 +84,9 @@ def main(rank: int, folder: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    # Forked, the four share what this process has imported.
+    # Forked, the four share what this process has imported. torch.compile would import both when it is first called.
+    import torch._dynamo
+    import torch._inductor.compile_fx
+
+    gc.freeze()
     start_processes(main, (Path(sys.argv[1]), int(sys.argv[2])), nprocs=4, start_method="fork")

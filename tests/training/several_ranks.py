@@ -5,6 +5,7 @@ python -m tests.training.several_ranks <folder> <4 ports>
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -157,5 +158,5 @@ def main(rank: int, folder: Path, ports: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Forked, the four share what this process has imported.
+    gc.freeze()  # forked, the four share what this process has imported
     start_processes(main, (Path(sys.argv[1]), sys.argv[2:]), nprocs=4, start_method="fork")
