@@ -33,12 +33,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def dump(address: str, profile: Path) -> str:
+def dump(address: str, profile: Path, *more_flags: str) -> str:
     """The page's document in Chromium after ten seconds of virtual time."""
     assert CHROMIUM is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
     flags += [f"--user-data-dir={profile}", "--virtual-time-budget=10000"]
-    return subprocess.run([CHROMIUM, *flags, address], capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(
+        [CHROMIUM, *flags, *more_flags, address], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -155,16 +157,22 @@ DRIVE = """<script>(async () => {
     select.value = value; select.dispatchEvent(new Event("change", { bubbles: true }));
   }
   after("controls"); press("End", document.body); after("end of the other");
+  const colours = getComputedStyle(document.body), top = (id) => $(id).getBoundingClientRect().top;
+  seen.wider = document.documentElement.scrollWidth - innerWidth;
+  seen.memories = top("fast") < top("slow") && top("slow") < top("source");
+  seen.colours = [colours.backgroundColor, colours.color].map((rgb) => rgb.match(/\\d+/g).map(Number));
   document.body.dataset.seen = JSON.stringify(seen);
 })();</script>"""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_buttons_keys_slider_and_controls_step_through_the_recording(page: Path, tmp_path: Path) -> None:
+def test_buttons_keys_slider_and_controls_step_through_the_recording_on_a_narrow_dark_screen(
+    page: Path, tmp_path: Path
+) -> None:
     driven = tmp_path / "driven.html"
     driven.write_text(page.read_text().replace("</body>", f"{DRIVE}</body>"))
-    dom = dump(driven.as_uri(), tmp_path)
+    dom = dump(driven.as_uri(), tmp_path, "--window-size=390,844", "--blink-settings=preferredColorScheme=0")
     seen = json.loads(html.unescape(re.search(r'data-seen="(.*?)"', dom)[1]))  # type: ignore[index]
     first = len(record_choice(FIRST).steps)
     other = {
@@ -182,3 +190,8 @@ def test_buttons_keys_slider_and_controls_step_through_the_recording(page: Path,
     shown_steps |= {"slider": 8, "played": 10}
     assert {name: seen[name] for name in shown_steps} == {name: f"{n} of {first}" for name, n in shown_steps.items()}
     assert [seen["controls"], seen["end of the other"]] == [f"1 of {last}", f"{last} of {last}"]
+    # On a narrow screen nothing is cut off, and what the line that runs has changed comes before the whole program.
+    assert seen["wider"] <= 0
+    assert seen["memories"]
+    paper, ink = seen["colours"]
+    assert max(paper) < 64 < 192 < min(ink)  # in the dark
