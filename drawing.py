@@ -66,7 +66,7 @@ Palette = Mapping[str, str]
 
 
 class Style(NamedTuple):
-    """How one label is drawn."""
+    """The style of one label."""
 
     colour: str
     line: str | tuple[int, tuple[float, ...]]
@@ -177,7 +177,7 @@ def legend(figure: Figure, axes: Axes, palette: Palette) -> None:
 
 
 def legend_columns(labels: Sequence[str]) -> int:
-    """How many columns fit beside each other, each as wide as its longest label."""
+    """Number of columns that fit side by side, each as wide as its longest label."""
     for columns in range(min(5, len(labels)), 1, -1):
         longest = [max(map(len, column)) for column in np.array_split(labels, columns)]  # as matplotlib fills them
         if sum(0.63 * SIZE * characters + 3.6 * SIZE for characters in longest) <= 72 * WIDTH:

@@ -14,16 +14,16 @@ class UserError(Exception):
     """A failure explained in one sentence that names the offending value and what to change.
 
     Entry points print it as `error: ...` and exit with a non-zero status, without a traceback. They treat an
-    AttentionError in the same way: attention/ is a library of its own and does not know this class.
+    AttentionError in the same way: attention/ is a separate library and does not know this class.
     """
 
 
 def fail(error: Exception) -> NoReturn:
-    """Print each line of the error as a sentence of its own, for torchrun too, and exit with status 1."""
+    """Print each line of the error as a separate sentence, for torchrun too, and exit with status 1."""
     sentences = "\n".join(f"error: {sentence}" for sentence in str(error).splitlines())
     print(sentences, file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun prints a traceback of its own when a rank fails. Below it stands what the rank wrote to this file.
+        # When a rank fails, torchrun prints its own traceback, and below it what the rank wrote to this file.
         written = {"message": {"message": sentences, "extraInfo": {"timestamp": str(int(time.time()))}}}
         Path(file).write_text(json.dumps(written), encoding="utf-8")
     sys.exit(1)

@@ -1,4 +1,4 @@
-"""What training and the report share: reading metrics.jsonl, and the limit for `parity/*`."""
+"""Shared by training and the report: reading metrics.jsonl, and the limit for `parity/*`."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
 
 
 def document_bounds(config: Config, data: PreparedData) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Where the documents of the training and the validation split begin, if batches are to tell them apart.
+    """The starts of the documents in the training and the validation split, if batches are to tell them apart.
 
     Raises ConfigError where there is only one.
     """
@@ -148,7 +148,7 @@ def document_bounds(config: Config, data: PreparedData) -> tuple[np.ndarray | No
 
 
 def resume(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -> int:
-    """Where the configuration says `resume`, load the newest valid checkpoint. Returns the updates done."""
+    """Load the newest valid checkpoint if the configuration says `resume`. Returns the updates done."""
     if config.resume is None or not has_checkpoints(folder):
         return 0
     path, rejected = from_first_rank(lambda: newest_valid(folder / "checkpoints"))

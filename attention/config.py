@@ -1,4 +1,4 @@
-"""What a user chooses of attention: an implementation, and its options."""
+"""The user's choice of attention: an implementation and its options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ProductPrecision(Enum):
 
 @dataclass
 class AttentionConfig:
-    """What a user chooses under `attention.*`.
+    """The options under `attention.*`.
 
     name       an implementation in the registry (attention/__init__.py)
     dropout    probability of dropping an attention weight, realised in steps of 1/256 (see attention/dropout)

@@ -35,14 +35,14 @@ ROWS_MULTIPLE = 16  # where a part may start: dropout's counters number rows in 
 
 
 class ContextBy(Enum):
-    """What the ranks exchange to attend to one sequence."""
+    """The tensors that ranks exchange to attend to one sequence."""
 
     auto = "auto"  # heads where they divide evenly, else keys
     heads = "heads"
     keys = "keys"
 
     def resolve(self, n_heads: int, n_kv_heads: int, ranks: int) -> ContextBy:
-        """What `auto` means for these heads. Raises UnsupportedAttention where `heads` cannot be shared."""
+        """The choice of `auto` for these heads. Raises UnsupportedAttention where `heads` cannot be shared."""
         even = n_heads % ranks == 0 and n_kv_heads % ranks == 0
         if self is ContextBy.heads and not even:
             raise UnsupportedAttention(
@@ -67,7 +67,7 @@ def rows_unit(ranks: int, by: ContextBy) -> int:
 
 
 class ContextAttention(Attention):
-    """What both ways share: the interface of the attention they wrap, which supports the same except for `lacks`."""
+    """Base of both ways: the interface of the attention they wrap, which supports the same except for `lacks`."""
 
     by: ClassVar[ContextBy]
     lacks: ClassVar[frozenset[str]]

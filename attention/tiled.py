@@ -1,4 +1,4 @@
-"""FlashAttention in plain PyTorch, tile by tile: the algorithm to read beside naive.py and the Triton kernels.
+"""FlashAttention in plain PyTorch, tile by tile: the algorithm to read together with naive.py and the Triton kernels.
 
     forward    Dao 2023, "FlashAttention-2", algorithm 1: the online softmax
     backward   the same paper, algorithm 2: scores recomputed from q, k and the log-sum-exp

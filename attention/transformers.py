@@ -35,7 +35,7 @@ from .score import Layout, Score, documents
 PREFIX = "gpt_attention_"
 NAMES = tuple(PREFIX + name for name in ("naive", "tiled", "flash"))
 
-# Set by `dropout_key` for the whole process: a backward pass recomputes activations in threads of its own.
+# Set by `dropout_key` for the whole process: a backward pass recomputes activations in other threads.
 _key: DropoutKey | None = None
 # What is asked of an implementation: its name, dropout, head size, dtype and device.
 Asked = tuple[str, float, int, torch.dtype, torch.device]

@@ -85,7 +85,7 @@ def tables(rows: Sequence[Row]) -> Iterator[Table | str]:
 
 
 def notes(rows: Sequence[Row]) -> Iterator[str]:
-    """How long first calls took, and why cells are empty, each reason once; where memory or time ran out is shown."""
+    """The times of first calls, and each reason for empty cells once; cells show where memory or time ran out."""
     first = {
         label: max((row.get("first_call_s", 0.0) for row in cells), default=0.0) for label, cells in named(rows).items()
     }

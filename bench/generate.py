@@ -90,7 +90,7 @@ def theirs(prompts: Prompts, added: int, device: torch.device, dtype: torch.dtyp
 
 
 def candidates(case: str, device: torch.device) -> dict[str, Callable[[], Run]]:
-    """What is measured in a case: label -> preparation."""
+    """The measurements of a case: label -> preparation."""
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     attend = build_attention(AttentionConfig("flash" if cuda else "naive"))

@@ -1,4 +1,4 @@
-"""README's first figure: the losses of flash and naive with dropout, and their distance beside that of two seeds.
+"""README's first figure: the losses of flash and naive with dropout, and their distance next to that of two seeds.
 
     python -m bench.losses_figure        # docs/images/losses.png and losses-dark.png
 

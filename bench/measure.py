@@ -1,4 +1,4 @@
-"""What every benchmark needs: where and when it was measured, and times that can be compared.
+"""Shared by all benchmarks: a record of where and when they ran, and times that can be compared.
 
 Candidates are timed in turns, so that a change of the device's clocks affects all of them; the median counts. On a GPU
 two events on the device take the time. Launches are queued behind a pause, so that a slow host leaves no gaps between
@@ -57,7 +57,7 @@ class Timing:
 
 
 def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """What is needed to repeat a result: the device, the versions of the software, the commit, and the date.
+    """The conditions needed to repeat a result: the device, the versions of the software, the commit, and the date.
 
     packages   more packages, whose versions are recorded if they are installed
     """

@@ -1,4 +1,4 @@
-"""nanoGPT's own benchmark, for the row beside ours in bench.train_step.
+"""nanoGPT's own benchmark, for the row next to ours in bench.train_step.
 
     git clone https://github.com/karpathy/nanoGPT
     python -m bench.nanogpt nanoGPT                                       ten cells, about ten minutes on an H200
@@ -61,7 +61,7 @@ def measure(checkout: Path, shape: str, dropout: float) -> Row:
 
 
 def result_file(folder: Path, device: str) -> Path:
-    """Where nanoGPT's figures on a device go."""
+    """The path of nanoGPT's figures on a device."""
     return folder / f"nanogpt-{slug(device)}.json"
 
 

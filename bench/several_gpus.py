@@ -3,14 +3,14 @@
     python -m bench.several_gpus                               every case, on as many of 1, 2 and 4 GPUs as there are
     python -m bench.several_gpus --cases speed bits --gpus 4   some of them, in this order; other rows of the file stay
 
-    speed     GPT-2 124M, 32 x 1,024 tokens a GPU: "alone", each GPU by itself at the same time, and together
+    speed     GPT-2 124M, 32 x 1,024 tokens per GPU: "alone", each GPU separately at the same time, and together
     bits      50 steps of 4 x 32 x 1,024 tokens, replicated and sharded: a digest of losses, norms and final weights
     eager     50 steps of 4 x 8 x 1,024 tokens, not compiled: likewise
     quarter   one sequence of 262,144 tokens over all GPUs
     half      one of 524,288: on two GPUs, each has as much of it as one of four has of a million
     million   one of 1,048,576; on fewer than four GPUs a single step, whose time includes compiling
     four      one of 4,194,304, on four GPUs: likewise a single step
-    xl        GPT-2 XL, 16 x 1,024 tokens a GPU, sharded, and each GPU by itself
+    xl        GPT-2 XL, 16 x 1,024 tokens per GPU, sharded, and each GPU separately
     xl-long   GPT-2 XL, one sequence over all GPUs, sharded, the residual stream in bf16: 1,048,576 tokens on four GPUs,
               131,072 on two
 
@@ -88,7 +88,7 @@ KINDS = ["speed", "bits", "eager", "quarter", "xl", "xl-long", "half", "million"
 
 
 def cases(gpus: int) -> Iterator[Case]:
-    """What is measured on so many GPUs."""
+    """The cases measured on `gpus` GPUs."""
     shard, together = DataParallel.shard, ParallelConfig(context=gpus)
     yield Case("speed", ALONE, 1024, 32, 3, 20, dropout=0.1)
     if gpus > 1:
@@ -223,7 +223,7 @@ def work(path: Path, kinds: list[str]) -> None:
 
 
 def key(row: dict[str, Any]) -> tuple[str, str, int]:
-    """What makes two rows the same measurement."""
+    """The identity of a measurement: a new row replaces the one with the same key."""
     return row["kind"], row["name"], row["gpus"]
 
 

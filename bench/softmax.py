@@ -56,7 +56,7 @@ def native_kernel(x, y, N, TILE: tl.constexpr):
 
 @triton.jit
 def safe_kernel(x, y, N, TILE: tl.constexpr):
-    """y = exp(x - m) / sum of exp(x - m) with m the maximum, which takes a pass of its own."""
+    """y = exp(x - m) / sum of exp(x - m) with m the maximum, which takes a separate pass."""
     i_row = tl.program_id(0).to(tl.int64) * N
     m = tl.full([TILE], LOWEST, tl.float32)
     for i_n in range(0, N, TILE):

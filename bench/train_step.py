@@ -90,7 +90,7 @@ def measure(wanted: Row, steps: int) -> Row:
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """What makes two rows the same measurement."""
+    """The identity of a measurement: a new row replaces the one with the same key."""
     return (row["attention"], row["shape"], row["dropout"], row["recompute"], *row["extra"], *several(row))
 
 
@@ -128,7 +128,7 @@ def cell(speed: float, gib: float | None) -> str:
 
 
 def table(rows: Sequence[Row], theirs: NanoGPT) -> str:
-    """Markdown: a row for each shape, dropout and recomputation, the implementations beside nanoGPT."""
+    """Markdown: a row for each shape, dropout and recomputation, a column for nanoGPT and each implementation."""
     names = columns(rows)
     head = ["batch x seq_len", "dropout", "recompute", "nanoGPT", *names, "flash / nanoGPT", "MFU of flash"]
     lines = [head, ["---"] * len(head)]
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     require_gpu(parser)
-    # A profiled step launches its kernels one by one and is slower: a measurement of its own.
+    # A profiled step launches its kernels one by one and is slower: it has its own row.
     extra = [*args.overrides, *(["training.profile=true"] if args.profile else [])]
     cells = [
         {"attention": attention, "shape": shape, "dropout": dropout, "recompute": recompute, "extra": extra}
@@ -280,7 +280,7 @@ def measure_all(cells: Sequence[Row], path: Path, measure: Callable[[Row], Row])
         if row["status"] == "failed":
             failed = True
             continue
-        # Figures of other software versions do not belong beside this one.
+        # Figures of other software versions cannot be compared with this one.
         rows = {k: old for k, old in rows.items() if old.get("versions") == row["versions"]} | {key(row): row}
         save(rows.values(), path)
     if rows:
@@ -289,7 +289,7 @@ def measure_all(cells: Sequence[Row], path: Path, measure: Callable[[Row], Row])
 
 
 def result_file(folder: Path, device: str) -> Path:
-    """Where the results of a device go."""
+    """The path of the results on a device."""
     return folder / f"train_step-{slug(device)}.json"
 
 

@@ -128,7 +128,7 @@ def error(candidate: Candidate) -> float:
 
 
 def attempt(candidate: Candidate, reply: Connection) -> None:
-    """Compile and check one candidate, in a process of its own."""
+    """Compile and check one candidate, in a separate process."""
     try:
         worst = error(candidate)
         reply.send("" if worst < 0.02 else f"wrong: relative error {worst:.2g}")

@@ -26,7 +26,7 @@ from training.tracking.tracker import tracking_mistakes
 def mistakes(config: Config, world: World | None = None) -> Iterator[str]:
     """A sentence for each value that could not train, with the override that repairs it.
 
-    world  the ranks that will train; None: this process and those beside it
+    world  the ranks that will train; None: those that torchrun or Slurm started
     """
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must lie between 0 and 2**32 - 1."

@@ -67,7 +67,7 @@ def explain(error: Exception) -> UserError:
 
 
 def expected(key: str) -> str:
-    """What a value of `key` has to be, in words."""
+    """The values that `key` accepts, in words."""
     kind = declared(key)
     if get_origin(kind) is UnionType:
         kind, other = get_args(kind)

@@ -163,7 +163,7 @@ class Prefetcher:
     On CUDA the tokens are copied in their small type from pinned memory, on a separate stream, and widened to int64
     there. An exception in the thread is raised in the consumer. Iteration ends with close() only.
 
-    torch's DataLoader prefetches in processes of its own, which take seconds to start, and does not copy to the device.
+    torch's DataLoader prefetches in worker processes, which take seconds to start, and does not copy to the device.
     """
 
     def __init__(self, batches: Batches, device: torch.device | str, start_step: int = 0, depth: int = 3):

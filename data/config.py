@@ -16,7 +16,7 @@ class Documents(Enum):
 
 @dataclass
 class DataConfig:
-    """What a user chooses under `data.*`.
+    """The options under `data.*`.
 
     name            a corpus in the registry (data/corpora.py)
     path            a file or folder of .txt, .jsonl, .parquet (data=text)

@@ -137,7 +137,7 @@ def save_position(partial: Path, recipe: dict[str, Any], position: Position) -> 
 
 
 def load_position(partial: Path, recipe: dict[str, Any]) -> Position | None:
-    """Where a preparation with this recipe was interrupted; None if there is none, or if its files are incomplete."""
+    """The point where a preparation with this recipe was interrupted; None without one, or with incomplete files."""
     try:
         content = json.loads((partial / POSITION).read_text())
         if content.pop("recipe") != recipe:

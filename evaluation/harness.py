@@ -20,7 +20,7 @@ def run_tasks(
     """The metrics of each task, by its name, as lm-eval computes them.
 
     names  of lm-eval's tasks and groups of tasks, or descriptions of tasks as its YAML files have them
-    shots  examples before each question; None: as many as the task has by itself
+    shots  examples before each question; None: the task's default
     limit  questions of each task; None: all
 
     Raises ConfigError for unknown names, and where a task's data cannot be fetched.

@@ -116,12 +116,12 @@ class Engine:
         self.owners_changed = False  # since the device was told which slots have sequences
 
     def tokens_kept(self, request: Request) -> int:
-        """How many tokens of a sequence the cache holds at most: all but the last one, which no query sees."""
+        """The most tokens of a sequence that the cache holds: all but the last one, which no query sees."""
         tokens = len(request.prompt) + max(request.limit, 1) - 1
         return tokens if self.window is not None else min(tokens, self.seq_len)
 
     def tokens_decoded(self, request: Request) -> int:
-        """How many of a request's tokens are computed with the cache."""
+        """Number of a request's tokens that are computed with the cache."""
         return min(request.limit, self.kept[request] - len(request.prompt) + 1)
 
     def run(self) -> Iterator[tuple[Request, int]]:

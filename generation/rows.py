@@ -40,8 +40,7 @@ def lay_out(prompts: Mapping[int, Sequence[int]], slots: int, length: int) -> Ro
     length  of the row; 0: that of the only prompt, without padding
 
     Padding before each prompt makes it end with a tile, so that a kernel computes it in the same way wherever it lies.
-    The padding is a document of its own, and does not enter the cache, because it stands before the sequence's first
-    token.
+    The padding is a separate document, and does not enter the cache, because it precedes the sequence's first token.
     """
     spare = length - sum(padded(len(prompt)) for prompt in prompts.values())
     tokens: list[int] = []

@@ -24,7 +24,7 @@ SMALLEST_TEMPERATURE = 1e-6  # logits divided by it stay finite in fp32
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """The options for choosing tokens.
 
     temperature  divides the logits; 0 always takes the likeliest token
     top_k        draw among the k likeliest tokens only; None: all

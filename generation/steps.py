@@ -110,14 +110,14 @@ class Steps:
             self.end(self, self.decoding.through_blocks(x, rotation, attends, Layout()))
 
     def begin_token(self) -> tuple[Tensor, Rotation | None]:
-        """What comes before the blocks: all sequences grow by their newest token, which is embedded."""
+        """The part before the blocks: all sequences grow by their newest token, which is embedded."""
         lengths = self.cache.lengths
         lengths.add_(1).mul_(self.active)
         positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)
         return self.model.embed(self.tokens[:, None], positions, self.rotation)
 
     def end_token(self, x: Tensor) -> None:
-        """What comes after the blocks, whose result is x (slots, 1, C): the choice of the next tokens."""
+        """The part after the blocks, whose result is x (slots, 1, C): the choice of the next tokens."""
         self.tokens.copy_(self.choose(self.logits(self.model.ln_f(x)[:, 0])))
         self.steps.add_(1)
 

@@ -1,4 +1,4 @@
-"""A run's tokenizer as the JSON of `tokenizers`, which transformers loads without code of its own.
+"""A run's tokenizer as the JSON of `tokenizers`, which transformers loads without custom code.
 
 A tokenizer that the user brought is such JSON already. All others are byte-level BPE: "bytes" has no merges. tiktoken
 keeps only the tokens in the order in which they were learned; the pair that each was merged from follows from it.
@@ -21,7 +21,7 @@ def to_tokenizers(encoding: tiktoken.Encoding | OwnTokenizer) -> Tokenizer:
     """The same text to the same ids and back. Raises WeightsError for tokens that no merges of pairs give."""
     if isinstance(encoding, OwnTokenizer):
         own = Tokenizer.from_str(encoding.content)
-        own.post_processor = None  # of its own, such as one that adds a token to begin a text: training had none
+        own.post_processor = None  # such as one that adds a token to begin a text: training had none
         return own
     tokens = [encoding.decode_single_token_bytes(token) for token in range(encoding.eot_token)]
     vocab = {as_characters(token): rank for rank, token in enumerate(tokens)}

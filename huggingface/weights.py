@@ -50,7 +50,7 @@ def describe(model: GPT, attention_dropout: float) -> Described:
 
 
 def unmatched(model: GPT) -> Iterator[str]:
-    """What keeps both architectures from describing the model, as its user asked for it."""
+    """The options that neither architecture has, as the user writes them."""
     config, scores = model.config, list(dict.fromkeys(model.scores))
     if config.qk_norm:
         yield "model.qk_norm=true"

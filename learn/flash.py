@@ -25,7 +25,7 @@ Tile = Callable[[Rows, Rows], Tensor]  # of an (N, N) matrix, for a tile of quer
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Where the running maximum starts: finite, so that a row that sees nothing yet computes exp(-inf - m) = 0."""
+    """The start of the running maximum: finite, so that a row that sees nothing yet computes exp(-inf - m) = 0."""
     return torch.finfo(dtype).min
 
 
@@ -42,7 +42,7 @@ def block_sizes(d: int, M: int) -> tuple[int, int]:
 
 
 def standard_forward(Q: Slow, K: Slow, V: Slow, O: Slow, S: Slow, P: Slow, see: Tile, keep: Tile) -> None:
-    """What the formula says, one operation after the other: S and P (N, N) go out to slow memory and come back."""
+    """The formula, one operation after the other: S and P (N, N) go out to slow memory and come back."""
     scale = 1 / math.sqrt(Q.tensor.shape[1])
     rows, columns = slice(0, len(Q)), slice(0, len(K))
     S.store(rows, (scale * Q.load(rows) @ K.load(columns).T).masked_fill(~see(rows, columns), -torch.inf))

@@ -105,7 +105,7 @@ class Measured:
 
 
 class Call(NamedTuple):
-    """What a step is called with, every tensor with a count of its own moves; and its output, once it ran: (d,)."""
+    """The arguments of a step, in which every tensor counts its moves, and after the call its output, (d,)."""
 
     slow: dict[str, Slow]
     rest: dict[str, Any]

@@ -68,7 +68,7 @@ def choices() -> Iterator[dict[str, Any]]:
 
 
 def key_of(choice: dict[str, Any]) -> str:
-    """How the page asks for a recording."""
+    """The key under which the page finds a recording."""
     return "|".join(str(choice[name]) for name in CHOICES)
 
 
@@ -127,7 +127,7 @@ def packed(recording: Recording, problem: Problem) -> dict[str, Any]:
 
 
 def compressed(value: Any) -> str:
-    """JSON, deflated, in base64: what a browser unpacks by itself."""
+    """JSON, deflated, in base64: a browser can unpack it without a library."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 

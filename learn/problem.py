@@ -72,7 +72,7 @@ class Problem:
 
 @dataclass
 class Solution:
-    """What is in slow memory at the end, and what moved."""
+    """The contents of slow memory at the end, and the numbers moved."""
 
     slow: dict[str, Slow]
     traffic: Traffic

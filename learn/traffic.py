@@ -1,4 +1,4 @@
-"""Bytes moved as a function of fast memory, counted by running the algorithms, beside the papers' theorem.
+"""Bytes moved as a function of fast memory, counted by running the algorithms, and the paper's theorem.
 
 Dao et al. 2022, theorem 2: standard attention moves Theta(N d + N^2) numbers, FlashAttention Theta(N^2 d^2 / M).
 """

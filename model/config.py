@@ -18,7 +18,7 @@ class Positions(Enum):
 
 
 class Recompute(Enum):
-    """What the backward pass recomputes instead of storing it."""
+    """The part that the backward pass recomputes instead of storing it."""
 
     none = "none"
     attention = "attention"  # each attention sub-layer, from the residual stream
@@ -27,7 +27,7 @@ class Recompute(Enum):
 
 @dataclass
 class GPTConfig:
-    """What a user chooses under `model.*`.
+    """The options under `model.*`.
 
     name        name of the preset, for tables and legends
     n_layers    blocks

@@ -1,4 +1,4 @@
-"""What the layers' attention computes: one score for all, or a pattern over the layers."""
+"""The scores of the layers: one for all, or a pattern over the layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = {
 
 @dataclass
 class ScoreConfig:
-    """What a user chooses under `score.*`; attention/score.py says what each value means.
+    """The options under `score.*`; attention/score.py defines each value.
 
     name      of the preset, for tables and legends
     window    keys a query sees, its own included; None: all before it

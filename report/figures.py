@@ -195,7 +195,7 @@ def draw_steps(figure: Figure, palette: Palette, curves: Curves, metric: str, co
 
 
 def draw_difference(figure: Figure, palette: Palette, cell: Cell, reference: str) -> None:
-    """|training loss - the reference's of the same seed|, beside the spread between its seeds and its rounding."""
+    """|training loss - the reference's of the same seed|, with the spread between its seeds and its rounding."""
     axes = figure.add_subplot()
     references, looks = cell.of(reference), styles(cell.labels(), palette)
     sizes, last = [np.zeros(0)], 1

@@ -1,4 +1,4 @@
-"""The report itself: one page of HTML that needs nothing else, the same as Markdown, figures and CSV beside it."""
+"""The report: one self-contained page of HTML, and the same as Markdown, figures and CSV next to it."""
 
 from __future__ import annotations
 

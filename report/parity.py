@@ -129,7 +129,7 @@ class Verdict(NamedTuple):
 
     @property
     def decisive(self) -> bool:
-        """Whether anything was measured that could decide: a probe, or a curve beside the spread between seeds."""
+        """Whether anything was measured that could decide: a probe, or a curve and the spread between seeds."""
         return bool(self.not_finite or self.probe or (self.curve and self.curve.ratio is not None))
 
 

@@ -97,7 +97,7 @@ class Run:
         return self.metrics.get(metric, Series(np.zeros(0, np.int64), np.zeros(0)))
 
     def recorded(self, part: str) -> Mapping[str, Any]:
-        """A part of the summary that has parts of its own, such as `versions`; empty where it is missing or damaged."""
+        """A mapping within the summary, such as `versions`; empty where it is missing or damaged."""
         value = self.summary.get(part)
         return value if isinstance(value, Mapping) else {}
 
@@ -141,7 +141,7 @@ class Run:
 
     @property
     def devices(self) -> int:
-        """How many it trained on."""
+        """Number of devices it trained on."""
         return int(number(self.recorded("device").get("count")) or 1)
 
     @property
@@ -267,7 +267,7 @@ def _run_folders(folder: Path) -> Iterable[Path]:
 
 
 def _jobs(folder: Path) -> int | None:
-    """How many jobs a sweep noted in sweep.json when it started; None where the folder is not a sweep's."""
+    """Number of jobs that sweep.json lists; None where the folder is not a sweep's."""
     try:
         return len(json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["jobs"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -285,7 +285,7 @@ def _last_error(console: Path) -> str | None:
 
 
 def _read(path: Path, parse: Any, empty: Any, notes: list[str]) -> Any:
-    """What a file holds, if it is of `empty`'s kind; else `empty`, with a note unless there is no file."""
+    """The parsed content of a file, if it has `empty`'s type; else `empty`, with a note unless there is no file."""
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -81,7 +81,7 @@ class Sweep:
         return sorted({label for cell in self.cells for label in cell.labels()}, key=label_order)
 
     def at(self, cell: Cell) -> int:
-        """Where the cell stands on the axis; without one, its place in the sweep."""
+        """The cell's position on the axis; without an axis, its place in the sweep."""
         return int(getattr(cell, self.axis)) if self.axis else self.cells.index(cell)
 
 
@@ -193,7 +193,7 @@ def _partition(cells: Sequence[Cell], shared: Callable[[str], bool]) -> list[lis
 
 
 def settings_apart(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """What sets each of the runs apart from the others: ("seq_len=512", "optimizer.lr=0.1")."""
+    """The options in which each run differs from the others: ("seq_len=512", "optimizer.lr=0.1")."""
     keys = [comparison_key(run) for run in runs]
     names = [name for name in sorted({n for key in keys for n in key}) if len({key.get(name) for key in keys}) > 1]
     return [tuple(f"{name}={key.get(name, 'default').strip(chr(34))}" for name in names) for key in keys]
@@ -210,6 +210,6 @@ def _placed(cells: Sequence[Cell]) -> tuple[Cell, ...]:
 
 
 def _overrides(cell: Cell) -> list[str]:
-    """What was typed for every run of the cell, as far as it decides with which it may be compared."""
+    """The overrides common to all runs of the cell, as far as they decide which cells it is compared with."""
     found = [override for override in cell.runs[0].overrides if not _free(override.partition("=")[0].lstrip("+~"))]
     return [override for override in found if all(override in run.overrides for run in cell.runs)]

@@ -42,7 +42,7 @@ def table(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence
 
 
 def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
-    """What was measured of each implementation under each setting: along the axis, or the lowest loss first."""
+    """The measurements of each implementation under each setting: along the axis, or the lowest loss first."""
     along = [point for found in points(sweep).values() for point in found]
     predicted = {label: dict(predicted_memory(sweep, label)) for label in sweep.labels()}
     judged = {(verdict.label, sweep.at(verdict.cell)): verdict for verdict in verdicts if verdict.decisive}
@@ -85,7 +85,7 @@ def _state(point: Point) -> str:
 
 
 def ablation_table(runs: Sequence[Run]) -> Table | None:
-    """What breaks without a line of the online softmax, where and by how much: `ablation` of the summaries."""
+    """The errors without a line of the online softmax, their place and size: `ablation` of the summaries."""
     measured = [run.summary.get("ablation") for run in runs]
     entries = [entry for found in measured if isinstance(found, list) for entry in found if isinstance(entry, Mapping)]
     rows = []

@@ -69,7 +69,7 @@ def parity_answer(verdicts: Sequence[Verdict], reference: str) -> Answer:
 
 
 def verdict_sentences(verdict: Verdict, reference: str) -> list[str]:
-    """What was measured of one implementation, what counts against it, and what is missing."""
+    """The verdict on one implementation in sentences: measurements, evidence against it, and what is missing."""
     said = []
     probe, curve, final = verdict.probe, verdict.curve, verdict.final
     if lost := verdict.not_finite:
@@ -96,7 +96,7 @@ def verdict_sentences(verdict: Verdict, reference: str) -> list[str]:
             )
         said += _final_sentences(final, curve is not None and curve.agrees is True) if final else []
     gaps = {
-        Gap.own_masks: "it draws dropout masks of its own (attention.rng=torch)",
+        Gap.own_masks: "it draws its own dropout masks (attention.rng=torch)",
         Gap.no_probe: f"no probe compared it with {reference} (parity.every, parity.reference)",
         Gap.no_reference: f"no run of {reference} has its settings",
         Gap.single_seed: f"{reference} ran with one seed, which shows no spread between seeds",
@@ -133,7 +133,7 @@ def _failures(sweep: Sweep) -> Answer:
 
 
 def _ablations(sweep: Sweep, reference: str) -> Answer:
-    """What training came to without a line of the online softmax."""
+    """The result of training without a line of the online softmax."""
     said: dict[str, list[str]] = {}
     for run in sweep.runs:
         if run.ablated:
@@ -161,7 +161,7 @@ def training_effect(run: Run, runs: Sequence[Run], reference: str) -> str:
 
 
 def _over_lengths(sweep: Sweep, table: Table, reference: str) -> Answer:
-    """What a sweep over lengths shows: the memory wall, the best context, or who overtakes whom."""
+    """The answer of a sweep over lengths: the memory wall, the best context, or where one overtakes another."""
     found = [_wall(sweep, table), *([_context(table)] if same_tokens(sweep) else []), _crossings(sweep, reference)]
     answers = [part for part in found if part]
     headline = answers[0].headline if answers else "Speed and memory over the sequence length"
@@ -264,7 +264,7 @@ def _costs(sweep: Sweep, table: Table, reference: str) -> Bullets:
 
 
 def ending(run: Run) -> str | None:
-    """How a run ended that did not complete, in a sentence."""
+    """The end of a run that did not complete, in a sentence."""
     if run.status == "unfinished":
         return f"{run.called} wrote no summary: it is still running, or was killed after step {run.step:,}."
     if run.status == "interrupted":

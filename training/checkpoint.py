@@ -220,7 +220,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _size_and_hash(file: Path) -> dict[str, Any]:
-    """What `verify` compares a file with."""
+    """The size and digest of a file, for `verify`."""
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     return {"bytes": file.stat().st_size, "sha256": digest}

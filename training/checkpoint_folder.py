@@ -13,7 +13,7 @@ REPLACED = ".replaced-"  # a complete checkpoint, moved aside while another of t
 
 
 def partial_of(path: Path) -> Path:
-    """Where a checkpoint is written until it is complete."""
+    """The folder in which a checkpoint is written until it is complete."""
     return path.with_name(f"{PARTIAL}{path.name}")
 
 

@@ -1,4 +1,4 @@
-"""What a user chooses of training, and its mistakes."""
+"""The options of training, and mistakes in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from training.device import Precision, World
 
 @dataclass
 class TrainingConfig:
-    """What a user chooses under `training.*`.
+    """The options under `training.*`.
 
     steps             updates of the weights
     batch_size        sequences per rank and micro-batch

@@ -67,7 +67,7 @@ def free_memory(device: torch.device) -> float:
 
 
 def resolve_precision(precision: Precision, device: torch.device) -> Precision:
-    """What `auto` means on `device`."""
+    """The given precision, or the one that `auto` stands for on `device`."""
     if precision is not Precision.auto:
         return precision
     return Precision.bf16 if device.type == "cuda" else Precision.fp32

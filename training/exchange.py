@@ -42,7 +42,7 @@ class AnyOrder:
     """The sum in the order of autograd and the communication library: the tree's, if there are two terms."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
-        """ranks  that have gradients of their own; 1: nothing is exchanged"""
+        """ranks  with different gradients; 1: nothing is exchanged"""
         self.flat, self.ranks = FlatGradients(parameters, 1), ranks
 
     def add(self) -> None:
@@ -63,7 +63,7 @@ class FixedTree:
     """The sum in the order of the module's docstring."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
-        """ranks  that have gradients of their own, a power of two; 1: this process has them all"""
+        """ranks  with different gradients, a power of two; 1: this process has them all"""
         self.flat, self.ranks = FlatGradients(parameters, ranks), ranks
         self.carries = Counter()
 

@@ -16,7 +16,7 @@ AUTO = "auto"
 
 @dataclass
 class OptimizerConfig:
-    """What a user chooses under `optimizer.*`.
+    """The options under `optimizer.*`.
 
     name          adamw, or muon: Muon for the matrices of the hidden layers and AdamW for the rest
     lr            the peak of the schedule
@@ -40,7 +40,7 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """What a user chooses under `schedule.*`.
+    """The options under `schedule.*`.
 
     name            cosine, wsd (warmup-stable-decay) or constant
     warmup_steps    steps of linear growth from (almost) zero; auto: a tenth of all steps, 100 at most

@@ -1,4 +1,4 @@
-"""How several ranks share the work of a step."""
+"""The options for sharing a step among ranks, and mistakes in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ParallelError(UserError, ValueError):
 
 
 class DataParallel(Enum):
-    """What a rank keeps of weights, gradients and moments."""
+    """The part of weights, gradients and moments that a rank keeps."""
 
     replicate = "replicate"  # everything
     shard = "shard"  # some rows of each, gathered when needed: less memory, more communication
@@ -23,7 +23,7 @@ class DataParallel(Enum):
 
 @dataclass
 class ParallelConfig:
-    """What a user chooses under `parallel.*`.
+    """The options under `parallel.*`.
 
     data       what each rank keeps of weights, gradients and moments
     context    ranks that share the rows of every sequence; 1: each rank has whole ones

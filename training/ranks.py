@@ -108,7 +108,7 @@ def _rendezvous(world: World, timeout_s: float) -> dist.Store:
 
 
 def _address() -> tuple[str, int]:
-    """Where the ranks meet: as torchrun says or, for the tasks of a Slurm step, on its first node. Raises KeyError."""
+    """The address where the ranks meet: torchrun's, or on the first node of a Slurm step. Raises KeyError."""
     if "MASTER_ADDR" in os.environ or "SLURM_STEP_NODELIST" not in os.environ:
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])

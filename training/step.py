@@ -241,7 +241,7 @@ class Trainer:
             self.average.restart()
 
     def _others(self) -> dict[str, Tensor]:
-        """What a checkpoint holds besides weights and moments."""
+        """The state that a checkpoint holds besides weights and moments."""
         average = {} if self.average is None else self.average.weights
         averages = {f"{AVERAGE}{name}": value for name, value in average.items()}
         return {"scale": self.scale, "growth_tracker": self.growth_tracker, **averages}

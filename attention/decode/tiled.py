@@ -1,4 +1,4 @@
-"""Flash-decoding in plain PyTorch: the algorithm to read beside the Triton kernels.
+"""Flash-decoding in plain PyTorch: the algorithm to read together with the Triton kernels.
 
 The new queries of a sequence are few and its keys many, so the keys are what is cut: into tiles of block_k, each with
 a softmax of its own. A tile leaves only m, l and o: its maximum, and its sums of exp(s - m) and of exp(s - m) v. Two

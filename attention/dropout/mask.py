@@ -6,7 +6,7 @@ flash drop exactly the same weights, and the backward pass draws the mask again 
 
 The generator is Philox 4x32 with 7 rounds, the fewest that pass BigCrush (Salmon, Moraes, Dror, Shaw:
 "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). It maps a 128-bit counter and a 64-bit key to
-128 random bits. Every coordinate has a field of its own, so no two weights ever share random bits:
+128 random bits. Every coordinate has its own field, so no two weights ever share random bits:
 
     key      k0 = seed                    k1 = step
     counter  c0 = sequence                c2 = layer << 16 | head

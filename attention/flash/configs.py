@@ -54,7 +54,7 @@ class Extras(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """What a kernel is compiled for, besides its blocks.
+    """The constants a kernel is compiled for, besides its blocks.
 
     bounded   whether the keys that a query sees may begin after the first: with a window or documents
     offsets   whether the last query stands elsewhere than at the last key
@@ -63,7 +63,7 @@ class Mode(NamedTuple):
     precision of the products of fp32 numbers, "ieee" or "tf32"
     columns   of a tile: the head size, rounded up
 
-    Kernels bind the fields that they hand on to names of their own: a member alone is no constant to Triton 3.6.
+    Kernels assign the fields that they pass on to local names: to Triton 3.6 a member is not a constant.
     """
 
     causal: bool
@@ -100,7 +100,7 @@ class KernelConfigs(NamedTuple):
 
 
 class ConfigKey(NamedTuple):
-    """What an entry of a table is for: head sizes and sequence lengths up to these, with dropout or without."""
+    """The key of a table's entry: the largest head size and sequence length it is for, and whether with dropout."""
 
     head_dim: int
     dropout: bool
@@ -173,7 +173,7 @@ def kind_of_scores(options: Options, extras: Extras) -> str:
 
 
 def seen_length(length: int, options: Options, extras: Extras) -> int:
-    """How many of a row's keys a query sees, or may see."""
+    """Number of a row's keys that a query sees, or may see."""
     if options.window is not None or extras.starts is not None:
         length = min(length, options.window or DOCUMENT_LENGTH)
     return length

@@ -48,7 +48,7 @@ from .tiles import (
 
 
 class Rows(NamedTuple):
-    """What the forward stores for each row besides out."""
+    """The values that the forward stores for each row, in addition to out."""
 
     lse: Any
     lse2: Any

@@ -222,7 +222,7 @@ class FlashAttention(Attention):
         return " and ".join(sorted(set(paths)))
 
     def problems(self, shape: AttentionShape, T: int) -> list[Problem]:
-        """What each of the model's layers asks of the kernels."""
+        """The kernels' problem in each of the model's layers."""
         documents = {"documents"} if shape.documents else set()
         capability, precision = gpu.capability(shape.device), self.config.precision.value
         dropout = self.dropout > 0 and precision == "inputs"  # fp8 only evaluates

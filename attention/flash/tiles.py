@@ -129,7 +129,7 @@ def launch_numbers(options: Options, extras: Extras, n_together: int) -> Numbers
 
 
 def kernel_mode(q: Tensor, options: Options, extras: Extras) -> Mode:
-    """What the kernels for queries of this head size and dtype are compiled for."""
+    """The constants that kernels for queries of this head size and dtype are compiled for."""
     documents = extras.starts is not None
     capped = options.soft_cap is not None and options.soft_cap <= LARGEST_FIXED
     return Mode(
@@ -156,7 +156,7 @@ def compile_options(blocks: Blocks) -> dict[str, int | None]:
 
 
 def head_group_size(n_heads: int, head: Tensor, shared_by: int = 1) -> int:
-    """How many heads run at the same time, so that what their programs read again and again stays in the L2 cache.
+    """Number of heads that run at the same time, so that what their programs reread stays in the L2 cache.
 
     `head` is the (rows, D) tensor of one head that is read twice over (keys and values, or queries and gradients), and
     `shared_by` the number of heads that read the same one.

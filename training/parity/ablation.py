@@ -1,4 +1,4 @@
-"""Where the online softmax goes wrong when one of its lines is left out, and how far.
+"""The error of the online softmax when one of its lines is left out, and where it first shows.
 
 attention=tiled visits the keys tile by tile, and after each tile its output is attention over the keys seen so far. A
 call with the keys cut off after tile j therefore shows the state of query tile i after tile (i, j). Each such state is
@@ -30,7 +30,7 @@ FULL = Score(causal=False)
 
 @dataclass(frozen=True)
 class Broken:
-    """How an ablated algorithm fails in one precision: an entry of `ablation` in summary.json.
+    """The failure of an ablated algorithm in one precision: an entry of `ablation` in summary.json.
 
     first_bad_tile  (i, j) of queries and keys, in the order in which tiles are visited; None: all are right
     first_bad_row   the query, counted from the start of the sequence

@@ -52,7 +52,7 @@ MEMORY_SHARE = 0.8
 
 @dataclass
 class ParityConfig:
-    """What a user chooses under `parity.*`.
+    """The options under `parity.*`.
 
     every      updates between two probes; 0: no probe
     reference  the attention to compare with

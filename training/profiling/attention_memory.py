@@ -87,8 +87,8 @@ def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> 
 
 @contextmanager
 def cpu_memory_limit(gib: float | None) -> Iterator[None]:
-    """For the length of the block, let this process run out of memory at `gib` GiB of its own, as it would on a GPU of
-    that size, instead of taking the machine's; None: no limit. Tensors that go beyond raise RuntimeError.
+    """Within the block this process runs out of memory at `gib` GiB, as on a GPU of that size, before it takes the
+    machine's; None: no limit. An allocation beyond the limit raises RuntimeError.
 
     Raises MemoryLimitError.
     """

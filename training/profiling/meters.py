@@ -202,5 +202,5 @@ class StepMeter:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself; "cpu" for the host."""
+    """The device's name as its driver gives it; "cpu" for the host."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

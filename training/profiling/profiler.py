@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, and its memory.
+"""The time of a training step by category, and snapshots of its memory.
 
     profiler = Profiler(run_folder, device, profile=True, memory_snapshot=False, start=start, steps=steps)
     for step in range(start, steps):

@@ -161,7 +161,7 @@ def write_manifest(folder: Path, jobs: Sequence[Job], group: str) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What `write_manifest` wrote; empty where there is none."""
+    """The manifest that `write_manifest` wrote; empty where there is none."""
     try:
         return json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A sweep in which every job is a process of its own, so that no job inherits anything from the one before.
+"""A sweep in which every job is a separate process, so that no job inherits anything from the one before.
 
 Peak memory, compiled graphs, the allocator's cache and the W&B run belong to a process. So the launcher starts
 `python train.py <overrides>` for each job, one after the other or one on each GPU, follows metrics.jsonl, and reports
@@ -50,7 +50,7 @@ SIGNALS_BEFORE_KILL = 2
 
 @dataclass
 class ProcessLauncherConfig:
-    """What a user chooses under `hydra.launcher.*`.
+    """The options under `hydra.launcher.*`.
 
     gpus  null: one job at a time, with every GPU in sight; all, or a list such as [0,1]: one job on each of them
     """

@@ -101,7 +101,7 @@ class SweepProgress:
         return job.failure_message()
 
     def table(self) -> None:
-        """What became of every job."""
+        """The outcome of every job."""
         rows = [(str(job.number), self.names[job.number], self.outcome(job), str(job.folder)) for job in self.jobs]
         rows.insert(0, ("job", "overrides", "outcome", "run folder"))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]

@@ -1,4 +1,4 @@
-"""What Hydra's submitit launcher needs of us: jobs that find this checkout, and a sentence for one that failed."""
+"""Support for Hydra's submitit launcher: jobs that find this checkout, and a sentence for one that failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def share_checkout() -> None:
 
 
 def failed_job(error: RuntimeError) -> SweepError | None:
-    """A sentence for submitit's account of a job that ended with an error of its own; None for any other error."""
+    """A sentence for submitit's error about a job that failed; None for any other error."""
     if type(error).__name__ != "UncompletedJobError":  # submitit need not be installed
         return None
     reason = str(error).strip().splitlines()[-1].removeprefix("error: ")

@@ -38,7 +38,7 @@ SECONDS_TO_LEAVE = 10.0  # where the run breaks off without `finish`
 
 
 class TrackingMode(Enum):
-    """Where the run is tracked, besides metrics.jsonl."""
+    """The tracker of the run, in addition to metrics.jsonl."""
 
     online = "online"  # on W&B's server
     offline = "offline"  # by W&B in the run folder; `wandb sync` uploads it
@@ -52,7 +52,7 @@ class TrackingMode(Enum):
 
 @dataclass
 class TrackingConfig:
-    """What a user chooses under `tracking.*`.
+    """The options under `tracking.*`.
 
     mode     online, offline, tensorboard or disabled
     project  of W&B

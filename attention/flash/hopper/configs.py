@@ -124,7 +124,7 @@ def backward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft
 def is_faster(head_dim: int, dropout: bool, features: frozenset[str], length: int, backward: bool) -> bool:
     """Whether the forward or the backward was measured to be faster than the plain one, for a head size it supports.
 
-    features  of Score and Layout; of several that take time, each must have been faster by itself
+    features  of Score and Layout; of several that take time, each must have been faster alone
     """
     columns = next(columns for columns in (64, 128, 256) if head_dim <= columns)
     faster_from = FASTER_FROM.get((columns, dropout, backward), {})
