@@ -99,6 +99,8 @@ def reports(name: str) -> Iterator[dict[str, Any]]:
     found: list[tuple[Any, str]] = []
 
     def run(self: JITFunction, *args: Any, warmup: bool, **options: Any) -> None:
+        if self.is_gluon():
+            self.device_caches.clear()  # two configurations may share a kernel, which is reported for each
         with contextlib.redirect_stdout(io.StringIO()) as said:
             kernel = original(self, *args, warmup=True, **options)
         if self.is_gluon():  # the others are plain Triton
