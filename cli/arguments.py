@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TypeVar
 
 from omegaconf import OmegaConf
@@ -39,6 +40,8 @@ def parse(arguments: Sequence[str], schema: type[T], program: str, verbatim: Col
             raise ArgumentError(f"{argument} has no value; write {argument}=<value>.")
         if not separator or key not in known:
             hint = suggestion(key, known) or f"; python {program} --help lists them."
+            if not separator and "run" in known and Path(argument).expanduser().is_dir():
+                hint = f"; did you mean run={argument}?"
             raise ArgumentError(f"{argument} is not an argument{hint}")
         try:
             config[key] = None if value == "null" and key not in verbatim else value

@@ -61,7 +61,7 @@ def explain(error: Exception) -> UserError:
             "'key=\"a b\"'."
         )
     if isinstance(cause, ValidationError) and cause.full_key is not None and cause.full_key in keys():
-        key, value = cause.full_key, cause.value
+        key, value = cause.full_key, "null" if cause.value is None else cause.value
         return ConfigError(f"{key}={value} is not {expected(key)}{whole_number_hint(key, value)}.")
     return ConfigError(" ".join(" ".join(str(e).split()) for e in dict.fromkeys((error, cause))))
 

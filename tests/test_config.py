@@ -106,6 +106,7 @@ MISTAKES = {
     f"data={ROOT}/README.md": "data=.*README.md is not known; .*, text; a text of your own is .*README.md",
     "seq_len=abc": "seq_len=abc is not a whole number",
     "seq_len=1.5": "seq_len=1.5 is not a whole number",
+    "seq_len=null": "seq_len=null is not a whole number",
     "optimizer.lr=fast": "optimizer.lr=fast is not a number",
     "training.compile=maybe": "training.compile=maybe is not true or false",
     "training.precision=bf8": "training.precision=bf8 is not one of auto, fp32, bf16, fp16",

@@ -224,6 +224,7 @@ def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():
         ([], "run=<folder> is missing"),
         (["run=x", "tokns=3"], "tokns=3 is not an argument; did you mean tokens?"),
         (["run=x", "hello"], "hello is not an argument"),
+        (["/"], "/ is not an argument; did you mean run=/?"),
         (["run=x", "tokens"], "tokens has no value; write tokens=<value>"),
         (["run=x", "export=y", "prompt=a"], "export=y writes the model and no texts; leave the prompts out"),
         (["run=x", "tokens=many"], "tokens=many is not possible: .*many"),
