@@ -75,9 +75,9 @@ class SelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, (self.n_heads + 2 * self.n_kv_heads) * self.head_dim, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         # Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters"; OLMo 2
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(self.head_dim, eps=1e-6) if config.qk_norm else nn.Identity() for _ in range(2)
-        )
+        self.qk_norm = config.qk_norm
+        if self.qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=1e-6) for _ in range(2))
         self.register_buffer("slopes", alibi_slopes(self.n_heads) if score.alibi else None, persistent=False)
         self.register_parameter("sinks", nn.Parameter(torch.zeros(self.n_heads)) if score.sinks else None)
 
@@ -88,7 +88,8 @@ class SelfAttention(nn.Module):
         B, T, C = x.shape
         heads = self.c_attn(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2 H_kv, D)
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if self.qk_norm:  # in fp32 as the weights are: torch fuses no norm of two dtypes, and warns
+            q, k = self.q_norm(q.float()).to(v.dtype), self.k_norm(k.float()).to(v.dtype)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         # Views: an attention takes any strides, so nothing is copied on the way in.
