@@ -53,7 +53,7 @@ def lengths(rows: Iterable[Row]) -> list[int]:
 
 
 def tables(rows: Sequence[Row]) -> Iterator[Table | str]:
-    """For each head size, mask and dropout: speed, in the last line beside the fastest peer; memory and error."""
+    """Tables for each head size, mask and dropout: speed, its ratio to the fastest peer, memory and error."""
     for (head_size, variant, dropout), found in series(rows).items():
         columns = lengths(found)
         speed, cost = Table(), Table()

@@ -52,7 +52,7 @@ class Timing:
         return Timing(statistics.median(samples), low, high, len(samples))
 
     def as_dict(self) -> dict[str, float | int]:
-        """For JSON."""
+        """The fields by name, for JSON."""
         return asdict(self)
 
 

@@ -10,7 +10,7 @@ Row = dict[str, Any]
 
 
 class TooSlow(Exception):
-    """Not tried, because it would take too long."""
+    """A step was not tried, because it would take too long."""
 
 
 class TimeBudget:

@@ -44,8 +44,8 @@ class Scorer:
         self.model, self.batch, self.cut = model, batch, 0
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """For each context and continuation: the log-likelihood of the continuation, and whether greedy decoding would
-        give it. An empty context is an end of text.
+        """Log-likelihoods of continuations, and whether greedy decoding would give them, for pairs of context and
+        continuation. An empty context is an end of text.
 
         Raises ConfigError for a continuation longer than the model's longest input.
         """

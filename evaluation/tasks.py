@@ -57,7 +57,7 @@ def perplexity(lines: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, flo
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; 0 for a single value."""
+    """The standard error of the mean; 0 for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 

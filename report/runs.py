@@ -26,7 +26,7 @@ _SKIPPED_FOLDERS = {"checkpoints", "wandb", "report", ".hydra", ".submitit"}
 
 
 class ReportError(UserError):
-    """Nothing to report on; the message says where runs were expected."""
+    """There is nothing to report on; the message says where runs were expected."""
 
 
 class Series(NamedTuple):
@@ -146,7 +146,7 @@ class Run:
 
     @property
     def commit(self) -> str:
-        """Abbreviated, with `+` where the tree had uncommitted changes; empty where unknown."""
+        """The abbreviated commit, with `+` if the tree had uncommitted changes; empty if unknown."""
         git = self.recorded("git")
         commit = str(git.get("commit") or "")[:7]
         return f"{commit}+" if commit and git.get("dirty") else commit

@@ -212,7 +212,7 @@ def _crossings(sweep: Sweep, reference: str) -> Answer | None:
 
 
 def _context(table: Table) -> Answer:
-    """Of the implementation that reaches furthest; the others have the same losses or a broken parity."""
+    """The best context, by the implementation with the longest; others have the same losses or a broken parity."""
     known = {label: [point for point in found if point.val_loss is not None] for label, found in table.items()}
     label, found = max(known.items(), key=lambda item: len(item[1]))
     best = min(found, key=lambda point: point.val_loss or math.inf)

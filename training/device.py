@@ -102,7 +102,7 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """From torchrun's variables, else from those that srun sets for each task; a single process without either."""
+        """The world of torchrun's variables, else of those that srun sets for a task; without either, one process."""
         torchrun, srun = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
         for rank, size, local_rank in (torchrun, srun):
             if size in os.environ:

@@ -116,7 +116,7 @@ def _address() -> tuple[str, int]:
 
 
 def first_node(nodes: str) -> str:
-    """Of a list as Slurm writes it: gpu[03-07,12],login1 begins with gpu03."""
+    """The first node of a list in Slurm's notation: gpu[03-07,12],login1 begins with gpu03."""
     head, bracket, numbers = nodes.partition("[") if "[" in nodes.split(",")[0] else (nodes.split(",")[0], "", "")
     return head + re.split(r"[-,\]]", numbers)[0] if bracket else head
 

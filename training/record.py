@@ -179,7 +179,7 @@ class Record(NullRecord):
         }
 
     def _memory(self, finished: bool) -> tuple[str | None, dict[str, float]]:
-        """Where the peak was measured, and the peak. A CPU has no such counter; there the attention's allocations are
+        """The source of the memory peak, and the peak. A CPU has no such counter; there the attention's allocations are
         counted."""
         if self.origin.shape.device.type != "cpu":
             return "cuda", self.meter.peaks()
@@ -194,8 +194,8 @@ class Record(NullRecord):
 def recorded_out_of_memory(
     folder: Path, config: dict[str, Any], overrides: list[str], device: torch.device, world: World
 ) -> Iterator[None]:
-    """For building the model, before there is a record: if it runs out of memory, write a summary.json of what is
-    known, because that is a result of a sweep."""
+    """Enter while the model is built, before there is a record. If it runs out of memory, a summary.json is written,
+    because that is a result of a sweep."""
     try:
         yield
     except OutOfMemory as error:

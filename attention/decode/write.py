@@ -49,7 +49,7 @@ def write_in_torch(
     new_v: Tensor,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """As `write`. Waits for a device that is not the CPU."""
+    """`write` in torch operations. Waits for a device that is not the CPU."""
     if k.device.type == "cpu" and lengths.shape == (1,) and pages is None:
         end, T = int(lengths[0]), new_k.shape[2]
         first, stop = max(0, end - T), min(end, k.shape[2])

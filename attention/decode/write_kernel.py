@@ -71,7 +71,7 @@ def write(
     new_v: Tensor,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """As `write` in write.py."""
+    """`write` of write.py by a kernel, which waits for nothing."""
     (rows, H_kv, T, D), B = new_k.shape, lengths.shape[0]
     if new_k.numel() == 0:
         return

@@ -178,7 +178,7 @@ class ParityProbe:
         }
 
     def _first_window(self, model: GPT, B: int, T: int) -> tuple[int, int]:
-        """As much of (B, T) as should fit, by the size of the reference's scores and of the logits."""
+        """The part of (B, T) that should fit, by the size of the reference's scores and of the logits."""
         free, window = free_memory(self.shape.device), (B, T)
         while math.prod(window) > 1 and self._estimate(model, *window) > MEMORY_SHARE * free:
             window = smaller(*window)

@@ -47,7 +47,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For a device that works while its caller waits."""
+    """The host's clock, for a device that works while its caller waits."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -114,20 +114,20 @@ class StepMeter:
             torch.cuda.reset_peak_memory_stats(device)
 
     def step_start(self) -> None:
-        """Where the loop turns to a step."""
+        """Call when the loop begins a step."""
         if self._start is None:
             self._start = self.clock.mark()
         self._waited = 0.0
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Around every call that may wait for a batch."""
+        """Enter around every call that may wait for a batch."""
         start = time.perf_counter()
         yield
         self._waited += time.perf_counter() - start
 
     def step_end(self) -> None:
-        """After the step's last work has been asked of the device."""
+        """Call after the last work of a step has been launched."""
         end = self.clock.mark()
         if self._warmup_left:
             self._warmup_left -= 1
@@ -137,7 +137,7 @@ class StepMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around work that is not training: neither its time nor its memory counts."""
+        """Enter around work that is not training: neither its time nor its memory counts."""
         self._note_memory()
         try:
             yield
@@ -147,7 +147,7 @@ class StepMeter:
                 torch.cuda.reset_peak_memory_stats(self.device)
 
     def interval(self, replayed_bytes: int = 0) -> dict[str, float]:
-        """Means over the steps since the last call, and the peaks of memory; then both start afresh.
+        """Means over the steps since the last call, and the peaks of memory; then both start again.
 
         replayed_bytes   peak memory of a replayed CUDA graph, which the allocator does not see
 

@@ -65,14 +65,14 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def product_precision(precision: str, allow_tf32: bool) -> str:
-    """What MFU is measured against where the model computes in `precision`: tf32 instead of fp32 as soon as some
-    products may use it (attention.allow_tf32, or torch's own setting), so that no share of the peak is flattered."""
+    """The precision of the peak for MFU, where the model computes in `precision`: tf32 instead of fp32 as soon as some
+    products may use it (attention.allow_tf32, or torch's own setting), so that MFU is never overstated."""
     rounded = allow_tf32 or torch.get_float32_matmul_precision() != "highest"
     return "tf32" if precision == "fp32" and rounded else precision
 
 
 def describe_peak(device_name: str, precision: str) -> str:
-    """For people: the peak that MFU is measured against, or that there is none."""
+    """The peak that MFU is measured against, or that there is none, in words."""
     peak = peak_flops(device_name, precision)
     if peak is None:
         return f"unknown device for MFU: no peak of {device_name} in {precision} is on record"

@@ -243,5 +243,5 @@ def chosen_devices(gpus: Any) -> list[str | None]:
 
 
 def quoted(value: str) -> str:
-    """As a string in Hydra's grammar of overrides."""
+    """`value` as a quoted string in Hydra's grammar of overrides."""
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

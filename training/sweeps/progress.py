@@ -79,7 +79,7 @@ class SweepProgress:
         return f"[{list(self.jobs).index(job) + 1}/{len(self.jobs)}]"
 
     def outcome(self, job: Job) -> str:
-        """In a few words."""
+        """The outcome of a job in a few words."""
         summary, status = job.summary(), job.status
         if status == "completed":
             loss = summary.get("val_loss") or summary.get("train_loss")
