@@ -167,7 +167,7 @@ def measure(case: Case, world: World, device: torch.device) -> dict[str, Any]:
     updates: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def train(first: int, count: int) -> float:
-        """Seconds a step."""
+        """Seconds per step."""
         batches = [micro_batches(trainer, case, step) for step in range(first, first + count)]
         torch.cuda.synchronize(device)
         from_every_rank(None)  # they begin together

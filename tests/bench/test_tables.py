@@ -142,10 +142,10 @@ def test_losses_of_the_experiments() -> None:
 
 def test_speeds_on_two_gpus() -> None:
     cases = {
-        "32 x 1,024 tokens a GPU, dropout 0.1": ("speed", "exact"),
+        "32 x 1,024 tokens per GPU, dropout 0.1": ("speed", "exact"),
         "parallel.exact=false": ("speed", "any order"),
         "262,144 tokens": ("quarter", "heads"),
-        "16 x 1,024 tokens a GPU": ("xl", "exact"),
+        "16 x 1,024 tokens per GPU": ("xl", "exact"),
     }
     measured = {
         (row["kind"], row["name"], row["gpus"]): row["tokens_per_s"]

@@ -82,7 +82,7 @@ def describe_peak(device_name: str, precision: str) -> str:
 def utilisation(
     tokens_per_second: float, flops_per_token: float, peak: float | None, device_count: int = 1
 ) -> float | None:
-    """The share of the peak that is reached, 0 to 1: tokens/s of all devices, FLOPs a token, FLOP/s of one device.
+    """The share of the peak that is reached, 0 to 1: tokens/s of all devices, FLOPs per token, FLOP/s of one device.
 
     None where the peak is not known.
     """

@@ -158,7 +158,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def format_table(times: dict[str, float]) -> str:
-    """Milliseconds a step by category, with percentages of the step, as text; without those that took no time."""
+    """Milliseconds per step by category, with percentages of the step, as text; without those that took no time."""
     total = sum(times.values())
     lines = [f"{'step':<10} {total:8.2f} ms"]
     for name in filter(times.get, CATEGORIES):

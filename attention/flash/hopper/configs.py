@@ -30,7 +30,7 @@ class ForwardBlocks(NamedTuple):
     columns    of all tiles: the head size, rounded up
     stages     key tiles in flight
     q_stages   query tiles of a consumer in flight
-    registers  of a consumer's thread: 168 for three programs a multiprocessor, 128 for four
+    registers  of a consumer's thread: 168 for three programs per multiprocessor, 128 for four
     in_turn    whether the consumers take turns in starting their products
     out_in_q   whether a tile of out takes the place of its queries in shared memory
     v_columns  whether v comes transposed, in tiles of columns x k

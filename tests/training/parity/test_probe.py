@@ -198,7 +198,7 @@ def test_a_reference_that_runs_out_of_memory_gets_less_and_says_so(caplog: pytes
 def test_scores_that_will_not_fit_the_free_memory_are_not_tried(monkeypatch: pytest.MonkeyPatch):
     config = AttentionConfig()
     model, probe = small_gpt(config), probe_for(config)
-    # Two sequences: 3 matrices x 2 layers x 2 heads of 32 x 32 fp64 scores, and 4 x 65 logits a token.
+    # Two sequences: 3 matrices x 2 layers x 2 heads of 32 x 32 fp64 scores, and 4 x 65 logits per token.
     two_sequences = 8 * (3 * 2 * 2 * 2 * T * T + 4 * 2 * T * VOCABULARY)
     monkeypatch.setattr(parity, "free_memory", lambda device: 1.01 * two_sequences / parity.MEMORY_SHARE)
     assert probe.measure(model, *next(batches(1, 1)))["parity/tokens"] == [2, 32]
