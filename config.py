@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -62,9 +63,12 @@ def register() -> None:
     OmegaConf.register_new_resolver("min", min, replace=True)
 
 
+type_hints = functools.cache(get_type_hints)  # compiles every annotation
+
+
 def keys(config_type: type = Config, prefix: str = "") -> Iterator[str]:
     """The names of all overrides: seed, ..., attention.name, ..."""
-    hints = get_type_hints(config_type)
+    hints = type_hints(config_type)
     for f in fields(config_type):
         if is_dataclass(hints[f.name]):
             yield from keys(hints[f.name], f"{prefix}{f.name}.")

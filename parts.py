@@ -11,7 +11,6 @@ from attention import AttentionShape, build_attention
 from config import Config
 from data.config import Documents
 from model.gpt import GPT
-from model.gpt2_weights import load_gpt2
 from model.score import layer_scores
 from training.device import Precision, World, resolve_precision
 from training.parity.probe import ParityProbe
@@ -54,6 +53,8 @@ def build_model(config: Config, vocab_size: int, device: torch.device, precision
         dtype=precision.dtype,
     )
     if config.init_from is not None:
+        from model.gpt2_weights import load_gpt2  # the hub's client takes a tenth of a second to import
+
         load_gpt2(model, config.init_from)
     return model
 
