@@ -64,7 +64,7 @@ def standard_error(values: Sequence[float]) -> float:
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a task's file. Raises ConfigError for the first that does not fit."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"tasks={path} cannot be read ({reason}); name a .jsonl file of tasks.") from error

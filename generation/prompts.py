@@ -41,7 +41,7 @@ def read_prompts(path: Path) -> list[str]:
     Raises GenerationError where the file cannot be read or is empty, and for a line without a prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise GenerationError(

@@ -120,11 +120,11 @@ def test_the_stop_text_ends_the_continuation(run, capsys):
     assert capsys.readouterr().out == "def " + whole[: whole.index(stop)] + "\n"
 
 
-@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_many_prompts_are_continued_as_each_alone(run, tmp_path, capsys, suffix):
+@pytest.mark.parametrize(("suffix", "encoding"), [("txt", "utf-8-sig"), ("jsonl", "utf-8")])
+def test_many_prompts_are_continued_as_each_alone(run, tmp_path, capsys, suffix, encoding):
     prompts = ["def ", "a", "class", "if x:", "\u2028b"]
     lines = prompts if suffix == "txt" else [json.dumps({"prompt": prompt, "id": 7}) for prompt in prompts]
-    (tmp_path / f"prompts.{suffix}").write_text("\n".join(lines) + "\n")
+    (tmp_path / f"prompts.{suffix}").write_text("\n".join(lines) + "\n", encoding=encoding)
     files = [f"prompts={tmp_path / 'prompts'}.{suffix}", f"out={tmp_path / 'texts.jsonl'}"]
     main([f"run={run}", *files, "batch=2", "tokens=12", "temperature=0.5", "top_k=20", "seed=3"])
     found = [json.loads(line) for line in (tmp_path / "texts.jsonl").open()]
