@@ -55,6 +55,13 @@ def short_number(value: float) -> str:
     return f"{value:.3g}" if value == 0 or abs(value) >= 1e-2 else power_of_ten(value)
 
 
+def as_typed(value: object) -> object:
+    """A value as an override has it: null, true and false for what Python calls None, True and False."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else value
+
+
 def memory_unit(every: Iterable[float | None]) -> tuple[str, float]:
     """The unit in which amounts given in GiB are best read, and how many of it make a GiB."""
     return ("GiB", 1.0) if max((value or 0.0 for value in every), default=1.0) >= 0.5 else ("MiB", 1024.0)

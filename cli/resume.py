@@ -17,6 +17,7 @@ from config import Config, ConfigError, as_plain
 from training.checkpoint import CheckpointError, newest_valid, read_manifest
 from training.device import World
 from training.sweeps.launcher import quoted
+from wording import as_typed
 
 OUTPUTS = Path("outputs")
 
@@ -124,13 +125,13 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
             continue
         if OmegaConf.select(composed, name) == new:  # nothing was overridden
             raise ConfigError(
-                f"{checkpoint} belongs to another run, whose {name} is {then} instead of {new}; put that one's "
-                "checkpoints back, or start a new run without resume."
+                f"{checkpoint} belongs to another run, whose {name} is {as_typed(then)} instead of {as_typed(new)}; "
+                "put that one's checkpoints back, or start a new run without resume."
             )
         reason = "was trained on other data" if name.startswith("data.") else "does not fit it"
         sentences.append(
-            f"{name}={new} differs from the run's {name}={then}, and {checkpoint.name} {reason}; leave it out, or "
-            "start a new run without resume."
+            f"{name}={as_typed(new)} differs from the run's {name}={as_typed(then)}, and {checkpoint.name} {reason}; "
+            "leave it out, or start a new run without resume."
         )
     if sentences:
         raise ConfigError("\n".join(sentences))

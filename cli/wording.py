@@ -18,6 +18,7 @@ from cli.arguments import suggestion
 from config import Config, ConfigError, keys
 from errors import UserError, fail
 from training.sweeps.submitit_jobs import failed_job
+from wording import as_typed
 
 
 @contextlib.contextmanager
@@ -61,7 +62,7 @@ def explain(error: Exception) -> UserError:
             "'key=\"a b\"'."
         )
     if isinstance(cause, ValidationError) and cause.full_key is not None and cause.full_key in keys():
-        key, value = cause.full_key, "null" if cause.value is None else cause.value
+        key, value = cause.full_key, as_typed(cause.value)
         return ConfigError(f"{key}={value} is not {expected(key)}{whole_number_hint(key, value)}.")
     return ConfigError(" ".join(" ".join(str(e).split()) for e in dict.fromkeys((error, cause))))
 

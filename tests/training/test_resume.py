@@ -235,7 +235,7 @@ def test_a_run_recorded_before_an_option_existed_did_what_is_now_its_default(run
     now = read_config(runs / "newer")
     del config["score"], config["model"]["qk_norm"], config["data"]["documents"]
     check_resumable(config, now, checkpoint)
-    with pytest.raises(ConfigError, match=r"model.qk_norm=True differs from the run's model.qk_norm=False"):
+    with pytest.raises(ConfigError, match=r"model.qk_norm=true differs from the run's model.qk_norm=false"):
         check_resumable(config, replace(now, model=replace(now.model, qk_norm=True)), checkpoint)
 
 
