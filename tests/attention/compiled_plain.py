@@ -176,7 +176,7 @@ def compile_lengths(architecture: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    gc.disable()  # the collector would take a tenth of the time
+    gc.disable()  # the collector would take 5 to 10% of the time
     what, *architectures = sys.argv[1:]
     for architecture in architectures:
         for line in {"resources": compile_all, "lengths": compile_lengths}[what](architecture):
