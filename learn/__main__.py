@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # else every run of the collector visits all that has been imported
     try:
         main(sys.argv[1:])
     except UserError as error:
