@@ -16,6 +16,7 @@ from data.errors import DataError, brief
 END_OF_TEXT = "<|endoftext|>"
 # Its names in the tokenizers of well-known models. A tokenizer that has none of them gets the first.
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+CONTEXT = 8  # tokens of a prompt that are decoded with its continuation
 
 
 class OwnTokenizer:
@@ -64,27 +65,31 @@ class OwnTokenizer:
 
 
 class Stream:
-    """The text of tokens that come one by one: a piece appears when later tokens cannot change it.
+    """The text of tokens that come one by one: a character of several tokens appears with the last one.
 
     before  tokens of the text that these continue: many tokenizers drop the blank before a text's first word alone
     """
 
     def __init__(self, tokenizer: OwnTokenizer, before: Sequence[int] = ()) -> None:
-        self.tokenizer, self.tokens, self.given = tokenizer, list[int](), 0
-        self.stream = tokenizers.decoders.DecodeStream(skip_special_tokens=False)
-        for token in before:
-            self.add(token)
+        self.tokenizer, self.tokens = tokenizer, list(before)
+        # The library's DecodeStream raises an error at bytes that are not UTF-8, which a model may well generate.
+        self.given = len(self.tokens)  # tokens whose text has been given
+        self.first = max(0, self.given - CONTEXT)  # the first of those that are decoded with the next ones
 
     def add(self, token: int) -> str:
         """The text that is certain with this token."""
         self.tokens.append(token)
-        piece = self.stream.step(self.tokenizer.model, token) or ""
-        self.given += len(piece)
-        return piece
+        text = self.rest()
+        if text.endswith("\ufffd"):  # a character may be incomplete
+            return ""
+        if text:
+            self.first, self.given = self.given, len(self.tokens)
+        return text
 
     def rest(self) -> str:
         """The text that is still held back, complete or not."""
-        return self.tokenizer.decode(self.tokens)[self.given :]
+        given, text = (self.tokenizer.decode(self.tokens[self.first : end]) for end in (self.given, None))
+        return text[len(given) :]
 
 
 def read(path: Path) -> OwnTokenizer:

@@ -97,6 +97,18 @@ def test_a_continuation_keeps_the_blank_before_its_first_word(file):
     prompt, added = tokenizer.encode_ordinary("the end"), tokenizer.encode_ordinary("of a 木")
     text = Text(tokenizer, prompt=prompt)
     assert "".join(map(text.add, added)) + text.rest() == " of a 木"
+    text = Text(tokenizer, prompt=tokenizer.encode_ordinary("the end \ufffd"))
+    assert "".join(map(text.add, added)) + text.rest() == " of a 木"
+
+
+def test_text_goes_on_after_bytes_that_are_no_characters(file):
+    """A model may generate any tokens, and the library's own stream of text raises an error at such bytes."""
+    tokenizer = OwnTokenizer("own", file.read_text())
+    for tokens in np.random.default_rng(0).integers(tokenizer.n_vocab, size=(20, 60)).tolist():
+        stream = text_stream(tokenizer)
+        text = "".join(map(stream.add, [*tokens, *tokenizer.encode_ordinary("the 木 of a text")]))
+        assert text.endswith(" the 木 of a text")
+        assert stream.rest() == ""
 
 
 def test_a_tokenizer_without_an_end_of_text_gets_one():
