@@ -88,8 +88,9 @@ class SelfAttention(nn.Module):
         B, T, C = x.shape
         heads = self.c_attn(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2 H_kv, D)
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
-        if self.qk_norm:  # in fp32 as the weights are: torch fuses no norm of two dtypes, and warns
-            q, k = self.q_norm(q.float()).to(v.dtype), self.k_norm(k.float()).to(v.dtype)
+        if self.qk_norm:  # in the weights' dtype: torch fuses no norm of two dtypes, and warns
+            dtype = self.q_norm.weight.dtype
+            q, k = self.q_norm(q.to(dtype)).to(v.dtype), self.k_norm(k.to(dtype)).to(v.dtype)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         # Views: an attention takes any strides, so nothing is copied on the way in.

@@ -85,6 +85,24 @@ def test_queries_and_keys_are_normalised_with_a_learned_scale():
     torch.testing.assert_close(seen["k"].norm(dim=-1), torch.full((2, 2, 16), 8**0.5), rtol=1e-3, atol=0)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("dtype", "half"), [(torch.float32, True), (torch.float64, False)])
+def test_queries_are_normalised_in_the_precision_of_the_weights(dtype, half):
+    model, x, seen = build(replace(SMALL, qk_norm=True)).to(dtype), torch.randn(2, 16, 32, dtype=dtype), []
+
+    def spy(q, k, v, **options):
+        seen.append(q)
+        return model.attend(q, k, v, **options)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        model.h[0](x, None, Layout(), spy, None, [None, None])
+        norm, projection = (model.get_submodule(f"h.0.{name}") for name in ("ln_1", "attn.c_attn"))
+        projected = projection(norm(x))[..., :32]
+    q = projected.unflatten(-1, (4, 8)).transpose(1, 2).to(dtype)
+    expected = (q * torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-6)).to(projected.dtype)
+    torch.testing.assert_close(seen[0], expected, rtol=2**-8 if half else 1e-14, atol=0)
+
+
 @pytest.mark.parametrize("name", ["naive", "tiled"])
 def test_sinks_are_learned_and_do_not_decay(name):
     model = build(name=name, score=ScoreConfig(sinks=True))
