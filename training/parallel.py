@@ -45,11 +45,14 @@ def check_parallel(config: ParallelConfig, ranks: int) -> None:
         raise ParallelError(f"parallel.context={config.context} must be at least 1, which leaves every sequence whole.")
     if ranks % config.context:
         fitting = max(n for n in range(1, min(config.context, ranks) + 1) if ranks % n == 0)
-        exact = "" if not config.exact or _is_power_of_two(config.context) else " and set parallel.exact=false"
+        here, there = (
+            "" if not config.exact or _is_power_of_two(n) else " and set parallel.exact=false"
+            for n in (ranks, config.context)
+        )
         raise ParallelError(
             f"parallel.context={config.context} must divide the number of ranks, {ranks}; use "
-            f"parallel.context={fitting}, or start {config.context} ranks with torchrun --nproc-per-node "
-            f"{config.context}{exact}."
+            f"parallel.context={fitting}{here}, or start {config.context} ranks with torchrun --nproc-per-node "
+            f"{config.context}{there}."
         )
     if config.exact and not _is_power_of_two(ranks):
         raise ParallelError(

@@ -35,6 +35,11 @@ CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32)
             4,
             "use parallel.context=2, or start 3 ranks with torchrun --nproc-per-node 3 and set",
         ),
+        (
+            ParallelConfig(context=4),
+            6,
+            "use parallel.context=3 and set parallel.exact=false, or start 4 ranks with torchrun --nproc-per-node 4.",
+        ),
         (ParallelConfig(context=0), 2, "parallel.context=0 must be at least 1"),
         (ParallelConfig(timeout_s=0), 2, "parallel.timeout_s=0 must be"),
         (
