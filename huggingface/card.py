@@ -52,7 +52,7 @@ A language model trained with gpt-attention.
 ```python
 from transformers import pipeline
 
-print(pipeline("text-generation", model="{name}")("Once upon a time", max_length={longest})[0]["generated_text"])
+print(pipeline("text-generation", model="{name}")("The", max_length={longest})[0]["generated_text"])
 ```
 
 | | |
