@@ -62,8 +62,8 @@ def free_memory(device: torch.device) -> float:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return math.inf
-    (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return 1024.0 * int(kib)
+    kib = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return 1024.0 * next(kib, math.inf)
 
 
 def resolve_precision(precision: Precision, device: torch.device) -> Precision:

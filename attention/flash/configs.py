@@ -126,7 +126,7 @@ HOPPER: Table = {
     ConfigKey(256, False): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(64, 64, 8, 1)),
     ConfigKey(256, True): KernelConfigs(Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 1), Blocks(32, 64, 8, 2)),
 }
-# The same GPUs where scores are changed or bounded, timed at 16k tokens; where a table has no entry, HOPPER's counts.
+# The same GPUs where scores are changed or bounded, timed at 16k tokens; HOPPER's entry is used where a table has none.
 HOPPER_SCORES: dict[str, Table] = {
     "bounded": {
         ConfigKey(64, False): KernelConfigs(Blocks(64, 64, 4, 2, 96), Blocks(64, 32, 4, 3), Blocks(64, 64, 4, 3, 168)),
