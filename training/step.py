@@ -193,6 +193,11 @@ class Trainer:
         if self.replay is not None:
             self.replay.release()
 
+    def _wait_for_replay(self) -> None:
+        """Wait for a recorded step of several ranks, whose exchanges must end before others begin outside the graph."""
+        if self.replay is not None and self.world.size > 1:
+            torch.cuda.synchronize(self.device)
+
     def raise_failure(self) -> None:
         """Raise NonFiniteError with the step if an update was not finite. Waits for the device."""
         step, loss, norm = self.failure.tolist()
@@ -210,6 +215,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Mean loss over `batches`, divided among the ranks, without dropout."""
+        self._wait_for_replay()
         self.model.eval()
         losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
         rank, size = self.world.data_rank, self.world.data_size
@@ -228,6 +234,7 @@ class Trainer:
 
     def whole_model(self) -> GPT:
         """The model with whole parameters: a copy where they are sharded. Every rank calls this."""
+        self._wait_for_replay()
         return self.model if self.blueprint is None else gathered(self.model, self.blueprint)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
