@@ -194,7 +194,7 @@ class Trainer:
             self.replay.release()
 
     def _wait_for_replay(self) -> None:
-        """Wait for a recorded step of several ranks, whose exchanges must end before others begin outside the graph."""
+        """Wait for a captured step of several ranks, whose exchanges must end before others begin outside the graph."""
         if self.replay is not None and self.world.size > 1:
             torch.cuda.synchronize(self.device)
 

@@ -52,9 +52,10 @@ def train(world: World, device: torch.device, data: DataParallel, compile: bool)
         drawn = torch.randint(VOCAB, (2, B, T + 1), generator=torch.Generator().manual_seed(step)).to(device)
         batches = [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in drawn]
         own = batches if world.size == 1 else batches[world.rank :][:1]
-        found += [float(value).hex() for value in trainer.update(step, own)]
-        if step in (0, STEPS - 2, STEPS - 1):  # before the step is captured, and around a replay
+        update = trainer.update(step, own)
+        if step in (0, STEPS - 2, STEPS - 1):  # before the step is captured, and while its replay may still run
             found.append(trainer.evaluate(batches).hex())
+        found += [float(value).hex() for value in update]
     weights = torch.cat([p.detach().flatten() for p in trainer.whole_model().parameters()])
     trainer.release()
     return [*found, hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()]
