@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from attention import AttentionConfig, build_attention
+from attention.gpu import capturing
 from generation import Engine, Request, Sampling
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
@@ -70,6 +72,27 @@ def test_in_as_many_slots_a_prompt_gets_the_same_tokens_whatever_is_beside_it():
     options: dict[str, Any] = {"slots": 3, "dtype": torch.bfloat16, "limit": 200}
     among = served(model, given, sampling, **options)
     assert among == [served(model, [prompt], sampling, **options)[0] for prompt in given]
+
+
+def test_a_graph_that_is_garbage_outlives_the_capture_of_another():
+    """Its destruction would end that with an error, and Python destroys what refers to itself when it likes."""
+    graphs, stream, x = [torch.cuda.CUDAGraph() for _ in range(2)], torch.cuda.Stream(), torch.zeros(1, device="cuda")
+    gc.collect()
+    with capturing(graphs[0], stream):
+        x.add_(1)
+    before = gc.get_threshold()
+    gc.set_threshold(100)
+    try:
+        with capturing(graphs[1], stream):
+            garbage: list[Any] = [graphs.pop(0)]
+            garbage.append(garbage)
+            del garbage
+            kept = [[n] for n in range(1000)]  # Python counts new objects, and collects the youngest
+            x.add_(len(kept))
+    finally:
+        gc.set_threshold(*before)
+    graphs[0].replay()
+    assert x.item() == 1000
 
 
 @pytest.mark.slow
