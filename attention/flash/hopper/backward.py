@@ -30,7 +30,7 @@ from .. import tiles as plain
 from ..backward import sinks_gradient
 from ..configs import Extras, Options
 from ..score import LOG2_E, locate
-from .backward_pipeline import HALF, PARTS, WIDTH, allocate, next_tile, place
+from .backward_pipeline import HALF, PARTS, WIDTH, allocate, next_tile
 from .backward_roles import carrier, drawer, producer
 from .backward_step import S_LAYOUT, first_scores, step
 from .configs import BackwardBlocks
@@ -71,16 +71,20 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
         if BLOCKS.ahead:
             s_flight = first_scores(k_s, i_step, n_steps > 0, buffers, barriers, BLOCKS)
             b_s = warpgroup_mma_wait(0, deps=(s_flight,))
+        # Counted, not divided: a step's first product would wait for the division.
+        i_h, i_tile_m = tile.i_h, tile.end - 1
         for i in range(n_steps):
-            i_h, i_tile_m = place(i, tile)
+            ends_head = i_tile_m == tile.start
+            next_h = gl.where(ends_head, i_h + 1, i_h)
             # Loaded one step ahead: a load takes longer than the time until a step's first exponential.
-            next_h = gl.minimum(gl.where(i_tile_m == tile.start, i_h + 1, i_h), tile.i_h + sizes.G - 1)
-            next_slope2 = load_slope(extras, next_h, MODE)
+            next_slope2 = load_slope(extras, gl.minimum(next_h, tile.i_h + sizes.G - 1), MODE)
             b_s, b_dk, b_dv = step(
-                b_s, b_dk, b_dv, k_s, v_s, i_h, i_tile_m, i_step + i, i + 1 < n_steps, slope2, tile, at, extras,
+                b_s, b_dk, b_dv, i_s, i_h, i_tile_m, i_step + i, i + 1 < n_steps, slope2, tile, at, extras,
                 numbers, buffers, barriers, BLOCKS, MODE,
             )  # fmt: skip
             slope2 = next_slope2
+            i_h = next_h
+            i_tile_m = gl.where(ends_head, tile.end - 1, i_tile_m - 1)
         i_step += n_steps
         k_s.store((b_dk * (numbers.scale * KEEP_SCALE)).to(dtype))
         v_s.store((b_dv * KEEP_SCALE).to(dtype))

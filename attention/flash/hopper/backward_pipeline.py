@@ -140,7 +140,7 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
         delta,
         parts,
         ones,
-        gl.allocate_shared_memory(dtype, [BN, BM], ds_layout),
+        gl.allocate_shared_memory(dtype, [1, BN, BM], ds_layout),
         gl.allocate_shared_memory(gl.float32, [SLOTS, BM * BD // WIDTH, WIDTH], dq_sum.layout),
         words,
         gl.allocate_shared_memory(gl.int32, [FIELDS, 1], BARRIER),
@@ -184,7 +184,7 @@ def half_of(i_m, i_s, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
         0 if BLOCKS.rows_in_products else buffers.lse2.index(i_s).slice(o, HALF, 1),
         0 if BLOCKS.rows_in_products else buffers.delta.index(i_s).slice(o, HALF, 1),
         buffers.parts.index(i_s).slice(o, HALF) if BLOCKS.rows_in_products else 0,
-        buffers.ds.slice(o, HALF, 1),
+        buffers.ds.index(0).slice(o, HALF, 1),
         buffers.words.index(i_s).slice(o // 2, HALF // 2, 1) if BLOCKS.drawer else 0,
     )
 

@@ -92,6 +92,15 @@ def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.co
 
 
 @gluon.jit
+def unknown_zero(i):
+    """0, which the compiler does not know for one: addresses with it are computed in each step i of a loop.
+
+    Computed before the loop, those of all operands would be kept in registers that are not there.
+    """
+    return gl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [i], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def product(a, b, half, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
     """In flight: a b^T (BN, HALF), less lse2 (i = 0) or delta (1) of each query where they come with the products."""
     BN: gl.constexpr = BLOCKS.k
@@ -143,7 +152,7 @@ def give_dq(b_dq, slot, is_first, is_last, numbers, buffers, BLOCKS: gl.constexp
 
 @gluon.jit
 def step(
-    b_s, b_dk, b_dv, k_s, v_s, i_h, i_tile_m, i_step, has_next, slope2, tile, at, extras, numbers, buffers, barriers,
+    b_s, b_dk, b_dv, i_k, i_h, i_tile_m, i_step, has_next, slope2, tile, at, extras, numbers, buffers, barriers,
     BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """A tile of keys and values collects its gradients from a query tile, which gets its own through a slot.
@@ -155,9 +164,12 @@ def step(
     STAGES: gl.constexpr = BLOCKS.stages
     TWO: gl.constexpr = BM > HALF
     AHEAD: gl.constexpr = BLOCKS.ahead
+    N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # that `product` starts, and a wait counts
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
     i_s = i_step % STAGES
+    zero = unknown_zero(i_step)
+    k_s, v_s = buffers.k.index(i_k + zero), buffers.v.index(i_k + zero)
     is_cut = i_tile_m < tile.full_start
     if MODE.bounded:
         is_cut |= i_tile_m >= tile.full_end
@@ -173,17 +185,17 @@ def step(
         s_flight_1 = product(k_s, half_1.q, half_1, 0, buffers, BLOCKS)
     b_w = draw(i_h, half.i_m, tile, extras, BLOCKS, MODE)
     if not AHEAD:
-        b_s = warpgroup_mma_wait(2 if TWO else 1, deps=(s_flight,))
+        b_s = warpgroup_mma_wait(2 * N if TWO else N, deps=(s_flight,))
     b_p, b_p_kept = weights(b_s, b_w, half, slope2, i_step, is_cut, tile, at, numbers, barriers, P_LAYOUT, BLOCKS, MODE)
     dv_flight = warpgroup_mma(b_p_kept, half.do, b_dv, is_async=True)
     if TWO:
         dp_flight_1 = product(v_s, half_1.do, half_1, 1, buffers, BLOCKS)
-    b_dp = warpgroup_mma_wait(3 if TWO else 1, deps=(dp_flight,))
+    b_dp = warpgroup_mma_wait(2 * N + 1 if TWO else 1, deps=(dp_flight,))
     b_ds = score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS, MODE)
     dk_flight = warpgroup_mma(b_ds, half.q, b_dk, is_async=True)
     if TWO:
         b_w = draw(i_h, half_1.i_m, tile, extras, BLOCKS, MODE)
-        b_s, b_dv, b_p_kept = warpgroup_mma_wait(2, deps=(s_flight_1, dv_flight, b_p_kept))
+        b_s, b_dv, b_p_kept = warpgroup_mma_wait(N + 1, deps=(s_flight_1, dv_flight, b_p_kept))
         b_p, b_p_kept = weights(
             b_s, b_w, half_1, slope2, i_step, is_cut, tile, at, numbers, barriers, P_LAYOUT, BLOCKS, MODE
         )
@@ -195,11 +207,13 @@ def step(
     fence_async_shared()
     barrier()
     zeros_dq = gl.zeros([BM, BD], gl.float32, DQ_LAYOUT)
-    dq_flight = warpgroup_mma(buffers.ds.permute((1, 0)), k_s, zeros_dq, use_acc=False, is_async=True)
+    dq_flight = warpgroup_mma(buffers.ds.index(zero).permute((1, 0)), k_s, zeros_dq, use_acc=False, is_async=True)
+    # Queries and their gradients of out are not needed for dq: the producer may bring others while it is in flight.
+    b_dk, b_ds = warpgroup_mma_wait(1, deps=(dk_flight, b_ds))
+    mbarrier.arrive(barriers.empty.index(i_s))
     if AHEAD:
         s_flight = first_scores(k_s, i_step + 1, has_next, buffers, barriers, BLOCKS)
-    b_dk, b_dq, b_ds = warpgroup_mma_wait(1 if AHEAD else 0, deps=(dk_flight, dq_flight, b_ds))
-    mbarrier.arrive(barriers.empty.index(i_s))
+    b_dq = warpgroup_mma_wait(N if AHEAD else 0, deps=(dq_flight,))
 
     i_slot = i_step % SLOTS
     mbarrier.wait(barriers.dq_ready.index(i_slot), (i_step // SLOTS) & 1)

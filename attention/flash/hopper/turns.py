@@ -89,6 +89,9 @@ def adder(dq, dq_sum, p_turn, buffers, barriers, sizes, i_slot: gl.constexpr, BL
         while i_step < n_steps:
             i_h, i_m = place(i_step, tile)
             i_sum = (i_bh + i_h) * n_m + i_m
+            # Divided before there is something to do.
+            next_h, next_m = place(i_step + SLOTS, tile)
+            next_waits = (next_m < tile.last) & (next_m < tile.first)
             mbarrier.wait(barriers.dq_full.index(i_slot), ((before + i_step) // SLOTS) & 1)
             if i_m < tile.last:
                 b_dq = slot._reinterpret(dq.dtype, [1, 1, BM, BD], dq.layout)
@@ -101,8 +104,6 @@ def adder(dq, dq_sum, p_turn, buffers, barriers, sizes, i_slot: gl.constexpr, BL
             tma.store_wait(0)
             # The slot is free before the turn is passed, which takes longer.
             i_step += SLOTS
-            next_h, next_m = place(i_step, tile)
-            next_waits = (next_m < tile.last) & (next_m < tile.first)
             if (i_step < n_steps) & (not next_waits):
                 mbarrier.arrive(ready)
             if i_m >= tile.last:
