@@ -24,21 +24,21 @@ EVERY_LENGTH = range(0, 2**17, 64)
 # backward_kernel about 100 belong to the one-warp roles that move tiles, where spilling costs no time.
 SPILLED = {
     ("64-full-exact", "forward_kernel"): 4,
-    ("64-full-exact", "backward_kernel"): 204,
+    ("64-full-exact", "backward_kernel"): 108,
     ("64-alibi-exact", "forward_kernel"): 112,  # around the loop over the keys
-    ("64-alibi-exact", "backward_kernel"): 284,
-    ("128-causal-exact", "backward_kernel"): 116,
-    ("128-causal-exact-short", "backward_kernel"): 112,
-    ("128-documents-exact", "backward_kernel"): 124,
+    ("64-alibi-exact", "backward_kernel"): 120,
+    ("128-causal-exact", "backward_kernel"): 104,
+    ("128-causal-exact-short", "backward_kernel"): 104,
+    ("128-documents-exact", "backward_kernel"): 100,
     ("128-soft_cap-exact", "backward_kernel"): 160,
     ("64-causal-dropout", "forward_kernel"): 128,  # around the loop over the keys
     ("64-everything-dropout", "forward_kernel"): 20,
-    ("64-causal-dropout", "backward_kernel"): 128,
-    ("64-everything-dropout", "backward_kernel"): 204,
+    ("64-causal-dropout", "backward_kernel"): 120,
+    ("64-everything-dropout", "backward_kernel"): 120,
     ("128-causal-dropout", "forward_kernel"): 12,
-    ("128-causal-dropout", "backward_kernel"): 136,
+    ("128-causal-dropout", "backward_kernel"): 104,
     ("128-everything-dropout", "forward_kernel"): 176,
-    ("128-everything-dropout", "backward_kernel"): 400,
+    ("128-everything-dropout", "backward_kernel"): 248,
     ("256-causal-dropout", "forward_kernel"): 76,
 }
 

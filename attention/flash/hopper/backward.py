@@ -32,7 +32,7 @@ from ..configs import Extras, Options
 from ..score import LOG2_E, locate
 from .backward_pipeline import HALF, PARTS, WIDTH, allocate, next_tile
 from .backward_roles import carrier, drawer, producer
-from .backward_step import S_LAYOUT, first_scores, step
+from .backward_step import first_scores, step
 from .configs import BackwardBlocks
 from .schedule import Sizes
 from .tiles import matrix, parts_tiles, row_tiles, tiles
@@ -67,10 +67,8 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
         mbarrier.wait(barriers.kv_full.index(i_s), (i_round // KEY_STAGES) & 1)
         b_dk = gl.zeros([BN, BD], gl.float32, LAYOUT)
         b_dv = gl.zeros([BN, BD], gl.float32, LAYOUT)
-        b_s = gl.zeros([BN, HALF], gl.float32, S_LAYOUT)
-        if BLOCKS.ahead:
-            s_flight = first_scores(k_s, i_step, n_steps > 0, buffers, barriers, BLOCKS)
-            b_s = warpgroup_mma_wait(0, deps=(s_flight,))
+        s_flight = first_scores(k_s, i_step, n_steps > 0, buffers, barriers, BLOCKS)
+        b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         # Counted, not divided: a step's first product would wait for the division.
         i_h, i_tile_m = tile.i_h, tile.end - 1
         for i in range(n_steps):

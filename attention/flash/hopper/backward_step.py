@@ -163,7 +163,6 @@ def step(
     BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
     TWO: gl.constexpr = BM > HALF
-    AHEAD: gl.constexpr = BLOCKS.ahead
     N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # that `product` starts, and a wait counts
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
@@ -177,15 +176,11 @@ def step(
     half = half_of(i_tile_m * BM, i_s, 0, buffers, BLOCKS)
 
     # (BN, HALF): the scores transposed, so that p^T and ds^T go from registers straight into the next product.
-    if not AHEAD:
-        s_flight = first_scores(k_s, i_step, True, buffers, barriers, BLOCKS)
     dp_flight = product(v_s, half.do, half, 1, buffers, BLOCKS)
     if TWO:
         half_1 = half_of(i_tile_m * BM, i_s, 1, buffers, BLOCKS)
         s_flight_1 = product(k_s, half_1.q, half_1, 0, buffers, BLOCKS)
     b_w = draw(i_h, half.i_m, tile, extras, BLOCKS, MODE)
-    if not AHEAD:
-        b_s = warpgroup_mma_wait(2 * N if TWO else N, deps=(s_flight,))
     b_p, b_p_kept = weights(b_s, b_w, half, slope2, i_step, is_cut, tile, at, numbers, barriers, P_LAYOUT, BLOCKS, MODE)
     dv_flight = warpgroup_mma(b_p_kept, half.do, b_dv, is_async=True)
     if TWO:
@@ -211,15 +206,13 @@ def step(
     # Queries and their gradients of out are not needed for dq: the producer may bring others while it is in flight.
     b_dk, b_ds = warpgroup_mma_wait(1, deps=(dk_flight, b_ds))
     mbarrier.arrive(barriers.empty.index(i_s))
-    if AHEAD:
-        s_flight = first_scores(k_s, i_step + 1, has_next, buffers, barriers, BLOCKS)
-    b_dq = warpgroup_mma_wait(N if AHEAD else 0, deps=(dq_flight,))
+    s_flight = first_scores(k_s, i_step + 1, has_next, buffers, barriers, BLOCKS)
+    b_dq = warpgroup_mma_wait(N, deps=(dq_flight,))
 
     i_slot = i_step % SLOTS
     mbarrier.wait(barriers.dq_ready.index(i_slot), (i_step // SLOTS) & 1)
     give_dq(b_dq, buffers.dq.index(i_slot), is_first, i_tile_m < tile.last, numbers, buffers, BLOCKS, MODE)
     fence_async_shared()
     mbarrier.arrive(barriers.dq_full.index(i_slot))
-    if AHEAD:
-        b_s = warpgroup_mma_wait(0, deps=(s_flight,))
+    b_s = warpgroup_mma_wait(0, deps=(s_flight,))
     return b_s, b_dk, b_dv

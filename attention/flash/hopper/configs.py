@@ -55,7 +55,6 @@ class BackwardBlocks(NamedTuple):
     columns           of all tiles
     stages            query tiles in flight
     key_stages        key tiles in flight
-    ahead             whether a step starts the scores of the next, which takes registers
     rows_in_products  whether lse2 and delta come with the products s and dp, which takes shared memory
     drawer            whether four more warps draw dropout's mask, which takes registers and shared memory
     """
@@ -65,7 +64,6 @@ class BackwardBlocks(NamedTuple):
     columns: int
     stages: int
     key_stages: int
-    ahead: bool
     rows_in_products: bool
     drawer: bool
 
@@ -108,16 +106,12 @@ def backward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft
     # in shared memory.
     rows = not (dropout or soft_cap) and (length >= 1024 if head_dim > 64 else alibi)
     if head_dim > 64:
-        return BackwardBlocks(
-            q=64, k=128, columns=128, stages=2, key_stages=1, ahead=False, rows_in_products=rows, drawer=False
-        )
+        return BackwardBlocks(q=64, k=128, columns=128, stages=2, key_stages=1, rows_in_products=rows, drawer=False)
     if dropout:  # a second half would need registers that are not there
-        return BackwardBlocks(
-            q=64, k=128, columns=64, stages=3, key_stages=2, ahead=True, rows_in_products=False, drawer=True
-        )
+        return BackwardBlocks(q=64, k=128, columns=64, stages=3, key_stages=2, rows_in_products=False, drawer=True)
     key_stages = 1 if rows else 2
     return BackwardBlocks(
-        q=128, k=128, columns=64, stages=2, key_stages=key_stages, ahead=True, rows_in_products=rows, drawer=False
+        q=128, k=128, columns=64, stages=2, key_stages=key_stages, rows_in_products=rows, drawer=False
     )
 
 
