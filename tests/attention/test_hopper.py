@@ -24,9 +24,9 @@ EVERY_LENGTH = range(0, 2**17, 64)
 # backward_kernel about 100 belong to the one-warp roles that move tiles, where spilling costs no time.
 SPILLED = {
     ("64-full-exact", "forward_kernel"): 4,
-    ("64-full-exact", "backward_kernel"): 108,
+    ("64-full-exact", "backward_kernel"): 144,
     ("64-alibi-exact", "forward_kernel"): 112,  # around the loop over the keys
-    ("64-alibi-exact", "backward_kernel"): 120,
+    ("64-alibi-exact", "backward_kernel"): 140,
     ("128-causal-exact", "backward_kernel"): 104,
     ("128-causal-exact-short", "backward_kernel"): 104,
     ("128-documents-exact", "backward_kernel"): 100,

@@ -32,7 +32,7 @@ from ..configs import Extras, Options
 from ..score import LOG2_E, locate
 from .backward_pipeline import HALF, PARTS, WIDTH, allocate, next_tile
 from .backward_roles import carrier, drawer, producer
-from .backward_step import first_scores, step
+from .backward_step import S_LAYOUT, first_scores, step
 from .configs import BackwardBlocks
 from .schedule import Sizes
 from .tiles import matrix, parts_tiles, row_tiles, tiles
@@ -67,7 +67,9 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
         mbarrier.wait(barriers.kv_full.index(i_s), (i_round // KEY_STAGES) & 1)
         b_dk = gl.zeros([BN, BD], gl.float32, LAYOUT)
         b_dv = gl.zeros([BN, BD], gl.float32, LAYOUT)
-        s_flight = first_scores(k_s, i_step, n_steps > 0, buffers, barriers, BLOCKS)
+        # k as an operand of s in all steps: at head size 128 there are no registers for it.
+        b_k = k_s.load(gl.DotOperandLayout(0, S_LAYOUT, 2)) if BD == 64 else k_s
+        s_flight = first_scores(b_k, i_step, n_steps > 0, buffers, barriers, BLOCKS)
         b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         # Counted, not divided: a step's first product would wait for the division.
         i_h, i_tile_m = tile.i_h, tile.end - 1
@@ -77,7 +79,7 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
             # Loaded one step ahead: a load takes longer than the time until a step's first exponential.
             next_slope2 = load_slope(extras, gl.minimum(next_h, tile.i_h + sizes.G - 1), MODE)
             b_s, b_dk, b_dv = step(
-                b_s, b_dk, b_dv, i_s, i_h, i_tile_m, i_step + i, i + 1 < n_steps, slope2, tile, at, extras,
+                b_s, b_dk, b_dv, b_k, i_s, i_h, i_tile_m, i_step + i, i + 1 < n_steps, slope2, tile, at, extras,
                 numbers, buffers, barriers, BLOCKS, MODE,
             )  # fmt: skip
             slope2 = next_slope2

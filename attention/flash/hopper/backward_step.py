@@ -114,13 +114,13 @@ def product(a, b, half, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def first_scores(k_s, i_step, is_there, buffers, barriers, BLOCKS: gl.constexpr):
+def first_scores(b_k, i_step, is_there, buffers, barriers, BLOCKS: gl.constexpr):
     """In flight: s (BN, HALF) of the first half of a step's query tile, which has then arrived."""
     STAGES: gl.constexpr = BLOCKS.stages
     i_s = i_step % STAGES
     mbarrier.wait(barriers.full.index(i_s), (i_step // STAGES) & 1, pred=is_there)
     half = half_of(0, i_s, 0, buffers, BLOCKS)
-    return product(k_s, half.q, half, 0, buffers, BLOCKS)
+    return product(b_k, half.q, half, 0, buffers, BLOCKS)
 
 
 @gluon.jit
@@ -152,7 +152,7 @@ def give_dq(b_dq, slot, is_first, is_last, numbers, buffers, BLOCKS: gl.constexp
 
 @gluon.jit
 def step(
-    b_s, b_dk, b_dv, i_k, i_h, i_tile_m, i_step, has_next, slope2, tile, at, extras, numbers, buffers, barriers,
+    b_s, b_dk, b_dv, b_k, i_k, i_h, i_tile_m, i_step, has_next, slope2, tile, at, extras, numbers, buffers, barriers,
     BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """A tile of keys and values collects its gradients from a query tile, which gets its own through a slot.
@@ -169,6 +169,7 @@ def step(
     i_s = i_step % STAGES
     zero = unknown_zero(i_step)
     k_s, v_s = buffers.k.index(i_k + zero), buffers.v.index(i_k + zero)
+    b_k = b_k if BD == 64 else k_s
     is_cut = i_tile_m < tile.full_start
     if MODE.bounded:
         is_cut |= i_tile_m >= tile.full_end
@@ -179,7 +180,7 @@ def step(
     dp_flight = product(v_s, half.do, half, 1, buffers, BLOCKS)
     if TWO:
         half_1 = half_of(i_tile_m * BM, i_s, 1, buffers, BLOCKS)
-        s_flight_1 = product(k_s, half_1.q, half_1, 0, buffers, BLOCKS)
+        s_flight_1 = product(b_k, half_1.q, half_1, 0, buffers, BLOCKS)
     b_w = draw(i_h, half.i_m, tile, extras, BLOCKS, MODE)
     b_p, b_p_kept = weights(b_s, b_w, half, slope2, i_step, is_cut, tile, at, numbers, barriers, P_LAYOUT, BLOCKS, MODE)
     dv_flight = warpgroup_mma(b_p_kept, half.do, b_dv, is_async=True)
@@ -206,7 +207,7 @@ def step(
     # Queries and their gradients of out are not needed for dq: the producer may bring others while it is in flight.
     b_dk, b_ds = warpgroup_mma_wait(1, deps=(dk_flight, b_ds))
     mbarrier.arrive(barriers.empty.index(i_s))
-    s_flight = first_scores(k_s, i_step + 1, has_next, buffers, barriers, BLOCKS)
+    s_flight = first_scores(b_k, i_step + 1, has_next, buffers, barriers, BLOCKS)
     b_dq = warpgroup_mma_wait(N, deps=(dq_flight,))
 
     i_slot = i_step % SLOTS
