@@ -122,14 +122,18 @@ def attend(
     if CONSUMERS > 1:
         i_step, i_turn = skip(i_step, i_turn, n_end_all - n_end, barriers, c, BLOCKS)
 
-    # The last tile that these queries see, which the diagonal or the end of the sequence cuts.
+    # The last tile that these queries see, which the diagonal cuts, or the end of the sequence where it does not fit.
     i_n = (n_end - 1) * BN
+    is_cut = True
+    # With other numbers of consumers, and with dropout, this would spill.
+    if CONSUMERS == 2 and not (MODE.threshold or MODE.causal or MODE.bounded or MODE.offsets):
+        is_cut = i_n + BN > sizes.S
     mbarrier.wait(barriers.q_full.index(i_q), phase)
     mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
     s_flight = start_scores(buffers.k.index(i_step % STAGES), queries, buffers, S_LAYOUT, MODE, BN)
     b_s = warpgroup_mma_wait(0, deps=(s_flight,))
     release_stage(i_step, keys, buffers, barriers, BLOCKS)
-    b_s = finish_scores(b_s, i_n, True, queries, MODE, BN)
+    b_s = finish_scores(b_s, i_n, is_cut, queries, MODE, BN)
     shift = alibi_shift(i_n, queries, MODE)
     m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * factor + shift
     if MODE.fixed_max:  # this tile's serves for all: rows with few keys keep the largest weight, 1, unrounded
