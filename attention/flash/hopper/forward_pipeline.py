@@ -19,7 +19,7 @@ from .softmax import ROWS, SLOPE_PARTS, bias_in_product, column_numbers
 class Buffers(NamedTuple):
     """Shared memory: stages of q and a tile of out for each consumer, stages of k and v.
 
-    work     for each stage of q, which queries these are
+    work     for each stage of q, which queries these are, where a producer says so
     columns  of a key tile, numbered, where ALiBi's biases come with the product
     """
 
@@ -32,7 +32,10 @@ class Buffers(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """work, q, kv: one for each stage. turn: one for each consumer, where consumers take turns with their products."""
+    """work, q, kv: one for each stage; work, q_empty and kv_empty only where there is a producer.
+
+    turn: one for each consumer, where consumers take turns with their products
+    """
 
     work_full: Any
     q_full: Any
@@ -73,6 +76,9 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     out_s = q_s
     if not BLOCKS.out_in_q:
         out_s = gl.allocate_shared_memory(out.dtype, [CONSUMERS, ROWS, BD], out_layout)
+    work = 0
+    if CONSUMERS > 1:
+        work = gl.allocate_shared_memory(gl.int32, [Q_TILES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     columns = 0
     if bias_in_product(MODE):
         COLUMNS: gl.constexpr = gl.BlockedLayout([1, SLOPE_PARTS], [32, 1], [4, 1], [1, 0])
@@ -84,30 +90,36 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
         gl.allocate_shared_memory(dtype, [STAGES, V_ROWS, V_COLUMNS], v_layout),
         out_s,
-        gl.allocate_shared_memory(gl.int32, [Q_TILES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        work,
         columns,
     )
     # The memory of a barrier that nobody uses would be taken for other data, which PTX leaves undefined.
-    turn = 0
+    work_full, q_empty, kv_empty, turn = 0, 0, 0, 0
+    if CONSUMERS > 1:
+        work_full = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER)
+        q_empty = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER)
+        kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        for i in gl.static_range(Q_TILES):
+            mbarrier.init(work_full.index(i), count=1)
+            mbarrier.init(q_empty.index(i), count=1)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(kv_empty.index(i), count=CONSUMERS)
     if BLOCKS.in_turn:
         turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
         for i in gl.static_range(CONSUMERS):
             mbarrier.init(turn.index(i), count=1)
     barriers = Barriers(
+        work_full,
         gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER),
+        q_empty,
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        kv_empty,
         turn,
     )
     for i in gl.static_range(Q_TILES):
-        mbarrier.init(barriers.work_full.index(i), count=1)
         mbarrier.init(barriers.q_full.index(i), count=1)
-        mbarrier.init(barriers.q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.kv_full.index(i), count=1)
-        mbarrier.init(barriers.kv_empty.index(i), count=CONSUMERS)
     fence_async_shared()
     if BLOCKS.in_turn:
         mbarrier.arrive(barriers.turn.index(0))
