@@ -18,6 +18,9 @@ from .tiles import kernel_mode, strided
 MULTIPROCESSORS = 132  # of an H200; the same everywhere, so that all GPUs cut a sequence into the same splits
 MAX_ROWS = 32  # of a tile of queries: more do not fit the registers
 MIN_ROWS = 16  # of a matrix instruction
+# The join reads all splits at a time, up to MAX_JOINED. A larger power of two only adds zeros at the end of its sums,
+# so that room for more splits does not change their order.
+MIN_JOINED, MAX_JOINED = 8, 64
 
 
 class Blocks(NamedTuple):
@@ -107,8 +110,9 @@ def run_decode(
                 *(out, lse, partial, lengths, n_splits, H, G, T, D),
                 CAUSAL=causal,
                 COLUMNS=mode.columns,
+                JOINED=max(MIN_JOINED, min(MAX_JOINED, triton.next_power_of_2(n_splits))),
                 EARLY=early,
-                num_warps=4,
+                num_warps=1,
                 launch_pdl=early,
             )
     return out, lse

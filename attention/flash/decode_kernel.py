@@ -36,7 +36,6 @@ from .tiles import dot
 
 UNIT = tl.constexpr(128)  # keys: a split has one or more of them
 CHAIN = tl.constexpr(16)  # columns whose fp32 products are added one after the other
-JOINED = tl.constexpr(64)  # splits that the join reads at a time, however many there are: sums keep their order
 JOINED_COLUMNS = tl.constexpr(32)  # of a program of the join
 
 
@@ -199,9 +198,9 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["n_splits", "H", "G", "T", "D"])
 def join_kernel(
     out, p_lse, partial, p_lengths, n_splits, H, G, T, D,
-    CAUSAL: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    CAUSAL: tl.constexpr, COLUMNS: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one row from those of its splits. Grid: B x H x T, tiles of D.
+    """out and lse of one row from those of its splits, JOINED at a time. Grid: B x H x T, tiles of D.
 
     EARLY: launched while decode_kernel still runs, it waits for that kernel's results.
     """
