@@ -43,7 +43,7 @@ def choose_blocks(rows: int, head_dim: int, mode: Mode) -> Blocks:
         return Blocks(BM, 16, 8, 2 if head_dim <= 128 else 1)
     if head_dim > 128:
         return Blocks(BM, 64, 4, 2)
-    return Blocks(BM, 128, 4, 2) if head_dim > 64 else Blocks(BM, 64, 2, 2, resident=8)
+    return Blocks(BM, 64, 4, 2, resident=3) if head_dim > 64 else Blocks(BM, 64, 2, 2, resident=8)
 
 
 def count_splits(keys: int, heads: int, blocks: Blocks) -> int:
