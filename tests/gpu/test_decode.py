@@ -102,6 +102,12 @@ def test_neither_pages_nor_the_batch_nor_the_capacity_change_a_bit(D):
     )
     larger = Cache(F.pad(cache.k, (0, 0, 0, 20_000)), F.pad(cache.v, (0, 0, 0, 20_000)), cache.lengths)
     assert torch.equal(out, flash().decode(q, larger, score=score, sinks=sinks).out)
+    # Without a window there are splits, and terms of the join, for all keys that a cache has room for.
+    out = flash().decode(q, cache).out
+    assert torch.equal(out, flash().decode(q, larger).out)
+    fits = cache.lengths <= 1024
+    smaller = Cache(cache.k[fits, :, :1024], cache.v[fits, :, :1024], cache.lengths[fits])
+    assert torch.equal(out[fits], flash().decode(q[fits], smaller).out)
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
