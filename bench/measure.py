@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import platform
+import random
 import re
 import statistics
 import time
@@ -104,15 +105,18 @@ def interleaved(
 ) -> dict[str, Timing | Exception]:
     """Time the calls that each candidate prepares, in turns; one that raises drops out with its exception.
 
+    Each turn has another order: after a candidate that takes more power, a GPU clocks lower.
+
     candidates    name -> preparation, which runs untimed before every call
     seconds       to spend on each, within MIN_SAMPLES and MAX_SAMPLES
     """
     samplers = {name: Sampler(prepare, device, seconds) for name, prepare in candidates.items()}
     failed: dict[str, Exception] = {}
     for turn in range(ROUNDS + 1):
-        for name, sampler in samplers.items():
+        for name in random.Random(turn).sample(list(samplers), len(samplers)):
             if name in failed:
                 continue
+            sampler = samplers[name]
             try:
                 sampler.estimate() if turn == 0 else sampler.take(ROUNDS + 1 - turn)
             except Exception as error:  # out of memory, most likely
