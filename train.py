@@ -29,6 +29,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from cli.check import one_document
 from cli.compose import to_config
 from cli.launch import launch
 from cli.resume import has_checkpoints, locked
@@ -140,10 +141,7 @@ def document_bounds(config: Config, data: PreparedData) -> tuple[np.ndarray | No
     if config.data.documents is Documents.ignore:
         return None, None
     if len(data.train.documents) < 2:
-        raise ConfigError(
-            f"data.documents={config.data.documents.name} has no effect on data={config.data.name}, whose training "
-            "text is one document; use data.documents=ignore, or a folder or file of several texts."
-        )
+        raise one_document(config)
     return data.train.documents, data.val.documents
 
 

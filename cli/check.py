@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from attention import AttentionError, build_attention
-from config import Config
+from config import Config, ConfigError
 from data.check import data_mistakes
+from data.config import Documents
 from data.corpora import CORPORA
 from errors import UserError
 from model.config import model_mistakes
@@ -46,7 +47,7 @@ def mistakes(config: Config, world: World | None = None) -> Iterator[str]:
     yield from tracking_mistakes(config.tracking)
     yield from (of_data := list(data_mistakes(config.data)))
     if not of_data:
-        yield from refusal(CORPORA[config.data.name], config.data)  # finds the files, and reads none
+        yield from refusal(check_corpus, config)
     of_model = list(model_mistakes(config.model)) or list(score_mistakes(config.score, config.model.n_layers))
     yield from of_model
     if not of_ranks and not of_model:
@@ -55,6 +56,22 @@ def mistakes(config: Config, world: World | None = None) -> Iterator[str]:
     yield from (of_device := list(refusal(resolve_device, config.device)))
     if not of_model and not of_device:
         yield from device_mistakes(config)
+
+
+def check_corpus(config: Config) -> None:
+    """Raise UserError where there is no text, or a single document that attention is to keep apart from others."""
+    corpus = CORPORA[config.data.name](config.data)  # finds the files, and reads none
+    if config.data.documents is not Documents.ignore and corpus.one_document():
+        raise one_document(config)
+
+
+def one_document(config: Config) -> ConfigError:
+    """The error of a run that keeps documents apart where the training text is a single one."""
+    remedy = "choose another score=" if config.score.name == "documents" else "use data.documents=ignore"
+    return ConfigError(
+        f"data.documents={config.data.documents.name} has no effect on data={config.data.name}, whose training text is "
+        f"one document; {remedy}, or a folder or file of several texts."
+    )
 
 
 def device_mistakes(config: Config) -> Iterator[str]:

@@ -62,6 +62,10 @@ class Corpus(ABC):
     def whole(self) -> Iterator[Row]:
         """The rows of the whole text, with no part held out for validation."""
 
+    def one_document(self) -> bool:
+        """Whether the training text is known to be a single document before any of it is read."""
+        return False
+
     def notices(self) -> list[str]:
         """Sentences about anything unexpected in how this text is used."""
         return []
@@ -96,6 +100,10 @@ class FileCorpus(Corpus):
     def whole(self) -> Iterator[Row]:
         spans = [Span(str(file), "whole", 0, sys.maxsize) for file in self.files]
         return read_spans(spans, self.config.text_field)
+
+    def one_document(self) -> bool:
+        training = set(self.files) - (self.held_out() if len(self.files) > 1 else set())
+        return len(training) == 1 and all(file.suffix not in TABLES for file in training)
 
     def notices(self) -> list[str]:
         sentences = []
@@ -201,6 +209,9 @@ class JoinedHubCorpus(HubCorpus):
 
     def whole(self) -> Iterator[Row]:
         yield {"split": "whole", "text": "".join(self.texts()), "opens": True}
+
+    def one_document(self) -> bool:
+        return True
 
 
 def stdlib(config: DataConfig) -> Corpus:

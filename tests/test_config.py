@@ -157,6 +157,7 @@ MISTAKES = {
     "score=sinks attention.backend=math attention=sdpa": "does not support score.sinks=true",
     "attention=flash attention.precision=fp8": "attention.precision=fp8 is for evaluation and inference",
     "attention=flex device=cpu": "attention=flex has no backward pass on a CPU",
+    "data=shakespeare data.documents=mask": "documents=mask has no effect .* one document; use data.documents=ignore",
     "data.documents=join": "data.documents=join is not one of ignore, mask, restart",
     "resume=nowhere": "resume=nowhere is not a run folder",
     "attention=naive,tiled": "attention=naive,tiled is more than one value; add -m",
@@ -224,6 +225,17 @@ def test_a_mistake_that_every_job_of_a_sweep_shares_is_reported_once() -> None:
     assert sorted(sentence.split(" ")[0] for sentence in str(raised.value).splitlines()) == [
         "optimizer.lr=fast", "seed=-2", "training.steps=0"
     ]  # fmt: skip
+
+
+def test_a_sweep_is_refused_whole_if_one_of_its_scores_needs_a_text_of_several_documents(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("some text")
+    sweep = ["experiment=variants", "data=text", f"data.path={tmp_path}", "attention=naive", "seed=1"]
+    with pytest.raises(ConfigError) as raised:
+        prepare(sweep)
+    [sentence] = str(raised.value).splitlines()
+    assert "data.documents=mask has no effect" in sentence
+    assert "choose another score=" in sentence
+    assert prepare([*sweep, "score=causal,window"])
 
 
 def test_what_a_value_has_to_be_can_be_said_of_every_key() -> None:

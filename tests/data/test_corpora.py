@@ -132,6 +132,14 @@ def test_kinds_of_files_mix_in_a_folder(tmp_path):
     assert sorted(found["train"] + found["val"]) == ["plain", "row 1", "row 2"]
 
 
+@pytest.mark.parametrize("names", [["a.txt"], ["a.txt", "b.txt"], ["a.txt", "b.txt", "c.txt"], ["a.jsonl"]])
+def test_a_training_text_of_one_document_is_known_before_it_is_read(tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text('{"text": "row 1"}\n' * 4)
+    corpus = CORPORA["text"](of_text(tmp_path))
+    assert corpus.one_document() == (len(documents(of_text(tmp_path))["train"]) == 1)
+
+
 def test_a_stream_holds_out_documents_spread_evenly(tmp_path):
     texts = [f"document {i}" for i in range(1000)]
     write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in texts])
@@ -145,7 +153,9 @@ def test_shakespeare_is_cut_as_nanogpt_cuts_it(tmp_path):
     text = SHAKESPEARE.read_text()
     for split, start, stop in (("train", 0, 1003854), ("validation", 1003854, 1059624), ("test", 1059624, None)):
         write_jsonl(tmp_path / f"{split}.jsonl", [{"text": text[start:stop]}])  # the splits of the data set on the hub
-    found = documents(DataConfig(name="shakespeare", hub=str(tmp_path), hub_split="train+validation+test"))
+    config = DataConfig(name="shakespeare", hub=str(tmp_path), hub_split="train+validation+test")
+    assert CORPORA["shakespeare"](config).one_document()
+    found = documents(config)
     assert found == {"train": [text[: int(len(text) * 0.9)]], "val": [text[int(len(text) * 0.9) :]]}
     assert [len(found["train"][0]), len(found["val"][0])] == [1003854, 111540]
 
