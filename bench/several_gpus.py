@@ -15,7 +15,8 @@
               131,072 on two
 
 Steps run without waiting for each other, as in train.py; a speed is the median of several groups of them. Every number
-of GPUs is one torchrun of this file. Each case's row goes to bench/results/several-gpus-<device>.json when it ends.
+of GPUs is one torchrun of this file. Each case's row goes to bench/results/several-gpus-<device>.json when it ends. A
+sequence of 131,072 tokens or more has a row after its first step already, whose time includes compiling.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,12 +160,43 @@ def micro_batches(trainer: Trainer, case: Case, step: int) -> list[Batch]:
     return drawn
 
 
-def measure(case: Case, world: World, device: torch.device) -> dict[str, Any]:
-    """The row of a case. The speed of GPUs that are alone is their mean."""
+@dataclass(frozen=True)
+class Progress:
+    """What is known after a group of a case's steps.
+
+    done      the number of steps so far
+    seconds   of one step: the median over the groups so far, without those that compile once there are others
+    compiles  whether `seconds` includes compiling
+    """
+
+    done: int
+    seconds: float
+    compiles: bool
+
+
+def train_in_groups(case: Case, train: Callable[[int, int], float]) -> Iterator[Progress]:
+    """Train the steps of a case; `train` takes the first step of a group and their number, and returns the seconds of
+    one."""
+    done, timed = case.first, list[float]()
+    if case.first:
+        yield Progress(done, train(0, done), case.compile)
+    for _ in range(case.groups):
+        timed.append(train(done, case.group))
+        done += case.group
+        yield Progress(done, statistics.median(timed), case.compile and not case.first)
+
+
+def measure(case: Case, world: World, device: torch.device) -> Iterator[dict[str, Any]]:
+    """The row of a case, and before it, of a long sequence, one for the steps so far.
+
+    The speed of GPUs that are alone is their mean.
+    """
+    started = time.monotonic()
     torch.compiler.reset()
     trainer = build(case, World(local_rank=world.local_rank) if case.name == ALONE else world, device)
     torch.cuda.reset_peak_memory_stats(device)
     updates: list[tuple[torch.Tensor, torch.Tensor]] = []
+    ended: list[float] = []
 
     def train(first: int, count: int) -> float:
         """Seconds per step."""
@@ -178,33 +210,38 @@ def measure(case: Case, world: World, device: torch.device) -> dict[str, Any]:
         torch.cuda.synchronize(device)
         return (time.perf_counter() - began) / count
 
-    if case.first:
-        train(0, case.first)
-    seconds = [train(case.first + group * case.group, case.group) for group in range(case.groups)]
-    trainer.raise_failure()
-    seconds_of_step = statistics.mean(from_every_rank(statistics.median(seconds)))
-    written = [[float(value).hex() for value in update] for update in updates]
-    row = {
-        "kind": case.kind,
-        "name": case.name,
-        "gpus": world.size,
-        "model": case.model,
-        "seq_len": case.seq_len,
-        "tokens_per_step": trainer.tokens_per_step,
-        "steps": case.steps,
-        "dropout": case.dropout,
-        "step_ms": 1e3 * seconds_of_step,
-        "tokens_per_s": trainer.tokens_per_step / seconds_of_step,
-        "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
-        "last_update": written[-1],
-    }
-    if case.kind in ("bits", "eager"):
-        digest = hashlib.sha256(json.dumps(written).encode())
-        for parameter in trainer.whole_model().parameters():
-            digest.update(parameter.detach().cpu().numpy().tobytes())
-        row["digest"] = digest.hexdigest()
+    for progress in train_in_groups(case, train):
+        trainer.raise_failure()
+        ended.append(round(time.monotonic() - started, 1))
+        if world.rank == 0:
+            print(f"{ended[-1]:.0f} s: {case.kind}, {case.name}: {progress.done} of {case.steps} steps", flush=True)
+        if not case.long and progress.done < case.steps:
+            continue
+        seconds_of_step = statistics.mean(from_every_rank(progress.seconds))
+        written = [[float(value).hex() for value in update] for update in updates]
+        row = {
+            "kind": case.kind,
+            "name": case.name,
+            "gpus": world.size,
+            "model": case.model,
+            "seq_len": case.seq_len,
+            "tokens_per_step": trainer.tokens_per_step,
+            "steps": progress.done,
+            "ended_s": list(ended),  # after the case began, each group of steps
+            "dropout": case.dropout,
+            "step_ms": 1e3 * seconds_of_step,
+            "compiles": progress.compiles,
+            "tokens_per_s": trainer.tokens_per_step / seconds_of_step,
+            "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+            "last_update": written[-1],
+        }
+        if case.kind in ("bits", "eager"):
+            digest = hashlib.sha256(json.dumps(written).encode())
+            for parameter in trainer.whole_model().parameters():
+                digest.update(parameter.detach().cpu().numpy().tobytes())
+            row["digest"] = digest.hexdigest()
+        yield row
     trainer.release()
-    return row
 
 
 def work(path: Path, kinds: list[str]) -> None:
@@ -214,12 +251,11 @@ def work(path: Path, kinds: list[str]) -> None:
     chosen = [case for kind in kinds for case in cases(world.size) if case.kind == kind]
     with joined(world, device, timeout_s=3600):
         for case in chosen:
-            began = time.monotonic()
-            row = measure(case, world, device)
+            for row in measure(case, world, device):
+                if world.rank == 0:
+                    print(json.dumps(row), flush=True)
+                    write(path, json.dumps({"rows": merged(path, row | environment(device))}, indent=1) + "\n")
             release(device)
-            if world.rank == 0:
-                print(f"{time.monotonic() - began:.0f} s:", json.dumps(row), flush=True)
-                write(path, json.dumps({"rows": merged(path, row | environment(device))}, indent=1) + "\n")
 
 
 def key(row: dict[str, Any]) -> tuple[str, str, int]:
@@ -228,9 +264,13 @@ def key(row: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def merged(path: Path, fresh: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of the file and the fresh one, which replaces its own and those of other software."""
+    """The rows of the file and the fresh one, which replaces its own and those of other software. A time that includes
+    compiling replaces none that does not."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     kept = {key(row): row for row in rows if row["versions"] == fresh["versions"]}
+    earlier = kept.get(key(fresh))
+    if earlier and fresh["compiles"] and not earlier.get("compiles"):
+        return [*kept.values()]
     return [*(kept | {key(fresh): fresh}).values()]
 
 

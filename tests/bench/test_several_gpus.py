@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.several_gpus import KINDS, Case, cases, main, merged
+from bench.several_gpus import KINDS, Case, Progress, cases, main, merged, train_in_groups
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -39,9 +39,22 @@ def key_of(case: Case) -> tuple[str, str]:
 
 
 def test_a_fresh_row_replaces_its_own_and_those_of_other_software(tmp_path: Path) -> None:
-    old, new = {"versions": {"torch": "1"}}, {"versions": {"torch": "2"}}
+    old, new = ({"versions": {"torch": number}, "compiles": False} for number in "12")
     first, second = ({"kind": "speed", "name": name, "gpus": 2} for name in ("exact", "any order"))
     assert merged(tmp_path / "none.json", first | new) == [first | new]
     path = tmp_path / "some.json"
     path.write_text(json.dumps({"rows": [first | new | {"step_ms": 9}, second | new, second | old | {"gpus": 4}]}))
     assert merged(path, first | new | {"step_ms": 8}) == [first | new | {"step_ms": 8}, second | new]
+    compiling = first | new | {"step_ms": 70, "compiles": True}
+    assert merged(path, compiling) == [first | new | {"step_ms": 9}, second | new]
+    assert merged(tmp_path / "none.json", compiling) == [compiling]
+
+
+def test_every_group_of_steps_tells_the_median_so_far_and_the_first_one_that_it_compiled() -> None:
+    seconds = {0: 70.0, 2: 4.0, 5: 9.0, 8: 5.0}
+    case = Case("speed", "exact", 1024, 32, groups=3, group=3, first=2)
+    assert [*train_in_groups(case, lambda step, count: seconds[step] if count == (3 if step else 2) else -1)] == [
+        Progress(2, 70.0, True), Progress(5, 4.0, False), Progress(8, 6.5, False), Progress(11, 5.0, False),
+    ]  # fmt: skip
+    single = Case("million", "heads", 2**20, 1, groups=1, group=1, first=0)
+    assert [*train_in_groups(single, lambda step, count: 120.0)] == [Progress(1, 120.0, True)]
