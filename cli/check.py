@@ -70,7 +70,7 @@ def one_document(config: Config) -> ConfigError:
     remedy = "choose another score=" if config.score.name == "documents" else "use data.documents=ignore"
     return ConfigError(
         f"data.documents={config.data.documents.name} has no effect on data={config.data.name}, whose training text is "
-        f"one document; {remedy}, or a folder or file of several texts."
+        f"one document; {remedy}, or text of more documents: files of a folder, or rows of .jsonl or .parquet."
     )
 
 
