@@ -154,7 +154,7 @@ def mirror(folder: Path, pid: int, options: dict[str, Any], orders: IO[bytes], s
             raise
         fallback["offline"] = one_line(error)
         run = start(options | {"mode": "offline", "resume": None})
-    status.write(json.dumps({"location": run.url or str(Path(run.dir).parent), **fallback}) + "\n")
+    status.write(json.dumps({"location": run.url or str(Path(run.dir).parent.resolve()), **fallback}) + "\n")
 
     first_step = step = run.step  # what W&B already has, where an online run is resumed
     order = None
