@@ -33,30 +33,86 @@ def table(page: str, header: str, after: str = "") -> Iterator[tuple[str, str, s
 
 
 @pytest.mark.parametrize(
-    ("page", "header", "file"),
+    ("page", "header", "after", "file"),
     [
-        ("README.md", "| `python -m bench.attention --quick` | 1k |", "attention-nvidia-h200-auto"),
-        ("docs/speed.md", "| | 1k | 2k |", "attention-nvidia-h200"),
-        ("docs/kernels.md", "| | 1k | 2k |", "attention-nvidia-h200"),
-        ("docs/kernels.md", "| | 1k | 4k |", "attention-nvidia-h200-auto"),
+        ("README.md", "| `python -m bench.attention --quick` | 1k |", "", "attention-nvidia-h200-auto"),
+        ("docs/speed.md", "| | 1k | 2k |", "", "attention-nvidia-h200"),
+        ("docs/kernels.md", "| | 1k | 2k |", "", "attention-nvidia-h200"),
+        ("docs/kernels.md", "| | 1k | 4k |", "", "attention-nvidia-h200-auto"),
+        ("docs/kernels.md", "| | 1k | 4k |", "FlashAttention-4 in one run", "attention-nvidia-h200-peers"),
     ],
 )
-def test_speeds_of_attention(page: str, header: str, file: str) -> None:
+def test_speeds_of_attention(page: str, header: str, after: str, file: str) -> None:
     found = {
-        (row["name"], row["head_size"], row["dropout"], row["length"]): row
+        (row["name"], row["head_size"], row["variant"], row["dropout"], row["length"]): row
         for row in read(RESULTS / f"{file}.json")["rows"]
-        if row["variant"] == "causal"
     }
-    for row, column, cell in table(page, header):
-        named = re.fullmatch(r"head size (\d+)(?:, no dropout|, dropout ([\d.]+))?(?:, (flash|cuDNN))?", row)
+    names = {None: "flash", "flash": "flash", "cuDNN": "sdpa-cudnn", "FlashAttention-4": "fa4"}
+    for row, column, cell in table(page, header, after):
+        what = r"head size (\d+)(, full mask)?(?:, no dropout|, dropout ([\d.]+))?"
+        named = re.fullmatch(what + "(?:, (flash|cuDNN|FlashAttention-4))?", row)
         assert named, row
-        name = "sdpa-cudnn" if named[3] == "cuDNN" else "flash"
-        measured = found[name, int(named[1]), float(named[2] or 0), 1024 * int(column.removesuffix("k"))]
+        variant = "full" if named[2] else "causal"
+        length = 1024 * int(column.removesuffix("k"))
+        measured = found[names[named[4]], int(named[1]), variant, float(named[3] or 0), length]
         ways = measured["forward"], measured["backward"]
         expected = "/".join(f"{way['tflops']:.0f}" for way in ways)
         if "(" in cell:
             expected += f" ({'/'.join(format(way['of_fastest_peer'], '.2f') for way in ways)})"
         assert cell == expected, (row, column)
+
+
+def test_times_of_variants() -> None:
+    found = {
+        (row["name"], row["head_size"], row["variant"], row["length"]): row
+        for row in read(RESULTS / "attention-nvidia-h200-variants.json")["rows"]
+    }
+    names = {"soft cap 50": "soft_cap", "window of 1,024": "window", "documents of 1,024": "documents"}
+    of_both: dict[tuple[int, str], float] = {}
+    head_size = 0
+    for row, column, cell in table("docs/kernels.md", "| | D 64 | over flex |"):
+        head_size = int(column.removeprefix("D ")) if column.startswith("D ") else head_size
+        variant = names.get(row, row.lower())
+        ours, flex = (found[name, head_size, variant, 16_384] for name in ("flash", "flex"))
+        times = [(flex[way]["ms"], ours[way]["ms"]) for way in ("forward", "backward")]
+        values = [own for _, own in times] if column.startswith("D ") else [other / own for other, own in times]
+        assert cell == "/".join(f"{value:.2f}" for value in values), (row, column, head_size)
+        of_both[head_size, variant] = sum(own for _, own in times)
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / "kernels.md").read_text())
+    for name, variant in {"ALiBi": "alibi", "sinks": "sinks", "soft cap": "soft_cap"}.items():
+        said = re.search(rf"over causal attention: .*?{name} ([\d.]+\d)(?: at head size 64)? and ([\d.]+\d)", text)
+        assert said
+        assert said.groups() == tuple(f"{of_both[D, variant] / of_both[D, 'causal']:.2f}" for D in (64, 128)), name
+
+
+def test_speeds_and_errors_of_products_in_8_bits() -> None:
+    file = results("fp8-nvidia-h200")
+    times = {(row["head_size"], row["length"]): row for row in file["times"]}
+    errors = {row["head_size"]: row["error"] for row in file["errors"] if row["inputs"] == "outliers"}
+    for row, column, cell in table("docs/kernels.md", "| | 1k | 4k | 8k | 16k | error |"):
+        of_heads, _, precision = row.partition(", ")
+        head_size = int(of_heads.removeprefix("head size "))
+        by = {"fp8": "fp8", "fp8, the kernel alone": "kernel", "bf16": "inputs"}[precision]
+        if column.endswith("k"):
+            expected = f"{times[head_size, 1024 * int(column.removesuffix('k'))][by]['tflops']:,.0f}"
+        else:
+            kind = {"error": by, "with one scale a tensor": "one_scale" if by == "fp8" else ""}[column]
+            expected = f"{errors[head_size][kind]:.3f}" if kind in errors[head_size] else ""
+        assert cell == expected, (row, column)
+
+
+def test_bandwidths_of_decoding() -> None:
+    found = {(row["name"], row["sequences"], row["keys"]): row for row in results("decode-nvidia-h200")["rows"]}
+    names = {
+        "SDPA's FlashAttention-2": "sdpa flash",
+        "SDPA's cuDNN": "sdpa cudnn",
+        "FlexAttention's decoding": "flex decoding",
+    }
+    for row, column, cell in table("docs/decoding.md", "| | 16 x 32,768 keys |"):
+        sequences, keys = map(int, column.removesuffix(" keys").replace(",", "").split(" x "))
+        pages = re.findall(r"\d+", row.partition("pages of")[2])
+        kinds = [f"flash, pages of {page}" for page in pages] or [names.get(row, row)]
+        assert cell == ", ".join(f"{found[kind, sequences, keys]['of_copy']:.0%}" for kind in kinds), (row, column)
 
 
 def test_shares_of_the_peak() -> None:
