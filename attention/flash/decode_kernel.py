@@ -40,7 +40,7 @@ JOINED_COLUMNS = tl.constexpr(32)  # of a program of the join
 
 
 class Partial(NamedTuple):
-    """What programs leave for the join: o (B H_kv, n_splits, rows, columns), m and l without columns, all fp32.
+    """Results of the splits, for the join: o (B H_kv, n_splits, rows, columns), m and l without columns, all fp32.
 
     Rows are the queries of a key/value head, in the order of decode_kernel. Columns are D, rounded up: the address of
     an element is then one sum in the kernel, and costs no registers.

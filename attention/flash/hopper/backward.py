@@ -67,11 +67,11 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
         mbarrier.wait(barriers.kv_full.index(i_s), (i_round // KEY_STAGES) & 1)
         b_dk = gl.zeros([BN, BD], gl.float32, LAYOUT)
         b_dv = gl.zeros([BN, BD], gl.float32, LAYOUT)
-        # k as an operand of s in all steps: at head size 128 there are no registers for it.
+        # k stays in registers, an operand of s in all steps; at head size 128 there is no room for it.
         b_k = k_s.load(gl.DotOperandLayout(0, S_LAYOUT, 2)) if BD == 64 else k_s
         s_flight = first_scores(b_k, i_step, n_steps > 0, buffers, barriers, BLOCKS)
         b_s = warpgroup_mma_wait(0, deps=(s_flight,))
-        # Counted, not divided: a step's first product would wait for the division.
+        # Counted, because a division would delay each step's first product.
         i_h, i_tile_m = tile.i_h, tile.end - 1
         for i in range(n_steps):
             ends_head = i_tile_m == tile.start
@@ -138,7 +138,7 @@ def backward_kernel(
 
 
 class Rows(NamedTuple):
-    """What `delta_kernel` stores of each row of queries; None for what the kernel that follows does not read.
+    """Values of each row of queries that `delta_kernel` stores; None for those that the next kernel does not read.
 
     parts  (rows of whole tiles, 8) bf16: lse2 and delta as operands of a product, in alternate columns
     """
@@ -192,7 +192,7 @@ def delta_kernel(
 
 
 def heads_together(n_heads: int, n_programs: int, columns: int) -> int:
-    """How many heads the programs work on at a time: two key tiles of each at head size 64, four at 128.
+    """The number of heads that the programs work on at a time: two key tiles of each at head size 64, four at 128.
 
     With more tiles of a head they wait for each other. With fewer, what they read again does not stay in the L2 cache.
     """

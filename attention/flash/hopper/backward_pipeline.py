@@ -1,4 +1,4 @@
-"""What the roles of the backward kernel share: tiles in shared memory, and barriers that say when they are there.
+"""Shared memory of the backward kernel: tiles that its roles exchange, and barriers that say when they are there.
 
 The producer hands out key tiles, fills stages, and the consumer empties them; the consumer fills slots of dq and the
 adders empty them. A barrier's phase is the parity of how often it was waited for.

@@ -93,9 +93,9 @@ def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.co
 
 @gluon.jit
 def unknown_zero(i):
-    """0, which the compiler does not know for one: addresses with it are computed in each step i of a loop.
+    """0, hidden from the compiler, so that addresses with it are computed in each step i of a loop.
 
-    Computed before the loop, those of all operands would be kept in registers that are not there.
+    Computed before the loop, the addresses of all operands would be kept in registers, and spill.
     """
     return gl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [i], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -163,7 +163,7 @@ def step(
     BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
     TWO: gl.constexpr = BM > HALF
-    N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # that `product` starts, and a wait counts
+    N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # matrix products that `product` starts, as waits count them
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
     i_s = i_step % STAGES

@@ -1,4 +1,4 @@
-"""What differs between the releases of Gluon (Triton 3.6 and 3.7), and what they do not export.
+"""Names that differ between the releases of Gluon (Triton 3.6 and 3.7), and those that it does not export.
 
 Gluon is Triton's lower level: layouts, shared memory and barriers are written out. It is experimental, so what another
 release may rename stands here, and the kernels take it from here.

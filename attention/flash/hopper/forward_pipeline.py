@@ -1,4 +1,4 @@
-"""What the roles of the forward kernel share: tiles in shared memory, and barriers that say when they are there.
+"""Shared memory of the forward kernel: tiles that its roles exchange, and barriers that say when they are there.
 
 The producer fills, the consumers empty; a consumer alone fills what it has emptied. A barrier's phase is the parity of
 how often it was waited for.

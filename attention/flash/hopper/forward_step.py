@@ -1,4 +1,4 @@
-"""What a consumer of the forward does with its 64 queries: a step for each tile of keys that they see.
+"""A consumer of the forward attends from its 64 queries: a step for each tile of keys that they see.
 
 A step is the pair (k of a tile, v of the tile before it): the product with v is in flight while the softmax is taken.
 """
@@ -122,7 +122,7 @@ def attend(
     if CONSUMERS > 1:
         i_step, i_turn = skip(i_step, i_turn, n_end_all - n_end, barriers, c, BLOCKS)
 
-    # The last tile that these queries see, which the diagonal cuts, or the end of the sequence where it does not fit.
+    # The last tile that these queries see. The diagonal cuts it, or the end of a sequence that does not fill it.
     i_n = (n_end - 1) * BN
     is_cut = True
     # With other numbers of consumers, and with dropout, this would spill.

@@ -46,7 +46,7 @@ def in_operand_order(b_x, N: gl.constexpr):
 
 @gluon.jit
 def as_operand(b_p32, N: gl.constexpr, P_LAYOUT: gl.constexpr):
-    """What `weights` returns in e4m3 for the product with v, whose keys are `in_operand_order` too."""
+    """The result of `weights` in e4m3, an operand of the product with v, whose keys are `in_operand_order` too."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 low, high;

@@ -1,4 +1,4 @@
-"""Which tile a program works on, and which tiles see each other: all roles of a kernel must agree on it.
+"""The order in which programs take tiles, and the tiles that see each other: all roles of a kernel agree on both.
 
 Bounds and masks are those of attention/flash/score.py, here in numbers of tiles.
 """
@@ -54,7 +54,7 @@ def swizzle(i_work, sizes):
 
 @gluon.constexpr_function
 def tile_shape(rows, columns):
-    """What attention/flash/score.py takes as BLOCKS."""
+    """A tile's shape as the BLOCKS that the functions of attention/flash/score.py take."""
     return Blocks(rows, columns, warps=4, stages=1)
 
 

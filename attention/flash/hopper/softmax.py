@@ -108,14 +108,14 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
 
 @gluon.jit
 def exponent_factor(scale_log2, MODE: gl.constexpr):
-    """What the result of `finish_scores` is multiplied by for scores times log2(e)."""
+    """The factor that turns the result of `finish_scores` into scores times log2(e)."""
     LEFT: gl.constexpr = after_product(MODE)
     return log2_factor(scale_log2, LEFT)
 
 
 @gluon.jit
 def alibi_shift(i_n, queries, MODE: gl.constexpr):
-    """What is missing from the scores of `finish_scores` in the key tile at i_n, for a bias of 0 at the first query."""
+    """ALiBi's term that `finish_scores` leaves out in the key tile at i_n, for a bias of 0 at the first query."""
     return queries.slope2 * (i_n - queries.i_m - queries.at.offset).to(gl.float32) if MODE.alibi else 0.0
 
 

@@ -89,7 +89,7 @@ def adder(dq, dq_sum, p_turn, buffers, barriers, sizes, i_slot: gl.constexpr, BL
         while i_step < n_steps:
             i_h, i_m = place(i_step, tile)
             i_sum = (i_bh + i_h) * n_m + i_m
-            # Divided before there is something to do.
+            # `place` divides: done here, while there is nothing to add yet.
             next_h, next_m = place(i_step + SLOTS, tile)
             next_waits = (next_m < tile.last) & (next_m < tile.first)
             mbarrier.wait(barriers.dq_full.index(i_slot), ((before + i_step) // SLOTS) & 1)
