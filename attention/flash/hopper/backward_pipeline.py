@@ -140,7 +140,7 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
         delta,
         parts,
         ones,
-        gl.allocate_shared_memory(dtype, [1, BN, BM], ds_layout),
+        gl.allocate_shared_memory(dtype, [1, BN, BM], ds_layout),  # `step` indexes it with `unknown_zero`
         gl.allocate_shared_memory(gl.float32, [SLOTS, BM * BD // WIDTH, WIDTH], dq_sum.layout),
         words,
         gl.allocate_shared_memory(gl.int32, [FIELDS, 1], BARRIER),
