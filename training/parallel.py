@@ -25,14 +25,18 @@ class DataParallel(Enum):
 class ParallelConfig:
     """The options under `parallel.*`.
 
-    data       what each rank keeps of weights, gradients and moments
-    context    ranks that share the rows of every sequence; 1: each rank has whole ones
-    context_by what these ranks exchange to attend: heads or keys
-    exact      add gradients in an order that does not depend on the number of ranks: the same losses, bit for bit
-    timeout_s  seconds to wait for another rank before giving up
+    data                   what each rank keeps of weights, gradients and moments
+    reshard_after_forward  with shard: drop a block's gathered weights after its forward pass, and gather them again for
+                           its backward pass; False: keep them until then
+    context                ranks that share the rows of every sequence; 1: each rank has whole ones
+    context_by             what these ranks exchange to attend: heads or keys
+    exact                  add gradients in an order that does not depend on the number of ranks: the same losses, bit
+                           for bit
+    timeout_s              seconds to wait for another rank before giving up
     """
 
     data: DataParallel = DataParallel.replicate
+    reshard_after_forward: bool = True
     context: int = 1
     context_by: ContextBy = ContextBy.auto
     exact: bool = True
@@ -58,6 +62,11 @@ def check_parallel(config: ParallelConfig, ranks: int) -> None:
         raise ParallelError(
             f"{ranks} ranks cannot add gradients in the order of one rank (parallel.exact=true); start "
             f"{2 ** (ranks.bit_length() - 1)} or {2 ** ranks.bit_length()} ranks, or set parallel.exact=false."
+        )
+    if config.data is DataParallel.replicate and not config.reshard_after_forward:
+        raise ParallelError(
+            "parallel.reshard_after_forward=false has no effect on parallel.data=replicate, which keeps all weights on "
+            "every rank; leave it out, or set parallel.data=shard."
         )
     if not (math.isfinite(config.timeout_s) and config.timeout_s > 0):
         raise ParallelError(f"parallel.timeout_s={config.timeout_s} must be a number of seconds above 0.")

@@ -24,18 +24,19 @@ from training.exchange import ALIGNMENT, AnyOrder, Exchange, FixedTree, add_shar
 from training.parallel import ParallelConfig
 
 
-def shard(model: GPT, device: torch.device, exact: bool) -> GPT:
+def shard(model: GPT, device: torch.device, config: ParallelConfig) -> GPT:
     """Spread the parameters of `model` over all ranks, block by block, and return a description of the whole one for
     `gathered`: its modules without their values."""
     blueprint = copy.deepcopy(model).to("meta")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.h, model):
-        fully_shard(module, mesh=mesh)
+        # The backward pass begins with what the model has outside its blocks: never dropped before it.
+        fully_shard(module, mesh=mesh, reshard_after_forward=config.reshard_after_forward and module is not model)
         assert isinstance(module, FSDPModule)
         # A micro-batch's loss is its share of the step's already.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if exact:
+        if config.exact:
             module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
     return blueprint
 

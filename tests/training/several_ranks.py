@@ -43,6 +43,7 @@ PARALLEL = {
     "exact": ParallelConfig(),
     "any": ParallelConfig(exact=False),
     "sharded": ParallelConfig(DataParallel.shard),
+    "sharded, kept gathered": ParallelConfig(DataParallel.shard, reshard_after_forward=False),
     "sharded, any": ParallelConfig(DataParallel.shard, exact=False),
     "heads": ParallelConfig(context=2, context_by=ContextBy.heads),
     "keys, sharded": ParallelConfig(DataParallel.shard, context=2, context_by=ContextBy.keys),

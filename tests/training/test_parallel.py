@@ -43,6 +43,11 @@ CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32)
         (ParallelConfig(context=0), 2, "parallel.context=0 must be at least 1"),
         (ParallelConfig(timeout_s=0), 2, "parallel.timeout_s=0 must be"),
         (
+            ParallelConfig(reshard_after_forward=False),
+            2,
+            "parallel.reshard_after_forward=false has no effect on parallel.data=replicate",
+        ),
+        (
             ParallelConfig(context=8, context_by=ContextBy.heads),
             8,
             "parallel.context_by=heads cannot share 4 query and 4 key/value heads between parallel.context=8 ranks; "

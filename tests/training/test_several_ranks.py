@@ -52,7 +52,7 @@ def test_terms_that_come_one_by_one_are_added_in_a_tree(count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["exact", "sharded"])
+@pytest.mark.parametrize("name", ["exact", "sharded", "sharded, kept gathered"])
 def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Found, name: str) -> None:
     (alone,) = found[1]
     assert len({loss for loss, _ in alone["exact"]["updates"]}) == 8
