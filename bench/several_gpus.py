@@ -105,6 +105,8 @@ def cases(gpus: int) -> Iterator[Case]:
     yield Case("xl", ALONE, 1024, 16, 3, 3, model="gpt2-xl", parallel=ParallelConfig(shard))
     if gpus > 1:
         yield Case("xl", "exact", 1024, 16, 3, 3, model="gpt2-xl", parallel=ParallelConfig(shard))
+        kept = ParallelConfig(shard, reshard_after_forward=False)
+        yield Case("xl", "exact, kept gathered", 1024, 16, 3, 3, model="gpt2-xl", parallel=kept)
         any_order = ParallelConfig(shard, exact=False)
         yield Case("xl", "any order", 1024, 16, 3, 3, model="gpt2-xl", parallel=any_order)
         length, first = (MILLION, 0) if gpus >= 4 else (MILLION // 8, 1)
@@ -189,7 +191,7 @@ def train_in_groups(case: Case, train: Callable[[int, int], float]) -> Iterator[
 def measure(case: Case, world: World, device: torch.device) -> Iterator[dict[str, Any]]:
     """The row of a case, and before it, of a long sequence, one for the steps so far.
 
-    The speed of GPUs that are alone is their mean.
+    The speed is the mean over the GPUs. Those that are alone do not wait for the slowest, which the row tells too.
     """
     started = time.monotonic()
     torch.compiler.reset()
@@ -217,7 +219,8 @@ def measure(case: Case, world: World, device: torch.device) -> Iterator[dict[str
             print(f"{ended[-1]:.0f} s: {case.kind}, {case.name}: {progress.done} of {case.steps} steps", flush=True)
         if not case.long and progress.done < case.steps:
             continue
-        seconds_of_step = statistics.mean(from_every_rank(progress.seconds))
+        of_each = from_every_rank(progress.seconds)
+        seconds_of_step = statistics.mean(of_each)
         written = [[float(value).hex() for value in update] for update in updates]
         row = {
             "kind": case.kind,
@@ -230,6 +233,7 @@ def measure(case: Case, world: World, device: torch.device) -> Iterator[dict[str
             "ended_s": list(ended),  # after the case began, each group of steps
             "dropout": case.dropout,
             "step_ms": 1e3 * seconds_of_step,
+            "slowest_step_ms": 1e3 * max(of_each),
             "compiles": progress.compiles,
             "tokens_per_s": trainer.tokens_per_step / seconds_of_step,
             "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
