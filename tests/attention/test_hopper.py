@@ -30,15 +30,15 @@ SPILLED = {
     ("128-causal-exact", "backward_kernel"): 104,
     ("128-causal-exact-short", "backward_kernel"): 104,
     ("128-documents-exact", "backward_kernel"): 100,
-    ("128-soft_cap-exact", "backward_kernel"): 160,
+    ("128-soft_cap-exact", "backward_kernel"): 104,
     ("64-causal-dropout", "forward_kernel"): 128,  # around the loop over the keys
     ("64-everything-dropout", "forward_kernel"): 20,
     ("64-causal-dropout", "backward_kernel"): 120,
     ("64-everything-dropout", "backward_kernel"): 120,
     ("128-causal-dropout", "forward_kernel"): 12,
-    ("128-causal-dropout", "backward_kernel"): 104,
+    ("128-causal-dropout", "backward_kernel"): 120,
     ("128-everything-dropout", "forward_kernel"): 176,
-    ("128-everything-dropout", "backward_kernel"): 248,
+    ("128-everything-dropout", "backward_kernel"): 204,
     ("256-causal-dropout", "forward_kernel"): 76,
 }
 

@@ -82,9 +82,14 @@ FIELDS = gl.constexpr(len(KeyTile._fields))
 
 
 class Half(NamedTuple):
-    """HALF queries from i_m of a query tile, in shared memory, and the place of their ds."""
+    """HALF queries of a query tile, or a piece of them, in shared memory, and the place of their ds.
+
+    i_m     the first of them
+    i_half  the first of the half
+    """
 
     i_m: Any
+    i_half: Any
     q: Any
     do: Any
     lse2: Any
@@ -179,6 +184,7 @@ def half_of(i_m, i_s, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
     o: gl.constexpr = i * HALF
     return Half(
         i_m + o,
+        i_m + o,
         buffers.q.index(i_s).slice(o, HALF),
         buffers.do.index(i_s).slice(o, HALF),
         0 if BLOCKS.rows_in_products else buffers.lse2.index(i_s).slice(o, HALF, 1),
@@ -186,6 +192,24 @@ def half_of(i_m, i_s, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
         buffers.parts.index(i_s).slice(o, HALF) if BLOCKS.rows_in_products else 0,
         buffers.ds.index(0).slice(o, HALF, 1),
         buffers.words.index(i_s).slice(o // 2, HALF // 2, 1) if BLOCKS.drawer else 0,
+    )
+
+
+@gluon.jit
+def piece_of(half, i: gl.constexpr, BLOCKS: gl.constexpr):
+    """Piece i of a half, without the parts and ds, which are operands of products of the whole."""
+    n: gl.constexpr = HALF // BLOCKS.pieces
+    o: gl.constexpr = i * n
+    return Half(
+        half.i_m + o,
+        half.i_m,
+        half.q.slice(o, n),
+        half.do.slice(o, n),
+        0 if BLOCKS.rows_in_products else half.lse2.slice(o, n, 1),
+        0 if BLOCKS.rows_in_products else half.delta.slice(o, n, 1),
+        0,
+        0,
+        half.words.slice(o // 2, n // 2, 1) if BLOCKS.drawer else 0,
     )
 
 

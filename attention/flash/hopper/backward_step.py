@@ -1,6 +1,7 @@
 """A step of the backward's consumer: a tile of keys meets a tile of queries, in five products.
 
 A query tile of 128 is worked on in two halves, so that the products of one run during the exponentials of the other.
+One of 64 is a single half, which is worked on in two pieces where registers allow it, for the same reason.
 """
 
 from triton.experimental import gluon
@@ -19,7 +20,7 @@ from ..score import (
     soft_cap_tanh,
     times_derivative,
 )
-from .backward_pipeline import HALF, SLOTS, WIDTH, half_of
+from .backward_pipeline import HALF, SLOTS, WIDTH, half_of, piece_of
 from .compat import barrier
 from .dropout import draw_transposed, drop_transposed, load_key, word_layout
 from .schedule import seen_by_query
@@ -43,24 +44,45 @@ def draw(i_h, i_m, tile, extras, BLOCKS: gl.constexpr, MODE: gl.constexpr):
 
 
 @gluon.jit
+def pieces(b_x, N: gl.constexpr):
+    """b_x (M, n) as N tiles (M, n / N), one or two, in any layouts."""
+    b_pieces = (b_x,)
+    if N == 2:
+        b_pieces = gl.split(b_x.reshape([b_x.shape[0], 2, b_x.shape[1] // 2]).permute((0, 2, 1)))
+    return b_pieces
+
+
+@gluon.jit
+def joined(b_pieces):
+    """The tile that `pieces` were made of, in any layout."""
+    b_x = b_pieces[0]
+    if len(b_pieces) == 2:
+        b_x = gl.join(b_x, b_pieces[1]).permute((0, 2, 1)).reshape([b_x.shape[0], 2 * b_x.shape[1]])
+    return b_x
+
+
+@gluon.jit
 def weights(
     b_s, b_w, half, slope2, i_step, is_cut, tile, at, numbers, barriers,
     P_LAYOUT: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """(BN, HALF): p times the derivative of the scores, and ~p in 16 bits."""
+    """(BN, M) of M queries, a half or a piece of it: p times the derivative of the scores, and ~p in 16 bits."""
     BN: gl.constexpr = BLOCKS.k
+    M: gl.constexpr = b_s.shape[1]
+    LAYOUT: gl.constexpr = b_s.type.layout
     THRESHOLD: gl.constexpr = MODE.threshold
     scale_log2 = numbers.scale_log2
     i_n = tile.i_tile * BN
-    o_m = half.i_m + gl.arange(0, HALF, gl.SliceLayout(0, S_LAYOUT))
-    o_rows = gl.arange(0, BN, gl.SliceLayout(1, S_LAYOUT))
+    o_m = half.i_m + gl.arange(0, M, gl.SliceLayout(0, LAYOUT))
+    o_rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
-    own = half.i_m + at.offset  # of the first query: `delta_kernel` adds to lse2 what the others' bias differs by
+    # Of the half's first query: `delta_kernel` adds to lse2 what the others' bias differs by.
+    own = half.i_half + at.offset
     b_bias = alibi_bias(slope2, o_m[None, :], o_rows[:, None], i_n, own, at, MODE) if MODE.alibi else None
     b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     if is_cut:
         b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], at, MODE), b_s, -float("inf"))
-    b_lse2 = 0.0 if BLOCKS.rows_in_products else half.lse2.load(S_LAYOUT)
+    b_lse2 = 0.0 if BLOCKS.rows_in_products else half.lse2.load(LAYOUT)
     b_p = gl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2)
     b_p_kept = gl.convert_layout(b_p.to(half.q.dtype), P_LAYOUT)
     b_p = times_derivative(b_p, b_tanh, MODE)  # so that tanh leaves the registers
@@ -68,27 +90,78 @@ def weights(
         if BLOCKS.drawer:
             i_s = i_step % BLOCKS.stages
             mbarrier.wait(barriers.words_full.index(i_s), (i_step // BLOCKS.stages) & 1)
-            b_w = half.words.load(word_layout(BN // 2, HALF // 2, 8))
-        b_p_kept = drop_transposed(b_p_kept, b_w, THRESHOLD, HALF, BN)
+            b_w = half.words.load(word_layout(BN // 2, M // 2, 8))
+        b_p_kept = drop_transposed(b_p_kept, b_w, THRESHOLD, M, BN)
     return b_p, b_p_kept
 
 
 @gluon.jit
 def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """ds (BN, HALF) in 16 bits, of what `weights` gives; also stored, for dq."""
-    b_delta = 0.0 if BLOCKS.rows_in_products else half.delta.load(S_LAYOUT)
+    """(BN, M): ds in 16 bits, of what `weights` gives and dp."""
+    LAYOUT: gl.constexpr = b_dp.type.layout
+    b_delta = 0.0 if BLOCKS.rows_in_products else half.delta.load(LAYOUT)
     if MODE.threshold:
         # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
-        b_kept = gl.convert_layout(b_p_kept, S_LAYOUT)
+        b_kept = gl.convert_layout(b_p_kept, LAYOUT)
         if MODE.soft_cap is not None:
             b_ds32 = b_p * (gl.where(b_kept != 0.0, b_dp, 0.0) - b_delta)
         else:
             b_ds32 = b_kept.to(gl.float32) * b_dp - b_p * b_delta
     else:
         b_ds32 = b_p * (b_dp - b_delta)
-    b_ds = b_ds32.to(half.q.dtype)
-    half.ds.store(b_ds)
-    return gl.convert_layout(b_ds, b_p_kept.type.layout)
+    return b_ds32.to(half.q.dtype)
+
+
+@gluon.jit
+def add_to_dv(
+    b_s, b_w, b_dv, half, slope2, i_step, is_cut, tile, at, numbers, barriers, BLOCKS: gl.constexpr, MODE: gl.constexpr
+):
+    """(p, ~p, dv + ~p^T do in flight), of `weights`: p and ~p in pieces.
+
+    The product of a piece runs during the exponentials of the next. The branch for a cut tile keeps them in this order:
+    without it the compiler takes all exponentials before the second product.
+    """
+    BN: gl.constexpr = BLOCKS.k
+    N: gl.constexpr = BLOCKS.pieces
+    M: gl.constexpr = HALF // N
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, M, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dv.type.layout, 2)
+    DRAWN: gl.constexpr = MODE.threshold and not BLOCKS.drawer
+    s_pieces = pieces(b_s, N)
+    w_pieces = pieces(b_w, N) if DRAWN else (0, 0)
+    b_p = ()
+    b_p_kept = ()
+    for j in gl.static_range(N):
+        piece = piece_of(half, j, BLOCKS)
+        s_piece = gl.convert_layout(s_pieces[j], LAYOUT)
+        w_piece = gl.convert_layout(w_pieces[j], word_layout(BN // 2, M // 2, 8)) if DRAWN else 0
+        p_piece, kept_piece = weights(
+            s_piece, w_piece, piece, slope2, i_step, is_cut, tile, at, numbers, barriers, P_LAYOUT, BLOCKS, MODE
+        )
+        b_dv = warpgroup_mma(kept_piece, piece.do, b_dv, is_async=True)
+        b_p += (p_piece,)  # type: ignore[assignment]
+        b_p_kept += (kept_piece,)  # type: ignore[assignment]
+    return b_p, b_p_kept, b_dv
+
+
+@gluon.jit
+def add_to_dk(b_p, b_p_kept, b_dp, b_dk, half, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """(ds in pieces, dk + ds^T q in flight), of what `add_to_dv` gives; ds is also stored, for dq."""
+    N: gl.constexpr = BLOCKS.pieces
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HALF // N, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
+    dp_pieces = pieces(b_dp, N)
+    b_ds = ()
+    for j in gl.static_range(N):
+        piece = piece_of(half, j, BLOCKS)
+        dp_piece = gl.convert_layout(dp_pieces[j], LAYOUT)
+        ds_piece = score_gradients(b_p[j], b_p_kept[j], dp_piece, piece, BLOCKS, MODE)
+        ds_piece = gl.convert_layout(ds_piece, P_LAYOUT)
+        b_ds += (ds_piece,)  # type: ignore[assignment]
+        if j == N - 1:  # all of it at once: the compiler has all warps wait between stores to slices of a tile
+            half.ds.store(gl.convert_layout(joined(b_ds), S_LAYOUT))
+        b_dk = warpgroup_mma(ds_piece, piece.q, b_dk, is_async=True)
+    return b_ds, b_dk
 
 
 @gluon.jit
@@ -111,6 +184,12 @@ def product(a, b, half, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
     else:
         b_c = warpgroup_mma(a, b.permute((1, 0)), b_c, use_acc=False, is_async=True)
     return b_c
+
+
+@gluon.jit
+def done(flight, operands, n: gl.constexpr):
+    """The products `flight`, when at most n later ones are in flight; until then registers keep their `operands`."""
+    return warpgroup_mma_wait(n, deps=flight + operands)[: len(flight)]
 
 
 @gluon.jit
@@ -163,8 +242,8 @@ def step(
     BD: gl.constexpr = BLOCKS.columns
     STAGES: gl.constexpr = BLOCKS.stages
     TWO: gl.constexpr = BM > HALF
+    PIECES: gl.constexpr = BLOCKS.pieces  # a product each, for dv and dk
     N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # matrix products that `product` starts, as waits count them
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
     i_s = i_step % STAGES
     zero = unknown_zero(i_step)
@@ -182,30 +261,28 @@ def step(
         half_1 = half_of(i_tile_m * BM, i_s, 1, buffers, BLOCKS)
         s_flight_1 = product(b_k, half_1.q, half_1, 0, buffers, BLOCKS)
     b_w = draw(i_h, half.i_m, tile, extras, BLOCKS, MODE)
-    b_p, b_p_kept = weights(b_s, b_w, half, slope2, i_step, is_cut, tile, at, numbers, barriers, P_LAYOUT, BLOCKS, MODE)
-    dv_flight = warpgroup_mma(b_p_kept, half.do, b_dv, is_async=True)
+    b_p, b_p_kept, dv_flight = add_to_dv(
+        b_s, b_w, b_dv, half, slope2, i_step, is_cut, tile, at, numbers, barriers, BLOCKS, MODE
+    )
     if TWO:
         dp_flight_1 = product(v_s, half_1.do, half_1, 1, buffers, BLOCKS)
-    b_dp = warpgroup_mma_wait(2 * N + 1 if TWO else 1, deps=(dp_flight,))
-    b_ds = score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS, MODE)
-    dk_flight = warpgroup_mma(b_ds, half.q, b_dk, is_async=True)
+    b_dp = warpgroup_mma_wait(2 * N + PIECES if TWO else PIECES, deps=(dp_flight,))
+    b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, half, BLOCKS, MODE)
     if TWO:
         b_w = draw(i_h, half_1.i_m, tile, extras, BLOCKS, MODE)
-        b_s, b_dv, b_p_kept = warpgroup_mma_wait(N + 1, deps=(s_flight_1, dv_flight, b_p_kept))
-        b_p, b_p_kept = weights(
-            b_s, b_w, half_1, slope2, i_step, is_cut, tile, at, numbers, barriers, P_LAYOUT, BLOCKS, MODE
+        b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, N + PIECES)
+        b_p, b_p_kept, dv_flight = add_to_dv(
+            b_s, b_w, b_dv, half_1, slope2, i_step, is_cut, tile, at, numbers, barriers, BLOCKS, MODE
         )
-        dv_flight = warpgroup_mma(b_p_kept, half_1.do, b_dv, is_async=True)
-        b_dp, b_dk, b_ds = warpgroup_mma_wait(1, deps=(dp_flight_1, dk_flight, b_ds))
-        b_ds = score_gradients(b_p, b_p_kept, b_dp, half_1, BLOCKS, MODE)
-        dk_flight = warpgroup_mma(b_ds, half_1.q, b_dk, is_async=True)
-    b_dv, b_p_kept = warpgroup_mma_wait(1, deps=(dv_flight, b_p_kept))
+        b_dp, b_dk = done((dp_flight_1, dk_flight), b_ds, PIECES)
+        b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, half_1, BLOCKS, MODE)
+    b_dv = done((dv_flight,), b_p_kept, PIECES)[0]
     fence_async_shared()
     barrier()
     zeros_dq = gl.zeros([BM, BD], gl.float32, DQ_LAYOUT)
     dq_flight = warpgroup_mma(buffers.ds.index(zero).permute((1, 0)), k_s, zeros_dq, use_acc=False, is_async=True)
     # Queries and their gradients of out are not needed for dq: the producer may bring others while it is in flight.
-    b_dk, b_ds = warpgroup_mma_wait(1, deps=(dk_flight, b_ds))
+    b_dk = done((dk_flight,), b_ds, 1)[0]
     mbarrier.arrive(barriers.empty.index(i_s))
     s_flight = first_scores(b_k, i_step + 1, has_next, buffers, barriers, BLOCKS)
     b_dq = warpgroup_mma_wait(N, deps=(dq_flight,))

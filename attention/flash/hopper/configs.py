@@ -57,6 +57,7 @@ class BackwardBlocks(NamedTuple):
     key_stages        key tiles in flight
     rows_in_products  whether lse2 and delta come with the products s and dp, which takes shared memory
     drawer            whether four more warps draw dropout's mask, which takes registers and shared memory
+    pieces            1 or 2: of 64 queries; the products of a piece run while the weights of the next are computed
     """
 
     q: int
@@ -66,6 +67,7 @@ class BackwardBlocks(NamedTuple):
     key_stages: int
     rows_in_products: bool
     drawer: bool
+    pieces: int
 
 
 def forward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_cap: bool) -> ForwardBlocks:
@@ -106,12 +108,16 @@ def backward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft
     # in shared memory.
     rows = not (dropout or soft_cap) and (length >= 1024 if head_dim > 64 else alibi)
     if head_dim > 64:
-        return BackwardBlocks(q=64, k=128, columns=128, stages=2, key_stages=1, rows_in_products=rows, drawer=False)
+        return BackwardBlocks(
+            q=64, k=128, columns=128, stages=2, key_stages=1, rows_in_products=rows, drawer=False, pieces=2
+        )
     if dropout:  # a second half would need registers that are not there
-        return BackwardBlocks(q=64, k=128, columns=64, stages=3, key_stages=2, rows_in_products=False, drawer=True)
+        return BackwardBlocks(
+            q=64, k=128, columns=64, stages=3, key_stages=2, rows_in_products=False, drawer=True, pieces=1
+        )
     key_stages = 1 if rows else 2
     return BackwardBlocks(
-        q=128, k=128, columns=64, stages=2, key_stages=key_stages, rows_in_products=rows, drawer=False
+        q=128, k=128, columns=64, stages=2, key_stages=key_stages, rows_in_products=rows, drawer=False, pieces=1
     )
 
 
