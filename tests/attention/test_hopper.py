@@ -123,6 +123,7 @@ def test_the_paths_of_all_layers_are_named(hopper_gpu):
     attend = build_attention(AttentionConfig("flash"))
     assert attend.path(shape(), 4096) == "hopper"
     assert attend.path(shape(head_dim=64), 16384) == "hopper"
+    assert attend.path(shape(head_dim=64, documents=True), 1024) == "hopper"
     assert attend.path(shape(head_dim=256), 4096) == "hopper forward, plain backward"
     assert attend.path(shape(scores=(Score(window=64), Score())), 4096) == "hopper"
     layers = (Score(), Score(alibi=True))

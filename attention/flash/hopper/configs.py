@@ -11,7 +11,7 @@ FP8_MAX_HEAD_DIM = 128
 # by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
 FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
     (64, False, False): {"causal": 512, "alibi": 512, "soft_cap": 1024, "window": 1024, "documents": 1024},
-    (64, False, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024},
+    (64, False, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (64, True, False): {"causal": 512, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (64, True, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
     (128, False, False): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
