@@ -126,6 +126,35 @@ def test_shares_of_the_peak() -> None:
         assert f"{cell}%".replace("/", "%/") == "/".join(shares), (row, column)
 
 
+def test_bytes_moved() -> None:
+    rows = results("bytes-nvidia-h200")["rows"]
+    names = {"naive, H200": "naive", "flash (plain Triton)": "flash", "torch's FlashAttention-2": "sdpa-flash"}
+    for row, column, cell in table("docs/results.md", "| forward + backward |"):
+        if not row.startswith("paper"):
+            passes = [r for r in rows if r["name"] == names[row.removeprefix("ours, ")] and not r["block_q"]]
+            of = {"GFLOP": ["gflop"], "GB moved": ["gb_read", "gb_written"], "ms": ["ms"]}[column]
+            total = sum(r[number] for r in passes for number in of)
+            assert cell == (f"{total:,.0f}" if column == "GFLOP" else f"{total:.3g}"), (row, column)
+    tiles = {f"{r['block_q']} x {r['block_k']}": r for r in rows if r["block_q"]}
+    for row, column, cell in table("docs/results.md", "| queries x keys of a tile |"):
+        tile = tiles[column]
+        number = tile["ms"] if row.startswith("ms") else tile["gb_read"] + tile["gb_written"]
+        assert cell == f"{number:.2f}", (row, column)
+
+
+def test_times_of_softmax() -> None:
+    ms = {
+        (row["name"], row["length"]): row["ms"] for row in results("softmax-nvidia-h200")["rows"] if row["rows"] == 4000
+    }
+    for row, column, cell in table("docs/results.md", "| 4,000 rows of |"):
+        length = int(column.replace(",", ""))
+        if row == "safe / online":
+            assert cell == f"{ms['safe', length] / ms['online', length]:.2f}", column
+        else:
+            time = ms[row.removesuffix(", ms"), length]
+            assert cell == f"{time:.{3 if time < 1 else 2}f}", (row, column)
+
+
 @pytest.mark.parametrize(
     ("page", "header", "after", "dropout"),
     [
@@ -196,24 +225,35 @@ def test_losses_of_the_experiments() -> None:
         assert cell == expected, (row, column)
 
 
-def test_speeds_on_two_gpus() -> None:
+def test_speeds_on_several_gpus() -> None:
     cases = {
-        "XL with `parallel.exact=false`": ("xl", "any order"),
-        "32 x 1,024 tokens per GPU, dropout 0.1": ("speed", "exact"),
-        "parallel.exact=false": ("speed", "any order"),
-        "262,144 tokens": ("quarter", "heads"),
-        "16 x 1,024 tokens per GPU": ("xl", "exact"),
+        "GPT-2 124M, 32 x 1,024 tokens per GPU, dropout 0.1": ("speed", "exact"),
+        "the same with `parallel.exact=false`": ("speed", "any order"),
+        "GPT-2 124M, one sequence of 262,144 tokens": ("quarter", "heads"),
+        "GPT-2 124M, one sequence of 524,288 tokens": ("half", "heads"),
+        "GPT-2 124M, one sequence of 1,048,576 tokens": ("million", "heads"),
+        "GPT-2 XL, 16 x 1,024 tokens per GPU, `parallel.data=shard`": ("xl", "exact"),
+        "GPT-2 XL with `parallel.exact=false`": ("xl", "any order"),
+        "GPT-2 XL with `parallel.reshard_after_forward=false`": ("xl", "exact, kept gathered"),
     }
     measured = {
-        (row["kind"], row["name"], row["gpus"]): row["tokens_per_s"]
+        (row["kind"], row["name"], row["gpus"]): row
         for row in results("several-gpus-nvidia-h200")["rows"]
+        if not row.get("compiles")  # such a time includes compiling
     }
-    rows = {row for row, _, _ in table("docs/several-gpus.md", "| on two H200 | tokens/s |")}
-    assert len(rows) == len(cases)
-    for row, column, cell in table("docs/several-gpus.md", "| on two H200 | tokens/s |"):
-        kind, name = next(case for words, case in cases.items() if words in row)
-        together, one = measured[kind, name, 2], measured.get((kind, "alone", 2)) or measured[kind, name, 1]
-        if column == "tokens/s":
-            assert cell == f"{float(f'{together:.{4 if together > 1e6 else 3}g}'):,.0f}", row
-        else:
-            assert cell == f"{together / (2 * one):.1%}".replace("%", " %"), row
+    rate = {case: row["tokens_per_s"] for case, row in measured.items()}
+    shown = set()
+    for row, column, cell in table("docs/several-gpus.md", "| tokens/s | two H200s |"):
+        (kind, name), gpus = cases[row], 4 if "four" in column else 2
+        together, one = rate.get((kind, name, gpus)), rate.get((kind, "alone", gpus)) or rate.get((kind, name, 1))
+        expected = ""
+        if together and column.endswith("H200s"):
+            expected = f"{float(f'{together:.{4 if together > 1e6 else 3}g}'):,.0f}"
+        elif together and one:
+            expected = f"{together / (gpus * one):.1%}".replace("%", " %")
+        assert cell == expected, (row, column)
+        shown.add(row)
+    assert shown == {row for row, case in cases.items() if {(*case, 2), (*case, 4)} & set(measured)}
+    ms = f"{measured['speed', 'exact', 4]['step_ms']:.0f} ms"
+    for page in ("README.md", "docs/several-gpus.md"):
+        assert f"step of 131,072 tokens takes {ms}" in re.sub(r"\s+", " ", (ROOT / page).read_text()), page
