@@ -86,7 +86,7 @@ def run_decode(
         shape = (B * H_kv, n_splits, G * T)
         partial = Partial(*(q.new_empty(*shape, *last, dtype=torch.float32) for last in ((mode.columns,), (), ())))
     with torch.cuda.device_of(q):
-        decode_kernel[(H_kv * n_m, B, n_splits)](
+        decode_kernel[(H_kv * n_m, n_splits, B)](
             *(strided(x) for x in (q, k, v)),
             out,
             lse,

@@ -109,7 +109,7 @@ def decode_kernel(
     q, k, v, out, p_lse, partial, p_lengths, p_pages, extras, scale_log2, G, T, capacity, n_pages,
     PAGE: tl.constexpr, EARLY_JOIN: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """One split of the keys for one tile of rows. Grid: key/value heads x tiles of rows, sequences, splits.
+    """One split of the keys for one tile of rows. Grid: key/value heads x tiles of rows, splits, sequences.
 
     `partial` is None where there is one split: the program then writes out and lse itself.
     """
@@ -119,7 +119,8 @@ def decode_kernel(
     STAGES: tl.constexpr = BLOCKS.stages
     if EARLY_JOIN:
         gdc_launch_dependents()
-    i_b, i_split, n_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    # Sequences come last: programs that run at the same time read few of them, and so few pages of the GPU's memory.
+    i_b, i_split, n_splits = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
     n_m = tl.cdiv(G * T, BM)
     i_kv, i_m = tl.program_id(0) // n_m, tl.program_id(0) % n_m * BM
     H = tl.num_programs(0) // n_m * G
