@@ -52,10 +52,8 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
     os.environ.setdefault("NCCL_MIN_CTAS", "48")
     # Messages between hosts go through gloo, so that neither waits for the devices.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # NCCL's timeout counts from the launch of an exchange, even while earlier work of a long step runs, and it ends the
-    # process without naming a rank. The hosts, which ask each other after each launch, should give up first.
-    patience = timedelta(seconds=timeout_s * (2 if device.type == "cuda" else 1))
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
+    timeout = patience(device, timeout_s)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     try:
         yield
         # Leave together: torchrun ends the others as soon as one exits with a status other than 0, as after a signal.
@@ -74,6 +72,13 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
         # After a failure the GPUs' communicators end with the process: destroying them needs all ranks.
         if device.type == "cpu" and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def patience(device: torch.device, timeout_s: float) -> timedelta:
+    """How long an exchange of tensors waits for another rank, where a message between hosts waits `timeout_s`."""
+    # NCCL's timeout counts from the launch of an exchange, even while earlier work of a long step runs, and it ends the
+    # process without naming a rank. The hosts, which ask each other after each launch, should give up first.
+    return timedelta(seconds=timeout_s * (2 if device.type == "cuda" else 1))
 
 
 def _rendezvous(world: World, timeout_s: float) -> dist.Store:

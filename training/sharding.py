@@ -22,6 +22,7 @@ from model.gpt import GPT
 from training.device import World
 from training.exchange import ALIGNMENT, AnyOrder, Exchange, FixedTree, add_shares, local
 from training.parallel import ParallelConfig
+from training.ranks import patience
 
 
 def shard(model: GPT, device: torch.device, config: ParallelConfig) -> GPT:
@@ -163,7 +164,9 @@ def share_sequences(model: GPT, world: World, config: ParallelConfig) -> tuple[C
     """The attention to call where successive ranks share every sequence, and this rank's rows of a sequence."""
     n_heads = model.config.n_heads
     by = config.context_by.resolve(n_heads, model.config.n_kv_heads or n_heads, world.context)
-    device = model.wte.weight.device.type
-    mesh = init_device_mesh(device, (world.data_size, world.context), mesh_dim_names=("data", "context"))
-    attend = WRAPPERS[by](model.attend, mesh["context"].get_group())
+    group = dist.group.WORLD
+    if world.context < world.size:
+        group, _ = dist.new_subgroups(world.context, timeout=patience(model.wte.weight.device, config.timeout_s))
+    assert group is not None
+    attend = WRAPPERS[by](model.attend, group)
     return attend, rows_of(world.context_rank, world.context, model.seq_len, by)

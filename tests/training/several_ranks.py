@@ -19,7 +19,7 @@ import torch._dynamo  # fully_shard imports it when it is first called: once her
 from torch.multiprocessing import start_processes
 
 from attention import AttentionConfig, DropoutKey, build_attention
-from attention.context import ContextBy
+from attention.context import ContextAttention, ContextBy
 from attention.dropout import keep_mask
 from attention.score import take_rows
 from data import Batches
@@ -34,6 +34,7 @@ from training.ranks import joined
 from training.step import Trainer
 
 CPU = torch.device("cpu")
+TIMEOUT_S = 200.0
 T, B, MICRO_BATCHES, SEED = 64, 2, 4, 7
 TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)
 MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1)
@@ -98,19 +99,20 @@ def work(world: World) -> dict[str, Any]:
     if world.size <= 2:  # a sum of two terms has one order, in a library too
         for name in ("exact", "sharded"):
             found[f"{name}, two terms"] = train(build(world, PARALLEL[name], micro_batches=2), range(8))
-    found["masks"] = masks(world)
+    found["masks"], found["timeouts are the run's"] = masks(world)
     return found
 
 
-def masks(world: World) -> dict[str, bool]:
-    """Whether this rank's masks, in every micro-batch, are its part of the masks that one process draws for the step.
+def masks(world: World) -> tuple[dict[str, bool], list[bool]]:
+    """Whether this rank's masks, in every micro-batch, are its part of the masks that one process draws for the step,
+    and whether ranks that share sequences wait TIMEOUT_S for each other.
 
     With equal scores, and the identity as values, attention returns the weights, which are 0 where dropped.
     """
     H, T, layer, step = 4, 128, 1, 3
     whole = keep_mask(DropoutKey(SEED, step, layer, first_sequence=0), 0.1, MICRO_BATCHES * B, H, T, T)
     whole &= torch.ones(T, T, dtype=torch.bool).tril()
-    found = {}
+    found, in_time = dict[str, bool](), list[bool]()
     for context in (1, 2, 4):
         for by in (ContextBy.heads, ContextBy.keys):
             if world.size % context:
@@ -118,9 +120,11 @@ def masks(world: World) -> dict[str, bool]:
             torch.manual_seed(SEED)
             gpt = GPT(replace(MODEL, n_heads=H), 256, T, build_attention(AttentionConfig(dropout=0.1)))
             settings = TrainingConfig(batch_size=B, batch_tokens=B * T * MICRO_BATCHES, precision=Precision.fp32)
-            parallel = ParallelConfig(context=context, context_by=by)
+            parallel = ParallelConfig(context=context, context_by=by, timeout_s=TIMEOUT_S)
             trainer = Trainer(gpt, OptimizerConfig(), ScheduleConfig(), settings, SEED, CPU, world, parallel)
             attend, rows = trainer.context or (gpt.attend, ((0, T),))
+            if isinstance(attend, ContextAttention):
+                in_time.append(attend.group._get_backend(CPU).options._timeout.total_seconds() == TIMEOUT_S)
             v = take_rows(torch.eye(T), rows, dim=0).expand(B, H, -1, -1)
             kept = []
             for micro_step in range(trainer.micro_steps):
@@ -130,7 +134,7 @@ def masks(world: World) -> dict[str, bool]:
                 expected = take_rows(whole[first : first + B], rows, dim=2)
                 kept.append(torch.equal(weights != 0, expected))
             found[f"{world.size // context} x {context} by {by.value}"] = all(kept)
-    return found
+    return found, in_time
 
 
 def resume(world: World, folder: Path, steps: range, data: DataParallel) -> list[list[str]]:
@@ -151,7 +155,7 @@ def main(rank: int, folder: Path, ports: list[str]) -> None:
         if rank < size:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             world, steps = World(rank, size, rank), range(2 * turn, 2 * turn + 2)
-            with joined(world, CPU, timeout_s=200):
+            with joined(world, CPU, TIMEOUT_S):
                 resumed[str(steps.start)] = resume(world, folder / "checkpoints", steps, data)
                 if turn < 3:
                     (folder / f"{rank}-of-{size}.json").write_text(json.dumps(work(world)))

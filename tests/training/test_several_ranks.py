@@ -79,6 +79,13 @@ def test_every_split_into_ranks_with_other_sequences_or_other_rows_drops_the_sam
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_sequences_give_up_after_the_timeout_of_the_run(found: Found, size: int) -> None:
+    splits = [f"{size // c} x {c} by {by}" for c in (2, 4) if c <= size for by in ("heads", "keys")]
+    assert [rank["timeouts are the run's"] for rank in found[size]] == [[True] * len(splits)] * size
+
+
+@pytest.mark.slow
 def test_checkpoints_are_read_on_another_number_of_ranks(found: Found) -> None:
     """From four sharded ranks to two, from two to one, from one to four replicated ranks."""
     (alone,) = found[1]
