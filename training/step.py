@@ -65,8 +65,12 @@ class NonFiniteError(UserError, RuntimeError):
 
 
 def reseed(seed: int, step: int, micro_step: int, rank: int) -> None:
-    """Seed torch's default generators on every device for one micro-step, for `attention.rng=torch`."""
-    torch.manual_seed(int(np.random.SeedSequence((seed, step, micro_step, rank)).generate_state(1, np.uint64)[0]))
+    """Seed torch's default generators on every device in use for one micro-step, for `attention.rng=torch`."""
+    number = int(np.random.SeedSequence((seed, step, micro_step, rank)).generate_state(1, np.uint64)[0])
+    # torch.manual_seed would also format the call stack for each kind of device that is not in use.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
 
 
 class Trainer:
