@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
 
 
 def choose_blocks(rows: int, head_dim: int, mode: Mode) -> Blocks:
-    """The blocks for a group's rows and a head size, timed on an H200. UNIT is a multiple of their keys."""
+    """The blocks for a group's rows and a head size, timed on an H200. STEP is a multiple of their keys."""
     BM = max(MIN_ROWS, min(MAX_ROWS, triton.next_power_of_2(rows)))
     if mode.exact:
         return Blocks(BM, 16, 8, 2 if head_dim <= 128 else 1)

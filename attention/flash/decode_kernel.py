@@ -34,7 +34,8 @@ from .score import (
 )
 from .tiles import dot
 
-UNIT = tl.constexpr(128)  # keys: a split has one or more of them
+STEP = tl.constexpr(64)  # keys: splits begin at multiples of it
+UNIT = tl.constexpr(128)  # keys: there are no more splits than these fill
 CHAIN = tl.constexpr(16)  # columns whose fp32 products are added one after the other
 JOINED_COLUMNS = tl.constexpr(32)  # of a program of the join
 
@@ -98,10 +99,10 @@ def scores(b_q, b_k, MODE: tl.constexpr):
 @triton.jit
 def split_bounds(i_split, n_splits, n_base, n_end):
     """(start, end) of a split's keys, end not included. The splits cover all keys up to n_end."""
-    n_units = tl.cdiv(n_end - n_base, UNIT)
-    n_filled = tl.maximum(tl.minimum(n_units, n_splits), 1)
-    start = n_base + i_split * n_units // n_filled * UNIT
-    return start, tl.minimum(n_base + (i_split + 1) * n_units // n_filled * UNIT, n_end)
+    n_filled = tl.maximum(tl.minimum(tl.cdiv(n_end - n_base, UNIT), n_splits), 1)
+    n_steps = tl.cdiv(n_end - n_base, STEP)
+    start = n_base + i_split * n_steps // n_filled * STEP
+    return start, tl.minimum(n_base + (i_split + 1) * n_steps // n_filled * STEP, n_end)
 
 
 @triton.jit(do_not_specialize=["G", "T", "capacity", "n_pages"])
