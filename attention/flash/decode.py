@@ -15,7 +15,6 @@ from .decode_kernel import JOINED_COLUMNS, UNIT, Partial, decode_kernel, join_ke
 from .score import LOG2_E
 from .tiles import kernel_mode, strided
 
-MULTIPROCESSORS = 132  # of an H200; the same everywhere, so that all GPUs cut a sequence into the same splits
 MAX_ROWS = 32  # of a tile of queries: more do not fit the registers
 MIN_ROWS = 16  # of a matrix instruction
 # The join reads all splits at a time, up to MAX_JOINED. A larger power of two only adds zeros at the end of its sums,
@@ -26,14 +25,15 @@ MIN_JOINED, MAX_JOINED = 8, 64
 class Blocks(NamedTuple):
     """Rows of a query tile, rows of a key tile, warps of a program, stages of its pipeline.
 
-    resident  programs of one sequence on a multiprocessor
+    programs  of one sequence, over all heads: the 132 multiprocessors of an H200 run them at a time. The same on every
+              GPU, so that all cut a sequence into the same splits
     """
 
     q: int
     k: int
     warps: int
     stages: int
-    resident: int = 2
+    programs: int = 264
 
 
 def choose_blocks(rows: int, head_dim: int, mode: Mode) -> Blocks:
@@ -43,12 +43,12 @@ def choose_blocks(rows: int, head_dim: int, mode: Mode) -> Blocks:
         return Blocks(BM, 16, 8, 2 if head_dim <= 128 else 1)
     if head_dim > 128:
         return Blocks(BM, 64, 4, 2)
-    return Blocks(BM, 64, 4, 2, resident=3) if head_dim > 64 else Blocks(BM, 64, 2, 2, resident=8)
+    return Blocks(BM, 64, 4, 2, programs=384) if head_dim > 64 else Blocks(BM, 64, 2, 2, programs=1056)
 
 
 def count_splits(keys: int, heads: int, blocks: Blocks) -> int:
     """The splits of a sequence whose queries see at most `keys`; `heads` tiles of rows have a program for each."""
-    return max(1, min(MULTIPROCESSORS * blocks.resident // heads, triton.cdiv(keys, UNIT.value)))
+    return max(1, min(blocks.programs // heads, triton.cdiv(keys, UNIT.value)))
 
 
 def run_decode(
