@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from cli.compose import by_key, lines
 from config import Config, ConfigError, as_plain
+from model.config import Positions
 from training.checkpoint import CheckpointError, newest_valid, read_manifest
 from training.device import World
 from training.sweeps.launcher import quoted
@@ -109,10 +110,9 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
     recorded  the checkpoint's configuration, plain
     """
     now, default = as_plain(config), as_plain(Config())
-    then_and_now = {
-        "seq_len": (recorded["seq_len"], now["seq_len"]),
-        "optimizer.name": (recorded["optimizer"]["name"], now["optimizer"]["name"]),
-    }
+    then_and_now = {"optimizer.name": (recorded["optimizer"]["name"], now["optimizer"]["name"])}
+    if config.model.positions is Positions.learned:  # a table with a row for each position; rotary ones have any length
+        then_and_now["seq_len"] = recorded["seq_len"], now["seq_len"]
     for part, free in (("model", {"name", "dropout"}), ("score", {"name"}), ("data", {"cache"})):
         for name in now[part].keys() - free:
             # An option that the run did not record is newer than the run, which did what its default does.

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import train as train_module
 from cli import compose
@@ -24,8 +26,12 @@ from cli.launch import prepare
 from cli.resume import check_resumable, locked
 from cli.trained import read_config
 from config import ConfigError, register
+from data import Batches
+from data import prepare as prepare_data
+from parts import build_model
 from run_folder import read_metrics
 from training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
+from training.device import Precision
 from training.sweeps import launcher
 
 ROOT = Path(__file__).parents[2]
@@ -242,6 +248,26 @@ def test_a_run_recorded_before_an_option_existed_did_what_is_now_its_default(run
 def test_a_resumed_run_may_change_how_it_trains(runs: Path) -> None:
     changed = ["attention=tiled", "model.dropout=0.2", "training.steps=9000", "optimizer.lr=1e-4", "schedule=constant"]
     assert resumed("resume=auto", *changed) == "outputs/newer"
+
+
+def test_with_rotary_positions_a_resumed_run_may_have_longer_sequences(runs: Path) -> None:
+    run = runs / "rotary"
+    given = [*OVERRIDES, "model.positions=rotary", "model.dropout=0", "attention.dropout=0", "schedule=constant"]
+    (run / ".hydra").mkdir(parents=True)
+    OmegaConf.save(OmegaConf.create(given), run / ".hydra" / "overrides.yaml")
+    OmegaConf.save(compose.composed(given), run / ".hydra" / "config.yaml")
+    train(*given, "training.steps=6", f"hydra.run.dir={run}")
+    weights = load_checkpoint(newest_valid(run / "checkpoints")[0])["model"]
+
+    longer = ["seq_len=64", "training.batch_size=6"]
+    train(f"resume={run}", *longer, "training.steps=7")
+    config = compose.to_config(compose.composed([*given, *longer]))
+    data = prepare_data(config.data)
+    model = build_model(config, data.vocab_size, torch.device("cpu"), Precision.fp32)
+    model.load_state_dict(weights)
+    inputs, targets = Batches(data.train.tokens, 64, 6, config.seed).batch(6)
+    expected = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    assert losses(run)[-1][:2] == (7, pytest.approx(expected.item(), rel=1e-5))
 
 
 def test_a_checkpoint_of_another_run_is_distinguished_from_an_override(runs: Path) -> None:
