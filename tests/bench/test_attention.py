@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from importlib import import_module
 
@@ -25,6 +26,13 @@ CPU = torch.device("cpu")
 def run(path, *arguments: str) -> dict:
     main([*SMALL, "--out", str(path), *arguments])
     return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Keep the collector, which the benchmark runs after each candidate, off what other tests have left."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
