@@ -87,16 +87,16 @@ MOST_REGISTERS = {name: registers for registers, names in REGISTERS.items() for 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("architecture", ["hopper", "older"])
-def test_kernels_compile_and_take_no_more_registers_than_today_nor_outgrow_the_chip(architecture):
-    kernels = {found.pop("name"): found for found in compiled("compiled_plain", "resources", architecture)}
-    assert {name for name in (*SPILLED, *MOST_REGISTERS) if name.startswith(architecture)} <= set(kernels)
+def test_kernels_compile_and_take_no_more_registers_than_today_nor_outgrow_the_chip():
+    kernels = {found.pop("name"): found for found in compiled("compiled_plain", "resources", *SHARED)}
+    assert {*SPILLED, *MOST_REGISTERS} <= set(kernels)
+    assert {name.split("-")[0] for name in kernels} == set(SHARED)
     too_much = {
         name: found
         for name, found in kernels.items()
         if found["spilled"] > SPILLED.get(name, 0)
         or found["registers"] > MOST_REGISTERS.get(name, 255)
-        or found["shared"] > SHARED[architecture]
+        or found["shared"] > SHARED[name.split("-")[0]]
         or (found["serialised"] and name not in SERIALISED)
     }
     assert not too_much
