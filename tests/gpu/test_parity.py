@@ -67,7 +67,9 @@ def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled: bool, devi
     config = AttentionConfig(name="flash", dropout=0.1)
     probe = ParityProbe(ParityConfig(every=3), config, shape(device))
     histories, peaks = [], []
-    for probed in (False, True):
+    # The first run only makes cuBLAS allocate its workspaces, one for each stream, which it keeps until the end.
+    for probed in (True, False, True):
+        kept = torch.cuda.memory_allocated(device) / 2**30
         trained = trainer(device, config, compile=compiled)
         meter = StepMeter(
             device, tokens_per_step=B * T, flops_per_token_full=1, flops_per_token_causal=1, precision="bf16"
@@ -83,14 +85,14 @@ def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled: bool, devi
             losses += [loss.item(), norm.item()]
             meter.step_end()
         meter.interval()
-        peaks.append(meter.peaks()["memory/peak_allocated_gib"])
+        peaks.append(meter.peaks()["memory/peak_allocated_gib"] - kept)
         histories.append((losses, [p.clone() for p in trained.model.parameters()]))
         del trained
         clear_memory()
-    (plain, weights), (watched, theirs) = histories
+    _, (plain, weights), (watched, theirs) = histories
     assert watched == plain
     assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
-    assert peaks[1] == pytest.approx(peaks[0], rel=0.2)
+    assert peaks[2] == pytest.approx(peaks[1], rel=0.2)
 
 
 def test_the_same_attention_differs_by_nothing_and_draws_from_no_generator(device: torch.device) -> None:
