@@ -40,6 +40,7 @@ def table(page: str, header: str, after: str = "") -> Iterator[tuple[str, str, s
         ("docs/kernels.md", "| | 1k | 2k |", "", "attention-nvidia-h200"),
         ("docs/kernels.md", "| | 1k | 4k |", "", "attention-nvidia-h200-auto"),
         ("docs/kernels.md", "| | 1k | 4k |", "FlashAttention-4 in one run", "attention-nvidia-h200-peers"),
+        ("docs/kernels.md", "| | 4k | 16k |", "", "attention-nvidia-h200-deterministic"),
     ],
 )
 def test_speeds_of_attention(page: str, header: str, after: str, file: str) -> None:
@@ -48,9 +49,10 @@ def test_speeds_of_attention(page: str, header: str, after: str, file: str) -> N
         for row in read(RESULTS / f"{file}.json")["rows"]
     }
     names = {None: "flash", "flash": "flash", "cuDNN": "sdpa-cudnn", "FlashAttention-4": "fa4"}
+    names["FlashAttention-4, deterministic"] = "fa4-deterministic"
     for row, column, cell in table(page, header, after):
         what = r"head size (\d+)(, full mask)?(?:, no dropout|, dropout ([\d.]+))?"
-        named = re.fullmatch(what + "(?:, (flash|cuDNN|FlashAttention-4))?", row)
+        named = re.fullmatch(what + "(?:, (flash|cuDNN|FlashAttention-4(?:, deterministic)?))?", row)
         assert named, row
         variant = "full" if named[2] else "causal"
         length = 1024 * int(column.removesuffix("k"))
@@ -120,7 +122,7 @@ def test_shares_of_the_peak() -> None:
         (row["head_size"], row["length"]): row
         for row in read(RESULTS / "attention-nvidia-h200-share-of-peak.json")["rows"]
     }
-    for row, column, cell in table("docs/results.md", "| causal, bf16, commit f615c81"):
+    for row, column, cell in table("docs/results.md", "| causal, bf16, commit 2c9e121"):
         measured = found[int(row.removeprefix("head size ")), 1024 * int(column.removesuffix("k"))]
         shares = [f"{measured[way]['tflops'] / 989:.0%}" for way in ("forward", "backward")]
         assert f"{cell}%".replace("/", "%/") == "/".join(shares), (row, column)
