@@ -225,6 +225,16 @@ def test_losses_of_the_experiments() -> None:
             losses = {step * 32_768: loss for step, loss, _ in run["val/loss"]}
             expected = f"{losses[min(losses, key=lambda seen: abs(seen - tokens))]:.3f}"
         assert cell == expected, (row, column)
+    for row, column, cell in table(page, "| | s of training |"):
+        run = found[f"equal time {row}"]
+        in_windows = {f"{at['seq_len']:,}": f"{at['loss']:.3f}" for at in run["whole_validation"]}
+        texts = {
+            "s of training": f"{run['training_s']:.0f}",
+            "million tokens": f"{run['tokens'] / 1e6:.1f}",
+            "GiB": f"{run['peak']['memory/peak_allocated_gib']:.1f}",
+        }
+        length = column.removeprefix("validation loss in windows of ")
+        assert cell == (texts[column] if column in texts else in_windows.get(length, "")), (row, column)
 
 
 def test_speeds_on_several_gpus() -> None:
