@@ -33,11 +33,11 @@ $(VENV)/.installed: pyproject.toml
 
 setup: $(VENV)/.installed ## create .venv with all dependencies (a minute or two)
 
-train: setup ## train a small GPT on the source of Python's standard library (two minutes on a CPU)
+train: setup ## train a small GPT on the source of Python's standard library (two to three minutes on a CPU)
 	$(BIN)/python train.py
 
 TESTS ?= -m "not slow"
-test: setup ## run the tests but the slow ones (two and a half minutes on two cores; tests that need a GPU are skipped without one)
+test: setup ## run the tests but the slow ones (about three minutes on two cores; tests that need a GPU are skipped without one)
 	$(BIN)/python -m pytest $(TESTS) --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 learn: setup ## from softmax to FlashAttention in checked steps, and a page to walk through (half a minute)

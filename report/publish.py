@@ -67,7 +67,7 @@ def main(out: Path, mode: Any, project: str, group: str) -> None:
         head, *rows = csv.reader(file)
     run.log({"report/runs": wandb.Table(columns=list(head), data=rows)}, step=0)
     run.log({"report/page": wandb.Html(str(out / "index.html"))}, step=0)
-    location = run.url or str(Path(run.dir).parent)
+    location = run.url or f"wandb sync {Path(run.dir).parent}"
     run.finish()
     print(location)
 

@@ -131,28 +131,33 @@ def Table(columns, data): return {"columns": columns, "rows": len(data)}
 def Html(path): return {"html": pathlib.Path(path).name}
 def Settings(**kwargs): return kwargs
 class Run:
-    url = "https://wandb.example/run"
-    def __init__(self, options): self.stored = {"options": options, "logged": {}}
+    def __init__(self, options):
+        self.stored = {"options": options, "logged": {}}
+        self.url = "https://wandb.example/run" if options["mode"] == "online" else None
+        self.dir = pathlib.Path(options["dir"], "offline-run-1", "files")
     def log(self, values, step): self.stored["logged"].update(values)
     def finish(self): pathlib.Path(self.stored["options"]["dir"], "stored.json").write_text(json.dumps(self.stored))
 def init(**options): return Run({key: value for key, value in options.items() if key != "settings"})
 """
 
 
+@pytest.mark.parametrize("mode", ["online", "offline"])
 def test_the_report_joins_the_group_of_its_runs_in_wandb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tracked = {"tracking.mode": "offline", "tracking.group": "sweep-1", "tracking.project": "mine"}
+    tracked = {"tracking.mode": mode, "tracking.group": "sweep-1", "tracking.project": "mine"}
     for attention in ("naive", "flash"):
         write_run(tmp_path / "sweep" / attention, attention, steps=60, overrides=tracked)
     install(FAKE_WANDB, tmp_path, monkeypatch)
     compare.main([str(tmp_path / "sweep")])
-    assert "W&B: https://wandb.example/run" in capsys.readouterr().out
-    stored = json.loads((tmp_path / "sweep" / "report" / "stored.json").read_text())
+    report = tmp_path / "sweep" / "report"
+    where = "https://wandb.example/run" if mode == "online" else f"wandb sync {report / 'offline-run-1'}"
+    assert f"W&B: {where}\n" in capsys.readouterr().out
+    stored = json.loads((report / "stored.json").read_text())
     assert stored["options"]["group"] == "sweep-1"
     assert stored["options"]["id"] == publish.run_id("sweep-1")
     assert stored["options"]["project"] == "mine"
-    assert stored["options"]["mode"] == "offline"
+    assert stored["options"]["mode"] == mode
     assert stored["logged"]["report/loss"] == {"image": "loss.png"}
     assert stored["logged"]["report/runs"]["rows"] == 2
     assert stored["logged"]["report/page"] == {"html": "index.html"}
