@@ -127,8 +127,7 @@ def test_kernels_join_the_splits_of_long_sequences(H, H_kv, T, score):
 
 def test_splits_are_longer_where_a_gpu_has_no_room_for_more(monkeypatch):
     """At most four splits, for sequences of 5 units of keys, of 2, and of none."""
-    choose = choose_blocks
-    monkeypatch.setattr("attention.flash.decode.choose_blocks", lambda *args: choose(*args)._replace(programs=4))
+    monkeypatch.setattr("attention.flash.decode.choose_blocks", lambda *args: choose_blocks(*args)._replace(programs=4))
     lengths = [513, 130, 0]
     cache, q = contiguous(lengths, 520, 1, 16), queries(len(lengths), 2, 1, 16)
     out = build_attention(AttentionConfig("flash")).decode(q, cache).out
