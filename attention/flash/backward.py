@@ -162,7 +162,7 @@ def dq_kernel(q, k, v, out, do, dq, rows, extras, numbers, BLOCKS: tl.constexpr,
     b_lse2 = tl.load(rows.lse2 + o_row, mask=o_m < T, other=0.0)
     tl.store(rows.delta + o_row, b_delta, mask=o_m < T)
 
-    at = locate(T, S, extras, numbers, i_b)
+    at = locate(T, S, extras, numbers, i_b, i_bh, 1)
     interval = key_interval(o_m, at, MODE) if MODE.bounded or MODE.offsets else 0
     scores = load_scores(numbers.scale_log2, at, interval, extras, i_b, i_h, MODE)
     if MODE.alibi:
@@ -176,7 +176,7 @@ def dq_kernel(q, k, v, out, do, dq, rows, extras, numbers, BLOCKS: tl.constexpr,
             masked = (i_n < n_full_start) | (i_n >= n_full_end)
             b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, masked, BLOCKS, MODE)
     else:
-        for i_n in tl.range(0, n_full_end, BN, num_stages=STAGES):
+        for i_n in tl.range(n_start, n_full_end, BN, num_stages=STAGES):
             b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, False, BLOCKS, MODE)
         for i_n in tl.range(n_full_end, n_end, BN, num_stages=STAGES):
             b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, True, BLOCKS, MODE)
@@ -253,7 +253,7 @@ def dkdv_kernel(
 
     b_kv = load_tile(k, i_b, i_kv, i_n, BN, BD), load_tile(v, i_b, i_kv, i_n, BN, BD)
     b_dkdv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BD], tl.float32)
-    at = locate(T, S, extras, numbers, i_b)
+    at = locate(T, S, extras, numbers, i_b, i_bkv * G, G)
     interval = query_interval(i_n + tl.arange(0, BN), at, MODE) if MODE.bounded or MODE.offsets else 0
     # Beyond the last query, q and do read as zeros and add nothing.
     m_start, m_full_start, m_full_end, m_end = seeing_queries(i_n, at, BLOCKS, MODE)

@@ -44,6 +44,7 @@ class Extras(NamedTuple):
     slopes        (H,) fp32, of ALiBi
     sinks         (H,) fp32
     starts, ends  (B, L) int32, contiguous: document_starts and document_ends of Layout
+    horizons      (B, H) int32, of ALiBi: keys at that distance or further away have no weight; None: not known
     """
 
     key: Any = None
@@ -51,12 +52,14 @@ class Extras(NamedTuple):
     sinks: Any = None
     starts: Any = None
     ends: Any = None
+    horizons: Any = None
 
 
 class Mode(NamedTuple):
     """The constants a kernel is compiled for, besides its blocks.
 
     bounded   whether the keys that a query sees may begin after the first: with a window or documents
+    horizon   whether tiles beyond ALiBi's horizon are skipped
     offsets   whether the last query stands elsewhere than at the last key
     fixed_max whether a row's maximum over one tile is used for all, as a soft cap keeps exp(s) from overflowing
     exact     whether scores are of fp32, and are changed without approximation
@@ -70,6 +73,7 @@ class Mode(NamedTuple):
     window: int | None
     documents: bool
     bounded: bool
+    horizon: bool
     offsets: bool
     soft_cap: float | None
     alibi: bool
@@ -161,6 +165,7 @@ FP32: Table = {
 }
 TABLES = {"hopper": HOPPER, "older": OLDER, "fp32": FP32, **HOPPER_SCORES}
 DOCUMENT_LENGTH = 2048  # keys of a document that blocks are chosen for: the host does not know its lengths
+HORIZONS_FROM = 2048  # queries, and keys that they see: with fewer, ALiBi's horizons save less time than they take
 
 
 def kind_of_scores(options: Options, extras: Extras) -> str:
@@ -177,6 +182,12 @@ def seen_length(length: int, options: Options, extras: Extras) -> int:
     if options.window is not None or extras.starts is not None:
         length = min(length, options.window or DOCUMENT_LENGTH)
     return length
+
+
+def has_horizons(T: int, S: int, options: Options, extras: Extras) -> bool:
+    """Whether a call of T queries and S keys has horizons. With other positions a query's own key may be missing."""
+    length = min(T, seen_length(S, options, extras))
+    return extras.slopes is not None and options.q_start is None and length >= HORIZONS_FROM
 
 
 def choose(

@@ -130,7 +130,7 @@ def decode_kernel(
     o_row = i_m + tl.arange(0, BM)
     o_t, o_h, m_row = o_row // G, i_kv * G + o_row % G, o_row < G * T
     length = tl.minimum(tl.load(p_lengths + i_b), capacity)
-    at = Positions(T, length, length - T, 0, 0, 0, 0)
+    at = Positions(T, length, length - T, 0, 0, 0, 0, 0)
     n_base, n_full_start, n_full_end, n_end = seen_keys(i_m // G, at, BLOCKS, MODE)
     first, end = key_interval(o_t, at, MODE)
     n_first = tl.maximum(i_m // G + at.offset - (MODE.window - 1), 0) if MODE.window else 0

@@ -75,7 +75,7 @@ def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MO
     m = tl.full([BM], LEAST_MAXIMUM if MODE.fixed_max else -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
 
-    at = locate(T, S, extras, numbers, i_b)
+    at = locate(T, S, extras, numbers, i_b, i_bh, 1)
     n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, at, BLOCKS, MODE)
     o_m = i_m + tl.arange(0, BM)
     if MODE.bounded or MODE.offsets:

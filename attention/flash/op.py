@@ -18,12 +18,13 @@ from ..decode.cache import Cache
 from ..dropout import drop_threshold
 from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE
 from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
-from .configs import FP8_HAS_NO_GRADIENTS, Extras, Options
+from .configs import FP8_HAS_NO_GRADIENTS, Extras, Options, has_horizons
 
 if HAS_TRITON:
     import triton
 
     from .decode import flash_decode, run_decode
+    from .horizon import find_horizons
     from .paths import PATHS, Problem, choose_path, describe, describe_path
     from .tiles import addressable, rows_like
 
@@ -58,6 +59,23 @@ def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
+def run_horizons(q: Tensor, k: Tensor, slopes: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+    """The horizons of a call, as `Extras` has them."""
+    check(q.shape[-1], q.dtype, q.device)
+    if q.numel() == 0 or k.numel() == 0:
+        return q.new_zeros(q.shape[:2], dtype=torch.int32)
+    with torch.cuda.device_of(q):
+        return find_horizons(addressable(q), addressable(k), slopes, scale, soft_cap)
+
+
+flash_horizons = torch.library.custom_op(f"{NAMESPACE}::flash_horizons", run_horizons, mutates_args=())
+
+
+@flash_horizons.register_fake
+def _(q, *_):
+    return q.new_empty(q.shape[:2], dtype=torch.int32)
+
+
 def run_forward(
     q: Tensor,
     k: Tensor,
@@ -67,6 +85,7 @@ def run_forward(
     sinks: Tensor | None,
     starts: Tensor | None,
     ends: Tensor | None,
+    horizons: Tensor | None,
     causal: bool,
     scale: float,
     threshold: int,
@@ -81,7 +100,7 @@ def run_forward(
     """out, lse and lse2 as `forward` gives them; see Extras for the tensors and Options for the rest."""
     check(q.shape[-1], q.dtype, q.device)
     out = torch.empty_like(q)
-    extras = Extras(key, slopes, sinks, starts, ends)
+    extras = Extras(key, slopes, sinks, starts, ends, horizons)
     options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start, path, precision)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
@@ -110,6 +129,7 @@ def run_backward(
     sinks: Tensor | None,
     starts: Tensor | None,
     ends: Tensor | None,
+    horizons: Tensor | None,
     causal: bool,
     scale: float,
     threshold: int,
@@ -124,7 +144,7 @@ def run_backward(
     """The gradients of q, k and v, as `empty_gradients` lays them out, and where there are sinks theirs."""
     gradients = empty_gradients(q, k, v)
     dq_dk_dv = split_qkv_grad(gradients, q, k)
-    extras = Extras(key, slopes, sinks, starts, ends)
+    extras = Extras(key, slopes, sinks, starts, ends, horizons)
     options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start, path, precision)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
@@ -272,7 +292,12 @@ class FlashAttention(Attention):
             ends=bounds(layout.document_ends),
         )
         q, k, v = prepared(q), prepared(k), prepared(v)
-        run = flash_forward if torch.compiler.is_compiling() else Eager.apply
+        compiling = torch.compiler.is_compiling()
+        if has_horizons(q.shape[2], k.shape[2], options, extras):
+            find = flash_horizons if compiling else run_horizons
+            horizons = find(q.detach(), k.detach(), extras.slopes, scale, options.soft_cap)
+            extras = extras._replace(horizons=horizons)
+        run = flash_forward if compiling else Eager.apply
         out, lse, _ = run(q, k, v, *extras, *options)
         return AttentionOutput(out[..., :D], lse)
 

@@ -34,19 +34,28 @@ class Positions(NamedTuple):
     p_starts: Any
     p_ends: Any
     length: Any  # of the documents' row
+    horizon: Any  # of ALiBi, see horizon.py
 
 
 @triton.jit
-def locate(T, S, extras, numbers, i_b):
-    """The positions of sequence i_b. numbers has q_start and k_start unless the last query stands at the last key."""
+def locate(T, S, extras, numbers, i_b, i_bh, n_heads):
+    """The positions of sequence i_b, for n_heads query heads from i_bh, which counts those of all sequences.
+
+    numbers has q_start and k_start unless the last query stands at the last key.
+    """
     offset = S - T if numbers.q_start is None else (numbers.q_start >> 2) - (numbers.k_start >> 2)
     k_start = 0 if numbers.k_start is None else numbers.k_start >> 2
+    horizon = 0
+    if extras.horizons is not None:  # the furthest
+        horizon = tl.load(extras.horizons + i_bh)
+        for i in range(1, n_heads):
+            horizon = tl.maximum(horizon, tl.load(extras.horizons + i_bh + i))
     if extras.starts is None:  # zeros for what is not there: in Triton 3.6 no function returns a tuple with None in it
-        at = Positions(T, S, offset, k_start, 0, 0, 0)
+        at = Positions(T, S, offset, k_start, 0, 0, 0, horizon)
     else:
         length = numbers.length >> 2
         o_row = tl.cast(i_b, tl.int64) * length
-        at = Positions(T, S, offset, k_start, extras.starts + o_row, extras.ends + o_row, length)
+        at = Positions(T, S, offset, k_start, extras.starts + o_row, extras.ends + o_row, length, horizon)
     return at
 
 
@@ -62,7 +71,8 @@ def seen_keys(i_m, at, BLOCKS: tl.constexpr, MODE: tl.constexpr):
     """(n_start, n_full_start, n_full_end, n_end): the keys that one of the queries from i_m sees, n_start to n_end.
 
     All of the queries see all keys from n_full_start to n_full_end. The other tiles are cut by the diagonal, a window,
-    a document's bounds or the end of the sequence. All but n_end are multiples of BLOCKS.k.
+    a document's bounds or the end of the sequence. All but n_end are multiples of BLOCKS.k. ALiBi's horizon cuts none:
+    what it leaves out has no weight anyway.
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
@@ -89,6 +99,8 @@ def seen_keys(i_m, at, BLOCKS: tl.constexpr, MODE: tl.constexpr):
                 n_end = tl.minimum(n_end, document_bound(at.p_ends, own_last, at))
         n_start = tl.maximum(n_start, 0) // BN * BN
         n_full_start = tl.cdiv(tl.maximum(n_full_start, 0), BN) * BN
+    if MODE.horizon:
+        n_start = tl.maximum(n_start, tl.maximum(i_m + at.offset - (at.horizon - 1), 0) // BN * BN)
     return n_start, n_full_start, n_full_end, n_end
 
 
@@ -120,6 +132,8 @@ def seeing_queries(i_n, at, BLOCKS: tl.constexpr, MODE: tl.constexpr):
             if not MODE.causal:
                 m_start = tl.maximum(document_bound(at.p_starts, i_n, at) - at.offset, 0) // BM * BM
                 m_full_start = tl.cdiv(tl.maximum(document_bound(at.p_starts, i_last, at) - at.offset, 0), BM) * BM
+    if MODE.horizon:
+        m_end = tl.minimum(m_end, tl.minimum(i_n + BN, at.S) - 1 + at.horizon - at.offset)
     return m_start, m_full_start, m_full_end, m_end
 
 

@@ -137,6 +137,7 @@ def kernel_mode(q: Tensor, options: Options, extras: Extras) -> Mode:
         window=options.window,
         documents=documents,
         bounded=documents or options.window is not None,
+        horizon=extras.horizons is not None,
         offsets=options.q_start is not None,
         soft_cap=options.soft_cap,
         alibi=extras.slopes is not None,

@@ -39,11 +39,12 @@ from attention.flash.tiles import rows_like
 LONG, MIDDLE, SHORT = 16384, 4096, 512
 STARTS = torch.zeros(1, LONG, dtype=torch.int32)
 SLOPES = SINKS = torch.zeros(2)
+HORIZONS = torch.zeros(1, 2, dtype=torch.int32)
 SCORES: dict[str, tuple[dict[str, Any], Extras]] = {
     "causal": ({}, Extras()),
     "full": ({"causal": False}, Extras()),
     "documents": ({}, Extras(starts=STARTS, ends=STARTS)),
-    "alibi": ({}, Extras(slopes=SLOPES)),
+    "alibi": ({}, Extras(slopes=SLOPES, horizons=HORIZONS)),
     "soft_cap": ({"soft_cap": 50.0}, Extras()),
     "everything": (
         {"window": 1024, "soft_cap": 50.0, "q_start": 3, "k_start": 2},
@@ -51,7 +52,7 @@ SCORES: dict[str, tuple[dict[str, Any], Extras]] = {
     ),
 }
 # Each kernel takes two seconds to compile. Head size 128 has the fewest registers to spare, so it has more entries.
-EXACT = {64: ("full", "alibi"), 128: ("causal", "documents", "soft_cap"), 256: ("causal",)}
+EXACT = {64: ("full", "alibi"), 128: ("causal", "alibi", "documents", "soft_cap"), 256: ("causal",)}
 DROPOUT = {64: ("causal", "everything"), 128: ("causal", "everything"), 256: ("causal",)}
 CONFIGURATIONS: dict[str, tuple[int, str, float, int]] = {
     **{f"{D}-{score}-exact": (D, score, 0.0, LONG) for D, scores in EXACT.items() for score in scores},

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from attention import AttentionConfig, Layout, Score, build_attention, documents
 from attention.dropout import drop_threshold
+from attention.flash import configs
 from attention.flash.configs import Extras, Options
-from attention.flash.op import flash_forward
+from attention.flash.op import flash_forward, flash_horizons, run_horizons
 from tests.attention.reference import KEY, Case, assert_accurate, gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -249,3 +250,130 @@ def test_the_operator_keeps_torchs_rules_with_all_its_tensors():
         k_start=0,
     )
     torch.library.opcheck(flash_forward, (q, k, v, *extras, *options))
+
+
+DKDV = ("dk", "dv")
+# Of these slopes the first leaves a query nothing but its neighbours, and the last two have no horizon.
+SLOPES = (40.0, 4.0, 1.0, 0.02, 0.0, -0.01)
+FAR = Case(1, 6, 6, 200, 200, 16, alibi=True)
+FAR_CASES = {
+    "alibi": FAR,
+    "grouped": replace(FAR, H_kv=2),
+    "more_keys": replace(FAR, H_kv=3, T=100),
+    "more_queries": replace(FAR, H_kv=3, S=150),
+    "large_scores": replace(FAR, spread=20.0),
+    "soft_cap_sinks": replace(FAR, H_kv=2, soft_cap=2.0, sinks=True),
+    "window_documents": replace(FAR, H_kv=2, window=150, documents=(160, 40)),
+    "dropout": replace(FAR, H_kv=3, dropout=0.17),
+}
+
+
+@pytest.fixture
+def horizons(monkeypatch):
+    """Gives calls of every length horizons, or none."""
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr(configs, "HORIZONS_FROM", 1 if on else math.inf)
+
+    switch(True)
+    return switch
+
+
+def run_far(case: Case, tensors: tuple[Tensor, ...], name: str = "flash") -> dict[str, Tensor]:
+    """out and the gradients of an implementation, with SLOPES."""
+    attend = build_attention(AttentionConfig(name, dropout=case.dropout))
+    extras: Any = {"score": case.score, "layout": case.layout(DEVICE), "slopes": torch.tensor(SLOPES, device=DEVICE)}
+
+    def run(q, k, v, sinks=None):
+        return attend(q, k, v, sinks=sinks, dropout_key=KEY, **extras)
+
+    return gradients(run, *tensors, sinks=case.sink_logits(DEVICE))
+
+
+@pytest.mark.parametrize("case", FAR_CASES.values(), ids=FAR_CASES)
+def test_keys_beyond_alibis_horizon_add_nothing(case, horizons):
+    tensors = tuple(x.to(DEVICE) for x in case.tensors(torch.float32))
+    got, exact = run_far(case, tensors), run_far(case, tuple(x.double() for x in tensors), "naive")
+    horizons(False)
+    for name, x in run_far(case, tensors).items():
+        assert torch.equal(got[name], x), name
+        torch.testing.assert_close(got[name], exact[name], rtol=1e-4, atol=1e-5 * case.spread)
+
+
+def test_tiles_beyond_alibis_horizon_are_never_read(horizons):
+    """A NaN in a tile that is read reaches the results, even where its weight is zero."""
+    q, k, v, do = (x.to(DEVICE) for x in FAR.tensors(torch.float32))
+    bad_v, bad_do = v.clone(), do.clone()
+    bad_v[:, :, :64] = bad_do[:, :, -64:] = math.nan
+    found, found_back = run_far(FAR, (q, k, bad_v, do)), run_far(FAR, (q, k, v, bad_do))
+    for head, slope in enumerate(SLOPES):
+        far = (found["out"][:, head, -64:], found["dq"][:, head, -64:], *(found_back[x][:, head, :64] for x in DKDV))
+        assert all(x.isnan().any().item() == (slope < 4) for x in far), head
+
+
+@pytest.mark.parametrize("loud", ["key", "query"])
+def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, horizons):
+    """One of a row's scores is 10,000, at a distance at which all others have no weight."""
+    q, k, v, do = (x.to(DEVICE) for x in FAR.tensors(torch.float32))
+    k[:, :, 3] = 40 * q[:, :, 190] / q[:, :, 190].square().sum(-1, keepdim=True)
+    large, row = (k, 3) if loud == "key" else (q, 190)
+    large[:, :, row] *= 1000
+    found, exact = run_far(FAR, (q, k, v, do)), run_far(FAR, tuple(x.double() for x in (q, k, v, do)), "naive")
+    torch.testing.assert_close(found["out"][:, :, 190], v[:, :, 3].double())
+    for name, x in exact.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-3 * x.abs().max().item())
+
+
+def test_alibis_horizon_is_where_weights_are_zero():
+    q, k = (x.to(DEVICE) for x in replace(FAR, H_kv=2).tensors(torch.float32)[:2])
+    slopes, scale = torch.tensor(SLOPES, device=DEVICE), 0.25
+    found = run_horizons(q, k, slopes, scale, None)
+    assert found.dtype == torch.int32
+    norms_q, norms_k = (x.double().norm(dim=-1).amax(-1) for x in (q, k.repeat_interleave(3, dim=1)))
+    bits = 2 * norms_q * norms_k * scale - slopes * found
+    assert (bits[:, :4] / math.log(2) < -150).all()
+    assert (bits[:, :4] / math.log(2) + slopes[:4] / math.log(2) > -165).all()
+    assert (found[:, 4:] == 2**30).all()
+    capped = run_horizons(q, k, slopes, scale, 0.5)
+    assert (capped[:, :4] < found[:, :4]).all()
+    assert (0.5 * 2 - slopes * capped)[:, :4].max() / math.log(2) < -150
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_leave_no_horizon(bad, soft_cap):
+    q, k = (x.to(DEVICE) for x in replace(FAR, B=2, H_kv=2).tensors(torch.float32)[:2])
+    q[0, 0, 150, 3] = k[1, 1, 20, 5] = bad
+    found = run_horizons(q, k, torch.full((6,), 2.0, device=DEVICE), 0.25, soft_cap)
+    unlimited = found == 2**30
+    assert unlimited[0].tolist() == [True] + 5 * [False]
+    assert unlimited[1].tolist() == 3 * [False] + 3 * [True]
+
+
+def test_positions_that_may_lack_a_querys_own_key_have_no_horizons(horizons):
+    q, k, v, do = (x.to(DEVICE) for x in Case(1, 2, 2, 128, 64, 16).tensors(torch.float32))
+    layout, score, slopes = Layout(q_start=100), Score(alibi=True), torch.tensor([30.0, 5.0], device=DEVICE)
+    got, expected = (
+        gradients(lambda q, k, v, a=attend: a(q, k, v, score=score, layout=layout, slopes=slopes), *tensors)
+        for attend, tensors in (
+            (flash(), (q, k, v, do)),
+            (build_attention(AttentionConfig("naive")), [x.double() for x in (q, k, v, do)]),
+        )
+    )
+    for name, x in expected.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-4)
+
+
+def test_horizons_compile_with_the_call(horizons):
+    tensors, slopes = FAR.tensors(torch.float32), torch.tensor(SLOPES, device=DEVICE)
+    attend = flash()
+
+    def run(attend: Any) -> dict[str, Tensor]:
+        return gradients(lambda *qkv: attend(*qkv, score=FAR.score, slopes=slopes), *(x.to(DEVICE) for x in tensors))
+
+    torch._dynamo.reset()
+    got = run(torch.compile(attend.__call__, fullgraph=True, backend="aot_eager"))
+    for name, x in run(attend).items():
+        assert torch.equal(got[name], x), name
+    q, k = (x.to(DEVICE).requires_grad_() for x in tensors[:2])
+    torch.library.opcheck(flash_horizons, (q, k, slopes, 0.25, 3.0))

@@ -59,7 +59,7 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
     i_round = 0
     tile = next_tile(i_round, buffers, barriers, 8)
     while tile.i_tile >= 0:
-        at = locate(sizes.T, sizes.S, extras, numbers, tile.i_b)
+        at = locate(sizes.T, sizes.S, extras, numbers, tile.i_b, tile.i_b * sizes.H + tile.i_h, sizes.G)
         n_steps = (tile.end - tile.start) * sizes.G
         slope2 = load_slope(extras, tile.i_h, MODE)
         i_s = i_round % KEY_STAGES

@@ -229,7 +229,7 @@ def hand_out(p_work, i_round, extras, numbers, buffers, barriers, sizes, BLOCKS:
     i_tile, i_bkv = swizzle(gl.minimum(i_work, n_work - 1), sizes)
     H_kv = sizes.H // sizes.G
     i_b, i_kv = i_bkv // H_kv, i_bkv % H_kv
-    at = locate(sizes.T, sizes.S, extras, numbers, i_b)
+    at = locate(sizes.T, sizes.S, extras, numbers, i_b, i_bkv * sizes.G, sizes.G)
     seen = query_tiles(i_tile, at, sizes, BLOCKS.q, BLOCKS.k, MODE)
     i_tile = gl.where(i_work < n_work, i_tile, -1)
     end = gl.maximum(seen.end, seen.start)

@@ -252,7 +252,7 @@ def step(
     is_cut = i_tile_m < tile.full_start
     if MODE.bounded:
         is_cut |= i_tile_m >= tile.full_end
-    is_first = i_tile_m >= tile.first if MODE.bounded else tile.i_tile == 0
+    is_first = i_tile_m >= tile.first if MODE.bounded or MODE.horizon else tile.i_tile == 0
     half = half_of(i_tile_m * BM, i_s, 0, buffers, BLOCKS)
 
     # (BN, HALF): the scores transposed, so that p^T and ds^T go from registers straight into the next product.

@@ -66,7 +66,7 @@ def consumer_alone(
     i_tile, i_bh = swizzle(gl.program_id(0), sizes)
     i_m = (sizes.n_tiles - 1 - i_tile) * ROWS
     i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
-    at = locate(sizes.T, sizes.S, extras, numbers, i_b)
+    at = locate(sizes.T, sizes.S, extras, numbers, i_b, i_bh, 1)
     n_start, _, _, n_end = key_tiles(i_m, at, ROWS, BLOCKS.k, MODE)
     keys = Keys(k, v, i_b, i_h // sizes.G, n_start, n_end)
     fetch_queries(q, i_b, i_h, i_m, 0, buffers, barriers, BLOCKS)

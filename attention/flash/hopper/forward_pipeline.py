@@ -145,7 +145,7 @@ def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS:
             i_q, phase = q_stage(i_round, c, BLOCKS)
             hand_out(i_m, i_b, i_h, i_bh // sizes.G, i_q, phase, buffers, barriers)
             fetch_queries(q, i_b, i_h, i_m + c * ROWS, i_q, buffers, barriers, BLOCKS)
-        at = locate(sizes.T, sizes.S, extras, numbers, i_b)
+        at = locate(sizes.T, sizes.S, extras, numbers, i_b, i_bh, 1)
         n_start, _, _, n_end = key_tiles(i_m, at, CONSUMERS * ROWS, BN, MODE)
         keys = Keys(k, v, i_b, i_h // sizes.G, n_start, n_end)
         for j in range(n_end - n_start + 1):

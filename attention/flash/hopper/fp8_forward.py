@@ -139,7 +139,7 @@ def consumer(
     while i_h >= 0:
         i_bh = i_b * sizes.H + i_h
         i_m = i_m_all + c * ROWS
-        at = locate(T, sizes.S, extras, numbers, i_b)
+        at = locate(T, sizes.S, extras, numbers, i_b, i_bh, 1)
         _, _, _, n_end_all = key_tiles(i_m_all, at, CONSUMERS * ROWS, BN, MODE)
         _, _, n_full, n_end = key_tiles(i_m, at, ROWS, BN, MODE)
         p_kv_head = p_kv + i_kv * gl.cdiv(sizes.S, BN) * 2

@@ -37,7 +37,7 @@ class Queries(NamedTuple):
 @gluon.jit
 def load_queries(b_q, extras, numbers, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MODE: gl.constexpr):
     """The `Queries` from i_m of query head i_h of sequence i_b."""
-    at = locate(sizes.T, sizes.S, extras, numbers, i_b)
+    at = locate(sizes.T, sizes.S, extras, numbers, i_b, i_b * sizes.H + i_h, 1)
     interval = (0, 0)
     if MODE.bounded or MODE.offsets:
         interval = key_interval(i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), at, MODE)
