@@ -7,6 +7,7 @@
     hopper/      the kernels for Hopper
     decode.py    attention to a cache; its kernels are in decode_kernel.py: splits of the keys, and their join
     score.py     which tiles of keys and queries see each other, and how scores change
+    horizon.py   the distance beyond which ALiBi leaves a key no weight
     tiles.py     tiles of (B, H, T, D) tensors, in and out of the chip
     configs.py   block sizes for each head size, dtype, dropout and architecture
 

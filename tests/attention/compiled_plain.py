@@ -54,7 +54,7 @@ def problems(architecture: str) -> Iterator[Problem]:
     asked: dict[str, tuple[dict[str, Any], Extras]] = {
         "window": ({"window": 1024}, Extras()),
         "documents": ({}, Extras(starts=documents, ends=documents)),
-        "alibi": ({}, Extras(slopes=torch.zeros(H))),
+        "alibi": ({}, Extras(slopes=torch.zeros(H), horizons=torch.zeros(B, H, dtype=torch.int32))),
         "soft_cap": ({"soft_cap": 50.0}, Extras()),
         "everything": ({"window": 1024, "soft_cap": 50.0, "q_start": 3, "k_start": 2}, everything),
     }

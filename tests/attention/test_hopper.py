@@ -26,9 +26,10 @@ SPILLED = {
     ("64-full-exact", "forward_kernel"): 4,
     ("64-full-exact", "backward_kernel"): 144,
     ("64-alibi-exact", "forward_kernel"): 112,  # around the loop over the keys
-    ("64-alibi-exact", "backward_kernel"): 140,
+    ("64-alibi-exact", "backward_kernel"): 144,
     ("128-causal-exact", "backward_kernel"): 104,
     ("128-causal-exact-short", "backward_kernel"): 104,
+    ("128-alibi-exact", "backward_kernel"): 108,
     ("128-documents-exact", "backward_kernel"): 100,
     ("128-soft_cap-exact", "backward_kernel"): 104,
     ("64-causal-dropout", "forward_kernel"): 128,  # around the loop over the keys

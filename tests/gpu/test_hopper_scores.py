@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from attention import AttentionConfig, KernelPath, Layout, Score, build_attention, documents
+from attention.flash import configs
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
 from tests.gpu.graphs import captured
 from tests.gpu.test_flash import SCORES
@@ -172,3 +175,122 @@ def test_a_graph_replayed_with_other_documents_follows_them(D):
         starts.zero_()[:, bound:] = bound
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(results, forward_backward(starts), strict=True))
+
+
+# At head size 64 and normal q and k, the horizons of these slopes are about 20, 150, 600, 3,000 and 15,000 keys.
+SLOPES = (8.0, 1.0, 0.25, 0.05, 0.01, 0.0)
+FAR = Case(1, 6, 6, 2500, 2500, 64, alibi=True)
+FAR_CASES = {
+    "alone": FAR,
+    "grouped": replace(FAR, B=2, H_kv=2),
+    "more_keys": replace(FAR, H_kv=3, T=1000),
+    "more_queries": replace(FAR, H_kv=3, S=1100),
+    "large_scores": replace(FAR, spread=20.0),
+    "sinks": replace(FAR, H_kv=2, sinks=True),
+    "soft_cap": replace(FAR, H_kv=2, soft_cap=2.0, sinks=True),
+    "documents": replace(FAR, B=2, H_kv=2, window=1800, documents=(2000, 1, 499)),
+    "dropout": replace(FAR, H_kv=2, dropout=0.17),
+}
+
+
+@pytest.fixture
+def horizons(monkeypatch):
+    """Gives calls of every length horizons, or none."""
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr(configs, "HORIZONS_FROM", 1 if on else math.inf)
+
+    switch(True)
+    return switch
+
+
+def run_far(
+    case: Case, config: AttentionConfig, tensors: tuple[Tensor, ...], slopes: tuple[float, ...] = SLOPES
+) -> dict[str, Tensor]:
+    """out and the gradients of an implementation, with these slopes."""
+    attend = build_attention(replace(config, dropout=case.dropout))
+    extras: Any = {"score": case.score, "layout": case.layout("cuda"), "slopes": torch.tensor(slopes, device="cuda")}
+
+    def run(q, k, v, sinks=None):
+        return attend(q, k, v, sinks=sinks, dropout_key=KEY, **extras)
+
+    return gradients(run, *tensors, sinks=case.sink_logits("cuda"))
+
+
+HOPPER, PLAIN = (AttentionConfig("flash", path=path) for path in (KernelPath.hopper, KernelPath.plain))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("case", FAR_CASES.values(), ids=FAR_CASES)
+def test_keys_beyond_alibis_horizon_add_nothing(case, D, horizons):
+    case = replace(case, D=D)
+    tensors = case.tensors(torch.bfloat16, "cuda")
+    got = run_far(case, HOPPER, tensors)
+    horizons(False)
+    plain, exact = (
+        run_far(case, PLAIN, tensors),
+        run_far(case, AttentionConfig("naive"), tuple(x.double() for x in tensors)),
+    )
+    for name, x in run_far(case, HOPPER, tensors).items():
+        assert torch.equal(got[name], x), name
+        hopper, other = ((result[name] - exact[name]).abs().max() for result in (got, plain))
+        assert hopper <= 2 * other + 1e-6, name
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("path", [KernelPath.hopper, KernelPath.plain])
+def test_tiles_beyond_alibis_horizon_are_never_read(path, D, horizons):
+    """A NaN in a tile that is read reaches the results, even where its weight is zero."""
+    case, config = replace(FAR, D=D, T=2560, S=2560), AttentionConfig("flash", path=path)
+    q, k, v, do = case.tensors(torch.bfloat16, "cuda")
+    bad_v, bad_do = v.clone(), do.clone()
+    bad_v[:, :, :128] = bad_do[:, :, -128:] = torch.nan
+    found, found_back = run_far(case, config, (q, k, bad_v, do)), run_far(case, config, (q, k, v, bad_do))
+    for head, slope in enumerate(SLOPES):
+        ends = (found["out"][:, head, -128:], found["dq"][:, head, -128:])
+        starts = (found_back["dk"][:, head, :128], found_back["dv"][:, head, :128])
+        assert all(x.isnan().any().item() == (slope < 0.2) for x in (*ends, *starts)), head
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("loud", ["key", "query"])
+def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, D, horizons):
+    """One of a row's scores is 10,000, at a distance at which all others of its head have no weight."""
+    case, slopes = replace(FAR, D=D), (1.0, 0.7, 0.25, 0.05, 0.01, 0.0)
+    q, k, v, do = case.tensors(torch.bfloat16, "cuda")
+    direction = q[:, :, 2400] / q[:, :, 2400].square().sum(-1, keepdim=True)
+    k[:, :, 3] = (direction * (10 * D**0.5)).to(k)
+    large, row = (k, 3) if loud == "key" else (q, 2400)
+    large[:, :, row] *= 1000
+    got = run_far(case, HOPPER, (q, k, v, do), slopes)
+    torch.testing.assert_close(got["out"][:, :, 2400], v[:, :, 3].double())
+    horizons(False)
+    for name, x in run_far(case, HOPPER, (q, k, v, do), slopes).items():
+        assert torch.equal(got[name], x), name
+
+
+@DROPOUT
+@pytest.mark.parametrize("D", [64, 128])
+def test_five_hundred_repeats_with_horizons_are_bitwise_equal(D, dropout, horizons):
+    case = replace(FAR, B=2, H_kv=3, D=D, dropout=dropout)
+    tensors = case.tensors(torch.bfloat16, "cuda")
+    assert_repeats(lambda: run_far(case, HOPPER, tensors).values())
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_graph_replayed_with_other_keys_finds_their_horizons(D, horizons):
+    q, k, v, do = replace(FAR, D=D).tensors(torch.bfloat16, "cuda")
+    slopes = torch.tensor(SLOPES, device="cuda")
+    original = k.clone()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    def forward_backward() -> list[Tensor]:
+        out = flash()(q, k, v, score=FAR.score, slopes=slopes).out
+        return [out, *torch.autograd.grad(out, (q, k, v), do)]
+
+    graph, results = captured(forward_backward)
+    for factor in (1.0, 20.0, 0.1):
+        with torch.no_grad():
+            k.copy_(original * factor)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(results, forward_backward(), strict=True))
