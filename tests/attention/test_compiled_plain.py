@@ -19,7 +19,7 @@ SPILLED = {
     "hopper-full-64-dropout-inf-dq": 64,
     "hopper-full-64-dropout-inf-dkdv": 96,
     "hopper-alibi-64-exact-inf-forward": 24,
-    "hopper-alibi-64-exact-inf-dkdv": 88,
+    "hopper-alibi-64-exact-inf-dkdv": 96,
     "hopper-alibi-64-dropout-inf-dkdv": 128,
     "hopper-soft_cap-128-exact-inf-dkdv": 64,
     "older-causal-64-exact-inf-dkdv": 56,
