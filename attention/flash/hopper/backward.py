@@ -192,11 +192,11 @@ def delta_kernel(
 
 
 def heads_together(n_heads: int, n_programs: int, columns: int) -> int:
-    """The number of heads that the programs work on at a time: two key tiles of each at head size 64, four at 128.
+    """The number of heads that the programs work on at a time: two key tiles of each at head size 64, six at 128.
 
     With more tiles of a head they wait for each other. With fewer, what they read again does not stay in the L2 cache.
     """
-    return min(n_heads, max(1, n_programs * 32 // columns))
+    return min(n_heads, max(1, n_programs // (2 if columns == 64 else 6)))
 
 
 def backward(
