@@ -1,9 +1,10 @@
 """How far ALiBi lets a query see: beyond its head's horizon all weights are exactly zero, and kernels skip the tiles.
 
-Let `bound` be the scale, in base 2, times the largest norm of a head's queries times that of its keys. Before ALiBi no
-score is larger. A causal query sees its own key, with a bias of 0, so a row's maximum is at least -bound. A key at
-distance d scores at most bound - slope d, and has at most the weight 2^(2 bound - slope d). Where fp32 rounds that to
-zero, the key adds nothing to l, o, dq, dk and dv.
+Scores and slopes are in base 2. Let `bound` be the scale times the largest norm of a head's queries times that of its
+keys. Before ALiBi no score is larger. A causal query sees its own key, with a bias of 0, so a row's maximum is at least
+-bound. A key at distance d scores at most bound - slope d, and has at most the weight 2^(2 bound - slope d). Where fp32
+rounds that to zero, the key adds nothing to l, o, dq, dk and dv. The plain forward begins with the far keys: what it
+sums of them is scaled by as little when it comes to a query's own key.
 
 A soft cap bounds the scores too. A sink only raises the maximum. A window and documents leave each query its own key.
 Numbers that are not finite, and slopes that are not positive, give no horizon.
@@ -19,7 +20,8 @@ from torch import Tensor
 from .score import LOG2_E
 from .tiles import load_tile, tiles
 
-# Weights below 2^-150 are zero. The rest is for maxima that lag behind, see GROWTH in hopper/forward_step.py.
+# Weights of 2^-150 and less round to zero. 8 more bits are for maxima that lag behind, see GROWTH in
+# hopper/forward_step.py, and 2 for biases that are rounded.
 BITS = tl.constexpr(160.0)
 SLACK = tl.constexpr(1.02)  # for scores that are rounded: TF32 and tanh.approx are off by at most 2^-9 of the bound
 UNLIMITED = tl.constexpr(2**30)  # for a head without a horizon
@@ -56,8 +58,8 @@ def horizons_kernel(p_horizons, p_q_squares, p_k_squares, slopes, H, G, n_q, n_k
     slope2 = tl.load(slopes + i_bh % H) * LOG2_E
     bound = tl.minimum(tl.sqrt(q_square) * tl.sqrt(k_square) * scale_log2, cap_log2) * SLACK
     distance = (BITS + 2 * bound) / slope2
-    has_one = (q_square < float("inf")) & (k_square < float("inf")) & (slope2 > 0) & (distance < UNLIMITED)
-    tl.store(p_horizons + i_bh, tl.where(has_one, distance + 1, UNLIMITED).to(tl.int32))  # rounded up
+    is_limited = (q_square < float("inf")) & (k_square < float("inf")) & (slope2 > 0) & (distance < UNLIMITED)
+    tl.store(p_horizons + i_bh, tl.where(is_limited, distance + 1, UNLIMITED).to(tl.int32))  # rounded up
 
 
 def largest_squares(x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def table(page: str, header: str, after: str = "") -> Iterator[tuple[str, str, s
 @pytest.mark.parametrize(
     ("page", "header", "after", "file"),
     [
-        ("README.md", "| `python -m bench.attention --quick` | 1k |", "", "attention-nvidia-h200-auto"),
+        ("README.md", "| `python -m bench.attention` | 1k |", "", "attention-nvidia-h200-auto"),
         ("docs/speed.md", "| | 1k | 2k |", "", "attention-nvidia-h200"),
         ("docs/kernels.md", "| | 1k | 2k |", "", "attention-nvidia-h200"),
         ("docs/kernels.md", "| | 1k | 4k |", "", "attention-nvidia-h200-auto"),
