@@ -258,7 +258,7 @@ SLOPES = (40.0, 4.0, 1.0, 0.02, 0.0, -0.01)
 FAR = Case(1, 6, 6, 200, 200, 16, alibi=True)
 FAR_CASES = {
     "alibi": FAR,
-    "grouped": replace(FAR, H_kv=2),
+    "grouped": replace(FAR, B=2, H_kv=2),
     "more_keys": replace(FAR, H_kv=3, T=100),
     "more_queries": replace(FAR, H_kv=3, S=150),
     "large_scores": replace(FAR, spread=20.0),
@@ -322,6 +322,51 @@ def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, horiz
     torch.testing.assert_close(found["out"][:, :, 190], v[:, :, 3].double())
     for name, x in exact.items():
         torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-3 * x.abs().max().item())
+
+
+def test_each_sequence_has_horizons_of_its_own(horizons):
+    case = replace(FAR, B=2, H_kv=2)
+    q, k, v, do = (x.to(DEVICE) for x in case.tensors(torch.float32))
+    q[1] *= 30
+    slopes = torch.tensor(SLOPES, device=DEVICE)
+    near, far = run_horizons(q, k, slopes, 0.25, None)[:, :3]
+    assert (near < far).all()
+    got, exact = run_far(case, (q, k, v, do)), run_far(case, tuple(x.double() for x in (q, k, v, do)), "naive")
+    for name, x in exact.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-5 * x.abs().max().item())
+    horizons(False)
+    for name, x in run_far(case, (q, k, v, do)).items():
+        assert torch.equal(got[name], x), name
+
+
+def test_a_horizon_follows_the_largest_norm_of_many_rows():
+    """Head size 256 has a tile of norms for 64 rows, and more tiles here than are compared at a time."""
+    q = torch.ones(1, 1, 4, 256, device=DEVICE)
+    k = torch.ones(1, 1, 16_584, 256, device=DEVICE)
+    slopes = torch.ones(1, device=DEVICE)
+    quiet = run_horizons(q, k, slopes, 1 / 16, None)
+    k[:, :, 16_500] *= 2
+    loud = run_horizons(q, k, slopes, 1 / 16, None)
+    # Twice the largest score: from 2 x 16 to 2 x 32 in units of the slope, with 2 % of slack.
+    assert 32 <= (loud - quiet).item() <= 34
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "given", "expected"),
+    [
+        (2048, 2048, {}, True),
+        (2047, 4096, {}, False),
+        (4096, 2047, {}, False),
+        (4096, 4096, {"window": 2048}, True),
+        (4096, 4096, {"window": 2047}, False),
+        (4096, 4096, {"q_start": 0}, False),
+    ],
+)
+def test_long_calls_have_horizons(T, S, given, expected):
+    options = Options(causal=True, scale=1.0, threshold=0, tf32=False)._replace(**given)
+    slopes = torch.ones(1)
+    assert configs.has_horizons(T, S, options, Extras(slopes=slopes)) is expected
+    assert not configs.has_horizons(T, S, options, Extras())
 
 
 def test_alibis_horizon_is_where_weights_are_zero():

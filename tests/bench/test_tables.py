@@ -237,6 +237,35 @@ def test_losses_of_the_experiments() -> None:
         assert cell == (texts[column] if column in texts else in_windows.get(length, "")), (row, column)
 
 
+def test_the_comparison_of_optimizers() -> None:
+    found = {run["name"]: run for run in results("experiments-nvidia-h200")["runs"]}
+    losses = []
+    for row, column, cell in table("docs/training-options.md", "| | validation loss |"):
+        run = found[f"optimizer {row.strip('`').removeprefix('optimizer=')}"]
+        texts = {
+            "validation loss": f"{run['val_loss']:.3f}",
+            "ms per step": f"{run['median']['throughput/step_ms']:.0f}",
+            "GiB": f"{run['peak']['memory/peak_allocated_gib']:.1f}",
+        }
+        assert cell == texts[column], (row, column)
+        if column == "validation loss":
+            losses.append(f"{run['val_loss']:.2f}")
+    assert f"validation loss {losses[1]}, AdamW's {losses[0]}" in (ROOT / "README.md").read_text()
+
+
+def test_the_speed_of_long_context() -> None:
+    runs = results("experiments-nvidia-h200")["runs"]
+    (run,) = (run for run in runs if run["name"] == "long_context flash")
+    (_, first), (_, second) = run["elapsed_s"]
+    seconds, memory = second - first, run["peak"]["memory/peak_allocated_gib"]
+    rate = f"{round(524_288 / seconds, -2):,.0f} tokens/s"
+    assert (
+        f"| {seconds:.0f} s per step of 524,288 tokens | {rate}, {memory:.1f} GiB |" in (ROOT / "README.md").read_text()
+    )
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / "experiments.md").read_text())
+    assert f"{rate}, {seconds:.0f} s per step of 524,288 tokens, {memory:.1f} GiB at the peak" in text
+
+
 def test_speeds_on_several_gpus() -> None:
     cases = {
         "GPT-2 124M, 32 x 1,024 tokens per GPU, dropout 0.1": ("speed", "exact"),
