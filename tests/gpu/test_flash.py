@@ -27,9 +27,14 @@ HEADS = ((4, 4), (4, 2), (3, 1))
 TOKENS, HIDDEN = 16384, 2048
 
 
-def flash(dropout: float = 0.0, **options):
-    """The plain kernels; tests/gpu/test_hopper.py tests the Hopper ones."""
-    return build_attention(AttentionConfig("flash", dropout=dropout, path=KernelPath.plain, **options))
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+HOPPER = pytest.param(KernelPath.hopper, marks=pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"))
+EACH_PATH = pytest.mark.parametrize("path", [KernelPath.plain, HOPPER], ids=str)
+
+
+def flash(dropout: float = 0.0, path: KernelPath = KernelPath.plain, **options):
+    """The plain kernels, unless another path is named; tests/gpu/test_hopper.py tests the Hopper ones."""
+    return build_attention(AttentionConfig("flash", dropout=dropout, path=path, **options))
 
 
 def grid() -> list[Case]:
@@ -213,10 +218,11 @@ def test_a_replayed_graph_draws_the_masks_of_its_key():
         assert all(torch.equal(a, b) for a, b in zip(results, run(n), strict=True))
 
 
-def test_a_compiled_function_is_one_graph_for_every_step():
+@EACH_PATH
+def test_a_compiled_function_is_one_graph_for_every_step(path):
     q, k, v, do = Case(2, 2, 2, 200, 200, 64).tensors(torch.bfloat16, "cuda")
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    attend = flash(0.1)
+    attend = flash(0.1, path)
 
     def loss(step: Tensor) -> Tensor:
         return attend(2 * q, k, v, dropout_key=DropoutKey(1, step, 0, 0)).out.mul(do).sum()
@@ -231,20 +237,22 @@ def test_a_compiled_function_is_one_graph_for_every_step():
                 torch.testing.assert_close(a, b)
 
 
-def test_checkpointing_draws_the_same_mask_again():
+@EACH_PATH
+def test_checkpointing_draws_the_same_mask_again(path):
     q, k, v, do = Case(2, 2, 2, 200, 200, 64).tensors(torch.bfloat16, "cuda")
-    attend = partial(flash(0.1), dropout_key=KEY)
+    attend = partial(flash(0.1, path), dropout_key=KEY)
     plain = gradients(attend, q, k, v, do)
     again = gradients(lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False), q, k, v, do)
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
-def test_under_autocast_projections_arrive_in_bf16():
+@EACH_PATH
+def test_under_autocast_projections_arrive_in_bf16(path):
     x = torch.randn(2, 200, 64, device="cuda")
     project = torch.nn.Linear(64, 3 * 64, device="cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         q, k, v = (y.view(2, 200, 1, 64).transpose(1, 2) for y in project(x).split(64, dim=-1))
-        out = flash()(q, k, v).out
+        out = flash(path=path)(q, k, v).out
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert project.weight.grad is not None
@@ -265,12 +273,10 @@ def test_memory_at_16k_tokens(D):
     assert torch.cuda.max_memory_allocated() - before <= 270 * 2**20
 
 
-@pytest.mark.parametrize("path", [KernelPath.plain, KernelPath.hopper], ids=str)
+@EACH_PATH
 @pytest.mark.parametrize("D", [64, 128])
 def test_first_step_compiles_in_less_than_10_seconds(D, path, tmp_path: Path):
     """Measured in a new process with an empty cache of compiled kernels."""
-    if path == KernelPath.hopper and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
     script = f"""
 import time, torch
 from attention import AttentionConfig, DropoutKey, KernelPath, build_attention

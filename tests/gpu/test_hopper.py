@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, DropoutKey, KernelPath, Score, build_attention, keep_mask
+from attention import AttentionConfig, AttentionOutput, DropoutKey, KernelPath, Score, build_attention, keep_mask
 from attention.dropout import drop_threshold
 from attention.flash.configs import Extras, Options
 from attention.flash.hopper.configs import forward_blocks
 from attention.flash.hopper.forward import forward
+from attention.flash.op import flash_forward
 from tests.attention.reference import KEY, Case, assert_accurate, formula
 from tests.gpu.graphs import captured
 
@@ -139,6 +140,47 @@ def test_with_one_key_dq_and_dk_are_what_the_rounding_of_out_leaves(D, causal, d
     torch.testing.assert_close(
         dv, (keep * do.double()).sum(2, keepdim=True).unflatten(1, (2, 2)).sum(2), rtol=u, atol=1e-3
     )
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 0.75, 255 / 256])
+def test_every_rate_drops_what_keep_mask_says(p, D):
+    q, k, _, _ = Case(1, 2, 2, D, D, D).tensors(torch.bfloat16, "cuda")
+    unit = torch.eye(D, device="cuda", dtype=torch.bfloat16).expand(1, 2, D, D).contiguous()
+    seen = torch.ones(D, D, device="cuda", dtype=torch.bool).tril()
+    out, _, _, dv = run(partial(flash(p), dropout_key=KEY), q, k, unit, unit)
+    kept = keep_mask(KEY, p, 1, 2, D, D, device="cuda") & seen
+    assert torch.equal(out != 0, kept)
+    assert torch.equal(dv != 0, kept.mT)
+
+
+def test_each_field_of_the_key_changes_the_mask():
+    q, k, v, _ = Case(2, 2, 2, 64, 64, 64).tensors(torch.bfloat16, "cuda")
+    attend = flash(0.5)
+    outs = [
+        attend(q, k, v, dropout_key=key).out
+        for key in (DropoutKey(1, 1, 1, 1), DropoutKey(2, 1, 1, 1), DropoutKey(1, 2, 1, 1), DropoutKey(1, 1, 2, 1))
+    ]
+    assert all(not torch.equal(outs[0], other) for other in outs[1:])
+    later = attend(q[1:], k[1:], v[1:], dropout_key=DropoutKey(1, 1, 1, 2)).out
+    assert torch.equal(later, outs[0][1:]), "a sequence's mask depends on its place in the global batch alone"
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 0.3])
+def test_scale_may_have_any_sign(scale):
+    q, k, v, do = Case(1, 2, 2, 150, 150, 64).tensors(torch.bfloat16, "cuda")
+    got = run(partial(flash(), scale=scale), q, k, v, do)
+    exact = run(
+        lambda q, k, v: AttentionOutput(formula(scale * 8 * q, k, v, causal=True)), *(x.double() for x in (q, k, v, do))
+    )
+    for a, b in zip(got, exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0.02, atol=0.02 * max(1.0, b.abs().max().item()))
+
+
+def test_the_operator_keeps_torchs_rules():
+    q, k, v = (x.requires_grad_() for x in Case(2, 4, 2, 150, 150, 64).tensors(torch.bfloat16, "cuda")[:3])
+    options = Options(causal=True, scale=0.125, threshold=drop_threshold(0.1), tf32=False, path="hopper")
+    torch.library.opcheck(flash_forward, (q, k, v, *Extras(key=KEY.pack(q.device)), *options))
 
 
 @pytest.mark.parametrize("T", [1, 2, 5, 17, 128])
