@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 import generation.memory
 from attention import AttentionConfig, build_attention
@@ -18,7 +19,7 @@ from model.cache import PAGE_SIZE
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.score import ScoreConfig
-from tests.generation.from_scratch import expected
+from tests.generation.from_scratch import expected, logits_of
 
 LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=32, bias=True)
 GROUPED = replace(LEARNED, n_kv_heads=2, positions=Positions.rotary, qk_norm=True)
@@ -47,6 +48,30 @@ def drained(engine: Engine) -> list[list[int]]:
     return list(received.values())
 
 
+def recorded_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """A list that gets the logits (V,) of each token that the engine will choose for its only slot."""
+    recorded: list[Tensor] = []
+    choose = engine.steps.choose
+
+    def record_and_choose(logits: Tensor) -> Tensor:
+        recorded.append(logits[0].float().clone())
+        return choose(logits)
+
+    monkeypatch.setattr(engine.steps, "choose", record_and_choose)
+    return recorded
+
+
+def check_greedy(engine: Engine, model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the 500 tokens of the engine's request with the whole text through the model, and so their logits."""
+    recorded = recorded_logits(engine, monkeypatch)
+    (found,) = drained(engine)
+    prompt = engine.requests[0].prompt
+    logits = logits_of(model, [*prompt, *found[:-1]], len(prompt))
+    assert len(found) == 500
+    assert found == logits.argmax(-1).tolist()
+    torch.testing.assert_close(torch.stack(recorded), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
+
+
 def prompts(*lengths: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
@@ -64,25 +89,21 @@ def prompts(*lengths: int) -> list[list[int]]:
     ],
     ids=["learned", "rotary-grouped", "window", "capped-sinks", "alibi"],
 )
-def test_greedy_tokens_are_those_of_the_whole_text_through_the_model(name, config, score):
+def test_greedy_tokens_and_logits_are_those_of_the_whole_text_through_the_model(name, config, score, monkeypatch):
     if name == "sdpa" and (score.soft_cap or score.alibi):
         pytest.skip("sdpa does not support these scores")
-    model = build(config, score, name=name)
+    model = build(config, score, seq_len=600, name=name)
     (prompt,) = prompts(70)
-    found = list(generate(model, prompt, 80, Sampling(0.0)))
-    assert len(found) == 80
-    assert found == expected(model, prompt, found)
+    check_greedy(Engine(model, [Request(prompt, 500)], Sampling(0.0)), model, monkeypatch)
 
 
-def test_where_every_layer_has_a_window_the_cache_slides_beyond_seq_len():
-    model, longer = build(GROUPED, WINDOWS, seq_len=80), build(GROUPED, WINDOWS, seq_len=600)
+@pytest.mark.parametrize("name", ["naive", "tiled", "sdpa"])
+def test_where_every_layer_has_a_window_the_cache_slides_beyond_seq_len(name, monkeypatch):
+    model, longer = (build(GROUPED, WINDOWS, seq_len, name) for seq_len in (80, 600))
     (prompt,) = prompts(75)
-    request = Request(prompt, 500)
-    engine = Engine(model, [request], Sampling(0.0))
+    engine = Engine(model, [Request(prompt, 500)], Sampling(0.0))
     assert engine.steps.cache.size.pages == 3  # a window's 70 keys lie in two pages, or in three
-    (found,) = drained(engine)
-    assert len(found) == 500
-    assert found == expected(longer, prompt, found)
+    check_greedy(engine, longer, monkeypatch)
 
 
 @pytest.mark.parametrize("config", [LEARNED, GROUPED], ids=["learned", "rotary"])
