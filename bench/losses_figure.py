@@ -67,7 +67,7 @@ def main(folder: Path = IMAGES) -> None:
         print(folder / name)
     naive, flash, seed = (runs[f"drop-{name}"] for name in ("naive-1", "flash-1", "naive-2"))
     share = distance(flash, naive)[:, 1] / distance(seed, naive)[:, 1]
-    print(f"flash's distance from naive, in units of the other seed's: at most {share.max():.2g}")
+    print(f"flash's distance from naive, in units of the other seed's: at most {share.max():.3g}")
 
 
 if __name__ == "__main__":
