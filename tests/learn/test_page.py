@@ -10,12 +10,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from learn.page import FIRST, key_of, packed, problem_of, record_choice, shown
+from learn.flash import block_sizes
+from learn.page import CHOICES, FIRST, key_of, packed, problem_of, record_choice, shown
 from learn.problem import solve
+from learn.tracing import Recording
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -92,27 +96,95 @@ def test_a_tile_ends_with_its_loop() -> None:
     assert tiles == [{}, *itertools.chain(*of_queries), {}]
 
 
+# What a reader sees.
+DISPLAYED = """const $ = (id) => document.getElementById(id);
+  const tables = (id) => Object.fromEntries([...$(id).querySelectorAll("table")].map((table) =>
+    [table.caption.textContent, [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent))]));
+  const texts = (...ids) => Object.fromEntries(ids.map((id) => [id, $(id).textContent]));
+  const displayed = () => ({ ...texts("counter", "told", "sizes", "held", "moved"), fast: tables("fast"),
+    slow: tables("slow"), line: document.querySelector(".now").textContent });"""
+
+
+def expected(recording: Recording, choice: dict[str, Any], n: int) -> dict[str, Any]:
+    """What DISPLAYED gives for step n, from the tensors of that step."""
+
+    def tables(tensors: dict[str, Tensor]) -> dict[str, list[list[str]]]:
+        return {
+            f"{name}  {len(tensor)}×{tensor[0].numel()}": [[shown(value) for value in row] for row in tensor.tolist()]
+            for name, tensor in tensors.items()
+        }
+
+    step = recording.steps[n]
+    B_r, B_c = block_sizes(choice["d"], choice["M"])
+    line = recording.source[step.line]
+    moves = ", ".join(f"{move.kind}s {move.name}[{move.rows.start}:{move.rows.stop}]" for move in step.moves)
+    held = sum(tensor.numel() for tensor in step.fast.values())
+    unused = sum(step.fast[name].numel() for name in step.idle)
+    size = step.slow["Q"].element_size()
+    return {
+        "counter": f"{n + 1} of {len(recording.steps)}",
+        "line": line,
+        "told": line.strip() + (f"  →  {moves}" if moves else ""),
+        "sizes": f"B_r = {B_r} rows of queries, B_c = {B_c} rows of keys",
+        "held": f"{held} numbers" + (f", {unused} of them not needed any more (pale)" if unused else ""),
+        "moved": f"{size * step.read} bytes read, {size * step.written} written",
+        "fast": tables(step.fast),
+        "slow": tables(step.slow),
+    }
+
+
+def driven(page: Path, folder: Path, script: str, *flags: str, fragment: str = "") -> Any:
+    """What the script puts into `seen`, once the page is ready."""
+    path = folder / "driven.html"
+    ready = 'while (document.body.dataset.ready !== "yes") await new Promise((done) => setTimeout(done, 10));'
+    script = (
+        f"<script>(async () => {{ {ready}\n{script}\ndocument.body.dataset.seen = JSON.stringify(seen); }})();</script>"
+    )
+    path.write_text(page.read_text().replace("</body>", f"{script}</body>"))
+    dom = dump(f"{path.as_uri()}#{fragment}", folder, *flags)
+    found = re.search(r'data-seen="(.*?)"', dom, re.DOTALL)
+    assert found is not None
+    return json.loads(html.unescape(found[1]))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("step", [0, 21, 10_000])
 def test_a_browser_shows_the_step_that_was_asked_for(page: Path, tmp_path: Path, step: int) -> None:
     recording = record_choice(CHOICE)
-    step_there = min(step, len(recording.steps) - 1)
-    query = "&".join(f"{name}={value}" for name, value in CHOICE.items())
-    dom = dump(f"{page.as_uri()}#{query}&step={step}", tmp_path)
-    assert 'data-ready="yes"' in dom
-    assert f"{step_there + 1} of {len(recording.steps)}" in dom
-    running = re.search(r'<span class="now">(.*?)</span>', dom)
-    assert running is not None
-    state = recording.steps[step_there]
-    assert html.unescape(running[1]).strip() == recording.source[state.line].strip()
-    for kind, tensors in (("fast", state.fast), ("slow", state.slow)):
-        part = dom[dom.index(f'id="{kind}"') : dom.index("</section>", dom.index(f'id="{kind}"'))]
-        for name, tensor in tensors.items():
-            drawn = re.search(rf'data-name="{name}".*?</table>', part, re.DOTALL)
-            assert drawn is not None, name
-            cells = re.findall(r"<td[^>]*>(.*?)</td>", drawn[0])
-            assert cells == [shown(value) for value in tensor.flatten().tolist()], name
+    fragment = "&".join(f"{name}={value}" for name, value in (CHOICE | {"step": step}).items())
+    seen = driven(page, tmp_path, f"{DISPLAYED} const seen = displayed();", fragment=fragment)
+    assert seen == expected(recording, CHOICE, min(step, len(recording.steps) - 1))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize(("N", "d", "M", "stride"), [(5, 3, 59, 1), (8, 2, 36, 5)])
+def test_a_browser_shows_the_numbers_of_the_steps_of_every_algorithm(
+    page: Path, tmp_path: Path, N: int, d: int, M: int, stride: int
+) -> None:
+    """Forward and backward, with every mask, with and without dropout."""
+    varied = ("algorithm", "direction", "mask", "dropout")
+    values = itertools.product(*(CHOICES[name] for name in varied))
+    asked = [{"N": N, "d": d, "M": M} | dict(zip(varied, each, strict=True)) for each in values]
+    walk = """
+  const seen = [], change = (on, type) => on.dispatchEvent(new Event(type, { bubbles: true }));
+  for (const choice of ASKED) {
+    for (const [name, value] of Object.entries(choice)) document.querySelector(`select[name=${name}]`).value = value;
+    change($("controls"), "change");
+    const steps = [];
+    for (let n = 0; n <= $("slider").max; n += STRIDE) {
+      $("slider").value = n; change($("slider"), "input"); steps.push(displayed());
+    }
+    seen.push(steps);
+  }"""
+    texts = [{name: str(value) for name, value in choice.items()} for choice in asked]
+    seen = driven(page, tmp_path, DISPLAYED + walk.replace("ASKED", json.dumps(texts)).replace("STRIDE", str(stride)))
+    for choice, steps in zip(asked, seen, strict=True):
+        recording = record_choice(choice)
+        shown_steps = range(0, len(recording.steps), stride)
+        for n, step in zip(shown_steps, steps, strict=True):
+            assert step == expected(recording, choice, n), (choice, n)
 
 
 def test_the_page_holds_every_setting_and_needs_no_network(page: Path) -> None:
@@ -136,9 +208,7 @@ def test_a_page_that_cannot_be_written_ends_in_a_sentence(tmp_path: Path) -> Non
 
 
 # What a reader does, one after the other, and the step that is shown after it.
-DRIVE = """<script>(async () => {
-  const wait = (ms) => new Promise((done) => setTimeout(done, ms));
-  while (document.body.dataset.ready !== "yes") await wait(10);
+DRIVE = """const wait = (ms) => new Promise((done) => setTimeout(done, ms));
   const $ = (id) => document.getElementById(id), seen = {};
   const press = (key, on) => on.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
   const after = (what) => (seen[what] = $("counter").textContent);
@@ -160,9 +230,7 @@ DRIVE = """<script>(async () => {
   const colours = getComputedStyle(document.body), top = (id) => $(id).getBoundingClientRect().top;
   seen.wider = document.documentElement.scrollWidth - innerWidth;
   seen.memories = top("fast") < top("slow") && top("slow") < top("source");
-  seen.colours = [colours.backgroundColor, colours.color].map((rgb) => rgb.match(/\\d+/g).map(Number));
-  document.body.dataset.seen = JSON.stringify(seen);
-})();</script>"""
+  seen.colours = [colours.backgroundColor, colours.color].map((rgb) => rgb.match(/\\d+/g).map(Number));"""
 
 
 @pytest.mark.slow
@@ -170,10 +238,7 @@ DRIVE = """<script>(async () => {
 def test_buttons_keys_slider_and_controls_step_through_the_recording_on_a_narrow_dark_screen(
     page: Path, tmp_path: Path
 ) -> None:
-    driven = tmp_path / "driven.html"
-    driven.write_text(page.read_text().replace("</body>", f"{DRIVE}</body>"))
-    dom = dump(driven.as_uri(), tmp_path, "--window-size=390,844", "--blink-settings=preferredColorScheme=0")
-    seen = json.loads(html.unescape(re.search(r'data-seen="(.*?)"', dom)[1]))  # type: ignore[index]
+    seen = driven(page, tmp_path, DRIVE, "--window-size=390,844", "--blink-settings=preferredColorScheme=0")
     first = len(record_choice(FIRST).steps)
     other = {
         "algorithm": "flash_1",
