@@ -19,6 +19,7 @@ compile      compile the work of a token: it takes half a minute on a GPU, and p
 checkpoint   best (by validation loss, if it was measured) or newest
 weights      trained, or ema: their moving average, if training.ema kept one
 attention    an implementation other than the run's, for a device that does not support that one
+attention.precision  of attention's products in prompts: inputs, or fp8 with attention=flash on an H100 or H200
 device       auto, cpu, cuda, cuda:1
 export       a new folder to write the model, its tokenizer and a model card to instead, for AutoModelForCausalLM,
              AutoTokenizer and pipeline("text-generation"): as a GPT-2 or, with rotary positions, a Starcoder2
@@ -31,6 +32,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from attention import ProductPrecision
 from cli.arguments import parse as key_values
 from cli.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
 from cli.wording import one_sentence
@@ -63,6 +65,7 @@ class SampleConfig:
     checkpoint: CheckpointChoice = CheckpointChoice.best
     weights: WeightsChoice = WeightsChoice.trained
     attention: str | None = None
+    attention_precision: ProductPrecision = ProductPrecision.inputs
     device: str = "auto"
     export: str | None = None
 
@@ -89,6 +92,12 @@ def parse(arguments: list[str]) -> SampleConfig:
         raise ConfigError(f"export={config.export} writes the model and no texts; leave the prompts out.")
     if config.prompts is not None and config.tokens == 0:
         raise ConfigError("tokens=0 adds nothing to the prompts; ask for at least 1.")
+    precision = config.attention_precision
+    if precision is not ProductPrecision.inputs and config.prompts is not None and config.batch > 1:
+        raise ConfigError(
+            f"attention.precision={precision.value} does not tell documents apart, and batch={config.batch} prompts "
+            "share a row as documents; set batch=1, or leave the precision out."
+        )
     return config
 
 
@@ -110,7 +119,14 @@ def main(arguments: list[str]) -> None:
         "tokens or another device."
     )
     with oom_guard(too_large):
-        trained = load_trained(run, config.checkpoint, config.weights, attention=config.attention, device=config.device)
+        trained = load_trained(
+            run,
+            config.checkpoint,
+            config.weights,
+            attention=config.attention,
+            precision=config.attention_precision,
+            device=config.device,
+        )
         continue_prompts(trained, prompts, sampling, config)
 
 
@@ -118,7 +134,12 @@ def continue_prompts(trained: Trained, prompts: list[str] | None, sampling: Samp
     """Continue the prompts, or stream the continuation of the only one. Raises UserError before anything is written."""
     model, tokenizer = trained.model, trained.tokenizer
     reader = decoding_attention(model.attend, model.wte.weight.device)
-    if reader is not model.attend:
+    if (precision := config.attention_precision) is not ProductPrecision.inputs:
+        print(
+            f"attention.precision={precision.value} cannot decode; attention.precision=inputs does it instead.",
+            file=sys.stderr,
+        )
+    elif reader is not model.attend:
         print(f"attention={model.attend.name} cannot decode; attention={reader.name} does it instead.", file=sys.stderr)
     if prompts is not None:
         write_texts(prompts, trained, sampling, config)

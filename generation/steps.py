@@ -9,12 +9,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import IMPLEMENTATIONS, Attention, AttentionConfig, Layout, build_attention, documents
+from attention import (
+    IMPLEMENTATIONS,
+    Attention,
+    AttentionConfig,
+    Layout,
+    ProductPrecision,
+    build_attention,
+    documents,
+)
 from attention.gpu import capturing
 from generation.rows import Row
 from generation.sampling import Noise, Sampling
@@ -178,9 +187,13 @@ class Steps:
 
 
 def decoding_attention(attend: Attention, device: torch.device) -> Attention:
-    """The attention that reads the cache: `attend` if it supports one, else flash on a GPU and naive on a CPU."""
+    """The attention that reads the cache: `attend` if it supports one, else flash on a GPU and naive on a CPU.
+
+    Its products are in the precision of q, k and v.
+    """
     if "cache" in attend.supports:
-        return attend
+        narrow = attend.config.precision is not ProductPrecision.inputs
+        return build_attention(replace(attend.config, precision=ProductPrecision.inputs)) if narrow else attend
     name = "flash" if device.type == "cuda" and "cache" in IMPLEMENTATIONS["flash"].supports else "naive"
     return build_attention(AttentionConfig(name))
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from omegaconf import OmegaConf
 
 import sample
-from attention import AttentionConfig, build_attention
+from attention import AttentionConfig, AttentionError, build_attention
+from attention.flash import paths
 from cli.trained import CheckpointChoice, read_config
 from config import Config, ConfigError
 from data import save_tokenizer
@@ -106,6 +108,38 @@ def test_an_attention_that_reads_no_cache_is_named_and_leaves_decoding_to_anothe
     captured = capsys.readouterr()
     assert captured.out == "def " + continuation(5, list(b"def "), 9) + "\n"
     assert f"attention={attention} cannot decode; attention=naive does it instead." in captured.err
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="flash runs on a CPU in Triton's interpreter only")
+def test_the_prompt_alone_is_computed_in_8_bits(run, capsys, monkeypatch):
+    """The plain kernels stand in for those of fp8, which need a Hopper GPU."""
+    lengths: list[tuple[str, int]] = []
+
+    def forward(q, k, v, out, extras, options):
+        lengths.append((options.precision, q.shape[2]))
+        return paths.PATHS["plain"].forward(q, k, v, out, extras, options)
+
+    monkeypatch.setattr(paths, "fp8_refusal", lambda problem: None)
+    monkeypatch.setitem(paths.PATHS, "fp8", paths.PATHS["fp8"]._replace(forward=forward))
+    arguments = ["prompt=def ", "tokens=9", "temperature=0.5", "top_k=20", "seed=3"]
+    main([f"run={run}", *arguments, "device=cpu", "attention=flash", "attention.precision=fp8"])
+    captured = capsys.readouterr()
+    assert captured.out == "def " + continuation(5, list(b"def "), 9) + "\n"
+    assert lengths == [("fp8", 4)]
+    assert "attention.precision=fp8 cannot decode; attention.precision=inputs does it instead." in captured.err
+
+
+@pytest.mark.parametrize(
+    ("attention", "sentence"),
+    [
+        ("naive", r"attention.precision=fp8 has no effect with attention=naive; .*attention=flash"),
+        ("flash", r"attention.precision=fp8 needs a GPU of .* 9.0|needs a CUDA GPU"),
+    ],
+)
+def test_products_in_8_bits_are_refused_where_nothing_has_them(run, attention, sentence):
+    with pytest.raises(AttentionError, match=sentence) as raised:
+        main([f"run={run}", "device=cpu", f"attention={attention}", "attention.precision=fp8"])
+    assert "\n" not in str(raised.value)
 
 
 def test_an_empty_prompt_begins_a_text(run, capsys):
@@ -231,6 +265,10 @@ def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():
         (["run=x", "tokens=-5"], "tokens=-5 must be at least 0"),
         (["run=x", "out=y"], "out=y takes the texts of many prompts; name their file with prompts="),
         (["run=x", "top_p=2"], "top_p=2.0 must be above 0 and at most 1"),
+        (
+            ["run=x", "prompts=y", "attention.precision=fp8"],
+            "attention.precision=fp8 does not tell documents apart, and batch=32 prompts share a row .*; set batch=1",
+        ),
         (["run=x", "checkpoint=last"], "checkpoint=last is not possible: .*best, newest"),
         (["run=/no/where"], r"run=/no/where is not a run folder, .*; name the folder that train.py printed"),
     ],
