@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import itertools
 import json
 import re
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 if __name__ == "__main__":
@@ -30,56 +31,108 @@ from triton.runtime.jit import JITFunction
 from attention import DropoutKey, gpu
 from attention.dropout import drop_threshold
 from attention.flash.configs import Extras, Options
-from attention.flash.hopper.configs import HEAD_DIMS
-from attention.flash.paths import PATHS
+from attention.flash.hopper.configs import HEAD_DIMS, backward_blocks, forward_blocks
+from attention.flash.paths import PATHS, hopper_call
 from attention.flash.tiles import rows_like
 
-# At head size 64 the forward has three consumers, or one with tiles of 128 keys, or one with tiles of 64. At head size
-# 128 lse2 and delta come with the backward's products, but not for short sequences.
-LONG, MIDDLE, SHORT = 16384, 4096, 512
-STARTS = torch.zeros(1, LONG, dtype=torch.int32)
+LENGTHS = {"": 16384, "-middle": 4096, "-short": 512}  # at some head sizes each has its own shape of blocks
+LONGEST = max(LENGTHS.values())
+STARTS = torch.zeros(1, LONGEST, dtype=torch.int32)
 SLOPES = SINKS = torch.zeros(2)
 HORIZONS = torch.zeros(1, 2, dtype=torch.int32)
 SCORES: dict[str, tuple[dict[str, Any], Extras]] = {
     "causal": ({}, Extras()),
     "full": ({"causal": False}, Extras()),
+    "window": ({"window": 1024}, Extras()),
     "documents": ({}, Extras(starts=STARTS, ends=STARTS)),
     "alibi": ({}, Extras(slopes=SLOPES, horizons=HORIZONS)),
     "soft_cap": ({"soft_cap": 50.0}, Extras()),
+    "sinks": ({}, Extras(sinks=SINKS)),
     "everything": (
         {"window": 1024, "soft_cap": 50.0, "q_start": 3, "k_start": 2},
         Extras(slopes=SLOPES, sinks=SINKS, starts=STARTS, ends=STARTS),
     ),
 }
-# Each kernel takes two seconds to compile. Head size 128 has the fewest registers to spare, so it has more entries.
-EXACT = {64: ("full", "alibi"), 128: ("causal", "alibi", "documents", "soft_cap"), 256: ("causal",)}
-DROPOUT = {64: ("causal", "everything"), 128: ("causal", "everything"), 256: ("causal",)}
-CONFIGURATIONS: dict[str, tuple[int, str, float, int]] = {
-    **{f"{D}-{score}-exact": (D, score, 0.0, LONG) for D, scores in EXACT.items() for score in scores},
-    **{f"{D}-{score}-dropout": (D, score, 0.1, LONG) for D, scores in DROPOUT.items() for score in scores},
-    "64-causal-exact-middle": (64, "causal", 0.0, MIDDLE),
-    "64-causal-dropout-middle": (64, "causal", 0.1, MIDDLE),
-    "64-causal-exact-short": (64, "causal", 0.0, SHORT),
-    "64-causal-dropout-short": (64, "causal", 0.1, SHORT),
-    "128-causal-exact-short": (128, "causal", 0.0, SHORT),
-    **{f"{D}-fp8": (D, "fp8", 0.0, LONG) for D in (64, 128)},
+# Each kernel takes about a second to compile. Left out are sinks with dropout or at head size 128, which compile to the
+# registers and spills of causal attention; with dropout at head size 128 a window, like documents, and ALiBi, which
+# "everything" has; and at head size 256 most scores that auto leaves to the plain kernels.
+LEFT_OUT = {
+    (64, "sinks", 0.1),
+    *((128, score, 0.1) for score in ("window", "alibi", "sinks")),
+    (128, "sinks", 0.0),
+    *((256, score, 0.0) for score in set(SCORES) - {"causal", "full", "documents"}),
+    *((256, score, 0.1) for score in set(SCORES) - {"causal", "everything"}),
 }
 
 
-def launch(D: int, score: str, dropout: float, T: int) -> None:
-    """A forward of T tokens in bf16, and a backward where there is one. At head size 64 the backward is the same for
-    all lengths, so only long sequences have it."""
-    tensors = (torch.zeros(1, 2, T, D, dtype=torch.bfloat16) for _ in range(8))
-    q, k, v, out, do, *gradients = tensors
-    changed, extras = SCORES.get(score, ({}, Extras()))
+class Configuration(NamedTuple):
+    """A call that kernels are compiled for, with T tokens, and the directions that are launched."""
+
+    D: int
+    score: str
+    dropout: float
+    T: int
+    directions: tuple[str, ...]
+    dtype: torch.dtype = torch.bfloat16
+
+
+def options_of(D: int, score: str, dropout: float) -> tuple[Options, Extras]:
+    """What a call with these scores asks for."""
+    changed, extras = SCORES[score]
     if dropout:
-        extras = extras._replace(key=DropoutKey(1, 2, 3, 4).pack(q.device))
-    options = Options(causal=True, scale=D**-0.5, threshold=drop_threshold(dropout), tf32=False)._replace(**changed)
-    if score == "fp8":
+        extras = extras._replace(key=DropoutKey(1, 2, 3, 4).pack(torch.device("cpu")))
+    options = Options(causal=True, scale=D**-0.5, threshold=drop_threshold(dropout), tf32=False)
+    return options._replace(**changed), extras
+
+
+def shapes(D: int, score: str, dropout: float, T: int) -> dict[str, Any]:
+    """The blocks of each direction. Sinks have no backward kernel of their own: it does not read them."""
+    q = torch.empty(1, 2, T, D, device="meta")
+    options, extras = options_of(D, score, dropout)
+    call = hopper_call(q, q, extras, options)
+    found: dict[str, Any] = {"forward": forward_blocks(**call)}
+    if D in HEAD_DIMS["backward"] and score != "sinks":
+        found["backward"] = backward_blocks(**call)
+    return found
+
+
+def configurations() -> Iterator[tuple[str, Configuration]]:
+    """All head sizes, scores and rates but LEFT_OUT, each once for every shape of blocks that the lengths lead to.
+
+    At head size 128 a shorter backward stands for all scores: only causal attention has it.
+    """
+    for D, score, dropout in itertools.product((64, 128, 256), SCORES, (0.0, 0.1)):
+        if (D, score, dropout) in LEFT_OUT:
+            continue
+        seen = set()
+        for suffix, T in LENGTHS.items():
+            new = {item for item in shapes(D, score, dropout, T).items() if item not in seen}
+            seen |= new
+            if new and (D == 64 or T == LONGEST or score == "causal"):
+                directions = tuple(sorted(direction for direction, _ in new))[::-1]
+                rate = "dropout" if dropout else "exact"
+                yield f"{D}-{score}-{rate}{suffix}", Configuration(D, score, dropout, T, directions)
+    yield (
+        "128-causal-exact-fp16",
+        Configuration(128, "causal", 0.0, LONGEST, ("forward", "backward"), torch.float16),
+    )
+    for D in (64, 128):
+        yield f"{D}-fp8", Configuration(D, "causal", 0.0, LONGEST, ("fp8",))
+
+
+CONFIGURATIONS = dict(configurations())
+
+
+def launch(configuration: Configuration) -> None:
+    """The configuration's forward, backward or both."""
+    D, score, dropout, T, directions, dtype = configuration
+    q, k, v, out, do, *gradients = (torch.zeros(1, 2, T, D, dtype=dtype) for _ in range(8))
+    options, extras = options_of(D, score, dropout)
+    if "fp8" in directions:
         PATHS["fp8"].forward(q, k, v, out, extras, options)
-        return
-    PATHS["hopper"].forward(q, k, v, out, extras, options)
-    if D in HEAD_DIMS["backward"] and (T == LONG or D > 64):
+    if "forward" in directions:
+        PATHS["hopper"].forward(q, k, v, out, extras, options)
+    if "backward" in directions:
         PATHS["hopper"].backward(do, q, k, v, out, rows_like(q), tuple(gradients), extras, options)
 
 
@@ -96,8 +149,8 @@ def shared_barriers(ptx: str) -> list[int]:
 def reports(name: str) -> Iterator[dict[str, Any]]:
     """ptxas's report on the kernels that a configuration launches, compiled for a Hopper GPU.
 
-    It has registers, bytes of spilled registers, warnings about serialised products (C75xx), bytes of shared memory,
-    and the barriers that overlap other data there.
+    It has threads, registers of each, bytes of spilled registers, warnings about serialised products (C75xx), bytes of
+    shared memory, and the barriers that overlap other data there.
     """
     target = GPUTarget("cuda", 90, 32)
     found: list[tuple[Any, str]] = []
@@ -125,11 +178,12 @@ def reports(name: str) -> Iterator[dict[str, Any]]:
         mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
         mock.patch.object(triton.knobs.compilation, "always_compile", True),  # from the cache there would be no report
     ):
-        launch(*CONFIGURATIONS[name])
+        launch(CONFIGURATIONS[name])
     for kernel, said in found:
         yield {
             "name": name,
             "kernel": kernel.metadata.name,
+            "threads": 32 * kernel.metadata.num_warps,
             "registers": max(map(int, re.findall(r"Used (\d+) registers", said))),
             "spilled": sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
             "serialised": re.findall(r"\(C75\d+\)[^\n]*", said),

@@ -48,7 +48,7 @@ class Problem(NamedTuple):
 
 
 def problems(architecture: str) -> Iterator[Problem]:
-    """The architecture's table entries up to head size 128, and the options that compile to other instructions."""
+    """All of the architecture's table entries, and the options that compile to other instructions."""
     documents = torch.zeros(B, T, dtype=torch.int32)
     everything = Extras(slopes=torch.zeros(H), sinks=torch.zeros(H), starts=documents, ends=documents)
     asked: dict[str, tuple[dict[str, Any], Extras]] = {
@@ -67,12 +67,14 @@ def problems(architecture: str) -> Iterator[Problem]:
         return Problem(f"{architecture}-{label}-{key.head_dim}-{rate}-{key.length:g}", key, options, extras)
 
     for key in configs.TABLES[architecture]:
-        if key.head_dim <= 128:
-            yield problem("causal", key, {}, Extras())
+        yield problem("causal", key, {}, Extras())
     for dropout in (False, True):
         key = ConfigKey(64, dropout)
         yield problem("full", key, {"causal": False}, Extras())
         yield problem("everything", key, *asked["everything"])
+    if architecture == "older":  # one table for all scores
+        for kind in ("window", "documents", "alibi", "soft_cap"):
+            yield problem(kind, ConfigKey(64, False), *asked[kind])
     if architecture == "hopper":
         labels = {"bounded": ("window", "documents"), "alibi": ("alibi",), "soft_cap": ("soft_cap",)}
         for table, kinds in labels.items():

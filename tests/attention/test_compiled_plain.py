@@ -29,6 +29,14 @@ SPILLED = {
     "older-everything-64-exact-inf-dkdv": 144,
     "older-everything-64-dropout-inf-dq": 32,
     "older-everything-64-dropout-inf-dkdv": 288,
+    "hopper-causal-256-exact-inf-dq": 320,
+    "hopper-causal-256-dropout-inf-dq": 432,
+    "older-causal-256-exact-inf-dkdv": 48,
+    "older-causal-256-dropout-inf-dkdv": 80,
+    "older-window-64-exact-inf-dkdv": 88,
+    "older-documents-64-exact-inf-dkdv": 88,
+    "older-alibi-64-exact-inf-dkdv": 72,
+    "older-soft_cap-64-exact-inf-dkdv": 88,
 }
 # The most registers of a thread with which 5, 4 or 3 programs of four warps fit on a multiprocessor, or half as many of
 # eight, and the kernels that stay below. All others may have 255.
@@ -78,6 +86,9 @@ REGISTERS = {
         "older-causal-128-exact-inf-forward",
         "older-causal-128-exact-inf-dq",
         "older-full-64-exact-inf-forward",
+        "older-window-64-exact-inf-forward",
+        "older-documents-64-exact-inf-forward",
+        "older-soft_cap-64-exact-inf-forward",
     },
 }
 # Limited to 96 registers, their products wait for each other, and five programs on a multiprocessor make up for it.
