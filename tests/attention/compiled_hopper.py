@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from attention import DropoutKey, gpu
 from attention.dropout import drop_threshold
-from attention.flash.configs import Extras, Options
+from attention.flash.configs import HORIZONS_FROM, Extras, Options
 from attention.flash.hopper.configs import HEAD_DIMS, backward_blocks, forward_blocks
 from attention.flash.paths import PATHS, hopper_call
 from attention.flash.tiles import rows_like
@@ -44,6 +44,7 @@ SCORES: dict[str, tuple[dict[str, Any], Extras]] = {
     "causal": ({}, Extras()),
     "full": ({"causal": False}, Extras()),
     "window": ({"window": 1024}, Extras()),
+    "wide_window": ({"window": 8192}, Extras()),
     "documents": ({}, Extras(starts=STARTS, ends=STARTS)),
     "alibi": ({}, Extras(slopes=SLOPES, horizons=HORIZONS)),
     "soft_cap": ({"soft_cap": 50.0}, Extras()),
@@ -52,16 +53,6 @@ SCORES: dict[str, tuple[dict[str, Any], Extras]] = {
         {"window": 1024, "soft_cap": 50.0, "q_start": 3, "k_start": 2},
         Extras(slopes=SLOPES, sinks=SINKS, starts=STARTS, ends=STARTS),
     ),
-}
-# Each kernel takes about a second to compile. Left out are sinks with dropout or at head size 128, which compile to the
-# registers and spills of causal attention; with dropout at head size 128 a window, like documents, and ALiBi, which
-# "everything" has; and at head size 256 most scores that auto leaves to the plain kernels.
-LEFT_OUT = {
-    (64, "sinks", 0.1),
-    *((128, score, 0.1) for score in ("window", "alibi", "sinks")),
-    (128, "sinks", 0.0),
-    *((256, score, 0.0) for score in set(SCORES) - {"causal", "full", "documents"}),
-    *((256, score, 0.1) for score in set(SCORES) - {"causal", "everything"}),
 }
 
 
@@ -97,12 +88,12 @@ def shapes(D: int, score: str, dropout: float, T: int) -> dict[str, Any]:
 
 
 def configurations() -> Iterator[tuple[str, Configuration]]:
-    """All head sizes, scores and rates but LEFT_OUT, each once for every shape of blocks that the lengths lead to.
+    """All head sizes, scores and rates, each once for every shape of blocks that the lengths lead to.
 
     At head size 128 a shorter backward stands for all scores: only causal attention has it.
     """
     for D, score, dropout in itertools.product((64, 128, 256), SCORES, (0.0, 0.1)):
-        if (D, score, dropout) in LEFT_OUT:
+        if score == "wide_window" and D > 64:  # the blocks of a narrow one
             continue
         seen = set()
         for suffix, T in LENGTHS.items():
@@ -128,6 +119,8 @@ def launch(configuration: Configuration) -> None:
     D, score, dropout, T, directions, dtype = configuration
     q, k, v, out, do, *gradients = (torch.zeros(1, 2, T, D, dtype=dtype) for _ in range(8))
     options, extras = options_of(D, score, dropout)
+    if T < HORIZONS_FROM:
+        extras = extras._replace(horizons=None)
     if "fp8" in directions:
         PATHS["fp8"].forward(q, k, v, out, extras, options)
     if "forward" in directions:
