@@ -234,7 +234,8 @@ def test_keys_beyond_alibis_horizon_add_nothing(case, D, horizons):
     for name, x in run_far(case, HOPPER, tensors).items():
         assert torch.equal(got[name], x), name
         hopper, other = ((result[name] - exact[name]).abs().max() for result in (got, plain))
-        assert hopper <= 2 * other + 0.01 * exact[name].abs().max(), name
+        # The sinks' gradient is a sum over all rows, in which errors may cancel by chance.
+        assert hopper <= 2 * other + (0.01 * exact[name].abs().max() if name == "dsinks" else 1e-6), name
 
 
 @pytest.mark.parametrize("D", [64, 128])
