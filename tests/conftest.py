@@ -4,8 +4,9 @@ Slow files, most of which wait for other processes, come first, so that the work
 """
 
 import gc
+import math
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
 
@@ -52,6 +53,18 @@ def hasten_the_interpreter() -> None:
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     hasten_the_interpreter()
+
+
+@pytest.fixture
+def horizons(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Gives ALiBi's calls of every length horizons; called with False, it gives none to any."""
+    from attention.flash import configs
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr(configs, "HORIZONS_FROM", 1 if on else math.inf)
+
+    switch(True)
+    return switch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attention import AttentionOutput, DropoutKey, Layout, Score
+from attention import AttentionConfig, AttentionOutput, DropoutKey, Layout, Score, build_attention
 
 KEY = DropoutKey(seed=1337, step=11, layer=3, first_sequence=5)
 
@@ -192,6 +193,19 @@ def gradients(
     out = out.out if isinstance(out, AttentionOutput) else out
     found = {"out": out} | dict(zip(("dq", "dk", "dv", "dsinks"), torch.autograd.grad(out, leaves, dout), strict=False))
     return {name: x.detach().double() for name, x in found.items()}
+
+
+def gradients_with_slopes(
+    case: Case, config: AttentionConfig, tensors: Sequence[Tensor], slopes: Sequence[float]
+) -> dict[str, Tensor]:
+    """`gradients` of the implementation that `config` names, for the tensors q, k, v and dout, with ALiBi's slopes."""
+    attend, device = build_attention(replace(config, dropout=case.dropout)), tensors[0].device
+    options: Any = {"score": case.score, "layout": case.layout(device), "slopes": torch.tensor(slopes, device=device)}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> AttentionOutput:
+        return attend(q, k, v, sinks=sinks, dropout_key=KEY, **options)
+
+    return gradients(run, *tensors, sinks=case.sink_logits(device))
 
 
 @dataclass(frozen=True)

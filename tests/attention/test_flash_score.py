@@ -15,7 +15,7 @@ from attention.dropout import drop_threshold
 from attention.flash import configs
 from attention.flash.configs import Extras, Options
 from attention.flash.op import flash_forward, flash_horizons, run_horizons
-from tests.attention.reference import KEY, Case, assert_accurate, gradients
+from tests.attention.reference import KEY, Case, assert_accurate, gradients, gradients_with_slopes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SQUARE = Case(1, 2, 1, 150, 150, 16)
@@ -268,26 +268,8 @@ FAR_CASES = {
 }
 
 
-@pytest.fixture
-def horizons(monkeypatch):
-    """Gives calls of every length horizons, or none."""
-
-    def switch(on: bool) -> None:
-        monkeypatch.setattr(configs, "HORIZONS_FROM", 1 if on else math.inf)
-
-    switch(True)
-    return switch
-
-
 def run_far(case: Case, tensors: tuple[Tensor, ...], name: str = "flash") -> dict[str, Tensor]:
-    """out and the gradients of an implementation, with SLOPES."""
-    attend = build_attention(AttentionConfig(name, dropout=case.dropout))
-    extras: Any = {"score": case.score, "layout": case.layout(DEVICE), "slopes": torch.tensor(SLOPES, device=DEVICE)}
-
-    def run(q, k, v, sinks=None):
-        return attend(q, k, v, sinks=sinks, dropout_key=KEY, **extras)
-
-    return gradients(run, *tensors, sinks=case.sink_logits(DEVICE))
+    return gradients_with_slopes(case, AttentionConfig(name), tensors, SLOPES)
 
 
 @pytest.mark.parametrize("case", FAR_CASES.values(), ids=FAR_CASES)

@@ -116,7 +116,7 @@ def test_kernels_for_one_length_at_head_size_64_are_right_for_all(length, T, S, 
 @DROPOUT
 @pytest.mark.parametrize("case", [*grid()[::5], LONG[0]], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
 def test_error_in_fp16(case, dropout):
-    assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.float16, "cuda", factor=4.0)
+    assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.float16, "cuda", factor=3.0)
 
 
 @DROPOUT

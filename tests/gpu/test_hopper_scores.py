@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from attention import AttentionConfig, KernelPath, Layout, Score, build_attention, documents
-from attention.flash import configs
-from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
+from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients, gradients_with_slopes
 from tests.gpu.graphs import captured
 from tests.gpu.test_flash import SCORES
 from tests.gpu.test_hopper import DROPOUT, assert_repeats, flash, run
@@ -35,8 +32,7 @@ def test_error_of_changed_scores(score, D, dropout):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("score", [{"alibi": True}, {"sinks": True}, {"window": 1050, "alibi": True}], ids=str)
 def test_error_of_changed_scores_of_long_sequences(score, dtype):
-    factor = 3.0 if dtype == torch.bfloat16 else 4.0
-    assert_accurate(flash(), Case(1, 4, 2, 1100, 1187, 128, **score), dtype, "cuda", factor)
+    assert_accurate(flash(), Case(1, 4, 2, 1100, 1187, 128, **score), dtype, "cuda", factor=3.0)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -191,33 +187,13 @@ FAR_CASES = {
     "documents": replace(FAR, B=2, H_kv=2, window=1800, documents=(2000, 1, 499)),
     "dropout": replace(FAR, H_kv=2, dropout=0.17),
 }
-
-
-@pytest.fixture
-def horizons(monkeypatch):
-    """Gives calls of every length horizons, or none."""
-
-    def switch(on: bool) -> None:
-        monkeypatch.setattr(configs, "HORIZONS_FROM", 1 if on else math.inf)
-
-    switch(True)
-    return switch
+HOPPER, PLAIN = (AttentionConfig("flash", path=path) for path in (KernelPath.hopper, KernelPath.plain))
 
 
 def run_far(
     case: Case, config: AttentionConfig, tensors: tuple[Tensor, ...], slopes: tuple[float, ...] = SLOPES
 ) -> dict[str, Tensor]:
-    """out and the gradients of an implementation, with these slopes."""
-    attend = build_attention(replace(config, dropout=case.dropout))
-    extras: Any = {"score": case.score, "layout": case.layout("cuda"), "slopes": torch.tensor(slopes, device="cuda")}
-
-    def run(q, k, v, sinks=None):
-        return attend(q, k, v, sinks=sinks, dropout_key=KEY, **extras)
-
-    return gradients(run, *tensors, sinks=case.sink_logits("cuda"))
-
-
-HOPPER, PLAIN = (AttentionConfig("flash", path=path) for path in (KernelPath.hopper, KernelPath.plain))
+    return gradients_with_slopes(case, config, tensors, slopes)
 
 
 @pytest.mark.parametrize("D", [64, 128])
