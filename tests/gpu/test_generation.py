@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention import AttentionConfig, build_attention
+from attention import AttentionConfig, ProductPrecision, build_attention
 from attention.gpu import capturing
 from generation import Engine, Request, Sampling
 from model.config import GPTConfig, Positions
@@ -24,9 +24,16 @@ MANY = ScoreConfig(window=70, soft_cap=5.0, sinks=True)
 VOCABULARY = 100
 
 
-def build(config: GPTConfig, score: ScoreConfig | None, name: str, device: str) -> GPT:
+def build(
+    config: GPTConfig,
+    score: ScoreConfig | None,
+    name: str,
+    device: str,
+    precision: ProductPrecision = ProductPrecision.inputs,
+) -> GPT:
     torch.manual_seed(0)
-    model = GPT(config, VOCABULARY, 512, build_attention(AttentionConfig(name)), score=score, device=device)
+    attend = build_attention(AttentionConfig(name, precision=precision))
+    model = GPT(config, VOCABULARY, 512, attend, score=score, device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -72,6 +79,21 @@ def test_in_as_many_slots_a_prompt_gets_the_same_tokens_whatever_is_beside_it():
     options: dict[str, Any] = {"slots": 3, "dtype": torch.bfloat16, "limit": 200}
     among = served(model, given, sampling, **options)
     assert among == [served(model, [prompt], sampling, **options)[0] for prompt in given]
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+def test_a_prompt_in_8_bits_is_continued_nearly_as_in_the_inputs_precision():
+    heads_of_64, (prompt,) = replace(LEARNED, n_heads=2), prompts(300)
+    model, narrow = (build(heads_of_64, None, "flash", "cuda", precision) for precision in ProductPrecision)
+    (found,) = served(narrow, [prompt], Sampling(0.0), dtype=torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        of_prompt, in_8_bits = (gpt(torch.tensor([prompt], device="cuda"))[0, -1] for gpt in (model, narrow))
+        logits = model(torch.tensor([[*prompt, *found[:-1]]], device="cuda"))[0, len(prompt) - 1 :].float()
+    assert not torch.equal(of_prompt, in_8_bits)
+    chosen = logits.gather(1, torch.tensor(found, device="cuda")[:, None])[:, 0]
+    assert (logits.amax(dim=1) - chosen).max() < 0.25 * logits.std()
 
 
 def test_a_graph_that_is_garbage_outlives_the_capture_of_another():
