@@ -30,10 +30,11 @@ def build(
     name: str,
     device: str,
     precision: ProductPrecision = ProductPrecision.inputs,
+    dtype: torch.dtype = torch.float32,
 ) -> GPT:
     torch.manual_seed(0)
     attend = build_attention(AttentionConfig(name, precision=precision))
-    model = GPT(config, VOCABULARY, 512, attend, score=score, device=device)
+    model = GPT(config, VOCABULARY, 512, attend, score=score, device=device, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -85,10 +86,10 @@ def test_in_as_many_slots_a_prompt_gets_the_same_tokens_whatever_is_beside_it():
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
 def test_a_prompt_in_8_bits_is_continued_nearly_as_in_the_inputs_precision():
-    heads_of_64, (prompt,) = replace(LEARNED, n_heads=2), prompts(300)
-    model, narrow = (build(heads_of_64, None, "flash", "cuda", precision) for precision in ProductPrecision)
-    (found,) = served(narrow, [prompt], Sampling(0.0), dtype=torch.bfloat16)
-    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+    heads_of_64, (prompt,), dtype = replace(LEARNED, n_heads=2), prompts(300), torch.bfloat16
+    model, narrow = (build(heads_of_64, None, "flash", "cuda", precision, dtype) for precision in ProductPrecision)
+    (found,) = served(narrow, [prompt], Sampling(0.0), dtype=dtype)
+    with torch.no_grad(), torch.autocast("cuda", dtype):
         of_prompt, in_8_bits = (gpt(torch.tensor([prompt], device="cuda"))[0, -1] for gpt in (model, narrow))
         logits = model(torch.tensor([[*prompt, *found[:-1]]], device="cuda"))[0, len(prompt) - 1 :].float()
     assert not torch.equal(of_prompt, in_8_bits)
