@@ -182,7 +182,6 @@ def peak_bytes(call: Call, device: torch.device) -> int | None:
     if device.type != "cuda":
         call()
         return None
-    release(device)  # what is freed during the call would count against it
     synchronise(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

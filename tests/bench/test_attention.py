@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from importlib import import_module
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bench.attention
 from attention import UnsupportedAttention
-from bench.attention import main, with_ratios
+from bench.attention import main, try_out, with_ratios
 from bench.attention_results import comparable, read
 from bench.attention_views import overtakes
 from bench.peers import Candidate, Problem, candidates, from_package, installed
@@ -228,6 +229,13 @@ def test_what_grows_too_slow_is_not_waited_for():
     budget.check(row(8192))
     with pytest.raises(TooSlow):
         budget.check(row(16384))
+
+
+def test_the_time_of_a_step_is_without_what_comes_before_it(monkeypatch):
+    monkeypatch.setattr(bench.attention, "release", lambda device: time.sleep(0.5))
+    problem = Problem(B=1, H=1, T=16, D=8, variant="causal", dropout=0.0, dtype=torch.float32, device=CPU)
+    row = try_out(candidates()["naive"].build(problem), *problem.tensors(), expected=None, device=CPU)
+    assert row["step_s"] < 0.5
 
 
 def test_the_crossing_lies_between_the_lengths_that_enclose_it():
