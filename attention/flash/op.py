@@ -59,6 +59,15 @@ def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
+def check_backward(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise UnsupportedAttention where the tiles of fp32 do not fit the shared memory of a multiprocessor."""
+    if dtype == torch.float32 and head_dim > 128 and gpu.capability(device)[0] not in (9, 10):
+        raise UnsupportedAttention(
+            f"attention=flash has gradients in fp32 at head sizes up to 128 on {device}, not {head_dim}; choose bf16 "
+            "or fp16, or attention=tiled. Larger ones need a GPU of compute capability 9.x or 10.x."
+        )
+
+
 def run_horizons(q: Tensor, k: Tensor, slopes: Tensor, scale: float, soft_cap: float | None) -> Tensor:
     """The horizons of a call, as `Extras` has them."""
     check(q.shape[-1], q.dtype, q.device)
@@ -230,6 +239,8 @@ class FlashAttention(Attention):
         if shape.training:
             self.check_gradients()
         check(shape.head_dim, shape.dtype, shape.device)
+        if shape.training:
+            check_backward(shape.head_dim, shape.dtype, shape.device)
         self.path(shape, 0)
 
     def check_gradients(self) -> None:
@@ -262,6 +273,8 @@ class FlashAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             self.check_gradients()
+            if not torch.compiler.is_compiling():  # the compiler cannot follow it; a model calls it when it is built
+                check_backward(q.shape[-1], q.dtype, q.device)
         D, scale, score, layout = q.shape[-1], terms.scale, terms.score, terms.layout
         key, threshold = None, 0
         if terms.dropout_key is not None:

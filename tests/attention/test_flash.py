@@ -362,6 +362,24 @@ def test_a_gpu_before_ampere_is_refused(monkeypatch):
         flash().check(AttentionShape(64, 4, 4, torch.float16, torch.device("cuda:0")))
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)], ids=str)
+def test_gradients_in_fp32_are_refused_where_the_tiles_of_wide_heads_do_not_fit(capability, monkeypatch):
+    monkeypatch.setattr(gpu, "capability", lambda device: capability)
+    reason = "has gradients in fp32 at head sizes up to 128 on .*, not 136; choose bf16 or fp16, or attention=tiled"
+
+    def check(head_dim: int, dtype: torch.dtype = torch.float32, training: bool = True) -> None:
+        flash().check(AttentionShape(head_dim, 4, 4, dtype, torch.device(DEVICE), training=training))
+
+    with pytest.raises(UnsupportedAttention, match=reason):
+        check(136)
+    q = torch.randn(1, 1, 2, 136, device=DEVICE, requires_grad=True)
+    with pytest.raises(UnsupportedAttention, match=reason):
+        flash()(q, q, q)
+    check(128)
+    check(136, torch.bfloat16)
+    check(136, training=False)
+
+
 @pytest.mark.parametrize("changed", [{}, {"window": 100}, {"soft_cap": 30.0}], ids=str)
 def test_every_problem_finds_its_blocks(changed):
     for dtype in (torch.bfloat16, torch.float32):
