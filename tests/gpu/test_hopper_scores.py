@@ -30,7 +30,18 @@ def test_error_of_changed_scores(score, D, dropout):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("score", [{"alibi": True}, {"sinks": True}, {"window": 1050, "alibi": True}], ids=str)
+@pytest.mark.parametrize(
+    "score",
+    [
+        {"alibi": True},
+        {"sinks": True},
+        {"window": 1050, "alibi": True},
+        {"soft_cap": 2.0},
+        {"soft_cap": 2.0, "window": 700},
+        {"soft_cap": 2.0, "alibi": True, "sinks": True},
+    ],
+    ids=str,
+)
 def test_error_of_changed_scores_of_long_sequences(score, dtype):
     assert_accurate(flash(), Case(1, 4, 2, 1100, 1187, 128, **score), dtype, "cuda", factor=3.0)
 

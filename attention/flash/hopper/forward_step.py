@@ -24,15 +24,39 @@ from .softmax import (
     exponent_factor,
     finish_scores,
     load_queries,
+    n_pieces,
     rescale,
     round_weights,
     row_max,
     row_sum,
     start_scores,
+    tile_max,
+    tile_sum,
 )
 
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
 GROWTH = gl.constexpr(8)
+
+
+@gluon.jit
+def start_outputs(o, b_p, i_s, i_n, queries, P_LAYOUT: gl.constexpr, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """((o + p v in flight,), its operands p) for the pieces p of the key tile at i_n, whose values are in stage i_s."""
+    N: gl.constexpr = BLOCKS.k // n_pieces(MODE)
+    operands = ()
+    for j in gl.static_range(n_pieces(MODE)):
+        b_p_kept = as_operand(b_p[j], i_n + j * N, queries, P_LAYOUT, buffers.q.dtype, MODE, N)
+        o = warpgroup_mma(b_p_kept, buffers.v.index(i_s).slice(j * N, N), o, is_async=True)
+        operands += (b_p_kept,)  # type: ignore[assignment]
+    return (o,), operands
+
+
+@gluon.jit
+def rounded(b_p32, P_LAYOUT: gl.constexpr, dtype: gl.constexpr, MODE: gl.constexpr, N: gl.constexpr):
+    """The pieces' weights, kept in 16 bits until the next step."""
+    b_p = ()
+    for j in gl.static_range(n_pieces(MODE)):
+        b_p += (round_weights(b_p32[j], P_LAYOUT, dtype, MODE, N),)  # type: ignore[assignment]
+    return b_p
 
 
 @gluon.jit
@@ -42,9 +66,12 @@ def step(
 ):  # fmt: skip
     """o += p v of the tile before, during the scores and the softmax of the key tile at i_n: (o, p, m, l) after it.
 
-    The keys of this step have arrived when it starts, and those of the next when it ends.
+    p comes in pieces of N keys each, of which there are several only where a row's maximum is known in advance. The
+    keys of this step have arrived when it starts, and those of the next when it ends.
     """
     BN: gl.constexpr = BLOCKS.k
+    PIECES: gl.constexpr = n_pieces(MODE)
+    N: gl.constexpr = BN // PIECES
     STAGES: gl.constexpr = BLOCKS.stages
     S_LAYOUT: gl.constexpr = m.type.layout.parent
     O_ROWS: gl.constexpr = gl.SliceLayout(1, o.type.layout)
@@ -56,37 +83,37 @@ def step(
 
     if BLOCKS.in_turn:
         mbarrier.wait(barriers.turn.index(c), i_turn & 1)
-    s_flight = start_scores(buffers.k.index(i_s), queries, buffers, S_LAYOUT, MODE, BN)
-    b_p = as_operand(b_p, i_n + BN, queries, P_LAYOUT, dtype, MODE, BN)  # draws a mask while the scores are computed
-    o_flight = warpgroup_mma(b_p, buffers.v.index(i_s), o, is_async=True)
-    b_s = warpgroup_mma_wait(1, deps=(s_flight,))
-    if BLOCKS.in_turn:
-        mbarrier.arrive(barriers.turn.index((c + 1) % BLOCKS.consumers))
-    b_s = finish_scores(b_s, i_n, is_cut, queries, MODE, BN)
+    s_flight = start_scores(buffers.k.index(i_s), queries, buffers, S_LAYOUT, MODE, N)
+    # Draws a mask while the scores are computed.
+    o_flight, operands = start_outputs(o, b_p, i_s, i_n + BN, queries, P_LAYOUT, buffers, BLOCKS, MODE)
     shift = alibi_shift(i_n, queries, MODE)
 
     # (ROWS,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
     m_safe = m
-    if not MODE.fixed_max:
-        m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * factor + shift
-        m_new = gl.where(m_new - m > GROWTH, m_new, m)
-        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-        alpha = gl.where(m_new == m, 1.0, gl.exp2(m - m_safe))
-        l = l * gl.convert_layout(alpha, L_ROWS)[:, None]
-        m = m_new
-
-    # (ROWS, BN) l is summed before anything is dropped.
-    b_p32 = gl.exp2(b_s * factor - (m_safe - shift)[:, None])
-    l += row_sum(b_p32, BN)
+    b_p32 = ()
+    for j in gl.static_range(PIECES):
+        b_s = warpgroup_mma_wait(2 * PIECES - 1 - j, deps=(s_flight[j],))
+        if BLOCKS.in_turn and j == PIECES - 1:
+            mbarrier.arrive(barriers.turn.index((c + 1) % BLOCKS.consumers))
+        b_s = finish_scores(b_s, i_n + j * N, is_cut, queries, MODE, N)
+        if not MODE.fixed_max:
+            m_new = gl.convert_layout(row_max(b_s, N, BLOCKS), m.type.layout) * factor + shift
+            m_new = gl.where(m_new - m > GROWTH, m_new, m)
+            m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+            alpha = gl.where(m_new == m, 1.0, gl.exp2(m - m_safe))
+            l = l * gl.convert_layout(alpha, L_ROWS)[:, None]
+            m = m_new
+        # (ROWS, N) l is summed before anything is dropped.
+        b_p32 += (gl.exp2(b_s * factor - (m_safe - shift)[:, None]),)  # type: ignore[assignment]
+        l += row_sum(b_p32[j], N)
 
     # A wait that ptxas does not move the softmax across: without it, all of it would come after the product with v.
     mbarrier.wait(barriers.kv_full.index((i_step + 1) % STAGES), ((i_step + 1) // STAGES) & 1)
-    o, b_p = warpgroup_mma_wait(0, deps=(o_flight, b_p))
+    o = warpgroup_mma_wait(0, deps=o_flight + operands)[0]
     release_stage(i_step, keys, buffers, barriers, BLOCKS)
     if not MODE.fixed_max:
         o = rescale(o, gl.convert_layout(alpha, O_ROWS), BLOCKS.columns)
-    b_p = round_weights(b_p32, P_LAYOUT, dtype, MODE, BN)
-    return o, b_p, m, l
+    return o, rounded(b_p32, P_LAYOUT, dtype, MODE, N), m, l
 
 
 @gluon.jit
@@ -104,7 +131,9 @@ def attend(
     STAGES: gl.constexpr = BLOCKS.stages
     THRESHOLD: gl.constexpr = MODE.threshold
     KEEP_SCALE: gl.constexpr = 256 / (256 - THRESHOLD)
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    PIECES: gl.constexpr = n_pieces(MODE)
+    N: gl.constexpr = BN // PIECES
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
@@ -130,12 +159,16 @@ def attend(
         is_cut = i_n + BN > sizes.S
     mbarrier.wait(barriers.q_full.index(i_q), phase)
     mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
-    s_flight = start_scores(buffers.k.index(i_step % STAGES), queries, buffers, S_LAYOUT, MODE, BN)
-    b_s = warpgroup_mma_wait(0, deps=(s_flight,))
+    s_flight = start_scores(buffers.k.index(i_step % STAGES), queries, buffers, S_LAYOUT, MODE, N)
+    b_s = ()
+    for j in gl.static_range(PIECES):
+        b_s += (warpgroup_mma_wait(0, deps=(s_flight[j],)),)  # type: ignore[assignment]
     release_stage(i_step, keys, buffers, barriers, BLOCKS)
-    b_s = finish_scores(b_s, i_n, is_cut, queries, MODE, BN)
+    scores = ()
+    for j in gl.static_range(PIECES):
+        scores += (finish_scores(b_s[j], i_n + j * N, is_cut, queries, MODE, N),)  # type: ignore[assignment]
     shift = alibi_shift(i_n, queries, MODE)
-    m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * factor + shift
+    m = gl.convert_layout(tile_max(scores, N, BLOCKS, MODE), S_ROWS) * factor + shift
     if MODE.fixed_max:  # this tile's serves for all: rows with few keys keep the largest weight, 1, unrounded
         m = gl.maximum(m, LEAST_MAXIMUM)
     o_m = i_m + gl.arange(0, ROWS, S_ROWS)
@@ -144,11 +177,13 @@ def attend(
         m_sink = gl.load(extras.sinks + i_h) * LOG2_E + b_row_bias
         m = gl.maximum(m, m_sink)
     m_safe = gl.where(m == -float("inf"), 0.0, m)
-    b_p32 = gl.exp2(b_s * factor - (m_safe - shift)[:, None])
-    l = row_sum(b_p32, BN)
+    b_p32 = ()
+    for j in gl.static_range(PIECES):
+        b_p32 += (gl.exp2(scores[j] * factor - (m_safe - shift)[:, None]),)  # type: ignore[assignment]
+    l = tile_sum(b_p32, N, MODE)
     if MODE.sinks:  # a quarter for each of a row's four threads
         l += gl.convert_layout(0.25 * gl.exp2(m_sink - m_safe), gl.SliceLayout(1, l.type.layout))[:, None]
-    b_p = round_weights(b_p32, P_LAYOUT, dtype, MODE, BN)
+    b_p = rounded(b_p32, P_LAYOUT, dtype, MODE, N)
     o = gl.zeros([ROWS, BD], gl.float32, O_LAYOUT)
     i_step += 1
     mbarrier.wait(barriers.kv_full.index(i_step % STAGES), (i_step // STAGES) & 1)
@@ -165,13 +200,13 @@ def attend(
         i_step += 1
         i_turn += 1
 
-    b_p = as_operand(b_p, n_start * BN, queries, P_LAYOUT, dtype, MODE, BN)
-    o_flight = warpgroup_mma(b_p, buffers.v.index(i_step % STAGES), o, is_async=True)
+    i_s = i_step % STAGES
+    o_flight, operands = start_outputs(o, b_p, i_s, n_start * BN, queries, P_LAYOUT, buffers, BLOCKS, MODE)
     if not BLOCKS.out_in_q:
         mbarrier.arrive(barriers.q_empty.index(i_q))
     l_row = gl.convert_layout(gl.sum(l, 1), S_ROWS)
     lse2 = m + gl.log2(l_row) - b_row_bias
-    o, b_p = warpgroup_mma_wait(0, deps=(o_flight, b_p))
+    o = warpgroup_mma_wait(0, deps=o_flight + operands)[0]
     if CONSUMERS > 1:
         release_stage(i_step, keys, buffers, barriers, BLOCKS)
         i_step, i_turn = skip(i_step + 1, i_turn, n_start - n_start_all, barriers, c, BLOCKS)

@@ -76,16 +76,26 @@ def column_numbers(N: gl.constexpr, LAYOUT: gl.constexpr):
     return o_n.to(gl.float32).to(gl.bfloat16)
 
 
+@gluon.constexpr_function
+def n_pieces(MODE):
+    """The pieces of a key tile. The softmax of one, where its maximum is known, runs during the product of the next."""
+    return 2 if MODE.fixed_max and MODE.columns == 128 else 1
+
+
 @gluon.jit
 def start_scores(b_k, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.constexpr, N: gl.constexpr):
-    """q k^T (ROWS, N) in flight, with ALiBi's bias of each column where it comes with the product."""
-    s_flight = gl.zeros([ROWS, N], gl.float32, LAYOUT)
-    if bias_in_product(MODE):
-        b_columns = buffers.columns.permute((1, 0))
-        s_flight = warpgroup_mma(queries.slopes, b_columns, s_flight, use_acc=False, is_async=True)
-        s_flight = warpgroup_mma(queries.b_q, b_k.permute((1, 0)), s_flight, is_async=True)
-    else:
-        s_flight = warpgroup_mma(queries.b_q, b_k.permute((1, 0)), s_flight, use_acc=False, is_async=True)
+    """In flight: q k^T (ROWS, N) for each piece of a key tile, with ALiBi's biases where they come with the product."""
+    s_flight = ()
+    for j in gl.static_range(n_pieces(MODE)):
+        b_columns = b_k.slice(j * N, N).permute((1, 0))
+        s_piece = gl.zeros([ROWS, N], gl.float32, LAYOUT)
+        if bias_in_product(MODE):
+            b_numbers = buffers.columns.permute((1, 0))
+            s_piece = warpgroup_mma(queries.slopes, b_numbers, s_piece, use_acc=False, is_async=True)
+            s_piece = warpgroup_mma(queries.b_q, b_columns, s_piece, is_async=True)
+        else:
+            s_piece = warpgroup_mma(queries.b_q, b_columns, s_piece, use_acc=False, is_async=True)
+        s_flight += (s_piece,)  # type: ignore[assignment]
     return s_flight
 
 
@@ -131,6 +141,24 @@ def row_max(b_s, N: gl.constexpr, BLOCKS: gl.constexpr):
 def row_sum(b_p, N: gl.constexpr):
     """(ROWS, 4): what each of a row's four threads holds of it, summed. The four are added once, at the end."""
     return gl.sum(gl.sum(b_p.reshape([ROWS, N // 8, 4, 2]), 1), 2)
+
+
+@gluon.jit
+def tile_max(scores, N: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """The maximum of each row over all pieces of a tile."""
+    m = row_max(scores[0], N, BLOCKS)
+    for j in gl.static_range(1, n_pieces(MODE)):
+        m = gl.maximum(m, row_max(scores[j], N, BLOCKS))
+    return m
+
+
+@gluon.jit
+def tile_sum(b_p, N: gl.constexpr, MODE: gl.constexpr):
+    """`row_sum` over all pieces of a tile."""
+    l = row_sum(b_p[0], N)
+    for j in gl.static_range(1, n_pieces(MODE)):
+        l += row_sum(b_p[j], N)
+    return l
 
 
 @gluon.constexpr_function
