@@ -295,6 +295,19 @@ def assert_accurate(
         )
 
 
+def assert_each_field_of_the_key_changes_the_mask(
+    attend: Callable[..., AttentionOutput], q: Tensor, k: Tensor, v: Tensor
+) -> None:
+    """For an attention that drops half of the weights, and tensors of two sequences or more."""
+    outs = [
+        attend(q, k, v, dropout_key=key).out
+        for key in (DropoutKey(1, 1, 1, 1), DropoutKey(2, 1, 1, 1), DropoutKey(1, 2, 1, 1), DropoutKey(1, 1, 2, 1))
+    ]
+    assert all(not torch.equal(outs[0], other) for other in outs[1:])
+    later = attend(q[1:], k[1:], v[1:], dropout_key=DropoutKey(1, 1, 1, 2)).out
+    assert torch.equal(later, outs[0][1:]), "a sequence's mask depends on its place in the global batch alone"
+
+
 def flops_of_tiles(case: Case, block_q: int, block_k: int) -> int:
     """FLOPs of the products, forward and backward, of one head that visits the tiles in which something is seen.
 
