@@ -182,9 +182,10 @@ def test_the_operator_keeps_torchs_rules():
     torch.library.opcheck(flash_forward, (q, k, v, *Extras(key=KEY.pack(q.device)), *options))
 
 
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("T", [1, 2, 5, 17, 128])
-def test_large_inputs_do_not_overflow(T):
-    assert_accurate(flash(), Case(2, 2, 2, T, T, 64, spread=25.0), torch.bfloat16, "cuda", factor=3.0)
+def test_large_inputs_do_not_overflow(T, D):
+    assert_accurate(flash(), Case(2, 2, 2, T, T, D, spread=25.0), torch.bfloat16, "cuda", factor=3.0)
 
 
 @pytest.mark.parametrize("offset", [-300.0, 300.0])
@@ -246,10 +247,11 @@ def test_two_streams_at_once_do_not_share_counters(D):
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, first, strict=True))
 
 
-def test_long_sequences_use_the_whole_mask():
+@pytest.mark.parametrize("D", [64, 128])
+def test_long_sequences_use_the_whole_mask(D):
     """The last rows of 2 x 32768 x 32768 (2**31) scores, and all gradients compared with the plain kernels'."""
     T, rows, p = 32768, 48, 0.1
-    q, k, v, do = Case(1, 2, 1, T, T, 64).tensors(torch.bfloat16, "cuda")
+    q, k, v, do = Case(1, 2, 1, T, T, D).tensors(torch.bfloat16, "cuda")
     out, *gradients = run(partial(flash(p), dropout_key=KEY), q, k, v, do)
     keep = keep_mask(KEY, p, 1, 2, T, T, rows=(T - rows, T), device="cuda")
     expected = formula(q[:, :, -rows:].float(), k.float(), v.float(), causal=True, keep=keep, rate=round(256 * p) / 256)
@@ -261,14 +263,18 @@ def test_long_sequences_use_the_whole_mask():
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_views_give_what_copies_give(D):
-    """Views of one projection, and a misaligned one: the same bits as from tensors of their own."""
+    """Views of one projection, and each tensor misaligned in turn: the same bits as from tensors of their own."""
     fused = torch.randn(2, 300, 8, D, device="cuda", dtype=torch.bfloat16)
     q, k, v = (x.transpose(1, 2) for x in fused.split([4, 2, 2], dim=2))
     do = torch.randn(2, 300, 4, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-    shifted = torch.empty(q.numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(q.shape).copy_(q)
     copies = run(flash(), *(x.contiguous() for x in (q, k, v, do)))
-    for x in (q, shifted):
-        assert all(torch.equal(a, b) for a, b in zip(run(flash(), x, k, v, do), copies, strict=True))
+
+    def shifted(x: Tensor) -> Tensor:
+        return torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+    for moved in (None, 0, 1, 2, 3):
+        views = (shifted(x) if n == moved else x for n, x in enumerate((q, k, v, do)))
+        assert all(torch.equal(a, b) for a, b in zip(run(flash(), *views), copies, strict=True)), moved
 
 
 def test_a_replayed_graph_draws_the_masks_of_its_key():
