@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -94,8 +94,8 @@ class Case:
         return tuple(x.to(dtype).to(device) for x in (q, k, normal(self.H_kv, self.S), normal(self.H, self.T)))
 
 
-def probabilities(q: Tensor, k: Tensor, case: Case, sinks: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(D)), (B, H, T, S), changed as the case says; rows that see nothing are zero.
+def changed_scores(q: Tensor, k: Tensor, case: Case) -> Tensor:
+    """q k^T / sqrt(D), (B, H, T, S), changed as the case says, before anything is hidden.
 
     In the precision of q and k, but for soft cap, ALiBi and sinks, which are fp32's or better.
     """
@@ -110,13 +110,28 @@ def probabilities(q: Tensor, k: Tensor, case: Case, sinks: Tensor | None = None)
         distance = torch.arange(S - T, S)[:, None] - torch.arange(S)
         slopes = torch.tensor(published_slopes(H), dtype=scores.dtype)
         scores = scores - (slopes[:, None, None] * distance).to(q.device)
+    return scores
+
+
+def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The scores (B, H, T, S), and the sinks (H,) in a column after them where they are given."""
+    if sinks is None:
+        return scores
+    return torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+
+
+def probabilities(q: Tensor, k: Tensor, case: Case, sinks: Tensor | None = None) -> Tensor:
+    """The softmax of `changed_scores`, (B, H, T, S); rows that see nothing are zero."""
     hidden = ~case.visible()[:, None].to(q.device)
     fully_masked = hidden.all(dim=-1, keepdim=True)
-    scores = scores.masked_fill(hidden & ~fully_masked, float("-inf"))
-    if sinks is not None:
-        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    return scores.softmax(dim=-1)[..., :S].masked_fill(fully_masked, 0.0)
+    scores = changed_scores(q, k, case).masked_fill(hidden & ~fully_masked, float("-inf"))
+    return with_sinks(scores, sinks).softmax(dim=-1)[..., : k.shape[2]].masked_fill(fully_masked, 0.0)
+
+
+def log_sum_exp(q: Tensor, k: Tensor, case: Case, sinks: Tensor | None = None) -> Tensor:
+    """The log of that softmax's sum, (B, H, T): of the sink alone, or -inf, for rows that see nothing."""
+    scores = changed_scores(q, k, case).masked_fill(~case.visible()[:, None].to(q.device), float("-inf"))
+    return with_sinks(scores, sinks).logsumexp(dim=-1)
 
 
 def published_slopes(n_heads: int) -> list[float]:
@@ -219,7 +234,7 @@ class Expected:
 
     exact: dict[str, Tensor]
     plain: dict[str, Tensor]
-    slack: dict[str, float]
+    slack: dict[str, float] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=64)
@@ -285,13 +300,18 @@ def assert_accurate(
         return attend(q, k, v, score=case.score, layout=case.layout(device), sinks=sinks, dropout_key=KEY)
 
     got = gradients(run, *case.tensors(dtype, device), sinks=case.sink_logits(device))
+    assert_as_accurate(got, expected, factor, f"{case}, {dtype}")
+
+
+def assert_as_accurate(got: dict[str, Tensor], expected: Expected, factor: float, of: str) -> None:
+    """As `assert_accurate`, for results that have been computed. `of` says in the message what they are of."""
     for name, exact in expected.exact.items():
         error = (got[name] - exact).abs().max().item()
         plain_error = (expected.plain[name] - exact).abs().max().item()
-        slack = expected.slack[name] + torch.finfo(torch.float32).eps * exact.abs().max().item()
+        slack = expected.slack.get(name, 0.0) + torch.finfo(torch.float32).eps * exact.abs().max().item()
         allowed = 2.0 if name == "out" else factor
         assert error <= allowed * plain_error + slack, (
-            f"{name}: error {error:.2e}, the plain formula's {plain_error:.2e} ({case}, {dtype})"
+            f"{name}: error {error:.2e}, the plain formula's {plain_error:.2e} ({of})"
         )
 
 

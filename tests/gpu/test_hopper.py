@@ -188,17 +188,6 @@ def test_large_inputs_do_not_overflow(T, D):
     assert_accurate(flash(), Case(2, 2, 2, T, T, D, spread=25.0), torch.bfloat16, "cuda", factor=3.0)
 
 
-@pytest.mark.parametrize("offset", [-300.0, 300.0])
-def test_the_log_sum_exp_may_be_far_from_zero(offset):
-    q, k, v, _ = Case(1, 2, 2, 200, 200, 64).tensors(torch.bfloat16, "cuda")
-    q[..., 0], k[..., 0] = offset / 10, 80.0  # adds offset to every score
-    lse = flash()(q, k, v, return_lse=True).lse
-    scores = (q.double() @ k.double().mT / 8).masked_fill(
-        ~torch.ones(200, 200, device="cuda").tril().bool(), -torch.inf
-    )
-    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-4)
-
-
 @pytest.mark.parametrize(("D", "T"), [(64, 300), (128, 300), (64, 16400)])
 def test_the_mask_is_that_of_the_plain_kernels_also_in_the_backward(D, T):
     """With v and do made of unit vectors, out and dv are the kept weights of D keys or queries: zero where dropped."""
