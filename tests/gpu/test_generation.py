@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from attention import AttentionConfig, ProductPrecision, build_attention
 from attention.gpu import capturing
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=128, bias=True)
 GROUPED = replace(LEARNED, n_kv_heads=2, positions=Positions.rotary)
 MANY = ScoreConfig(window=70, soft_cap=5.0, sinks=True)
+WINDOWS = ScoreConfig(layers=[{"window": 20}, {"window": 70}])
 VOCABULARY = 100
 
 
@@ -31,10 +33,11 @@ def build(
     device: str,
     precision: ProductPrecision = ProductPrecision.inputs,
     dtype: torch.dtype = torch.float32,
+    seq_len: int = 512,
 ) -> GPT:
     torch.manual_seed(0)
     attend = build_attention(AttentionConfig(name, precision=precision))
-    model = GPT(config, VOCABULARY, 512, attend, score=score, device=device, dtype=dtype)
+    model = GPT(config, VOCABULARY, seq_len, attend, score=score, device=device, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -53,15 +56,35 @@ def served(model: GPT, given: list[list[int]], sampling: Sampling, limit: int = 
     return [request.tokens for request in engine.requests]
 
 
+@torch.no_grad()
+def shortfalls(model: GPT, prompt: list[int], found: list[int]) -> Tensor:
+    """How far the logit of each token found lies below the largest, with the whole text through the model."""
+    logits = model(torch.tensor([[*prompt, *found[:-1]]], device="cuda"))[0, len(prompt) - 1 :].float()
+    return logits.amax(dim=1) - logits.gather(1, torch.tensor(found, device="cuda")[:, None])[:, 0]
+
+
 @pytest.mark.parametrize(("config", "score"), [(LEARNED, None), (GROUPED, MANY)], ids=["learned", "rotary-grouped"])
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_greedy_tokens_are_those_of_the_whole_text_through_the_model(config, score, slots):
     model, given = build(config, score, "flash", "cuda"), prompts(5, 130, 33, 64, 1, 90)
     for prompt, found in zip(given, served(model, given, Sampling(0.0), slots=slots), strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *found[:-1]]], device="cuda"))[0, len(prompt) - 1 :]
-        chosen = logits.gather(1, torch.tensor(found, device="cuda")[:, None])[:, 0]
-        assert (logits.amax(dim=1) - chosen).max() < 1e-4  # rounding may decide between equals
+        assert shortfalls(model, prompt, found).max() < 1e-4  # rounding may decide between equals
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_where_every_layer_has_a_window_the_cache_slides_beyond_seq_len(slots):
+    """By 500 tokens and more, as one replayed graph; the reference has room for them, and no cache."""
+    given, limit = prompts(75, 80, 76, 75), 505
+    model = build(GROUPED, WINDOWS, "flash", "cuda", seq_len=80)
+    longer = build(GROUPED, WINDOWS, "naive", "cuda", seq_len=80 + limit)
+    engine = Engine(model, [Request(prompt, limit) for prompt in given], Sampling(0.0), slots=slots)
+    assert engine.steps.graph is not None
+    assert engine.steps.cache.size.pages == 3 * slots  # a window's 70 keys lie in two pages, or in three
+    for _ in engine.run():
+        pass
+    for prompt, request in zip(given, engine.requests, strict=True):
+        assert len(request.tokens) == limit
+        assert shortfalls(longer, prompt, request.tokens).max() == 0
 
 
 def test_the_same_tokens_are_drawn_as_on_a_cpu():
