@@ -105,6 +105,31 @@ def test_in_as_many_slots_a_prompt_gets_the_same_tokens_whatever_is_beside_it():
     assert among == [served(model, [prompt], sampling, **options)[0] for prompt in given]
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_host_waits_for_the_tokens_that_it_reads_and_for_nothing_else(slots):
+    """For them it waits for an event, which torch does not report; all else that waits is an error here."""
+    requests = [Request(prompt, 40) for prompt in prompts(5, 130, 33, 64, 1, 90)]
+    model, sampling = build(GROUPED, MANY, "flash", "cuda"), Sampling(0.8, top_k=30, top_p=0.9, seed=3)
+    engine = Engine(model, requests, sampling, slots=slots)
+
+    def tokens() -> list[list[int]]:
+        for request in requests:
+            request.tokens, request.finished = [], False
+        for _ in engine.run():
+            pass
+        return [request.tokens for request in requests]
+
+    first = tokens()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            engine.steps.tokens[0].item()
+        again = tokens()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert again == first
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
