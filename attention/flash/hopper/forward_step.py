@@ -39,13 +39,16 @@ GROWTH = gl.constexpr(8)
 
 
 @gluon.jit
-def start_outputs(o, b_p, i_s, i_n, queries, P_LAYOUT: gl.constexpr, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """((o + p v in flight,), its operands p) for the pieces p of the key tile at i_n, whose values are in stage i_s."""
+def start_outputs(
+    o, b_p, i_step, i_n, queries, P_LAYOUT: gl.constexpr, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr
+):
+    """((o + p v in flight,), its operands p): the pieces p of the key tile at i_n, whose values came with i_step."""
     N: gl.constexpr = BLOCKS.k // n_pieces(MODE)
     operands = ()
     for j in gl.static_range(n_pieces(MODE)):
         b_p_kept = as_operand(b_p[j], i_n + j * N, queries, P_LAYOUT, buffers.q.dtype, MODE, N)
-        o = warpgroup_mma(b_p_kept, buffers.v.index(i_s).slice(j * N, N), o, is_async=True)
+        b_v = buffers.v.index(i_step % BLOCKS.stages)
+        o = warpgroup_mma(b_p_kept, b_v.slice(j * N, N), o, is_async=True)
         operands += (b_p_kept,)  # type: ignore[assignment]
     return (o,), operands
 
@@ -85,8 +88,7 @@ def step(
         mbarrier.wait(barriers.turn.index(c), i_turn & 1)
     s_flight = start_scores(buffers.k.index(i_s), queries, buffers, S_LAYOUT, MODE, N)
     # Draws a mask while the scores are computed.
-    o_flight, operands = start_outputs(o, b_p, i_s, i_n + BN, queries, P_LAYOUT, buffers, BLOCKS, MODE)
-    shift = alibi_shift(i_n, queries, MODE)
+    o_flight, operands = start_outputs(o, b_p, i_step, i_n + BN, queries, P_LAYOUT, buffers, BLOCKS, MODE)
 
     # (ROWS,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
     m_safe = m
@@ -96,6 +98,7 @@ def step(
         if BLOCKS.in_turn and j == PIECES - 1:
             mbarrier.arrive(barriers.turn.index((c + 1) % BLOCKS.consumers))
         b_s = finish_scores(b_s, i_n + j * N, is_cut, queries, MODE, N)
+        shift = alibi_shift(i_n, queries, MODE)
         if not MODE.fixed_max:
             m_new = gl.convert_layout(row_max(b_s, N, BLOCKS), m.type.layout) * factor + shift
             m_new = gl.where(m_new - m > GROWTH, m_new, m)
@@ -200,8 +203,7 @@ def attend(
         i_step += 1
         i_turn += 1
 
-    i_s = i_step % STAGES
-    o_flight, operands = start_outputs(o, b_p, i_s, n_start * BN, queries, P_LAYOUT, buffers, BLOCKS, MODE)
+    o_flight, operands = start_outputs(o, b_p, i_step, n_start * BN, queries, P_LAYOUT, buffers, BLOCKS, MODE)
     if not BLOCKS.out_in_q:
         mbarrier.arrive(barriers.q_empty.index(i_q))
     l_row = gl.convert_layout(gl.sum(l, 1), S_ROWS)

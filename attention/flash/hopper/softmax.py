@@ -78,8 +78,11 @@ def column_numbers(N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.constexpr_function
 def n_pieces(MODE):
-    """The pieces of a key tile. The softmax of one, where its maximum is known, runs during the product of the next."""
-    return 2 if MODE.fixed_max and MODE.columns == 128 else 1
+    """The pieces of a key tile. The softmax of one, where its maximum is known, runs during the product of the next.
+
+    With dropout the product waits for the mask, and pieces take longer.
+    """
+    return 2 if MODE.fixed_max and MODE.columns == 128 and not MODE.threshold else 1
 
 
 @gluon.jit
