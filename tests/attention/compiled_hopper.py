@@ -88,10 +88,7 @@ def shapes(D: int, score: str, dropout: float, T: int) -> dict[str, Any]:
 
 
 def configurations() -> Iterator[tuple[str, Configuration]]:
-    """All head sizes, scores and rates, each once for every shape of blocks that the lengths lead to.
-
-    At head size 128 a shorter backward stands for all scores: only causal attention has it.
-    """
+    """All head sizes, scores and rates, each once for every shape of blocks that the lengths lead to."""
     for D, score, dropout in itertools.product((64, 128, 256), SCORES, (0.0, 0.1)):
         if score == "wide_window" and D > 64:  # the blocks of a narrow one
             continue
@@ -99,7 +96,7 @@ def configurations() -> Iterator[tuple[str, Configuration]]:
         for suffix, T in LENGTHS.items():
             new = {item for item in shapes(D, score, dropout, T).items() if item not in seen}
             seen |= new
-            if new and (D == 64 or T == LONGEST or score == "causal"):
+            if new:
                 directions = tuple(sorted(direction for direction, _ in new))[::-1]
                 rate = "dropout" if dropout else "exact"
                 yield f"{D}-{score}-{rate}{suffix}", Configuration(D, score, dropout, T, directions)

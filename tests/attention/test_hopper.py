@@ -102,8 +102,8 @@ def test_the_paths_of_all_layers_are_named(hopper_gpu):
     assert attend.path(shape(head_dim=64, documents=True), 1024) == "hopper"
     assert attend.path(shape(head_dim=256), 4096) == "hopper forward, plain backward"
     assert attend.path(shape(scores=(Score(window=64), Score())), 4096) == "hopper"
-    layers = (Score(), Score(alibi=True))
-    assert attend.path(shape(head_dim=64, scores=layers), 512) == "hopper and hopper forward, plain backward"
+    layers = (Score(), Score(window=64))
+    assert attend.path(shape(head_dim=128, scores=layers), 512) == "hopper and hopper forward, plain backward"
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")

@@ -226,13 +226,12 @@ def backward(
     if T > S or options.q_start is not None:  # a query tile may then see no key tile that would write its dq
         dq.zero_()
     do = plain.addressable(do)
-    lse2_apart, delta_apart = not blocks.lse2_in_product, not blocks.delta_in_product
-    biased = extras.slopes is not None
+    in_products, biased = blocks.rows_in_products, extras.slopes is not None
     n_rows = n_m * blocks.q
     rows = Rows(
-        lse2=q.new_empty(B, H, n_rows, dtype=torch.float32) if biased and lse2_apart else None,
-        delta=plain.rows_like(q) if extras.sinks is not None or delta_apart else None,
-        parts=None if delta_apart else q.new_empty(B * H * n_rows, 8, dtype=torch.bfloat16),
+        lse2=q.new_empty(B, H, n_rows, dtype=torch.float32) if biased and not in_products else None,
+        delta=plain.rows_like(q) if extras.sinks is not None or not in_products else None,
+        parts=q.new_empty(B * H * n_rows, 8, dtype=torch.bfloat16) if in_products else None,
     )
     turns = q.new_empty(B * H * n_m, dtype=torch.int32)
     work = q.new_empty(1, dtype=torch.int32)
@@ -262,9 +261,9 @@ def backward(
         tiles(dq, blocks.q, blocks.columns),
         tiles(dk, blocks.k, blocks.columns),
         tiles(dv, blocks.k, blocks.columns),
-        (row_tiles(rows.lse2, n_rows, blocks.q) if biased else row_tiles(lse2, T, blocks.q)) if lse2_apart else None,
-        row_tiles(rows.delta, T, blocks.q) if delta_apart else None,
-        None if delta_apart else parts_tiles(rows.parts, blocks.q, PARTS.value),
+        None if in_products else row_tiles(rows.lse2, n_rows, blocks.q) if biased else row_tiles(lse2, T, blocks.q),
+        None if in_products else row_tiles(rows.delta, T, blocks.q),
+        parts_tiles(rows.parts, blocks.q, PARTS.value) if in_products else None,
         matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
         turns,
         work,

@@ -120,16 +120,15 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BD], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
     lse2, delta, parts, ones, words, words_full = 0, 0, 0, 0, 0, 0
-    if BLOCKS.delta_in_product:
+    if BLOCKS.rows_in_products:
         parts_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PARTS], gl.bfloat16)
         ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, PARTS], gl.bfloat16)
         parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, PARTS], parts_layout)
         ones = gl.allocate_shared_memory(gl.bfloat16, [2, BN, PARTS], ones_layout)
         for i in gl.static_range(2):
             ones.index(i).store(every_second_column(i, BN))
-    if not BLOCKS.lse2_in_product:
+    else:
         lse2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
-    if not BLOCKS.delta_in_product:
         delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
     if BLOCKS.drawer:
         words = gl.allocate_shared_memory(gl.uint32, [STAGES, BN // 2, BM // 2], WORDS_IN_SHARED_MEMORY)
@@ -188,9 +187,9 @@ def half_of(i_m, i_s, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
         i_m + o,
         buffers.q.index(i_s).slice(o, HALF),
         buffers.do.index(i_s).slice(o, HALF),
-        0 if BLOCKS.lse2_in_product else buffers.lse2.index(i_s).slice(o, HALF, 1),
-        0 if BLOCKS.delta_in_product else buffers.delta.index(i_s).slice(o, HALF, 1),
-        buffers.parts.index(i_s).slice(o, HALF) if BLOCKS.delta_in_product else 0,
+        0 if BLOCKS.rows_in_products else buffers.lse2.index(i_s).slice(o, HALF, 1),
+        0 if BLOCKS.rows_in_products else buffers.delta.index(i_s).slice(o, HALF, 1),
+        buffers.parts.index(i_s).slice(o, HALF) if BLOCKS.rows_in_products else 0,
         buffers.ds.index(0).slice(o, HALF, 1),
         buffers.words.index(i_s).slice(o // 2, HALF // 2, 1) if BLOCKS.drawer else 0,
     )
@@ -206,8 +205,8 @@ def piece_of(half, i: gl.constexpr, BLOCKS: gl.constexpr):
         half.i_m,
         half.q.slice(o, n),
         half.do.slice(o, n),
-        0 if BLOCKS.lse2_in_product else half.lse2.slice(o, n, 1),
-        0 if BLOCKS.delta_in_product else half.delta.slice(o, n, 1),
+        0 if BLOCKS.rows_in_products else half.lse2.slice(o, n, 1),
+        0 if BLOCKS.rows_in_products else half.delta.slice(o, n, 1),
         0,
         0,
         half.words.slice(o // 2, n // 2, 1) if BLOCKS.drawer else 0,

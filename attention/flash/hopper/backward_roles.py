@@ -42,16 +42,13 @@ def producer(
             b_q = buffers.q.index(i_s)._reinterpret(dtype, [1, 1, BM, BD], q.layout)
             b_do = buffers.do.index(i_s)._reinterpret(dtype, [1, 1, BM, BD], do.layout)
             mbarrier.wait(barriers.empty.index(i_s), ((i_step // STAGES) & 1) ^ 1)
-            n_parts: gl.constexpr = parts.block_type.nbytes if BLOCKS.delta_in_product else 0
-            n_lse2: gl.constexpr = 0 if BLOCKS.lse2_in_product else lse2.block_type.nbytes
-            n_delta: gl.constexpr = 0 if BLOCKS.delta_in_product else delta.block_type.nbytes
-            mbarrier.expect(full, 2 * q.block_type.nbytes + n_parts + n_lse2 + n_delta)
-            if BLOCKS.delta_in_product:
+            if BLOCKS.rows_in_products:
+                mbarrier.expect(full, 2 * q.block_type.nbytes + parts.block_type.nbytes)
                 i_row = (i_bh * gl.cdiv(sizes.T, BM) + i_tile_m) * BM
                 tma.async_copy_global_to_shared(parts, [i_row, 0], full, buffers.parts.index(i_s))
-            if not BLOCKS.lse2_in_product:
+            else:
+                mbarrier.expect(full, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
                 tma.async_copy_global_to_shared(lse2, [i_bh, i_m], full, buffers.lse2.index(i_s))
-            if not BLOCKS.delta_in_product:
                 tma.async_copy_global_to_shared(delta, [i_bh, i_m], full, buffers.delta.index(i_s))
             tma.async_copy_global_to_shared(q, [tile.i_b, i_h, i_m, 0], full, b_q)
             tma.async_copy_global_to_shared(do, [tile.i_b, i_h, i_m, 0], full, b_do)

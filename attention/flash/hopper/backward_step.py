@@ -82,7 +82,7 @@ def weights(
     b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     if is_cut:
         b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], at, MODE), b_s, -float("inf"))
-    b_lse2 = 0.0 if BLOCKS.lse2_in_product else half.lse2.load(LAYOUT)
+    b_lse2 = 0.0 if BLOCKS.rows_in_products else half.lse2.load(LAYOUT)
     b_p = gl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2)
     b_p_kept = gl.convert_layout(b_p.to(half.q.dtype), P_LAYOUT)
     b_p = times_derivative(b_p, b_tanh, MODE)  # so that tanh leaves the registers
@@ -99,7 +99,7 @@ def weights(
 def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """(BN, M): ds in 16 bits, of what `weights` gives and dp."""
     LAYOUT: gl.constexpr = b_dp.type.layout
-    b_delta = 0.0 if BLOCKS.delta_in_product else half.delta.load(LAYOUT)
+    b_delta = 0.0 if BLOCKS.rows_in_products else half.delta.load(LAYOUT)
     if MODE.threshold:
         # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
         b_kept = gl.convert_layout(b_p_kept, LAYOUT)
@@ -178,7 +178,7 @@ def product(a, b, half, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
     """In flight: a b^T (BN, HALF), less lse2 (i = 0) or delta (1) of each query where they come with the products."""
     BN: gl.constexpr = BLOCKS.k
     b_c = gl.zeros([BN, HALF], gl.float32, S_LAYOUT)
-    if BLOCKS.delta_in_product if i else BLOCKS.lse2_in_product:
+    if BLOCKS.rows_in_products:
         b_c = warpgroup_mma(buffers.ones.index(i), half.parts.permute((1, 0)), b_c, use_acc=False, is_async=True)
         b_c = warpgroup_mma(a, b.permute((1, 0)), b_c, is_async=True)
     else:
@@ -243,9 +243,7 @@ def step(
     STAGES: gl.constexpr = BLOCKS.stages
     TWO: gl.constexpr = BM > HALF
     PIECES: gl.constexpr = BLOCKS.pieces  # a product each, for dv and dk
-    # Matrix products that `product` starts for s and for dp, as waits count them.
-    N_S: gl.constexpr = 2 if BLOCKS.lse2_in_product else 1
-    N_DP: gl.constexpr = 2 if BLOCKS.delta_in_product else 1
+    N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # matrix products that `product` starts, as waits count them
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
     i_s = i_step % STAGES
     zero = unknown_zero(i_step)
@@ -268,11 +266,11 @@ def step(
     )
     if TWO:
         dp_flight_1 = product(v_s, half_1.do, half_1, 1, buffers, BLOCKS)
-    b_dp = warpgroup_mma_wait(N_S + N_DP + PIECES if TWO else PIECES, deps=(dp_flight,))
+    b_dp = warpgroup_mma_wait(2 * N + PIECES if TWO else PIECES, deps=(dp_flight,))
     b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, half, BLOCKS, MODE)
     if TWO:
         b_w = draw(i_h, half_1.i_m, tile, extras, BLOCKS, MODE)
-        b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, N_DP + PIECES)
+        b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, N + PIECES)
         b_p, b_p_kept, dv_flight = add_to_dv(
             b_s, b_w, b_dv, half_1, slope2, i_step, is_cut, tile, at, numbers, barriers, BLOCKS, MODE
         )
@@ -287,7 +285,7 @@ def step(
     b_dk = done((dk_flight,), b_ds, 1)[0]
     mbarrier.arrive(barriers.empty.index(i_s))
     s_flight = first_scores(b_k, i_step + 1, has_next, buffers, barriers, BLOCKS)
-    b_dq = warpgroup_mma_wait(N_S, deps=(dq_flight,))
+    b_dq = warpgroup_mma_wait(N, deps=(dq_flight,))
 
     i_slot = i_step % SLOTS
     mbarrier.wait(barriers.dq_ready.index(i_slot), (i_step // SLOTS) & 1)

@@ -10,14 +10,14 @@ FP8_MAX_HEAD_DIM = 128
 # The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward), then
 # by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
 FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
-    (64, False, False): {"causal": 512, "alibi": 512, "soft_cap": 1024, "window": 1024, "documents": 1024},
-    (64, False, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
-    (64, True, False): {"causal": 512, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
-    (64, True, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
-    (128, False, False): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
-    (128, False, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
-    (128, True, False): {"causal": 128, "alibi": 2048, "soft_cap": 2048},
-    (128, True, True): {"causal": 128, "alibi": 1024, "soft_cap": 1024, "window": 1024, "documents": 1024},
+    (64, False, False): {"causal": 512, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
+    (64, False, True): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
+    (64, True, False): {"causal": 512, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
+    (64, True, True): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
+    (128, False, False): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
+    (128, False, True): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 1024, "documents": 1024},
+    (128, True, False): {"causal": 128, "alibi": 512, "soft_cap": 2048, "window": 512},
+    (128, True, True): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
     (256, False, False): {"causal": 1024},
 }
 
@@ -55,8 +55,7 @@ class BackwardBlocks(NamedTuple):
     columns           of all tiles
     stages            query tiles in flight
     key_stages        key tiles in flight
-    lse2_in_product   whether lse2 comes with the product s, which takes shared memory
-    delta_in_product  likewise delta, with dp; always where lse2 does
+    rows_in_products  whether lse2 and delta come with the products s and dp, which takes shared memory
     drawer            whether four more warps draw dropout's mask, which takes registers and shared memory
     pieces            1 or 2: of 64 queries; the products of a piece run while the weights of the next are computed
     """
@@ -66,8 +65,7 @@ class BackwardBlocks(NamedTuple):
     columns: int
     stages: int
     key_stages: int
-    lse2_in_product: bool
-    delta_in_product: bool
+    rows_in_products: bool
     drawer: bool
     pieces: int
 
@@ -105,25 +103,22 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
 
 def backward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_cap: bool) -> BackwardBlocks:
     """The backward's shape for a head size that it supports; `length` is the number of keys."""
-    # lse2 cannot come with s where a soft cap changes it in between, nor delta with dp where dropout does. Below 1,024
+    # lse2 and delta cannot come with their products where a soft cap changes s, or dropout dp, in between. Below 1,024
     # keys it takes longer to write them as operands than it saves. At head size 64 they take the place of the next keys
     # in shared memory.
-    delta = not dropout and (length >= 1024 if head_dim > 64 else alibi and not soft_cap)
-    lse2 = delta and not soft_cap
+    rows = not (dropout or soft_cap) and (length >= 1024 if head_dim > 64 else alibi)
     if head_dim > 64:
         return BackwardBlocks(
-            q=64, k=128, columns=128, stages=2, key_stages=1, lse2_in_product=lse2, delta_in_product=delta,
-            drawer=False, pieces=2,
-        )  # fmt: skip
+            q=64, k=128, columns=128, stages=2, key_stages=1, rows_in_products=rows, drawer=False, pieces=2
+        )
     if dropout:  # a second half would need registers that are not there
         return BackwardBlocks(
-            q=64, k=128, columns=64, stages=3, key_stages=2, lse2_in_product=False, delta_in_product=False,
-            drawer=True, pieces=1,
-        )  # fmt: skip
+            q=64, k=128, columns=64, stages=3, key_stages=2, rows_in_products=False, drawer=True, pieces=1
+        )
+    key_stages = 1 if rows else 2
     return BackwardBlocks(
-        q=128, k=128, columns=64, stages=2, key_stages=1 if delta else 2, lse2_in_product=lse2, delta_in_product=delta,
-        drawer=False, pieces=1,
-    )  # fmt: skip
+        q=128, k=128, columns=64, stages=2, key_stages=key_stages, rows_in_products=rows, drawer=False, pieces=1
+    )
 
 
 def is_faster(head_dim: int, dropout: bool, features: frozenset[str], length: int, backward: bool) -> bool:
