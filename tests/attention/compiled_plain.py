@@ -27,11 +27,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from attention import gpu
+from attention import UnsupportedAttention, gpu
 from attention.flash import configs
 from attention.flash.backward import backward
 from attention.flash.configs import ConfigKey, Extras, Options
 from attention.flash.forward import forward
+from attention.flash.op import check_backward
 
 CAPABILITIES = {"hopper": (9, 0), "older": (8, 0)}
 PLAIN = Options(causal=True, scale=0.125, threshold=0, tf32=False)
@@ -45,42 +46,45 @@ class Problem(NamedTuple):
     key: ConfigKey
     options: Options
     extras: Extras
+    dtype: torch.dtype
 
 
 def problems(architecture: str) -> Iterator[Problem]:
-    """All of the architecture's table entries, and the options that compile to other instructions."""
+    """All of the architecture's table entries, and every head size with every kind of score and rate.
+
+    In fp32 a head size has one entry for all of them, which is compiled with everything at once.
+    """
     documents = torch.zeros(B, T, dtype=torch.int32)
     everything = Extras(slopes=torch.zeros(H), sinks=torch.zeros(H), starts=documents, ends=documents)
     asked: dict[str, tuple[dict[str, Any], Extras]] = {
+        "causal": ({}, Extras()),
+        "full": ({"causal": False}, Extras()),
         "window": ({"window": 1024}, Extras()),
         "documents": ({}, Extras(starts=documents, ends=documents)),
         "alibi": ({}, Extras(slopes=torch.zeros(H), horizons=torch.zeros(B, H, dtype=torch.int32))),
         "soft_cap": ({"soft_cap": 50.0}, Extras()),
+        "sinks": ({}, Extras(sinks=torch.zeros(H))),
         "everything": ({"window": 1024, "soft_cap": 50.0, "q_start": 3, "k_start": 2}, everything),
     }
 
-    def problem(label: str, key: ConfigKey, changed: dict[str, Any], extras: Extras) -> Problem:
+    def problem(kind: str, key: ConfigKey, dtype: torch.dtype = torch.bfloat16) -> Problem:
+        changed, extras = asked[kind]
         options = PLAIN._replace(threshold=26 if key.dropout else 0, **changed)
         rate = "dropout" if key.dropout else "exact"
         if key.dropout:
             extras = extras._replace(key=torch.zeros(7, dtype=torch.int64))
-        return Problem(f"{architecture}-{label}-{key.head_dim}-{rate}-{key.length:g}", key, options, extras)
+        label = kind if dtype == torch.bfloat16 else f"{kind}-{str(dtype).removeprefix('torch.')}"
+        return Problem(f"{architecture}-{label}-{key.head_dim}-{rate}-{key.length:g}", key, options, extras, dtype)
 
     for key in configs.TABLES[architecture]:
-        yield problem("causal", key, {}, Extras())
-    for dropout in (False, True):
-        key = ConfigKey(64, dropout)
-        yield problem("full", key, {"causal": False}, Extras())
-        yield problem("everything", key, *asked["everything"])
-    if architecture == "older":  # one table for all scores
-        for kind in ("window", "documents", "alibi", "soft_cap"):
-            yield problem(kind, ConfigKey(64, False), *asked[kind])
-    if architecture == "hopper":
-        labels = {"bounded": ("window", "documents"), "alibi": ("alibi",), "soft_cap": ("soft_cap",)}
-        for table, kinds in labels.items():
-            for kind in kinds:
-                for key in configs.TABLES[table]:
-                    yield problem(kind, key, *asked[kind])
+        yield problem("causal", key)
+    for head_dim, dropout in itertools.product((64, 128, 256), (False, True)):
+        for kind in asked:
+            if kind != "causal":
+                yield problem(kind, ConfigKey(head_dim, dropout))
+        if dropout:
+            yield problem("everything", ConfigKey(head_dim, dropout), torch.float32)
+    yield problem("causal", ConfigKey(64, True), torch.float16)
 
 
 class NoGPU:
@@ -141,25 +145,32 @@ def compiling(architecture: str) -> Iterator[list[Compiled]]:
         yield compiled
 
 
-def launch(architecture: str, key: ConfigKey, options: Options, extras: Extras, T: int, S: int) -> None:
-    """A forward and a backward in bf16, with the blocks chosen for `key`."""
+def launch(
+    architecture: str, key: ConfigKey, options: Options, extras: Extras, dtype: torch.dtype, T: int, S: int
+) -> None:
+    """A forward with the blocks chosen for `key`, and a backward where the GPU has one. That does not read sinks."""
 
     def tensor(heads: int, length: int) -> Tensor:
-        return torch.zeros(B, length, heads, key.head_dim, dtype=torch.bfloat16).transpose(1, 2)
+        return torch.zeros(B, length, heads, key.head_dim, dtype=dtype).transpose(1, 2)
 
     q, k, v, do, out = (tensor(*size) for size in ((H, T), (H_KV, S), (H_KV, S), (H, T), (H, T)))
     length = int(min(key.length, 2**20))
     blocks = configs.choose(key.head_dim, length, q.dtype, CAPABILITIES[architecture], options, extras)
     _, lse2 = forward(q, k, v, out, extras, options, blocks)
+    extras = extras._replace(sinks=None)
+    try:
+        check_backward(key.head_dim, dtype, q.device)
+    except UnsupportedAttention:
+        return
     backward(do, q, k, v, out, lse2, (tensor(H, T), tensor(H_KV, S), tensor(H_KV, S)), extras, options, blocks)
 
 
 def compile_all(architecture: str) -> Iterator[dict[str, Any]]:
     """Resources of each problem's kernels, compiled by the same launches as on a GPU."""
     with compiling(architecture) as compiled:
-        for name, key, options, extras in problems(architecture):
+        for name, key, options, extras, dtype in problems(architecture):
             compiled.clear()
-            launch(architecture, key, options, extras, T, T)
+            launch(architecture, key, options, extras, dtype, T, T)
             for found in compiled:
                 yield {"name": f"{name}-{found.name}", "serialised": found.serialised} | resources(found.kernel)
 
@@ -174,7 +185,7 @@ def compile_lengths(architecture: str) -> Iterator[dict[str, Any]]:
     with compiling(architecture) as compiled:
         for n, (T, S) in enumerate(itertools.product(lengths, lengths)):
             options = PLAIN._replace(q_start=n - 1, k_start=16 * (n % 2))
-            launch(architecture, ConfigKey(64, False, 128), options, Extras(), T, S)
+            launch(architecture, ConfigKey(64, False, 128), options, Extras(), torch.bfloat16, T, S)
         for launched in compiled:
             found.setdefault(launched.name, set()).add(launched.kernel.hash)
     yield {name: len(kernels) for name, kernels in found.items()}
