@@ -25,8 +25,8 @@ def hasten_the_interpreter() -> None:
     """Skip work whose result Triton's interpreter does not use, which more than halves its time.
 
     It replaces the functions of tl when a kernel starts, and needlessly again whenever the kernel calls a function. It
-    also computes in int64 whether a sum overflows, which it uses in debug mode only, and builds a table of all dtypes
-    for each lookup.
+    also computes in int64 whether a sum overflows, which it uses in debug mode only, builds a table of all dtypes for
+    each lookup, and derives shape and size of a tensor from its type for each result anew.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -49,6 +49,30 @@ def hasten_the_interpreter() -> None:
         return found[name]
 
     interpreter._get_np_dtype = look_up_once
+
+    initialise_block, blocks = tl.block_type.__init__, {}
+
+    def initialise_block_once(self, element_ty, shape):
+        key = (element_ty.name, *shape)
+        if key not in blocks:
+            initialise_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = blocks[key]
+
+    tl.block_type.__init__ = initialise_block_once
+    initialise_tensor, tensors = tl.tensor.__init__, {}
+
+    def initialise_tensor_once(self, handle, type):
+        if type.name not in tensors:
+            initialise_tensor(self, handle, type)
+            tensors[type.name] = self.shape, self.numel, self.dtype
+        self.handle, self.type = handle, type
+        self.shape, self.numel, self.dtype = tensors[type.name]
+
+    tl.tensor.__init__ = initialise_tensor_once
+    equal = tl.dtype.__eq__
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
