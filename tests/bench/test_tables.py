@@ -91,6 +91,33 @@ def test_times_of_variants() -> None:
         assert said.groups() == tuple(f"{of_both[D, variant] / of_both[D, 'causal']:.2f}" for D in (64, 128)), name
 
 
+def paths(row: str, column: str) -> tuple[dict[str, Any], str]:
+    """The measurement of both kernel paths that a table's row and column name, and the path, if the row names one."""
+    rows = results("kernel-paths-nvidia-h200")["rows"]
+    found = {tuple(row[name] for name in ("head_size", "variant", "dropout", "length")): row for row in rows}
+    path = re.search(r", (hopper|plain)$", row)
+    head_size, _, kind = re.sub(r"^head size |^D |, dropout 0.1|, hopper$|, plain$", "", row).partition(", ")
+    names = {"": "causal", "full mask": "full", "window of 1,024": "window", "documents of 1,024": "documents"}
+    names |= {"ALiBi": "alibi", "soft cap 50": "soft_cap", "sinks": "sinks"}
+    length = 1024 * int(column.removesuffix("k")) if column.endswith("k") else int(column)
+    rate = 0.1 if "dropout" in row else 0.0
+    return found[int(head_size), names[kind], rate, length], path[1] if path else ""
+
+
+def test_speeds_of_each_kernel_path() -> None:
+    for row, column, cell in table("docs/kernels.md", "| | 128 | 256 |"):
+        measured, path = paths(row, column)
+        assert cell == "/".join(f"{measured[path][way]['tflops']:.0f}" for way in ("forward", "backward")), (
+            row,
+            column,
+        )
+    for row, column, cell in table("docs/kernels.md", "| | 512 | 1k | 2k | 16k |"):
+        measured, _ = paths(row, column)
+        plain, hopper = measured["plain"], measured["hopper"]
+        ratios = [plain[way]["ms"] / hopper[way]["ms"] for way in ("forward", "backward")]
+        assert cell == "/".join(f"{ratio:.2f}" for ratio in ratios), (row, column)
+
+
 def test_speeds_and_errors_of_products_in_8_bits() -> None:
     file = results("fp8-nvidia-h200")
     times = {(row["head_size"], row["length"]): row for row in file["times"]}
@@ -126,7 +153,7 @@ def test_shares_of_the_peak() -> None:
         (row["head_size"], row["length"]): row
         for row in read(RESULTS / "attention-nvidia-h200-share-of-peak.json")["rows"]
     }
-    for row, column, cell in table("docs/results.md", "| causal, bf16, commit 479bfa2"):
+    for row, column, cell in table("docs/results.md", "| causal, bf16, commit e65f581"):
         measured = found[int(row.removeprefix("head size ")), 1024 * int(column.removesuffix("k"))]
         shares = [f"{measured[way]['tflops'] / 989:.0%}" for way in ("forward", "backward")]
         assert f"{cell}%".replace("/", "%/") == "/".join(shares), (row, column)
