@@ -91,6 +91,14 @@ def horizons(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return switch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-kernel",
+        action="store_true",
+        help="compile the plain kernels of every head size with every kind of score, rate and dtype (two minutes more)",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name != "tests" and "training" not in item.path.parts)
 
