@@ -58,8 +58,8 @@ OWN_TABLES = {"window": "bounded", "documents": "bounded", "alibi": "alibi", "so
 def problems(architecture: str, every: bool) -> Iterator[Problem]:
     """Every entry of the architecture's tables, and what else compiles to other instructions.
 
-    every  each head size with each kind of score and rate, and other dtypes; else, in half of the time, each kind at
-           head size 64, and all of them at once at every head size
+    every  each head size with each kind of score and rate, and other dtypes; else, in half of the time, all kinds at
+           once at every head size and rate, and at head size 64 each by itself, with dropout a full mask alone
     """
     documents = torch.zeros(B, T, dtype=torch.int32)
     everything = Extras(slopes=torch.zeros(H), sinks=torch.zeros(H), starts=documents, ends=documents)
