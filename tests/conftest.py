@@ -95,7 +95,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-kernel",
         action="store_true",
-        help="compile the plain kernels of every head size with every kind of score, rate and dtype (two minutes more)",
+        help="compile the plain kernels of every head size with every kind of score and rate (two minutes more)",
     )
 
 

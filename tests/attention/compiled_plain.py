@@ -56,10 +56,10 @@ OWN_TABLES = {"window": "bounded", "documents": "bounded", "alibi": "alibi", "so
 
 
 def problems(architecture: str, every: bool) -> Iterator[Problem]:
-    """Every entry of the architecture's tables, and what else compiles to other instructions.
+    """Every entry of all tables, and what else compiles to other instructions.
 
-    every  each head size with each kind of score and rate, and other dtypes; else, in half of the time, all kinds at
-           once at every head size and rate, and at head size 64 each by itself, with dropout a full mask alone
+    every  each head size with each kind of score and rate, and fp16; else, in half of the time, all kinds at once at
+           every head size and rate, and at head size 64 each by itself, with dropout a full mask alone
     """
     documents = torch.zeros(B, T, dtype=torch.int32)
     everything = Extras(slopes=torch.zeros(H), sinks=torch.zeros(H), starts=documents, ends=documents)
@@ -91,9 +91,9 @@ def problems(architecture: str, every: bool) -> Iterator[Problem]:
         at_64 = head_dim == 64 and (kind == "full" or not dropout)
         if every or has_entry or at_64 or kind == "everything":
             yield problem(kind, key)
+    for key in configs.TABLES["fp32"]:
+        yield problem("everything", key, torch.float32)
     if every:
-        for head_dim in (64, 128, 256):  # in fp32 a head size has one entry for all kinds
-            yield problem("everything", ConfigKey(head_dim, True), torch.float32)
         yield problem("causal", ConfigKey(64, True), torch.float16)
 
 
