@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bench.attention_results import read
+from bench.kernel_paths import identity
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -91,15 +92,9 @@ def test_times_of_variants() -> None:
         assert said.groups() == tuple(f"{of_both[D, variant] / of_both[D, 'causal']:.2f}" for D in (64, 128)), name
 
 
-def id_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """The problem that a row of bench/kernel_paths.py measures."""
-    return tuple(row[name] for name in ("head_size", "variant", "dropout", "length"))
-
-
 def paths(row: str, column: str) -> tuple[dict[str, Any], str]:
     """The measurement of both kernel paths that a table's row and column name, and the path, if the row names one."""
-    rows = results("kernel-paths-nvidia-h200")["rows"]
-    found = {id_of(row): row for row in rows}
+    found = {identity(measured): measured for measured in results("kernel-paths-nvidia-h200")["rows"]}
     path = re.search(r", (hopper|plain)$", row)
     head_size, _, kind = re.sub(r"^head size |^D |, dropout 0.1|, hopper$|, plain$", "", row).partition(", ")
     names = {"": "causal", "full mask": "full", "window of 1,024": "window", "documents of 1,024": "documents"}
@@ -113,18 +108,16 @@ def test_speeds_of_each_kernel_path() -> None:
     told = set()
     for row, column, cell in table("docs/kernels.md", "| | 128 | 256 |"):
         measured, path = paths(row, column)
-        told.add(id_of(measured))
-        assert cell == "/".join(f"{measured[path][way]['tflops']:.0f}" for way in ("forward", "backward")), (
-            row,
-            column,
-        )
+        told.add(identity(measured))
+        speeds = [measured[path][way]["tflops"] for way in ("forward", "backward")]
+        assert cell == "/".join(f"{speed:.0f}" for speed in speeds), (row, column)
     for row, column, cell in table("docs/kernels.md", "| | 512 | 1k | 2k | 16k |"):
         measured, _ = paths(row, column)
-        told.add(id_of(measured))
+        told.add(identity(measured))
         plain, hopper = measured["plain"], measured["hopper"]
         ratios = [plain[way]["ms"] / hopper[way]["ms"] for way in ("forward", "backward")]
         assert cell == "/".join(f"{ratio:.2f}" for ratio in ratios), (row, column)
-    assert told == {id_of(row) for row in results("kernel-paths-nvidia-h200")["rows"]}
+    assert told == {identity(row) for row in results("kernel-paths-nvidia-h200")["rows"]}
 
 
 def test_speeds_and_errors_of_products_in_8_bits() -> None:
