@@ -9,10 +9,11 @@
     quarter   one sequence of 262,144 tokens over all GPUs
     half      one of 524,288: on two GPUs, each has as much of it as one of four has of a million
     million   one of 1,048,576
-    four      one of 4,194,304, on four GPUs: a single step, whose time includes compiling
+    four      one of 4,194,304 over four GPUs, or as much of one on each of two: a single step, whose time includes
+              compiling
     xl        GPT-2 XL, 16 x 1,024 tokens per GPU, sharded, and each GPU separately
-    xl-long   GPT-2 XL, one sequence over all GPUs, sharded, the residual stream in bf16: 131,072 tokens on two GPUs; on
-              four 1,048,576 and a single step, whose time includes compiling
+    xl-long   GPT-2 XL, one sequence of 1,048,576 tokens over four GPUs, or as much of one on each of two, sharded, the
+              residual stream in bf16: a single step, whose time includes compiling
 
 Steps run without waiting for each other, as in train.py; a speed is the median of several groups of them. Every number
 of GPUs is one torchrun of this file. Each case's row goes to bench/results/several-gpus-<device>.json when it ends. A
@@ -109,15 +110,15 @@ def cases(gpus: int) -> Iterator[Case]:
         yield Case("xl", "exact, kept gathered", 1024, 16, 3, 3, model="gpt2-xl", parallel=kept)
         any_order = ParallelConfig(shard, exact=False)
         yield Case("xl", "any order", 1024, 16, 3, 3, model="gpt2-xl", parallel=any_order)
-        length, first = (MILLION, 0) if gpus >= 4 else (MILLION // 8, 1)
+        both = ParallelConfig(shard, context=gpus)
         yield Case(
-            "xl-long", "keys", length, 1, 1, 1, first=first, model="gpt2-xl", long=True, residual_in_fp32=False,
-            parallel=ParallelConfig(shard, context=gpus),
+            "xl-long", "keys", gpus * MILLION // 4, 1, 1, 1, first=0, model="gpt2-xl", long=True,
+            residual_in_fp32=False, parallel=both,
         )  # fmt: skip
     yield Case("half", "heads", MILLION // 2, 1, 1, 1, first=1, long=True, parallel=together)
     yield Case("million", "heads", MILLION, 1, 1, 1, first=1, long=True, parallel=together)
-    if gpus == 4:
-        yield Case("four", "heads", 4 * MILLION, 1, 1, 1, first=0, long=True, parallel=together)
+    if gpus > 1:
+        yield Case("four", "heads", gpus * MILLION, 1, 1, 1, first=0, long=True, parallel=together)
 
 
 def build(case: Case, world: World, device: torch.device) -> Trainer:

@@ -24,7 +24,7 @@ def test_every_number_of_gpus_computes_the_same_step(gpus: int) -> None:
     """Cases whose bits are compared have as many tokens per step as on one GPU; a long sequence is split over all."""
     alone = {key_of(case): case for case in cases(1)}
     several = {key_of(case): case for case in cases(gpus)}
-    assert {kind for kind, _ in several} == set(KINDS) - ({"four"} if gpus == 2 else set())
+    assert {kind for kind, _ in several} == set(KINDS)
     for case in several.values():
         if case.kind in ("bits", "eager"):
             assert case == alone[key_of(case)]
@@ -32,6 +32,9 @@ def test_every_number_of_gpus_computes_the_same_step(gpus: int) -> None:
             assert case.tokens % (case.sequences * case.seq_len * gpus) == 0
         if case.kind in ("quarter", "half", "million"):
             assert (case.seq_len, case.parallel.context) == (alone[key_of(case)].seq_len, gpus)
+        if case.kind in ("xl-long", "four"):  # each GPU has as much as one of four has
+            whole = 2**20 if case.kind == "xl-long" else 2**22
+            assert (case.seq_len * 4, case.parallel.context) == (whole * gpus, gpus)
 
 
 def key_of(case: Case) -> tuple[str, str]:
