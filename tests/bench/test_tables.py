@@ -111,7 +111,8 @@ def test_speeds_of_each_kernel_path() -> None:
         told.add(identity(measured))
         speeds = [measured[path][way]["tflops"] for way in ("forward", "backward")]
         assert cell == "/".join(f"{speed:.0f}" for speed in speeds), (row, column)
-    for row, column, cell in table("docs/kernels.md", "| | 512 | 1k | 2k | 16k |"):
+    ratios_from_512 = table("docs/kernels.md", "| | 512 | 1k | 2k | 16k |")
+    for row, column, cell in (*ratios_from_512, *table("docs/kernels.md", "| tokens | 128 | 256 |")):
         measured, _ = paths(row, column)
         told.add(identity(measured))
         plain, hopper = measured["plain"], measured["hopper"]
@@ -328,6 +329,20 @@ def test_speeds_on_several_gpus() -> None:
         assert cell == expected, (row, column)
         shown.add(row)
     assert shown == {row for row, case in cases.items() if {(*case, 2), (*case, 4)} & set(measured)}
+    rows = {(row["model"], row["kind"]): row for row in results("several-gpus-nvidia-h200")["rows"] if row["gpus"] == 2}
+    for row, column, cell in table("docs/several-gpus.md", "| | tokens on two H200s |"):
+        longest = rows["gpt2-xl", "xl-long"] if "XL" in row else rows["gpt2", "four"]
+        seconds = f"{longest['step_ms'] / 1e3:.0f} s"
+        assert longest["compiles"]
+        assert (
+            cell
+            == {
+                "tokens on two H200s": f"{longest['seq_len']:,}",
+                "a step": f"{seconds}: {longest['tokens_per_s']:,.0f} tokens/s",
+                "per GPU": f"{longest['peak_allocated_gib']:.1f} GiB",
+                "four would have": f"{2 * longest['seq_len']:,}",
+            }[column]
+        ), (row, column)
     ms = f"{measured['speed', 'exact', 4]['step_ms']:.0f} ms"
     for page in ("README.md", "docs/several-gpus.md"):
         assert f"step of 131,072 tokens takes {ms}" in re.sub(r"\s+", " ", (ROOT / page).read_text()), page
