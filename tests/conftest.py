@@ -1,6 +1,7 @@
 """Settings that must be made before torch and Triton are imported, here and in the processes that tests start.
 
-Slow files, most of which wait for other processes, come first, so that the workers finish together.
+The slowest files come first, so that the workers finish together: those that compile for minutes, then those most of
+which wait for other processes.
 """
 
 import gc
@@ -100,7 +101,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.parent.name != "tests" and "training" not in item.path.parts)
+    def turn(item: pytest.Item) -> int:
+        if item.path.name.startswith("test_compiled_"):
+            return 0
+        return 1 if item.path.parent.name == "tests" or "training" in item.path.parts else 2
+
+    items.sort(key=turn)
 
 
 @pytest.hookimpl(wrapper=True)
