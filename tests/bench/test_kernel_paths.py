@@ -1,10 +1,13 @@
-"""The table of the kernel paths' speeds."""
+"""The table of the kernel paths' speeds, and what `auto` makes of them."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from attention.flash.hopper.configs import is_faster
 from bench.kernel_paths import table
+from bench.measure import RESULTS
 
 
 def row(length: int, dropout: float, forward: float) -> dict[str, Any]:
@@ -28,3 +31,21 @@ def test_a_line_has_the_speeds_of_a_path_by_length_and_a_gap_where_none_was_meas
         "| D 64, window, dropout 0.1, hopper |  | 200/300 |",
         "| D 64, window, dropout 0.1, plain |  | 200/300 |",
     ]
+
+
+def test_what_auto_chooses_was_measured_to_take_no_longer_than_the_plain_kernels() -> None:
+    """Forward and backward together, to half a percent; the forward alone, as in an evaluation, to two."""
+    slower = []
+    for measured in json.loads((RESULTS / "kernel-paths-nvidia-h200.json").read_text())["rows"]:
+        head_size, variant, rate, length = problem = [
+            measured[k] for k in ("head_size", "variant", "dropout", "length")
+        ]
+        plain, chosen = {}, {}
+        for way in ("forward", "backward"):
+            hopper = is_faster(head_size, rate > 0, frozenset({variant}), length, way == "backward")
+            plain[way] = measured["plain"][way]["ms"]
+            chosen[way] = measured["hopper"][way]["ms"] if hopper else plain[way]
+        alone = not rate and chosen["forward"] > 1.02 * plain["forward"]
+        if alone or sum(chosen.values()) > 1.005 * sum(plain.values()):
+            slower.append(problem)
+    assert not slower
