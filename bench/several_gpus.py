@@ -110,10 +110,10 @@ def cases(gpus: int) -> Iterator[Case]:
         yield Case("xl", "exact, kept gathered", 1024, 16, 3, 3, model="gpt2-xl", parallel=kept)
         any_order = ParallelConfig(shard, exact=False)
         yield Case("xl", "any order", 1024, 16, 3, 3, model="gpt2-xl", parallel=any_order)
-        both = ParallelConfig(shard, context=gpus)
+        shared = ParallelConfig(shard, context=gpus)
         yield Case(
             "xl-long", "keys", gpus * MILLION // 4, 1, 1, 1, first=0, model="gpt2-xl", long=True,
-            residual_in_fp32=False, parallel=both,
+            residual_in_fp32=False, parallel=shared,
         )  # fmt: skip
     yield Case("half", "heads", MILLION // 2, 1, 1, 1, first=1, long=True, parallel=together)
     yield Case("million", "heads", MILLION, 1, 1, 1, first=1, long=True, parallel=together)
