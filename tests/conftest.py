@@ -100,7 +100,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-kernel",
         action="store_true",
-        help="compile the plain kernels of every head size with every kind of score and rate (half a minute more)",
+        help="compile the plain kernels of every head size with every kind of score and rate (a minute more)",
     )
 
 
