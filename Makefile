@@ -10,7 +10,7 @@ PIP    := PYTHONWARNINGS='ignore:Editable installation' \
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test kernels learn docs check format clean
+.PHONY: help setup train test learn docs check format clean
 
 help: ## show this list
 	@awk 'BEGIN { FS = ":.*## "; print "make <target>\n" } \
@@ -39,9 +39,6 @@ train: setup ## train a small GPT on the source of Python's standard library (tw
 TESTS ?= -m "not slow"
 test: setup ## run the tests but the slow ones (about three minutes on two cores; tests that need a GPU are skipped without one)
 	$(BIN)/python -m pytest $(TESTS) --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-
-kernels: setup ## compile every kernel for two GPUs' architectures, and compare its registers (three minutes, without a GPU)
-	$(BIN)/python -m pytest tests/attention/test_compiled_*.py --every-kernel --numprocesses 3 --dist loadfile
 
 learn: setup ## from softmax to FlashAttention in checked steps, and a page to walk through (half a minute)
 	$(BIN)/python -m learn

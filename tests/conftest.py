@@ -96,14 +96,6 @@ def horizons(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return switch
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--every-kernel",
-        action="store_true",
-        help="compile the plain kernels of every head size with every kind of score and rate (a minute more)",
-    )
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def turn(item: pytest.Item) -> int:
         if item.path.name.startswith("test_compiled_"):

@@ -1,7 +1,6 @@
 """Compiles the plain Triton kernels without a GPU, and prints what each takes as a line of JSON.
 
 TRITON_INTERPRET=0 python -m tests.attention.compiled_plain resources hopper older
-TRITON_INTERPRET=0 python -m tests.attention.compiled_plain all-resources hopper older
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -51,15 +49,10 @@ class Problem(NamedTuple):
     dtype: torch.dtype
 
 
-# The tables with entries of their own for some scores, on an architecture that has them.
-OWN_TABLES = {"window": "bounded", "documents": "bounded", "alibi": "alibi", "soft_cap": "soft_cap"}
+def problems(architecture: str) -> Iterator[Problem]:
+    """All of the architecture's table entries, and every head size with every kind of score and rate.
 
-
-def problems(architecture: str, every: bool) -> Iterator[Problem]:
-    """Every entry of all tables, and what else compiles to other instructions.
-
-    every  each head size with each kind of score and rate, and fp16; else, in two thirds of the time, each kind at head
-           sizes 64 and 128, and all of them at once with dropout at every head size
+    In fp32 a head size has one entry for all of them, which is compiled with everything at once.
     """
     documents = torch.zeros(B, T, dtype=torch.int32)
     everything = Extras(slopes=torch.zeros(H), sinks=torch.zeros(H), starts=documents, ends=documents)
@@ -85,16 +78,13 @@ def problems(architecture: str, every: bool) -> Iterator[Problem]:
 
     for key in configs.TABLES[architecture]:
         yield problem("causal", key)
-    for head_dim, dropout, kind in itertools.product((64, 128, 256), (False, True), list(asked)[1:]):
-        key = ConfigKey(head_dim, dropout)
-        has_entry = architecture == "hopper" and kind in OWN_TABLES and key in configs.TABLES[OWN_TABLES[kind]]
-        with_dropout = kind == "everything" or (kind, head_dim) == ("full", 64)
-        if every or has_entry or (with_dropout if dropout else head_dim <= 128):
-            yield problem(kind, key)
-    for key in configs.TABLES["fp32"]:
-        yield problem("everything", key, torch.float32)
-    if every:
-        yield problem("causal", ConfigKey(64, True), torch.float16)
+    for head_dim, dropout in itertools.product((64, 128, 256), (False, True)):
+        for kind in asked:
+            if kind != "causal":
+                yield problem(kind, ConfigKey(head_dim, dropout))
+        if dropout:
+            yield problem("everything", ConfigKey(head_dim, dropout), torch.float32)
+    yield problem("causal", ConfigKey(64, True), torch.float16)
 
 
 class NoGPU:
@@ -175,10 +165,10 @@ def launch(
     backward(do, q, k, v, out, lse2, (tensor(H, T), tensor(H_KV, S), tensor(H_KV, S)), extras, options, blocks)
 
 
-def compile_problems(architecture: str, every: bool) -> Iterator[dict[str, Any]]:
+def compile_all(architecture: str) -> Iterator[dict[str, Any]]:
     """Resources of each problem's kernels, compiled by the same launches as on a GPU."""
     with compiling(architecture) as compiled:
-        for name, key, options, extras, dtype in problems(architecture, every):
+        for name, key, options, extras, dtype in problems(architecture):
             compiled.clear()
             launch(architecture, key, options, extras, dtype, T, T)
             for found in compiled:
@@ -203,11 +193,6 @@ def compile_lengths(architecture: str) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     what, *architectures = sys.argv[1:]
-    compilers: dict[str, Callable[[str], Iterator[dict[str, Any]]]] = {
-        "resources": partial(compile_problems, every=False),
-        "all-resources": partial(compile_problems, every=True),
-        "lengths": compile_lengths,
-    }
     for architecture in architectures:
-        for line in compilers[what](architecture):
+        for line in {"resources": compile_all, "lengths": compile_lengths}[what](architecture):
             print(json.dumps(line), flush=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.attention.compiled_plain import problems
 from tests.attention.compiler import SHARED, compiled
 
 # Of each kernel the registers of a thread and the bytes that it spills, with Triton 3.6 or 3.7, whichever is more.
@@ -26,13 +25,9 @@ SERIALISED = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kernels_compile_and_take_no_more_registers_than_today_nor_outgrow_the_chip(request):
-    every = request.config.getoption("--every-kernel")
-    what = "all-resources" if every else "resources"
-    kernels = {found.pop("name"): found for found in compiled("compiled_plain", what, *SHARED)}
-    names = {problem.name for architecture in SHARED for problem in problems(architecture, every)}
-    assert kernels.keys() == {name for name in MOST if name.rpartition("-")[0] in names}
-    assert not every or kernels.keys() == MOST.keys()
+def test_kernels_compile_and_take_no_more_registers_than_today_nor_outgrow_the_chip():
+    kernels = {found.pop("name"): found for found in compiled("compiled_plain", "resources", *SHARED)}
+    assert kernels.keys() == MOST.keys()
     too_much = {
         name: found
         for name, found in kernels.items()
