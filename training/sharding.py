@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from attention.context import WRAPPERS, ContextAttention, rows_of
@@ -25,14 +25,28 @@ from training.parallel import ParallelConfig
 from training.ranks import patience
 
 
-def shard(model: GPT, device: torch.device, config: ParallelConfig) -> GPT:
-    """Spread the parameters of `model` over all ranks, block by block, and return a description of the whole one for
-    `gathered`: its modules without their values."""
+def shard(model: GPT, device: torch.device, dtype: torch.dtype, config: ParallelConfig) -> GPT:
+    """Spread the parameters of `model` over all ranks, and return a description of the whole one for `gathered`: its
+    modules without their values.
+
+    A block gathers its matrices when it needs them, in autocast's `dtype`, to which autocast would round them there.
+    Everything else is gathered once a step.
+    """
     blueprint = copy.deepcopy(model).to("meta")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for module in (*model.h, model):
-        # The backward pass begins with what the model has outside its blocks: never dropped before it.
-        fully_shard(module, mesh=mesh, reshard_after_forward=config.reshard_after_forward and module is not model)
+    matrices = {m.weight for block in model.h for m in block.modules() if isinstance(m, nn.Linear)}
+    rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # The backward pass begins with what the model has outside its blocks: never dropped before it.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=matrices)
+    for block in model.h:
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=config.reshard_after_forward,
+            mp_policy=rounded,
+            ignored_params=set(block.parameters()) - matrices,
+        )
+    for module in (model, *model.h):
         assert isinstance(module, FSDPModule)
         # A micro-batch's loss is its share of the step's already.
         module.set_gradient_divide_factor(1.0)

@@ -98,7 +98,7 @@ class Trainer:
         self.model = model.to(device)
         self.context = share_sequences(model, self.world, parallel) if parallel.context > 1 else None
         sharded = parallel.data is DataParallel.shard and world.size > 1
-        self.blueprint = shard(self.model, device, parallel) if sharded else None
+        self.blueprint = shard(self.model, device, self.dtype, parallel) if sharded else None
         self.optimizer = OPTIMIZERS[optimizer.name](self.model, optimizer)
         self.average = MovingAverage(self.model, training.ema) if training.ema else None
         self.network: Callable[..., Tensor] = self.model

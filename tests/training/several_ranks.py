@@ -55,12 +55,13 @@ SHARD, REPLICATE = DataParallel.shard, DataParallel.replicate
 CHAIN = ((4, SHARD), (2, SHARD), (1, REPLICATE), (4, REPLICATE))
 
 
-def build(world: World, parallel: ParallelConfig, micro_batches: int = MICRO_BATCHES) -> Trainer:
+def build(
+    world: World, parallel: ParallelConfig, micro_batches: int = MICRO_BATCHES, precision: Precision = Precision.fp32
+) -> Trainer:
     torch.manual_seed(SEED)
-    gpt = GPT(MODEL, 256, T, build_attention(AttentionConfig(dropout=0.1)))
-    settings = TrainingConfig(
-        steps=20, batch_size=B, batch_tokens=B * T * micro_batches, precision=Precision.fp32, ema=0.9
-    )
+    model = replace(MODEL, bias=precision is not Precision.fp32)  # autocast rounds weights and biases
+    gpt = GPT(model, 256, T, build_attention(AttentionConfig(dropout=0.1)))
+    settings = TrainingConfig(steps=20, batch_size=B, batch_tokens=B * T * micro_batches, precision=precision, ema=0.9)
     # At this learning rate a difference in the last bit soon shows.
     return Trainer(gpt, OptimizerConfig(lr=1e-2), ScheduleConfig(warmup_steps=2), settings, SEED, CPU, world, parallel)
 
@@ -99,6 +100,10 @@ def work(world: World) -> dict[str, Any]:
     if world.size <= 2:  # a sum of two terms has one order, in a library too
         for name in ("exact", "sharded"):
             found[f"{name}, two terms"] = train(build(world, PARALLEL[name], micro_batches=2), range(8))
+    for precision in (Precision.bf16, Precision.fp16):
+        for name in ("exact", "sharded"):
+            trainer = build(world, PARALLEL[name], precision=precision)
+            found[f"{name}, {precision.value}"] = {"updates": train(trainer, range(4)), **validate(trainer)}
     found["masks"], found["timeouts are the run's"] = masks(world)
     return found
 

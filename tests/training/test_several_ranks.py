@@ -61,6 +61,16 @@ def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Fou
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_so_has_a_run_under_autocast_whose_ranks_gather_rounded_matrices(found: Found, precision: str) -> None:
+    (alone,) = found[1]
+    assert len({loss for loss, _ in alone[f"exact, {precision}"]["updates"]}) == 4
+    for rank in (*found[2], *found[4]):
+        for name in ("exact", "sharded"):
+            assert rank[f"{name}, {precision}"] == alone[f"exact, {precision}"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exact, two terms", "sharded, two terms"])
 def test_two_ranks_with_a_micro_batch_each_are_one_with_both(found: Found, name: str) -> None:
     (alone,) = found[1]
