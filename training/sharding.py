@@ -34,7 +34,7 @@ def shard(model: GPT, device: torch.device, dtype: torch.dtype, config: Parallel
     """
     blueprint = copy.deepcopy(model).to("meta")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    matrices: set[nn.Parameter] = {m.weight for block in model.h for m in block.modules() if isinstance(m, nn.Linear)}
+    matrices = {p for p in model.h.parameters() if p.ndim == 2}
     rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The backward pass begins with what the model has outside its blocks: never dropped before it.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=matrices)
