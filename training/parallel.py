@@ -31,7 +31,8 @@ class ParallelConfig:
     context                ranks that share the rows of every sequence; 1: each rank has whole ones
     context_by             what these ranks exchange to attend: heads or keys
     exact                  add gradients in an order that does not depend on the number of ranks: the same losses, bit
-                           for bit
+                           for bit; False: in the library's order, and with replicated weights each rank updates some
+                           rows of each and sends them to the others
     timeout_s              seconds to wait for another rank before giving up
     """
 

@@ -23,6 +23,7 @@ from training.device import World
 from training.exchange import ALIGNMENT, AnyOrder, Exchange, FixedTree, add_shares, local
 from training.parallel import ParallelConfig
 from training.ranks import patience
+from training.shared_update import SharedAdamW, SharedSum
 
 
 def shard(model: GPT, device: torch.device, dtype: torch.dtype, config: ParallelConfig) -> GPT:
@@ -166,6 +167,8 @@ def build_exchange(
     optimizer: torch.optim.Optimizer, world: World, micro_steps: int, config: ParallelConfig, sharded: bool
 ) -> Exchange:
     """The exchange for a step of `micro_steps` micro-batches on each rank."""
+    if isinstance(optimizer, SharedAdamW):
+        return SharedSum(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if sharded:
         return ShardedTree(parameters, micro_steps) if config.exact else AnyOrder(parameters, ranks=1)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from training.checkpoint import load_checkpoint
 from training.checkpoint_storage import Tensors
+from training.shared_update import SharedAdamW
 
 MOMENTS = "moments."
 AVERAGE = "average."  # of the weights
@@ -18,7 +19,7 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, others: Ten
     """{"model": weights, "training": moments.<parameter>.<slot> and `others`}: the tensors themselves, no copies."""
     moments = {
         f"{MOMENTS}{name}.{slot}": value
-        for name, parameter in model.named_parameters()
+        for name, parameter in updated_by(optimizer, model).items()
         for slot, value in optimizer.state[parameter].items()
     }
     return {"model": dict(model.state_dict()), "training": {**moments, **others}}
@@ -33,7 +34,8 @@ def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     """
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     parameters = dict(model.named_parameters())
-    index_of = {name: next(i for i, q in enumerate(ordered) if q is p) for name, p in parameters.items()}
+    updated = updated_by(optimizer, model)
+    index_of = {name: next(i for i, q in enumerate(ordered) if q is p) for name, p in updated.items()}
 
     def index(name: str) -> int:
         """The index of the parameter that a moment belongs to; checkpoints of format 1 store the index itself."""
@@ -57,3 +59,9 @@ def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
             others[name].copy_(value)
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
     return any(name.startswith(AVERAGE) for name in loaded["training"])
+
+
+def updated_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
+    """What the optimizer updates of each parameter of the model, by the parameter's name."""
+    own = optimizer.own if isinstance(optimizer, SharedAdamW) else {}
+    return {name: own.get(parameter, parameter) for name, parameter in model.named_parameters()}

@@ -42,6 +42,7 @@ from training.optimizer import (
 )
 from training.parallel import DataParallel, ParallelConfig
 from training.sharding import build_exchange, gathered, keep_shards, shard, share_sequences
+from training.shared_update import share_update
 from training.state import AVERAGE, gather_state, restore_state
 
 # Without this the compiler times several orders of a sum and takes the fastest, which differs between ranks and runs.
@@ -99,7 +100,7 @@ class Trainer:
         self.context = share_sequences(model, self.world, parallel) if parallel.context > 1 else None
         sharded = parallel.data is DataParallel.shard and world.size > 1
         self.blueprint = shard(self.model, device, self.dtype, parallel) if sharded else None
-        self.optimizer = OPTIMIZERS[optimizer.name](self.model, optimizer)
+        self.optimizer = share_update(OPTIMIZERS[optimizer.name](self.model, optimizer), world, parallel, sharded)
         self.average = MovingAverage(self.model, training.ema) if training.ema else None
         self.network: Callable[..., Tensor] = self.model
         self.exchange = build_exchange(self.optimizer, world, self.micro_steps, parallel, sharded)

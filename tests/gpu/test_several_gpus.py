@@ -24,23 +24,26 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(tmp_path: Path) -> None:
-    """Replicated and sharded, compiled and eager. Replicated and sharded compile to different kernels."""
+    """Replicated, sharded and with a shared update, whose norms are left out; compiled and eager. Replicated and
+    sharded compile to different kernels."""
     subprocess.run([sys.executable, *TORCHRUN, "-m", "tests.gpu.several_gpus", str(tmp_path)], cwd=ROOT, check=True)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert len(ranks[0]) == 4
+    assert len(ranks[0]) == 6
     for name, (alone, _) in ranks[0].items():
         assert [rank[name] for rank in ranks] == [[alone, alone]] * 2, name
     assert ranks[0]["replicate, eager"] == ranks[0]["shard, eager"]
 
 
-@pytest.mark.parametrize("data", ["replicate", "shard"])
-def test_a_signal_to_one_rank_saves_and_ends_all_within_a_step_and_twenty_seconds(data: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("override", ["parallel.data=replicate", "parallel.data=shard", "parallel.exact=false"])
+def test_a_signal_to_one_rank_saves_and_ends_all_within_a_step_and_twenty_seconds(
+    override: str, tmp_path: Path
+) -> None:
     """GPT-2 124M with its moments: 1.5 GB."""
     shutil.copy(os.__file__, tmp_path / "text.txt")
     overrides = [
         "model=gpt2", "attention=flash", "seq_len=1024", "training.batch_size=8", "data=text", "data.path=text.txt",
         "data.cache=cache", "tracking=disabled", "hydra.run.dir=run", "training.steps=100000", "training.log_every=1",
-        "training.eval_every=0", "training.checkpoint_every=100000", f"parallel.data={data}",
+        "training.eval_every=0", "training.checkpoint_every=100000", override,
     ]  # fmt: skip
     command = [sys.executable, *TORCHRUN, str(ROOT / "train.py"), *overrides]
     with subprocess.Popen(command, cwd=tmp_path) as torchrun:

@@ -28,6 +28,7 @@ from model.gpt import GPT
 from training.checkpoint import newest_valid, save_checkpoint
 from training.config import TrainingConfig
 from training.device import Precision, World
+from training.exchange import local
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parallel import DataParallel, ParallelConfig
 from training.ranks import joined
@@ -69,7 +70,7 @@ def build(
 def train(trainer: Trainer, steps: range) -> list[list[str]]:
     """Loss and gradient norm of each step, in hexadecimal."""
     world = trainer.world
-    batches = Batches(TEXT, T, B, SEED, world.data_rank, world.data_size, trainer.micro_steps)
+    batches = Batches(TEXT, trainer.model.seq_len, B, SEED, world.data_rank, world.data_size, trainer.micro_steps)
     done = []
     for step in steps:
         update = trainer.update(step, [batches.batch(step, m) for m in range(trainer.micro_steps)])
@@ -78,14 +79,48 @@ def train(trainer: Trainer, steps: range) -> list[list[str]]:
 
 
 def validate(trainer: Trainer) -> dict[str, str]:
-    measured = trainer.measure([Batches(TEXT, T, B, SEED).batch(step) for step in range(50, 55)])
+    batches = Batches(TEXT, trainer.model.seq_len, B, SEED)
+    measured = trainer.measure([batches.batch(step) for step in range(50, 55)])
     return {"validation": measured["val/loss"].hex(), "validation of the average": measured["val/loss_ema"].hex()}
+
+
+def share_update(world: World, folder: Path) -> dict[str, Any]:
+    """Four steps without clipping, in two parts with a checkpoint between: two ranks, which share the update, or the
+    second part on one rank; and four steps of one rank alone. Each rank of two has one term of every sum.
+
+    Two ranks do not divide the embeddings of 63 positions.
+    """
+    T = 63
+
+    def build(parallel: ParallelConfig) -> Trainer:
+        torch.manual_seed(SEED)
+        gpt = GPT(MODEL, 256, T, build_attention(AttentionConfig(dropout=0.1)))
+        settings = TrainingConfig(steps=20, batch_size=B, batch_tokens=2 * B * T, precision=Precision.bf16, ema=0.9)
+        optimizer, schedule = OptimizerConfig(lr=1e-2, clip=0.0), ScheduleConfig(warmup_steps=2)
+        return Trainer(gpt, optimizer, schedule, settings, SEED, CPU, world, parallel)
+
+    trainer, found = build(ParallelConfig(exact=False)), dict[str, Any]()
+    if world.size == 2:
+        found["first half"] = train(trainer, range(2))
+        state = trainer.state()
+        save_checkpoint(folder, state, 2, keep_last=1, metadata={})
+        moments = [value for name, value in state["training"].items() if name.endswith(".exp_avg")]
+        found["part of the moments"] = sum(local(m).numel() for m in moments) / sum(m.numel() for m in moments)
+        trainer = build(ParallelConfig(exact=False))
+    else:
+        alone = build(ParallelConfig())
+        found["alone"] = {"updates": train(alone, range(4)), **validate(alone), "whole model": one_loss(alone)}
+    trainer.load(newest_valid(folder)[0])
+    found["second half"] = {"updates": train(trainer, range(2, 4)), **validate(trainer)}
+    found["second half"]["whole model"] = one_loss(trainer)
+    return found
 
 
 @torch.no_grad()
 def one_loss(trainer: Trainer) -> str:
     """A loss of the gathered model, computed on this rank alone, in hexadecimal."""
-    return trainer.whole_model().eval()(*Batches(TEXT, T, B, SEED).batch(50)).item().hex()
+    batch = Batches(TEXT, trainer.model.seq_len, B, SEED).batch(50)
+    return trainer.whole_model().eval()(*batch).item().hex()
 
 
 def work(world: World) -> dict[str, Any]:
@@ -162,6 +197,8 @@ def main(rank: int, folder: Path, ports: list[str]) -> None:
             world, steps = World(rank, size, rank), range(2 * turn, 2 * turn + 2)
             with joined(world, CPU, TIMEOUT_S):
                 resumed[str(steps.start)] = resume(world, folder / "checkpoints", steps, data)
+                if size <= 2:
+                    resumed[f"shared update, {size}"] = share_update(world, folder / "shared")
                 if turn < 3:
                     (folder / f"{rank}-of-{size}.json").write_text(json.dumps(work(world)))
     (folder / f"{rank}-resumed.json").write_text(json.dumps(resumed))

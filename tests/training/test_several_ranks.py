@@ -100,10 +100,27 @@ def test_checkpoints_are_read_on_another_number_of_ranks(found: Found) -> None:
     """From four sharded ranks to two, from two to one, from one to four replicated ranks."""
     (alone,) = found[1]
     for resumed in found[0]:
-        for start, updates in resumed.items():
-            assert updates[:2] == alone["exact"]["updates"][int(start) :][:2]
-    assert list(found[0][0]) == ["0", "2", "4", "6"]
+        for start in resumed.keys() & {"0", "2", "4", "6"}:
+            assert resumed[start][:2] == alone["exact"]["updates"][int(start) :][:2]
+    assert found[0][0].keys() > {"0", "2", "4", "6"}
     assert found[0][0]["6"][2] == [alone["exact"]["validation of the average"]]
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_update_compute_the_weights_of_one(found: Found) -> None:
+    """Where each rank has one term of a sum, it has one order; norms, which clip nothing here, differ by rounding."""
+    on_one = found[0][0]["shared update, 1"]
+    alone = on_one["alone"]
+    for rank in found[0][:2]:
+        on_two = rank["shared update, 2"]
+        assert 0.5 < on_two["part of the moments"] < 0.55  # all ranks keep those of the positions
+        for second in (on_two["second half"], on_one["second half"]):
+            updates = on_two["first half"] + second["updates"]
+            assert [loss for loss, _ in updates] == [loss for loss, _ in alone["updates"]]
+            norms = [float.fromhex(norm) for _, norm in alone["updates"]]
+            assert [float.fromhex(norm) for _, norm in updates] == pytest.approx(norms, rel=1e-6)
+            for name in ("validation", "validation of the average", "whole model"):
+                assert second[name] == alone[name]
 
 
 @pytest.mark.slow
