@@ -24,6 +24,8 @@ T = TypeVar("T")
 SECONDS_TO_REPORT = 3.0
 # torchrun starts the ranks of one machine within seconds. After this long a line names the ranks that are missing.
 SECONDS_OF_SILENCE = 10.0
+# How long the threads that send messages have to free the last one.
+SECONDS_TO_FREE = 0.05
 
 
 class RankError(UserError, RuntimeError):
@@ -58,6 +60,8 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
         yield
         # Leave together: torchrun ends the others as soon as one exits with a status other than 0, as after a signal.
         from_every_rank(None)
+        # A thread of gloo's then frees that message. It needs Python's lock, and would abort a process that has ended.
+        time.sleep(SECONDS_TO_FREE)
     except RuntimeError as error:
         missing = [] if isinstance(error, UserError) else _missing(store, world)
         if not missing:
