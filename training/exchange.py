@@ -6,8 +6,8 @@ Floating-point sums depend on their order. A step of n micro-batches adds its gr
 
 With W ranks, a power of two, micro-batch m of rank r is leaf m W + r. The ranks' gradients of one micro-step are then a
 subtree, which the ranks add together, and the sums of the micro-steps go up the tree like the carries of a binary
-counter. So 1, 2 and 4 ranks give the same bits. An all-reduce of the communication library chooses its own order;
-`parallel.exact=false` uses it, and so does a sum of two terms, which has one order.
+counter. So 1, 2 and 4 ranks give the same bits. The communication library adds in an order of its own:
+`parallel.exact=false` leaves it the choice, and so does a sum of two terms, which has one order.
 """
 
 from __future__ import annotations
