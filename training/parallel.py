@@ -31,8 +31,8 @@ class ParallelConfig:
     context                ranks that share the rows of every sequence; 1: each rank has whole ones
     context_by             what these ranks exchange to attend: heads or keys
     exact                  add gradients in an order that does not depend on the number of ranks: the same losses, bit
-                           for bit; False: in the library's order, and with replicated weights each rank updates some
-                           rows of each and sends them to the others
+                           for bit; False: in the library's order, and with replicated weights AdamW's update is
+                           shared (shared_update.py)
     timeout_s              seconds to wait for another rank before giving up
     """
 

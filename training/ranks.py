@@ -60,7 +60,7 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
         yield
         # Leave together: torchrun ends the others as soon as one exits with a status other than 0, as after a signal.
         from_every_rank(None)
-        # A thread of gloo's then frees that message. It needs Python's lock, and would abort a process that has ended.
+        # Time for a thread of gloo's to free that message: it needs Python's lock, and would abort a process that ends.
         time.sleep(SECONDS_TO_FREE)
     except RuntimeError as error:
         missing = [] if isinstance(error, UserError) else _missing(store, world)

@@ -1,7 +1,8 @@
-"""An update that ranks share: each updates some rows of every parameter and sends them to the others.
+"""An update that ranks share: each updates its part of a parameter's rows and sends it to the others.
 
 This is the first stage of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", section 5): every rank has all weights and computes gradients of all, but keeps moments of its own rows alone.
+Models", section 5): every rank has all weights and computes gradients of all, but keeps moments of its own rows alone. All ranks
+update a parameter whose rows they do not divide evenly.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def share_update(
 ) -> torch.optim.Optimizer:
     """The optimizer, or one like it whose update the ranks share.
 
-    They share AdamW's, where sums may have any order: Muon needs whole matrices, and the same norm on any number of
-    ranks whole gradients. With sharded parameters an optimizer updates this rank's rows already.
+    They share AdamW's, where sums may have any order: Muon needs whole matrices, and a norm that is the same on any
+    number of ranks is taken of whole gradients. With sharded parameters an optimizer updates this rank's rows already.
     """
     if sharded or config.exact or world.size == 1 or not isinstance(optimizer, torch.optim.AdamW):
         return optimizer
@@ -54,6 +55,7 @@ class SharedAdamW(torch.optim.AdamW):
             half_of[whole] = int(2 * before >= size)
             before += whole.numel()
         self.halves = [[p for p in wholes if half_of[p] == half] for half in range(2)]
+        # Together the groups keep the order of adamw's parameters, which checkpoints of format 1 count.
         groups = [
             {**group, "params": [self.own[p] for p in group["params"] if half_of[p] == half]}
             for group in adamw.param_groups
