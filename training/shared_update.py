@@ -1,8 +1,8 @@
 """An update that ranks share: each updates its part of a parameter's rows and sends it to the others.
 
 This is the first stage of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", section 5): every rank has all weights and computes gradients of all, but keeps moments of its own rows alone. All ranks
-update a parameter whose rows they do not divide evenly.
+Models", section 5): every rank has all weights and computes gradients of all, but keeps moments of its own rows alone.
+All ranks update a parameter whose rows they do not divide evenly.
 """
 
 from __future__ import annotations
