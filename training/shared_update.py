@@ -72,7 +72,7 @@ class SharedAdamW(torch.optim.AdamW):
         return tensor.chunk(self.mesh.size())[self.mesh.get_local_rank()]
 
     def part(self, tensor: Tensor, whole: nn.Parameter) -> DTensor:
-        """What `own` is of the parameter `whole`, of a tensor of its shape: a view."""
+        """The part of a tensor shaped like the parameter `whole` that this rank updates: a view."""
         if not self.divides(whole):
             return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
         shape, stride = tensor.shape, tensor.stride()

@@ -62,7 +62,9 @@ def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Fou
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_so_has_a_run_under_autocast_whose_ranks_gather_rounded_matrices(found: Found, precision: str) -> None:
+def test_runs_under_autocast_are_equal_too_though_sharded_ranks_gather_rounded_matrices(
+    found: Found, precision: str
+) -> None:
     (alone,) = found[1]
     assert len({loss for loss, _ in alone[f"exact, {precision}"]["updates"]}) == 4
     for rank in (*found[2], *found[4]):
