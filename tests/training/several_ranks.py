@@ -198,7 +198,8 @@ def main(rank: int, folder: Path, ports: list[str]) -> None:
             with joined(world, CPU, TIMEOUT_S):
                 resumed[str(steps.start)] = resume(world, folder / "checkpoints", steps, data)
                 if size <= 2:
-                    resumed[f"shared update, {size}"] = share_update(world, folder / "shared")
+                    shared = share_update(world, folder / "shared")
+                    (folder / f"{rank}-of-{size}-shared-update.json").write_text(json.dumps(shared))
                 if turn < 3:
                     (folder / f"{rank}-of-{size}.json").write_text(json.dumps(work(world)))
     (folder / f"{rank}-resumed.json").write_text(json.dumps(resumed))
