@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from training.device import World
-from training.exchange import all_gather, reduce_scatter
+from training.exchange import all_gather, local, reduce_scatter
 from training.parallel import ParallelConfig
 
 
@@ -46,7 +46,7 @@ class SharedAdamW(torch.optim.AdamW):
         """adamw  of the model's parameters: its groups are copied
         mesh   of all ranks, with one dimension
         """
-        self.mesh = mesh
+        self.mesh, self.ranks, self.rank = mesh, mesh.size(), mesh.get_local_rank()
         wholes = [p for group in adamw.param_groups for p in group["params"]]
         self.own: dict[nn.Parameter, nn.Parameter] = {p: nn.Parameter(self.part(p.detach(), p)) for p in wholes}
         half_of: dict[nn.Parameter, int] = {}
@@ -65,11 +65,11 @@ class SharedAdamW(torch.optim.AdamW):
 
     def divides(self, whole: nn.Parameter) -> bool:
         """Whether every rank has as many rows of this parameter of the model."""
-        return whole.ndim > 0 and len(whole) % self.mesh.size() == 0
+        return whole.ndim > 0 and len(whole) % self.ranks == 0
 
     def rows(self, tensor: Tensor) -> Tensor:
         """This rank's rows of a tensor that the ranks divide: a view."""
-        return tensor.chunk(self.mesh.size())[self.mesh.get_local_rank()]
+        return tensor.chunk(self.ranks)[self.rank]
 
     def part(self, tensor: Tensor, whole: nn.Parameter) -> DTensor:
         """The part of a tensor shaped like the parameter `whole` that this rank updates: a view."""
@@ -102,7 +102,7 @@ class SharedSum:
     def __init__(self, optimizer: SharedAdamW) -> None:
         self.optimizer = optimizer
         # The norm counts a gradient once that every rank has.
-        weights = [1 if optimizer.divides(whole) else 1 / optimizer.mesh.size() for whole in optimizer.own]
+        weights = [1 if optimizer.divides(whole) else 1 / optimizer.ranks for whole in optimizer.own]
         self.weights = torch.tensor(weights, device=next(iter(optimizer.own)).device)
 
     def add(self) -> None:
@@ -118,10 +118,10 @@ class SharedSum:
         with _coalescing_manager():
             for whole in filterfalse(divides, gradients):
                 dist.all_reduce(gradients[whole])
+        parts = {whole: part(gradient, whole) for whole, gradient in gradients.items()}
         for whole, own in self.optimizer.own.items():
-            own.grad, whole.grad = part(gradients[whole], whole), None
-        own_rows = [rows(gradient) if divides(whole) else gradient for whole, gradient in gradients.items()]
-        norms = torch.stack(torch._foreach_norm(own_rows))
+            own.grad, whole.grad = parts[whole], None
+        norms = torch.stack(torch._foreach_norm([local(gradient) for gradient in parts.values()]))
         square = (norms.square() * self.weights).sum()
         dist.all_reduce(square)
         return square.sqrt()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,46 +24,69 @@ from training.parallel import DataParallel, ParallelConfig
 from training.ranks import joined
 from training.step import Trainer
 
-T, B, VOCAB, SEED = 1024, 8, 50_257, 7
+B, VOCAB, SEED = 8, 50_257, 7
 STEPS = 12  # on two GPUs, with one micro-batch each, a compiled step is captured at the fourth step
-# The way to share the work, and whether to compile.
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train.
+
+    T            tokens in a sequence
+    micro_steps  of each of two GPUs
+    """
+
+    parallel: ParallelConfig
+    compile: bool
+    T: int = 1024
+    micro_steps: int = 1
+
+
+SHARD, ANY_ORDER = ParallelConfig(DataParallel.shard), ParallelConfig(exact=False)
 CASES = {
-    "replicate, compiled": (ParallelConfig(), True),
-    "replicate, eager": (ParallelConfig(), False),
-    "shard, eager": (ParallelConfig(DataParallel.shard), False),
-    "shard, compiled": (ParallelConfig(DataParallel.shard), True),
-    "shared update, compiled": (ParallelConfig(exact=False), True),
-    "shared update, eager": (ParallelConfig(exact=False), False),
+    "replicate, compiled": Case(ParallelConfig(), compile=True),
+    "replicate, eager": Case(ParallelConfig(), compile=False),
+    "shard, eager": Case(SHARD, compile=False),
+    "shard, compiled": Case(SHARD, compile=True),
+    "shared update, compiled": Case(ANY_ORDER, compile=True),
+    "shared update, eager": Case(ANY_ORDER, compile=False),
+    "shared update, positions that two GPUs do not divide": Case(ANY_ORDER, compile=True, T=1023),
+    "shared update, two micro-batches": Case(ANY_ORDER, compile=True, micro_steps=2),
 }
 
 
-def train(world: World, device: torch.device, parallel: ParallelConfig, compile: bool) -> list[str]:
+def train(world: World, device: torch.device, case: Case) -> list[str]:
     """Loss and gradient norm of each step and some validation losses, in hexadecimal; a digest of the weights.
 
     Without parallel.exact, norms differ by rounding: they are left out, and clip nothing. Each GPU has one term of a
-    sum, which has one order.
+    sum, which has one order. With two micro-batches on each GPU, g0 + g2 and g1 + g3 are added, and on one GPU g0 + g1
+    and g2 + g3, as with parallel.exact: the two in the middle are the same, and nothing is dropped, so both orders give
+    the same bits.
     """
     torch.compiler.reset()
     torch.manual_seed(SEED)
-    attend = build_attention(AttentionConfig("flash", dropout=0.1))
+    exact, count, dropout = case.parallel.exact, 2 * case.micro_steps, 0.1 if case.micro_steps == 1 else 0.0
+    attend = build_attention(AttentionConfig("flash", dropout=dropout))
     model = GPT(
-        GPTConfig("gpt2", 2, 12, None, 768, 0.1), VOCAB, T, attend, loss=LossKind.chunked, device=device,
+        GPTConfig("gpt2", 2, 12, None, 768, dropout), VOCAB, case.T, attend, loss=LossKind.chunked, device=device,
         dtype=torch.bfloat16,
     )  # fmt: skip
     training = TrainingConfig(
-        steps=STEPS, batch_size=B, batch_tokens=2 * B * T, precision=Precision.bf16, compile=compile
+        steps=STEPS, batch_size=B, batch_tokens=count * B * case.T, precision=Precision.bf16, compile=case.compile
     )
-    optimizer = OptimizerConfig(lr=6e-4, clip=1.0 if parallel.exact else 0.0)
+    optimizer = OptimizerConfig(lr=6e-4, clip=1.0 if exact else 0.0)
+    parallel = replace(case.parallel, exact=exact or world.size == 1)
     trainer = Trainer(model, optimizer, ScheduleConfig(warmup_steps=0), training, SEED, device, world, parallel)
     found = []
     for step in range(STEPS):
-        drawn = torch.randint(VOCAB, (2, B, T + 1), generator=torch.Generator().manual_seed(step)).to(device)
+        drawn = torch.randint(VOCAB, (count, B, case.T + 1), generator=torch.Generator().manual_seed(step)).to(device)
+        if case.micro_steps == 2:
+            drawn[2] = drawn[1]
         batches = [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in drawn]
-        own = batches if world.size == 1 else batches[world.rank :][:1]
-        update = trainer.update(step, own)
+        update = trainer.update(step, batches[world.rank :: world.size])
         if step in (0, STEPS - 2, STEPS - 1):  # before the step is captured, and while its replay may still run
             found.append(trainer.evaluate(batches).hex())
-        found += [float(value).hex() for value in (update if parallel.exact else update[:1])]
+        found += [float(value).hex() for value in (update if exact else update[:1])]
     weights = torch.cat([p.detach().flatten() for p in trainer.whole_model().parameters()])
     trainer.release()
     return [*found, hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()]
@@ -73,8 +97,8 @@ def main(folder: Path) -> None:
     device, alone = torch.device("cuda", world.local_rank), World(local_rank=world.local_rank)
     found = {}
     with joined(world, device, timeout_s=300):
-        for name, (parallel, compile) in CASES.items():
-            found[name] = [train(ranks, device, parallel, compile) for ranks in (alone, world)]
+        for name, case in CASES.items():
+            found[name] = [train(ranks, device, case) for ranks in (alone, world)]
     (folder / f"{world.rank}.json").write_text(json.dumps(found))
 
 

@@ -180,9 +180,14 @@ def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest() -> None:
         torch.testing.assert_close(parameter, expected)
 
 
-@pytest.mark.parametrize("build", [build_adamw, build_muon])
-def test_a_skipped_update_changes_no_bit_and_a_restored_optimizer_goes_on_with_the_same_ones(tmp_path, build) -> None:
+@pytest.mark.parametrize(("build", "frozen"), [(build_adamw, False), (build_adamw, True), (build_muon, False)])
+def test_a_skipped_update_changes_no_bit_and_a_restored_optimizer_goes_on_with_the_same_ones(
+    tmp_path, build, frozen
+) -> None:
+    """Also if the model has parameters that are not trained."""
     models = [small_gpt() for _ in range(3)]
+    for model in models:
+        model.wpe.requires_grad_(not frozen)
     optimizers = [build(model, OptimizerConfig()) for model in models]
 
     def train(which: int, first: int, last: int, disturbed: bool = False) -> None:
