@@ -298,6 +298,16 @@ def test_the_speed_of_long_context() -> None:
     )
     text = re.sub(r"\s+", " ", (ROOT / "docs" / "experiments.md").read_text())
     assert f"{rate}, {seconds:.0f} s per step of 524,288 tokens, {memory:.1f} GiB at the peak" in text
+    (run,) = (run for run in runs if run["name"] == "long_context flash on 2 GPUs")
+    (_, first), (_, second) = run["elapsed_s"]
+    shared, memory = second - first, run["peak"]["memory/peak_allocated_gib"]
+    rate = f"{round(524_288 / shared, -2):,.0f} tokens/s"
+    assert f"{rate}, {shared:.0f} s per step, {memory:.1f} GiB on each" in text
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / "several-gpus.md").read_text())
+    assert f"takes {seconds:.1f} s, and {shared:.1f} s on two" in text
+    assert f"{rate} and {memory:.1f} GiB" in text
+    gpus = {row.get("gpus", 1): row["tokens_per_s"] for row in results("train_step-nvidia-h200-two-gpus")}
+    assert f"gives {round(gpus[2], -3):,.0f} tokens/s, where one GPU gives {round(gpus[1], -3):,.0f}" in text
 
 
 def test_speeds_on_several_gpus() -> None:
