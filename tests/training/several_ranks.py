@@ -1,11 +1,13 @@
 """What test_several_ranks.py runs in four processes: the same training on 4, 2 and 1 of them.
 
-python -m tests.training.several_ranks <folder> <4 ports>
+python -m tests.training.several_ranks <folder> <7 ports>
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
 import os
 import sys
@@ -22,17 +24,21 @@ from attention import AttentionConfig, DropoutKey, build_attention
 from attention.context import ContextAttention, ContextBy
 from attention.dropout import keep_mask
 from attention.score import take_rows
-from data import Batches
-from model.config import GPTConfig
+from config import Config
+from data import Batches, DataConfig
+from model.config import GPTConfig, Recompute
 from model.gpt import GPT
+from train import train as train_run
 from training.checkpoint import newest_valid, save_checkpoint
 from training.config import TrainingConfig
 from training.device import Precision, World
 from training.exchange import local
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.parallel import DataParallel, ParallelConfig
+from training.parity.probe import ParityConfig
 from training.ranks import joined
 from training.step import Trainer
+from training.tracking.tracker import TrackingConfig, TrackingMode
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 200.0
@@ -188,10 +194,33 @@ def resume(world: World, folder: Path, steps: range, data: DataParallel) -> list
     return done
 
 
+def whole_run(world: World, folder: Path, parallel: ParallelConfig) -> None:
+    """A run of train.py with all that a run can do, but no profile on one rank; the folder gets what it prints too."""
+    config = Config(
+        seq_len=32,
+        device="cpu",
+        attention=AttentionConfig(dropout=0.1),
+        model=replace(MODEL, n_layers=1),
+        data=DataConfig("text", path=str(folder.parent / "text.txt"), cache=str(folder.parent / "cache")),
+        training=TrainingConfig(
+            steps=3, batch_size=1, batch_tokens=4 * 32, recompute=Recompute.block, log_every=1, eval_every=3,
+            eval_batches=2, checkpoint_every=0, sample_tokens=20, profile=world.size > 1,
+        ),
+        parity=ParityConfig(every=2, reference="tiled"),
+        parallel=parallel,
+        tracking=TrackingConfig(mode=TrackingMode.disabled),
+    )  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert train_run(config, folder, []) == 0
+    if world.rank == 0:
+        (folder / "said.txt").write_text(said.getvalue())
+
+
 def main(rank: int, folder: Path, ports: list[str]) -> None:
     torch.set_num_threads(1)
     resumed: dict[str, Any] = {}
-    for turn, ((size, data), port) in enumerate(zip(CHAIN, ports, strict=True)):
+    for turn, ((size, data), port) in enumerate(zip(CHAIN, ports[:4], strict=True)):
         if rank < size:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             world, steps = World(rank, size, rank), range(2 * turn, 2 * turn + 2)
@@ -202,9 +231,14 @@ def main(rank: int, folder: Path, ports: list[str]) -> None:
                     (folder / f"{rank}-of-{size}-shared-update.json").write_text(json.dumps(shared))
                 if turn < 3:
                     (folder / f"{rank}-of-{size}.json").write_text(json.dumps(work(world)))
+            if turn < 3:
+                variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": ports[4 + turn]}
+                os.environ.update({name: str(value) for name, value in variables.items()})
+                whole_run(world, folder / f"run-{size}", ParallelConfig(data))
     (folder / f"{rank}-resumed.json").write_text(json.dumps(resumed))
 
 
 if __name__ == "__main__":
+    Path(sys.argv[1], "text.txt").write_bytes(TEXT.tobytes())
     gc.freeze()  # forked, the four share what this process has imported
     start_processes(main, (Path(sys.argv[1]), sys.argv[2:]), nprocs=4, start_method="fork")

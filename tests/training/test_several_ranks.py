@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from run_folder import read_metrics
 from tests.training.test_ranks import free_port
 from training.exchange import Counter
 
@@ -23,7 +24,7 @@ Found = dict[int, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files with the results of each rank of 1, 2 and 4."""
-    folder, ports = tmp_path_factory.mktemp("ranks"), [free_port() for _ in range(4)]
+    folder, ports = tmp_path_factory.mktemp("ranks"), [free_port() for _ in range(7)]
     command = [sys.executable, "-m", "tests.training.several_ranks", str(folder), *ports]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=240)
     return folder
@@ -129,6 +130,27 @@ def test_ranks_that_share_the_update_compute_the_weights_of_one(folder: Path) ->
             assert [float.fromhex(norm) for _, norm in updates] == pytest.approx(norms, rel=1e-6)
             for name in ("validation", "validation of the average", "whole model"):
                 assert second[name] == alone[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_runs_probe_evaluate_and_sample_as_on_one_rank_and_are_profiled(folder: Path, size: int) -> None:
+    def run(size: int) -> tuple[list[dict[str, Any]], str]:
+        """What a run logs, but for its speed, and the text that its model writes."""
+        lines = read_metrics(folder / f"run-{size}" / "metrics.jsonl")
+        timed = ("throughput/", "memory/", "profile/")
+        logged = [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
+        said = (folder / f"run-{size}" / "said.txt").read_text()
+        return logged, said.partition("step 3/3")[2].partition("\n")[2].partition("run folder")[0]
+
+    logged, text = run(size)
+    assert (logged, text) == run(1)
+    assert ["parity/grad_rel_err" in line for line in logged] == [False, True, False, True]
+    assert ["val/loss" in line for line in logged] == [True, False, False, True]
+    assert len(text.strip()) > 5
+    *_, last = read_metrics(folder / f"run-{size}" / "metrics.jsonl")
+    assert last["profile/exchange_percent"] > 0
+    assert (folder / f"run-{size}" / "profile" / "trace.json.gz").exists()
 
 
 @pytest.mark.slow
