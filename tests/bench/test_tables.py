@@ -21,6 +21,11 @@ def results(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def words(page: str) -> str:
+    """The text of a page without its line breaks."""
+    return re.sub(r"\s+", " ", (ROOT / page).read_text())
+
+
 def table(page: str, header: str, after: str = "") -> Iterator[tuple[str, str, str]]:
     """Row, column and cell of the first table after the words `after` that starts with `header`, without bold and
     commits."""
@@ -85,7 +90,7 @@ def test_times_of_variants() -> None:
         values = [own for _, own in times] if column.startswith("D ") else [other / own for other, own in times]
         assert cell == "/".join(f"{value:.2f}" for value in values), (row, column, head_size)
         of_both[head_size, variant] = sum(own for _, own in times)
-    text = re.sub(r"\s+", " ", (ROOT / "docs" / "kernels.md").read_text())
+    text = words("docs/kernels.md")
     for name, variant in {"ALiBi": "alibi", "sinks": "sinks", "soft cap": "soft_cap"}.items():
         said = re.search(rf"over causal attention: .*?{name} ([\d.]+\d)(?: at head size 64)? and ([\d.]+\d)", text)
         assert said
@@ -288,26 +293,21 @@ def test_the_comparison_of_optimizers() -> None:
 
 
 def test_the_speed_of_long_context() -> None:
-    runs = results("experiments-nvidia-h200")["runs"]
-    (run,) = (run for run in runs if run["name"] == "long_context flash")
-    (_, first), (_, second) = run["elapsed_s"]
-    seconds, memory = second - first, run["peak"]["memory/peak_allocated_gib"]
-    rate = f"{round(524_288 / seconds, -2):,.0f} tokens/s"
-    assert (
-        f"| {seconds:.0f} s per step of 524,288 tokens | {rate}, {memory:.1f} GiB |" in (ROOT / "README.md").read_text()
-    )
-    text = re.sub(r"\s+", " ", (ROOT / "docs" / "experiments.md").read_text())
-    assert f"{rate}, {seconds:.0f} s per step of 524,288 tokens, {memory:.1f} GiB at the peak" in text
-    (run,) = (run for run in runs if run["name"] == "long_context flash on 2 GPUs")
-    (_, first), (_, second) = run["elapsed_s"]
-    shared, memory = second - first, run["peak"]["memory/peak_allocated_gib"]
-    rate = f"{round(524_288 / shared, -2):,.0f} tokens/s"
-    assert f"{rate}, {shared:.0f} s per step, {memory:.1f} GiB on each" in text
-    text = re.sub(r"\s+", " ", (ROOT / "docs" / "several-gpus.md").read_text())
-    assert f"takes {seconds:.1f} s, and {shared:.1f} s on two" in text
-    assert f"{rate} and {memory:.1f} GiB" in text
-    gpus = {row.get("gpus", 1): row["tokens_per_s"] for row in results("train_step-nvidia-h200-two-gpus")}
-    assert f"gives {round(gpus[2], -3):,.0f} tokens/s, where one GPU gives {round(gpus[1], -3):,.0f}" in text
+    runs = {run["name"]: run for run in results("experiments-nvidia-h200")["runs"]}
+
+    def measured(name: str) -> tuple[float, str, str]:
+        """The seconds of a run's second step, its speed and its memory, as the pages write them."""
+        (_, first), (_, second) = runs[name]["elapsed_s"]
+        memory = runs[name]["peak"]["memory/peak_allocated_gib"]
+        return second - first, f"{round(524_288 / (second - first), -2):,.0f} tokens/s", f"{memory:.1f} GiB"
+
+    seconds, rate, memory = measured("long_context flash")
+    assert f"| {seconds:.0f} s per step of 524,288 tokens | {rate}, {memory} |" in words("README.md")
+    assert f"{rate}, {seconds:.0f} s per step of 524,288 tokens, {memory} at the peak" in words("docs/experiments.md")
+    on_two, rate, memory = measured("long_context flash on 2 GPUs")
+    assert f"{rate}, {on_two:.0f} s per step, {memory} on each" in words("docs/experiments.md")
+    assert f"takes {seconds:.1f} s, and {on_two:.1f} s on two" in words("docs/several-gpus.md")
+    assert f"{rate} and {memory}" in words("docs/several-gpus.md")
 
 
 def test_speeds_on_several_gpus() -> None:
@@ -350,6 +350,12 @@ def test_speeds_on_several_gpus() -> None:
         }
         assert longest["compiles"]
         assert cell == cells[column], (row, column)
-    ms = f"{measured['speed', 'exact', 4]['step_ms']:.0f} ms"
+    steps = {1: ("alone", 2), 2: ("exact", 2), 4: ("exact", 4)}
+    ms = {gpus: f"{measured['speed', *case]['step_ms']:.0f}" for gpus, case in steps.items()}
     for page in ("README.md", "docs/several-gpus.md"):
-        assert f"step of 131,072 tokens takes {ms}" in re.sub(r"\s+", " ", (ROOT / page).read_text()), page
+        said = words(page)
+        assert f"a step of 65,536 tokens takes {ms[2]} ms, and one GPU's 32,768 tokens take {ms[1]}" in said, page
+        assert f"a step of 131,072 tokens took {ms[4]}" in said, page
+    recipe = {row.get("gpus", 1): row["tokens_per_s"] for row in results("train_step-nvidia-h200-two-gpus")}
+    two, one = (f"{round(recipe[gpus], -3):,.0f}" for gpus in (2, 1))
+    assert f"gives {two} tokens/s, where one GPU gives {one}" in words("docs/several-gpus.md")

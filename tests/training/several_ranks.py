@@ -195,7 +195,9 @@ def resume(world: World, folder: Path, steps: range, data: DataParallel) -> list
 
 
 def whole_run(world: World, folder: Path, parallel: ParallelConfig) -> None:
-    """A run of train.py with all that a run can do, but no profile on one rank; the folder gets what it prints too."""
+    """A run of train.py with probe, evaluation, recomputation, accumulation and a sample, and on several ranks a
+    profile. The folder gets what it prints too.
+    """
     config = Config(
         seq_len=32,
         device="cpu",
