@@ -19,12 +19,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.arguments import parse as key_values
-from errors import UserError, fail
-from report.page import write_report
-from report.publish import MODES, mode_of, publish
-from report.runs import ReportError, find_runs
-from report.sweeps import label_order, labels_of
+from recipe.cli.arguments import parse as key_values
+from recipe.errors import UserError, fail
+from recipe.report.page import write_report
+from recipe.report.publish import MODES, mode_of, publish
+from recipe.report.runs import ReportError, find_runs
+from recipe.report.sweeps import label_order, labels_of
 
 
 @dataclass

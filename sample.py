@@ -33,17 +33,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attention import ProductPrecision
-from cli.arguments import parse as key_values
-from cli.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
-from cli.wording import one_sentence
-from config import ConfigError, as_plain
-from generation.prompts import continuations, open_new, read_prompts, write
-from generation.sampling import Sampling
-from generation.steps import decoding_attention
-from generation.text import stream
-from huggingface import check_folder, export, read_origin
-from training.device import resolve_device
-from training.loop import oom_guard
+from recipe.cli.arguments import parse as key_values
+from recipe.cli.wording import one_sentence
+from recipe.config import ConfigError, as_plain
+from recipe.device import resolve_device
+from recipe.generation.prompts import continuations, open_new, read_prompts, write
+from recipe.generation.sampling import Sampling
+from recipe.generation.steps import decoding_attention
+from recipe.generation.text import stream
+from recipe.huggingface import check_folder, export, read_origin
+from recipe.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
+from recipe.training.loop import oom_guard
 
 
 @dataclass

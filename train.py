@@ -17,7 +17,7 @@ from typing import Any
 # Before torch is imported: threads that spin for each other halve the speed of a CPU that has other work too.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from cli.completion import complete
+from recipe.cli.completion import complete
 
 if __name__ == "__main__":
     complete()  # before torch is imported, for which a shell's TAB would have to wait
@@ -29,28 +29,33 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from cli.check import one_document
-from cli.compose import to_config
-from cli.launch import launch
-from cli.resume import has_checkpoints, locked
-from cli.wording import one_sentence
-from config import Config, ConfigError, as_plain
-from data import Batches, Documents, Prefetcher, PreparedData, eval_batches, piece_lengths, prepare, save_tokenizer
-from generation.sampling import Sampling
-from generation.text import stream
+from data.batches import Batches, Prefetcher, eval_batches, piece_lengths
+from data.config import Documents
+from data.prepare import prepare
+from data.store import PreparedData
+from data.tokenizers import save_tokenizer
 from model.gpt import GPT
 from model.score import ScoreConfig, describe_score
-from parts import attention_shape, build_meter, build_model, build_probe, build_profiler
-from training.checkpoint import newest_valid, read_manifest
-from training.config import TrainingConfig
-from training.device import Precision, World, resolve_device, resolve_precision
-from training.loop import Interruption, fit, oom_guard, too_large_model, too_large_step
-from training.profiling.attention_memory import cpu_memory_limit
-from training.profiling.meters import StepMeter, device_name
-from training.profiling.peaks import describe_peak
-from training.ranks import from_first_rank, joined
-from training.record import NullRecord, Record, RunMetadata, recorded_out_of_memory
-from training.step import Trainer
+from recipe.build import attention_shape, build_meter, build_model, build_probe, build_profiler
+from recipe.cli.check import one_document
+from recipe.cli.compose import to_config
+from recipe.cli.launch import launch
+from recipe.cli.resume import has_checkpoints, locked
+from recipe.cli.wording import one_sentence
+from recipe.config import Config, ConfigError, as_plain
+from recipe.device import Precision, resolve_device, resolve_precision
+from recipe.distributed.ranks import from_first_rank, joined
+from recipe.distributed.world import World
+from recipe.generation.sampling import Sampling
+from recipe.generation.text import stream
+from recipe.profiling.attention_memory import cpu_memory_limit
+from recipe.profiling.meters import StepMeter, device_name
+from recipe.profiling.peaks import describe_peak
+from recipe.training.checkpoint import newest_valid, read_manifest
+from recipe.training.config import TrainingConfig
+from recipe.training.loop import Interruption, fit, oom_guard, too_large_model, too_large_step
+from recipe.training.record import NullRecord, Record, RunMetadata, recorded_out_of_memory
+from recipe.training.step import Trainer
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

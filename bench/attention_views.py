@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from rich.table import Table
 
-from drawing import (
+from recipe.drawing import (
     Chart,
     Palette,
     Style,
@@ -25,7 +25,7 @@ from drawing import (
     render_png,
     styles,
 )
-from wording import short_length, short_number
+from recipe.wording import short_length, short_number
 
 SHORT = {"out of memory": "OOM", "too slow": "slow", "refused": "-", "failed": "failed"}
 

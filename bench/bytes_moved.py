@@ -30,7 +30,7 @@ from attention.flash.configs import Blocks, Extras, KernelConfigs, Options
 from attention.flash.forward import forward
 from bench.measure import RESULTS, Call, Timing, environment, interleaved, release, require_gpu, slug, write
 from bench.peers import Problem, candidates, from_registry
-from drawing import Chart, Palette, label_axes, legend, render_png
+from recipe.drawing import Chart, Palette, label_axes, legend, render_png
 
 B, H, T, D = 64, 16, 1024, 64
 NAMES = ("naive", "flash", "sdpa-flash")

@@ -34,9 +34,9 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from bench.measure import RESULTS, environment, require_gpu, slug, synchronise, write
-from generation import Engine, Request, Sampling
 from model.config import GPTConfig
 from model.gpt import GPT
+from recipe.generation import Engine, Request, Sampling
 
 SHAPE = GPTConfig(name="gpt2", n_layers=12, n_heads=12, n_embd=768, bias=True)
 VOCABULARY, SEQ_LEN = 50257, 2048

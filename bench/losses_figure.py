@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from bench.measure import RESULTS, ROOT
-from drawing import Chart, Palette, label_axes, legend, log_axis, render_png
+from recipe.drawing import Chart, Palette, label_axes, legend, log_axis, render_png
 
 LOSSES = RESULTS / "losses-nvidia-h200.json"
 IMAGES = ROOT / "docs" / "images"

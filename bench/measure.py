@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from files import write_atomically
-from training.tracking import summary
+from data.atomic import write_atomically
+from recipe.tracking import summary
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"

@@ -38,17 +38,18 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from bench.measure import RESULTS, ROOT, environment, release, require_gpu, slug, write
-from data import Batch
+from data.batches import Batch
 from model.config import GPTConfig, Positions, Recompute
 from model.gpt import GPT
 from model.loss import LossKind
-from training.config import TrainingConfig
-from training.device import Precision, World
-from training.graphed_step import WARMUP_CALLS
-from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.parallel import DataParallel, ParallelConfig
-from training.ranks import from_every_rank, joined
-from training.step import Trainer
+from recipe.device import Precision
+from recipe.distributed.config import DataParallel, ParallelConfig
+from recipe.distributed.ranks import from_every_rank, joined
+from recipe.distributed.world import World
+from recipe.training.config import TrainingConfig
+from recipe.training.graphed_step import WARMUP_CALLS
+from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.step import Trainer
 
 VOCAB, SEED = 50_257, 1337
 ALONE = "alone"  # the name of a case in which GPUs do not work together

@@ -37,7 +37,7 @@ from bench.attention import positive, rate
 from bench.attention_views import over_lengths
 from bench.measure import RESULTS, ROOT, require_gpu, slug, write
 from bench.nanogpt import DROPOUTS, SHAPES, batch_and_length
-from drawing import Chart, Palette, label_axes, legend, render_png, styles
+from recipe.drawing import Chart, Palette, label_axes, legend, render_png, styles
 
 ATTENTIONS = ("flash", "sdpa", "naive")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.config import DataConfig
-from data.errors import DataError, brief, unreadable
+from data.errors import DataError, brief, first_few, unreadable
 from data.files import (
     TABLES,
     TEXT_SUFFIXES,
@@ -34,8 +34,6 @@ from data.files import (
     table_rows,
     text_of,
 )
-from errors import UserError
-from wording import first_few
 
 
 class Stream(NamedTuple):
@@ -181,7 +179,7 @@ class HubCorpus(Corpus):
             for row in _hub_rows(str(c.hub), c.hub_subset, c.hub_split, c.hub_revision):
                 if text := text_of(row, c.text_field, str(c.hub)):
                     yield text
-        except UserError:
+        except DataError:
             raise
         except Exception as error:  # any kind: the hub's libraries raise dozens of different ones
             raise DataError(

@@ -1,11 +1,10 @@
 """Errors of the data, each a sentence for the user."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from errors import UserError
 
-
-class DataError(UserError):
+class DataError(Exception):
     """Data that cannot be found, read, tokenised or cut into windows."""
 
 
@@ -21,3 +20,9 @@ def unreadable(path: Path, error: OSError) -> DataError:
         f"{path} cannot be read ({error.strerror or error}); make it readable, or set another file or folder with "
         "data.path=..."
     )
+
+
+def first_few(names: Sequence[object]) -> str:
+    """At most four names, and how many more there are."""
+    more = len(names) - 4
+    return ", ".join(map(str, names[:4])) + (f" and {more} more" if more > 0 else "")

@@ -15,8 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError, brief, unreadable
-from wording import first_few
+from data.errors import DataError, brief, first_few, unreadable
 
 Row = dict[str, Any]
 BLOCK = 1 << 22  # bytes of plain text read at a time

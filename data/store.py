@@ -22,9 +22,9 @@ from typing import IO, Any
 
 import numpy as np
 
+from data.atomic import sync, write_atomically
 from data.errors import DataError
 from data.tokenizers import Tokenizer, load_tokenizer
-from files import sync, write_atomically
 
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tiktoken
 
+from data.atomic import write_atomically
 from data.errors import DataError, brief
 from data.own_tokenizer import END_OF_TEXT, OwnTokenizer, Stream
-from files import write_atomically
 
 if TYPE_CHECKING:
     import tokenizers

@@ -7,7 +7,6 @@ import math
 import sys
 from pathlib import Path
 
-from errors import UserError
 from learn.ladder import EXAMPLE, Measured, furthest_apart, measure, silent_error
 from learn.page import render
 
@@ -24,13 +23,17 @@ def table(ladder: list[Measured]) -> str:
     return "\n".join(lines)
 
 
+class ArgumentError(ValueError):
+    """An argument that is not possible; the message says what is."""
+
+
 def main(arguments: list[str]) -> None:
-    """Print the ladder and write the page. Raises UserError."""
+    """Print the ladder and write the page. Raises ArgumentError."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return
     if arguments and not (len(arguments) == 1 and arguments[0].startswith("out=")):
-        raise UserError(f"python -m learn takes out=<file> and nothing else; got {' '.join(arguments)}.")
+        raise ArgumentError(f"python -m learn takes out=<file> and nothing else; got {' '.join(arguments)}.")
     out = Path(arguments[0].removeprefix("out=")) if arguments else DEFAULT
     ladder = measure()
     print(f"Attention over the scores and values {', '.join(f'{x:g}' for x in EXAMPLE.tolist())}, step by step\n")
@@ -43,7 +46,9 @@ def main(arguments: list[str]) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(render(ladder), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}); name another file with out=<file>.") from error
+        raise ArgumentError(
+            f"{out} cannot be written ({error.strerror}); name another file with out=<file>."
+        ) from error
     print(f"page: {out}")
 
 
@@ -51,6 +56,6 @@ if __name__ == "__main__":
     gc.freeze()  # else every run of the collector visits all that has been imported
     try:
         main(sys.argv[1:])
-    except UserError as error:
+    except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

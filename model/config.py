@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from attention.dropout import RATES, is_valid_rate
-from errors import UserError
 
 
 class Positions(Enum):
@@ -52,7 +51,7 @@ class GPTConfig:
     qk_norm: bool = False
 
 
-class ModelError(UserError, ValueError):
+class ModelError(ValueError):
     """A model or an input that does not fit; the message says what to change."""
 
 

@@ -1,4 +1,4 @@
-"""Reads GPT-2's weights in Hugging Face's naming; huggingface/ writes them.
+"""Reads GPT-2's weights in Hugging Face's naming; recipe/huggingface/ writes them.
 
 The names are the model's own with the prefix `transformer.`. Hugging Face stores the matrices of linear layers
 transposed (its Conv1D computes x W + b), does not pad the vocabulary, and always has biases.
@@ -17,8 +17,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
 
-from errors import UserError
-from model.config import Positions
+from model.config import ModelError, Positions
 from model.gpt import GPT
 
 PREFIX = "transformer."
@@ -39,7 +38,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class WeightsError(UserError, ValueError):
+class WeightsError(ModelError):
     """Weights that this model cannot load or export; the message says why."""
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import compare
-from errors import UserError
-from report import publish
-from report.runs import ReportError
-from tests.report.synthetic import write_run
+from recipe.errors import UserError
+from recipe.report import publish
+from recipe.report.runs import ReportError
+from tests.recipe.report.synthetic import write_run
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,12 +16,12 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from cli import compose
-from cli.launch import prepare
-from cli.wording import explain
-from config import ConfigError, register
-from data import eval_batches
-from training.sweeps import launcher
+from data.batches import eval_batches
+from recipe.cli import compose
+from recipe.cli.launch import prepare
+from recipe.cli.wording import explain
+from recipe.config import ConfigError, register
+from recipe.sweeps import launcher
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))

@@ -1,6 +1,6 @@
 """From a run to the report's verdict: wrong implementations are caught, correct ones pass.
 
-Small runs are trained here step by step, as train.py does, and report/ judges them by their folders.
+Small runs are trained here step by step, as train.py does, and recipe/report/ judges them by their folders.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import torch
 
 import attention
 from attention import AttentionConfig, AttentionShape, build_attention
-from config import Config, as_plain
-from data import Batches, eval_batches
+from data.batches import Batches, eval_batches
 from model.config import GPTConfig
 from model.gpt import GPT
-from report.parity import Outcome, Verdict, judge
-from report.runs import find_runs
-from report.sweeps import cells_of
+from recipe.config import Config, as_plain
+from recipe.device import Precision
+from recipe.distributed.world import World
+from recipe.parity.probe import ParityConfig, ParityProbe
+from recipe.report.parity import Outcome, Verdict, judge
+from recipe.report.runs import find_runs
+from recipe.report.sweeps import cells_of
+from recipe.tracking.metrics import MetricsFile
+from recipe.training.config import TrainingConfig
+from recipe.training.loop import compare
+from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.step import Trainer
 from tests.wrong_attention import CLASSES, WRONG
-from training.config import TrainingConfig
-from training.device import Precision, World
-from training.loop import compare
-from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.parity.probe import ParityConfig, ParityProbe
-from training.step import Trainer
-from training.tracking.metrics import MetricsFile
 
 STEPS, B, T = 20, 4, 32
 CPU = torch.device("cpu")

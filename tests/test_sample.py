@@ -15,17 +15,16 @@ from omegaconf import OmegaConf
 import sample
 from attention import AttentionConfig, AttentionError, build_attention
 from attention.flash import paths
-from cli.trained import CheckpointChoice, read_config
-from config import Config, ConfigError
-from data import save_tokenizer
-from data.tokenizers import bpe_tokenizer, bytes_tokenizer
-from errors import UserError
+from data.tokenizers import bpe_tokenizer, bytes_tokenizer, save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
+from recipe.config import Config, ConfigError
+from recipe.errors import UserError, refusals
+from recipe.profiling.attention_memory import cpu_memory_limit
+from recipe.trained import CheckpointChoice, read_config
+from recipe.training.checkpoint import save_checkpoint
 from sample import SampleConfig, main, parse
-from tests.generation.from_scratch import expected
-from training.checkpoint import save_checkpoint
-from training.profiling.attention_memory import cpu_memory_limit
+from tests.recipe.generation.from_scratch import expected
 
 TOKENIZER = bytes_tokenizer()
 MODEL = GPTConfig(n_layers=1, n_heads=2, n_embd=32)
@@ -200,7 +199,7 @@ def test_prompts_that_cannot_be_continued_are_refused_in_one_sentence(run, tmp_p
     path = tmp_path / ("prompts.jsonl" if content is None or content.startswith("{") else "prompts.txt")
     if content is not None:
         path.write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match=sentence) as raised:
+    with pytest.raises(refusals(), match=sentence) as raised:
         main([f"run={run}", f"prompts={path}", *(argument.format(folder=tmp_path) for argument in arguments)])
     assert "\n" not in str(raised.value)
     assert (tmp_path / "full").read_text() == "something else"
@@ -239,7 +238,9 @@ def test_an_export_that_cannot_be_written_is_named_and_nothing_overwritten(run, 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match=rf"export=.*{folder} cannot be written as a folder \({reason}\); name another"):
+    with pytest.raises(
+        refusals(), match=rf"export=.*{folder} cannot be written as a folder \({reason}\); name another"
+    ):
         main([f"run={run}", f"export={tmp_path / folder}"])
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "full" / "config.json").read_text() == "mine"
@@ -274,7 +275,7 @@ def test_arguments_are_typed_and_a_prompt_is_taken_as_it_is():
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused_in_one_sentence(arguments, sentence):
-    with pytest.raises(UserError, match=sentence) as raised:
+    with pytest.raises(refusals(), match=sentence) as raised:
         main(arguments)
     assert "\n" not in str(raised.value)
 

@@ -17,22 +17,23 @@ import torch
 
 import train as train_module
 from attention import AttentionConfig, build_attention
-from config import Config, ConfigError, as_plain
-from data import DataConfig, Documents
+from data.config import DataConfig, Documents
 from data.tokenizers import bytes_tokenizer
-from errors import UserError
-from huggingface import Origin, export
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.score import ScoreConfig
-from run_folder import read_metrics
-from training.config import TrainingConfig
-from training.device import Precision, World
-from training.loop import OutOfMemory
-from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.parity.probe import ParityConfig
-from training.step import NonFiniteError, Trainer
-from training.tracking.tracker import TrackingConfig, TrackingMode
+from recipe.config import Config, ConfigError, as_plain
+from recipe.device import Precision
+from recipe.distributed.world import World
+from recipe.errors import UserError, refusals
+from recipe.huggingface import Origin, export
+from recipe.parity.probe import ParityConfig
+from recipe.run_folder import read_metrics
+from recipe.tracking.tracker import TrackingConfig, TrackingMode
+from recipe.training.config import TrainingConfig
+from recipe.training.loop import OutOfMemory
+from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.step import NonFiniteError, Trainer
 
 ROOT = Path(__file__).parents[1]
 
@@ -184,7 +185,7 @@ def test_init_from_starts_with_the_weights_of_a_gpt2(config: Config) -> None:
     first, second = (losses(run(replace(with_weights, seed=seed), f"from-{seed}"))[0] for seed in (1, 2))
     assert first == second
     assert losses(run(config, "fresh"))[0] != first
-    with pytest.raises(UserError, match=r"init_from=weights.*model.n_layers=2"):
+    with pytest.raises(refusals(), match=r"init_from=weights.*model.n_layers=2"):
         run(replace(with_weights, model=replace(config.model, n_layers=3)), "other")
 
 

@@ -26,10 +26,10 @@ from bench.train_step import (
     publish,
     table,
 )
-from cli import compose
-from config import register
-from drawing import scheme
-from training.sweeps import launcher
+from recipe.cli import compose
+from recipe.config import register
+from recipe.drawing import scheme
+from recipe.sweeps import launcher
 
 NANOGPT = nanogpt.read(RESULTS, "NVIDIA H200")
 

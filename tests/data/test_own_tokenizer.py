@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import tokenizers
 
-from data import DataConfig, DataError, load_tokenizer, prepare, save_tokenizer
 from data.check import data_mistakes
+from data.config import DataConfig
+from data.errors import DataError
 from data.own_tokenizer import OwnTokenizer
-from data.tokenizers import text_stream
-from generation.text import Text
+from data.prepare import prepare
+from data.tokenizers import load_tokenizer, save_tokenizer, text_stream
+from recipe.generation.text import Text
 
 TEXT = "déjà vu 木 🦜, and the end of a text; the rest of the text is the end of it. " * 40
 

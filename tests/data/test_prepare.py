@@ -18,8 +18,12 @@ import tiktoken
 from filelock import FileLock
 from rich.console import Console
 
-from data import DataConfig, DataError, PreparedData, load_tokenizer, prepare
+from data.config import DataConfig
+from data.errors import DataError
+from data.prepare import prepare
 from data.progress import PreparationProgress
+from data.store import PreparedData
+from data.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TIKTOKEN_CACHE = ROOT / "../shared/data/tiktoken_cache"
@@ -226,7 +230,7 @@ def test_a_killed_preparation_goes_on_where_it_stopped(config, tmp_path, capsys)
     config.cache = str(tmp_path / "again")
     program = f"""
 import importlib, os, signal
-from data import DataConfig
+from data.config import DataConfig
 
 module = importlib.import_module("data.prepare")  # the package's own `prepare` is the function
 saves, save_position = [], module.save_position

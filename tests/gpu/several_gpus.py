@@ -17,12 +17,13 @@ from attention import AttentionConfig, build_attention
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.loss import LossKind
-from training.config import TrainingConfig
-from training.device import Precision, World
-from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.parallel import DataParallel, ParallelConfig
-from training.ranks import joined
-from training.step import Trainer
+from recipe.device import Precision
+from recipe.distributed.config import DataParallel, ParallelConfig
+from recipe.distributed.ranks import joined
+from recipe.distributed.world import World
+from recipe.training.config import TrainingConfig
+from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.step import Trainer
 
 B, VOCAB, SEED = 8, 50_257, 7
 STEPS = 12  # on two GPUs, with one micro-batch each, a compiled step is captured at the fourth step

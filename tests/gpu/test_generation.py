@@ -12,10 +12,10 @@ from torch import Tensor
 
 from attention import AttentionConfig, ProductPrecision, build_attention
 from attention.gpu import capturing
-from generation import Engine, Request, Sampling
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.score import ScoreConfig
+from recipe.generation import Engine, Request, Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

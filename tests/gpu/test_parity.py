@@ -11,13 +11,14 @@ from torch import Tensor
 from attention import AttentionConfig, AttentionShape, build_attention
 from model.config import GPTConfig
 from model.gpt import GPT
-from training.config import TrainingConfig
-from training.device import Precision, World
-from training.loop import compare
-from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.parity.probe import ParityConfig, ParityProbe, beyond_rounding
-from training.profiling.meters import StepMeter
-from training.step import Trainer
+from recipe.device import Precision
+from recipe.distributed.world import World
+from recipe.parity.probe import ParityConfig, ParityProbe, beyond_rounding
+from recipe.profiling.meters import StepMeter
+from recipe.training.config import TrainingConfig
+from recipe.training.loop import compare
+from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.step import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

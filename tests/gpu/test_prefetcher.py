@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import Batches, Prefetcher
+from data.batches import Batches, Prefetcher
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

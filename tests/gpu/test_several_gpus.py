@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.test_faults import ranks_of, steps_logged, wait_for
-from training.checkpoint import newest_valid
+from recipe.training.checkpoint import newest_valid
+from tests.recipe.distributed.test_faults import ranks_of, steps_logged, wait_for
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

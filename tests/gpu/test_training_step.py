@@ -16,11 +16,12 @@ from model.gpt import GPT
 from model.loss import LossKind, cross_entropy
 from model.score import ScoreConfig
 from model.softmax_kernel import launch_softmax_gradient
-from training.config import TrainingConfig
-from training.device import Precision, World
-from training.graphed_step import WARMUP_CALLS
-from training.optimizer import OptimizerConfig, ScheduleConfig
-from training.step import Trainer
+from recipe.device import Precision
+from recipe.distributed.world import World
+from recipe.training.config import TrainingConfig
+from recipe.training.graphed_step import WARMUP_CALLS
+from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.step import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -1,4 +1,4 @@
-"""Weights from Hugging Face's GPT-2, against transformers itself; tests/huggingface/ has the way back."""
+"""Weights from Hugging Face's GPT-2, against transformers itself; tests/recipe/huggingface/ has the way back."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from attention import AttentionConfig, Layout, Score, ScoreError, build_attentio
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.score import ScoreConfig, describe_score, layer_scores, score_mistakes
-from training.optimizer import OPTIMIZERS, OptimizerConfig
+from recipe.training.optimizer import OPTIMIZERS, OptimizerConfig
 
 SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
 WINDOW_AND_FULL = ScoreConfig("gemma2", window=3, soft_cap=20.0, layers=[{}, {"window": None}])

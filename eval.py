@@ -1,0 +1,270 @@
+"""Measure a trained model: tasks of lm-eval or of a file, and the loss on any text.
+
+python eval.py run=outputs/2026-11-21/10-00-00-flash tasks=hellaswag,lambada_openai
+python eval.py run=outputs/2026-11-21/10-00-00-flash tasks=questions.jsonl
+python eval.py run=outputs/2026-11-21/10-00-00-flash data=text data.path=book.txt seq_len=4096
+
+Without tasks and data: the loss on the whole validation split of the run. Results are printed and, for a run that is
+over, recorded under "eval" in its summary.json and in W&B.
+
+run         a run folder, or a folder in Hugging Face's format, such as sample.py exports
+tasks       names of lm-eval's tasks (pip install -e '.[eval]') and .jsonl files, with commas. The lines of a file are
+            {"question": ..., "choices": [...], "answer": 0} or {"text": ...}
+shots       examples before each question of lm-eval's tasks; null: as many as a task has by itself
+limit       questions or texts of each task; null: all
+data        the corpus to take a text from: data=text data.path=<file or folder>, or another with its data.* overrides;
+            data.max_tokens limits it
+seq_len     the longest context, in tokens; null: the run's. Rotary positions allow a longer one
+batch       sequences of one forward pass
+checkpoint  best (by validation loss, if it was measured) or newest
+weights     trained, or ema: their moving average, if training.ema kept one
+attention   an implementation other than the run's, for a device that does not support that one
+attention.precision  of attention's products: inputs, or fp8 with attention=flash on an H100 or H200
+device      auto, cpu, cuda, cuda:1
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attention import ProductPrecision
+from data.check import check_data
+from data.config import DataConfig, Documents
+from data.corpora import CORPORA
+from data.prepare import prepare
+from recipe.cli.arguments import parse as key_values
+from recipe.cli.compose import compose_right, expand_home, to_config
+from recipe.cli.launch import refuse
+from recipe.cli.resume import StillRunning, locked
+from recipe.cli.wording import one_sentence
+from recipe.config import ConfigError, register
+from recipe.device import Precision, resolve_device, resolve_precision
+from recipe.distributed.world import World
+from recipe.evaluation.harness import run_tasks
+from recipe.evaluation.models import ExportedModel, LanguageModel, TrainedModel
+from recipe.evaluation.scorer import Scorer
+from recipe.evaluation.tasks import run_file
+from recipe.evaluation.text import Text, measure, tokenised
+from recipe.sweeps import launcher
+from recipe.tracking.summary import write_summary
+from recipe.tracking.tracker import mirror_again
+from recipe.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
+from recipe.training.checkpoint import read_manifest
+from recipe.training.loop import oom_guard
+
+Results = dict[str, dict[str, Any]]
+# The options of data=... that choose a text. The others say how to train on it.
+OF_TEXT = ("data", "data.path", "data.text_field", "data.max_tokens")
+# The arguments that change a result; a result's name includes those that were given.
+SETTINGS = ("shots", "limit", "seq_len", "checkpoint", "weights", "attention", "attention_precision")
+
+
+@dataclass
+class EvaluateConfig:
+    """The arguments; the module's docstring says what each does. Those of data are read apart."""
+
+    run: str = ""
+    tasks: str | None = None
+    shots: int | None = None
+    limit: int | None = None
+    seq_len: int | None = None
+    batch: int = 16
+    checkpoint: CheckpointChoice = CheckpointChoice.best
+    weights: WeightsChoice = WeightsChoice.trained
+    attention: str | None = None
+    attention_precision: ProductPrecision = ProductPrecision.inputs
+    device: str = "auto"
+
+
+def parse(arguments: list[str]) -> tuple[EvaluateConfig, DataConfig | None]:
+    """The typed arguments, and the corpus if one is given. Raises UserError."""
+    of_data = [a for a in map(expand_home, arguments) if a.partition("=")[0].split(".")[0] == "data"]
+    others = [a for a in arguments if a.partition("=")[0].split(".")[0] != "data"]
+    config = key_values(others, EvaluateConfig, "eval.py", verbatim=("run", "tasks"))
+    if not config.run:
+        raise ConfigError("run=<folder> is missing; name a run folder, or one in Hugging Face's format.")
+    for name in ("batch", "limit", "seq_len"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1.")
+    if config.shots is not None and config.shots < 0:
+        raise ConfigError(f"shots={config.shots} must be at least 0.")
+    names = task_names(config)
+    files = [Path(name).stem for name in names if name.endswith(".jsonl")]
+    if config.tasks is not None and not names:
+        raise ConfigError(f"tasks={config.tasks} names no task; name one, or leave it out to measure a text.")
+    if config.limit is not None and not names:
+        raise ConfigError(f"limit={config.limit} has no effect without tasks; leave it out, or use data.max_tokens.")
+    if config.shots is not None and len(files) == len(names):
+        raise ConfigError(f"shots={config.shots} affects tasks of lm-eval only; leave it out.")
+    if len(set(files)) < len(files):
+        raise ConfigError(f"tasks={config.tasks} has two files of one name; rename one, or measure one at a time.")
+    return config, corpus_config(of_data) if of_data else None
+
+
+def task_names(config: EvaluateConfig) -> list[str]:
+    """The tasks that are asked for."""
+    return [name.strip() for name in (config.tasks or "").split(",") if name.strip()]
+
+
+def corpus_config(overrides: list[str]) -> DataConfig:
+    """The corpus that overrides of `data` choose. Raises UserError."""
+    register()
+    launcher.register()
+    if not any(override.startswith("data=") for override in overrides):
+        raise ConfigError(f"{overrides[0]} does not say which text to measure; name it with data=, such as data=text.")
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key not in OF_TEXT and not key.startswith("data.hub"):
+            raise ConfigError(
+                f"{override} has no effect here: the whole text is read, with the run's tokenizer; leave it out."
+            )
+    found = compose_right(overrides)
+    refuse(found.wrong)
+    assert found.cfg is not None
+    data = to_config(found.cfg).data
+    check_data(data)
+    CORPORA[data.name](data)  # finds the files before a model is loaded, and reads none
+    return data
+
+
+def open_model(config: EvaluateConfig, run: Path, data: DataConfig | None) -> tuple[LanguageModel, Trained | None]:
+    """The model in a folder and, if the folder is a run's, what the run says of it. Raises UserError."""
+    if (run / "config.json").is_file() and not (run / ".hydra").exists():
+        device = resolve_device(config.device)
+        for name in ("checkpoint", "weights", "attention"):
+            if (value := getattr(config, name)) != getattr(EvaluateConfig, name):
+                given = getattr(value, "value", value)
+                raise ConfigError(f"{name}={given} has no effect on a model of transformers; leave it out.")
+        if (precision := config.attention_precision) is not ProductPrecision.inputs:
+            raise ConfigError(
+                f"attention.precision={precision.value} has no effect on a model of transformers; leave it out."
+            )
+        return ExportedModel(run, device, resolve_precision(Precision.auto, device).dtype, config.seq_len), None
+    trained = load_trained(
+        run,
+        config.checkpoint,
+        config.weights,
+        attention=config.attention,
+        precision=config.attention_precision,
+        device=config.device,
+        seq_len=config.seq_len,
+        documents=data is not None or config.tasks is None,
+    )
+    return TrainedModel(trained, config.seq_len), trained
+
+
+def validation_text(trained: Trained) -> Text:
+    """The validation split that the run was measured on. Raises ConfigError where its text has changed."""
+    data = prepare(trained.config.data)
+    if data.manifest["identity"] != read_manifest(trained.checkpoint).metadata["data"]:
+        raise ConfigError(
+            f"The text of data={trained.config.data.name} has changed since the run; name a text with data=text "
+            "data.path=..."
+        )
+    return Text(data.val.tokens, data.val.documents)
+
+
+def results(
+    config: EvaluateConfig, data: DataConfig | None, model: LanguageModel, trained: Trained | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each measurement, by its name."""
+    scorer, names = Scorer(model, config.batch), task_names(config)
+    for name in names:
+        if name.endswith(".jsonl"):
+            yield Path(name).stem, run_file(Path(name).expanduser(), scorer, config.limit)
+    if of_harness := [name for name in names if not name.endswith(".jsonl")]:
+        yield from run_tasks(of_harness, scorer, config.shots, config.limit).items()
+    if scorer.cut:
+        print(
+            f"{scorer.cut:,} of the texts are longer than the model's {model.max_length} tokens and lost their "
+            "beginning.",
+            file=sys.stderr,
+        )
+    if data is not None:
+        text, name = tokenised(CORPORA[data.name](data).whole(), model, data.max_tokens), data.path or data.name
+    elif names:
+        return
+    elif trained is None:
+        raise ConfigError("A model in Hugging Face's format has no data of its own; give tasks=... or data=...")
+    else:
+        text, name = validation_text(trained), "val"
+    separate = trained is not None and trained.config.data.documents is not Documents.ignore
+    yield name, measure(model, text, model.max_length, config.batch, separate) | {"seq_len": model.max_length}
+
+
+def formatted(value: float) -> str:
+    """A count whole, a measurement to six digits."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+
+
+def settings(config: EvaluateConfig, data: DataConfig | None) -> list[str]:
+    """The arguments that differ from their defaults and change a result."""
+    values = {name.replace("attention_", "attention."): getattr(config, name) for name in SETTINGS}
+    usual = [getattr(EvaluateConfig, name) for name in SETTINGS]
+    given = {name: value for (name, value), default in zip(values.items(), usual, strict=True) if value != default}
+    if data is not None and data.max_tokens is not None:
+        given["data.max_tokens"] = data.max_tokens
+    return [f"{name}={getattr(value, 'value', value)}" for name, value in given.items()]
+
+
+def record(run: Path, trained: Trained, found: Results) -> None:
+    """Add the results to summary.json and to the run in W&B, if the run is over."""
+    path = run / "summary.json"
+    try:
+        with locked(run):
+            try:
+                summary = json.loads(path.read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                print(f"{path} does not exist yet: the results are only printed.", file=sys.stderr)
+                return
+            summary["eval"] = summary.get("eval", {}) | found
+            write_summary(path, summary)
+            for warning in mirror_again(run, trained.config.tracking):
+                print(f"warning: {warning}", file=sys.stderr)
+    except StillRunning:
+        print(f"{run} is still running: the results are only printed.", file=sys.stderr)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command line. Raises UserError or AttentionError."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
+    config, data = parse(arguments)
+    if (size := World.from_environment().size) > 1:
+        raise ConfigError(f"eval.py is one process, and {size} ranks were started; start it without torchrun.")
+    run = Path(config.run).expanduser()
+    with oom_guard(too_large(config)):
+        model, trained = open_model(config, run, data)
+        found: Results = {}
+        given = settings(config, data)
+        try:
+            for task, metrics in results(config, data, model, trained):
+                name = " ".join([task, *given])
+                print(
+                    name, *(f"{metric} {formatted(value)}" for metric, value in metrics.items()), sep="  ", flush=True
+                )
+                found[name] = metrics
+        finally:  # if a task fails, the results of those before it are kept
+            if trained is not None and found:
+                origin = {"checkpoint": trained.checkpoint.name}
+                record(run, trained, {name: metrics | origin for name, metrics in found.items()})
+
+
+def too_large(config: EvaluateConfig) -> str:
+    """The sentence for a model or a forward pass that does not fit the memory."""
+    length = "" if config.seq_len is None else f" and seq_len={config.seq_len}"
+    return (
+        f"The model with batch={config.batch}{length} does not fit the memory of {resolve_device(config.device)}; "
+        "use a smaller batch or seq_len, or attention=tiled (on a GPU flash), whose memory is linear in seq_len."
+    )
+
+
+if __name__ == "__main__":
+    with one_sentence():
+        main(sys.argv[1:])

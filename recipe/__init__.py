@@ -1,0 +1,1 @@
+"""Everything that turns attention/, model/ and data/ into runs and answers."""

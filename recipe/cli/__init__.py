@@ -1,0 +1,17 @@
+"""The command line of train.py: from overrides to a checked configuration or a sentence for each mistake.
+
+launch.py      the entry point: checks, then Hydra
+compose.py     composes a configuration, and finds mistakes in single overrides
+check.py       finds mistakes in a whole configuration
+resume.py      finds the run to resume, and locks run folders
+wording.py     turns errors of Hydra into one sentence
+completion.py  tab completion
+arguments.py   key=value arguments of the programs without Hydra
+trained.py     the model of a run folder, for these programs
+
+This file imports nothing, so completion.py can answer before torch is loaded.
+"""
+
+from pathlib import Path
+
+CONF = Path(__file__).parents[2] / "conf"

@@ -1,0 +1,98 @@
+"""The mistakes in a whole configuration, reported before anything is built or read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from attention import build_attention
+from data.check import data_mistakes
+from data.config import Documents
+from data.corpora import CORPORA
+from model.config import model_mistakes
+from model.score import score_mistakes
+from recipe.build import attention_shape
+from recipe.config import Config, ConfigError
+from recipe.device import Precision, resolve_device, resolve_precision
+from recipe.distributed.config import DataParallel, check_context, check_parallel
+from recipe.distributed.world import World
+from recipe.errors import refusals
+from recipe.parity.probe import check_parity
+from recipe.profiling.profiler import check_profile
+from recipe.tracking.tracker import tracking_mistakes
+from recipe.training.config import training_mistakes
+from recipe.training.optimizer import optimizer_mistakes
+
+
+def mistakes(config: Config, world: World | None = None) -> Iterator[str]:
+    """A sentence for each value that could not train, with the override that repairs it.
+
+    world  the ranks that will train; None: those that torchrun or Slurm started
+    """
+    if not 0 <= config.seed < 2**32:
+        yield f"seed={config.seed} must lie between 0 and 2**32 - 1."
+    if config.seq_len < 1:
+        yield f"seq_len={config.seq_len} must be at least 1."
+    world = world or World.from_environment()
+    yield from (of_ranks := list(refusal(check_parallel, config.parallel, world.size)))
+    if not of_ranks:
+        world = replace(world, context=config.parallel.context)
+    yield from training_mistakes(config.training, max(config.seq_len, 1), world)
+    yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
+    if config.optimizer.name == "muon" and config.parallel.data is DataParallel.shard and world.size > 1:
+        yield (
+            "optimizer=muon needs whole matrices, and parallel.data=shard gives each rank some rows of them; use "
+            "parallel.data=replicate or optimizer=adamw."
+        )
+    yield from tracking_mistakes(config.tracking)
+    yield from (of_data := list(data_mistakes(config.data)))
+    if not of_data:
+        yield from refusal(check_corpus, config)
+    of_model = list(model_mistakes(config.model)) or list(score_mistakes(config.score, config.model.n_layers))
+    yield from of_model
+    if not of_ranks and not of_model:
+        heads = config.model.n_heads, config.model.n_kv_heads or config.model.n_heads
+        yield from refusal(check_context, config.parallel, config.seq_len, *heads)
+    yield from (of_device := list(refusal(resolve_device, config.device)))
+    if not of_model and not of_device:
+        yield from device_mistakes(config)
+
+
+def check_corpus(config: Config) -> None:
+    """Raise UserError where there is no text, or a single document that attention is to keep apart from others."""
+    corpus = CORPORA[config.data.name](config.data)  # finds the files, and reads none
+    if config.data.documents is not Documents.ignore and corpus.one_document():
+        raise one_document(config)
+
+
+def one_document(config: Config) -> ConfigError:
+    """The error of a run that keeps documents apart where the training text is a single one."""
+    remedy = "choose another score=" if config.score.name == "documents" else "use data.documents=ignore"
+    return ConfigError(
+        f"data.documents={config.data.documents.name} has no effect on data={config.data.name}, whose training text is "
+        f"one document; {remedy}, or text of more documents: files of a folder, or rows of .jsonl or .parquet."
+    )
+
+
+def device_mistakes(config: Config) -> Iterator[str]:
+    """A sentence for each value that the device, or its precision, does not support."""
+    device = resolve_device(config.device)
+    precision = resolve_precision(config.training.precision, device)
+    if precision is Precision.fp32 and not config.training.residual_in_fp32:
+        yield (
+            "training.residual_in_fp32=false has no effect in fp32 (training.precision="
+            f"{config.training.precision.value} on {device}); leave it out, or set training.precision=bf16."
+        )
+    shape = attention_shape(config, device)
+    yield from refusal(lambda: build_attention(config.attention).check(shape))
+    yield from refusal(check_parity, config.parity, config.attention, shape)
+    yield from refusal(check_profile, device, config.training.memory_snapshot)
+
+
+def refusal(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
+    """The sentence with which `check` refuses the arguments, if it does."""
+    try:
+        check(*arguments)
+    except refusals() as error:
+        yield str(error)

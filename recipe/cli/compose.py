@@ -1,0 +1,154 @@
+"""From overrides to a configuration or the jobs of a sweep, and the mistakes in single overrides."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from recipe.cli import CONF
+from recipe.cli.arguments import suggestion
+from recipe.cli.wording import expected, explain, misses_list
+from recipe.config import Config, keys
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    """The configuration that Hydra composes, with its own under `hydra`."""
+    with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+        return compose("config", overrides, return_hydra_config=True)
+
+
+def to_config(cfg: DictConfig) -> Config:
+    """Plain dataclasses from a composed configuration."""
+    cfg = deepcopy(cfg)
+    with open_dict(cfg):
+        cfg.pop("hydra", None)
+    return OmegaConf.to_object(cfg)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Composition:
+    """The result of composing overrides.
+
+    cfg    composed from the valid overrides with one value; None if even that fails
+    right  all valid overrides, also those with several values
+    wrong  a sentence for each of the others
+    """
+
+    cfg: DictConfig | None
+    right: list[str]
+    wrong: list[str]
+
+    @property
+    def multirun(self) -> bool:
+        """Whether the configuration itself asks for a sweep."""
+        return self.cfg is not None and self.cfg.hydra.mode is RunMode.MULTIRUN
+
+
+def compose_right(overrides: list[str]) -> Composition:
+    """Compose the valid overrides, and word a sentence for each of the others."""
+    wrong: list[str] = []
+    single: dict[str, str] = {}  # key -> override
+    swept: list[str] = []
+    for line in overrides:
+        sentences = list(mistakes(line))
+        wrong += sentences
+        if not sentences:
+            (override,) = parsed([line])
+            if override.is_sweep_override():
+                swept.append(line)
+            else:
+                single[override.key_or_group] = line
+    cfg = None
+    while cfg is None:
+        try:
+            cfg = composed(list(single.values()))
+        except (HydraException, OmegaConfBaseException) as error:
+            sentence = str(explain(error))
+            wrong.append(sentence)
+            # Hydra stops at the first invalid value. Without that one, it finds the next.
+            if single.pop(sentence.partition("=")[0], None) is None:
+                break
+    return Composition(cfg, [*single.values(), *swept], wrong)
+
+
+def mistakes(line: str) -> Iterator[str]:
+    """A sentence if an override is wrong in itself, with the likely correction."""
+    try:
+        (override,) = parsed([line])
+    except HydraException as error:
+        yield str(explain(error))
+        return
+    key, known = override.key_or_group, [*groups(), *keys()]
+    if override.is_hydra_override() or key.startswith("hydra/"):
+        return
+    if override.is_delete():
+        yield f"{line} would leave {key} without a value; write {key}=<value>."
+    elif key not in known:
+        namesakes = [name for name in known if "." in name and name.rpartition(".")[2] == key]
+        hint = f"; did you mean {' or '.join(namesakes)}?" if namesakes else suggestion(key, known)
+        yield f"{line} overrides nothing, as there is no {key}{hint or '; python train.py --help lists all overrides.'}"
+    elif key in groups() and not override.is_sweep_override() and not isinstance(override.value(), str):
+        yield f"{line} has to name a file of conf/{key}/; single values are {key}.<name>=..."
+    elif key in keys() and not override.is_sweep_override() and misses_list(key, override.value()):
+        yield f"{line} is not {expected(key)}."
+
+
+def expand_home(argument: str) -> str:
+    """key=~/text as a shell would expand it; Hydra's grammar has no tilde in a value."""
+    return re.sub(r"(?<=[=,])~(?=/)", lambda _: str(Path.home()), argument)
+
+
+def jobs(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each job of a sweep: every combination of the command line's and the experiment's values."""
+    params = composed(unswept(overrides)).hydra.sweeper.params or {}
+    choices = {
+        o.get_key_element(): list(o.sweep_string_iterator())
+        if o.is_sweep_override()
+        else [o.get_value_element_as_str()]
+        for o in parsed([f"{key}={value}" for key, value in params.items()] + overrides)
+        if not o.is_hydra_override()
+    }
+    return [[f"{key}={v}" for key, v in zip(choices, job, strict=True)] for job in itertools.product(*choices.values())]
+
+
+def swept_mistakes(overrides: list[str]) -> list[str]:
+    """A sentence for each override with several values, for a command that is no sweep."""
+    single = unswept(overrides)
+    return [f"{o} is more than one value; add -m for a run with each." for o in overrides if o not in single]
+
+
+def unswept(overrides: list[str]) -> list[str]:
+    """The overrides with one value."""
+    return [line for line, o in zip(overrides, parsed(overrides), strict=True) if not o.is_sweep_override()]
+
+
+def parsed(overrides: list[str]) -> list[Override]:
+    """The overrides as Hydra reads them."""
+    return OverridesParser.create().parse_overrides(overrides)
+
+
+def by_key(overrides: list[str]) -> dict[str, Override]:
+    """Overrides by key; a later one replaces an earlier one."""
+    return {o.key_or_group: o for o in parsed(overrides)}
+
+
+def lines(overrides: dict[str, Override]) -> list[str]:
+    """The overrides as on a command line."""
+    return [str(override.input_line) for override in overrides.values()]
+
+
+def groups() -> list[str]:
+    """attention, model, ...: the folders of conf/."""
+    return sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "hydra")

@@ -1,0 +1,117 @@
+"""From the command line to a run. Mistakes are reported before Hydra makes a run folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+# Hydra's parser of flags has no public name, and a copy would drift from the one that hydra.main uses.
+from hydra._internal.utils import get_args_parser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from recipe.cli.check import mistakes
+from recipe.cli.compose import Composition, by_key, compose_right, expand_home, jobs, lines, swept_mistakes, to_config
+from recipe.cli.resume import check_folder, check_writable, resumed
+from recipe.cli.wording import explain, one_sentence
+from recipe.config import ConfigError, register
+from recipe.distributed.world import World
+from recipe.sweeps import launcher
+from recipe.sweeps.submitit_jobs import share_checkout
+
+
+def launch(main: Callable[[], None]) -> None:
+    """Call `main`, decorated with hydra.main, on the checked command line."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors that it would print over several lines
+    register()
+    launcher.register()
+    with one_sentence():
+        sys.argv[1:] = prepare(sys.argv[1:])
+        main()
+
+
+def prepare(arguments: list[str]) -> list[str]:
+    """The arguments for Hydra: checked, and with the overrides of the run that `resume` names.
+
+    Raises UserError with one line for each mistake.
+    """
+    arguments = [expand_home(argument) for argument in arguments]
+    args, rest = get_args_parser().parse_known_args(arguments)
+    refuse([f"{f} is not a flag of train.py; overrides have no dashes: key=value." for f in rest if f.startswith("-")])
+    if rest:  # argparse accepts overrides in one place only, and -m may stand between them
+        args.overrides += rest
+        arguments = [*(argument for argument in arguments if argument not in args.overrides), *args.overrides]
+    if args.multirun and (args.cfg or args.info):
+        raise ConfigError("-m cannot be combined with --cfg or --info; leave it out to see the configuration of a run.")
+    if args.help or args.hydra_help or args.cfg or args.info:
+        return arguments
+    try:
+        found = compose_right(args.overrides)
+        if args.multirun or found.multirun:
+            cfg = check_sweep(found)
+            if (ranks := World.from_environment().size) > 1:
+                raise ConfigError(
+                    f"A sweep starts its jobs itself, and {ranks} ranks were started; start it without torchrun. "
+                    "hydra/launcher=gpus runs a job on each GPU."
+                )
+            launcher_class = cfg.hydra.launcher._target_
+            if launcher_class.endswith(".SlurmLauncher") and shutil.which("srun") is None:
+                raise ConfigError(
+                    "hydra/launcher=slurm needs a machine of a Slurm cluster, and srun is not found here; "
+                    "use hydra/launcher=process or gpus."
+                )
+            if "submitit" in launcher_class:
+                share_checkout()
+            return arguments
+        flags = [argument for argument in arguments if argument not in args.overrides]
+        return [*flags, *checked_run(args.overrides, found)]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error) from error
+
+
+def check_sweep(found: Composition) -> DictConfig:
+    """The sweep's configuration. Raises ConfigError for mistakes in it, in any of its jobs or in its folder."""
+    sentences = list(found.wrong)
+    if found.cfg is not None:
+        for job in jobs(found.right):
+            composed = compose_right(job)
+            sentences += composed.wrong + mistakes_of(composed)
+    refuse(sentences)
+    assert found.cfg is not None
+    check_writable(Path(found.cfg.hydra.sweep.dir), "hydra.sweep.dir")
+    return found.cfg
+
+
+def checked_run(given: list[str], found: Composition) -> list[str]:
+    """The overrides of a run, including those of a run to resume. Raises UserError for mistakes in them.
+
+    found  what `given` compose
+    """
+    overrides = given if found.wrong else resumed(given)
+    if overrides != given:
+        found = compose_right(overrides)
+    refuse(found.wrong + swept_mistakes(found.right) + mistakes_of(found))
+    assert found.cfg is not None
+    if World.from_environment().rank > 0:  # the first rank keeps the run folder
+        return lines(by_key(["hydra.run.dir=."]) | by_key([*overrides, "hydra.output_subdir=null"]))
+    check_folder(Path(found.cfg.hydra.run.dir), to_config(found.cfg))
+    return overrides
+
+
+def mistakes_of(found: Composition) -> list[str]:
+    """A sentence for each value that cannot train; none if nothing was composed."""
+    if found.cfg is None:
+        return []
+    launcher = found.cfg.hydra.launcher
+    ranks = int(launcher.get("nodes") or 1) * int(launcher.get("tasks_per_node") or 1)  # of a job, which starts later
+    return list(mistakes(to_config(found.cfg), World(size=ranks) if ranks > 1 else None))
+
+
+def refuse(sentences: list[str]) -> None:
+    """Raise ConfigError with each distinct sentence on its own line, if there are any."""
+    if sentences:
+        raise ConfigError("\n".join(dict.fromkeys(sentences)))

@@ -1,0 +1,73 @@
+"""The device and precision of a run."""
+
+from __future__ import annotations
+
+import math
+import os
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+from recipe.distributed.world import World
+from recipe.errors import UserError
+
+
+class DeviceError(UserError, ValueError):
+    """A device, precision or number of ranks that this machine does not have; the message says what to change."""
+
+
+class Precision(Enum):
+    """The precision of the model's computations. Weights, moments and the loss are always fp32."""
+
+    auto = "auto"  # bf16 on a GPU, fp32 on a CPU
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"  # with a scaled loss
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype; `auto` has none."""
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.value]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that `device=name` means here: auto, cpu, cuda or cuda:N. Raises DeviceError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdecimal())):
+        raise DeviceError(f"device={name} is not known; choose one of auto, cpu, cuda, cuda:0, cuda:1 and so on.")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise DeviceError(f"device={name} needs a CUDA GPU, and torch finds none here; use device=cpu.")
+    number = int(index) if index else World.from_environment().local_rank
+    if not index and count == 1 and "SLURM_STEP_NUM_TASKS" in os.environ:
+        number = 0  # srun --gpus-per-task=1 shows each task its own GPU alone
+    if number >= count:
+        raise DeviceError(
+            f"device={name} is more than the {count} GPUs that torch finds here (cuda:0 to cuda:{count - 1})."
+        )
+    return torch.device("cuda", number)
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated on `device`; inf where the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return math.inf
+    kib = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return 1024.0 * next(kib, math.inf)
+
+
+def resolve_precision(precision: Precision, device: torch.device) -> Precision:
+    """The given precision, or the one that `auto` stands for on `device`."""
+    if precision is not Precision.auto:
+        return precision
+    return Precision.bf16 if device.type == "cuda" else Precision.fp32

@@ -1,0 +1,1 @@
+"""Several ranks: joining them, and sharing a step, weights or sequences among them."""

@@ -1,0 +1,90 @@
+"""The options for sharing a step among ranks, and mistakes in them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from recipe.distributed.context import ContextBy, rows_unit
+from recipe.errors import UserError
+
+
+class ParallelError(UserError, ValueError):
+    """A division of the work that is not possible with these ranks; the message says what to change."""
+
+
+class DataParallel(Enum):
+    """The part of weights, gradients and moments that a rank keeps."""
+
+    replicate = "replicate"  # everything
+    shard = "shard"  # some rows of each, gathered when needed: less memory, more communication
+
+
+@dataclass
+class ParallelConfig:
+    """The options under `parallel.*`.
+
+    data                   what each rank keeps of weights, gradients and moments
+    reshard_after_forward  with shard: drop a block's gathered weights after its forward pass, and gather them again for
+                           its backward pass; False: keep them until then
+    context                ranks that share the rows of every sequence; 1: each rank has whole ones
+    context_by             what these ranks exchange to attend: heads or keys
+    exact                  add gradients in an order that does not depend on the number of ranks: the same losses, bit
+                           for bit; False: in the library's order, and with replicated weights AdamW's update is
+                           shared (shared_update.py)
+    timeout_s              seconds to wait for another rank before giving up
+    """
+
+    data: DataParallel = DataParallel.replicate
+    reshard_after_forward: bool = True
+    context: int = 1
+    context_by: ContextBy = ContextBy.auto
+    exact: bool = True
+    timeout_s: float = 600.0
+
+
+def check_parallel(config: ParallelConfig, ranks: int) -> None:
+    """Raise ParallelError for options that these ranks do not support."""
+    if config.context < 1:
+        raise ParallelError(f"parallel.context={config.context} must be at least 1, which leaves every sequence whole.")
+    if ranks % config.context:
+        fitting = max(n for n in range(1, min(config.context, ranks) + 1) if ranks % n == 0)
+        here, there = (
+            "" if not config.exact or _is_power_of_two(n) else " and set parallel.exact=false"
+            for n in (ranks, config.context)
+        )
+        raise ParallelError(
+            f"parallel.context={config.context} must divide the number of ranks, {ranks}; use "
+            f"parallel.context={fitting}{here}, or start {config.context} ranks with torchrun --nproc-per-node "
+            f"{config.context}{there}."
+        )
+    if config.exact and not _is_power_of_two(ranks):
+        raise ParallelError(
+            f"{ranks} ranks cannot add gradients in the order of one rank (parallel.exact=true); start "
+            f"{2 ** (ranks.bit_length() - 1)} or {2 ** ranks.bit_length()} ranks, or set parallel.exact=false."
+        )
+    if config.data is DataParallel.replicate and not config.reshard_after_forward:
+        raise ParallelError(
+            "parallel.reshard_after_forward=false has no effect on parallel.data=replicate, which keeps all weights on "
+            "every rank; leave it out, or set parallel.data=shard."
+        )
+    if not (math.isfinite(config.timeout_s) and config.timeout_s > 0):
+        raise ParallelError(f"parallel.timeout_s={config.timeout_s} must be a number of seconds above 0.")
+
+
+def check_context(config: ParallelConfig, seq_len: int, n_heads: int, n_kv_heads: int) -> None:
+    """Raise ParallelError or UnsupportedAttention where the ranks cannot share a sequence of this length."""
+    if config.context <= 1:
+        return
+    unit = rows_unit(config.context, config.context_by.resolve(n_heads, n_kv_heads, config.context))
+    if seq_len % unit:
+        near = sorted({max(unit, seq_len // unit * unit), -(-seq_len // unit) * unit})
+        raise ParallelError(
+            f"seq_len={seq_len} cannot be shared by parallel.context={config.context} ranks; "
+            f"use {' or '.join(f'seq_len={n}' for n in near)}."
+        )
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0

@@ -1,0 +1,189 @@
+"""Weights, gradients and moments spread over the ranks by FSDP2: each rank keeps some rows of every parameter.
+
+A step gives the same bits as without sharding: the ranks add gradients in the fixed tree (exchange.py), and norms are
+those of whole gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from attention.score import Range
+from model.gpt import GPT
+from recipe.distributed.config import ParallelConfig
+from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of
+from recipe.distributed.exchange import ALIGNMENT, AnyOrder, Exchange, FixedTree, add_shares, local
+from recipe.distributed.ranks import patience
+from recipe.distributed.shared_update import SharedAdamW, SharedSum
+from recipe.distributed.world import World
+
+
+def shard(model: GPT, device: torch.device, dtype: torch.dtype, config: ParallelConfig) -> GPT:
+    """Spread the parameters of `model` over all ranks, and return a description of the whole one for `gathered`: its
+    modules without their values.
+
+    A block gathers its matrices when it needs them, in autocast's `dtype`, to which autocast would round them there.
+    Everything else is gathered once a step.
+    """
+    blueprint = copy.deepcopy(model).to("meta")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    matrices = {p for p in model.h.parameters() if p.ndim == 2}
+    rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # The backward pass begins with what the model has outside its blocks: never dropped before it.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=matrices)
+    for block in model.h:
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=config.reshard_after_forward,
+            mp_policy=rounded,
+            ignored_params=set(block.parameters()) - matrices,
+        )
+    for module in (model, *model.h):
+        assert isinstance(module, FSDPModule)
+        # A micro-batch's loss is its share of the step's already.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if config.exact:
+            module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
+    return blueprint
+
+
+def keep_shards(model: GPT) -> None:
+    """Drop the whole parameters that a forward pass without a backward pass leaves in a sharded model. FSDP2 would use
+    them again, although a replayed CUDA graph or the average's swap has changed the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def gathered(model: GPT, blueprint: GPT) -> GPT:
+    """A copy of a sharded model with whole parameters, on every rank. Every rank calls this."""
+    whole = copy.deepcopy(blueprint).to_empty(device=model.wte.weight.device).train(model.training)
+    sources = (*model.parameters(), *model.buffers())
+    for target, source in zip((*whole.parameters(), *whole.buffers()), sources, strict=True):
+        target.copy_(source.full_tensor() if isinstance(source, DTensor) else source)
+    return whole
+
+
+class TreeReduceScatter:
+    """FSDP2's reduction of gradients, in the order of `add_shares`."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        add_shares(input_tensor, output_tensor)
+
+
+class WholeNorms:
+    """The norms of sharded gradients, each taken of the whole gradient, as one process does.
+
+    The bits of a norm depend on how its tensor is cut. So every parameter has an owner among the ranks, which receives
+    the other ranks' rows of its gradient in one all-to-all that moves each gradient once.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        loads = [0] * ranks
+        self.owned: list[list[int]] = [[] for _ in range(ranks)]
+        for i in sorted(range(len(self.parameters)), key=lambda i: -self.parameters[i].numel()):
+            owner = loads.index(min(loads))
+            loads[owner] += self.parameters[i].numel()
+            self.owned[owner].append(i)
+        self.own = self.owned[self.rank]
+        self.places = torch.tensor(self.own, device=self.parameters[0].device)
+        rows = [[local(self.parameters[i]).numel() for i in owned] for owned in self.owned]
+        self.sent = [0 if rank == self.rank else sum(rows[rank]) for rank in range(ranks)]
+        shapes = [self.parameters[i].shape for i in self.own]
+        self.received = [
+            [] if rank == self.rank else [kept_by(rank, ranks, shape) for shape in shapes] for rank in range(ranks)
+        ]
+        # How the norm's kernel adds depends on where a tensor starts.
+        self.lengths = [length for shape in shapes for length in (shape.numel(), -shape.numel() % ALIGNMENT)]
+
+    def __call__(self) -> Tensor:
+        """(len(parameters),), in their order, on every rank."""
+        gradients = [local(p.grad).reshape(-1) for p in self.parameters]  # type: ignore[arg-type]
+        others = [i for rank, owned in enumerate(self.owned) if rank != self.rank for i in owned]
+        sent = torch.cat([gradients[i] for i in others])
+        sizes = [sum(counts) for counts in self.received]
+        received = sent.new_empty(sum(sizes))
+        dist.all_to_all_single(received, sent, sizes, self.sent)
+        rows = [piece.split(counts) for piece, counts in zip(received.split(sizes), self.received, strict=True)]
+        rows[self.rank] = tuple(gradients[i] for i in self.own)
+        gap = sent.new_zeros(ALIGNMENT)
+        pieces = []
+        for of_ranks, length in zip(zip(*rows, strict=True), self.lengths[1::2], strict=True):
+            pieces += [*of_ranks, gap[:length]]
+        wholes = torch.cat(pieces).split(self.lengths)[0::2]
+        norms = sent.new_zeros(len(gradients))
+        norms.index_copy_(0, self.places, torch.stack(torch._foreach_norm(wholes)))
+        dist.all_reduce(norms)  # each is its owner's and zero elsewhere: exact in any order
+        return norms
+
+
+def kept_by(rank: int, ranks: int, shape: torch.Size) -> int:
+    """The number of elements that a rank keeps of a tensor of this shape: FSDP2 cuts rows like torch.chunk."""
+    each = -(-shape[0] // ranks)
+    return max(0, min(each, shape[0] - rank * each)) * shape[1:].numel()
+
+
+class ShardedTree(FixedTree):
+    """The fixed tree for gradients that FSDP2 has already added over the ranks in each micro-step."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], micro_steps: int) -> None:
+        super().__init__(parameters, ranks=1)
+        self.norms, self.accumulates = WholeNorms(self.flat.parameters), micro_steps > 1
+
+    def add(self) -> None:
+        if self.accumulates:
+            super().add()
+
+    def finish(self) -> Tensor:
+        if self.accumulates:
+            self.flat.give(self.carries.finish())
+        return torch.linalg.vector_norm(self.norms())
+
+
+def build_exchange(
+    optimizer: torch.optim.Optimizer, world: World, micro_steps: int, config: ParallelConfig, sharded: bool
+) -> Exchange:
+    """The exchange for a step of `micro_steps` micro-batches on each rank."""
+    if isinstance(optimizer, SharedAdamW):
+        return SharedSum(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if sharded:
+        return ShardedTree(parameters, micro_steps) if config.exact else AnyOrder(parameters, ranks=1)
+    if config.exact and world.size * micro_steps > 2:
+        return FixedTree(parameters, world.size)
+    return AnyOrder(parameters, world.size)
+
+
+def share_sequences(model: GPT, world: World, config: ParallelConfig) -> tuple[ContextAttention, tuple[Range, ...]]:
+    """The attention to call where successive ranks share every sequence, and this rank's rows of a sequence."""
+    n_heads = model.config.n_heads
+    by = config.context_by.resolve(n_heads, model.config.n_kv_heads or n_heads, world.context)
+    group = dist.group.WORLD
+    if world.context < world.size:
+        group, _ = dist.new_subgroups(world.context, timeout=patience(model.wte.weight.device, config.timeout_s))
+    assert group is not None
+    attend = WRAPPERS[by](model.attend, group)
+    return attend, rows_of(world.context_rank, world.context, model.seq_len, by)

@@ -1,0 +1,127 @@
+"""An update that ranks share: each updates its part of a parameter's rows and sends it to the others.
+
+This is the first stage of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", section 5): every rank has all weights and computes gradients of all, but keeps moments of its own rows alone.
+All ranks update a parameter whose rows they do not divide evenly.
+"""
+
+from __future__ import annotations
+
+from itertools import filterfalse
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from recipe.distributed.config import ParallelConfig
+from recipe.distributed.exchange import all_gather, local, reduce_scatter
+from recipe.distributed.world import World
+
+
+def share_update(
+    optimizer: torch.optim.Optimizer, world: World, config: ParallelConfig, sharded: bool
+) -> torch.optim.Optimizer:
+    """The optimizer, or one like it whose update the ranks share.
+
+    They share AdamW's, where sums may have any order: Muon needs whole matrices, and a norm that is the same on any
+    number of ranks is taken of whole gradients. With sharded parameters an optimizer updates this rank's rows already.
+    """
+    if sharded or config.exact or world.size == 1 or not isinstance(optimizer, torch.optim.AdamW):
+        return optimizer
+    device = optimizer.param_groups[0]["params"][0].device
+    return SharedAdamW(optimizer, init_device_mesh(device.type, (world.size,)))
+
+
+class SharedAdamW(torch.optim.AdamW):
+    """AdamW of this rank's rows, followed by an exchange of all rows.
+
+    own  for each parameter of the model, the parameter that this rank updates: a DTensor whose local part is a view of
+         this rank's rows or, where the ranks do not divide the rows evenly, of all rows
+    """
+
+    def __init__(self, adamw: torch.optim.AdamW, mesh: DeviceMesh) -> None:
+        """adamw  of the model's parameters: its groups are copied
+        mesh   of all ranks, with one dimension
+        """
+        self.mesh, self.ranks, self.rank = mesh, mesh.size(), mesh.get_local_rank()
+        wholes = [p for group in adamw.param_groups for p in group["params"]]
+        self.own: dict[nn.Parameter, nn.Parameter] = {p: nn.Parameter(self.part(p.detach(), p)) for p in wholes}
+        half_of: dict[nn.Parameter, int] = {}
+        before, size = 0, sum(p.numel() for p in wholes)
+        for whole in wholes:
+            half_of[whole] = int(2 * before >= size)
+            before += whole.numel()
+        self.halves = [[p for p in wholes if half_of[p] == half] for half in range(2)]
+        # Together the groups keep the order of adamw's parameters, which checkpoints of format 1 count.
+        groups = [
+            {**group, "params": [self.own[p] for p in group["params"] if half_of[p] == half]}
+            for group in adamw.param_groups
+            for half in range(2)
+        ]
+        super().__init__(groups, fused=True)
+
+    def divides(self, whole: nn.Parameter) -> bool:
+        """Whether every rank has as many rows of this parameter of the model."""
+        return whole.ndim > 0 and len(whole) % self.ranks == 0
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of a tensor that the ranks divide: a view."""
+        return tensor.chunk(self.ranks)[self.rank]
+
+    def part(self, tensor: Tensor, whole: nn.Parameter) -> DTensor:
+        """The part of a tensor shaped like the parameter `whole` that this rank updates: a view."""
+        if not self.divides(whole):
+            return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
+        shape, stride = tensor.shape, tensor.stride()
+        return DTensor.from_local(self.rows(tensor), self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update, or none where found_inf is 1. One half of the rows travels while the other half is updated."""
+        groups, sent = self.param_groups, []
+        for i, half in enumerate(self.halves):
+            self.param_groups = groups[i::2]
+            super().step()
+            with _coalescing_manager(async_ops=True) as work:
+                for whole in half:
+                    if self.divides(whole):
+                        all_gather(whole.detach(), self.rows(whole.detach()))
+            sent.append(work)
+        self.param_groups = groups
+        for work in sent:
+            work.wait()
+
+
+class SharedSum:
+    """An exchange of gradients for SharedAdamW, in the order of autograd and the communication library: each rank
+    receives the sums of its own rows."""
+
+    def __init__(self, optimizer: SharedAdamW) -> None:
+        self.optimizer = optimizer
+        # The norm counts a gradient once that every rank has.
+        weights = [1 if optimizer.divides(whole) else 1 / optimizer.ranks for whole in optimizer.own]
+        self.weights = torch.tensor(weights, device=next(iter(optimizer.own)).device)
+
+    def add(self) -> None:
+        """Nothing to do: autograd accumulates in `.grad`."""
+
+    def finish(self) -> Tensor:
+        """Put the sums in `.grad` of the optimizer's parameters, and clear the model's. Returns their norm, 0-dim."""
+        divides, rows, part = self.optimizer.divides, self.optimizer.rows, self.optimizer.part
+        gradients = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.optimizer.own}
+        with _coalescing_manager():
+            for whole in filter(divides, gradients):
+                reduce_scatter(rows(gradients[whole]), gradients[whole])
+        with _coalescing_manager():
+            for whole in filterfalse(divides, gradients):
+                dist.all_reduce(gradients[whole])
+        parts = {whole: part(gradient, whole) for whole, gradient in gradients.items()}
+        for whole, own in self.optimizer.own.items():
+            own.grad, whole.grad = parts[whole], None
+        norms = torch.stack(torch._foreach_norm([local(gradient) for gradient in parts.values()]))
+        square = (norms.square() * self.weights).sum()
+        dist.all_reduce(square)
+        return square.sqrt()

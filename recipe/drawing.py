@@ -1,0 +1,204 @@
+"""One drawing, three renderings: SVG that follows the page's colour scheme, and PNG in light and in dark.
+
+A figure is drawn in colours of a palette. In SVG each of them becomes a CSS variable with a value for either
+scheme; PNG is drawn once with each column of the palette.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from recipe.wording import short_number
+
+# role: (light, dark). An implementation looks the same in every figure.
+COLOURS: dict[str, tuple[str, str]] = {
+    "surface": ("#ffffff", "#171a21"),
+    "ink": ("#1f2430", "#e7e9ee"),
+    "muted": ("#6a7180", "#9aa2b1"),
+    "grid": ("#e5e8ee", "#2b303b"),
+    "band": ("#eaedf3", "#262b36"),
+    "naive": ("#7b8496", "#a7b0c2"),
+    "tiled": ("#d9822b", "#f0a35a"),
+    "sdpa": ("#1f9a8a", "#4fc9b7"),
+    "flash": ("#5b5bd6", "#9a9bff"),
+    "flex": ("#3f8f3a", "#7fce78"),
+    "bad": ("#cf3f3f", "#ff7b7b"),
+    "other-0": ("#2f6fd0", "#7fb0ff"),
+    "other-1": ("#b8327f", "#ef86bd"),
+    "other-2": ("#0e8a9e", "#53c8da"),
+    "other-3": ("#7a4bc4", "#b795f2"),
+    "other-4": ("#96720c", "#dfb850"),
+    "other-5": ("#5a6980", "#aab8cc"),
+}
+IMPLEMENTATIONS = ("naive", "tiled", "sdpa", "flash", "flex")
+OTHERS = sum(role.startswith("other-") for role in COLOURS)
+FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
+# Inches at 72 to the inch make the units of the SVG: about a phone's width, so that 9.5 is a readable size there.
+WIDTH, HEIGHT = 4.8, 3.2
+SIZE = 9.5
+LINES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.4, 1.2, 1.4)))
+MARKERS = ("o", "s", "D", "^")
+
+_RC: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "font.size": SIZE,
+    "axes.titlesize": SIZE,
+    "axes.linewidth": 0.8,
+    "lines.solid_capstyle": "round",
+    "legend.fontsize": SIZE,
+    "path.simplify_threshold": 0.3,
+}
+
+Palette = Mapping[str, str]
+
+
+class Style(NamedTuple):
+    """The style of one label."""
+
+    colour: str
+    line: str | tuple[int, tuple[float, ...]]
+    marker: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure to be drawn.
+
+    name     of its files
+    title    what it shows
+    caption  how to read it, one or two sentences
+    draw     draws it on an empty figure in the palette's colours
+    height   in inches
+    """
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[Figure, Palette], None]
+    height: float = HEIGHT
+
+
+def styles(labels: Sequence[str], palette: Palette) -> dict[str, Style]:
+    """One style a label: an implementation looks the same in every figure; variants and all else follow in order."""
+    styled: dict[str, Style] = {}
+    others = 0
+    for label in labels:
+        role, line = label.split(" ")[0], LINES[0]
+        if role not in IMPLEMENTATIONS or palette[role] in [style.colour for style in styled.values()]:
+            role, line = f"other-{others % OTHERS}", LINES[(others // OTHERS) % len(LINES)]
+            others += 1
+        styled[label] = Style(palette[role], line, MARKERS[len(styled) % len(MARKERS)])
+    return styled
+
+
+def scheme(dark: bool) -> Palette:
+    """role -> colour, of one of the two schemes."""
+    return {role: colours[dark] for role, colours in COLOURS.items()}
+
+
+def css_variables(dark: bool) -> str:
+    """The palette as CSS declarations."""
+    return "".join(f"--{role}:{colour};" for role, colour in scheme(dark).items())
+
+
+def render_svg(chart: Chart) -> str:
+    """An <svg> element whose colours are the CSS variables of `css_variables`, with ids that no other figure has."""
+    text = io.StringIO()
+    with mpl.rc_context(_RC):
+        figure = _draw(chart, scheme(dark=False), FigureCanvasSVG)
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :].strip()
+    for role, (light, _) in COLOURS.items():
+        svg = svg.replace(light, f"var(--{role})")
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{chart.name}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{chart.name}-\1)", svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{chart.name}-\1"', svg)
+    svg = re.sub(r"'DejaVu Sans'[^;\"]*", FONTS, svg)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # The page decides its size; the view box keeps its proportions.
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 width="100%"', svg, count=1)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(chart.title)}" ', 1)
+
+
+def render_png(chart: Chart, dark: bool) -> bytes:
+    """PNG at twice the size of a screen's pixels."""
+    file = io.BytesIO()
+    with mpl.rc_context(_RC):
+        figure = _draw(chart, scheme(dark), FigureCanvasAgg)
+        figure.savefig(file, format="png", dpi=200, metadata={"Software": None})
+    return file.getvalue()
+
+
+def _draw(chart: Chart, palette: Palette, canvas: type[FigureCanvasAgg] | type[FigureCanvasSVG]) -> Figure:
+    figure = Figure(figsize=(WIDTH, chart.height), layout="constrained", facecolor=palette["surface"])
+    canvas(figure)
+    chart.draw(figure, palette)
+    return figure
+
+
+def label_axes(axes: Axes, palette: Palette, title: str, xlabel: str = "") -> None:
+    """Give axes their title, label and look. The title takes the place of a y label, which would have to be rotated."""
+    axes.set_facecolor(palette["surface"])
+    axes.set_title(title, loc="left", color=palette["muted"], pad=7)
+    axes.set_xlabel(xlabel, color=palette["muted"], loc="right")
+    axes.grid(color=palette["grid"], linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(palette["grid"])
+    axes.tick_params(which="both", colors=palette["muted"], length=0, labelcolor=palette["ink"])
+
+
+def legend(figure: Figure, axes: Axes, palette: Palette) -> None:
+    """All labels in rows above the axes."""
+    named = {label: handle for handle, label in reversed(list(zip(*axes.get_legend_handles_labels(), strict=True)))}
+    labels, handles = list(reversed(named)), list(reversed(named.values()))
+    if not handles:
+        return
+    columns = legend_columns(labels)
+    figure.legend(
+        handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=palette["ink"],
+        handlelength=1.6, handletextpad=0.5, columnspacing=1.4, borderaxespad=0.2,
+    )  # fmt: skip
+
+
+def legend_columns(labels: Sequence[str]) -> int:
+    """Number of columns that fit side by side, each as wide as its longest label."""
+    for columns in range(min(5, len(labels)), 1, -1):
+        longest = [max(map(len, column)) for column in np.array_split(labels, columns)]  # as matplotlib fills them
+        if sum(0.63 * SIZE * characters + 3.6 * SIZE for characters in longest) <= 72 * WIDTH:
+            return columns
+    return 1
+
+
+def height_for(labels: Sequence[str]) -> float:
+    """Inches for a figure whose legend names all labels, in as many rows as it takes."""
+    return HEIGHT + 0.2 * (-(-len(labels) // legend_columns(labels)) - 1)
+
+
+def log_axis(axes: Axes, low: float, high: float) -> None:
+    """A logarithmic y axis from `low` to `high` with ticks a reader says aloud: 1, 2, 5, or powers of ten alone."""
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    steps = (1.0, 2.0, 5.0) if high / low < 300 else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps, numticks=8))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

@@ -1,0 +1,42 @@
+"""The kind of failure a user can act on, and how a program ends with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+
+class UserError(Exception):
+    """A failure explained in one sentence that names the offending value and what to change.
+
+    Entry points print it as `error: ...` and exit with a non-zero status, without a traceback. They treat the errors of
+    attention/, data/ and model/, which do not know this class, in the same way: see `refusals`.
+    """
+
+
+# The packages below the recipe, and the base class of their errors.
+OF_LIBRARIES = {"attention.errors": "AttentionError", "data.errors": "DataError", "model.config": "ModelError"}
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """The errors that are a sentence for the user: `except refusals() as error`.
+
+    A package that nobody has imported cannot have raised one, and is not imported here: some programs need no torch.
+    """
+    libraries = ((sys.modules.get(package), name) for package, name in OF_LIBRARIES.items())
+    return (UserError, *(getattr(package, name) for package, name in libraries if package is not None))
+
+
+def fail(error: Exception) -> NoReturn:
+    """Print each line of the error as a separate sentence, for torchrun too, and exit with status 1."""
+    sentences = "\n".join(f"error: {sentence}" for sentence in str(error).splitlines())
+    print(sentences, file=sys.stderr)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # When a rank fails, torchrun prints its own traceback, and below it what the rank wrote to this file.
+        written = {"message": {"message": sentences, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        Path(file).write_text(json.dumps(written), encoding="utf-8")
+    sys.exit(1)

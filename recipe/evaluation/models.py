@@ -1,0 +1,181 @@
+"""A model to evaluate: a run's own, or a folder in Hugging Face's format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.tokenizers import encoder
+from model.loss import IGNORE_INDEX
+from recipe.config import ConfigError
+from recipe.generation.engine import Engine, Request
+from recipe.generation.sampling import Sampling
+from recipe.trained import Trained
+
+GREEDY = Sampling(temperature=0)
+# Rows of logits in fp32 that exist at once: 0.8 GB with GPT-2's vocabulary.
+ROWS = 4096
+
+# Logarithms of the probabilities of some targets, (N,) fp32, and whether each is the likeliest token, (N,) bool.
+Scores = tuple[Tensor, Tensor]
+
+
+class LanguageModel(Protocol):
+    """The interface of a model to evaluate.
+
+    max_length   the longest input, in tokens
+    end_of_text  the token that ends a text and begins the next
+    """
+
+    max_length: int
+    end_of_text: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """The tokens of a text, 1-D integers, without special ones."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens."""
+
+    def size(self, tokens: Sequence[int]) -> int:
+        """Bytes of the text of some tokens, without ends of text."""
+
+    def scores(self, inputs: Tensor, targets: Tensor, document_starts: Tensor | None = None) -> Scores:
+        """The scores of the targets that are not -100, in their order.
+
+        inputs           (B, T)   int64, T <= max_length
+        targets          (B, T)   int64: the token after each input
+        document_starts  (B, T)   int32, as `GPT.hidden` has it
+        """
+
+    def generate(self, requests: Sequence[Request], slots: int) -> Iterator[tuple[Request, int]]:
+        """Yield each request with its likeliest next token, which is added to its `tokens`, until it is finished.
+
+        slots  requests at a time, where a model takes more than one
+        """
+
+
+class TrainedModel:
+    """The model of a run."""
+
+    def __init__(self, trained: Trained, seq_len: int | None = None) -> None:
+        """seq_len  the longest input, which the model has to allow; None: the run's"""
+        self.trained, self.model = trained, trained.model
+        self.max_length, self.end_of_text = seq_len or trained.config.seq_len, trained.tokenizer.eot_token
+        self.encode = encoder(trained.tokenizer)
+        self.decode = trained.tokenizer.decode
+
+    def size(self, tokens: Sequence[int]) -> int:
+        return len(self.trained.tokenizer.decode_bytes([t for t in tokens if t != self.end_of_text]))
+
+    @torch.inference_mode()
+    def scores(self, inputs: Tensor, targets: Tensor, document_starts: Tensor | None = None) -> Scores:
+        weight = self.model.wte.weight
+        inputs, targets = inputs.to(weight.device), targets.to(weight.device)
+        starts = None if document_starts is None else document_starts.to(weight.device)
+        with self.trained.autocast():
+            chosen = targets != IGNORE_INDEX
+            hidden = self.model.hidden(inputs, document_starts=starts)[chosen]  # (N, C)
+            pieces = [
+                scores_of(F.linear(rows, weight)[:, : self.model.vocab_size], wanted)
+                for rows, wanted in zip(hidden.split(ROWS), targets[chosen].split(ROWS), strict=True)
+            ]
+        return joined(pieces)
+
+    def generate(self, requests: Sequence[Request], slots: int) -> Iterator[tuple[Request, int]]:
+        yield from Engine(self.model, requests, GREEDY, slots=slots, dtype=self.trained.dtype).run()
+
+
+class ExportedModel:
+    """A folder with the model and the tokenizer of `transformers`."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, seq_len: int | None = None) -> None:
+        """
+        dtype    of matrix products; the weights are fp32, as in training
+        seq_len  the longest input; None: the model's longest
+
+        Raises ConfigError where transformers cannot open the folder, or its tokenizer does not fit the model.
+        """
+        try:
+            from safetensors import SafetensorError
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+        except ImportError as error:
+            raise ConfigError(
+                f"run={folder} is in Hugging Face's format, which needs: pip install transformers"
+            ) from error
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"run={folder} cannot be opened by transformers ({reason}); export it again.") from error
+        self.model.generation_config.max_length = None  # requests have limits of their own
+        config, self.dtype = self.model.config, dtype
+        if len(self.tokenizer) > config.vocab_size:
+            raise ConfigError(
+                f"run={folder} has a tokenizer of {len(self.tokenizer)} tokens and a model of {config.vocab_size}; "
+                "put the model's own tokenizer there."
+            )
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError(f"run={folder} has a tokenizer without an end-of-text token; set its eos_token.")
+        longest = config.max_position_embeddings
+        rotary = getattr(config, "rope_parameters", None) is not None
+        if seq_len is not None and seq_len > longest and not rotary:
+            raise ConfigError(f"seq_len={seq_len} is more than the {longest} positions of run={folder}; lower it.")
+        self.max_length, self.end_of_text = seq_len or longest, self.tokenizer.eos_token_id
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens)))
+
+    def size(self, tokens: Sequence[int]) -> int:
+        return len(self.decode([t for t in tokens if t != self.end_of_text]).encode())
+
+    @torch.inference_mode()
+    def scores(self, inputs: Tensor, targets: Tensor, document_starts: Tensor | None = None) -> Scores:
+        if document_starts is not None:
+            raise ConfigError(
+                "A model in Hugging Face's format cannot keep packed documents apart; name the run folder."
+            )
+        inputs, targets = inputs.to(self.model.device), targets.to(self.model.device)
+        chosen = targets != IGNORE_INDEX
+        with self.autocast():
+            logits = self.model(inputs, use_cache=False).logits[chosen]
+        pieces = zip(logits.split(ROWS), targets[chosen].split(ROWS), strict=True)
+        return joined([scores_of(rows, wanted) for rows, wanted in pieces])
+
+    def generate(self, requests: Sequence[Request], slots: int) -> Iterator[tuple[Request, int]]:
+        for request in requests:
+            given = torch.tensor([request.prompt], device=self.model.device)
+            options: dict[str, Any] = {"max_new_tokens": request.limit, "do_sample": False}
+            with self.autocast():
+                made = self.model.generate(
+                    given, attention_mask=torch.ones_like(given), pad_token_id=self.end_of_text, **options
+                )
+            for token in made[0, len(request.prompt) :].tolist():
+                if not request.finished:
+                    request.tokens.append(token)
+                    request.finished = len(request.tokens) == request.limit
+                    yield request, token
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype is not torch.float32)
+
+
+def scores_of(logits: Tensor, targets: Tensor) -> Scores:
+    """The scores of targets (N,) by logits (N, vocab_size)."""
+    logits = logits.float()
+    chosen = logits.gather(1, targets[:, None])[:, 0]
+    return chosen - logits.logsumexp(dim=1), logits.argmax(dim=1) == targets
+
+
+def joined(pieces: list[Scores]) -> Scores:
+    """The scores of successive pieces."""
+    return torch.cat([logs for logs, _ in pieces]), torch.cat([likeliest for _, likeliest in pieces])

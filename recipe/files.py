@@ -1,0 +1,34 @@
+"""JSON as the run folder has it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """`value` in JSON's types, with non-finite numbers as "nan", "inf" and "-inf", which `float` reads back.
+
+    JSON has no such numbers, and null would make an overflowed loss look like one that was not measured.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if hasattr(value, "item"):  # a scalar of numpy or torch
+        return plain(value.item())
+    return str(value)
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """Strictly valid JSON of `plain(value)`."""
+    return json.dumps(plain(value), allow_nan=False, ensure_ascii=False, **options)

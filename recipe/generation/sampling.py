@@ -1,0 +1,97 @@
+"""The next token from the logits, and the random numbers that decide it.
+
+    token = argmax_j p_j / e_j,      e_j ~ Exp(1),      p = softmax(logits / temperature)
+
+takes token j with probability p_j: it is the exponential race that torch.multinomial runs on a CPU, with the same
+numbers e. They are drawn on the CPU from the seed, for the first token, the second and so on, and depend on nothing
+else: a prompt's tokens depend neither on the prompts beside it nor on the device, up to rounding of the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.cache import upload
+from recipe.generation.errors import GenerationError
+
+MANTISSA = 53  # random bits of a double in [0, 1)
+SMALLEST_TEMPERATURE = 1e-6  # logits divided by it stay finite in fp32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The options for choosing tokens.
+
+    temperature  divides the logits; 0 always takes the likeliest token
+    top_k        draw among the k likeliest tokens only; None: all
+    top_p        draw among the likeliest tokens that together have this probability; None: all. Holtzman et al. 2020,
+                 "The Curious Case of Neural Text Degeneration"
+    seed         of the draws
+
+    Raises GenerationError.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
+            raise GenerationError(
+                f"temperature={self.temperature} must be 0, which takes the likeliest token, or a number from "
+                f"{SMALLEST_TEMPERATURE} on."
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise GenerationError(f"top_k={self.top_k} must be at least 1; null draws among all tokens.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise GenerationError(f"top_p={self.top_p} must be above 0 and at most 1; null draws among all tokens.")
+        if not -(2**63) <= self.seed < 2**64:
+            raise GenerationError(f"seed={self.seed} must lie between -2**63 and 2**64 - 1.")
+
+    def pick(self, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """The next token of each row.
+
+        logits  (B, V) fp32
+        noise   (B, V) fp32, the numbers e above; None at temperature 0
+
+        Returns (B,) int64. Does not look at values.
+        """
+        if noise is None:
+            return logits.argmax(dim=-1)
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], -torch.inf)
+        p = (logits / self.temperature).softmax(dim=-1)
+        if self.top_p is not None and self.top_p < 1:
+            likeliest, order = p.sort(dim=-1, descending=True, stable=True)
+            before = likeliest.cumsum(dim=-1) - likeliest
+            p = torch.zeros_like(p).scatter(-1, order, likeliest.masked_fill(before >= self.top_p, 0.0))
+        return (p / noise).argmax(dim=-1)
+
+
+class Noise:
+    """Exponential random numbers for each token of the vocabulary; row t decides the choice after t generated tokens.
+
+    rows  how many are kept, on the device: `table` (rows, V) fp32. Row t lies at t modulo rows
+    """
+
+    def __init__(self, seed: int, vocab_size: int, rows: int, device: torch.device) -> None:
+        self.seed, self.generator = seed, torch.Generator().manual_seed(seed)
+        self.table = torch.ones(rows, vocab_size, device=device)
+        self.drawn = 0
+
+    def draw(self, count: int) -> None:
+        """Draw the first `count` rows, of which the last are kept. Does not wait for the device."""
+        if count <= self.drawn - len(self.table):
+            self.generator.manual_seed(self.seed)
+            self.drawn = 0
+        while self.drawn < count:
+            # Tensor.exponential_ draws these bits, and then takes the logarithm of one number after the other.
+            bits = torch.empty(self.table.shape[1], dtype=torch.int64).random_(generator=self.generator)
+            uniform = (upload(bits, self.table.device) & ((1 << MANTISSA) - 1)).double() * 2.0**-MANTISSA
+            self.table[self.drawn % len(self.table)] = -torch.log1p(-uniform)
+            self.drawn += 1

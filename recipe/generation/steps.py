@@ -1,0 +1,252 @@
+"""The device's part of generation: prefilling prompts and decoding tokens, on buffers that keep their addresses.
+
+All slots take part in a step, whether or not they hold a sequence, so that the work of a token always has the same
+shapes: on a GPU it is one replayed CUDA graph. Only `from_scratch` waits for the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention import (
+    IMPLEMENTATIONS,
+    Attention,
+    AttentionConfig,
+    Layout,
+    ProductPrecision,
+    build_attention,
+    documents,
+)
+from attention.gpu import capturing
+from model.blocks import Rotation, rotation_table
+from model.cache import CacheSize, Decode, KVCache, Prefill, upload
+from model.config import Positions
+from model.gpt import GPT
+from recipe.generation.rows import Row
+from recipe.generation.sampling import Noise, Sampling
+
+WARMUP_CALLS = 3  # before a CUDA graph is captured, which must not contain compilation
+
+
+class Steps:
+    """A model, a cache, and the state of the sequence in each slot.
+
+    tokens  (slots,) int64, its newest token, which is not in the cache yet
+    steps   (slots,) int64, how many of its tokens were generated
+    active  (slots,) int32, 1 where there is a sequence
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        sampling: Sampling,
+        size: CacheSize,
+        noise_rows: int,
+        dtype: torch.dtype = torch.float32,
+        compile: bool = False,
+    ) -> None:
+        """See Engine for the arguments; noise_rows are those of Noise."""
+        self.device, self.dtype, self.sampling = model.wte.weight.device, dtype, sampling
+        by_column = self.device.type == "cpu" and size.slots == 1
+        self.model = copied(model, dtype, by_column)
+        self.head = laid_out(model.wte.weight.detach().to(dtype), by_column)
+        self.decoder = decoding_attention(model.attend, self.device)
+        self.cache = KVCache(model.config, size, self.device, dtype)
+        self.rotation = None
+        if model.config.positions is Positions.rotary:
+            head_dim = model.config.n_embd // model.config.n_heads
+            cos, sin = rotation_table(max(size.longest, model.seq_len), head_dim)
+            self.rotation = (cos.to(self.device), sin.to(self.device))
+        self.noise = None
+        if sampling.temperature > 0:
+            self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, self.device)
+        self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
+        self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
+        # Functions, not this object's methods: a cycle with them would keep the cache until Python collects garbage.
+        self.decoding, self.begin, self.end = self.model, Steps.begin_token, Steps.end_token
+        if compile:
+            options = compiler_options(size.slots)
+            self.decoding = compiled(self.model, options)
+            self.begin = torch.compile(self.begin, dynamic=False, options=options)
+            self.end = torch.compile(self.end, dynamic=False, options=options)
+        self.graph = self.graphed() if self.device.type == "cuda" else None
+
+    def set_active(self, active: list[bool]) -> None:
+        """Tell the device which slots have sequences, and where these are, for what is launched from now on."""
+        self.cache.publish()
+        self.active.copy_(upload(torch.tensor(active, dtype=torch.int32), self.device))
+
+    def draw_noise(self, count: int) -> None:
+        """Draw the random numbers for tokens up to number `count` of a sequence."""
+        if self.noise is not None:
+            self.noise.draw(count)
+
+    @torch.no_grad()
+    def prefill(self, row: Row) -> None:
+        """Compute the keys, values and first tokens of new prompts. All other sequences keep what they have."""
+        self.draw_noise(1)
+        tokens, positions, last, lengths, cu_seqlens = (upload(x, self.device) for x in row[:-1])
+        layout = Layout() if row.starts is None else documents(upload(row.starts, self.device))
+        fresh = lengths > 0
+        self.cache.lengths.copy_(torch.where(fresh, lengths, self.cache.lengths))
+        self.steps.masked_fill_(fresh, 0)
+        attends = [Prefill(self.model.attend, layer, cu_seqlens) for layer in self.cache.layers]
+        with self.on_device(), self.autocast():
+            hidden = self.model.extend(tokens, positions, attends, layout, self.rotation)[0, last]  # (slots, C)
+            picked = self.choose(self.logits(hidden))
+        self.tokens.copy_(torch.where(fresh, picked, self.tokens))
+        self.steps.masked_fill_(fresh, 1)
+
+    def decode(self, most: int) -> None:
+        """Compute the next token of each sequence, the `most`-th generated one at the latest."""
+        self.draw_noise(most)
+        with self.on_device():
+            self.decode_step() if self.graph is None else self.graph.replay()
+
+    @torch.no_grad()
+    def decode_step(self) -> None:
+        """The device's part of `decode`. A slot without a sequence keeps length 0, and its token is ignored."""
+        attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
+        with self.autocast():
+            x, rotation = self.begin(self)
+            self.end(self, self.decoding.through_blocks(x, rotation, attends, Layout()))
+
+    def begin_token(self) -> tuple[Tensor, Rotation | None]:
+        """The part before the blocks: all sequences grow by their newest token, which is embedded."""
+        lengths = self.cache.lengths
+        lengths.add_(1).mul_(self.active)
+        positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)
+        return self.model.embed(self.tokens[:, None], positions, self.rotation)
+
+    def end_token(self, x: Tensor) -> None:
+        """The part after the blocks, whose result is x (slots, 1, C): the choice of the next tokens."""
+        self.tokens.copy_(self.choose(self.logits(self.model.ln_f(x)[:, 0])))
+        self.steps.add_(1)
+
+    @torch.no_grad()
+    def from_scratch(self, tokens: Tensor, step: int) -> int:
+        """The token after tokens (1, n), the last `step` of which were generated, once no sequence uses the cache."""
+        self.draw_noise(step + 1)
+        self.steps.fill_(step)
+        with self.on_device(), self.autocast():
+            hidden = self.model.hidden(upload(tokens, self.device))[:, -1]  # (1, C)
+            return int(self.choose(self.logits(hidden.expand(len(self.steps), -1)))[0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(slots, V) after hidden (slots, C), in the precision of products."""
+        return F.linear(hidden, self.head)[:, : self.model.vocab_size]
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next tokens (slots,)."""
+        noise = None if self.noise is None else self.noise.table[self.steps % len(self.noise.table)]
+        return self.sampling.pick(logits.float(), noise)
+
+    def copy_to_host(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The newest tokens for the host and, on a GPU, the event after which they are there."""
+        if self.device.type != "cuda":
+            return self.tokens.clone(), None
+        with self.on_device():
+            host = torch.empty(len(self.tokens), dtype=torch.int64, pin_memory=True)
+            host.copy_(self.tokens, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        return host, event
+
+    def graphed(self) -> torch.cuda.CUDAGraph:
+        """`decode_step` as one CUDA graph. It runs here a few times, without sequences."""
+        with self.on_device():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARMUP_CALLS):
+                    self.decode_step()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # The graph gets a workspace of its own for cuBLAS: others may free the shared one.
+            torch._C._cuda_clearCublasWorkspaces()
+            with capturing(graph, stream):
+                self.decode_step()
+            torch._C._cuda_clearCublasWorkspaces()
+        return graph
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """The engine's GPU as the current one."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def autocast(self) -> torch.autocast:
+        """The engine's precision. The weights of products are in it already, so no casts need to be kept."""
+        narrow = self.dtype is not torch.float32
+        return torch.autocast(self.device.type, self.dtype, enabled=narrow, cache_enabled=False)
+
+
+def decoding_attention(attend: Attention, device: torch.device) -> Attention:
+    """The attention that reads the cache: `attend` if it supports one, else flash on a GPU and naive on a CPU.
+
+    Its products are in the precision of q, k and v.
+    """
+    if "cache" in attend.supports:
+        narrow = attend.config.precision is not ProductPrecision.inputs
+        return build_attention(replace(attend.config, precision=ProductPrecision.inputs)) if narrow else attend
+    name = "flash" if device.type == "cuda" and "cache" in IMPLEMENTATIONS["flash"].supports else "naive"
+    return build_attention(AttentionConfig(name))
+
+
+def copied(model: GPT, dtype: torch.dtype, by_column: bool = False) -> GPT:
+    """The model in evaluation mode, with the weights of its matrix products in `dtype`; all else is shared.
+
+    by_column  lay these weights out for products with a single row on a CPU
+    """
+    shared: dict[int, object] = {id(model.attend): model.attend}
+    for module in model.modules():
+        for x in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            own = laid_out(x.detach().to(dtype), by_column) if isinstance(module, nn.Linear) else x
+            shared[id(x)] = x if own.data_ptr() == x.data_ptr() else nn.Parameter(own, requires_grad=False)
+    return copy.deepcopy(model, shared).eval()
+
+
+def laid_out(weight: Tensor, by_column: bool) -> Tensor:
+    """The same weight (out, in), column by column if asked to and out > in.
+
+    On a CPU, where memory limits products of GPT-2's size, its product with one row then takes 60 to 75 % of the time.
+    """
+    wide = weight.ndim == 2 and weight.shape[0] > weight.shape[1]
+    return weight.T.contiguous().T if by_column and wide else weight
+
+
+class RowLinear(nn.Linear):
+    """A linear layer in the form that compiles best for a single row: a reduction that reads x, then adds the bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = F.linear(stored(x), self.weight)
+        return stored(product if self.bias is None else product + self.bias.to(product.dtype))
+
+
+def stored(x: Tensor) -> Tensor:
+    """x itself, but the compiler writes it to memory once.
+
+    Otherwise it computes x again for each reader: the bias in copies of queries, keys and values, GELU for each output.
+    """
+    return x.as_strided(x.shape, x.stride())
+
+
+def compiler_options(slots: int) -> dict[str, str | int | bool | Callable]:
+    """torch.compile's options for the work of a token. With a single row, products become reductions and are fused."""
+    return {"coordinate_descent_tuning": True} if slots == 1 else {}
+
+
+def compiled(model: GPT, options: dict[str, str | int | bool | Callable]) -> GPT:
+    """The same model for one new token in each slot: the first block is compiled, and all others run its code."""
+    model = copied(model, model.get_parameter("h.0.mlp.c_fc.weight").dtype)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and options:
+            module.__class__ = RowLinear
+    for block in model.h:
+        block.compile(dynamic=False, options=options)
+    return model

@@ -1,0 +1,14 @@
+"""A trained model as a folder that Hugging Face's AutoModelForCausalLM, AutoTokenizer and pipeline read.
+
+export.py     the folder as a whole
+weights.py    the architecture that computes what the model does, and its weights in that architecture's naming
+tokenizer.py  the run's tokenizer in the format of `tokenizers`
+card.py       README.md with the run's figures
+
+Written as the files that transformers documents, without importing it.
+"""
+
+from recipe.huggingface.card import Origin, read_origin
+from recipe.huggingface.export import check_folder, export
+
+__all__ = ["Origin", "check_folder", "export", "read_origin"]

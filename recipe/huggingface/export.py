@@ -1,0 +1,75 @@
+"""The exported folder: weights, configurations, tokenizer and card, written completely or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from data.own_tokenizer import END_OF_TEXT
+from data.tokenizers import Tokenizer
+from model.gpt import GPT
+from model.gpt2_weights import WEIGHTS, WeightsError
+from recipe.huggingface.card import Origin, model_card
+from recipe.huggingface.tokenizer import to_tokenizers, tokenizer_config
+from recipe.huggingface.weights import describe
+
+
+def export(model: GPT, tokenizer: Tokenizer, folder: Path, origin: Origin) -> None:
+    """Write a folder that AutoModelForCausalLM, AutoTokenizer and pipeline("text-generation") read.
+
+    folder  is made, or empty; nothing is overwritten
+    origin  of the weights, for the model card
+
+    Raises WeightsError where no architecture describes the model, or the folder cannot be written.
+    """
+    check_folder(folder)
+    described = describe(model, origin.config["attention"]["dropout"])
+    end = tokenizer.eot_token  # begins and ends a text
+    files = {
+        "config.json": described.config | {"bos_token_id": end, "eos_token_id": end},
+        # Without a length, transformers' pipeline asks for 256 tokens, and learned positions may end before.
+        "generation_config.json": {
+            "bos_token_id": end,
+            "eos_token_id": end,
+            "pad_token_id": end,
+            "max_length": model.seq_len,
+        },
+        "tokenizer_config.json": tokenizer_config(model.seq_len, getattr(tokenizer, "end", END_OF_TEXT)),
+    }
+    (architecture,) = described.config["architectures"]
+    folder = folder.absolute()
+    card = model_card(folder.name, architecture, origin)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    try:
+        partial.mkdir(parents=True)
+        save_file(described.tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        to_tokenizers(tokenizer).save(str(partial / "tokenizer.json"))
+        for name, content in files.items():
+            (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        partial.replace(folder)  # an empty folder gives way, a full one does not
+    except (OSError, SafetensorError) as error:
+        raise unwritable(folder, (isinstance(error, OSError) and error.strerror) or str(error)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise WeightsError where there is something at `folder` already."""
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise unwritable(folder, "it is not empty")
+        if folder.exists() and not folder.is_dir():
+            raise unwritable(folder, "it is a file")
+    except OSError as error:
+        raise unwritable(folder, error.strerror or str(error)) from error
+
+
+def unwritable(folder: Path, reason: str) -> WeightsError:
+    """The refusal of a folder."""
+    return WeightsError(f"export={folder} cannot be written as a folder ({reason}); name another folder.")

@@ -1,0 +1,246 @@
+"""The probe compares a run's attention with another one during the run.
+
+A training micro-batch goes forward and backward three more times, at the current weights:
+
+    run        the run's attention, in the run's precision, uncompiled
+    reference  another attention, in the same precision
+    exact      the reference in a higher precision: fp32 for bf16 and fp16, fp64 for fp32
+
+with the dropout masks of the training step. `run - reference` is the effect of the choice of attention;
+`reference - exact` is the effect of rounding alone, the floor below which a difference says nothing. Two correct
+implementations are about equally far from `exact`, so they differ by a small multiple of the floor at most.
+
+The probe changes no weight, gradient or random-number generator.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import (
+    Attention,
+    AttentionConfig,
+    AttentionShape,
+    DropoutKey,
+    DropoutRng,
+    build_attention,
+)
+from model.gpt import GPT
+from recipe.device import free_memory
+from recipe.errors import UserError
+from recipe.parity.fwd_bwd import (
+    FwdBwd,
+    differences,
+    full_precision_products,
+    fwd_bwd,
+    memory_returned,
+)
+from recipe.run_folder import PARITY_MARGIN
+
+log = logging.getLogger(__name__)
+
+# A probe takes at most this fraction of the memory that is free when it starts.
+MEMORY_SHARE = 0.8
+
+
+@dataclass
+class ParityConfig:
+    """The options under `parity.*`.
+
+    every      updates between two probes; 0: no probe
+    reference  the attention to compare with
+    """
+
+    every: int = 0
+    reference: str = "naive"
+
+
+class ParityError(UserError, ValueError):
+    """A meaningless comparison; the message says what to change."""
+
+
+def check_parity(config: ParityConfig, attention: AttentionConfig, shape: AttentionShape) -> None:
+    """Raise ParityError where the reference cannot draw the run's dropout masks, UnsupportedAttention where it does not
+    support the model in the run's precision or in the higher one."""
+    if config.every < 0:
+        raise ParityError(f"parity.every={config.every} must be a number of steps, or 0 for no probe.")
+    if config.every == 0:
+        return
+    if attention.dropout > 0 and attention.rng is DropoutRng.torch:
+        raise ParityError(
+            "parity.every with attention.rng=torch would compare different dropout masks; "
+            "set attention.rng=replay, attention.dropout=0 or parity.every=0."
+        )
+    reference = build_attention(reference_config(config, attention))
+    for dtype in (shape.dtype, exact_dtype(shape.dtype)):
+        reference.check(replace(shape, dtype=dtype))
+
+
+def reference_config(config: ParityConfig, attention: AttentionConfig) -> AttentionConfig:
+    """The attention to compare with: `config.reference`, with the run's dropout."""
+    return AttentionConfig(name=config.reference, dropout=attention.dropout)
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which rounding in `dtype` is measured."""
+    return torch.float64 if dtype is torch.float32 else torch.float32
+
+
+class ParityProbe:
+    """Compares a run's attention with a reference on the run's own weights and batches."""
+
+    def __init__(self, config: ParityConfig, attention: AttentionConfig, shape: AttentionShape) -> None:
+        """
+        config     as `check_parity` accepts it
+        attention  the run's
+        shape      the model's requirements for its attention; its dtype is the precision of the run
+        """
+        self.config, self.shape = config, shape
+        self.exact_dtype = exact_dtype(shape.dtype)
+        self.reference = build_attention(reference_config(config, attention))
+        self.window: tuple[int, int] | None = None  # the largest (sequences, tokens) that fits, known after a failure
+
+    def is_due(self, step: int) -> bool:
+        """Whether to probe update `step`, counted from 0."""
+        return self.config.every > 0 and step % self.config.every == 0
+
+    def measure(
+        self,
+        model: GPT,
+        inputs: Tensor,
+        targets: Tensor,
+        key: DropoutKey | None,
+        loss_scale: float = 1.0,
+        document_starts: Tensor | None = None,
+    ) -> dict[str, Any]:
+        """Compare on one micro-batch.
+
+        model            not compiled, in the mode it trains in
+        inputs, targets  (B, T) each
+        key              of the micro-batch's dropout
+        loss_scale       multiplies the loss before the backward pass (fp16), and is divided out again
+        document_starts  (B, T), where batches tell documents apart
+
+        Returns `parity/*` as docs/experiments.md lists them. If three passes do not fit the memory, it compares fewer
+        sequences or fewer tokens, logs that, and reports the size in parity/tokens.
+        """
+        B, T = self.window or self._first_window(model, *inputs.shape)
+        while True:
+            window = slice(0, B), slice(0, T)
+            try:
+                with memory_returned(inputs.device):
+                    starts = None if document_starts is None else document_starts[window].contiguous()
+                    measured = self._compare(model, inputs[window], targets[window], key, loss_scale, starts)
+                break
+            except torch.OutOfMemoryError:
+                if B * T == 1:
+                    raise
+            # Outside the handler, whose traceback would keep the failed pass's tensors alive.
+            B, T = smaller(B, T)
+            self._reduce_window(B, T, *inputs.shape)
+        found = beyond_rounding(measured)
+        if found:
+            log.warning(f"parity: attention={model.attend.name} is not {self.config.reference}: {found}.")
+        return measured | {"parity/tokens": [B, T]}
+
+    def _compare(
+        self,
+        model: GPT,
+        inputs: Tensor,
+        targets: Tensor,
+        key: DropoutKey | None,
+        loss_scale: float,
+        document_starts: Tensor | None,
+    ) -> dict[str, Any]:
+        def run(attend: Attention, dtype: torch.dtype) -> FwdBwd:
+            return fwd_bwd(model, inputs, targets, key, attend, dtype, loss_scale, document_starts)
+
+        reference = run(self.reference, self.shape.dtype)
+        difference = differences(run(model.attend, self.shape.dtype), reference)
+        with full_precision_products():
+            noise = differences(reference, run(self.reference, self.exact_dtype))
+        worst = max(difference.gradients, key=lambda name: _rank(difference.gradients[name]))
+        return {
+            "parity/loss_diff": difference.loss,
+            "parity/logits_max_diff": difference.logits,
+            "parity/grad_rel_err": difference.gradients[worst],
+            "parity/worst_parameter": worst,
+            "parity/noise_loss_diff": noise.loss,
+            "parity/noise_logits_max_diff": noise.logits,
+            "parity/noise_grad_rel_err": max(noise.gradients.values(), key=_rank),
+        }
+
+    def _first_window(self, model: GPT, B: int, T: int) -> tuple[int, int]:
+        """The part of (B, T) that should fit, by the size of the reference's scores and of the logits."""
+        free, window = free_memory(self.shape.device), (B, T)
+        while math.prod(window) > 1 and self._estimate(model, *window) > MEMORY_SHARE * free:
+            window = smaller(*window)
+        if window != (B, T):
+            self._reduce_window(*window, B, T)
+        return window
+
+    def _estimate(self, model: GPT, B: int, T: int) -> int:
+        """Bytes of the costliest pass, `exact`: per layer three (B, H, T, T) matrices of a naive reference (its
+        scores, its probabilities, and those dropped and cast), and the logits with their softmax and gradient."""
+        scores = 3 * model.config.n_layers * B * self.shape.n_heads * T * T if self.config.reference == "naive" else 0
+        return self.exact_dtype.itemsize * (scores + 4 * B * T * model.vocab_size)
+
+    def _reduce_window(self, B: int, T: int, of_B: int, of_T: int) -> None:
+        self.window = (B, T)
+        log.warning(
+            f"parity: attention={self.config.reference} on {of_B} sequences of {of_T} tokens does not fit the memory; "
+            f"comparing {B} of {T}."
+        )
+
+
+def beyond_rounding(measured: Mapping[str, Any]) -> str | None:
+    """A sentence on the difference that rounding does not explain, or None.
+
+    Logits and gradients may differ by PARITY_MARGIN times the noise. The loss does not count: the difference of two
+    scalars is too often close to zero by accident.
+    """
+    for name, what in (
+        ("logits_max_diff", "a logit"),
+        ("grad_rel_err", f"the gradient of {measured['parity/worst_parameter']}"),
+    ):
+        difference, noise = measured[f"parity/{name}"], measured[f"parity/noise_{name}"]
+        if not difference <= PARITY_MARGIN * noise:  # a NaN is not
+            return f"{what} differs from the reference's by {difference:.2g}, where rounding explains {noise:.2g}"
+    return None
+
+
+def _rank(value: Any) -> float:
+    """A sort key with NaN above all numbers. metrics.jsonl has "nan" and "inf" as text."""
+    return math.inf if math.isnan(float(value)) else float(value)
+
+
+def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The `parity` entry of summary.json from the lines of metrics.jsonl: the worst of every check, the largest noise,
+    and the [sequences, tokens] of the last check. None where nothing was probed."""
+    checks = [line for line in lines if "parity/loss_diff" in line]
+    if not checks:
+        return None
+
+    def worst(name: str) -> float:
+        return max((check[f"parity/{name}"] for check in checks), key=_rank)
+
+    measures = ("loss_diff", "logits_max_diff", "grad_rel_err")
+    return {
+        "checks": len(checks),
+        **{f"worst_{name}": worst(name) for name in measures},
+        "worst_parameter": max(checks, key=lambda check: _rank(check["parity/grad_rel_err"]))["parity/worst_parameter"],
+        **{f"noise_{name}": worst(f"noise_{name}") for name in measures},
+        "tokens": checks[-1]["parity/tokens"],
+    }
+
+
+def smaller(B: int, T: int) -> tuple[int, int]:
+    """Half of the sequences or, for a single one, half of its tokens."""
+    return (B // 2, T) if B > 1 else (1, max(1, T // 2))

@@ -1,0 +1,324 @@
+"""Figures of runs: losses over steps and their differences, costs over the sequence length or the devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from recipe.drawing import Chart, Palette, height_for, label_axes, legend, log_axis, styles
+from recipe.report.costs import Point, attention_alone, crossovers, points, predicted_memory, same_tokens
+from recipe.report.parity import (
+    EPS,
+    MEASURES,
+    Outcome,
+    Verdict,
+    beside_rounding,
+    difference,
+    rolling_rms,
+    rounding_of_a_step,
+    seed_spread,
+)
+from recipe.report.runs import Run
+from recipe.report.sweeps import Cell, Sweep
+from recipe.run_folder import PARITY_MARGIN
+from recipe.wording import memory_unit, short_length, short_number
+
+Curves = Mapping[str, Sequence[Run]]  # the name of a curve, and its seeds
+Value = Callable[[Point], float | None]
+Dots = Mapping[str, Sequence[tuple[int, float]]]  # the name of a line, and its points
+MOST_CELLS = 2  # of a sweep, whose parity is drawn
+MOST_CURVES = 6  # of settings and implementations in one figure
+HIGHEST_PREDICTION = 10  # times the largest memory that was measured
+
+
+def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", prefix: str = "") -> list[Chart]:
+    """The figures of a sweep.
+
+    verdicts  of its cells
+    prefix    of the files' names, where several sweeps stand on a page
+    """
+    judged = [verdict for verdict in verdicts if verdict.decisive]
+    worst = sorted(judged, key=lambda v: (v.outcome is not Outcome.broken, -(v.probe.ratio if v.probe else 0.0)))
+    cells = list({id(verdict.cell): verdict.cell for verdict in worst}.values())[:MOST_CELLS]
+    found = []
+    if sweep.axis is None and len(sweep.cells) > 1:
+        labels, where = sweep.labels(), ""
+        agree = judged and all(verdict.outcome is not Outcome.broken for verdict in judged)
+        if agree or len(labels) * len(sweep.cells) > MOST_CURVES:  # the implementation that ran in most cells
+            labels = [max(reversed(labels), key=lambda label: sum(label in cell.labels() for cell in sweep.cells))]
+            where = f", {labels[0]}" if len(sweep.labels()) > 1 else ""
+        curves = {
+            f"{label} {cell.short}" if len(labels) > 1 else cell.short: list(cell.of(label).values())
+            for cell in sweep.cells
+            for label in labels
+            if label in cell.labels()
+        }
+        found += _step_charts(curves, where, coincide=False)
+    elif sweep.axis is None or cells:
+        cell = cells[0] if cells else sweep.cells[0]
+        curves = {label: list(cell.of(label).values()) for label in cell.labels()}
+        found += _step_charts(curves, f", {cell.short}" if len(sweep.cells) > 1 else "", coincide=True)
+    for n, cell in enumerate(cells):
+        where = f", {cell.short}" if len(sweep.cells) > 1 else ""
+        found += _parity_charts([v for v in judged if v.cell is cell], cell, reference, where, f"-{n + 1}" if n else "")
+    first = ["memory"] if any(run.out_of_memory for run in sweep.runs) else []
+    found = [chart for chart in found if not (sweep.axis and chart.name == "throughput")]  # it is over the axis
+    order = ["loss", "difference", "probe", *first, "crossover", "context", "memory", "throughput"]
+    found += _axis_charts(sweep, reference) if sweep.axis else []
+    found.sort(key=lambda chart: order.index(chart.name.split("-")[0]))
+    return [Chart(prefix + c.name, c.title, c.caption, c.draw, c.height) for c in found]
+
+
+def _step_charts(curves: Curves, where: str, coincide: bool) -> list[Chart]:
+    """Loss and speed over steps, by setting or by implementation."""
+    found, seeds = [], max(len(runs) for runs in curves.values())
+    for name, metric in (("loss", "train/loss"), ("throughput", "throughput/tokens_per_s")):
+        shown = {  # a curve needs two points
+            label: runs
+            for label, runs in curves.items()
+            if any(len(run.series(metric).finite().steps) > 1 for run in runs)
+        }
+        loss = name == "loss"
+        caption = f"{seeds} seeds each. " if seeds > 1 else ""
+        if loss and len(shown) > 1 and coincide:
+            caption += f"{next(iter(shown))} is the wide line below the others. "
+        if loss and any(len(run.series("val/loss").steps) > 1 for runs in shown.values() for run in runs):
+            caption += "Marks are the validation loss."
+        draw = partial(draw_steps, curves=shown, metric=metric, coincide=coincide and loss)
+        title = f"{'Training loss' if loss else 'Throughput'}{where}"
+        found += [Chart(name, title, caption, draw, height_for(list(shown)))] if shown else []
+    return found
+
+
+def _parity_charts(judged: Sequence[Verdict], cell: Cell, reference: str, where: str, suffix: str) -> list[Chart]:
+    labels, found = [verdict.label for verdict in judged], []
+    if any(verdict.curve for verdict in judged):
+        caption = f"Training loss against {reference}'s of the same seed, by step (thin) and over a tenth of the run."
+        if seed_spread(list(cell.of(reference).values())) is not None:
+            caption += f" Grey: how far {reference}'s own seeds are from each other."
+        if rounding_of_a_step(cell.runs, reference):
+            caption += " Dotted: what rounding adds up to."
+        draw = partial(draw_difference, cell=cell, reference=reference)
+        height = height_for([*labels, "spread between seeds", "rounding"])
+        found.append(Chart(f"difference{suffix}", f"Distance from {reference}{where}", caption, draw, height))
+    if any(verdict.probe for verdict in judged):
+        caption = (
+            f"Gradients (lines) and logits (dots) against {reference}'s on the same weights, batch and masks, worst "
+            f"seed. Rounding alone gives about 1. Up to {PARITY_MARGIN:g} is accepted (shaded)."
+        )
+        draw = partial(draw_probe, cell=cell, reference=reference)
+        found.append(Chart(f"probe{suffix}", f"At the same weights{where}", caption, draw, height_for(labels)))
+    return found
+
+
+def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
+    table, found = points(sweep), []
+
+    def add(name: str, title: str, caption: str, unit: str, value: Value, **more: Any) -> None:
+        dots = {label: [(p.at, y) for p in its if (y := value(p)) is not None] for label, its in table.items()}
+        if any(dots.values()):
+            draw = partial(draw_over_axis, sweep=sweep, dots=dots, unit=unit, **more)
+            found.append(Chart(name, title, caption, draw, height_for(list(table))))
+
+    alone = attention_alone(sweep.runs)
+    unit, factor = memory_unit([point.memory_gib for its in table.values() for point in its])
+    predicted = {label: _until_out_of_memory(sweep, its, factor) for label, its in table.items()}
+    caption = "Of the attention's own tensors, not of the process." if alone else "Of the device's allocator."
+    if any(predicted.values()):
+        caption += " Dashes are predicted from the two shortest lengths: linear for tiles, quadratic for scores."
+    title = "Memory of one attention layer" if alone else "Peak memory"
+    add("memory", title, caption, unit, lambda p: p.memory_gib and factor * p.memory_gib, dashes=predicted)
+    ideal = {
+        label: [(cell.devices, known[0][1] * cell.devices / known[0][0]) for cell in sweep.cells]
+        for label, its in table.items()
+        if sweep.axis == "devices" and (known := [(p.at, p.tokens_per_s) for p in its if p.tokens_per_s])
+    }
+    caption = "Median over the run." + (" Dashes are proportional to the devices." if ideal else "")
+    add("throughput", "Throughput", caption, "tokens per second", lambda p: p.tokens_per_s, dashes=ideal)
+    if sweep.axis == "seq_len" and crossovers(sweep, reference):
+        theirs = {point.at: point.step_ms for point in table[reference]}
+        caption = f"Step time of {reference} over that of each implementation. A ring marks where one overtakes."
+        rings = [crossing.seq_len for crossing in crossovers(sweep, reference) if crossing.seq_len]
+
+        def gain(point: Point) -> float | None:
+            other = theirs.get(point.at) if point.label != reference else None
+            return other / point.step_ms if other and point.step_ms else None
+
+        add("crossover", f"Speed relative to {reference}", caption, f"times as fast as {reference}", gain, rings=rings)
+    if same_tokens(sweep):
+        spans = {run.option("training.eval_span") for run in sweep.runs if run.final("val/loss") is not None}
+        shared = len(spans) == 1 and None not in spans
+        text = "the same text" if shared else "other text at each length (training.eval_span)"
+        caption = f"Final loss of runs that saw equally many tokens, evaluated on {text}."
+        add("context", "Validation loss", caption, "validation loss, nats per token", lambda p: p.val_loss, log=False)
+    return found
+
+
+def _until_out_of_memory(sweep: Sweep, found: Sequence[Point], factor: float) -> list[tuple[int, float]]:
+    end = min((point.at for point in found if point.out_of_memory), default=math.inf)
+    highest = HIGHEST_PREDICTION * max([point.memory_gib or 0.0 for its in points(sweep).values() for point in its])
+    return [(T, factor * gib) for T, gib in predicted_memory(sweep, found[0].label) if end >= T and gib <= highest]
+
+
+def draw_steps(figure: Figure, palette: Palette, curves: Curves, metric: str, coincide: bool) -> None:
+    """A metric over steps, the validation loss as marks; of curves that are to `coincide` the first is wide, below."""
+    axes = figure.add_subplot()
+    looks, others, shown = styles(list(curves), palette), len(curves) - 1, [np.zeros(0)]
+    for n, (name, runs) in enumerate(curves.items()):
+        # Dashes that leave room for each other, so that curves that coincide show in turns.
+        line = (4.0 * (n - 1), (4.0, 4.0 * (others - 1))) if coincide and n and others > 1 else "-"
+        width = 3.2 if coincide and n == 0 and others else 1.5
+        axes.plot([], [], color=looks[name].colour, lw=width, label=name)  # solid in the legend
+        for run in runs:
+            series, val = run.series(metric).finite(), run.series("val/loss").finite()
+            axes.plot(*series, color=looks[name].colour, ls=line, lw=width, zorder=2 + 0.1 * n)
+            if metric == "train/loss" and len(val.steps) > 1:
+                axes.plot(
+                    *val, ls="", marker=looks[name].marker, color=looks[name].colour, mec=palette["surface"], mew=0.8,
+                    ms=7 if width > 2 else 5, zorder=4 + 0.1 * n,
+                )  # fmt: skip
+            # The start falls from the logarithm of the vocabulary and would flatten all the rest.
+            shown.append(series.values[len(series.values) // 12 :])
+    if len(values := np.concatenate(shown)):
+        margin = 0.06 * (values.max() - values.min()) + 1e-3
+        axes.set_ylim(values.min() - margin if metric == "train/loss" else 0, values.max() + margin)
+    number = "{:g}".format if metric == "train/loss" else short_number  # losses may differ in the fourth digit
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    _finish_steps(figure, axes, palette, "loss, nats per token" if metric == "train/loss" else "tokens per second")
+
+
+def draw_difference(figure: Figure, palette: Palette, cell: Cell, reference: str) -> None:
+    """|training loss - the reference's of the same seed|, with the spread between its seeds and its rounding."""
+    axes = figure.add_subplot()
+    references, looks = cell.of(reference), styles(cell.labels(), palette)
+    sizes, last = [np.zeros(0)], 1
+    for label in cell.labels():
+        for seed in cell.of(label).keys() & references.keys() if label != reference else ():
+            steps, apart = difference(cell.of(label)[seed], references[seed])
+            last = max([last, *steps[-1:]])
+            for values, width, alpha, name in ((np.abs(apart), 0.7, 0.35, None), (rolling_rms(apart), 1.9, 1.0, label)):
+                shown = np.where(values > 0, values, np.nan)  # a gap where a logarithmic axis shows nothing
+                axes.plot(
+                    steps, shown, color=looks[label].colour, ls=looks[label].line, lw=width, alpha=alpha, label=name
+                )
+                sizes.append(values)
+    spread = seed_spread(list(references.values()))
+    if spread is not None:
+        axes.plot(*spread, color=palette["naive"], lw=2.4, label="spread between seeds")
+        sizes.append(spread.values)
+    if rounding := rounding_of_a_step(cell.runs, reference):
+        floor = np.array([rounding, rounding * last])
+        axes.plot([1, last], floor, color=palette["muted"], ls=":", lw=1.4, label="rounding")
+        sizes.append(floor)
+    _finish_steps(figure, axes, palette, f"distance of the training loss from {reference}'s")
+    positive = np.concatenate(sizes)
+    if len(positive := positive[positive > 0]):
+        log_axis(axes, max(EPS / 4, np.percentile(positive, 3) / 2), 2 * positive.max())
+    else:
+        axes.text(0.5, 0.5, "no difference at any step", transform=axes.transAxes, ha="center", color=palette["ink"])
+        axes.set_yticks([])
+
+
+def draw_probe(figure: Figure, palette: Palette, cell: Cell, reference: str) -> None:
+    """Differences at the same weights in units of the reference's rounding, the worst seed at each step."""
+    axes = figure.add_subplot()
+    looks, every = styles(cell.labels(), palette), [1.0]
+    for label in cell.labels():
+        for measure in MEASURES if label != reference else ():
+            worst: dict[int, float] = {}
+            for run in cell.of(label).values():
+                for step, apart, noise in zip(*beside_rounding(run, measure), strict=True):
+                    if np.isfinite(apart):
+                        worst[int(step)] = max(worst.get(int(step), 0.0), apart / noise if noise > 0 else 0.0)
+            gradients = measure == "grad_rel_err"
+            axes.plot(
+                sorted(worst), [worst[step] for step in sorted(worst)], color=looks[label].colour,
+                ls=looks[label].line if gradients else ":", lw=1.8, marker=looks[label].marker,
+                markersize=4.5 if gradients else 2.4, label=label if gradients and worst else None,
+            )  # fmt: skip
+            every += worst.values()
+    log_axis(axes, 0.5 * min(0.2, *(value for value in every if value > 0)), 2 * max(8.0, *every))
+    axes.axhspan(axes.get_ylim()[0], PARITY_MARGIN, color=palette["band"], lw=0, zorder=0)
+    axes.axhline(1, color=palette["naive"], lw=1.4, zorder=1)
+    _finish_steps(figure, axes, palette, f"difference, in units of {reference}'s rounding")
+
+
+def draw_over_axis(
+    figure: Figure,
+    palette: Palette,
+    sweep: Sweep,
+    dots: Dots,
+    unit: str,
+    log: bool = True,
+    dashes: Dots | None = None,
+    rings: Sequence[float] | None = None,
+) -> None:
+    """One measurement of every label over the sweep's axis.
+
+    dashes  what was predicted of it
+    rings   where on the axis it comes to 1
+    """
+    axes = figure.add_subplot()
+    looks = styles(sweep.labels(), palette)
+    for label, found in dots.items():
+        look = looks[label]
+        if found:
+            axes.plot(
+                *zip(*found, strict=True), color=look.colour, ls=look.line, marker=look.marker, markersize=4.8, lw=1.9,
+                label=label, zorder=3,
+            )  # fmt: skip
+        if expected := (dashes or {}).get(label):
+            axes.plot(*zip(*expected, strict=True), color=look.colour, ls=(0, (4, 2)), lw=1.1, zorder=1)
+    for ring in rings or ():
+        axes.plot(ring, 1, "o", color=palette["surface"], mec=palette["ink"], mew=1.3, ms=6, zorder=5)
+        axes.annotate(f"{ring:,.0f}", (ring, 1), xytext=(6, -12), textcoords="offset points", color=palette["ink"])
+    if rings is not None:
+        axes.axhline(1, color=palette["naive"], lw=1.6, zorder=1)
+    label_axes(axes, palette, unit, "sequence length, tokens" if sweep.axis == "seq_len" else "devices")
+    rows = _mark_out_of_memory(axes, palette, sweep)
+    room = 0.08 + 0.1 * rows  # no line ends among the words at the upper edge
+    low, high = axes.dataLim.y0, axes.dataLim.y1
+    if log:
+        log_axis(axes, low / 1.3, high * 1.3 * (high / low) ** room)
+    else:
+        axes.set_ylim(low - 0.1 * (high - low), high + (room + 0.05) * (high - low))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ticks = [sweep.at(cell) for cell in sweep.cells]
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(ticks[0] / 1.2, ticks[-1] * 1.2)
+    ticks = ticks[:: -(-len(ticks) // 8)]
+    axes.set_xticks(ticks, [short_length(n) for n in ticks])
+    axes.minorticks_off()
+    legend(figure, axes, palette)
+
+
+def _mark_out_of_memory(axes: Axes, palette: Palette, sweep: Sweep) -> int:
+    """A cross on the upper edge at the first place that did not fit, in words and in the implementation's colour.
+
+    Returns how many rows the words take.
+    """
+    looks, rows = styles(sweep.labels(), palette), dict[int, int]()
+    for label, found in points(sweep).items():
+        failed = min((point.at for point in found if point.out_of_memory), default=None)
+        if failed is not None:
+            row = rows[failed] = rows.get(failed, -1) + 1
+            axes.annotate(
+                f"{label} out of memory ✕", (failed, 1), xycoords=("data", "axes fraction"), xytext=(4, -7 - 13 * row),
+                textcoords="offset points", ha="right", va="center", color=looks[label].colour,
+            )  # fmt: skip
+    return max(rows.values(), default=-1) + 1
+
+
+def _finish_steps(figure: Figure, axes: Axes, palette: Palette, title: str) -> None:
+    label_axes(axes, palette, title, "step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.margins(x=0.03)
+    legend(figure, axes, palette)

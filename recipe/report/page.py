@@ -1,0 +1,160 @@
+"""The report: one self-contained page of HTML, and the same as Markdown, figures and CSV next to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
+
+from recipe.drawing import Chart, css_variables, render_png, render_svg
+from recipe.report.figures import charts
+from recipe.report.parity import Outcome, Verdict, judge, outcome_of
+from recipe.report.runs import Run, RunSet
+from recipe.report.sweeps import Sweep, labels_of, settings_apart, sweeps_of
+from recipe.report.tables import Table, ablation_table, cell_table, run_table, runs_csv
+from recipe.report.text import Answer, answer, notes_on
+from recipe.run_folder import PARITY_MARGIN
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+class Drawing(NamedTuple):
+    """A figure in its renderings; `path` is that of its files, without their ending, relative to the page."""
+
+    path: str
+    title: str
+    caption: str
+    svg: Markup
+
+
+class Section(NamedTuple):
+    """The report's section on one sweep; `prefix` distinguishes its files and ids from other sweeps'."""
+
+    prefix: str
+    title: str
+    subtitle: str
+    answer: Answer
+    drawings: tuple[Drawing, ...]
+    tables: tuple[Table, ...]
+
+
+class Report(NamedTuple):
+    """Everything the templates show."""
+
+    headline: str
+    tone: str
+    outcome: Outcome | None  # of parity, where implementations were compared
+    sections: tuple[Section, ...]
+    notes: tuple[str, ...]
+    runs: Table
+    sources: tuple[tuple[str, str], ...]
+
+
+def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
+    """Write index.html, report.md, runs.csv and figures/ into `out`.
+
+    reference  the label of the implementation that the others are compared with
+    """
+    runs, labels = found.runs, labels_of(found.runs)
+    sweeps = sweeps_of(runs)
+    verdicts = judge([cell for sweep in sweeps for cell in sweep.cells], reference)
+    places = settings_apart([sweep.cells[0].runs[0] for sweep in sweeps])
+    where = {
+        run.name: ", ".join(dict.fromkeys([*places[n], *cell.where]))
+        for n, sweep in enumerate(sweeps)
+        for cell in sweep.cells
+        for run in cell.runs
+    }
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    sections = tuple(
+        _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", ", ".join(places[n]), out)
+        for n, sweep in enumerate(sweeps)
+    )
+    spoken = next((s for s in sections if s.answer.tone == "broken"), sections[0])
+    report = Report(
+        headline=spoken.answer.headline,
+        tone=spoken.answer.tone,
+        outcome=outcome_of([verdict for verdict in verdicts if verdict.decisive]),
+        sections=sections,
+        notes=tuple(notes_on(found, sweeps)),
+        runs=run_table(runs, labels, where),
+        sources=_sources(runs),
+    )
+    shown = {"report": report, "reference": reference, "margin": f"{PARITY_MARGIN:g}"}
+    light, dark = Markup(css_variables(dark=False)), Markup(css_variables(dark=True))
+    page = _environment(autoescape=True).get_template("index.html.j2").render(shown, light=light, dark=dark)
+    (out / "index.html").write_text(page, encoding="utf-8")
+    markdown = _environment(finalize=escape_markdown).get_template("report.md.j2").render(shown)
+    (out / "report.md").write_text(markdown, encoding="utf-8")
+    (out / "runs.csv").write_text(runs_csv(runs, labels, where), encoding="utf-8")
+    return report
+
+
+def _environment(**options: Any) -> jinja2.Environment:
+    options |= {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    return jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, **options)
+
+
+def escape_markdown(value: Any) -> str:
+    """Text that Markdown shows unchanged: without markup, HTML, or the end of a cell or line."""
+    text = re.sub(r"([\\`*<>\[\]|~]|&(?=#|\w+;)|(?<!\w)_|_(?!\w))", r"\\\1", str(value))
+    return " ".join(text.split("\n"))
+
+
+def _section(sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: str, apart: str, out: Path) -> Section:
+    """Draw and describe a sweep.
+
+    prefix  of its files and ids
+    apart   what sets it apart from other sweeps
+    """
+    own = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
+    run, lengths = sweep.runs[0], sorted({cell.seq_len for cell in sweep.cells})
+    subtitle = [
+        ", ".join(
+            f"{(n := run.option(f'model.n_{key}', '?'))} {unit}{'' if n == 1 else 's'}"
+            for key, unit in {"layers": "layer", "heads": "head", "embd": "channel"}.items()
+        ),
+        f"seq_len {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else ""),
+        f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in sweep.runs)}",
+        _all_of(run.precision for run in sweep.runs),
+        _all_of(f"{run.devices} x {run.device}" if run.devices > 1 else run.device for run in sweep.runs),
+    ]
+    return Section(
+        prefix,
+        f"{run.option('model.name', 'model')} on {run.option('data.name', 'data')}{f', {apart}' if apart else ''}",
+        " · ".join(subtitle),
+        answer(sweep, own, reference),
+        tuple(_draw(chart, out) for chart in charts(sweep, own, reference, prefix)),
+        tuple(table for table in (cell_table(sweep, own), ablation_table(sweep.runs)) if table),
+    )
+
+
+def _all_of(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(value for value in values if value)) or "not recorded"
+
+
+def _draw(chart: Chart, out: Path) -> Drawing:
+    path = f"figures/{chart.name}"
+    (out / f"{path}.png").write_bytes(render_png(chart, dark=False))
+    (out / f"{path}-dark.png").write_bytes(render_png(chart, dark=True))
+    svg = Markup(render_svg(chart))  # drawn here, from numbers and escaped labels
+    return Drawing(path, chart.title, chart.caption, svg)
+
+
+def _sources(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
+    """The origin of the report's runs, as (name, text)."""
+    versions = [run.recorded("versions") for run in runs]
+    kernels = [f"{run.attention}: {path}" for run in runs if (path := run.summary.get("attention_path"))]
+    return (
+        ("Run folders", _all_of(str(run.folder.parent) for run in runs)),
+        ("Devices", _all_of(run.device for run in runs)),
+        ("Precision", _all_of(run.precision for run in runs)),
+        *([("Kernels", _all_of(kernels))] if kernels else []),
+        ("Commits", _all_of(run.commit for run in runs)),
+        ("Software", _all_of(", ".join(f"{name} {v}" for name, v in version.items() if v) for version in versions)),
+        ("Run on", _all_of(sorted(str(run.summary.get("started") or "")[:10] for run in runs))),
+    )

@@ -1,0 +1,313 @@
+"""Does an implementation equal the reference, up to rounding? Three measurements, and the verdict from them.
+
+Same weights   The probe inside a run compares logits and gradients of both on the run's weights, batch and dropout
+               masks, beside the effect of rounding alone on the reference (parity/noise_*). Two correct implementations
+               are about that far apart, a wrong one tens to thousands of times as far; PARITY_MARGIN is allowed.
+Curves         The training loss must be closer to the reference's of the same seed than the reference's seeds are to
+               each other, as root mean squares over WINDOW of the run, because two curves that cross are close to
+               each other by accident. Seeds draw different batches: this tells the same training from another.
+Final losses   Their floor is what rounding does to the loss of one step, added up over the updates as if it never
+               cancelled. Training may amplify rounding beyond it. A difference above the floor is accepted if the
+               first losses agreed to rounding, and counts against an implementation if they did not.
+
+Parity holds when all three were measured and pass. It is broken when one fails, else it is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipe.report.runs import Run, Series
+from recipe.report.sweeps import Cell
+from recipe.run_folder import PARITY_MARGIN
+
+Array = NDArray[np.float64]
+
+WINDOW = 0.1
+EARLY = 0.1  # of the run
+EPS = float(np.finfo(np.float32).eps)  # losses are computed in fp32, whatever the precision
+MEASURES = {"logits_max_diff": "logits", "grad_rel_err": "gradients"}
+
+
+class Outcome(Enum):
+    """The possible verdicts."""
+
+    holds = "holds"
+    broken = "broken"
+    open = "open"
+
+
+class Gap(Enum):
+    """Why something was not measured."""
+
+    own_masks = "own_masks"  # of dropout
+    no_probe = "no_probe"  # against the reference
+    no_reference = "no_reference"  # under the same settings
+    single_seed = "single_seed"  # of the reference
+    no_shared_losses = "no_shared_losses"  # of the same seed and step
+
+
+class Probe(NamedTuple):
+    """The worst check at the same weights: how many times the reference's own rounding, in which measure, and where."""
+
+    checks: int
+    ratio: float
+    measure: str
+    step: int
+    parameter: str | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is within what is accepted."""
+        return self.ratio <= PARITY_MARGIN
+
+
+class Curve(NamedTuple):
+    """The largest distance to the reference of the same seed; as a share of the spread between seeds where known."""
+
+    largest: float
+    ratio: float | None
+    step: int
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the curve stays inside the spread between seeds; None where that is unknown."""
+        return None if self.ratio is None else self.ratio < 1
+
+
+class Final(NamedTuple):
+    """The difference of the final losses at the same seed, of the worst seed.
+
+    floor      sum of the reference's rounding over the run; None without a probe
+    amplified  whether a difference above the floor began within rounding, and training amplified it
+    """
+
+    metric: str
+    step: int
+    difference: float
+    floor: float | None
+    amplified: bool
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether rounding explains the difference; None without a probe."""
+        return None if self.floor is None else self.difference <= self.floor or self.amplified
+
+
+class NotFinite(NamedTuple):
+    """A loss that is not finite at a step where that of another run, named by its label, is finite."""
+
+    step: int
+    seed: int
+    other: str
+
+
+class Verdict(NamedTuple):
+    """One implementation against the reference, in one cell of comparable runs."""
+
+    label: str
+    cell: Cell
+    probe: Probe | None = None
+    curve: Curve | None = None
+    final: Final | None = None
+    not_finite: NotFinite | None = None
+    gaps: tuple[Gap, ...] = ()
+
+    @property
+    def outcome(self) -> Outcome:
+        """Broken if one measurement disagrees, open if one is missing, else holds."""
+        measured = (self.probe, self.curve, self.final)
+        if self.not_finite or any(m is not None and m.agrees is False for m in measured):
+            return Outcome.broken
+        return Outcome.open if self.gaps else Outcome.holds
+
+    @property
+    def decisive(self) -> bool:
+        """Whether anything was measured that could decide: a probe, or a curve and the spread between seeds."""
+        return bool(self.not_finite or self.probe or (self.curve and self.curve.ratio is not None))
+
+
+def outcome_of(verdicts: Sequence[Verdict]) -> Outcome | None:
+    """Broken if any verdict is, holds if all do, else open; None without verdicts."""
+    outcomes = {verdict.outcome for verdict in verdicts}
+    return next((outcome for outcome in (Outcome.broken, Outcome.open, Outcome.holds) if outcome in outcomes), None)
+
+
+def judge(cells: Sequence[Cell], reference: str = "naive") -> list[Verdict]:
+    """Judge every implementation against `reference`, in each cell that has a reference run or a probe."""
+    known = [cell for cell in cells if cell.of(reference) or rounding_of_a_step(cell.runs, reference) is not None]
+    return [_judge(cell, label, reference) for cell in known for label in cell.labels() if label != reference]
+
+
+def _judge(cell: Cell, label: str, reference: str) -> Verdict:
+    runs, references = cell.of(label), cell.of(reference)
+    stopped = next((found for run in runs.values() if (found := _not_finite(run, cell, reference))), None)
+    own = next(iter(runs.values()))
+    if own.option("attention.dropout") and own.option("attention.rng") == "torch":
+        return Verdict(label, cell, not_finite=stopped, gaps=(Gap.own_masks,))
+    pairs = [(run, references[seed]) for seed, run in runs.items() if seed in references]
+    probe = probe_worst(list(runs.values()), reference)
+    curve = curve_worst(pairs, seed_spread(list(references.values())))
+    final = final_worst(pairs, rounding_of_a_step([*runs.values(), *references.values()], reference))
+    gaps = [] if probe else [Gap.no_probe]
+    if not references:
+        gaps.append(Gap.no_reference)
+    elif pairs and len(references) == 1:
+        gaps.append(Gap.single_seed)
+    elif curve is None or curve.ratio is None or final is None:
+        gaps.append(Gap.no_shared_losses)
+    return Verdict(label, cell, probe, curve, final, stopped, tuple(gaps))
+
+
+def _not_finite(run: Run, cell: Cell, reference: str) -> NotFinite | None:
+    """A run's NaN or infinite loss at a step where another run's loss is finite: the reference of the same seed or, if
+    that did not run, any implementation with nothing left out, preferably the same one."""
+    step = run.diverged()
+    if step is None:
+        return None
+    others = [other for other in cell.runs if other.seed == run.seed and other is not run and not other.ablated]
+    others = [other for other in others if cell.label(other) == reference] or others
+    for other in sorted(others, key=lambda other: other.attention != run.attention):
+        fine, theirs = other.series("train/loss").finite().steps, other.diverged()
+        if len(fine) and fine[-1] >= step and (theirs is None or theirs > step):
+            return NotFinite(step, run.seed, cell.label(other))
+    return None
+
+
+def seed_spread(references: Sequence[Run]) -> Series | None:
+    """Root-mean-square distance of two of the reference's seeds: their training losses, windowed, by step.
+
+    None with fewer than two seeds that share logged steps.
+    """
+    squares: dict[int, list[float]] = {}
+    for pair in combinations(references, 2):
+        for step, apart in zip(*difference(*pair), strict=True):
+            squares.setdefault(int(step), []).append(apart**2)
+    steps = sorted(squares)
+    apart = np.sqrt([np.mean(squares[step]) for step in steps])
+    return Series(np.array(steps), rolling_rms(apart)) if steps else None
+
+
+def difference(run: Run, reference: Run, metric: str = "train/loss") -> Series:
+    """run - reference at the steps that both logged and where both are finite."""
+    a, b = run.series(metric).finite(), reference.series(metric).finite()
+    steps, in_a, in_b = np.intersect1d(a.steps, b.steps, return_indices=True)
+    return Series(steps, a.values[in_a] - b.values[in_b])
+
+
+def curve_worst(pairs: Sequence[tuple[Run, Run]], spread: Series | None) -> Curve | None:
+    """The worst window of the worst seed; None where no pair has a step in common."""
+    found = []
+    for pair in pairs:
+        apart = difference(*pair)
+        if not len(apart.steps):
+            continue
+        distance = rolling_rms(apart.values)
+        at, ratio = int(np.argmax(distance)), None
+        if spread is not None:
+            steps, here, there = np.intersect1d(apart.steps, spread.steps, return_indices=True)
+            if len(steps):
+                with np.errstate(divide="ignore", invalid="ignore"):  # nothing over nothing is nothing
+                    shares = np.where(distance[here] == 0, 0.0, distance[here] / spread.values[there])
+                at, ratio = int(here[np.argmax(shares)]), float(np.max(shares))
+        found.append(Curve(float(distance[at]), ratio, int(apart.steps[at])))
+    return max(found, key=lambda curve: (curve.ratio or 0, curve.largest), default=None)
+
+
+def final_worst(pairs: Sequence[tuple[Run, Run]], rounding: float | None) -> Final | None:
+    """The pair whose final losses differ most; of interrupted runs, the last losses both have.
+
+    rounding   effect of rounding on the loss of one step, from the probe
+    """
+    metric = "val/loss" if all(len(_trained(difference(*pair, "val/loss")).steps) for pair in pairs) else "train/loss"
+    found = []
+    for pair in pairs:
+        apart = _trained(difference(*pair, metric))
+        if not len(apart.steps):
+            continue
+        # An evaluation covers many sequences, a step's training loss only its batch.
+        last = apart.values[-1:] if metric == "val/loss" else apart.values[-window_of(len(apart.values)) :]
+        step, size = int(apart.steps[-1]), abs(float(last.mean()))
+        floor = None if rounding is None else rounding * step
+        amplified = rounding is not None and size > rounding * step and _began_within(pair, rounding)
+        found.append(Final(metric, step, size, floor, amplified))
+    return max(found, key=lambda final: (final.agrees is False, final.difference), default=None)
+
+
+def _trained(series: Series) -> Series:
+    """The series from the first update on: before it all seeds are equally untrained."""
+    return Series(series.steps[series.steps > 0], series.values[series.steps > 0])
+
+
+def _began_within(pair: tuple[Run, Run], rounding: float) -> bool:
+    """Whether the first losses of two runs agree up to rounding; true without early losses."""
+    starts = [difference(*pair, metric) for metric in ("val/loss", "train/loss")]
+    return all(
+        abs(apart.values[0]) <= PARITY_MARGIN * rounding * max(1, apart.steps[0])
+        for apart in starts
+        if len(apart.steps) and apart.steps[0] <= EARLY * max(apart.steps[-1], 1)
+    )
+
+
+def probe_worst(runs: Sequence[Run], reference: str) -> Probe | None:
+    """The worst of every check in the runs of one implementation; None where none ran against `reference`.
+
+    The loss does not decide: the difference of two scalars is near zero by accident too often to be a floor.
+    """
+    probed = _probed(runs, reference)
+    found = []
+    checks = sum("parity/loss_diff" in record for run in probed for record in run.records)
+    for name in MEASURES:
+        noises = [run.series(f"parity/noise_{name}").finite().values for run in probed]
+        if not noises or not len(pooled := np.concatenate(noises)):
+            continue
+        least = max(float(np.median(pooled)), EPS)
+        for run in probed:
+            steps, apart, noise = beside_rounding(run, name)
+            shares = np.nan_to_num(apart / np.maximum(noise, least), nan=np.inf, posinf=np.inf)
+            parameters = {record["step"]: record.get("parity/worst_parameter") for record in run.records}
+            found += [
+                Probe(checks, float(share), name, int(step), parameters.get(int(step)))
+                for share, step in zip(shares, steps, strict=True)
+            ]
+    return max(found, key=lambda probe: probe.ratio, default=None)
+
+
+def beside_rounding(run: Run, measure: str) -> tuple[NDArray[np.int64], Array, Array]:
+    """The steps at which a probe took one of MEASURES, what it found, and what rounding alone gives."""
+    apart, noise = run.series(f"parity/{measure}"), run.series(f"parity/noise_{measure}").finite()
+    steps, here, there = np.intersect1d(apart.steps, noise.steps, return_indices=True)
+    return steps, apart.values[here], noise.values[there]
+
+
+def _probed(runs: Sequence[Run], reference: str) -> list[Run]:
+    return [run for run in runs if run.option("parity.reference") == reference.split(" ")[0]]
+
+
+def rounding_of_a_step(runs: Sequence[Run], reference: str) -> float | None:
+    """The effect of rounding on the reference's loss in one step: the largest that a probe found, and at least one unit
+    in the last place of an fp32 loss. None without a probe."""
+    noises = [run.series("parity/noise_loss_diff").finite().values for run in _probed(runs, reference)]
+    if not noises or not len(pooled := np.concatenate(noises)):
+        return None
+    losses = [loss for run in runs if (loss := run.series("train/loss").finite().last()) is not None]
+    return max(float(np.max(pooled)), EPS * max(map(abs, losses), default=1.0))
+
+
+def rolling_rms(values: Array, window: int | None = None) -> Array:
+    """Root mean square over a centred window, cut off at the ends; by default of WINDOW of the points."""
+    ones = np.ones(window or window_of(len(values)))
+    middle = slice(len(ones) // 2, len(ones) // 2 + len(values))
+    total, count = np.convolve(values**2, ones)[middle], np.convolve(np.ones(len(values)), ones)[middle]
+    return np.sqrt(np.maximum(total, 0) / count)
+
+
+def window_of(points: int) -> int:
+    """An odd number of logged points: WINDOW of the run, and at least 11, because two seeds are one pair a point."""
+    return max(11, int(WINDOW * points)) | 1

@@ -1,0 +1,215 @@
+"""Which runs belong together: a cell (equal but for implementation and seed), a sweep (cells of other settings).
+
+A sweep over seq_len or over the number of devices has an axis; one over anything else (optimizer.lr, score) has none,
+and its cells stand side by side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from recipe.report.runs import UNKNOWN, Run
+
+# Settings in which runs may differ and still be compared step by step. Everything else has to be equal.
+_FREE = ("seed", "resume", "device", "model.name", "data.cache", "hydra", "parity", "tracking", "attention")
+_FREE_TRAINING = (
+    "log_every", "eval_every", "checkpoint_every", "keep_last", "profile", "memory_snapshot", "sample_tokens",
+    "cpu_memory_gib",
+)  # fmt: skip
+# What a sweep over lengths or devices changes along with them, to keep the tokens of a step or of a run equal.
+_BATCH = ("training.batch_size", "training.batch_tokens")
+_WITH_LENGTH = ("seq_len", *_BATCH, "training.steps", "training.eval_batches", "schedule.warmup_steps")
+_WITH_DEVICES = ("devices", *_BATCH, "parallel")
+_ORDER = ("naive", "tiled", "sdpa", "flash", "flex")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs equal in everything but implementation and seed: their curves may be compared step by step.
+
+    names   of each run's implementation, by the run's name
+    where   the settings that set the cell apart from the others of its sweep, as overrides: ("optimizer.lr=0.003",)
+    """
+
+    runs: tuple[Run, ...]
+    names: Mapping[str, str]
+    where: tuple[str, ...] = ()
+
+    @property
+    def seq_len(self) -> int:
+        return self.runs[0].seq_len
+
+    @property
+    def devices(self) -> int:
+        return self.runs[0].devices
+
+    @property
+    def short(self) -> str:
+        """`where` without the groups of the settings: "lr=0.003"."""
+        pairs = [setting.partition("=") for setting in self.where]
+        return " ".join(f"{name.split('.')[-1]}={value}" for name, _, value in pairs)
+
+    def label(self, run: Run) -> str:
+        return self.names[run.name]
+
+    def labels(self) -> list[str]:
+        """Implementations in order: naive, tiled, sdpa, flash, flex, then the others."""
+        return sorted({self.label(run) for run in self.runs}, key=label_order)
+
+    def of(self, label: str) -> dict[int, Run]:
+        """The runs of an implementation by seed; of several tries of one seed the one that came furthest."""
+        runs = [run for run in self.runs if self.label(run) == label]
+        runs.sort(key=lambda run: (run.status == "completed", run.step, str(run.summary.get("started"))))
+        return dict(sorted({run.seed: run for run in runs}.items()))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Cells that are read side by side; `axis` is seq_len or devices, by which they are sorted, or None."""
+
+    cells: tuple[Cell, ...]
+    axis: str | None = None
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(run for cell in self.cells for run in cell.runs)
+
+    def labels(self) -> list[str]:
+        return sorted({label for cell in self.cells for label in cell.labels()}, key=label_order)
+
+    def at(self, cell: Cell) -> int:
+        """The cell's position on the axis; without an axis, its place in the sweep."""
+        return int(getattr(cell, self.axis)) if self.axis else self.cells.index(cell)
+
+
+def label_order(label: str) -> tuple[int, list[tuple[int, str]]]:
+    """Sorts implementations as readers expect them, and 8x8 before 16x16."""
+    name, words = label.split(" ")[0], label.replace("=", " ").replace("x", " ").split()
+    order = _ORDER.index(name) if name in _ORDER else len(_ORDER)
+    return order, [(int(word), "") if word.isdigit() else (-1, word) for word in words]
+
+
+def labels_of(runs: Sequence[Run]) -> dict[str, str]:
+    """Each run's implementation, with the attention options in which its namesakes differ, by the run's name."""
+    labels = {}
+    for run in runs:
+        options = _attention_options(run)
+        others = [_attention_options(other) for other in runs if other.attention == run.attention]
+        differing = [key for key in options if any(key in other and other[key] != options[key] for other in others)]
+        words = []
+        if {"block_q", "block_k"} & set(differing):
+            words.append(f"{options['block_q']}x{options['block_k']}")
+        for key in differing:
+            if key == "ablate":
+                words += [str(options[key])] if run.ablated else []
+            elif key not in ("block_q", "block_k"):
+                words.append(f"{key}={options[key]}")
+        labels[run.name] = " ".join([run.attention, *words])
+    return labels
+
+
+def _attention_options(run: Run) -> dict[str, Any]:
+    options = {name.partition(".")[2]: value for name, value in run.settings.items() if _among(name, ("attention",))}
+    return {name: value for name, value in options.items() if name not in ("name", "dropout")}
+
+
+def comparison_key(run: Run) -> dict[str, str]:
+    """The settings two runs must share for their curves to be compared; the devices are among them."""
+    settings = {name: value for name, value in run.settings.items() if not _free(name)}
+    settings |= {"training.precision": run.precision, "device": run.device, "devices": run.devices}
+    return {name: json.dumps(value, sort_keys=True, default=str) for name, value in sorted(settings.items())}
+
+
+def _free(name: str) -> bool:
+    if name == "attention.dropout":
+        return False
+    return name.removeprefix("training.") in _FREE_TRAINING or _among(name, _FREE)
+
+
+def _among(name: str, groups: Iterable[str]) -> bool:
+    return any(name == group or name.startswith(f"{group}.") for group in groups)
+
+
+def cells_of(runs: Sequence[Run]) -> list[Cell]:
+    """Runs that may be compared step by step, in order of their sequence length.
+
+    A run that was killed recorded neither device nor precision, and its settings as composed, with references in
+    them unresolved; it belongs to the runs it shares the rest with, if those agree among themselves.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.device == UNKNOWN):
+        key = comparison_key(run)
+        if run.device == UNKNOWN:
+            alike = [members for members in groups.values() if _same_where_known(key, comparison_key(members[0]))]
+            if len(alike) == 1:
+                alike[0].append(run)
+                continue
+        groups.setdefault(json.dumps(key), []).append(run)
+    labels = labels_of(runs)
+    cells = [Cell(tuple(members), labels) for members in groups.values()]
+    return sorted(cells, key=lambda cell: cell.seq_len)
+
+
+def _same_where_known(killed: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether the settings that a killed run did record are those of the other."""
+    known = {n for n, value in killed.items() if "${" not in value} - {"device", "devices", "training.precision"}
+    return all(killed[name] == other.get(name) for name in known)
+
+
+def sweeps_of(runs: Sequence[Run]) -> list[Sweep]:
+    """Cells side by side: over the sequence length where one was swept, else over whatever differs.
+
+    A sweep may change batch and steps with the length, to keep tokens equal; where one length comes with several
+    batches, only equal batches belong together. Runs on other data or another kind of device have their own sweep.
+    """
+    sweeps: list[Sweep] = []
+    rest: list[Cell] = []
+    for cells in _partition(cells_of(runs), lambda name: name not in _WITH_LENGTH):
+        one_batch = len({cell.seq_len for cell in cells}) == len(cells)
+        for found in [cells] if one_batch else _partition(cells, lambda name: name != "seq_len"):
+            if len(found) > 1:
+                sweeps.append(Sweep(_placed(found), "seq_len"))
+            else:
+                rest += found
+    for found in _partition(rest, lambda name: _among(name, ("data", "device")) and name != "data.documents"):
+        names = {setting.partition("=")[0] for setting in settings_apart([cell.runs[0] for cell in found])[0]}
+        if "devices" in names and all(_among(name, _WITH_DEVICES) for name in names):
+            sweeps.append(Sweep(tuple(sorted(_placed(found), key=lambda cell: cell.devices)), "devices"))
+        else:
+            sweeps.append(Sweep(_placed(found)))
+    return sweeps
+
+
+def _partition(cells: Sequence[Cell], shared: Callable[[str], bool]) -> list[list[Cell]]:
+    """Cells that agree in the settings whose names are `shared`."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        key = {name: value for name, value in comparison_key(cell.runs[0]).items() if shared(name)}
+        found.setdefault(json.dumps(key), []).append(cell)
+    return list(found.values())
+
+
+def settings_apart(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """The options in which each run differs from the others: ("seq_len=512", "optimizer.lr=0.1")."""
+    keys = [comparison_key(run) for run in runs]
+    names = [name for name in sorted({n for key in keys for n in key}) if len({key.get(name) for key in keys}) > 1]
+    return [tuple(f"{name}={key.get(name, 'default').strip(chr(34))}" for name in names) for key in keys]
+
+
+def _placed(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """The cells, each knowing what sets it apart: the overrides where they tell, else the settings."""
+    typed = [_overrides(cell) for cell in cells]
+    shared = set.intersection(*map(set, typed))
+    where = [tuple(override for override in overrides if override not in shared) for overrides in typed]
+    if not all(where) or len(set(where)) < len(cells):
+        where = settings_apart([cell.runs[0] for cell in cells])
+    return tuple(replace(cell, where=found) for cell, found in zip(cells, where, strict=True))
+
+
+def _overrides(cell: Cell) -> list[str]:
+    """The overrides common to all runs of the cell, as far as they decide which cells it is compared with."""
+    found = [override for override in cell.runs[0].overrides if not _free(override.partition("=")[0].lstrip("+~"))]
+    return [override for override in found if all(override in run.overrides for run in cell.runs)]

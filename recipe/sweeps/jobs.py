@@ -1,0 +1,175 @@
+"""The jobs of a sweep: what each one is, and what its run folder says about it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from recipe.errors import UserError
+
+MANIFEST = "sweep.json"
+CONSOLE = "console.log"
+# What the launcher adds to a job's overrides, and the run records with them.
+LAUNCHER_OVERRIDES = ("resume", "tracking.group")
+
+
+class SweepError(UserError, RuntimeError):
+    """A sweep that cannot be started as asked; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep.
+
+    number     its place in the sweep, from 0
+    overrides  as on the command line, without Hydra's own
+    folder     its run folder
+    steps      updates it will make
+    ablated    whether a line of its attention is left out on purpose
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    folder: Path
+    steps: int
+    ablated: bool = False
+
+    def summary(self) -> dict[str, Any]:
+        """summary.json; empty while there is none."""
+        try:
+            return json.loads((self.folder / "summary.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    @property
+    def status(self) -> str:
+        """completed, out_of_memory, interrupted, failed; unfinished where no summary was written."""
+        return self.summary().get("status", "unfinished")
+
+    @property
+    def done(self) -> bool:
+        """Whether it has a result. Running out of memory is one, and so is an ablation's loss that is not finite."""
+        summary = self.summary()
+        not_finite = summary.get("non_finite_step") is not None
+        return summary.get("status") in ("completed", "out_of_memory") or (self.ablated and not_finite)
+
+    def latest(self) -> dict[str, Any]:
+        """The last whole line of metrics.jsonl that has a training loss."""
+        try:
+            with (self.folder / "metrics.jsonl").open("rb") as file:
+                file.seek(max(0, file.seek(0, 2) - 8192))
+                lines = file.read().splitlines()
+        except OSError:
+            return {}
+        for line in reversed(lines):
+            try:
+                record = json.loads(line)
+            except ValueError:  # half a line, at either end
+                continue
+            if "train/loss" in record:
+                return record
+        return {}
+
+    def failure_message(self) -> str:
+        """Why it failed: the message in its summary, else the last line of its console."""
+        message = self.summary().get("message")
+        if message:
+            return str(message)
+        try:
+            lines = [line for line in (self.folder / CONSOLE).read_text(errors="replace").splitlines() if line.strip()]
+        except OSError:
+            lines = []
+        return lines[-1].removeprefix("error: ").strip() if lines else "it ended without a message."
+
+    def clear_folder(self) -> None:
+        """Remove what is left of a run that died before its first checkpoint, so that the job can start again.
+
+        Raises SweepError where the folder holds another job's run, or one that is still running.
+        """
+        if not self.folder.exists():
+            return
+        try:
+            with FileLock(self.folder / ".lock", timeout=0):
+                self._clear()
+        except Timeout:
+            raise SweepError(f"{self.folder} belongs to a run that is still running; stop that one first.") from None
+
+    def _clear(self) -> None:
+        recorded = recorded_overrides(self.folder)
+        if recorded is None:
+            if (self.folder / "metrics.jsonl").exists():
+                raise SweepError(
+                    f"{self.folder} holds a run without its overrides; name another folder with hydra.sweep.dir."
+                )
+            return
+        if recorded != set(without(self.overrides, LAUNCHER_OVERRIDES)):
+            raise SweepError(
+                f"{self.folder} holds the run of {' '.join(sorted(recorded))}, not of {' '.join(self.overrides)}; "
+                "repeat the sweep's own overrides, or name another folder with hydra.sweep.dir."
+            )
+        if not any(self.folder.glob("checkpoints/step-*")):
+            shutil.rmtree(self.folder)
+
+
+def recorded_overrides(folder: Path) -> set[str] | None:
+    """The overrides of the run in `folder`, without those that the launcher added; None where none are recorded."""
+    try:
+        recorded = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        return None
+    return set(without(recorded or [], LAUNCHER_OVERRIDES))
+
+
+def without(overrides: Iterable[str], keys: Iterable[str]) -> list[str]:
+    """`overrides` except those of `keys`."""
+    return [override for override in overrides if override.split("=")[0].lstrip("+~") not in keys]
+
+
+def shorter_out_of_memory(job: Job, jobs: Sequence[Job]) -> Job | None:
+    """The job that differs from `job` only in a shorter seq_len, and already ran out of memory."""
+    seq_len, rest = _seq_len(job)
+    for other in jobs:
+        shorter, others = _seq_len(other)
+        if seq_len and shorter and shorter < seq_len and others == rest and other.status == "out_of_memory":
+            return other
+    return None
+
+
+def _seq_len(job: Job) -> tuple[int | None, list[str]]:
+    values = [o.split("=")[1] for o in job.overrides if o.startswith("seq_len=")]
+    return (int(values[0]) if values else None), without(job.overrides, ["seq_len"])
+
+
+def distinct_overrides(jobs: Sequence[Job]) -> dict[int, str]:
+    """The overrides that not every job has, by job number: "attention=tiled seed=2"."""
+    common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    return {job.number: " ".join(o for o in job.overrides if o not in common) or "the only job" for job in jobs}
+
+
+def write_manifest(folder: Path, jobs: Sequence[Job], group: str) -> None:
+    """Write the sweep's jobs and W&B group to `folder`/sweep.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"group": group, "jobs": [list(job.overrides) for job in jobs]}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest that `write_manifest` wrote; empty where there is none."""
+    try:
+        return json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def newest_sweep_of(folder: Path, overrides: Sequence[Sequence[str]]) -> Path | None:
+    """The newest sweep beside `folder` (multirun/<date>/<time>) that has exactly the jobs of `overrides`."""
+    wanted = [list(job) for job in overrides]
+    sweeps = sorted(folder.parent.parent.glob(f"*/*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path.parent for path in sweeps if read_manifest(path.parent).get("jobs") == wanted), None)

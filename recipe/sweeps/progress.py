@@ -1,0 +1,110 @@
+"""Progress of a sweep: a live bar in a terminal, a line at each job's start and end in a log."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.progress import BarColumn, Progress, TextColumn
+
+from recipe.sweeps.jobs import Job, distinct_overrides, shorter_out_of_memory
+from recipe.tracking.progress import Terminal
+from recipe.wording import duration
+
+
+class SweepProgress:
+    """Shows what the jobs of a sweep are doing, and what became of them."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs, self.names = jobs, distinct_overrides(jobs)
+        self.console = Terminal()
+        self.began: dict[Job, float] = {}
+        self.codes: dict[Job, int] = {}
+        self.bar = Progress(
+            BarColumn(bar_width=24), TextColumn("{task.description}"), console=self.console, auto_refresh=False
+        )
+        self.task = self.bar.add_task("", total=float(len(jobs)))
+
+    def __enter__(self) -> SweepProgress:
+        done = sum(job.done for job in self.jobs)
+        finished = f", {done} of them done already" if done else ""
+        self.print(f"{len(self.jobs)} job{'s' if len(self.jobs) != 1 else ''}{finished}")
+        if self.console.is_terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.console.is_terminal:
+            self.bar.stop()
+
+    def print(self, text: str) -> None:
+        """Print a line, above the bar where there is one."""
+        self.console.print(text, markup=False)
+
+    def started(self, job: Job) -> None:
+        self.began[job] = time.monotonic()
+        self.print(f"{self.label(job)}  {self.names[job.number]}")
+
+    def skipped(self, job: Job, shorter: Job) -> None:
+        self.print(
+            f"{self.label(job)}  {self.names[job.number]}: skipped, because job {shorter.number} ran out of memory"
+        )
+
+    def ended(self, job: Job, code: int) -> None:
+        """`code` is the process's exit status, negative for a signal."""
+        self.codes[job] = code
+        took = duration(time.monotonic() - self.began[job])
+        self.print(f"{self.label(job)}  {self.names[job.number]}: {self.outcome(job)}, {took}")
+
+    def refresh(self, running: Sequence[Job]) -> None:
+        """Redraw the bar."""
+        if not self.console.is_terminal:
+            return
+        lines, share = [], 0.0
+        for job in running:
+            latest = job.latest()
+            step, loss = latest.get("step", 0), latest.get("train/loss")
+            share += step / job.steps
+            text = f"step {step}/{job.steps}" + (f"  loss {float(loss):.4f}" if loss is not None else "")
+            lines.append(f"{self.label(job)}  {self.names[job.number]}  {text}")
+        finished = sum(1 for job in self.jobs if job not in running and (job.done or job in self.codes))
+        self.bar.update(self.task, completed=finished + share, description="  |  ".join(lines), refresh=True)
+
+    def label(self, job: Job) -> str:
+        """ "[3/9]", counted from 1."""
+        return f"[{list(self.jobs).index(job) + 1}/{len(self.jobs)}]"
+
+    def outcome(self, job: Job) -> str:
+        """The outcome of a job in a few words."""
+        summary, status = job.summary(), job.status
+        if status == "completed":
+            loss = summary.get("val_loss") or summary.get("train_loss")
+            return f"loss {float(loss):.4f}" if loss is not None else "completed"
+        if job.done:
+            return "out of memory" if status == "out_of_memory" else "loss not finite, which is this ablation's result"
+        if shorter_out_of_memory(job, self.jobs):
+            return "skipped: a shorter one ran out of memory"
+        if job in self.codes:
+            return "interrupted" if status == "interrupted" else "failed"
+        return "not run"
+
+    def reason(self, job: Job) -> str:
+        """Why a job failed, in one sentence."""
+        code = self.codes.get(job, 0)
+        if code < 0 and job.status != "failed":
+            memory = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+            return f"it was ended by {signal.Signals(-code).name}{memory}."
+        return job.failure_message()
+
+    def table(self) -> None:
+        """The outcome of every job."""
+        rows = [(str(job.number), self.names[job.number], self.outcome(job), str(job.folder)) for job in self.jobs]
+        rows.insert(0, ("job", "overrides", "outcome", "run folder"))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        self.print("")
+        for row in rows:
+            self.print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

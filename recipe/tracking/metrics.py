@@ -1,0 +1,82 @@
+"""metrics.jsonl: a line of strict JSON for each logged step, whatever else fails.
+
+    {"step": 10, "train/loss": 4.1, "optim/lr": 0.0001, ...}
+
+A loss that is not finite is written as "nan", "inf" or "-inf", which `float` reads. A line reaches the operating system
+before `append` returns, so a killed process loses none. It reaches the disk within half a minute.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data.atomic import write_atomically
+from recipe.errors import UserError
+from recipe.files import to_json
+from recipe.run_folder import read_metrics
+
+SECONDS_BETWEEN_SYNCS = 30.0
+
+
+class TrackingError(UserError, RuntimeError):
+    """A run whose metrics cannot be recorded; the message says why and what to do."""
+
+
+class MetricsFile:
+    """The metrics of one run, written a line at a time."""
+
+    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+        """Begin a new file or, with `resume_step`, keep the lines of the old one up to that step.
+
+        Raises TrackingError if the file belongs to another run.
+        """
+        self.path = path
+        if resume_step is not None:
+            kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
+            write_atomically(path, "".join(to_json(record) + "\n" for record in kept))
+            self.last_step = kept[-1]["step"] if kept else -1
+        elif path.exists() and path.stat().st_size:
+            raise TrackingError(
+                f"{path} holds the metrics of another run; continue that one with resume={path.parent}, "
+                "or choose another hydra.run.dir."
+            )
+        else:
+            self.last_step = -1
+        self.file = path.open("ab", buffering=0)
+        self.synced = time.monotonic()
+
+    def append(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Log `metrics` after `step` updates. A second line of the same step adds to the first.
+
+        Raises TrackingError where it cannot be written, ValueError for a step before the last one.
+        """
+        if step < self.last_step:
+            raise ValueError(f"step {step} is logged after step {self.last_step}")
+        line = (to_json({"step": step, **metrics}) + "\n").encode()
+        try:
+            if self.file.write(line) != len(line):  # the disk had room for part of the line only
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if time.monotonic() - self.synced > SECONDS_BETWEEN_SYNCS:
+                self.sync()
+        except OSError as error:
+            raise TrackingError(
+                f"{self.path} could not be written ({error.strerror}); free some space, and continue with "
+                f"resume={self.path.parent}."
+            ) from error
+        self.last_step = step
+
+    def sync(self) -> None:
+        """Wait until every line is on the disk."""
+        os.fsync(self.file.fileno())
+        self.synced = time.monotonic()
+
+    def close(self) -> None:
+        """Sync the file to the disk and close it; safe to call twice."""
+        if not self.file.closed:
+            self.sync()
+            self.file.close()

@@ -1,0 +1,106 @@
+"""A run's environment, summary.json and loss curve."""
+
+from __future__ import annotations
+
+import math
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from data.atomic import write_atomically
+from recipe.files import to_json
+from recipe.profiling.meters import device_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ENVIRONMENT = ("device", "versions", "git")
+TRAIN_COLOUR, VAL_COLOUR, INK, GRID = "#8da9c4", "#c8553d", "#333333", "#e6e6e6"
+
+
+def environment(device: torch.device, device_count: int = 1) -> dict[str, Any]:
+    """{"device": {type, name, count}, "versions": {python, torch, triton, cuda}, "git": {commit, dirty}}.
+
+    None for what is missing (triton, CUDA, a git checkout).
+    """
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = None
+    return {
+        "device": {"type": device.type, "name": device_name(device), "count": device_count},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton,
+            "cuda": torch.version.cuda,
+        },
+        "git": git_state(Path(__file__).parents[2]),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """The commit checked out in `folder` and whether its tracked files differ from it; None where git cannot say."""
+    commit, changes = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json in one step. Numbers that are not finite become "nan", "inf" and "-inf"."""
+    write_atomically(path, to_json(summary, indent=2) + "\n")
+
+
+def draw_loss_curve(records: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw train and validation loss over steps as PNG. Values that are not finite leave a gap."""
+    from matplotlib.figure import Figure  # half a second to import, too long for the start of a run
+
+    train, val = _series(records, "train/loss"), _series(records, "val/loss")
+    figure = Figure(figsize=(7.2, 4.2), dpi=144, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*train, color=TRAIN_COLOUR, linewidth=1.0, label="training")
+    axes.plot(*val, color=VAL_COLOUR, linewidth=1.8, marker="o", markersize=3.5, label="validation")
+    finite = [(loss, step) for step, loss in zip(*val, strict=True) if math.isfinite(loss)]
+    if finite:
+        _note_lowest(axes, *min(finite))
+    _style(axes, title)
+    temporary = path.with_name(f".{path.name}.partial")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)
+
+
+def _series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    points = [(record["step"], float(record[name])) for record in records if record.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _note_lowest(axes: Axes, loss: float, step: int) -> None:
+    # A validation curve leaves the space above its lowest point free.
+    axes.annotate(f"{loss:.4f}", (step, loss), xytext=(0, 8), textcoords="offset points", ha="center", color=VAL_COLOUR)
+
+
+def _style(axes: Axes, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    axes.set_xlabel("step", color=INK)
+    axes.set_ylabel("loss (nats per token)", color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    axes.tick_params(colors=INK, length=0)
+    axes.margins(x=0.02, y=0.1)
+    axes.legend(frameon=False, loc="upper right")

@@ -1,0 +1,289 @@
+"""Checkpoints that are complete or absent.
+
+    checkpoints/
+      step-00000500/        the state after 500 updates
+        model/                the weights: safetensors files, one for each rank that wrote
+        training/             moments, loss scale: likewise
+        manifest.json         format, step, metadata, and each file's size and SHA-256
+      best -> step-00000400  the lowest validation loss so far
+
+A checkpoint is written into a hidden folder, synced to the disk (files, then folder), and renamed. A kill at any
+moment leaves the earlier checkpoints as they were, and the next save removes its remains. The manifests decide which
+checkpoint is the best; the link to it is a convenience for people.
+
+    path = save_checkpoint(folder, {"model": {name: tensor}, "training": {name: tensor}}, step=500, keep_last=2,
+                           metadata={"val_loss": 1.83, "config": {...}})
+    path, rejected = newest_valid(folder)
+    state = load_checkpoint(path)
+    manifest = read_manifest(path)          # .step, .metadata
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.atomic import sync
+from recipe.distributed.ranks import from_every_rank, from_first_rank, rank
+from recipe.errors import UserError
+from recipe.files import plain, to_json
+from recipe.training.checkpoint_folder import PARTIAL, checkpoints_in, clean, partial_of, publish, remove
+from recipe.training.checkpoint_storage import (
+    TRAINING,
+    Allocate,
+    Tensors,
+    read_format_1,
+    read_tensors,
+    write_tensors,
+    written_by,
+)
+
+FORMAT, READABLE_FORMATS = 2, (1, 2)
+MANIFEST, PARTS = "manifest.json", ("model", "training")
+
+
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint that cannot be written, found or trusted; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description that a checkpoint holds of itself.
+
+    step      number of updates done
+    metadata  as given to `save_checkpoint`
+    files     name -> {"bytes": size, "sha256": digest in hex}
+    format    version of the layout
+    aliases   in format 1, name -> stored name, for weights that share storage
+    """
+
+    step: int
+    metadata: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+    format: int
+    aliases: dict[str, str]
+
+    @property
+    def val_loss(self) -> float | None:
+        """The validation loss of these weights; None where it was not measured or is not finite."""
+        value = self.metadata.get("val_loss")
+        return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def save_checkpoint(
+    folder: Path, state: Mapping[str, Mapping[str, Tensor]], step: int, *, keep_last: int, metadata: dict[str, Any]
+) -> Path:
+    """Save the state after `step` updates as `folder`/step-XXXXXXXX, and return that path.
+
+    Every rank calls this and writes its share; `folder`, keep_last and metadata of the first rank count.
+
+    state      {"model": name -> tensor, "training": name -> tensor}, whole or sharded
+    keep_last  how many of the newest to keep, at least 1, in addition to the best
+    metadata   plain values. "val_loss", if present, is the validation loss of these very weights and decides which
+               checkpoint is the best; of equals, the earliest
+
+    Raises CheckpointError if the disk is full or not writable. Earlier checkpoints stay untouched, and nothing
+    half-written remains.
+    """
+    if keep_last < 1:
+        raise CheckpointError(f"training.keep_last={keep_last} would keep no checkpoint; it must be at least 1.")
+
+    def begin() -> Path:
+        path = folder / f"step-{step:08d}"
+        with _explained(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            clean(folder)
+            for part in PARTS:
+                (partial_of(path) / part).mkdir(parents=True)
+        return path
+
+    path = from_first_rank(begin)
+    partial = partial_of(path)
+    with _explained(path):
+        for part in PARTS:
+            write_tensors(partial / part, state[part])
+        own = {
+            str(file.relative_to(partial)): _size_and_hash(file)
+            for part in PARTS
+            for file in written_by(partial / part, rank())
+        }
+        files = {name: seal for share in from_every_rank(own) for name, seal in share.items()}
+
+    def finish() -> None:
+        with _explained(path):
+            _write_manifest(partial, {"step": step, "metadata": plain(metadata), "aliases": {}, "files": files})
+            publish(partial, path)
+            _link_best(path.parent)
+            _prune(path.parent, step, keep_last)
+
+    from_first_rank(finish)
+    return path
+
+
+def newest_valid(folder: Path) -> tuple[Path, list[str]]:
+    """The newest undamaged checkpoint in `folder`, and a sentence for each newer one that was passed over.
+
+    Raises CheckpointError where there is none.
+    """
+    rejected = []
+    for _, path in sorted(checkpoints_in(folder).items(), reverse=True):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            rejected.append(str(error))
+        else:
+            return path, rejected
+    if not rejected:
+        raise CheckpointError(f"There is no checkpoint to load in {folder}; name a run that has written one.")
+    raise CheckpointError(
+        f"No checkpoint in {folder} is intact. {' '.join(rejected)} Start a new run in another hydra.run.dir."
+    )
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint with the lowest validation loss, by the manifests; None where none was measured."""
+    best: tuple[float, int, Path] | None = None
+    for step, path in checkpoints_in(folder).items():
+        try:
+            val_loss = read_manifest(path).val_loss
+        except CheckpointError:
+            continue  # damaged: loading it reports that
+        if val_loss is not None and (best is None or (val_loss, step) < best[:2]):
+            best = val_loss, step, path
+    return best[2] if best else None
+
+
+def load_checkpoint(path: Path, allocate: Allocate | None = None) -> dict[str, Tensors]:
+    """The state that was saved. Nothing in the files is executed.
+
+    allocate  returns the tensor to load into, given a name, whole shape and dtype. Every rank then calls this and
+              reads its share. None: whole tensors on the CPU, read by this process alone
+
+    Raises CheckpointError where the checkpoint is damaged.
+    """
+    manifest = verify(path) if allocate is None else from_first_rank(lambda: verify(path))
+    place = allocate or (lambda name, size, dtype: torch.empty(size, dtype=dtype))
+    if manifest.format == 1:
+        try:
+            return read_format_1(path, manifest.aliases, place)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path / TRAINING} holds more than tensors and plain values; it was not loaded."
+            ) from error
+    return {part: read_tensors(path / part, place, together=allocate is not None) for part in PARTS}
+
+
+def verify(path: Path) -> Manifest:
+    """The manifest, after comparing every file's size and SHA-256 with it. Raises CheckpointError."""
+    manifest = read_manifest(path)
+    for name, expected in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path} is damaged: {name} is missing.")
+        if (size := file.stat().st_size) != expected["bytes"]:
+            raise CheckpointError(f"{path} is damaged: {name} has {size} bytes instead of {expected['bytes']}.")
+        with file.open("rb") as opened:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
+                raise CheckpointError(f"{path} is damaged: the content of {name} has changed since it was written.")
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest alone, without looking at the files it names. Raises CheckpointError."""
+    try:
+        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        digest, written_in = content.pop("digest"), content.pop("format")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint: its {MANIFEST} cannot be read ({error.strerror})."
+        ) from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not a manifest.") from error
+    if written_in not in READABLE_FORMATS:
+        raise CheckpointError(
+            f"{path} is of checkpoint format {written_in}, and this version reads formats up to {FORMAT}."
+        )
+    if digest != _digest(content):
+        raise CheckpointError(f"{path} is damaged: the content of {MANIFEST} has changed since it was written.")
+    return Manifest(**content, format=written_in)
+
+
+def _size_and_hash(file: Path) -> dict[str, Any]:
+    """The size and digest of a file, for `verify`."""
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": digest}
+
+
+def _write_manifest(partial: Path, content: dict[str, Any]) -> None:
+    """Complete the checkpoint in `partial`, and bring its folders to the disk."""
+    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(to_json({"format": FORMAT, **content, "digest": _digest(content)}, indent=2))
+        file.flush()
+        os.fsync(file.fileno())
+    for folder in (*(partial / part for part in PARTS), partial):
+        sync(folder)
+
+
+def _link_best(folder: Path) -> None:
+    best = best_checkpoint(folder)
+    link, fresh = folder / "best", folder / f"{PARTIAL}best"
+    if best is None or (link.is_symlink() and link.readlink() == Path(best.name)):
+        return
+    if link.is_dir() and not link.is_symlink():  # from a run folder that was copied with its links followed
+        copied = folder / f"{PARTIAL}copied-best"
+        link.rename(copied)
+        remove(copied)
+    try:
+        fresh.symlink_to(best.name)
+        fresh.replace(link)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):  # a file system without links
+            raise
+
+
+def _prune(folder: Path, step: int, keep_last: int) -> None:
+    """Keep the newest `keep_last` up to `step`, and the best. Later ones are damaged, or another run's to judge."""
+    kept = sorted(s for s in checkpoints_in(folder) if s <= step)[-keep_last:]
+    best = best_checkpoint(folder)
+    for old, path in checkpoints_in(folder).items():
+        if old < kept[0] and path != best:
+            doomed = folder / f"{PARTIAL}{path.name}"
+            path.rename(doomed)  # rename first: an interrupted removal must not look like a damaged checkpoint
+            remove(doomed)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """On any failure remove the partial checkpoint; turn errors of the system into CheckpointError."""
+    try:
+        yield
+    except BaseException as error:
+        remove(partial_of(path))
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__  # the library wraps the system's error
+        if cause is None:
+            raise
+        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "Free some space" if full else "Make the folder writable"
+        raise CheckpointError(
+            f"The checkpoint {path} could not be written ({cause.strerror}); those that were there are untouched. "
+            f"{advice}, and continue with resume={path.parents[1]}."
+        ) from cause
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,93 @@
+"""The options of training, and mistakes in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from model.config import Recompute
+from model.loss import LossKind
+from recipe.device import Precision
+from recipe.distributed.world import World
+
+
+@dataclass
+class TrainingConfig:
+    """The options under `training.*`.
+
+    steps             updates of the weights
+    batch_size        sequences per rank and micro-batch
+    batch_tokens      tokens of one step over all micro-batches and ranks; None: one micro-batch per rank
+    precision         of the model's computations
+    compile           torch.compile the model
+    cuda_graph        with compile, on GPUs, without accumulation, and without recomputing if sharded: replay the whole
+                      step as a CUDA graph
+    recompute         what the backward pass recomputes: less memory, more time
+    residual_in_fp32  in half precision, keep the residual stream in fp32: more exact, more memory, more time
+    loss              how the loss over the vocabulary is computed
+    log_every         steps between two lines of metrics.jsonl
+    eval_every        steps between two evaluations, the first before training, the last after it; 0: none
+    eval_batches      micro-batches of one evaluation, divided among the ranks
+    eval_span         tokens of validation text taken in one piece, a multiple of seq_len; None: one window
+    checkpoint_every  steps between two checkpoints, the last after training; 0: none
+    keep_last         checkpoints to keep, in addition to the best
+    sample_tokens     tokens of text to print after training; 0: none
+    cpu_memory_gib    on a CPU, limit of the process's own memory, as if it were a GPU of that size
+    ema               decay of a moving average of the weights, which is evaluated and saved beside them; 0: none
+    profile           record where the time of a few steps goes
+    memory_snapshot   record every allocation of these steps on a GPU
+    """
+
+    steps: int = 1200
+    batch_size: int = 12
+    batch_tokens: int | None = None
+    precision: Precision = Precision.auto
+    compile: bool = False
+    cuda_graph: bool = True
+    recompute: Recompute = Recompute.none
+    residual_in_fp32: bool = True
+    loss: LossKind = LossKind.auto
+    log_every: int = 10
+    eval_every: int = 200
+    eval_batches: int = 20
+    eval_span: int | None = None
+    checkpoint_every: int = 500
+    keep_last: int = 2
+    sample_tokens: int = 200
+    cpu_memory_gib: float | None = None
+    ema: float = 0.0
+    profile: bool = False
+    memory_snapshot: bool = False
+
+    def micro_steps(self, seq_len: int, world_size: int) -> int:
+        """Micro-batches of one step on each rank."""
+        tokens = self.batch_size * seq_len * world_size
+        return 1 if self.batch_tokens is None else self.batch_tokens // tokens
+
+
+def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Iterator[str]:
+    """A sentence for each value that cannot train, with what to change. `seq_len` is at least 1."""
+    lowest = {"steps": 1, "batch_size": 1, "log_every": 1, "eval_every": 0, "eval_batches": 1}
+    lowest |= {"checkpoint_every": 0, "keep_last": 1, "sample_tokens": 0}
+    for name, least in lowest.items():
+        if getattr(config, name) < least:
+            yield f"training.{name}={getattr(config, name)} must be at least {least}."
+    if config.cpu_memory_gib is not None and not config.cpu_memory_gib > 0:
+        yield f"training.cpu_memory_gib={config.cpu_memory_gib} must be above 0, or null for no limit."
+    if not 0 <= config.ema < 1:
+        yield f"training.ema={config.ema} must lie in [0, 1), such as 0.999; 0 keeps no average."
+    if config.eval_span is not None and (config.eval_span < 1 or config.eval_span % seq_len):
+        nearest = max(1, round(config.eval_span / seq_len)) * seq_len
+        yield (
+            f"training.eval_span={config.eval_span} is not a multiple of seq_len={seq_len}; "
+            f"use training.eval_span={nearest}, or null."
+        )
+    micro_batch = max(config.batch_size, 1) * seq_len * world.data_size
+    if config.batch_tokens is not None and (config.batch_tokens < 1 or config.batch_tokens % micro_batch):
+        nearest = max(1, round(config.batch_tokens / micro_batch)) * micro_batch
+        ranks = f" * {world.data_size} ranks" if world.data_size > 1 else ""
+        yield (
+            f"training.batch_tokens={config.batch_tokens} is not a multiple of the {micro_batch} tokens of a "
+            f"micro-batch (training.batch_size={config.batch_size} * seq_len={seq_len}{ranks}); "
+            f"use training.batch_tokens={nearest}."
+        )

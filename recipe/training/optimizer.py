@@ -1,0 +1,181 @@
+"""The optimizers, and their learning rate: a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from recipe.training.muon import Muon, hidden_matrices
+
+AUTO = "auto"
+
+
+@dataclass
+class OptimizerConfig:
+    """The options under `optimizer.*`.
+
+    name          adamw, or muon: Muon for the matrices of the hidden layers and AdamW for the rest
+    lr            the peak of the schedule
+    weight_decay  per step, times the learning rate, of matrices and embeddings only
+    betas         decay of the running means of the gradient and of its square
+    eps           added to the root of the second
+    clip          largest norm of the gradient over all parameters; 0: no clipping
+    momentum      of Muon
+    muon_lr       the peak for Muon's matrices; None: lr
+    """
+
+    name: str = "adamw"
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    clip: float = 1.0
+    momentum: float = 0.95
+    muon_lr: float | None = None
+
+
+@dataclass
+class ScheduleConfig:
+    """The options under `schedule.*`.
+
+    name            cosine, wsd (warmup-stable-decay) or constant
+    warmup_steps    steps of linear growth from (almost) zero; auto: a tenth of all steps, 100 at most
+    min_lr_ratio    final learning rate as a fraction of its peak (cosine, wsd)
+    decay_fraction  fraction of all steps used by the final decay (wsd)
+    """
+
+    name: str = "cosine"
+    warmup_steps: int | str = AUTO
+    min_lr_ratio: float = 0.1
+    decay_fraction: float = 0.2
+
+    def warmup(self, steps: int) -> int:
+        """The number of warm-up steps in a run of `steps`."""
+        return min(steps // 10, 100) if self.warmup_steps == AUTO else int(self.warmup_steps)
+
+
+def cosine(step: int, steps: int, config: ScheduleConfig) -> float:
+    """Half a cosine from 1 down to min_lr_ratio: Loshchilov and Hutter 2017, "SGDR", eq. 5, without restarts."""
+    warmup = config.warmup(steps)
+    progress = (step - warmup) / max(steps - warmup, 1)
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def wsd(step: int, steps: int, config: ScheduleConfig) -> float:
+    """1, then down over the last steps as 1 - sqrt: Hägele et al. 2024, "Scaling Laws ... Beyond Fixed Training"."""
+    decay_steps = config.decay_fraction * steps
+    progress = max(step - (steps - decay_steps), 0) / max(decay_steps, 1)
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 - math.sqrt(progress))
+
+
+def constant(step: int, steps: int, config: ScheduleConfig) -> float:
+    """1."""
+    return 1.0
+
+
+SCHEDULES: dict[str, Callable[[int, int, ScheduleConfig], float]] = {f.__name__: f for f in (cosine, wsd, constant)}
+
+
+def learning_rate(step: int, steps: int, peak: float, config: ScheduleConfig) -> float:
+    """The learning rate of the update after `step` of `steps` updates: linear warm-up, then the schedule."""
+    warmup = min(1.0, (step + 1) / (config.warmup(steps) + 1))
+    return peak * (warmup if warmup < 1 else SCHEDULES[config.name](step, steps, config))
+
+
+def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019) that decays matrices and embeddings, not biases and norms.
+
+    The learning rate is a tensor on the parameters' device, filled before each step. A new value then needs neither
+    recompilation nor a new CUDA graph.
+    """
+    return adamw_of([p for p in model.parameters() if p.requires_grad], config)
+
+
+def build_muon(model: nn.Module, config: OptimizerConfig) -> Muon:
+    """Muon for the weights of linear layers, AdamW for embeddings, the head tied to them, norms and biases."""
+    matrices = hidden_matrices(model)
+    hidden = {matrix for matrix, _ in matrices}
+    adamw = adamw_of([p for p in model.parameters() if p.requires_grad and p not in hidden], config)
+    options = {
+        "lr": adamw.param_groups[0]["lr"].clone(),
+        "lr_ratio": 1.0 if config.muon_lr is None else config.muon_lr / config.lr,
+        "weight_decay": config.weight_decay,
+    }
+    return Muon(matrices, options, config.momentum, adamw)
+
+
+def adamw_of(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW for some parameters of one device."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    lr = torch.tensor(config.lr, device=parameters[0].device)
+    beta1, beta2 = config.betas
+    on_gpu = parameters[0].is_cuda
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=config.eps, fused=True, capturable=on_gpu)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": build_adamw,
+    "muon": build_muon,
+}
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next update, in the tensor that the device reads."""
+    for group in optimizer.param_groups:
+        group["lr"].fill_(lr * group.get("lr_ratio", 1.0))
+
+
+def update_parameters(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
+    """One update from gradients / divisor, or none if `skip`. The device decides; the host does not wait.
+
+    divisor  0-dim: scaling and clipping in one
+    skip     0-dim bool: leave weights, moments and their step count as they are
+    """
+    # The fused kernel divides by `grad_scale` as it reads the gradients, and returns at once where `found_inf` is 1:
+    # clipping and skipping need no extra pass over the gradients.
+    optimizer.grad_scale, optimizer.found_inf = divisor, skip.float()  # type: ignore[attr-defined]
+    optimizer.step()
+
+
+def optimizer_mistakes(config: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> Iterator[str]:
+    """A sentence for each hyperparameter that cannot train, with what to change."""
+    if config.name not in OPTIMIZERS:
+        yield f"optimizer.name={config.name} is not known; choose one of {', '.join(OPTIMIZERS)}."
+    if schedule.name not in SCHEDULES:
+        yield f"schedule.name={schedule.name} is not known; choose one of {', '.join(SCHEDULES)}."
+    if not (len(config.betas) == 2 and all(0 <= beta < 1 for beta in config.betas)):
+        yield f"optimizer.betas={list(config.betas)} must be two numbers in [0, 1), such as [0.9,0.99]."
+    for name, usual in (("lr", "1e-3"), ("eps", "1e-8")):
+        value = getattr(config, name)
+        if not (value > 0 and math.isfinite(value)):
+            yield f"optimizer.{name}={value} must be above 0 and finite, such as optimizer.{name}={usual}."
+    if not 0 <= config.momentum < 1:
+        yield f"optimizer.momentum={config.momentum} must lie in [0, 1), such as 0.95."
+    if config.muon_lr is not None and not (config.muon_lr > 0 and math.isfinite(config.muon_lr)):
+        yield f"optimizer.muon_lr={config.muon_lr} must be above 0 and finite, or null for optimizer.lr."
+    for name in ("momentum", "muon_lr"):
+        if config.name == "adamw" and getattr(config, name) != getattr(OptimizerConfig, name):
+            yield f"optimizer.{name}={getattr(config, name)} has no effect with optimizer=adamw; choose optimizer=muon."
+    for name in ("weight_decay", "clip"):
+        if not getattr(config, name) >= 0:
+            yield f"optimizer.{name}={getattr(config, name)} must not be negative; optimizer.{name}=0 turns it off."
+    if isinstance(schedule.warmup_steps, str) and schedule.warmup_steps != AUTO:
+        yield (
+            f"schedule.warmup_steps={schedule.warmup_steps} is not a whole number or auto; "
+            f"use schedule.warmup_steps={AUTO}."
+        )
+    elif isinstance(schedule.warmup_steps, int) and not 0 <= schedule.warmup_steps <= steps:
+        yield (
+            f"schedule.warmup_steps={schedule.warmup_steps} must lie between 0 and training.steps={steps}; "
+            f"use schedule.warmup_steps={AUTO}."
+        )
+    for name in ("min_lr_ratio", "decay_fraction"):
+        if not 0 <= getattr(schedule, name) <= 1:
+            yield f"schedule.{name}={getattr(schedule, name)} must lie between 0 and 1."

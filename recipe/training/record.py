@@ -1,0 +1,206 @@
+"""The record of a run: its metrics, its checkpoints and, at the end, its summary."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from attention import AttentionShape
+from recipe.distributed.world import World
+from recipe.errors import refusals
+from recipe.parity.ablation import measure as measure_ablation
+from recipe.parity.probe import summarise
+from recipe.profiling.attention_memory import attention_peak
+from recipe.profiling.meters import GIB, StepMeter
+from recipe.run_folder import read_metrics
+from recipe.tracking.summary import environment, write_summary
+from recipe.tracking.tracker import Tracker, TrackingConfig
+from recipe.training.checkpoint import save_checkpoint
+from recipe.training.loop import OutOfMemory
+from recipe.training.step import NonFiniteError, Trainer
+
+
+class NullRecord:
+    """The record of ranks other than the first: they only write their share of checkpoints."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def print(self, text: str) -> None:
+        """A line for the user."""
+
+    def log(self, n: int, metrics: dict[str, Any]) -> None:
+        """Metrics after n updates."""
+
+    def save(self, n: int, val_loss: float | None) -> None:
+        """This rank's share of the checkpoint after n updates. The first rank knows its folder and validation loss."""
+        save_checkpoint(Path(), self.trainer.state(), n, keep_last=1, metadata={})
+
+    def __enter__(self) -> NullRecord:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """The run is over, with or without an `error`."""
+
+
+@dataclass(frozen=True)
+class RunMetadata:
+    """The origin of a run.
+
+    config     as plain values
+    overrides  of the command line
+    data       identity of the prepared tokens
+    shape      the model's requirements for its attention
+    """
+
+    config: dict[str, Any]
+    overrides: list[str]
+    data: str
+    shape: AttentionShape
+
+
+class Record(NullRecord):
+    """Keeps a run folder, and writes its summary.json at the end of the `with` block, also after an exception."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tracking: TrackingConfig,
+        trainer: Trainer,
+        meter: StepMeter,
+        origin: RunMetadata,
+        start: int,
+        again: bool,
+    ) -> None:
+        """
+        start  updates done already
+        again  whether the folder belongs to this run; lines logged beyond `start` are then replaced
+        """
+        super().__init__(trainer)
+        self.folder, self.meter, self.origin = folder, meter, origin
+        self.environment = environment(trainer.device, trainer.world.size)
+        if again and start == 0:
+            (folder / "metrics.jsonl").unlink(missing_ok=True)
+        self.tracker = Tracker(
+            folder,
+            tracking,
+            run_config=origin.config,
+            steps=trainer.training.steps,
+            resume_step=start or None,
+            environment=self.environment,
+        )
+        self.step, self.started = start, datetime.now(UTC)
+        lines = read_metrics(folder / "metrics.jsonl")
+        # The time that the run took before it was resumed.
+        last = lines[-1] if lines else {"throughput/elapsed_s": 0.0}
+        self.clock_zero = time.monotonic() - last["throughput/elapsed_s"]
+        self.start = start
+        self.tokens_before = int(last.get("train/tokens", start * meter.tokens_per_step))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the run, including those before it was resumed."""
+        return time.monotonic() - self.clock_zero
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the run has trained on, those before it was resumed included."""
+        return self.tokens_before + (self.step - self.start) * self.meter.tokens_per_step
+
+    def print(self, text: str) -> None:
+        self.tracker.print(text)
+
+    def log(self, n: int, metrics: dict[str, Any]) -> None:
+        self.step = n
+        self.tracker.log(n, metrics | {"train/tokens": self.tokens, "throughput/elapsed_s": self.elapsed})
+
+    def save(self, n: int, val_loss: float | None) -> None:
+        metadata = {"val_loss": val_loss, "config": self.origin.config, "data": self.origin.data}
+        metadata["tokens_per_step"] = self.trainer.tokens_per_step
+        keep_last = self.trainer.training.keep_last
+        save_checkpoint(self.folder / "checkpoints", self.trainer.state(), n, keep_last=keep_last, metadata=metadata)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, OutOfMemory):
+            status = "out_of_memory"
+        elif isinstance(error, KeyboardInterrupt) or (error is None and self.step < self.trainer.training.steps):
+            status = "interrupted"
+        else:
+            status = "completed" if error is None else "failed"
+        sentence = None if error is None else repr(error)
+        if isinstance(error, refusals()):
+            sentence = str(error)
+        non_finite_step = error.step if isinstance(error, NonFiniteError) else None
+        with self.tracker:
+            self.tracker.finish(self.summary(status, sentence, non_finite_step))
+
+    def summary(self, status: str, message: str | None, non_finite_step: int | None) -> dict[str, Any]:
+        """The content of summary.json. Losses are those of all lines, including lines from before a resume."""
+        trainer, lines = self.trainer, read_metrics(self.folder / "metrics.jsonl")
+        evaluated = [(float(line["val/loss"]), line["step"]) for line in lines if "val/loss" in line]
+        best_val_loss, best_val_step = min((e for e in evaluated if math.isfinite(e[0])), default=(None, None))
+        memory_source, peak = self._memory(finished=status in ("completed", "interrupted"))
+        return {
+            "status": status,
+            "message": message,
+            "non_finite_step": non_finite_step,
+            "attention": trainer.model.attend.name,
+            "attention_path": trainer.model.attend.path(self.origin.shape, trainer.model.seq_len),
+            "config": self.origin.config,
+            "overrides": self.origin.overrides,
+            "step": self.step,
+            "steps": trainer.training.steps,
+            "train_loss": next((line["train/loss"] for line in reversed(lines) if "train/loss" in line), None),
+            "val_loss": evaluated[-1][0] if evaluated else None,
+            "val_loss_ema": next((line["val/loss_ema"] for line in reversed(lines) if "val/loss_ema" in line), None),
+            "best_val_loss": best_val_loss,
+            "best_val_step": best_val_step,
+            "median": self.meter.medians(),
+            "peak": peak,
+            "memory_source": memory_source,
+            "parity": summarise(lines),
+            "ablation": measure_ablation(trainer.model.attend.config),
+            "wall_time_s": self.elapsed,
+            "tokens": self.tokens,
+            "parameters": trainer.model.num_parameters(),
+            "precision": trainer.training.precision.value,
+            **self.environment,
+            "started": self.started.isoformat(timespec="seconds"),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+
+    def _memory(self, finished: bool) -> tuple[str | None, dict[str, float]]:
+        """The source of the memory peak, and the peak. A CPU has no such counter; there the attention's allocations are
+        counted."""
+        if self.origin.shape.device.type != "cpu":
+            return "cuda", self.meter.peaks()
+        if not finished:
+            return None, {}
+        model = self.trainer.model
+        measured = attention_peak(model.attend, self.origin.shape, self.trainer.training.batch_size, model.seq_len)
+        return "attention", {"memory/peak_allocated_gib": measured / GIB}
+
+
+@contextmanager
+def recorded_out_of_memory(
+    folder: Path, config: dict[str, Any], overrides: list[str], device: torch.device, world: World
+) -> Iterator[None]:
+    """Enter while the model is built, before there is a record. If it runs out of memory, a summary.json is written,
+    because that is a result of a sweep."""
+    try:
+        yield
+    except OutOfMemory as error:
+        if world.rank == 0:
+            ended = {"status": "out_of_memory", "message": str(error), "step": 0, "steps": config["training"]["steps"]}
+            known = {"attention": config["attention"]["name"], "config": config, "overrides": overrides}
+            write_summary(folder / "summary.json", ended | known | environment(device, world.size))
+        raise

@@ -1,0 +1,68 @@
+"""The state of a training run between two steps as named tensors, for checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from recipe.distributed.shared_update import SharedAdamW
+from recipe.training.checkpoint import load_checkpoint
+from recipe.training.checkpoint_storage import Tensors
+
+MOMENTS = "moments."
+AVERAGE = "average."  # of the weights
+
+
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, others: Tensors) -> dict[str, Tensors]:
+    """{"model": weights, "training": moments.<parameter>.<slot> and `others`}: the tensors themselves, no copies."""
+    moments = {
+        f"{MOMENTS}{name}.{slot}": value
+        for name, parameter in updated_by(optimizer, model).items()
+        for slot, value in optimizer.state[parameter].items()
+    }
+    return {"model": dict(model.state_dict()), "training": {**moments, **others}}
+
+
+@torch.no_grad()
+def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, others: Tensors) -> bool:
+    """Fill weights, moments and `others` from a checkpoint. Hyperparameters stay the optimizer's.
+
+    Every rank calls this; the number of ranks may differ from that of the writers. Returns whether the checkpoint has
+    an average of the weights, which is passed over if `others` has none. Raises CheckpointError.
+    """
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = dict(model.named_parameters())
+    updated = updated_by(optimizer, model)
+    index_of = {name: next(i for i, q in enumerate(ordered) if q is p) for name, p in updated.items()}
+
+    def index(name: str) -> int:
+        """The index of the parameter that a moment belongs to; checkpoints of format 1 store the index itself."""
+        owner = name.removeprefix(MOMENTS).rpartition(".")[0]
+        return int(owner) if owner.isdecimal() else index_of[owner]
+
+    def allocate(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """An empty tensor, sharded like its parameter."""
+        like = ordered[index(name)] if name.startswith(MOMENTS) else parameters.get(name.removeprefix(AVERAGE))
+        if like is not None and like.shape == size:
+            return torch.empty_like(like, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device=ordered[0].device)
+
+    loaded = load_checkpoint(path, allocate)
+    model.load_state_dict(loaded["model"])
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name, value in loaded["training"].items():
+        if name.startswith(MOMENTS):
+            moments.setdefault(index(name), {})[name.rpartition(".")[2]] = value
+        elif name in others or not name.startswith(AVERAGE):
+            others[name].copy_(value)
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+    return any(name.startswith(AVERAGE) for name in loaded["training"])
+
+
+def updated_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
+    """What the optimizer updates of each parameter of the model that it trains, by the parameter's name."""
+    own = optimizer.own if isinstance(optimizer, SharedAdamW) else {}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: own.get(parameter, parameter) for name, parameter in trained.items()}

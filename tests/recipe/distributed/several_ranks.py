@@ -1,0 +1,248 @@
+"""What test_several_ranks.py runs in four processes: the same training on 4, 2 and 1 of them.
+
+python -m tests.recipe.distributed.several_ranks <folder> <7 ports>
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # fully_shard imports it when it is first called: once here, not once a rank
+from torch.multiprocessing import start_processes
+
+from attention import AttentionConfig, DropoutKey, build_attention
+from attention.dropout import keep_mask
+from attention.score import take_rows
+from data.batches import Batches
+from data.config import DataConfig
+from model.config import GPTConfig, Recompute
+from model.gpt import GPT
+from recipe.config import Config
+from recipe.device import Precision
+from recipe.distributed.config import DataParallel, ParallelConfig
+from recipe.distributed.context import ContextAttention, ContextBy
+from recipe.distributed.exchange import local
+from recipe.distributed.ranks import joined
+from recipe.distributed.world import World
+from recipe.parity.probe import ParityConfig
+from recipe.tracking.tracker import TrackingConfig, TrackingMode
+from recipe.training.checkpoint import newest_valid, save_checkpoint
+from recipe.training.config import TrainingConfig
+from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.step import Trainer
+from train import train as train_run
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 200.0
+T, B, MICRO_BATCHES, SEED = 64, 2, 4, 7
+TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)
+MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1)
+
+
+PARALLEL = {
+    "exact": ParallelConfig(),
+    "any": ParallelConfig(exact=False),
+    "sharded": ParallelConfig(DataParallel.shard),
+    "sharded, kept gathered": ParallelConfig(DataParallel.shard, reshard_after_forward=False),
+    "sharded, any": ParallelConfig(DataParallel.shard, exact=False),
+    "heads": ParallelConfig(context=2, context_by=ContextBy.heads),
+    "keys, sharded": ParallelConfig(DataParallel.shard, context=2, context_by=ContextBy.keys),
+}
+
+# Numbers of ranks, each of which resumes from the checkpoint of the number before it.
+SHARD, REPLICATE = DataParallel.shard, DataParallel.replicate
+CHAIN = ((4, SHARD), (2, SHARD), (1, REPLICATE), (4, REPLICATE))
+
+
+def build(
+    world: World, parallel: ParallelConfig, micro_batches: int = MICRO_BATCHES, precision: Precision = Precision.fp32
+) -> Trainer:
+    torch.manual_seed(SEED)
+    model = replace(MODEL, bias=precision is not Precision.fp32)  # autocast rounds weights and biases
+    gpt = GPT(model, 256, T, build_attention(AttentionConfig(dropout=0.1)))
+    settings = TrainingConfig(steps=20, batch_size=B, batch_tokens=B * T * micro_batches, precision=precision, ema=0.9)
+    # At this learning rate a difference in the last bit soon shows.
+    return Trainer(gpt, OptimizerConfig(lr=1e-2), ScheduleConfig(warmup_steps=2), settings, SEED, CPU, world, parallel)
+
+
+def train(trainer: Trainer, steps: range) -> list[list[str]]:
+    """Loss and gradient norm of each step, in hexadecimal."""
+    world = trainer.world
+    batches = Batches(TEXT, trainer.model.seq_len, B, SEED, world.data_rank, world.data_size, trainer.micro_steps)
+    done = []
+    for step in steps:
+        update = trainer.update(step, [batches.batch(step, m) for m in range(trainer.micro_steps)])
+        done.append([float(value).hex() for value in update])
+    return done
+
+
+def validate(trainer: Trainer) -> dict[str, str]:
+    batches = Batches(TEXT, trainer.model.seq_len, B, SEED)
+    measured = trainer.measure([batches.batch(step) for step in range(50, 55)])
+    return {"validation": measured["val/loss"].hex(), "validation of the average": measured["val/loss_ema"].hex()}
+
+
+def share_update(world: World, folder: Path) -> dict[str, Any]:
+    """Four steps without clipping, in two parts with a checkpoint between: two ranks, which share the update, or the
+    second part on one rank; and four steps of one rank alone. Each rank of two has one term of every sum.
+
+    Two ranks do not divide the embeddings of 63 positions.
+    """
+    T = 63
+
+    def build(parallel: ParallelConfig) -> Trainer:
+        torch.manual_seed(SEED)
+        gpt = GPT(MODEL, 256, T, build_attention(AttentionConfig(dropout=0.1)))
+        settings = TrainingConfig(steps=20, batch_size=B, batch_tokens=2 * B * T, precision=Precision.bf16, ema=0.9)
+        optimizer, schedule = OptimizerConfig(lr=1e-2, clip=0.0), ScheduleConfig(warmup_steps=2)
+        return Trainer(gpt, optimizer, schedule, settings, SEED, CPU, world, parallel)
+
+    trainer, found = build(ParallelConfig(exact=False)), dict[str, Any]()
+    if world.size == 2:
+        found["first half"] = train(trainer, range(2))
+        state = trainer.state()
+        save_checkpoint(folder, state, 2, keep_last=1, metadata={})
+        moments = [value for name, value in state["training"].items() if name.endswith(".exp_avg")]
+        found["part of the moments"] = sum(local(m).numel() for m in moments) / sum(m.numel() for m in moments)
+        trainer = build(ParallelConfig(exact=False))
+    else:
+        alone = build(ParallelConfig())
+        found["alone"] = {"updates": train(alone, range(4)), **validate(alone), "whole model": one_loss(alone)}
+    trainer.load(newest_valid(folder)[0])
+    found["second half"] = {"updates": train(trainer, range(2, 4)), **validate(trainer)}
+    found["second half"]["whole model"] = one_loss(trainer)
+    return found
+
+
+@torch.no_grad()
+def one_loss(trainer: Trainer) -> str:
+    """A loss of the gathered model, computed on this rank alone, in hexadecimal."""
+    batch = Batches(TEXT, trainer.model.seq_len, B, SEED).batch(50)
+    return trainer.whole_model().eval()(*batch).item().hex()
+
+
+def work(world: World) -> dict[str, Any]:
+    """Everything that is compared between numbers of ranks."""
+    found: dict[str, Any] = {}
+    for name, parallel in PARALLEL.items():
+        if world.size < parallel.context:
+            continue
+        trainer = build(world, parallel)
+        found[name] = {"updates": train(trainer, range(8)), **validate(trainer)}
+        found[name]["whole model"] = one_loss(trainer)
+    if world.size <= 2:  # a sum of two terms has one order, in a library too
+        for name in ("exact", "sharded"):
+            found[f"{name}, two terms"] = train(build(world, PARALLEL[name], micro_batches=2), range(8))
+    for precision in (Precision.bf16, Precision.fp16):
+        for name in ("exact", "sharded"):
+            trainer = build(world, PARALLEL[name], precision=precision)
+            found[f"{name}, {precision.value}"] = {"updates": train(trainer, range(4)), **validate(trainer)}
+    found["masks"], found["timeouts are the run's"] = masks(world)
+    return found
+
+
+def masks(world: World) -> tuple[dict[str, bool], list[bool]]:
+    """Whether this rank's masks, in every micro-batch, are its part of the masks that one process draws for the step,
+    and whether ranks that share sequences wait TIMEOUT_S for each other.
+
+    With equal scores, and the identity as values, attention returns the weights, which are 0 where dropped.
+    """
+    H, T, layer, step = 4, 128, 1, 3
+    whole = keep_mask(DropoutKey(SEED, step, layer, first_sequence=0), 0.1, MICRO_BATCHES * B, H, T, T)
+    whole &= torch.ones(T, T, dtype=torch.bool).tril()
+    found, in_time = dict[str, bool](), list[bool]()
+    for context in (1, 2, 4):
+        for by in (ContextBy.heads, ContextBy.keys):
+            if world.size % context:
+                continue
+            torch.manual_seed(SEED)
+            gpt = GPT(replace(MODEL, n_heads=H), 256, T, build_attention(AttentionConfig(dropout=0.1)))
+            settings = TrainingConfig(batch_size=B, batch_tokens=B * T * MICRO_BATCHES, precision=Precision.fp32)
+            parallel = ParallelConfig(context=context, context_by=by, timeout_s=TIMEOUT_S)
+            trainer = Trainer(gpt, OptimizerConfig(), ScheduleConfig(), settings, SEED, CPU, world, parallel)
+            attend, rows = trainer.context or (gpt.attend, ((0, T),))
+            if isinstance(attend, ContextAttention):
+                in_time.append(attend.group._get_backend(CPU).options._timeout.total_seconds() == TIMEOUT_S)
+            v = take_rows(torch.eye(T), rows, dim=0).expand(B, H, -1, -1)
+            kept = []
+            for micro_step in range(trainer.micro_steps):
+                key = trainer.dropout_key_for(step, micro_step).at_layer(layer)
+                weights = attend(torch.zeros_like(v), torch.zeros_like(v), v, dropout_key=key).out
+                first = (micro_step * trainer.world.data_size + trainer.world.data_rank) * B
+                expected = take_rows(whole[first : first + B], rows, dim=2)
+                kept.append(torch.equal(weights != 0, expected))
+            found[f"{world.size // context} x {context} by {by.value}"] = all(kept)
+    return found, in_time
+
+
+def resume(world: World, folder: Path, steps: range, data: DataParallel) -> list[list[str]]:
+    """Train from the newest checkpoint, if any, to the next; returns the updates and the average's validation loss."""
+    trainer = build(world, ParallelConfig(data))
+    if steps.start:
+        trainer.load(newest_valid(folder)[0])
+    done = train(trainer, steps)
+    done.append([validate(trainer)["validation of the average"]])
+    save_checkpoint(folder, trainer.state(), steps.stop, keep_last=1, metadata={})
+    return done
+
+
+def whole_run(world: World, folder: Path, parallel: ParallelConfig) -> None:
+    """A run of train.py with probe, evaluation, recomputation, accumulation and a sample, and on several ranks a
+    profile. The folder gets what it prints too.
+    """
+    config = Config(
+        seq_len=32,
+        device="cpu",
+        attention=AttentionConfig(dropout=0.1),
+        model=replace(MODEL, n_layers=1),
+        data=DataConfig("text", path=str(folder.parent / "text.txt"), cache=str(folder.parent / "cache")),
+        training=TrainingConfig(
+            steps=3, batch_size=1, batch_tokens=4 * 32, recompute=Recompute.block, log_every=1, eval_every=3,
+            eval_batches=2, checkpoint_every=0, sample_tokens=20, profile=world.size > 1,
+        ),
+        parity=ParityConfig(every=2, reference="tiled"),
+        parallel=parallel,
+        tracking=TrackingConfig(mode=TrackingMode.disabled),
+    )  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert train_run(config, folder, []) == 0
+    if world.rank == 0:
+        (folder / "said.txt").write_text(said.getvalue())
+
+
+def main(rank: int, folder: Path, ports: list[str]) -> None:
+    torch.set_num_threads(1)
+    resumed: dict[str, Any] = {}
+    for turn, ((size, data), port) in enumerate(zip(CHAIN, ports[:4], strict=True)):
+        if rank < size:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            world, steps = World(rank, size, rank), range(2 * turn, 2 * turn + 2)
+            with joined(world, CPU, TIMEOUT_S):
+                resumed[str(steps.start)] = resume(world, folder / "checkpoints", steps, data)
+                if size <= 2:
+                    shared = share_update(world, folder / "shared")
+                    (folder / f"{rank}-of-{size}-shared-update.json").write_text(json.dumps(shared))
+                if turn < 3:
+                    (folder / f"{rank}-of-{size}.json").write_text(json.dumps(work(world)))
+            if turn < 3:
+                variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": ports[4 + turn]}
+                os.environ.update({name: str(value) for name, value in variables.items()})
+                whole_run(world, folder / f"run-{size}", ParallelConfig(data))
+    (folder / f"{rank}-resumed.json").write_text(json.dumps(resumed))
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1], "text.txt").write_bytes(TEXT.tobytes())
+    gc.freeze()  # forked, the four share what this process has imported
+    start_processes(main, (Path(sys.argv[1]), sys.argv[2:]), nprocs=4, start_method="fork")

@@ -1,0 +1,91 @@
+"""Ways of sharing the work that the ranks cannot are refused before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from model.gpt import GPTConfig
+from recipe.cli.check import mistakes
+from recipe.config import Config
+from recipe.distributed.config import DataParallel, ParallelConfig
+from recipe.distributed.context import ContextBy
+from recipe.distributed.world import World
+from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+
+CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32), schedule=ScheduleConfig())
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "sentence"),
+    [
+        (
+            ParallelConfig(),
+            3,
+            "3 ranks cannot add gradients in the order of one rank (parallel.exact=true); start 2 or 4",
+        ),
+        (
+            ParallelConfig(context=4),
+            1,
+            "must divide the number of ranks, 1; use parallel.context=1, or start 4 ranks with",
+        ),
+        (
+            ParallelConfig(context=3),
+            4,
+            "use parallel.context=2, or start 3 ranks with torchrun --nproc-per-node 3 and set",
+        ),
+        (
+            ParallelConfig(context=4),
+            6,
+            "use parallel.context=3 and set parallel.exact=false, or start 4 ranks with torchrun --nproc-per-node 4.",
+        ),
+        (ParallelConfig(context=0), 2, "parallel.context=0 must be at least 1"),
+        (ParallelConfig(timeout_s=0), 2, "parallel.timeout_s=0 must be"),
+        (
+            ParallelConfig(reshard_after_forward=False),
+            2,
+            "parallel.reshard_after_forward=false has no effect on parallel.data=replicate",
+        ),
+        (
+            ParallelConfig(context=8, context_by=ContextBy.heads),
+            8,
+            "parallel.context_by=heads cannot share 4 query and 4 key/value heads between parallel.context=8 ranks; "
+            "use parallel.context_by=keys.",
+        ),
+        (
+            ParallelConfig(context=8),
+            8,
+            "seq_len=128 cannot be shared by parallel.context=8 ranks; use seq_len=256.",
+        ),
+    ],
+)
+def test_what_these_ranks_cannot_do_is_one_sentence(parallel: ParallelConfig, ranks: int, sentence: str) -> None:
+    (said,) = mistakes(replace(CONFIG, parallel=parallel), World(size=ranks))
+    assert sentence in said
+
+
+def test_muon_is_refused_where_ranks_have_rows_of_matrices_alone() -> None:
+    config = replace(CONFIG, optimizer=OptimizerConfig(name="muon"), parallel=ParallelConfig(DataParallel.shard))
+    (said,) = mistakes(config, World(size=2))
+    assert said.startswith("optimizer=muon needs whole matrices, and parallel.data=shard gives each rank some rows")
+    assert not list(mistakes(config, World(size=1)))
+
+
+def test_a_length_between_two_that_can_be_shared_names_both() -> None:
+    config = replace(CONFIG, seq_len=1000, parallel=ParallelConfig(context=4))
+    (said,) = mistakes(config, World(size=4))
+    assert said.endswith("use seq_len=960 or seq_len=1024.")
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(exact=False), ParallelConfig(exact=False, context=3)])
+def test_three_ranks_can_add_in_any_order(parallel: ParallelConfig) -> None:
+    assert not list(mistakes(replace(CONFIG, seq_len=288, parallel=parallel), World(size=3)))
+
+
+def test_tokens_of_a_step_count_sequences_that_are_shared_once() -> None:
+    training = replace(CONFIG.training, batch_size=2, batch_tokens=2 * 128 * 2)
+    config = replace(CONFIG, training=training, parallel=ParallelConfig(context=2))
+    assert not list(mistakes(config, World(size=4)))
+    (said,) = mistakes(replace(config, parallel=ParallelConfig(context=1)), World(size=4))
+    assert "training.batch_tokens=512 is not a multiple of the 1024 tokens" in said

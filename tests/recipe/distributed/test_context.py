@@ -1,0 +1,75 @@
+"""A sequence spread over ranks is attended to as in one process, with the same dropout masks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import UnsupportedAttention
+from attention.score import take_rows
+from recipe.distributed.context import ContextBy, rows_of
+from tests.recipe.distributed.context_ranks import CASES, T, attend
+from tests.recipe.distributed.test_ranks import free_port
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of each of four ranks."""
+    folder, port = tmp_path_factory.mktemp("context"), free_port()
+    command = [sys.executable, "-m", "tests.recipe.distributed.context_ranks", str(folder), port]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=240)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+
+
+def assembled(parts: list[Tensor], by: ContextBy) -> Tensor:
+    """The ranks' parts of a tensor, (B, H, T / W, ...) each, concatenated in the order of positions."""
+    positions = torch.cat([take_rows(torch.arange(T), rows_of(r, len(parts), T, by), 0) for r in range(len(parts))])
+    return torch.cat(parts, dim=2)[:, :, positions.argsort()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("by", [ContextBy.heads, ContextBy.keys])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_share_a_sequence_attend_as_one(
+    found: list[dict[str, Any]], case: str, by: ContextBy, size: int
+) -> None:
+    H, H_kv, *_ = CASES[case]
+    if by is ContextBy.heads and (H % size or H_kv % size):
+        with pytest.raises(UnsupportedAttention, match=f"cannot share {H} query .*context={size} ranks"):
+            by.resolve(H, H_kv, size)
+        assert ContextBy.auto.resolve(H, H_kv, size) is ContextBy.keys
+        return
+    ranks = [rank[f"{case}, {size} by {by.value}"] for rank in found[:size]]
+    expected = attend(case, None)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        # Sharing by heads changes the products' shapes, and with them the order in which the library adds.
+        torch.testing.assert_close(
+            assembled([rank[name] for rank in ranks], by), expected[name], rtol=1e-5, atol=2e-6, msg=name
+        )
+    if expected.get("dsinks") is not None:
+        torch.testing.assert_close(sum(rank["dsinks"] for rank in ranks), expected["dsinks"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [ContextBy.heads, ContextBy.keys])
+def test_compiled_as_one_graph_it_gives_the_same(found: list[dict[str, Any]], by: ContextBy) -> None:
+    for rank in found:
+        compiled, plain = (rank[f"{kind}, 4 by {by.value}"] for kind in ("compiled", "plain"))
+        assert all(torch.equal(compiled[name], plain[name]) for name in plain)
+
+
+def test_every_row_has_one_rank_and_causal_work_is_shared_evenly() -> None:
+    rows = [rows_of(rank, 4, T, ContextBy.keys) for rank in range(4)]
+    places = torch.cat([torch.arange(*part) for own in rows for part in own])
+    assert places.sort().values.tolist() == list(range(T))
+    assert len({sum(start + stop for start, stop in own) for own in rows}) == 1

@@ -1,0 +1,143 @@
+"""Several ranks lose nothing when one of them is killed or told to stop, and resume as one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.config import register
+from recipe.run_folder import read_metrics
+from recipe.sweeps import launcher
+from recipe.training.checkpoint import load_checkpoint, newest_valid
+from recipe.training.checkpoint_folder import PARTIAL
+from tests.recipe.training.test_resume import steps_logged, train
+
+ROOT = Path(__file__).parents[3]
+STEPS = 200
+OVERRIDES = [
+    "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
+    "model.n_layers=1", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",
+    "training.batch_size=2", "training.batch_tokens=256", f"training.steps={STEPS}",
+    "training.log_every=1", f"training.eval_every={STEPS // 2}", "training.checkpoint_every=5",
+    "training.sample_tokens=0",
+]  # fmt: skip
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+
+
+def ranks_of(torchrun: subprocess.Popen[bytes]) -> dict[str, int]:
+    """Rank -> process id, of the ranks that torchrun has started."""
+    found = {}
+    for child in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            for variable in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                if variable.startswith(b"RANK="):
+                    found[variable.removeprefix(b"RANK=").decode()] = int(child)
+    return found
+
+
+def wait_for(condition: Callable[[], bool], started: subprocess.Popen[Any]) -> None:
+    while not condition():
+        assert started.poll() is None
+        time.sleep(0.01)
+
+
+def checkpoints(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").glob("step-*")}
+
+
+def kill_during_a_save(run: Path, torchrun: subprocess.Popen[bytes]) -> set[str]:
+    """Stop the second rank while a checkpoint is half-written, so that the save never ends, and kill it.
+
+    Returns the names of the complete checkpoints at that time.
+    """
+
+    def unfinished() -> bool:
+        return any((run / "checkpoints").glob(f"{PARTIAL}step-*"))
+
+    while True:
+        wait_for(unfinished, torchrun)
+        second = ranks_of(torchrun)["1"]
+        os.kill(second, signal.SIGSTOP)
+        time.sleep(0.3)
+        if unfinished():
+            whole = checkpoints(run)
+            os.kill(second, signal.SIGKILL)
+            return whole
+        os.kill(second, signal.SIGCONT)
+
+
+def newest_logged(run: Path) -> int:
+    return read_metrics(run / "metrics.jsonl")[-1]["step"]
+
+
+def wait_for_restart(first: dict[str, int], torchrun: subprocess.Popen[bytes]) -> None:
+    wait_for(lambda: ranks_of(torchrun).keys() == {"0", "1"} and ranks_of(torchrun) != first, torchrun)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun starts the ranks again after a kill in a step and one in a save; after the signal all stop, and one
+    process goes on alone."""
+    register()
+    launcher.register()
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(os.__file__, "text.txt")
+    run, whole = Path("run"), Path("whole")
+    whole.mkdir()
+    train(*OVERRIDES, "hydra.run.dir=whole")
+
+    command = [sys.executable, *TORCHRUN, str(ROOT / "train.py"), *OVERRIDES, "resume=auto", "hydra.run.dir=run"]
+    with Path("said").open("wb") as said:
+        torchrun = subprocess.Popen(command, stdout=said, stderr=said)
+    try:
+        wait_for(lambda: steps_logged(run) >= 25, torchrun)
+        first = ranks_of(torchrun)
+        os.kill(first["1"], signal.SIGKILL)
+        wait_for_restart(first, torchrun)
+        before, second = steps_logged(run), ranks_of(torchrun)
+        wait_for(lambda: steps_logged(run) > before + 10, torchrun)
+        left_whole = kill_during_a_save(run, torchrun)
+        wait_for_restart(second, torchrun)
+        assert left_whole & checkpoints(run)
+        before = steps_logged(run)
+        wait_for(lambda: steps_logged(run) > before + 10, torchrun)
+        os.kill(ranks_of(torchrun)["1"], signal.SIGTERM)
+        assert torchrun.wait(60) != 0
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    text = Path("said").read_text()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("interrupted", newest_logged(run)), text
+    assert newest_valid(run / "checkpoints")[0].name == f"step-{summary['step']:08d}"
+    assert "resuming from" in text
+    assert f"stopped by SIGTERM after step {summary['step']} of {STEPS}; resume=run goes on\n" in text
+
+    train("resume=auto", "hydra.run.dir=run")
+    losses = [
+        [
+            (line["step"], line.get("train/loss"), line.get("val/loss"))
+            for line in read_metrics(folder / "metrics.jsonl")
+        ]
+        for folder in (run, whole)
+    ]
+    assert [step for step, _, _ in losses[0]] == list(range(STEPS + 1))
+    assert sum(validation is not None for _, _, validation in losses[0]) == 3
+    assert losses[0] == losses[1]
+    ours, theirs = (load_checkpoint(newest_valid(folder / "checkpoints")[0]) for folder in (run, whole))
+    assert all(torch.equal(ours[part][name], tensor) for part in theirs for name, tensor in theirs[part].items())

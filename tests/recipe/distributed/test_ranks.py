@@ -1,0 +1,116 @@
+"""Ranks find each other or name the missing one, and notice when one disappears."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from recipe.distributed.ranks import RankError, _address, joined
+from recipe.distributed.world import World
+from recipe.errors import fail
+
+ROOT = Path(__file__).parents[3]
+
+
+def free_port() -> str:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return str(opened.getsockname()[1])
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> str:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    return f"127.0.0.1:{port}"
+
+
+def join(world: World) -> None:
+    with joined(world, torch.device("cpu"), timeout_s=0.5):
+        raise AssertionError("nobody else is there")
+
+
+def test_the_first_rank_names_those_that_did_not_come(address: str) -> None:
+    with pytest.raises(RankError, match=rf"Rank 0 of 3 waited 0\.5 s at {address}, and ranks 1, 2 did not join"):
+        join(World(0, 3))
+
+
+def test_another_rank_says_that_the_first_did_not_come(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankError, match=rf"Rank 1 of 2 waited 0\.5 s at {address}, and rank 0 did not join"):
+        join(World(1, 2))
+    assert "frame #" not in capfd.readouterr().err
+
+
+def test_a_rank_without_an_address_says_how_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RankError, match=r"RANK=1 of WORLD_SIZE=2 needs MASTER_ADDR.*torchrun"):
+        join(World(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu7", "gpu7"), ("gpu[03-07,12],login1", "gpu03"), ("a1,b[2-3]", "a1"), ("rack2-gpu[9]", "rack2-gpu9")],
+)
+def test_the_tasks_of_a_slurm_step_meet_on_its_first_node(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, first: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    slurm = {"PROCID": "5", "STEP_NUM_TASKS": "8", "LOCALID": "1", "JOB_ID": "123", "STEP_ID": "0"}
+    for name, value in (slurm | {"STEP_NODELIST": nodes}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert World.from_environment() == World(5, 8, 1)
+    assert _address() == (first, 22_300)
+
+
+def test_a_process_outside_a_slurm_step_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell of an allocation has the job's variables but no task's."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert World.from_environment() == World()
+
+
+LOST = """
+import os, signal, sys, torch, torch.distributed as dist
+from recipe.distributed.world import World
+from recipe.distributed.ranks import joined
+with joined(World.from_environment(), torch.device("cpu"), 20):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "3"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOST], env=environment | {"RANK": str(rank)}, cwd=ROOT, stderr=subprocess.PIPE
+        )
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=60)[1].decode().strip().splitlines()[-1:] for rank in ranks]
+    for rank in (0, 2):
+        assert f"RankError: Rank {rank} lost rank 1 in the middle of the run" in said[rank][0]
+
+
+def test_torchrun_ends_with_the_sentence_of_the_rank_that_failed(monkeypatch, tmp_path, capsys) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(SystemExit) as ended:
+        fail(RankError("optimizer.lr=-1 must be positive.\nseed=-1 must be at least 0."))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=int(str(ended.value)), error_file=str(file))
+    expected = "error: optimizer.lr=-1 must be positive.\n  error: seed=-1 must be at least 0.\n==="
+    assert expected in str(ChildFailedError("train.py", {0: failure}))
+    assert capsys.readouterr().err == expected.replace("  ", "").removesuffix("===")

@@ -1,0 +1,165 @@
+"""One, two and four ranks are the same training: losses, norms and weights, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe.distributed.exchange import Counter
+from recipe.run_folder import read_metrics
+from tests.recipe.distributed.test_ranks import free_port
+
+ROOT = Path(__file__).parents[3]
+Found = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files with the results of each rank of 1, 2 and 4."""
+    folder, ports = tmp_path_factory.mktemp("ranks"), [free_port() for _ in range(7)]
+    command = [sys.executable, "-m", "tests.recipe.distributed.several_ranks", str(folder), *ports]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=240)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Found:
+    """The results of each rank of 1, 2 and 4; under 0 those of a run continued on 4, 2, 1 and again 4 ranks."""
+    found = {
+        size: [json.loads((folder / f"{rank}-of-{size}.json").read_text()) for rank in range(size)]
+        for size in (1, 2, 4)
+    }
+    found[0] = [json.loads((folder / f"{rank}-resumed.json").read_text()) for rank in range(4)]
+    return found
+
+
+def local_tree(terms: list[Tensor]) -> Tensor:
+    """((t0 + t1) + (t2 + t3)) + ... by recursion: the left branch is the largest power of two that leaves a right."""
+    if len(terms) == 1:
+        return terms[0]
+    middle = 1 << (len(terms) - 1).bit_length() - 1
+    return local_tree(terms[:middle]) + local_tree(terms[middle:])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
+def test_terms_that_come_one_by_one_are_added_in_a_tree(count: int) -> None:
+    terms = list(torch.randn(count, 1000, generator=torch.Generator().manual_seed(count)))
+    counter = Counter()
+    for term in terms:
+        counter.add(term.clone())
+    assert torch.equal(counter.finish(), local_tree(terms))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact", "sharded", "sharded, kept gathered"])
+def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Found, name: str) -> None:
+    (alone,) = found[1]
+    assert len({loss for loss, _ in alone["exact"]["updates"]}) == 8
+    for rank in (*found[2], *found[4]):
+        assert rank[name] == alone["exact"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_runs_under_autocast_are_equal_too_though_sharded_ranks_gather_rounded_matrices(
+    found: Found, precision: str
+) -> None:
+    (alone,) = found[1]
+    assert len({loss for loss, _ in alone[f"exact, {precision}"]["updates"]}) == 4
+    for rank in (*found[2], *found[4]):
+        for name in ("exact", "sharded"):
+            assert rank[f"{name}, {precision}"] == alone[f"exact, {precision}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact, two terms", "sharded, two terms"])
+def test_two_ranks_with_a_micro_batch_each_are_one_with_both(found: Found, name: str) -> None:
+    (alone,) = found[1]
+    assert len({loss for loss, _ in alone["exact, two terms"]}) == 8
+    for rank in found[2]:
+        assert rank[name] == alone["exact, two terms"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_split_into_ranks_with_other_sequences_or_other_rows_drops_the_same_weights(
+    found: Found, size: int
+) -> None:
+    splits = {f"{size // c} x {c} by {by}" for c in (1, 2, 4) if c <= size for by in ("heads", "keys")}
+    assert [rank["masks"] for rank in found[size]] == [dict.fromkeys(splits, True)] * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_sequences_give_up_after_the_timeout_of_the_run(found: Found, size: int) -> None:
+    splits = [f"{size // c} x {c} by {by}" for c in (2, 4) if c <= size for by in ("heads", "keys")]
+    assert [rank["timeouts are the run's"] for rank in found[size]] == [[True] * len(splits)] * size
+
+
+@pytest.mark.slow
+def test_checkpoints_are_read_on_another_number_of_ranks(found: Found) -> None:
+    """From four sharded ranks to two, from two to one, from one to four replicated ranks."""
+    (alone,) = found[1]
+    for resumed in found[0]:
+        for start, updates in resumed.items():
+            assert updates[:2] == alone["exact"]["updates"][int(start) :][:2]
+    assert list(found[0][0]) == ["0", "2", "4", "6"]
+    assert found[0][0]["6"][2] == [alone["exact"]["validation of the average"]]
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_update_compute_the_weights_of_one(folder: Path) -> None:
+    """Where each rank has one term of a sum, it has one order; norms, which clip nothing here, differ by rounding."""
+    on_one = json.loads((folder / "0-of-1-shared-update.json").read_text())
+    alone = on_one["alone"]
+    for rank in range(2):
+        on_two = json.loads((folder / f"{rank}-of-2-shared-update.json").read_text())
+        assert 0.5 < on_two["part of the moments"] < 0.55  # all ranks keep those of the positions
+        for second in (on_two["second half"], on_one["second half"]):
+            updates = on_two["first half"] + second["updates"]
+            assert [loss for loss, _ in updates] == [loss for loss, _ in alone["updates"]]
+            norms = [float.fromhex(norm) for _, norm in alone["updates"]]
+            assert [float.fromhex(norm) for _, norm in updates] == pytest.approx(norms, rel=1e-6)
+            for name in ("validation", "validation of the average", "whole model"):
+                assert second[name] == alone[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_runs_probe_evaluate_and_sample_as_on_one_rank_and_are_profiled(folder: Path, size: int) -> None:
+    def run(size: int) -> tuple[list[dict[str, Any]], str]:
+        """What a run logs, but for its speed, and the text that its model writes."""
+        lines = read_metrics(folder / f"run-{size}" / "metrics.jsonl")
+        timed = ("throughput/", "memory/", "profile/")
+        logged = [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
+        said = (folder / f"run-{size}" / "said.txt").read_text()
+        return logged, said.partition("step 3/3")[2].partition("\n")[2].partition("run folder")[0]
+
+    logged, text = run(size)
+    assert (logged, text) == run(1)
+    assert ["parity/grad_rel_err" in line for line in logged] == [False, True, False, True]
+    assert ["val/loss" in line for line in logged] == [True, False, False, True]
+    assert len(text.strip()) > 5
+    *_, last = read_metrics(folder / f"run-{size}" / "metrics.jsonl")
+    assert last["profile/exchange_percent"] > 0
+    assert (folder / f"run-{size}" / "profile" / "trace.json.gz").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["any", "sharded, any", "heads", "keys, sharded"])
+def test_sums_in_another_order_and_shared_sequences_differ_by_rounding_alone(found: Found, name: str) -> None:
+    (alone,) = found[1]
+    expected = [float.fromhex(loss) for loss, _ in alone["exact"]["updates"]]
+    validation = float.fromhex(alone["exact"]["validation"])
+    for rank in (*found[2], *found[4]):
+        losses = [float.fromhex(loss) for loss, _ in rank[name]["updates"]]
+        assert losses == pytest.approx(expected, abs=1e-4)
+        assert float.fromhex(rank[name]["validation"]) == pytest.approx(validation, abs=1e-4)

@@ -1,0 +1,177 @@
+"""Exported folders, read by transformers itself: the same logits, the same tokens and the same text."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from attention import AttentionConfig, build_attention
+from data.own_tokenizer import OwnTokenizer
+from data.tokenizers import Tokenizer, bpe_tokenizer, bytes_tokenizer, gpt2_tokenizer, train_bpe
+from model.config import GPTConfig, Positions
+from model.gpt import GPT
+from model.gpt2_weights import WeightsError, load_gpt2
+from model.score import ScoreConfig
+from recipe.config import Config, as_plain
+from recipe.generation.sampling import Sampling
+from recipe.generation.text import stream
+from recipe.huggingface import Origin, export
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = Path(__file__).parents[3] / "../shared/data/tiktoken_cache"
+SEQ_LEN = 48
+SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32, bias=True)
+ROTARY = replace(SMALL, n_kv_heads=2, positions=Positions.rotary)
+WINDOW = ScoreConfig(window=5)
+TEXTS = [
+    "",
+    "  two  blanks, tabs\t\tand\n\n lines \n",
+    "déjà vu — 木 🦜 don't they'RE 12345 x_y==z;",
+    "\x00\x7f\u2028\ufeff end ",
+    "".join(map(chr, random.Random(0).choices(range(1, 0x2FFF), k=300))),
+    inspect.getsource(random)[:4000],
+]
+
+
+def tokenizer(name: str, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+    if name == "own":  # its end of text is the first token, and called otherwise
+        learned = train_bpe([inspect.getsource(random)], 400).get_vocab()
+        model = tokenizers.Tokenizer(tokenizers.models.BPE({"</s>": 0} | {t: i + 1 for t, i in learned.items()}, []))
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        model.add_special_tokens(["</s>"])
+        begin = {
+            "single": "</s> $A",
+            "special_tokens": [("</s>", 0)],
+        }  # which training leaves out
+        model.post_processor = tokenizers.processors.TemplateProcessing(**begin)
+        return OwnTokenizer("own", model.to_str())
+    if name == "gpt2":
+        if not TOKENS.exists():
+            pytest.skip("no cached GPT-2 tokens at hand")
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(TOKENS))
+        return gpt2_tokenizer()
+    return bytes_tokenizer() if name == "bytes" else bpe_tokenizer([inspect.getsource(random)], 700)
+
+
+def build(config: GPTConfig, score: ScoreConfig | None = None, vocab_size: int = 257) -> GPT:
+    """Every parameter random, biases too."""
+    torch.manual_seed(0)
+    model = GPT(config, vocab_size, SEQ_LEN, build_attention(AttentionConfig()), score=score).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        model.ln_f.weight.normal_()  # else the tied embedding makes the last token the likeliest again and again
+        model.wte.weight[vocab_size:] = 0
+    return model
+
+
+def origin(summary: dict[str, Any] | None = None) -> Origin:
+    return Origin(5, as_plain(Config()), summary)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "config", "score", "architecture"),
+    [
+        ("bytes", SMALL, None, "GPT2"),
+        ("bpe", replace(SMALL, bias=False), None, "GPT2"),
+        ("gpt2", replace(ROTARY, bias=False), WINDOW, "Starcoder2"),
+        ("bytes", replace(ROTARY, n_kv_heads=1), None, "Starcoder2"),
+        ("bpe", replace(SMALL, positions=Positions.rotary), WINDOW, "Starcoder2"),
+        ("own", SMALL, None, "GPT2"),
+    ],
+)
+def test_transformers_reads_the_folder_as_the_same_model(name, config, score, architecture, tmp_path, monkeypatch):
+    encoding = tokenizer(name, monkeypatch)
+    model = build(config, score, encoding.n_vocab)
+    export(model, encoding, tmp_path / "exported", origin())
+
+    theirs, notes = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(notes.values()), notes
+    assert type(theirs).__name__.startswith(architecture)
+    tokens = torch.randint(encoding.n_vocab, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(theirs.eval()(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert len(read) == encoding.n_vocab
+    for text in TEXTS:
+        assert read(text)["input_ids"] == encoding.encode_ordinary(text)
+        assert read.decode(encoding.encode_ordinary(text)) == text
+    end = encoding.end if isinstance(encoding, OwnTokenizer) else "<|endoftext|>"
+    assert read(f"a{end}")["input_ids"][-1] == encoding.eot_token
+
+    generate = transformers.pipeline("text-generation", model=str(tmp_path / "exported"), device="cpu")
+    prompt = "def f(x):"
+    continued = "".join(stream(model, encoding, prompt, 30, Sampling(temperature=0)))
+    (answer,) = generate(prompt, max_new_tokens=30, do_sample=False)
+    assert answer["generated_text"] == prompt + continued
+    assert len(set(continued)) > 2
+    (to_the_end,) = generate(prompt, return_tensors=True)  # the pipeline's own default is 256 more tokens
+    assert len(to_the_end["generated_token_ids"]) <= SEQ_LEN
+    batch = read(["x" * 14, prompt], padding=True, return_tensors="pt")
+    _, beside_a_longer_one = theirs.generate(**batch, max_new_tokens=30, do_sample=False)
+    assert read.decode(beside_a_longer_one, skip_special_tokens=True) == answer["generated_text"]
+
+
+@torch.no_grad()
+def test_a_model_without_biases_survives_the_round_trip(tmp_path):
+    model, copy = (build(replace(SMALL, bias=False)) for _ in range(2))
+    for parameter in copy.parameters():
+        parameter.zero_()
+    export(model, bytes_tokenizer(), tmp_path / "gpt2", origin())
+    load_gpt2(copy, str(tmp_path / "gpt2"))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "score", "named"),
+    [
+        (SMALL, WINDOW, r"score.window=5 with learned positions\."),
+        (replace(SMALL, n_kv_heads=2), None, "model.n_kv_heads=2 with learned positions"),
+        (replace(SMALL, qk_norm=True), None, r"model.qk_norm=true\."),
+        (ROTARY, ScoreConfig(soft_cap=30.0), r"score.soft_cap=30.0\."),
+        (ROTARY, ScoreConfig(alibi=True, sinks=True), "score.alibi=true and score.sinks=true"),
+        (ROTARY, ScoreConfig(layers=[{"window": 5}, {}]), "score.layers with layers that differ"),
+    ],
+)
+def test_a_model_that_no_architecture_describes_is_refused_by_name(config, score, named, tmp_path):
+    with pytest.raises(WeightsError, match=f"this model has: {named}"):
+        export(build(config, score), bytes_tokenizer(), tmp_path / "exported", origin())
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_card_tells_what_the_run_did(tmp_path):
+    summary = {
+        "parameters": 123_456,
+        "tokens": 1_000_000,
+        "train_loss": 1.25,
+        "val_loss": 1.5,
+        "best_val_loss": 1.375,
+        "best_val_step": 400,
+        "attention": "flash",
+        "attention_path": "hopper",
+        "precision": "bf16",
+        "device": {"type": "cuda", "name": "H200", "count": 2},
+        "git": {"commit": "0123abc", "dirty": False},
+        "finished": "2026-11-21T10:00:00+00:00",
+    }
+    export(build(SMALL), bytes_tokenizer(), tmp_path / "mine", origin(summary))
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
+    for row in ("parameters | 123,456", "best validation loss | 1.3750 at step 400", "flash (hopper kernels)"):
+        assert row in card
+    assert "commit of gpt-attention | `0123abc` |" in card
+    generation = json.loads((tmp_path / "mine" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == generation["pad_token_id"] == 256

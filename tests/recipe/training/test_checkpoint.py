@@ -1,0 +1,387 @@
+"""A checkpoint is complete or absent: after kills, damage and full disks."""
+
+import errno
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from recipe.training.checkpoint import (
+    CheckpointError,
+    best_checkpoint,
+    load_checkpoint,
+    newest_valid,
+    read_manifest,
+    save_checkpoint,
+    verify,
+)
+from tests.limits import files_limited_to
+from tests.recipe.training.old_checkpoint import format_1
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+FILES = (f"model/{SHARD}", f"training/{SHARD}", "manifest.json")
+FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "shutil.rmtree"}
+
+
+def state(step: int) -> dict[str, dict[str, Tensor]]:
+    """A state that differs for every step."""
+    weights = torch.full((40, 8), float(step))
+    return {
+        "model": {"embedding": weights, "norm": torch.arange(8) * step},
+        "training": {"moments.embedding.exp_avg": weights / 2, "scale": torch.tensor(float(step))},
+    }
+
+
+def save(folder: Path, step: int, val_loss: float | None = None, keep_last: int = 2) -> Path:
+    return save_checkpoint(folder, state(step), step, keep_last=keep_last, metadata={"val_loss": val_loss})
+
+
+def is_state(loaded: dict[str, dict[str, Tensor]], step: int) -> bool:
+    return all(
+        torch.equal(loaded[part][name], tensor) for part, saved in state(step).items() for name, tensor in saved.items()
+    )
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+    saved = {
+        "model": {
+            "transposed": torch.randn(3, 5).t(),
+            "row_of_a_larger_one": torch.randn(4, 4)[1],
+            "half": torch.randn(3).bfloat16(),
+            "parameter": torch.nn.Parameter(torch.randn(2)),
+            "empty": torch.zeros(0),
+        },
+        "training": {"moments.half.step": torch.tensor(7.0), "growth_tracker": torch.tensor(2**40)},
+    }
+    path = save_checkpoint(tmp_path, saved, 7, keep_last=1, metadata={"config": {"seed": 1}})
+    loaded = load_checkpoint(path)
+
+    assert loaded.keys() == saved.keys()
+    for part, tensors in saved.items():
+        assert loaded[part].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert loaded[part][name].dtype == tensor.dtype
+            assert torch.equal(loaded[part][name], tensor), name
+    assert read_manifest(path).step == 7
+    assert read_manifest(path).metadata == {"config": {"seed": 1}}
+
+
+def test_weights_are_an_ordinary_safetensors_file(tmp_path: Path) -> None:
+    weights = safetensors.torch.load_file(save(tmp_path, 5) / "model" / SHARD)
+    assert torch.equal(weights["embedding"], state(5)["model"]["embedding"])
+
+
+def test_a_checkpoint_of_the_format_before_is_read(tmp_path: Path) -> None:
+    moment = torch.randn(40, 8)
+    rest: dict[str, Any] = {
+        "moments": {0: {"exp_avg": moment}},
+        "scale": torch.tensor(2.0),
+        "quiet_steps": torch.tensor(9),
+    }
+    path, rejected = newest_valid(format_1(tmp_path / "step-00000003", state(3)["model"], rest).parent)
+    loaded = load_checkpoint(path)
+    assert not rejected
+    assert torch.equal(loaded["model"]["embedding"], state(3)["model"]["embedding"])
+    assert torch.equal(loaded["training"]["moments.0.exp_avg"], moment)
+    assert (loaded["training"]["scale"], loaded["training"]["growth_tracker"]) == (2, 9)
+
+
+def kill_at(moment: int, work: Callable[[], object]) -> bool:
+    """Do `work` in a process that is killed before file operation `moment`. Returns whether it got that far."""
+    pid = os.fork()
+    if pid == 0:
+        operations = 0
+
+        def kill_before(event: str, arguments: Any) -> None:
+            nonlocal operations
+            operations += event in FILE_EVENTS
+            if event in FILE_EVENTS and operations == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill_before)
+        work()
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("step", [300, 200], ids=["a better one", "the same step again"])
+def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path, step: int) -> None:
+    save(tmp_path / "before", 100, val_loss=2.0)
+    save(tmp_path / "before", 200, val_loss=1.5)
+    moment, killed = 0, True
+    while killed:
+        moment += 1
+        folder = tmp_path / "checkpoints"
+        shutil.copytree(tmp_path / "before", folder, symlinks=True)
+        killed = kill_at(moment, lambda folder=folder: save(folder, step, val_loss=1.0, keep_last=1))  # type: ignore[misc]
+        newest, rejected = newest_valid(folder)
+        assert not rejected
+        assert read_manifest(newest).step in (200, step)
+        assert is_state(load_checkpoint(newest), read_manifest(newest).step)
+        best = best_checkpoint(folder)
+        assert best is not None
+        for path in (best, *folder.glob("step-*")):
+            verify(path)
+        if step == 300:  # the link to a checkpoint that is itself being replaced dangles for a moment
+            verify(folder / "best")
+
+        save(folder, 400, keep_last=1)
+        assert not [name for name in names(folder) if name.startswith(".")], "leftovers are cleaned by the next save"
+        shutil.rmtree(folder)
+    assert moment > 15, "a save has more file operations than that"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    folder, chance = tmp_path / "checkpoints", random.Random(0)
+    save(folder, 1)
+    for _ in range(15):
+        first = read_manifest(newest_valid(folder)[0]).step
+        pid = os.fork()
+        if pid == 0:
+            for step in range(first + 1, sys.maxsize):
+                save(folder, step, val_loss=1 / step, keep_last=1)
+        time.sleep(chance.uniform(0, 0.04))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        newest, rejected = newest_valid(folder)
+        assert not rejected
+        assert read_manifest(newest).step >= first
+        assert is_state(load_checkpoint(newest), read_manifest(newest).step)
+
+
+def test_files_are_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        events.append(f"-> {target}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    folder = tmp_path / "checkpoints"
+    save(folder, 100)
+    partial = folder / ".partial-step-00000100"
+    written = [str(partial / name) for name in (*FILES, "model", "training", "")]
+    assert events == [*(name.rstrip("/") for name in written), f"-> {folder / 'step-00000100'}", str(folder)]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["truncated", "emptied", "bit flipped", "removed"])
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
+    save(tmp_path, 100)
+    newest = save(tmp_path, 200)
+    content = bytearray((newest / name).read_bytes())
+    if damage == "removed":
+        (newest / name).unlink()
+    else:
+        content[len(content) // 2] ^= 4
+        damaged = {"truncated": content[:-1], "emptied": bytearray(), "bit flipped": content}
+        (newest / name).write_bytes(damaged[damage])
+
+    path, rejected = newest_valid(tmp_path)
+    assert path.name == "step-00000100"
+    assert is_state(load_checkpoint(path), 100)
+    assert len(rejected) == 1
+    assert "step-00000200" in rejected[0]
+    assert name in rejected[0]
+    with pytest.raises(CheckpointError, match=name):
+        load_checkpoint(newest)
+
+
+def test_a_flipped_bit_anywhere_in_a_manifest_is_noticed(tmp_path: Path) -> None:
+    path = save(tmp_path, 100)
+    manifest = path / "manifest.json"
+    content, good = manifest.read_bytes(), read_manifest(path)
+    for position in range(0, len(content), 2):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << position % 8
+        manifest.write_bytes(damaged)
+        try:
+            assert read_manifest(path) == good  # white space that became other white space
+        except CheckpointError:
+            continue
+
+
+def test_without_a_valid_checkpoint_every_damaged_one_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint to load"):
+        newest_valid(tmp_path)
+    for step in (1, 2):
+        (save(tmp_path, step) / FILES[1]).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"step-00000002 is damaged.*step-00000001 is damaged"):
+        newest_valid(tmp_path)
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(CheckpointError, match=r"format 99.*reads formats up to 2"):
+        load_checkpoint(path)
+
+
+def assert_nothing_changed(folder: Path) -> None:
+    assert names(folder) == {"step-00000100", "step-00000200", "best"}
+    assert is_state(load_checkpoint(newest_valid(folder)[0]), 200)
+
+
+@pytest.mark.parametrize("limit", [0, 50, 1000])
+def test_a_file_that_cannot_be_written_is_one_clear_error_and_leaves_what_was_there(tmp_path: Path, limit: int) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    save(folder, 100, val_loss=2.0)
+    save(folder, 200, val_loss=1.0)
+    with (
+        files_limited_to(limit),
+        pytest.raises(CheckpointError, match=r"step-00000300 .*File too large.*Make .*resume=.*run\.$"),
+    ):
+        save(folder, 300, val_loss=0.5, keep_last=1)
+    assert_nothing_changed(folder)
+    save(folder, 300)
+    assert is_state(load_checkpoint(newest_valid(folder)[0]), 300)
+
+
+def test_a_full_disk_says_to_free_some_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    save(tmp_path, 100, val_loss=2.0)
+    save(tmp_path, 200, val_loss=1.0)
+    monkeypatch.setattr(safetensors.torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*Free some space"):
+        save(tmp_path, 300)
+    assert_nothing_changed(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_kill_in_the_middle_of_a_file_leaves_what_was_there(tmp_path: Path) -> None:
+    save(tmp_path, 100, val_loss=2.0)
+    save(tmp_path, 200, val_loss=1.0)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # now exceeding the limit kills
+        with files_limited_to(900):
+            save(tmp_path, 300)
+        os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    assert (tmp_path / ".partial-step-00000300").is_dir()
+    assert is_state(load_checkpoint(newest_valid(tmp_path)[0]), 200)
+    save(tmp_path, 300, keep_last=3)
+    assert names(tmp_path) == {"step-00000100", "step-00000200", "step-00000300", "best"}
+
+
+def test_a_kill_and_then_a_failing_save_leave_the_checkpoint_that_was_being_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 100).rename(tmp_path / ".replaced-step-00000100")  # the state after a kill between the two renames
+    assert is_state(load_checkpoint(newest_valid(tmp_path)[0]), 100)
+    with files_limited_to(50), pytest.raises(CheckpointError, match="File too large"):
+        save(tmp_path, 100)
+    assert newest_valid(tmp_path) == (tmp_path / "step-00000100", [])
+    assert names(tmp_path) == {"step-00000100"}
+
+
+def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 100)
+    save(tmp_path, 200, val_loss=1.0)
+
+    def interrupt(*_: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(safetensors.torch, "save", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 300)
+    assert_nothing_changed(tmp_path)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    kept = {}
+    for step, val_loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, float("nan")), (6, 0.5), (7, 0.5)):
+        save(tmp_path, step, val_loss, keep_last=2)
+        kept[step] = (names(tmp_path) - {"best"}, (tmp_path / "best").resolve().name)
+    step_names = {step: f"step-{step:08d}" for step in kept}
+    assert kept == {
+        step: ({step_names[s] for s in steps}, step_names[best])
+        for step, steps, best in (
+            (1, {1}, 1),
+            (2, {1, 2}, 2),
+            (3, {2, 3}, 2),
+            (4, {2, 3, 4}, 2),
+            (5, {2, 4, 5}, 2),  # a loss that is not finite never counts as the best
+            (6, {5, 6}, 6),
+            (7, {6, 7}, 6),  # of equals, the earliest
+        )
+    }
+    assert is_state(load_checkpoint(tmp_path / "best"), 6)
+    best = best_checkpoint(tmp_path)
+    assert best is not None
+    assert best.name == "step-00000006"
+
+
+def test_a_copy_of_the_run_folder_without_links_goes_on(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2.0)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False)
+    assert not (tmp_path / "copy" / "best").is_symlink()
+    save(tmp_path / "copy", 2, 1.0)
+    assert (tmp_path / "copy" / "best").readlink() == Path("step-00000002")
+    assert names(tmp_path / "copy") == {"step-00000001", "step-00000002", "best"}
+
+
+def test_a_run_that_goes_on_before_a_damaged_checkpoint_keeps_its_own(tmp_path: Path) -> None:
+    save(tmp_path, 400)
+    (save(tmp_path, 500) / FILES[0]).write_bytes(b"")
+    save(tmp_path, 450, keep_last=1)
+    assert newest_valid(tmp_path)[0].name == "step-00000450"
+    save(tmp_path, 500, keep_last=1)
+    assert newest_valid(tmp_path) == (tmp_path / "step-00000500", [])
+    assert names(tmp_path) == {"step-00000500"}
+
+
+def test_keeping_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"training\.keep_last=0.*at least 1"):
+        save(tmp_path, 1, keep_last=0)
+
+
+class Intruder:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_loading_executes_nothing(tmp_path: Path) -> None:
+    intrusion = tmp_path / "intrusion"
+    path = format_1(tmp_path / "step-00000003", {}, {"moments": Intruder(intrusion)})
+    assert pickle.loads(pickle.dumps(Intruder(intrusion))) is None
+    intrusion.unlink()  # unpickling it does create the file
+    with pytest.raises(CheckpointError, match=r"training\.pt holds more than tensors"):
+        load_checkpoint(path)
+    assert not intrusion.exists()

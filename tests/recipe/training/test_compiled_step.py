@@ -1,0 +1,70 @@
+"""A compiled step is one graph, compiled once: whatever changes from step to step is an input to it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, build_attention
+from model.config import GPTConfig, Recompute
+from model.gpt import GPT
+from model.loss import LossKind
+from recipe.device import Precision
+from recipe.distributed.world import World
+from recipe.training.config import TrainingConfig
+from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.step import Trainer
+
+CPU = torch.device("cpu")
+T, B, VOCAB = 32, 2, 90
+
+
+def trainer(attention: str, compile: bool, precision: Precision = Precision.fp32, **options: Any) -> Trainer:
+    config = AttentionConfig(name=attention, dropout=0.1)
+    if attention == "tiled":
+        config.block_q = config.block_k = 16
+    training = TrainingConfig(
+        steps=10,
+        batch_size=B,
+        batch_tokens=2 * B * T,
+        precision=precision,
+        compile=compile,
+    )
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1), VOCAB, T, build_attention(config), **options)
+    return Trainer(model, OptimizerConfig(), ScheduleConfig(warmup_steps=2), training, 7, CPU, World())
+
+
+def batches(step: int) -> list[tuple[Tensor, Tensor]]:
+    tokens = torch.randint(VOCAB, (2, 2, B, T), generator=torch.Generator().manual_seed(step))
+    return [(inputs, targets) for inputs, targets in tokens]
+
+
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [
+        ("naive", {"loss": LossKind.chunked, "precision": Precision.bf16}),
+        pytest.param("naive", {"residual_in_fp32": False, "precision": Precision.bf16}, marks=pytest.mark.slow),
+        pytest.param("naive", {"recompute": Recompute.block}, marks=pytest.mark.slow),
+        ("tiled", {"recompute": Recompute.attention}),
+    ],
+)
+def test_no_step_breaks_the_graph_or_compiles_again(attention, options, monkeypatch):
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compiled, plain = (trainer(attention, compile, **options) for compile in (True, False))
+    graphs = []
+    for step in range(4):
+        loss, _ = compiled.update(step, batches(step))
+        torch.testing.assert_close(loss, plain.update(step, batches(step))[0], rtol=1e-4, atol=0)
+        if step % 2 == 0:
+            compiled.evaluate(batches(99))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [2, 2, 2, 2]  # training and evaluation
+    assert not counters["graph_break"]

@@ -1,0 +1,368 @@
+"""The step is a function of its number, and the loop logs, saves, stops and fails where it should."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attention import AttentionConfig, AttentionShape, DropoutRng, build_attention
+from data.batches import Batch, Batches
+from model.config import GPTConfig
+from model.gpt import GPT
+from recipe.device import Precision
+from recipe.distributed.world import World
+from recipe.parity import probe as parity
+from recipe.parity.fwd_bwd import FwdBwd, fwd_bwd
+from recipe.parity.probe import ParityConfig, ParityProbe
+from recipe.profiling.meters import StepMeter
+from recipe.profiling.profiler import Profiler
+from recipe.training.config import TrainingConfig
+from recipe.training.loop import Interruption, OutOfMemory, compare, fit, oom_guard, too_large_step
+from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.step import NonFiniteError, Trainer
+from tests.recipe.training.old_checkpoint import format_1
+
+CPU = torch.device("cpu")
+T, B, SEED, TIMEOUT_S = 32, 4, 7, 60.0
+TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)  # real text that every machine has
+MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32)
+TRAINING = TrainingConfig(steps=20, batch_size=B, precision=Precision.fp32)
+
+
+def build(
+    attention: AttentionConfig | None = None,
+    model: GPTConfig = MODEL,
+    training: TrainingConfig = TRAINING,
+    lr: float = 3e-3,
+    seq_len: int = T,
+) -> Trainer:
+    torch.manual_seed(SEED)
+    gpt = GPT(model, 256, seq_len, build_attention(attention or AttentionConfig(dropout=0.1)))
+    return Trainer(gpt, OptimizerConfig(lr=lr), ScheduleConfig(warmup_steps=5), training, SEED, CPU, World())
+
+
+def batches(trainer: Trainer) -> Batches:
+    return Batches(TEXT, trainer.model.seq_len, trainer.training.batch_size, SEED, micro_steps=trainer.micro_steps)
+
+
+def micro_batches(trainer: Trainer, step: int) -> list[Batch]:
+    return [batches(trainer).batch(step, m) for m in range(trainer.micro_steps)]
+
+
+def losses(trainer: Trainer, steps: range) -> list[float]:
+    return [trainer.update(step, micro_batches(trainer, step))[0].item() for step in steps]
+
+
+def weights(trainer: Trainer) -> list[Tensor]:
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def equal(these: list[Tensor], those: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
+
+
+@pytest.mark.slow
+def test_naive_and_tiled_train_alike_with_dropout_whatever_the_tile_size() -> None:
+    training = replace(TRAINING, steps=200)
+    curves = [
+        losses(build(AttentionConfig(dropout=0.1, **options), training=training, seq_len=48), range(200))
+        for options in ({}, {"name": "tiled", "block_q": 16, "block_k": 16}, {"name": "tiled"})
+    ]
+    naive, tiled_16, tiled_64 = torch.tensor(curves, dtype=torch.float64)
+    assert naive[-20:].mean() < naive[:20].mean() - 1
+    assert (naive - tiled_16).abs().max() < 1e-4
+    assert (naive - tiled_64).abs().max() < 1e-4
+
+
+def test_a_step_depends_on_its_number_and_the_weights_alone() -> None:
+    model = replace(MODEL, dropout=0.2)
+    straight, wandering = build(model=model), build(model=model)
+    expected = losses(straight, range(4))
+    assert losses(wandering, range(2)) == expected[:2]
+    torch.manual_seed(99)  # other code draws random numbers and runs the model
+    torch.rand(10)
+    wandering.evaluate([batches(wandering).batch(50)])
+    assert losses(wandering, range(2, 4)) == expected[2:]
+    assert equal(weights(straight), weights(wandering))
+
+
+def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
+    trainer = build(AttentionConfig(), replace(MODEL, dropout=0.5))
+    inputs, targets = batches(trainer).batch(0)
+    places = ((0, 0), (0, 1), (1, 0), (0, 0))
+    keys = (trainer.dropout_key_for(*place) for place in places)
+    assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
+
+
+def test_torchs_own_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
+    trainer = build(AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch))
+    inputs, targets = batches(trainer).batch(0)
+    places = ((0, 0), (0, 1), (1, 0), (0, 0))
+    keys = (trainer.dropout_key_for(*place) for place in places)
+    assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
+
+
+def test_the_probe_compares_with_the_masks_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss is that of the step which follows it, and every step's masks give another loss."""
+    attention, passes = AttentionConfig(dropout=0.3), []
+
+    def spy(*arguments: Any) -> FwdBwd:
+        passes.append(fwd_bwd(*arguments))
+        return passes[-1]
+
+    monkeypatch.setattr(parity, "fwd_bwd", spy)
+    trainer = build(attention, replace(MODEL, dropout=0.3))
+    shape = AttentionShape(MODEL.n_embd // MODEL.n_heads, MODEL.n_heads, MODEL.n_heads, torch.float32, CPU)
+    probe = ParityProbe(ParityConfig(every=1), attention, shape)
+    batch = batches(trainer).batch(0)
+    for step in range(3):
+        compare(probe, trainer, step, batch)
+        loss, _ = trainer.update(step, [batch])
+        assert [p.loss.item() for p in passes[-3:]] == pytest.approx([loss.item()] * 3, abs=1e-6)
+    assert len({round(p.loss.item(), 3) for p in passes}) == 3
+
+
+def test_accumulated_micro_batches_are_one_batch_with_the_same_masks() -> None:
+    model = replace(MODEL, dropout=0.2)
+    whole = build(model=model, training=replace(TRAINING, batch_size=8))
+    parts = build(model=model, training=replace(TRAINING, batch_size=2, batch_tokens=8 * T))
+    assert (whole.micro_steps, parts.micro_steps) == (1, 4)
+    assert losses(parts, range(3)) == pytest.approx(losses(whole, range(3)), rel=1e-6)
+    for a, b in zip(weights(whole), weights(parts), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("culprit", ["loss", "gradient"])
+def test_what_is_not_finite_stops_before_the_update_and_is_named_exactly(culprit: str) -> None:
+    trainer, reference = build(), build()
+    losses(reference, range(4))
+    for step in range(8):
+        micro = micro_batches(trainer, step)
+        if step == 4:
+            poison = next(trainer.model.parameters())
+            if culprit == "gradient":
+                handle = poison.register_hook(lambda gradient: gradient * torch.nan)
+            else:
+                handle = trainer.model.ln_f.register_forward_hook(lambda *arguments: arguments[-1] * torch.inf)
+        trainer.update(step, micro)
+        if step == 4:
+            handle.remove()
+    # Later steps were finite again, and nothing checked in between: the first bad step is still reported and undone.
+    with pytest.raises(NonFiniteError, match=r"Step 5 was not finite \(loss .*, gradient norm nan\)"):
+        trainer.raise_failure()
+    assert equal(weights(trainer), weights(reference))
+
+
+def test_a_checkpoint_of_the_format_before_gives_the_same_next_steps(tmp_path: Path) -> None:
+    """Its moments are numbered in the optimizer's order: matrices first."""
+    straight, resumed = build(), build()
+    expected = losses(straight, range(5))[3:]
+    before = build()
+    losses(before, range(3))
+    scaling = {"scale": before.scale, "quiet_steps": before.growth_tracker}
+    path = format_1(
+        tmp_path / "step-00000003",
+        before.model.state_dict(),
+        {"moments": before.optimizer.state_dict()["state"], **scaling},
+    )
+    resumed.load(path)
+    assert losses(resumed, range(3, 5)) == expected
+    assert equal(weights(resumed), weights(straight))
+
+
+def test_an_overflow_of_scaled_gradients_is_skipped_with_a_smaller_scale() -> None:
+    trainer = build(training=replace(TRAINING, precision=Precision.fp16))
+    trainer.scale.fill_(2.0**40)
+    before = weights(trainer)
+    trainer.update(0, micro_batches(trainer, 0))
+    trainer.raise_failure()
+    assert equal(weights(trainer), before)
+    assert trainer.scale.item() == 2.0**39
+    trainer.scale.fill_(2.0**8)
+    trainer.update(1, micro_batches(trainer, 1))
+    assert not equal(weights(trainer), before)
+
+
+@pytest.mark.parametrize("precision", [Precision.bf16, Precision.fp16])
+def test_half_precision_trains_like_full_precision(precision: Precision) -> None:
+    half = losses(build(training=replace(TRAINING, precision=precision)), range(5))
+    assert half == pytest.approx(losses(build(), range(5)), abs=0.02)
+
+
+def test_evaluation_is_the_mean_loss_without_dropout_and_changes_nothing() -> None:
+    trainer = build(model=replace(MODEL, dropout=0.3))
+    windows = [batches(trainer).batch(step) for step in (10, 11)]
+    before = weights(trainer)
+    measured = trainer.evaluate(windows)
+    model = trainer.model.eval()
+    with torch.no_grad():
+        logits = torch.cat([model(inputs) for inputs, _ in windows]).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, torch.cat([t for _, t in windows]).flatten())
+    assert measured == pytest.approx(expected.item(), rel=1e-6)
+    assert equal(weights(trainer), before)
+
+
+class Recorder:
+    """Records the calls of `fit`, and can run a function at a step."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, Any]] = []
+        self.at: dict[int, Any] = {}
+
+    def log(self, n: int, metrics: dict[str, Any]) -> None:
+        self.events.append(("log", n, metrics))
+        self.at.get(n, lambda: None)()
+
+    def save(self, n: int, val_loss: float | None) -> None:
+        self.events.append(("save", n, val_loss))
+
+    def steps(self, kind: str, metric: str = "") -> list[int]:
+        return [n for event, n, content in self.events if event == kind and (not metric or metric in content)]
+
+
+def run(trainer: Trainer, recorder: Recorder, start: int = 0, interruption: Interruption | None = None) -> int:
+    def stream() -> Iterator[Batch]:
+        for step in range(start, trainer.training.steps):
+            yield from micro_batches(trainer, step)
+
+    return fit(
+        trainer,
+        stream(),
+        [batches(trainer).batch(100)],
+        meter=StepMeter(
+            CPU, tokens_per_step=B * T, flops_per_token_full=1.0, flops_per_token_causal=1.0, precision="fp32"
+        ),
+        probe=None,
+        profiler=Profiler(Path(), CPU, profile=False, memory_snapshot=False, start=start, steps=trainer.training.steps),
+        log=recorder.log,
+        save=recorder.save,
+        interruption=interruption or Interruption(TIMEOUT_S),
+        start=start,
+    )
+
+
+def test_lines_evaluations_and_checkpoints_come_when_they_are_due() -> None:
+    training = replace(TRAINING, steps=11, log_every=3, eval_every=4, checkpoint_every=5)
+    trainer, recorder = build(training=training), Recorder()
+    assert run(trainer, recorder) == 11
+    assert recorder.steps("log") == [0, 3, 4, 5, 6, 8, 9, 10, 11]
+    assert recorder.steps("log", "train/loss") == [3, 4, 5, 6, 8, 9, 10, 11]
+    assert recorder.steps("log", "val/loss") == [0, 4, 8, 11]
+    assert recorder.steps("save") == [5, 10, 11]
+    # A checkpoint is written after its step is logged, and has a validation loss only if that step was evaluated.
+    assert [event for event, n, _ in recorder.events if n == 11] == ["log", "save"]
+    val_loss = {n: content for event, n, content in recorder.events if event == "save"}
+    assert val_loss[5] is None
+    assert val_loss[11] == recorder.events[-2][2]["val/loss"]
+
+
+def test_the_time_of_logging_counts_as_training_and_that_of_saving_does_not() -> None:
+    training = replace(TRAINING, steps=9, log_every=1, eval_every=0, checkpoint_every=3)
+    recorder, pause = Recorder(), 0.5
+    recorder.at = {n: lambda: time.sleep(pause) for n in (4, 6)}  # after step 6 a checkpoint is saved
+    run(build(training=training), recorder)
+    seconds = {n: line["throughput/step_ms"] / 1e3 for event, n, line in recorder.events if event == "log" and n > 3}
+    assert seconds[5] > pause
+    assert seconds[7] < pause
+
+
+def test_the_loss_of_a_line_is_that_of_its_update() -> None:
+    training = replace(TRAINING, steps=6, log_every=2, eval_every=0, checkpoint_every=0)
+    recorder = Recorder()
+    run(build(training=training), recorder)
+    logged = {n: content["train/loss"] for _, n, content in recorder.events}
+    expected = losses(build(training=training), range(6))
+    assert logged == {2: expected[1], 4: expected[3], 6: expected[5]}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: signal.Signals) -> None:
+    training = replace(TRAINING, log_every=1, eval_every=0, checkpoint_every=1000)
+    recorder, before = Recorder(), signal.getsignal(number)
+    recorder.at[3] = lambda: os.kill(os.getpid(), number)
+    with Interruption(TIMEOUT_S) as interruption:
+        assert run(build(training=training), recorder, interruption=interruption) == 4
+        assert interruption.number == number
+        assert signal.getsignal(number) == before  # a second one acts at once
+    assert recorder.events[-1][:2] == ("save", 4)
+
+
+def test_a_signal_that_comes_while_ranks_ask_each_other_counts_after_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other ranks did not learn of it in this exchange, and would continue alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    reduce = dist.all_reduce
+
+    def interrupted(number: Tensor, op: dist.ReduceOp, async_op: bool) -> dist.Work:
+        work = reduce(number, op, async_op=async_op)
+        work.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return work
+
+    try:
+        with Interruption(TIMEOUT_S) as interruption:
+            monkeypatch.setattr(dist, "all_reduce", interrupted)
+            assert not interruption.agreed()
+            monkeypatch.undo()
+            assert interruption.agreed()
+            assert interruption.number == signal.SIGTERM
+    finally:
+        dist.destroy_process_group()
+
+
+def test_who_waited_for_slurms_signal_before_gets_it_after_the_run() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
+    try:
+        with Interruption(TIMEOUT_S) as interruption:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert interruption.agreed()
+        assert not came
+        interruption.pass_on()
+        assert came == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_failure_is_noticed_before_anything_is_saved() -> None:
+    trainer = build(training=replace(TRAINING, log_every=50, eval_every=0, checkpoint_every=4), lr=1e30)
+    recorder = Recorder()
+    with pytest.raises(NonFiniteError, match=r"Step [23] was not finite"):
+        run(trainer, recorder)
+    assert recorder.events == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("[enforce] can't allocate memory: 9"),
+        RuntimeError("can't start new thread"),
+    ],
+)
+def test_running_out_of_memory_says_what_makes_the_run_smaller(error: Exception) -> None:
+    sentence = r"attention=naive with seq_len=32 and training.batch_size=4 .*tiled"
+    with pytest.raises(OutOfMemory, match=sentence), oom_guard(too_large_step(build())):
+        raise error
+
+
+def test_an_attention_of_linear_memory_is_advised_to_naive_alone() -> None:
+    assert "tiled or sdpa" not in too_large_step(build(AttentionConfig("tiled")))
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    with pytest.raises(RuntimeError, match="another"), oom_guard("too large"):
+        raise RuntimeError("another")

@@ -1,0 +1,208 @@
+"""The optimizers' groups and updates against torch's plain ones, and the schedules against their formulas."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from attention import AttentionConfig, build_attention
+from model.config import GPTConfig
+from model.gpt import GPT
+from recipe.distributed.exchange import AnyOrder
+from recipe.training.checkpoint import save_checkpoint
+from recipe.training.optimizer import (
+    OptimizerConfig,
+    ScheduleConfig,
+    build_adamw,
+    build_muon,
+    learning_rate,
+    set_learning_rate,
+    update_parameters,
+)
+from recipe.training.state import gather_state, restore_state
+
+STEPS, PEAK = 1000, 3e-3
+ONE, NEVER = torch.tensor(1.0), torch.tensor(False)
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+
+
+def fill_gradients(model: nn.Module, step: int, size: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = size * torch.randn(parameter.shape, generator=generator)
+
+
+def rates(schedule: ScheduleConfig) -> list[float]:
+    return [learning_rate(step, STEPS, PEAK, schedule) for step in range(STEPS + 1)]
+
+
+def test_auto_warms_up_for_a_tenth_of_the_steps_and_100_at_most() -> None:
+    auto = ScheduleConfig()
+    assert [auto.warmup(steps) for steps in (1, 3, 50, 999, 1200, 100_000)] == [0, 0, 5, 99, 100, 100]
+    assert rates(auto) == rates(ScheduleConfig(warmup_steps=100))
+
+
+@pytest.mark.parametrize("name", ["cosine", "wsd", "constant"])
+def test_every_schedule_warms_up_linearly_to_the_peak(name: str) -> None:
+    warm = rates(ScheduleConfig(name=name, warmup_steps=100))[:101]
+    assert warm == pytest.approx([PEAK * (step + 1) / 101 for step in range(101)])
+    assert rates(ScheduleConfig(name=name, warmup_steps=0))[0] == PEAK
+
+
+def test_cosine_is_torchs_annealing_after_the_warm_up() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    annealing = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS - 100, eta_min=0.1 * PEAK)
+    expected = []
+    for _ in range(STEPS - 99):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        annealing.step()
+    assert rates(ScheduleConfig(warmup_steps=100, min_lr_ratio=0.1))[100:] == pytest.approx(expected)
+
+
+def test_wsd_holds_the_peak_and_gives_it_up_over_the_last_fraction() -> None:
+    lr = rates(ScheduleConfig(name="wsd", warmup_steps=100, min_lr_ratio=0.2, decay_fraction=0.25))
+    assert lr[100:751] == [PEAK] * 651
+    assert lr[800] == pytest.approx(PEAK * (0.2 + 0.8 * (1 - math.sqrt(50 / 250))))
+    assert lr[1000] == pytest.approx(0.2 * PEAK)
+    assert all(later < earlier for earlier, later in pairwise(lr[750:]))
+
+
+def test_the_constant_schedule_stays_at_its_peak() -> None:
+    assert rates(ScheduleConfig(name="constant", warmup_steps=10))[10:] == [PEAK] * 991
+
+
+def test_matrices_and_embeddings_decay_and_nothing_else() -> None:
+    model = small_model()
+    before = copy.deepcopy(model)
+    optimizer = build_adamw(model, OptimizerConfig(weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    set_learning_rate(optimizer, 0.1)
+    update_parameters(optimizer, ONE, NEVER)
+    for new, old in zip(model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(new, old * 0.95 if old.ndim >= 2 else old)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_updates_are_torchs_clipping_and_unfused_adamw(clip: float) -> None:
+    model, reference = small_model(), small_model()
+    config = OptimizerConfig(weight_decay=0.1, betas=(0.8, 0.95), clip=clip)
+    optimizer = build_adamw(model, config)
+    matrices = [p for p in reference.parameters() if p.ndim >= 2]
+    vectors = [p for p in reference.parameters() if p.ndim < 2]
+    plain = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.8, 0.95),
+        fused=False,
+    )
+    for step in range(5):
+        lr = 0.01 * (step + 1)
+        fill_gradients(model, step)
+        fill_gradients(reference, step)
+        norm = AnyOrder(list(model.parameters()), ranks=1).finish()
+        set_learning_rate(optimizer, lr)
+        update_parameters(optimizer, (norm / clip).clamp(min=1) if clip else ONE, NEVER)
+        expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), clip or math.inf)
+        for group in plain.param_groups:
+            group["lr"] = lr
+        plain.step()
+        torch.testing.assert_close(norm, expected_norm)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_loss_scale_is_divided_out() -> None:
+    model, reference = small_model(), small_model()
+    for module, scale in ((model, 1024.0), (reference, 1.0)):
+        optimizer = build_adamw(module, OptimizerConfig())
+        fill_gradients(module, 0, size=scale)
+        update_parameters(optimizer, torch.tensor(scale), NEVER)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def small_gpt() -> GPT:
+    torch.manual_seed(0)
+    config = GPTConfig(n_layers=2, n_heads=4, n_kv_heads=2, n_embd=32, bias=True)
+    return GPT(config, 20, 8, build_attention(AttentionConfig()))
+
+
+def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest() -> None:
+    model, reference = small_gpt(), small_gpt()
+    config = OptimizerConfig(name="muon", lr=0.02, muon_lr=0.04, momentum=0.9, weight_decay=0.1)
+    optimizer = build_muon(model, config)
+    fused = {f"h.{i}.attn.c_attn.weight" for i in range(2)}
+    hidden = [n for n, p in reference.named_parameters() if p.ndim == 2 and n.startswith("h.")]
+    assert len(hidden) == 8
+    pieces = {  # queries, keys and values count as separate matrices
+        name: [nn.Parameter(x.clone()) for x in p.detach().split([32, 16, 16] if name in fused else [len(p)])]
+        for name, p in reference.named_parameters()
+        if name in hidden
+    }
+    parts = [part for of_matrix in pieces.values() for part in of_matrix]
+    muon = torch.optim.Muon(parts, lr=0.04, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    rest = nn.ModuleDict({"wte": reference.wte, "wpe": reference.wpe})
+    vectors = [p for p in reference.parameters() if p.ndim < 2]
+    adamw = torch.optim.AdamW(
+        [{"params": list(rest.parameters()), "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.99),
+    )
+    for step in range(5):
+        lr = 0.02 / (step + 1)
+        fill_gradients(model, step, size=2.0)
+        fill_gradients(reference, step)
+        gradients = dict(reference.named_parameters())
+        for name, of_matrix in pieces.items():
+            gradient = gradients[name].grad
+            assert gradient is not None
+            for part, own in zip(of_matrix, gradient.split([len(p) for p in of_matrix]), strict=True):
+                part.grad = own
+        for group in muon.param_groups:
+            group["lr"] = 2 * lr
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        muon.step()
+        adamw.step()
+        set_learning_rate(optimizer, lr)
+        update_parameters(optimizer, torch.tensor(2.0), NEVER)
+    for name, parameter in model.named_parameters():
+        expected = torch.cat([part.detach() for part in pieces[name]]) if name in pieces else gradients[name]
+        torch.testing.assert_close(parameter, expected)
+
+
+@pytest.mark.parametrize(("build", "frozen"), [(build_adamw, False), (build_adamw, True), (build_muon, False)])
+def test_a_skipped_update_changes_no_bit_and_a_restored_optimizer_goes_on_with_the_same_ones(
+    tmp_path, build, frozen
+) -> None:
+    """Also if the model has parameters that are not trained."""
+    models = [small_gpt() for _ in range(3)]
+    for model in models:
+        model.wpe.requires_grad_(not frozen)
+    optimizers = [build(model, OptimizerConfig()) for model in models]
+
+    def train(which: int, first: int, last: int, disturbed: bool = False) -> None:
+        for step in range(first, last):
+            fill_gradients(models[which], step)
+            set_learning_rate(optimizers[which], 0.01 * (step + 1))
+            update_parameters(optimizers[which], ONE, NEVER)
+            if disturbed:
+                fill_gradients(models[which], step, size=math.inf)
+                update_parameters(optimizers[which], ONE, torch.tensor(True))
+
+    train(0, 0, 4)
+    train(1, 0, 2, disturbed=True)
+    path = save_checkpoint(tmp_path, gather_state(models[1], optimizers[1], {}), 2, keep_last=1, metadata={})
+    restore_state(path, models[2], optimizers[2], {})
+    train(2, 2, 4, disturbed=True)
+    for uninterrupted, resumed in zip(models[0].parameters(), models[2].parameters(), strict=True):
+        assert torch.equal(uninterrupted, resumed)

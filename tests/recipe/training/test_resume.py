@@ -1,0 +1,303 @@
+"""A resumed run is bitwise the run that was never interrupted, however it was interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import train as train_module
+from data.batches import Batches
+from data.prepare import prepare as prepare_data
+from recipe.build import build_model
+from recipe.cli import compose
+from recipe.cli.launch import prepare
+from recipe.cli.resume import check_resumable, locked
+from recipe.config import ConfigError, register
+from recipe.device import Precision
+from recipe.run_folder import read_metrics
+from recipe.sweeps import launcher
+from recipe.trained import read_config
+from recipe.training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
+
+ROOT = Path(__file__).parents[3]
+STEPS = 60
+# Dropout of both kinds, three micro-batches a step, and 61 steps to four epochs: every interruption is in mid-epoch.
+OVERRIDES = [
+    "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
+    "model.n_layers=2", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",
+    "training.batch_size=4", "training.batch_tokens=384", f"training.steps={STEPS}", "schedule.warmup_steps=5",
+    "training.log_every=1", "training.eval_every=7", "training.eval_batches=2", "training.checkpoint_every=9",
+    "training.sample_tokens=0",
+]  # fmt: skip
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), *overrides]
+
+
+def train(*overrides: str) -> None:
+    """Run train.py's work in this process and folder; the overrides must give the run folder."""
+    arguments = prepare(list(overrides))
+    cfg = compose.composed(arguments)
+    assert train_module.train(compose.to_config(cfg), Path(cfg.hydra.run.dir), arguments) == 0
+
+
+def losses(run: Path) -> list[tuple[int, float | None, float | None]]:
+    return [
+        (line["step"], line.get("train/loss"), line.get("val/loss")) for line in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def final_state(run: Path) -> dict[str, Tensor]:
+    path, _ = newest_valid(run / "checkpoints")
+    state = load_checkpoint(path)
+    return {**state["model"], **state["training"]}
+
+
+def steps_logged(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def newest_step(run: Path) -> int:
+    path, _ = newest_valid(run / "checkpoints")
+    return int(path.name.removeprefix("step-"))
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    assert losses(run) == losses(reference)
+    assert len(losses(run)) == STEPS + 1
+    ours, theirs = final_state(run), final_state(reference)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert summary(run)["status"] == "completed"
+    assert summary(run)["best_val_loss"] == summary(reference)["best_val_loss"]
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, and in `whole` a run that was never interrupted."""
+    folder = tmp_path_factory.mktemp("resume")
+    text = Path(os.__file__).read_text()[:27_000]
+    (folder / "text.txt").write_text(text)
+    subprocess.run(command(*OVERRIDES, "hydra.run.dir=whole"), cwd=folder, check=True, timeout=120)
+    return folder
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped by a signal, resumed, interrupted from the keyboard, resumed, killed, resumed."""
+    register()
+    launcher.register()
+    run, overrides, stopped = where / "interrupted", OVERRIDES, 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+        again = command(*overrides, "resume=auto", f"hydra.run.dir={run.name}")
+        process = subprocess.Popen(again, cwd=where, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        while steps_logged(run) < stopped + 14:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        printed, _ = process.communicate(timeout=60)
+        assert ("resuming from" in printed) == bool(stopped)
+        before, stopped = stopped, newest_step(run)
+        assert before < stopped < STEPS
+        if number is signal.SIGKILL:
+            assert process.returncode == -number
+            assert stopped % 9 == 0
+        else:
+            assert process.returncode == 128 + number
+            assert (summary(run)["status"], summary(run)["step"]) == ("interrupted", stopped)
+            assert losses(run)[-1][0] == stopped
+        overrides = []
+
+    with contextlib.chdir(where):
+        train("resume=auto", f"hydra.run.dir={run.name}")
+    assert f"resuming from {run.name}/checkpoints/step-{stopped:08d}" in capsys.readouterr().out
+    assert_same_run(run, where / "whole")
+
+
+@pytest.fixture
+def runs(where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """outputs/older and outputs/newer, copies of the complete run, below the working directory."""
+    register()
+    launcher.register()
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(where / "text.txt", tmp_path)
+    for age, name in ((100, "older"), (50, "newer")):
+        shutil.copytree(where / "whole", tmp_path / "outputs" / name, symlinks=True)
+        os.utime(tmp_path / "outputs" / name / "checkpoints", (time.time() - age,) * 2)
+    return tmp_path / "outputs"
+
+
+def resumed(*arguments: str) -> str:
+    """The run folder that these arguments resume in."""
+    folder = next(a for a in prepare(list(arguments)) if a.startswith("hydra.run.dir="))
+    return folder.removeprefix("hydra.run.dir=").strip("'")
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def damage(checkpoint: Path) -> None:
+    (weights,) = (checkpoint / "model").iterdir()
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+
+
+def test_auto_takes_the_newest_run_with_a_valid_checkpoint(runs: Path) -> None:
+    assert resumed("resume=auto") == "outputs/newer"
+    (runs / "newest" / "checkpoints").mkdir(parents=True)
+    assert resumed("resume=auto") == "outputs/newer"
+    for checkpoint in (runs / "newer" / "checkpoints").glob("step-*"):
+        damage(checkpoint)
+    assert resumed("resume=auto") == "outputs/older"
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = Path("outputs/newer/checkpoints") / f"step-{STEPS:08d}"
+    damage(newest)
+    train("resume=auto")
+    assert f"{newest} is damaged" in capsys.readouterr().out
+    assert_same_run(runs / "newer", runs / "older")
+
+
+def test_resuming_takes_the_recorded_overrides_and_the_new_ones(runs: Path) -> None:
+    train("resume=auto", "training.steps=63", "attention=tiled", "training.batch_tokens=128")
+    recorded = summary(runs / "newer")
+    assert (recorded["step"], recorded["attention"], recorded["config"]["seq_len"]) == (63, "tiled", 32)
+    assert recorded["tokens"] == STEPS * 384 + 3 * 128
+    assert [step for step, *_ in losses(runs / "newer")] == list(range(64))
+    assert losses(runs / "newer")[: STEPS + 1] == losses(runs / "older")
+
+
+def test_a_complete_run_is_left_as_it_is(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(runs)
+    train("resume=outputs/older")
+    assert "outputs/older is complete with 60 steps" in capsys.readouterr().out
+    assert contents(runs) == before
+
+
+def test_a_text_that_has_changed_is_refused(runs: Path) -> None:
+    Path("text.txt").write_text("Another text. " * 2000)
+    with pytest.raises(ConfigError, match="The text of data=text has changed"):
+        train("resume=outputs/older", "training.steps=61")
+
+
+def test_where_every_checkpoint_is_damaged_nothing_starts_again(runs: Path) -> None:
+    for checkpoint in (runs / "newer" / "checkpoints").glob("step-*"):
+        damage(checkpoint)
+    for arguments in (["resume=outputs/newer"], ["resume=auto", "hydra.run.dir=outputs/newer"]):
+        with pytest.raises(CheckpointError, match=r"No checkpoint in .* is intact.*60 is damaged.*Start a new run"):
+            prepare(arguments)
+    shutil.rmtree(runs / "older")
+    with pytest.raises(ConfigError, match=r"resume=auto finds no .*: every checkpoint of outputs/newer is damaged"):
+        prepare(["resume=auto"])
+
+
+def test_auto_starts_a_run_in_a_folder_without_a_checkpoint(runs: Path) -> None:
+    run = Path("outputs/killed-early")
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 0, "val/loss": 9.0}\n')
+    train(*OVERRIDES, "training.steps=8", "schedule=constant", "resume=auto", f"hydra.run.dir={run}")
+    assert len(losses(run)) == 9
+    assert losses(run)[0] == losses(runs / "newer")[0]
+
+
+@pytest.mark.parametrize(
+    "override", ["model.n_layers=3", "seq_len=16", "data.tokenizer=bpe", "score.window=5", "optimizer.name=muon"]
+)
+def test_another_model_or_other_data_are_refused_and_leave_the_run_alone(runs: Path, override: str) -> None:
+    before = contents(runs)
+    reason = "was trained on other data" if override.startswith("data.") else "does not fit it"
+    with pytest.raises(ConfigError, match=f"{override} differs from the run's .*, and step-00000060 {reason}"):
+        prepare(["resume=auto", override])
+    assert contents(runs) == before
+
+
+def test_a_run_recorded_before_an_option_existed_did_what_is_now_its_default(runs: Path) -> None:
+    checkpoint, _ = newest_valid(runs / "newer" / "checkpoints")
+    config = read_manifest(checkpoint).metadata["config"]
+    now = read_config(runs / "newer")
+    del config["score"], config["model"]["qk_norm"], config["data"]["documents"]
+    check_resumable(config, now, checkpoint)
+    with pytest.raises(ConfigError, match=r"model.qk_norm=true differs from the run's model.qk_norm=false"):
+        check_resumable(config, replace(now, model=replace(now.model, qk_norm=True)), checkpoint)
+
+
+def test_a_resumed_run_may_change_how_it_trains(runs: Path) -> None:
+    changed = ["attention=tiled", "model.dropout=0.2", "training.steps=9000", "optimizer.lr=1e-4", "schedule=constant"]
+    assert resumed("resume=auto", *changed) == "outputs/newer"
+
+
+def test_with_rotary_positions_a_resumed_run_may_have_longer_sequences(runs: Path) -> None:
+    run = runs / "rotary"
+    given = [*OVERRIDES, "model.positions=rotary", "model.dropout=0", "attention.dropout=0", "schedule=constant"]
+    (run / ".hydra").mkdir(parents=True)
+    OmegaConf.save(OmegaConf.create(given), run / ".hydra" / "overrides.yaml")
+    OmegaConf.save(compose.composed(given), run / ".hydra" / "config.yaml")
+    train(*given, "training.steps=6", f"hydra.run.dir={run}")
+    weights = load_checkpoint(newest_valid(run / "checkpoints")[0])["model"]
+
+    longer = ["seq_len=64", "training.batch_size=6"]
+    train(f"resume={run}", *longer, "training.steps=7")
+    config = compose.to_config(compose.composed([*given, *longer]))
+    data = prepare_data(config.data)
+    model = build_model(config, data.vocab_size, torch.device("cpu"), Precision.fp32)
+    model.load_state_dict(weights)
+    inputs, targets = Batches(data.train.tokens, 64, 6, config.seed).batch(6)
+    expected = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    assert losses(run)[-1][:2] == (7, pytest.approx(expected.item(), rel=1e-5))
+
+
+def test_a_checkpoint_of_another_run_is_distinguished_from_an_override(runs: Path) -> None:
+    config = runs / "newer" / ".hydra" / "config.yaml"
+    config.write_text(config.read_text().replace("n_layers: 2", "n_layers: 3"))
+    overrides = runs / "newer" / ".hydra" / "overrides.yaml"
+    overrides.write_text(overrides.read_text().replace("model.n_layers=2", "model.n_layers=3"))
+    with pytest.raises(ConfigError, match=r"step-00000060 belongs to another run, whose model\.n_layers is 2"):
+        prepare(["resume=auto"])
+
+
+def test_a_folder_that_holds_a_run_is_not_used_for_another(runs: Path) -> None:
+    with pytest.raises(ConfigError, match="outputs/older already holds a run; add resume=auto"):
+        prepare(["hydra.run.dir=outputs/older"])
+
+
+def test_a_run_that_is_still_going_on_is_not_resumed(runs: Path) -> None:
+    def hold() -> None:
+        with locked(Path("outputs/newer")):
+            held.set()
+            time.sleep(60)
+
+    fork = multiprocessing.get_context("fork")
+    held, holder = fork.Event(), fork.Process(target=hold)
+    holder.start()
+    try:
+        assert held.wait(60)
+        with pytest.raises(ConfigError, match="outputs/newer belongs to a run that is still running"):
+            prepare(["resume=auto"])
+    finally:
+        holder.kill()
+        holder.join()
+    assert resumed("resume=auto") == "outputs/newer"  # the lock dies with its holder

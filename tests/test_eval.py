@@ -1,0 +1,372 @@
+"""Evaluation of a run folder made by hand, against torch's formulas and against lm-eval where it is installed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+
+import eval
+import sample
+from attention import AttentionConfig, build_attention
+from data.config import DataConfig, Documents
+from data.prepare import prepare
+from data.tokenizers import bytes_tokenizer, save_tokenizer
+from model.config import GPTConfig, Positions
+from model.gpt import GPT
+from recipe.cli.resume import locked
+from recipe.config import Config
+from recipe.errors import UserError, refusals
+from recipe.evaluation.harness import run_tasks
+from recipe.evaluation.models import ExportedModel, TrainedModel
+from recipe.evaluation.scorer import Scorer, rolling_windows
+from recipe.evaluation.tasks import run_file
+from recipe.profiling.attention_memory import cpu_memory_limit
+from recipe.tracking.tracker import TrackingConfig, TrackingMode
+from recipe.trained import load_trained
+from recipe.training.checkpoint import save_checkpoint
+
+TOKENIZER, T = bytes_tokenizer(), 24
+END = TOKENIZER.eot_token
+MODELS = {
+    positions.value: GPTConfig(n_layers=1, n_heads=2, n_embd=32, positions=positions, bias=True)
+    for positions in Positions
+}
+QUESTIONS: list[dict[str, Any]] = [
+    {"question": "The sun is", "choices": ["bright", "a very dark place"], "answer": 0},
+    {"question": "Two and two are ", "choices": ["three", "four", "5"], "answer": 1},
+    {"question": "", "choices": ["yes", "no"], "answer": 1},
+    {"question": "A question that is longer than all that the model can read", "choices": ["a", "b"], "answer": 0},
+]
+TEXTS = ["Déjà\u2028vu.", "One text that takes more than one window of the model, and ends in the second or third."]
+
+
+def fresh(positions: str) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(MODELS[positions], TOKENIZER.n_vocab, T, build_attention(AttentionConfig()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    return model.eval()
+
+
+def make_run(folder: Path, positions: str = "learned", data: DataConfig | None = None, identity: str = "") -> Path:
+    config = Config(seq_len=T, device="cpu", model=MODELS[positions], data=data or DataConfig())
+    config.tracking = TrackingConfig(mode=TrackingMode.disabled)
+    (folder / ".hydra").mkdir(parents=True)
+    OmegaConf.save(OmegaConf.structured(config), folder / ".hydra" / "config.yaml")
+    save_tokenizer(TOKENIZER, folder)
+    state = {"model": fresh(positions).state_dict(), "training": {}}
+    save_checkpoint(folder / "checkpoints", state, 5, keep_last=1, metadata={"data": identity})
+    (folder / "summary.json").write_text(json.dumps({"status": "completed", "config": {}}))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def evaluated(run: Path, *arguments: str) -> dict[str, Any]:
+    eval.main([f"run={run}", "device=cpu", *arguments])
+    return json.loads((run / "summary.json").read_text())["eval"]
+
+
+@torch.no_grad()
+def log_probability(model: GPT, tokens: list[int], last: int) -> float:
+    """Log-probability of the `last` tokens after those before them, by one forward pass for each."""
+    total = 0.0
+    for i in range(len(tokens) - last, len(tokens)):
+        context = tokens[max(0, len(tokens) - T - 1) : i]
+        total += float(F.log_softmax(model(torch.tensor([context]))[0, -1], dim=-1)[tokens[i]])
+    return total
+
+
+def test_the_likeliest_choice_is_that_of_the_formula(run, tmp_path):
+    model, right, by_length = fresh("learned"), [], []
+    for line in QUESTIONS:
+        start = [END, *b" "] if not line["question"] else [*line["question"].rstrip().encode(), *b" "]
+        if line["question"].endswith(" "):
+            start += b" "
+        logs = [log_probability(model, [*start, *c.encode()], len(c) + 1 + line["question"].endswith(" "))
+                for c in line["choices"]]  # fmt: skip
+        shares = [log / len(c) for log, c in zip(logs, line["choices"], strict=True)]
+        right.append(logs.index(max(logs)) == line["answer"])
+        by_length.append(shares.index(max(shares)) == line["answer"])
+    found = evaluated(run, f"tasks={write(tmp_path / 'quiz.jsonl', QUESTIONS)}", "batch=3")["quiz"]
+    assert (found["acc"], found["acc_norm"], found["n"]) == (sum(right) / 4, sum(by_length) / 4, 4)
+    assert 0 < sum(right) < 4 or 0 < sum(by_length) < 4  # else a constant answer would pass
+    assert found["checkpoint"] == "step-00000005"
+
+
+def test_windows_predict_each_token_once_after_as_much_as_fits():
+    windows = rolling_windows(list(range(10)), prefix=-1, longest=4)
+    assert windows == [([-1], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
+
+
+def test_perplexities_count_each_byte_of_each_text_once(run, tmp_path):
+    model, nats = fresh("learned"), 0.0
+    for text in TEXTS:
+        tokens = [END, *text.encode()]
+        for i in range(1, len(tokens)):
+            window = (i - 1) // T  # the window that predicts token i
+            start = min(window * T, max(0, len(tokens) - 1 - T))
+            nats -= log_probability(model, tokens[start : i + 1], 1)
+    size = sum(len(text.encode()) for text in TEXTS)
+    found = evaluated(run, f"tasks={write(tmp_path / 'texts.jsonl', [{'text': t} for t in TEXTS])}", "batch=2")["texts"]
+    assert found["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
+    assert found["byte_perplexity"] == pytest.approx(math.exp(nats / size), rel=1e-5)
+    assert found["word_perplexity"] == pytest.approx(math.exp(nats / sum(len(t.split()) for t in TEXTS)), rel=1e-5)
+
+
+@pytest.mark.parametrize(("positions", "seq_len"), [("learned", 10), ("rotary", 40)])
+def test_the_loss_on_a_text_is_cross_entropy_over_windows_of_any_length(tmp_path, positions, seq_len):
+    run, text = make_run(tmp_path / "run", positions), tmp_path / "book.txt"
+    text.write_text("A line of text, é.\n" * 20)
+    torch.manual_seed(0)
+    longer = GPT(MODELS[positions], TOKENIZER.n_vocab, max(T, seq_len), build_attention(AttentionConfig()))
+    longer.load_state_dict(fresh(positions).state_dict())
+    tokens = torch.tensor(list(text.read_bytes()))
+    nats = 0.0
+    with torch.no_grad():
+        for start in range(0, len(tokens) - 1, seq_len):
+            window = tokens[start : start + seq_len + 1]
+            nats += float(F.cross_entropy(longer.eval()(window[None, :-1])[0], window[1:], reduction="sum"))
+    found = evaluated(run, "data=text", f"data.path={text}", f"seq_len={seq_len}", "batch=4")[
+        f"{text} seq_len={seq_len}"
+    ]
+    assert found["loss"] == pytest.approx(nats / (len(tokens) - 1), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))  # a token is a byte
+    assert (found["tokens"], found["seq_len"]) == (len(tokens) - 1, seq_len)
+
+
+def test_results_are_kept_where_what_comes_after_does_not_fit_the_memory(tmp_path):
+    run, text, tasks = (
+        make_run(tmp_path / "run", "rotary"),
+        tmp_path / "book.txt",
+        write(tmp_path / "a.jsonl", QUESTIONS),
+    )
+    text.write_text("A line of text.\n" * 3_000)
+    arguments = ["data=text", f"data.path={text}", "batch=1", "seq_len=50_000"]
+    with cpu_memory_limit(2.0), pytest.raises(UserError, match=r"batch=1 and seq_len=50000 does not fit the memory"):
+        evaluated(run, f"tasks={tasks}", *arguments)  # naive attention's scores: 9 GiB a head
+    assert list(json.loads((run / "summary.json").read_text())["eval"]) == ["a seq_len=50000"]
+    found = evaluated(run, "data=text", f"data.path={text}", "data.max_tokens=9", "seq_len=1_000_000")
+    assert list(found.values())[-1]["tokens"] == 8  # no window is longer than the text
+
+
+def test_the_moving_average_of_the_weights_is_measured_on_request(tmp_path):
+    text, run = tmp_path / "book.txt", make_run(tmp_path / "run")
+    text.write_text("A line of text.\n" * 5)
+    arguments = ["data=text", f"data.path={text}", "weights=ema"]
+    with pytest.raises(UserError, match=r"has no moving average, as training\.ema was 0; leave weights=ema out"):
+        evaluated(run, *arguments)
+    weights = fresh("learned").state_dict()
+    state = {"model": {n: w / 2 for n, w in weights.items()}, "training": {f"average.{n}": weights[n] for n in weights}}
+    plain = evaluated(make_run(tmp_path / "other"), *arguments[:2])[str(text)]
+    save_checkpoint(run / "checkpoints", state, 6, keep_last=1, metadata={})
+    assert evaluated(run, *arguments)[f"{text} weights=ema"]["loss"] == plain["loss"]
+
+
+def test_documents_that_a_run_keeps_apart_are_kept_apart(tmp_path):
+    """With positions that restart, documents that share a window have the losses that they have alone."""
+    config = DataConfig(documents=Documents.restart)
+    run = make_run(tmp_path / "run", "rotary", config)
+    documents = ["first one", "the second", "3rd"]
+    path = write(tmp_path / "docs.jsonl", [{"text": document} for document in documents])
+    together = evaluated(run, "data=text", f"data.path={path}", f"seq_len={T}")[f"{path} seq_len={T}"]
+    model = fresh("rotary")
+    tokens = [t for document in documents for t in (*document.encode(), END)][:-1]
+    nats, begins = 0.0, 0
+    for i in range(1, len(tokens)):
+        row = (i - 1) // T * T
+        begins = i - 1 if tokens[i - 2] == END and i > 1 else begins
+        nats -= log_probability(model, tokens[max(row, begins) : i + 1], 1)
+    assert together["loss"] == pytest.approx(nats / (len(tokens) - 1), rel=1e-5)
+
+
+def test_without_tasks_and_data_the_validation_split_is_measured(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question " * 30)
+    data = DataConfig(name="text", path=str(text), cache=str(tmp_path / "cache"))
+    prepared = prepare(data)
+    run = make_run(tmp_path / "run", data=data, identity=prepared.manifest["identity"])
+    assert evaluated(run)["val"]["tokens"] == len(prepared.val.tokens) - 1
+    text.write_text("another text " * 100)
+    with pytest.raises(UserError, match="The text of data=text has changed since the run"):
+        evaluated(run)
+
+
+def test_results_add_to_the_summary_and_a_run_that_goes_on_keeps_none(run, tmp_path, capsys):
+    first, second = write(tmp_path / "a.jsonl", QUESTIONS[:1]), write(tmp_path / "b.jsonl", QUESTIONS[1:])
+    evaluated(run, f"tasks={first}")
+    assert list(evaluated(run, f"tasks={second}", "limit=1")) == ["a", "b limit=1"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["eval"]["b limit=1"]["n"] == 1
+    with locked(run):  # as training does
+        assert evaluated(run, f"tasks={first}", "limit=1") == summary["eval"]
+    assert "is still running: the results are only printed" in capsys.readouterr().err
+    (run / "summary.json").unlink()
+    eval.main([f"run={run}", f"tasks={first}", "device=cpu"])
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1].startswith("a  acc ")
+    assert "does not exist yet: the results are only printed" in captured.err
+    assert not (run / "summary.json").exists()
+
+
+def test_lm_evals_own_implementation_of_a_task_gives_the_same_metrics(run, tmp_path):
+    pytest.importorskip("lm_eval")
+    files = {"quiz": QUESTIONS, "texts": [{"text": text} for text in TEXTS]}
+    paths = {name: write(tmp_path / f"{name}.jsonl", lines) for name, lines in files.items()}
+
+    def task(name: str, source: str, kind: str, prompt: str, target: str, *metrics: str, **more: Any) -> dict[str, Any]:
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(paths[source])}}}
+        fields = {"doc_to_text": prompt, "doc_to_target": target, "metric_list": [{"metric": m} for m in metrics]}
+        return {"task": name, "output_type": kind, "test_split": "test", **data, **fields, **more}
+
+    perplexities = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+    stop = {"until": ["\n"], "max_gen_toks": 5}
+    tasks = [
+        task("quiz", "quiz", "multiple_choice", "question", "answer", "acc", "acc_norm", doc_to_choice="choices"),
+        task("texts", "texts", "loglikelihood_rolling", "", "text", *perplexities),
+        task("written", "quiz", "generate_until", "question", "answer", "exact_match", generation_kwargs=stop),
+    ]
+    scorer = Scorer(TrainedModel(load_trained(run, device="cpu")), batch=3)
+    theirs = run_tasks(tasks, scorer, shots=None, limit=None)
+    for name, path in paths.items():
+        ours = run_file(path, scorer, limit=None)
+        assert {key: theirs[name][key] for key in ours} == pytest.approx(ours)
+    assert theirs["written"]["n"] == len(QUESTIONS)
+
+
+def test_generation_is_greedy_up_to_a_stop_text_or_an_end_of_text(run):
+    model, prompts = TrainedModel(load_trained(run, device="cpu")), ["The sun", "", "x" * 40]
+    found = Scorer(model, batch=2).generate_until([(prompt, [], 6) for prompt in prompts])
+    reference = fresh("learned")
+    for prompt, text in zip(prompts, found, strict=True):
+        tokens = ([*prompt.encode()] or [END])[-(T - 6) :]
+        with torch.no_grad():
+            for _ in range(6):
+                tokens.append(int(reference(torch.tensor([tokens]))[0, -1].argmax()))
+        made = tokens[-6:]
+        assert text == TOKENIZER.decode(made[: made.index(END)] if END in made else made)
+    stop = found[0][2]
+    assert Scorer(model, batch=2).generate_until([(prompts[0], ["nowhere", stop], 6)]) == [found[0].partition(stop)[0]]
+
+
+@pytest.mark.parametrize(("positions", "seq_len"), [("learned", T), ("rotary", 2 * T)])
+def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, seq_len, capsys):
+    pytest.importorskip("transformers")
+    run, folder = make_run(tmp_path / "run", positions), tmp_path / "exported"
+    (run / "summary.json").unlink()
+    sample.main([f"run={run}", f"export={folder}"])
+    quiz, texts = write(tmp_path / "quiz.jsonl", QUESTIONS), write(tmp_path / "texts.jsonl", [{"text": TEXTS[1]}])
+    capsys.readouterr()
+    lines = []
+    for which in (run, folder):
+        eval.main([f"run={which}", f"tasks={quiz},{texts}", "data=text", f"data.path={texts}", "device=cpu"])
+        lines.append(capsys.readouterr().out)
+    assert lines[0] == lines[1]  # six digits of every metric
+    stories = [("The sun", ["\n"], 5), ("A", [], 3)]
+    ours, theirs = (
+        TrainedModel(load_trained(run, device="cpu", seq_len=seq_len), seq_len),
+        ExportedModel(folder, torch.device("cpu"), torch.float32, seq_len),
+    )
+    logs = Scorer(ours, 2).loglikelihood_rolling(TEXTS)
+    assert logs == pytest.approx(Scorer(theirs, 2).loglikelihood_rolling(TEXTS), rel=1e-5)
+    if positions == "learned":
+        with pytest.raises(UserError, match="seq_len=25 is more than the 24 positions"):
+            eval.main([f"run={folder}", f"tasks={quiz}", "seq_len=25", "device=cpu"])
+    with pytest.raises(UserError, match="weights=ema has no effect on a model of transformers; leave it out"):
+        eval.main([f"run={folder}", f"tasks={quiz}", "weights=ema", "device=cpu"])
+    assert Scorer(ours, 2).generate_until(stories) == Scorer(theirs, 2).generate_until(stories)
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(UserError, match=r"cannot be opened by transformers .*; export it again"):
+        eval.main([f"run={folder}", f"tasks={quiz}", "device=cpu"])
+
+
+def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tmp_path):
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    (run / "summary.json").unlink()
+    sample.main([f"run={run}", f"export={tmp_path / 'exported'}"])
+    theirs = HFLM(pretrained=str(tmp_path / "exported"), device="cpu", dtype="float32", batch_size=3)
+    ours = Scorer(TrainedModel(load_trained(run, device="cpu")), batch=3)
+    pairs = [(line["question"], f" {choice}") for line in QUESTIONS for choice in line["choices"]]
+    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    for (log, greedy), (their_log, their_greedy) in zip(
+        ours.loglikelihood(pairs), theirs.loglikelihood(asked), strict=True
+    ):
+        assert (log, greedy) == (pytest.approx(their_log, abs=1e-4), their_greedy)
+    asked = [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(TEXTS)]
+    assert ours.loglikelihood_rolling(TEXTS) == pytest.approx(theirs.loglikelihood_rolling(asked), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["tsks=a"], "tsks=a is not an argument; did you mean tasks?"),
+        (["batch=0"], "batch=0 must be at least 1"),
+        (["seq_len=25"], "seq_len=25 is longer than the run's 24, and it has learned positions for those alone"),
+        (["attention.precision=fp8"], r"attention.precision=fp8 has no effect with attention=naive; .*attention=flash"),
+        (
+            ["attention=flash", "attention.precision=fp8"],
+            "attention.precision=fp8 needs a GPU of .* 9.0|needs a CUDA GPU",
+        ),
+        (["tasks="], "tasks= names no task"),
+        (["limit=3"], "limit=3 has no effect without tasks"),
+        (["tasks=a.jsonl", "shots=2"], "shots=2 affects tasks of lm-eval only"),
+        (["tasks=a.jsonl,b/a.jsonl"], "tasks=a.jsonl,b/a.jsonl has two files of one name"),
+        (["data=txt"], r"data=txt is not known; choose one of .*did you mean text\?"),
+        (["data=text"], "data=text needs to know where the text is"),
+        (["data=text", "data.tokenizer=gpt2"], "data.tokenizer=gpt2 has no effect here"),
+        (
+            ["data=text", "data.path=mixed.jsonl", "data.max_tokens=1"],
+            "The text with data.max_tokens=1 has fewer than two",
+        ),
+        (["tasks=nowhere.jsonl"], r"tasks=nowhere.jsonl cannot be read \(No such file"),
+        (["tasks=wrong.jsonl"], r"tasks=wrong.jsonl: line 2 has answer=2, which is none of its 2 choices; write"),
+        (["tasks=mixed.jsonl"], "line 2 is of another kind than the first"),
+        (["tasks=half.jsonl"], r"tasks=half.jsonl: line 1 is not JSON \(.*surrogates not allowed\); write"),
+        (["data.max_tokens=9"], "data.max_tokens=9 does not say which text to measure; name it with data="),
+        (["tasks=long.jsonl"], r"The continuation ' xxxx.* has 31 tokens, and the model takes 1 to 24"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence(run, tmp_path, monkeypatch, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "wrong.jsonl", [QUESTIONS[0], QUESTIONS[0] | {"answer": 2}])
+    write(tmp_path / "mixed.jsonl", [{"text": "a"}, QUESTIONS[0]])
+    (tmp_path / "half.jsonl").write_text(r'{"text": "a\ud800"}')
+    write(tmp_path / "long.jsonl", [{"question": "a", "choices": ["x" * 30], "answer": 0}])
+    before = (run / "summary.json").read_bytes()
+    with pytest.raises(refusals(), match=sentence) as raised:
+        eval.main([f"run={run}", "device=cpu", *arguments])
+    assert "\n" not in str(raised.value)
+    assert (run / "summary.json").read_bytes() == before
+
+
+def test_a_task_that_lm_eval_does_not_have_is_refused_with_near_names(run):
+    pytest.importorskip("lm_eval")
+    with pytest.raises(UserError, match=r"tasks=helaswag is not a task of lm-eval; did you mean .*hellaswag"):
+        eval.main([f"run={run}", "tasks=helaswag", "device=cpu"])
+
+
+def test_no_module_of_the_checkout_hides_the_package_evaluate_from_lm_evals_tasks():
+    names = {path.stem for path in Path(sample.__file__).parent.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert "evaluate" not in names
