@@ -1,0 +1,145 @@
+"""The statistics of arms that are compared over paired seeds, with scipy's distributions and tests.
+
+An arm and the baseline train with the same seeds: same batches, same masks and, where shapes agree, same initial
+weights. Their differences seed by seed are the sample of a paired t-test.
+
+Looking again after more seeds would raise the chance of a false verdict. So the looks are planned, and each spends an
+equal share of ALPHA (Bonferroni): with two looks, each judges at ALPHA / 2, whatever the number of seeds at either.
+Holm's correction (1979) does the same for several arms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+ALPHA = 0.05  # the chance of a false better or worse, over all arms and looks
+POWER = 0.9  # with which an effect as large as the margin is to be found
+MOST_SEEDS = 1000  # beyond this, no number of seeds is suggested
+RESAMPLES = 2**16  # every assignment of signs up to 16 seeds
+
+
+class Verdict(Enum):
+    """What the seeds say about an arm."""
+
+    better = "better"
+    worse = "worse"
+    equivalent = "equivalent"
+    undecided = "undecided"
+
+
+class Paired(NamedTuple):
+    """Differences to the baseline over n seeds: their mean, their deviation, and the p-value of a paired t-test.
+
+    Numbers, or arrays where several sets of differences were given.
+    """
+
+    n: int
+    mean: Any
+    deviation: Any
+    p: Any
+
+    def interval(self, alpha: float) -> tuple[Any, Any]:
+        """The bounds of the paired t interval with a confidence of 1 - alpha."""
+        half = stats.t.isf(alpha / 2, self.n - 1) * self.deviation / np.sqrt(self.n)
+        return self.mean - half, self.mean + half
+
+
+def paired(differences: ArrayLike) -> Paired:
+    """The paired t-test of finite differences (..., n): arm - baseline, one for each of n >= 2 seeds."""
+    d = np.asarray(differences, np.float64)
+    n = d.shape[-1]
+    if n < 2:
+        raise ValueError("a deviation needs two differences")
+    mean, deviation = d.mean(-1), d.std(-1, ddof=1)
+    constant = np.ptp(d, axis=-1) == 0  # of equal differences no t-value exists
+    sample = np.where(constant[..., None], np.arange(n), d)
+    p = np.where(constant, np.where(mean == 0, 1.0, 0.0), stats.ttest_1samp(sample, 0.0, axis=-1).pvalue)
+    return Paired(n, mean[()], np.where(constant, 0.0, deviation)[()], p[()])
+
+
+def sign_flip(differences: ArrayLike) -> float:
+    """The p-value of the sign-flip permutation test: how many assignments of signs give a mean as far from 0.
+
+    Exact up to 16 seeds (Fisher 1935, "The Design of Experiments", section 21), else from RESAMPLES random ones.
+    """
+    d = np.asarray(differences, np.float64)
+    if not d.any():
+        return 1.0
+    test = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=RESAMPLES, rng=0)
+    return float(test.pvalue)
+
+
+def signed_rank(differences: ArrayLike) -> float:
+    """The p-value of Wilcoxon's signed-rank test, which takes infinite differences: those of runs that diverged."""
+    d = np.asarray(differences, np.float64)
+    if not d.any():
+        return 1.0
+    finite = np.abs(d[np.isfinite(d)])
+    beyond = 2 * finite.max(initial=1.0)  # only its rank counts
+    return float(stats.wilcoxon(np.nan_to_num(d, posinf=beyond, neginf=-beyond)).pvalue)
+
+
+def holm_levels(p_values: Sequence[float], alpha: float = ALPHA) -> list[float]:
+    """The level at which Holm's step-down procedure judges each hypothesis: it is rejected where p <= level.
+
+    The smallest of m p-values is judged at alpha / m, the next at alpha / (m - 1), and so on; from the first that is
+    not rejected, the others are judged at the same level and are not rejected either.
+    """
+    m = len(p_values)
+    levels, stopped = [0.0] * m, None
+    for rank, index in enumerate(sorted(range(m), key=p_values.__getitem__)):
+        levels[index] = stopped or alpha / (m - rank)
+        if stopped is None and p_values[index] > levels[index]:
+            stopped = levels[index]
+    return levels
+
+
+def judge(interval: tuple[float, float], margin: float) -> Verdict:
+    """The verdict from the interval of a difference in loss: lower is better, and inside the margin is equivalent.
+
+    An interval inside the margin shows that whatever difference there is does not matter, also where it excludes 0.
+    """
+    low, high = interval
+    if -margin <= low and high <= margin:
+        return Verdict.equivalent
+    if high < 0:
+        return Verdict.better
+    return Verdict.worse if low > 0 else Verdict.undecided
+
+
+def power_to_find(effect: float, deviation: float, n: int, alpha: float) -> float:
+    """The chance that a paired t-test over n seeds rejects equality at `alpha`, if the true difference is `effect`."""
+    critical, shift = stats.t.isf(alpha / 2, n - 1), effect * np.sqrt(n) / deviation
+    return float(stats.nct.sf(critical, n - 1, shift) + stats.nct.cdf(-critical, n - 1, shift))
+
+
+def power_to_equate(margin: float, deviation: float, n: int, alpha: float) -> float:
+    """At least this is the chance that the interval at 1 - alpha lies inside the margin, if the arms are equal.
+
+    Two one-sided tests (Schuirmann 1987), each with the same chance to pass.
+    """
+    critical, shift = stats.t.isf(alpha / 2, n - 1), margin * np.sqrt(n) / deviation
+    return max(0.0, 2 * float(stats.nct.sf(critical, n - 1, shift)) - 1)
+
+
+def seeds_needed(margin: float, deviation: float, alpha: float, least: int = 2) -> int | None:
+    """The fewest seeds, at least `least`, that decide with a power of POWER: they find a difference of the margin, and
+    they show equal arms to be equivalent. None beyond MOST_SEEDS."""
+    if deviation == 0:
+        return least
+    for n in range(least, MOST_SEEDS + 1):
+        if min(power(margin, deviation, n, alpha) for power in (power_to_find, power_to_equate)) >= POWER:
+            return n
+    return None
+
+
+def band(differences: NDArray[np.float64], alpha: float) -> tuple[Any, Any, Any]:
+    """Mean, lower and upper bound at each point of curves of differences (n, points)."""
+    found = paired(differences.T)
+    return found.mean, *found.interval(alpha)
