@@ -72,10 +72,10 @@ def test_holm_rejects_what_closed_testing_with_bonferroni_rejects():
     generator = np.random.default_rng(1)
     for _ in range(300):
         m = int(generator.integers(1, 6))
-        p = generator.beta(0.3, 3.0, m)
+        p = [float(value) for value in generator.beta(0.3, 3.0, m)]
         closed = [
             all(
-                min(p[list(others)]) <= ALPHA / len(others)
+                min(p[other] for other in others) <= ALPHA / len(others)
                 for size in range(1, m + 1)
                 for others in itertools.combinations(range(m), size)
                 if arm in others
