@@ -28,7 +28,7 @@ from recipe.distributed.world import World
 from recipe.errors import UserError, refusals
 from recipe.huggingface import Origin, export
 from recipe.parity.probe import ParityConfig
-from recipe.run_folder import read_metrics
+from recipe.tracking.metrics import read_metrics
 from recipe.tracking.tracker import TrackingConfig, TrackingMode
 from recipe.training.config import TrainingConfig
 from recipe.training.loop import OutOfMemory

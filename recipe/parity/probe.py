@@ -35,6 +35,7 @@ from attention import (
 from model.gpt import GPT
 from recipe.device import free_memory
 from recipe.errors import UserError
+from recipe.parity import PARITY_MARGIN
 from recipe.parity.fwd_bwd import (
     FwdBwd,
     differences,
@@ -42,7 +43,6 @@ from recipe.parity.fwd_bwd import (
     fwd_bwd,
     memory_returned,
 )
-from recipe.run_folder import PARITY_MARGIN
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from recipe.drawing import Chart, Palette, height_for, label_axes, legend, log_axis, styles
+from recipe.parity import PARITY_MARGIN
 from recipe.report.costs import Point, attention_alone, crossovers, points, predicted_memory, same_tokens
 from recipe.report.parity import (
     EPS,
@@ -27,7 +28,6 @@ from recipe.report.parity import (
 )
 from recipe.report.runs import Run
 from recipe.report.sweeps import Cell, Sweep
-from recipe.run_folder import PARITY_MARGIN
 from recipe.wording import memory_unit, short_length, short_number
 
 Curves = Mapping[str, Sequence[Run]]  # the name of a curve, and its seeds

@@ -11,13 +11,13 @@ import jinja2
 from markupsafe import Markup
 
 from recipe.drawing import Chart, css_variables, render_png, render_svg
+from recipe.parity import PARITY_MARGIN
 from recipe.report.figures import charts
 from recipe.report.parity import Outcome, Verdict, judge, outcome_of
 from recipe.report.runs import Run, RunSet
 from recipe.report.sweeps import Sweep, labels_of, settings_apart, sweeps_of
 from recipe.report.tables import Table, ablation_table, cell_table, run_table, runs_csv
 from recipe.report.text import Answer, answer, notes_on
-from recipe.run_folder import PARITY_MARGIN
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from recipe.parity import PARITY_MARGIN
 from recipe.report.runs import Run, Series
 from recipe.report.sweeps import Cell
-from recipe.run_folder import PARITY_MARGIN
 
 Array = NDArray[np.float64]
 

@@ -19,7 +19,7 @@ import yaml
 from numpy.typing import NDArray
 
 from recipe.errors import UserError
-from recipe.run_folder import read_metrics
+from recipe.tracking.metrics import read_metrics
 
 UNKNOWN = "unknown device"
 _SKIPPED_FOLDERS = {"checkpoints", "wandb", "report", ".hydra", ".submitit"}

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from data.errors import first_few
+from recipe.parity import PARITY_MARGIN
 from recipe.report.costs import Point, attention_alone, crossovers, points, ranked, same_tokens
 from recipe.report.parity import MEASURES, Final, Gap, Outcome, Verdict, outcome_of
 from recipe.report.runs import UNKNOWN, Run, RunSet, number
 from recipe.report.sweeps import Sweep, settings_apart
-from recipe.run_folder import PARITY_MARGIN
 from recipe.wording import listed, percent, size, times
 
 LOSSES = {"val/loss": "validation loss", "train/loss": "training loss"}

@@ -9,6 +9,7 @@ before `append` returns, so a killed process loses none. It reaches the disk wit
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -18,13 +19,35 @@ from typing import Any
 from data.atomic import write_atomically
 from recipe.errors import UserError
 from recipe.files import to_json
-from recipe.run_folder import read_metrics
 
 SECONDS_BETWEEN_SYNCS = 30.0
 
 
 class TrackingError(UserError, RuntimeError):
     """A run whose metrics cannot be recorded; the message says why and what to do."""
+
+
+def read_metrics(path: Path, damaged: list[int] | None = None) -> list[dict[str, Any]]:
+    """The records in `path` in order of steps, each step once; none if there is no file.
+
+    damaged  receives the numbers of incomplete lines, counted from 1, such as the last line of a killed process. They
+             are skipped
+
+    Of a step that was logged more than once, the later values count.
+    """
+    records: dict[int, dict[str, Any]] = {}
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    for n, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            records.setdefault(int(record["step"]), {}).update(record)
+        except (ValueError, TypeError, KeyError):
+            if damaged is not None and line.strip():
+                damaged.append(n)
+    return [records[step] for step in sorted(records)]
 
 
 class MetricsFile:

@@ -24,8 +24,7 @@ from typing import Any
 
 from data.atomic import write_atomically
 from recipe.files import plain
-from recipe.run_folder import read_metrics
-from recipe.tracking.metrics import MetricsFile, TrackingError
+from recipe.tracking.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.tracking.progress import ProgressLine
 from recipe.tracking.summary import ENVIRONMENT, draw_loss_curve, write_summary
 from recipe.tracking.tensorboard import Board, installed

@@ -21,7 +21,7 @@ from recipe.parity.ablation import measure as measure_ablation
 from recipe.parity.probe import summarise
 from recipe.profiling.attention_memory import attention_peak
 from recipe.profiling.meters import GIB, StepMeter
-from recipe.run_folder import read_metrics
+from recipe.tracking.metrics import read_metrics
 from recipe.tracking.summary import environment, write_summary
 from recipe.tracking.tracker import Tracker, TrackingConfig
 from recipe.training.checkpoint import save_checkpoint

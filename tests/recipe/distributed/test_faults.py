@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from recipe.config import register
-from recipe.run_folder import read_metrics
 from recipe.sweeps import launcher
+from recipe.tracking.metrics import read_metrics
 from recipe.training.checkpoint import load_checkpoint, newest_valid
 from recipe.training.checkpoint_folder import PARTIAL
 from tests.recipe.training.test_resume import steps_logged, train

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recipe.distributed.exchange import Counter
-from recipe.run_folder import read_metrics
+from recipe.tracking.metrics import read_metrics
 from tests.recipe.distributed.test_ranks import free_port
 
 ROOT = Path(__file__).parents[3]

@@ -13,9 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from recipe.run_folder import read_metrics
 from recipe.tracking import metrics
-from recipe.tracking.metrics import MetricsFile, TrackingError
+from recipe.tracking.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.tracking.progress import ProgressLine, count, remaining_seconds
 from recipe.tracking.summary import draw_loss_curve, environment, git_state, write_summary
 from recipe.tracking.tracker import Tracker, TrackingConfig, TrackingMode
