@@ -25,7 +25,6 @@ device      auto, cpu, cuda, cuda:1
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from data.check import check_data
 from data.config import DataConfig, Documents
 from data.corpora import CORPORA
 from data.prepare import prepare
+from data.untrusted import UntrustedError
 from recipe.cli.arguments import parse as key_values
 from recipe.cli.compose import compose_right, expand_home, to_config
 from recipe.cli.launch import refuse
@@ -50,6 +50,7 @@ from recipe.evaluation.models import ExportedModel, LanguageModel, TrainedModel
 from recipe.evaluation.scorer import Scorer
 from recipe.evaluation.tasks import run_file
 from recipe.evaluation.text import Text, measure, tokenised
+from recipe.run_folder import SUMMARY, read_summary
 from recipe.sweeps import launcher
 from recipe.tracking.summary import write_summary
 from recipe.tracking.tracker import mirror_again
@@ -214,15 +215,19 @@ def settings(config: EvaluateConfig, data: DataConfig | None) -> list[str]:
 
 def record(run: Path, trained: Trained, found: Results) -> None:
     """Add the results to summary.json and to the run in W&B, if the run is over."""
-    path = run / "summary.json"
+    path = run / SUMMARY
     try:
         with locked(run):
             try:
-                summary = json.loads(path.read_text(encoding="utf-8"))
+                summary = read_summary(run)
             except FileNotFoundError:
                 print(f"{path} does not exist yet: the results are only printed.", file=sys.stderr)
                 return
-            summary["eval"] = summary.get("eval", {}) | found
+            except UntrustedError as error:
+                print(f"{path} {error}: the results are only printed.", file=sys.stderr)
+                return
+            earlier = summary.get("eval")
+            summary["eval"] = (earlier if isinstance(earlier, dict) else {}) | found
             write_summary(path, summary)
             for warning in mirror_again(run, trained.config.tracking):
                 print(f"warning: {warning}", file=sys.stderr)

@@ -12,6 +12,7 @@ from pathlib import Path
 import tokenizers
 
 from data.errors import DataError, brief
+from data.untrusted import TOKENIZER, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 # Its names in the tokenizers of well-known models. A tokenizer that has none of them gets the first.
@@ -95,7 +96,7 @@ class Stream:
 def read(path: Path) -> OwnTokenizer:
     """The tokenizer in a file. Raises DataError."""
     try:
-        return OwnTokenizer(str(path), json.dumps(json.loads(path.expanduser().read_text(encoding="utf-8"))))
+        return OwnTokenizer(str(path), json.dumps(read_json(path.expanduser(), TOKENIZER)))
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        reason = error.strerror if isinstance(error, OSError) else f"it {error}"
         raise DataError(f"data.tokenizer={path} cannot be read ({reason}); name a tokenizer.json.") from error

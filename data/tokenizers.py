@@ -22,6 +22,7 @@ import tiktoken
 from data.atomic import write_atomically
 from data.errors import DataError, brief
 from data.own_tokenizer import END_OF_TEXT, OwnTokenizer, Stream
+from data.untrusted import TOKENIZER, UntrustedError, read_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -135,12 +136,23 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     """The tokenizer that save_tokenizer wrote to a folder, without network. Raises DataError where there is none."""
     path = Path(folder) / FILE
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path, TOKENIZER)
         if "own" in content:
-            return OwnTokenizer(content["name"], content["own"])
-        return _encoding(content["name"], content["pattern"], [base64.b64decode(t) for t in content["tokens"]])
+            return OwnTokenizer(str(content["name"]), str(content["own"]))
+        tokens = [base64.b64decode(token) for token in content["tokens"]]
+        check_tokens(tokens, content["pattern"])
+        return _encoding(str(content["name"]), content["pattern"], tokens)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} holds no tokenizer ({brief(error)}); name a folder that train.py wrote.") from error
+        reason = f"it {error}" if isinstance(error, UntrustedError) else brief(error)
+        raise DataError(f"{path} holds no tokenizer ({reason}); name a folder that train.py wrote.") from error
+
+
+def check_tokens(tokens: Sequence[bytes], pattern: str) -> None:
+    """Raise ValueError for tokens that save_tokenizer does not write: tiktoken ends the process or hangs at some."""
+    if pattern not in (BYTES_PATTERN, GPT2_PATTERN):
+        raise ValueError("its pattern is unknown")
+    if len(set(tokens)) < len(tokens) or not all(tokens) or len({t for t in tokens if len(t) == 1}) < 256:
+        raise ValueError("its tokens are not distinct, or lack a byte")
 
 
 def _encoding(name: str, pattern: str, tokens: list[bytes]) -> tiktoken.Encoding:

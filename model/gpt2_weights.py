@@ -6,7 +6,6 @@ transposed (its Conv1D computes x W + b), does not pad the vocabulary, and alway
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor
 
+from data.untrusted import SETTINGS, UntrustedError, read_json
 from model.config import ModelError, Positions
 from model.gpt import GPT
 
@@ -99,9 +99,16 @@ def find(source: str, download: Callable[..., str]) -> Path:
 def read_config(folder: Path, source: str) -> dict[str, Any]:
     """config.json, with GPT-2's defaults for what it leaves out."""
     try:
-        return json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"init_from={source} needs a readable config.json in {folder}: {error}.") from error
+        content = read_json(folder / "config.json", SETTINGS)
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+    except UntrustedError as error:
+        reason = str(error)
+    else:
+        if isinstance(content, dict):
+            return content
+        reason = "is not a mapping"
+    raise WeightsError(f"init_from={source} needs a config.json of GPT-2, and {folder / 'config.json'} {reason}.")
 
 
 def read_tensors(folder: Path, source: str) -> dict[str, Tensor]:

@@ -8,16 +8,16 @@ from enum import Enum
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from attention import AttentionConfig, ProductPrecision, build_attention
 from data.config import Documents
 from data.tokenizers import Tokenizer, load_tokenizer
 from model.config import Positions
 from model.gpt import GPT
-from recipe.config import Config, ConfigError, register
+from recipe.config import Config, ConfigError
 from recipe.device import resolve_device, resolve_precision
+from recipe.recorded import read_config
+from recipe.run_folder import CONFIG
 from recipe.training.checkpoint import CheckpointError, best_checkpoint, load_checkpoint, newest_valid
 from recipe.training.state import AVERAGE
 
@@ -56,24 +56,6 @@ class Trained:
         """The precision that the run was trained in."""
         device = self.model.wte.weight.device.type
         return torch.autocast(device, self.dtype, enabled=self.dtype is not torch.float32)
-
-
-def read_config(run: Path) -> Config:
-    """The configuration of the run. Raises ConfigError."""
-    register()  # the resolvers that the experiments' files use
-    path = run / ".hydra" / "config.yaml"
-    try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))  # type: ignore
-    except OSError as error:
-        raise ConfigError(
-            f"run={run} is not a run folder, as {path} cannot be read ({error.strerror}); name the folder that "
-            "train.py printed."
-        ) from error
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{path} is not a configuration of this version ({reason}); use the version that trained the run."
-        ) from error
 
 
 def load_trained(
@@ -138,7 +120,8 @@ def load_weights(model: GPT, run: Path, which: CheckpointChoice, weights: Weight
         damaged += rejected
         state = load_checkpoint(path)
     print(*dict.fromkeys(damaged), f"{path}:", sep="\n", file=sys.stderr)
-    if (tokens := int(state["model"]["wte.weight"].any(dim=1).sum())) != model.vocab_size:  # padding is zero
+    embedding = state["model"].get("wte.weight", torch.zeros(0, 1))
+    if (tokens := int(embedding.any(dim=1).sum())) != model.vocab_size:  # padding is zero
         raise ConfigError(
             f"{run / 'tokenizer.json'} has {model.vocab_size} tokens and the model of {path} has {tokens}; put this "
             "run's own tokenizer back."
@@ -149,5 +132,10 @@ def load_weights(model: GPT, run: Path, which: CheckpointChoice, weights: Weight
         if not averages:
             raise ConfigError(f"{path} has no moving average, as training.ema was 0; leave weights=ema out.")
         chosen = {name.removeprefix(AVERAGE): value for name, value in averages.items()}
-    model.load_state_dict(chosen)
+    try:
+        model.load_state_dict(chosen)
+    except RuntimeError as error:  # lists every name and shape
+        raise ConfigError(
+            f"{path} does not hold the weights of the model in {run / CONFIG}; put the run's own file back."
+        ) from error
     return path

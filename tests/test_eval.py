@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 
 import eval
 import sample
@@ -295,6 +296,39 @@ def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, seq_l
     (folder / "model.safetensors").write_bytes(b"cut off")
     with pytest.raises(UserError, match=r"cannot be opened by transformers .*; export it again"):
         eval.main([f"run={folder}", f"tasks={quiz}", "device=cpu"])
+
+
+def test_a_folder_in_hugging_faces_format_runs_no_code(run, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "exported"
+    sample.main([f"run={run}", f"export={folder}"])
+    (folder / "code.py").write_text("open('ran.txt', 'w')\n")
+    quiz = write(tmp_path / "quiz.jsonl", QUESTIONS)
+    for name, key, value in (
+        ("config.json", "auto_map", {"AutoModelForCausalLM": "code.Model", "AutoConfig": "code.Config"}),
+        ("config.json", "attn_implementation", "someone/kernel"),
+        ("config.json", "text_config", {"quantization_config": {"quant_method": "someone"}}),
+        ("tokenizer_config.json", "auto_map", {"AutoTokenizer": ["code.Tokenizer", None]}),
+        ("config.json", "vocab", "x" * 2**26),
+        ("adapter_config.json", "base_model_name_or_path", "someone/model"),
+    ):
+        path = folder / name
+        content = path.read_text() if path.exists() else None
+        path.write_text(json.dumps({**json.loads(content or "{}"), key: value}))
+        with pytest.raises(UserError, match=rf"{name} has |{name} cannot be read|is an adapter of another model"):
+            eval.main([f"run={folder}", f"tasks={quiz}", "device=cpu"])
+        path.unlink() if content is None else path.write_text(content)
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="cannot be opened by transformers"):
+        eval.main([f"run={folder}", f"tasks={quiz}", "device=cpu"])
+    lacking = {name: value for name, value in weights.items() if "ln_f" not in name}
+    save_file(lacking, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks the weights transformer\.ln_f"):
+        eval.main([f"run={folder}", f"tasks={quiz}", "device=cpu"])
+    assert not Path("ran.txt").exists()
 
 
 def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tmp_path):

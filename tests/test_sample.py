@@ -21,7 +21,8 @@ from model.gpt import GPT
 from recipe.config import Config, ConfigError
 from recipe.errors import UserError, refusals
 from recipe.profiling.attention_memory import cpu_memory_limit
-from recipe.trained import CheckpointChoice, read_config
+from recipe.recorded import read_config
+from recipe.trained import CheckpointChoice
 from recipe.training.checkpoint import save_checkpoint
 from sample import SampleConfig, main, parse
 from tests.recipe.generation.from_scratch import expected
@@ -89,6 +90,13 @@ def test_a_damaged_best_checkpoint_is_named_and_the_newest_taken(run, capsys):
 def test_a_tokenizer_of_another_vocabulary_is_refused(run):
     save_tokenizer(bpe_tokenizer(["a b a b"], 260), run)
     with pytest.raises(ConfigError, match=r"tokenizer\.json has 25[89] tokens and the model of .* has 257"):
+        main([f"run={run}"])
+
+
+def test_a_configuration_of_another_model_is_refused(run):
+    path = run / ".hydra" / "config.yaml"
+    path.write_text(path.read_text().replace("n_layers: 1", "n_layers: 2"))
+    with pytest.raises(ConfigError, match=r"step-00000005 does not hold the weights of the model in .*config\.yaml"):
         main([f"run={run}"])
 
 

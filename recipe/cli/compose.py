@@ -152,3 +152,8 @@ def lines(overrides: dict[str, Override]) -> list[str]:
 def groups() -> list[str]:
     """attention, model, ...: the folders of conf/."""
     return sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "hydra")
+
+
+def choices() -> dict[str, set[str]]:
+    """The files of each of these folders, without their ending."""
+    return {group: {file.stem for file in (CONF / group).glob("*.yaml")} for group in groups()}

@@ -45,6 +45,8 @@ def prepare(arguments: list[str]) -> list[str]:
     if rest:  # argparse accepts overrides in one place only, and -m may stand between them
         args.overrides += rest
         arguments = [*(argument for argument in arguments if argument not in args.overrides), *args.overrides]
+    if args.experimental_rerun:
+        raise ConfigError("--experimental-rerun would run what a pickled file says; use resume=<run folder>.")
     if args.multirun and (args.cfg or args.info):
         raise ConfigError("-m cannot be combined with --cfg or --info; leave it out to see the configuration of a run.")
     if args.help or args.hydra_help or args.cfg or args.info:

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from omegaconf import OmegaConf
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
 
+from data.untrusted import UntrustedError, check_value
 from model.config import Positions
-from recipe.cli.compose import by_key, lines
-from recipe.config import Config, ConfigError, as_plain
+from recipe.cli.compose import by_key, choices, lines, parsed
+from recipe.config import Config, ConfigError, as_plain, keys
 from recipe.distributed.world import World
+from recipe.recorded import foreign_reference
+from recipe.run_folder import OVERRIDES, read_config_values, read_overrides
 from recipe.sweeps.launcher import quoted
 from recipe.training.checkpoint import CheckpointError, newest_valid, read_manifest
 from recipe.wording import as_typed
@@ -42,7 +46,7 @@ def resumed(overrides: list[str]) -> list[str]:
     target, run_dir = str(given["resume"].value()), given.get("hydra.run.dir")
     if target != "auto":
         folder = Path(target)
-        if not (folder / ".hydra" / "overrides.yaml").is_file():
+        if not (folder / OVERRIDES).is_file():
             raise ConfigError(f"resume={target} is not a run folder; name one that holds .hydra and checkpoints.")
     elif run_dir is None:
         folder = newest_run()
@@ -51,10 +55,41 @@ def resumed(overrides: list[str]) -> list[str]:
         if not has_checkpoints(folder):
             return overrides
     newest_valid(folder / "checkpoints")
-    recorded = by_key(list(OmegaConf.load(folder / ".hydra" / "overrides.yaml")))
+    recorded = {override.key_or_group: override for override in recorded_overrides(folder)}
     path = quoted(str(folder))
     last = by_key([f"resume={path}", f"hydra.run.dir={path}", "hydra.mode=RUN"])
     return lines(recorded | given | last)
+
+
+def recorded_overrides(run: Path) -> list[Override]:
+    """The overrides that the run recorded, each a plain value of an option of this recipe, or a file of conf/.
+
+    Hydra would run functions that others name, such as callbacks. Raises ConfigError for such a line.
+    """
+    path = run / OVERRIDES
+    try:
+        return [own_override(line) for line in read_overrides(run)]
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+    except UntrustedError as error:
+        reason = str(error)
+    raise ConfigError(f"{path} {reason}, so the run cannot be resumed; restore the file.")
+
+
+def own_override(line: str) -> Override:
+    """A recorded override as Hydra reads it. Raises UntrustedError unless it is a plain value of the recipe's own."""
+    try:
+        (override,) = parsed([line])
+        value = None if override.is_sweep_override() else override.value()
+        check_value(value)
+    except (HydraException, RecursionError, UntrustedError):
+        raise UntrustedError(f"holds {line[:200]}, which is no override") from None
+    key, files = override.key_or_group, choices()
+    ours = key in set(keys()) or (key in files and (value is None or value in files[key]))
+    plain = override.type is not OverrideType.DEL and override.package is None and not override.is_sweep_override()
+    if not (ours and plain) or "_target_" in line or foreign_reference(value) is not None:
+        raise UntrustedError(f"holds {line[:200]}, which is no plain value of an option of this recipe")
+    return override
 
 
 def newest_run() -> Path:
@@ -110,20 +145,23 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
     recorded  the checkpoint's configuration, plain
     """
     now, default = as_plain(config), as_plain(Config())
-    then_and_now = {"optimizer.name": (recorded["optimizer"]["name"], now["optimizer"]["name"])}
+    names = ["optimizer.name"]
     if config.model.positions is Positions.learned:  # a table with a row for each position; rotary ones have any length
-        then_and_now["seq_len"] = recorded["seq_len"], now["seq_len"]
+        names.append("seq_len")
     for part, free in (("model", {"name", "dropout"}), ("score", {"name"}), ("data", {"cache"})):
-        for name in now[part].keys() - free:
-            # An option that the run did not record is newer than the run, which did what its default does.
-            then = recorded.get(part, {}).get(name, default[part][name])
-            then_and_now[f"{part}.{name}"] = then, now[part][name]
-    composed = OmegaConf.load(checkpoint.parents[1] / ".hydra" / "config.yaml")
+        names += [f"{part}.{name}" for name in now[part].keys() - free]
+    try:
+        composed = read_config_values(checkpoint.parents[1])
+    except (OSError, UntrustedError):  # serves the wording alone
+        composed = {}
     sentences = []
-    for name, (then, new) in sorted(then_and_now.items()):
+    for name in sorted(names):
+        new = nested(now, name)
+        # An option that the run did not record is newer than the run, which did what its default does.
+        then = nested(recorded, name, nested(default, name))
         if then == new:
             continue
-        if OmegaConf.select(composed, name) == new:  # nothing was overridden
+        if nested(composed, name) == new:  # nothing was overridden
             raise ConfigError(
                 f"{checkpoint} belongs to another run, whose {name} is {as_typed(then)} instead of {as_typed(new)}; "
                 "put that one's checkpoints back, or start a new run without resume."
@@ -135,6 +173,15 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
         )
     if sentences:
         raise ConfigError("\n".join(sentences))
+
+
+def nested(values: Any, name: str, default: Any = None) -> Any:
+    """The value of a dotted name in nested mappings."""
+    for part in name.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return default
+        values = values[part]
+    return values
 
 
 @contextlib.contextmanager

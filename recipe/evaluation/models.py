@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.errors import brief
 from data.tokenizers import encoder
+from data.untrusted import UntrustedError, children, read_json
 from model.loss import IGNORE_INDEX
 from recipe.config import ConfigError
 from recipe.generation.engine import Engine, Request
@@ -21,6 +23,8 @@ from recipe.trained import Trained
 GREEDY = Sampling(temperature=0)
 # Rows of logits in fp32 that exist at once: 0.8 GB with GPT-2's vocabulary.
 ROWS = 4096
+# Keys of Hugging Face's files that name code: classes in the folder, kernels of the hub.
+RUNS_CODE = {"auto_map", "attn_implementation", "experts_implementation", "quantization_config", "custom_generate"}
 
 # Logarithms of the probabilities of some targets, (N,) fp32, and whether each is the likeliest token, (N,) bool.
 Scores = tuple[Tensor, Tensor]
@@ -101,19 +105,28 @@ class ExportedModel:
 
         Raises ConfigError where transformers cannot open the folder, or its tokenizer does not fit the model.
         """
+        check_data_alone(folder)
         try:
-            from safetensors import SafetensorError
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError as error:
             raise ConfigError(
                 f"run={folder} is in Hugging Face's format, which needs: pip install transformers"
             ) from error
+        here: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder)
-            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
-        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"run={folder} cannot be opened by transformers ({reason}); export it again.") from error
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, **here)
+            model: Any
+            loaded: Any
+            model, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+                folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **here
+            )
+        except Exception as error:  # any kind: each tokenizer and each model raises its own
+            raise ConfigError(
+                f"run={folder} cannot be opened by transformers ({brief(error)}); export it again."
+            ) from error
+        if missing := sorted(loaded["missing_keys"]):
+            raise ConfigError(f"run={folder} lacks the weights {', '.join(missing[:3])}; export it again.")
+        self.model = model.eval().to(device)
         self.model.generation_config.max_length = None  # requests have limits of their own
         config, self.dtype = self.model.config, dtype
         if len(self.tokenizer) > config.vocab_size:
@@ -167,6 +180,28 @@ class ExportedModel:
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype is not torch.float32)
+
+
+def check_data_alone(folder: Path) -> None:
+    """Raise ConfigError for a folder in Hugging Face's format with which transformers would run code that lies in it
+    or that it names."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json"):
+        path = folder / name
+        try:
+            content = [read_json(path)]
+        except FileNotFoundError:
+            continue
+        except (OSError, UntrustedError) as error:
+            raise ConfigError(f"{path} cannot be read ({error}); export the model again.") from error
+        if name == "adapter_config.json":
+            raise ConfigError(f"run={folder} is an adapter of another model; merge the two, and name that folder.")
+        while content:
+            if asked := sorted(RUNS_CODE & {key for item in content if isinstance(item, dict) for key in item}):
+                raise ConfigError(
+                    f"{path} has {asked[0]}, for which transformers may run code that comes with the model; name a "
+                    "folder without it, such as sample.py exports."
+                )
+            content = [child for item in content for child in children(item)]
 
 
 def scores_of(logits: Tensor, targets: Tensor) -> Scores:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,9 @@ from typing import Any
 
 import yaml
 
+from data.untrusted import UntrustedError
+from recipe.config import ConfigError
+from recipe.run_folder import SUMMARY, read_summary
 from recipe.training.checkpoint import read_manifest
 
 
@@ -30,9 +32,11 @@ class Origin:
 
 
 def read_origin(run: Path, checkpoint: Path, config: dict[str, Any], average: bool) -> Origin:
-    """The origin of the weights, or of their moving average, in a run's checkpoint. Raises CheckpointError."""
-    path = run / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    """The origin of the weights, or of their moving average, in a run's checkpoint. Raises UserError."""
+    try:
+        summary = read_summary(run) if (run / SUMMARY).exists() else None
+    except (OSError, UntrustedError) as error:
+        raise ConfigError(f"{run / SUMMARY} cannot be read ({error}); restore it, or remove it.") from error
     return Origin(read_manifest(checkpoint).step, config, summary, average)
 
 
@@ -77,20 +81,34 @@ def facts(architecture: str, origin: Origin) -> Iterator[tuple[str, str]]:
         average = f"moving average, training.ema={config['training']['ema']}"
         yield "weights", f"{average} (the losses are of the weights themselves)"
     yield "seed", str(config["seed"])
-    if summary is None:
-        yield "attention", config["attention"]["name"]
-    else:
-        yield "parameters", f"{summary['parameters']:,}"
-        yield "tokens of the run", f"{summary['tokens']:,}"
-        for key, label in (("train_loss", "training loss at the end"), ("val_loss", "validation loss at the end")):
-            if summary[key] is not None:
-                yield label, f"{float(summary[key]):.4f}"
-        if summary["best_val_loss"] is not None:
-            yield "best validation loss", f"{float(summary['best_val_loss']):.4f} at step {summary['best_val_step']:,}"
-        path = summary["attention_path"]
-        yield "attention", summary["attention"] + (f" ({path} kernels)" if path else "")
-        yield "precision", summary["precision"]
-        yield "device", f"{summary['device']['count']} x {summary['device']['name']}"
-        if (commit := summary["git"]["commit"]) is not None:
-            yield "commit of gpt-attention", f"`{commit}`" + (" with changes" if summary["git"]["dirty"] else "")
-        yield "finished", summary["finished"]
+    # A run whose end was cut short recorded some of the following.
+    known = {key: value for key, value in (summary or {}).items() if value is not None}
+    for key, label in (("parameters", "parameters"), ("tokens", "tokens of the run")):
+        if isinstance(known.get(key), int):
+            yield label, f"{known[key]:,}"
+    losses = {
+        key: value
+        for key in ("train_loss", "val_loss", "best_val_loss")
+        if (value := number(known.get(key))) is not None
+    }
+    for key, label in (("train_loss", "training loss at the end"), ("val_loss", "validation loss at the end")):
+        if key in losses:
+            yield label, f"{losses[key]:.4f}"
+    if "best_val_loss" in losses and isinstance(known.get("best_val_step"), int):
+        yield "best validation loss", f"{losses['best_val_loss']:.4f} at step {known['best_val_step']:,}"
+    path = known.get("attention_path")
+    yield "attention", str(known.get("attention", config["attention"]["name"])) + (f" ({path} kernels)" if path else "")
+    if "precision" in known:
+        yield "precision", str(known["precision"])
+    device, git = (part if isinstance(part := known.get(key), dict) else {} for key in ("device", "git"))
+    if device.get("name"):
+        yield "device", f"{device.get('count', 1)} x {device['name']}"
+    if git.get("commit"):
+        yield "commit of gpt-attention", f"`{git['commit']}`" + (" with changes" if git.get("dirty") else "")
+    if "finished" in known:
+        yield "finished", str(known["finished"])
+
+
+def number(value: Any) -> float | None:
+    """A number of summary.json, where one that is not finite is a word; None for anything else."""
+    return float(value) if isinstance(value, int | float) or value in ("nan", "inf", "-inf") else None

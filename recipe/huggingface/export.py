@@ -52,6 +52,7 @@ def export(model: GPT, tokenizer: Tokenizer, folder: Path, origin: Origin) -> No
         for name, content in files.items():
             (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card, encoding="utf-8")
+        (partial / WEIGHTS).chmod((partial / "README.md").stat().st_mode)  # the library lets its owner alone read it
         partial.replace(folder)  # an empty folder gives way, a full one does not
     except (OSError, SafetensorError) as error:
         raise unwritable(folder, (isinstance(error, OSError) and error.strerror) or str(error)) from error

@@ -6,21 +6,22 @@ cannot be read becomes a note of one sentence.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
+from data.untrusted import UntrustedError, read_end, read_json
 from recipe.errors import UserError
+from recipe.run_folder import CONFIG, OVERRIDES, SUMMARY, read_config_values, read_overrides, read_summary
 from recipe.tracking.metrics import read_metrics
 
+Content = TypeVar("Content", dict[str, Any], list[str])
 UNKNOWN = "unknown device"
 _SKIPPED_FOLDERS = {"checkpoints", "wandb", "report", ".hydra", ".submitit"}
 
@@ -202,7 +203,7 @@ def find_runs(folders: Sequence[Path]) -> RunSet:
     for folder in folders:
         if not folder.is_dir():
             raise ReportError(f"{folder} is not a folder; give run folders, or the folder of a sweep.")
-        found = sorted(_run_folders(folder), key=lambda path: [_natural(part) for part in path.parts])
+        found = sorted(_run_folders(folder, notes), key=lambda path: [_natural(part) for part in path.parts])
         jobs = _jobs(folder)
         if jobs is not None and len(found) < jobs:
             notes.append(f"{folder.name} is a sweep of {jobs} jobs, of which {len(found)} have a run folder.")
@@ -224,17 +225,21 @@ def find_runs(folders: Sequence[Path]) -> RunSet:
 def read_run(folder: Path, name: str | None = None) -> Run:
     """One run folder. Files that are missing, truncated or damaged are skipped, and noted."""
     notes: list[str] = []
-    summary = _read(folder / "summary.json", json.loads, {}, notes)
+    summary = _read(folder, SUMMARY, read_summary, {}, notes)
     if not summary and (reason := _last_error(folder / "console.log")):
         summary = {"status": "failed", "message": reason}
     config = summary.get("config")
     if not isinstance(config, Mapping):
-        config = _read(folder / ".hydra" / "config.yaml", yaml.safe_load, {}, notes)
+        config = _read(folder, CONFIG, read_config_values, {}, notes)
     overrides = summary.get("overrides")
     if not isinstance(overrides, list):
-        overrides = _read(folder / ".hydra" / "overrides.yaml", yaml.safe_load, [], notes)
+        overrides = _read(folder, OVERRIDES, read_overrides, [], notes)
     metrics, damaged = folder / "metrics.jsonl", list[int]()
-    records = read_metrics(metrics, damaged)
+    try:
+        records = read_metrics(metrics, damaged)
+    except (OSError, UntrustedError) as error:
+        records = []
+        notes.append(f"metrics.jsonl {_reason(error)} and is left out.")
     if damaged:
         lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines from line {damaged[0]} on"
         notes.append(f"{lines} of metrics.jsonl cannot be read.")
@@ -257,45 +262,53 @@ def number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _run_folders(folder: Path) -> Iterable[Path]:
-    if any((folder / name).is_file() for name in ("metrics.jsonl", "summary.json", ".hydra/overrides.yaml")):
-        yield folder
-        return
-    for child in folder.iterdir():
-        if child.is_dir() and not child.is_symlink() and child.name not in _SKIPPED_FOLDERS:
-            yield from _run_folders(child)
+def _run_folders(top: Path, notes: list[str]) -> Iterable[Path]:
+    """The run folders in and below a folder, with a note on each folder that cannot be read."""
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            if any((folder / name).is_file() for name in ("metrics.jsonl", SUMMARY, OVERRIDES)):
+                yield folder
+            else:
+                children = [child for child in folder.iterdir() if child.name not in _SKIPPED_FOLDERS]
+                waiting += [child for child in children if child.is_dir() and not child.is_symlink()]
+        except OSError as error:
+            notes.append(f"{folder} {_reason(error)} and was left out.")
 
 
 def _jobs(folder: Path) -> int | None:
     """Number of jobs that sweep.json lists; None where the folder is not a sweep's."""
     try:
-        return len(json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["jobs"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return len(read_json(folder / "sweep.json")["jobs"])
+    except (OSError, UntrustedError, KeyError, TypeError):
         return None
 
 
 def _last_error(console: Path) -> str | None:
     """The `error: ...` that a job of a sweep ended with before it could write a summary."""
     try:
-        lines = console.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
+        lines = read_end(console).split("\n")
+    except (OSError, UntrustedError):
         return None
     last = next((line for line in reversed(lines) if line.strip()), "")
     return last.removeprefix("error: ") if last.startswith("error: ") else None
 
 
-def _read(path: Path, parse: Any, empty: Any, notes: list[str]) -> Any:
-    """The parsed content of a file, if it has `empty`'s type; else `empty`, with a note unless there is no file."""
+def _read(folder: Path, name: str, read: Callable[[Path], Content], empty: Content, notes: list[str]) -> Content:
+    """The content of a run's file; else `empty`, with a note unless there is no file."""
     try:
-        content = parse(path.read_text(encoding="utf-8"))
+        return read(folder)
     except FileNotFoundError:
         return empty
-    except (OSError, ValueError, yaml.YAMLError):
-        content = None
-    if isinstance(content, type(empty)):
-        return content
-    notes.append(f"{path.name} cannot be read and is left out.")
-    return empty
+    except (OSError, UntrustedError) as error:
+        notes.append(f"{Path(name).name} {_reason(error)} and is left out.")
+        return empty
+
+
+def _reason(error: OSError | UntrustedError) -> str:
+    """Why a file is left out, as the rest of a sentence that begins with its name."""
+    return f"cannot be read ({error.strerror if isinstance(error, OSError) else f'it {error}'})"
 
 
 def _float(value: Any) -> float | None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
 
+from data.untrusted import UntrustedError, parse_json, read_end, read_json
 from recipe.errors import UserError
+from recipe.run_folder import read_overrides, read_summary
 
 MANIFEST = "sweep.json"
 CONSOLE = "console.log"
@@ -44,8 +45,8 @@ class Job:
     def summary(self) -> dict[str, Any]:
         """summary.json; empty while there is none."""
         try:
-            return json.loads((self.folder / "summary.json").read_text())
-        except (OSError, ValueError):
+            return read_summary(self.folder)
+        except (OSError, UntrustedError):
             return {}
 
     @property
@@ -63,17 +64,15 @@ class Job:
     def latest(self) -> dict[str, Any]:
         """The last whole line of metrics.jsonl that has a training loss."""
         try:
-            with (self.folder / "metrics.jsonl").open("rb") as file:
-                file.seek(max(0, file.seek(0, 2) - 8192))
-                lines = file.read().splitlines()
-        except OSError:
+            lines = read_end(self.folder / "metrics.jsonl", 8192).splitlines()
+        except (OSError, UntrustedError):
             return {}
         for line in reversed(lines):
             try:
-                record = json.loads(line)
-            except ValueError:  # half a line, at either end
+                record = parse_json(line)
+            except UntrustedError:  # half a line, at either end
                 continue
-            if "train/loss" in record:
+            if isinstance(record, dict) and "train/loss" in record:
                 return record
         return {}
 
@@ -83,8 +82,8 @@ class Job:
         if message:
             return str(message)
         try:
-            lines = [line for line in (self.folder / CONSOLE).read_text(errors="replace").splitlines() if line.strip()]
-        except OSError:
+            lines = [line for line in read_end(self.folder / CONSOLE).splitlines() if line.strip()]
+        except (OSError, UntrustedError):
             lines = []
         return lines[-1].removeprefix("error: ").strip() if lines else "it ended without a message."
 
@@ -121,10 +120,9 @@ class Job:
 def recorded_overrides(folder: Path) -> set[str] | None:
     """The overrides of the run in `folder`, without those that the launcher added; None where none are recorded."""
     try:
-        recorded = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())
-    except (OSError, yaml.YAMLError):
+        return set(without(read_overrides(folder), LAUNCHER_OVERRIDES))
+    except (OSError, UntrustedError):
         return None
-    return set(without(recorded or [], LAUNCHER_OVERRIDES))
 
 
 def without(overrides: Iterable[str], keys: Iterable[str]) -> list[str]:
@@ -163,9 +161,16 @@ def write_manifest(folder: Path, jobs: Sequence[Job], group: str) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest that `write_manifest` wrote; empty where there is none."""
     try:
-        return json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
+        content = read_json(folder / MANIFEST)
+    except (OSError, UntrustedError):
         return {}
+    return content if isinstance(content, dict) else {}
+
+
+def recorded_group(folder: Path) -> str | None:
+    """The W&B group in the manifest; None without one, and for one that would refer to other values."""
+    group = read_manifest(folder).get("group")
+    return group if isinstance(group, str) and "${" not in group else None
 
 
 def newest_sweep_of(folder: Path, overrides: Sequence[Sequence[str]]) -> Path | None:

@@ -35,6 +35,7 @@ from recipe.sweeps.jobs import (
     distinct_overrides,
     newest_sweep_of,
     read_manifest,
+    recorded_group,
     shorter_out_of_memory,
     without,
     write_manifest,
@@ -119,7 +120,7 @@ class ProcessLauncher(Launcher):
         wanted = [without(job, ["resume"]) for job in job_overrides] if resume else [list(job) for job in job_overrides]
         folder = self.folder(wanted, resume)
         jobs = [self.job(initial_job_idx + i, overrides, folder) for i, overrides in enumerate(wanted)]
-        group = self.config.tracking.group or read_manifest(folder).get("group") or self.group(folder)
+        group = self.config.tracking.group or recorded_group(folder) or self.group(folder)
         write_manifest(folder, jobs, group)
         for job in jobs:
             if not job.done:

@@ -9,7 +9,6 @@ before `append` returns, so a killed process loses none. It reaches the disk wit
 from __future__ import annotations
 
 import errno
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic import write_atomically
+from data.untrusted import METRICS, parse_json, read_bytes
 from recipe.errors import UserError
 from recipe.files import to_json
 
@@ -33,18 +33,19 @@ def read_metrics(path: Path, damaged: list[int] | None = None) -> list[dict[str,
     damaged  receives the numbers of incomplete lines, counted from 1, such as the last line of a killed process. They
              are skipped
 
-    Of a step that was logged more than once, the later values count.
+    Of a step that was logged more than once, the later values count. Raises OSError, UntrustedError.
     """
     records: dict[int, dict[str, Any]] = {}
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_bytes(path, METRICS).split(b"\n")
     except FileNotFoundError:
         return []
     for n, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-            records.setdefault(int(record["step"]), {}).update(record)
-        except (ValueError, TypeError, KeyError):
+            record = parse_json(line)
+            step = int(record["step"])
+            records.setdefault(step, {}).update(record, step=step)
+        except (ValueError, TypeError, KeyError, OverflowError):
             if damaged is not None and line.strip():
                 damaged.append(n)
     return [records[step] for step in sorted(records)]

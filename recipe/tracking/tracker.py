@@ -13,7 +13,6 @@ later ones again.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,9 @@ from types import TracebackType
 from typing import Any
 
 from data.atomic import write_atomically
+from data.untrusted import read_text
 from recipe.files import plain
+from recipe.run_folder import read_summary
 from recipe.tracking.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.tracking.progress import ProgressLine
 from recipe.tracking.summary import ENVIRONMENT, draw_loss_curve, write_summary
@@ -180,7 +181,7 @@ def start_mirror(run_folder: Path, config: TrackingConfig, run_config: Mapping[s
             "project": config.project,
             "group": config.group,
             "name": name_of(run_folder),
-            "id": path.read_text(encoding="utf-8"),
+            "id": read_text(path),
             "resume": "allow" if config.mode is TrackingMode.online else None,
             "config": plain(run_config),
         },
@@ -191,9 +192,9 @@ def mirror_again(run_folder: Path, config: TrackingConfig) -> list[str]:
     """Bring what summary.json has gained since the run ended to its W&B run. Returns warnings, a sentence each."""
     if not config.mode.by_wandb:
         return []
-    summary = json.loads((run_folder / "summary.json").read_text(encoding="utf-8"))
+    summary = read_summary(run_folder)
     recorded = {name: summary[name] for name in ENVIRONMENT if name in summary}
-    mirror = start_mirror(run_folder, config, {**summary["config"], **recorded})
+    mirror = start_mirror(run_folder, config, {**summary.get("config", {}), **recorded})
     mirror.finish(SECONDS_TO_FINISH[config.mode.value])
     return mirror.warnings()
 

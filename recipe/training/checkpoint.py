@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import math
 import os
 import pickle
@@ -36,6 +35,7 @@ import torch
 from torch import Tensor
 
 from data.atomic import sync
+from data.untrusted import read_json
 from recipe.distributed.ranks import from_every_rank, from_first_rank, rank
 from recipe.errors import UserError
 from recipe.files import plain, to_json
@@ -203,7 +203,7 @@ def verify(path: Path) -> Manifest:
 def read_manifest(path: Path) -> Manifest:
     """The manifest alone, without looking at the files it names. Raises CheckpointError."""
     try:
-        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        content = read_json(path / MANIFEST)
         digest, written_in = content.pop("digest"), content.pop("format")
     except OSError as error:
         raise CheckpointError(
@@ -217,7 +217,14 @@ def read_manifest(path: Path) -> Manifest:
         )
     if digest != _digest(content):
         raise CheckpointError(f"{path} is damaged: the content of {MANIFEST} has changed since it was written.")
-    return Manifest(**content, format=written_in)
+    try:
+        manifest = Manifest(**content, format=written_in)
+        outside = [name for name in manifest.files if Path(name).is_absolute() or ".." in Path(name).parts]
+        if outside or not isinstance(manifest.metadata, dict):
+            raise ValueError
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not a manifest.") from error
+    return manifest
 
 
 def _size_and_hash(file: Path) -> dict[str, Any]:

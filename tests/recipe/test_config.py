@@ -162,6 +162,7 @@ MISTAKES = {
     "resume=nowhere": "resume=nowhere is not a run folder",
     "attention=naive,tiled": "attention=naive,tiled is more than one value; add -m",
     "-m --cfg job": "-m cannot be combined with --cfg",
+    "--experimental-rerun config.pickle": "would run what a pickled file says; use resume=<run folder>",
     "-m atention=naive,tiled": "did you mean attention?",
     "-m attention=naive,flesh": "attention=flesh is not known",
     "-m model.n_heads=4,7": "not a multiple of model.n_heads=7",

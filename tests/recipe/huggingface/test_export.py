@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import random
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,17 @@ def test_a_model_that_no_architecture_describes_is_refused_by_name(config, score
     with pytest.raises(WeightsError, match=f"this model has: {named}"):
         export(build(config, score), bytes_tokenizer(), tmp_path / "exported", origin())
     assert not [*tmp_path.iterdir()]
+
+
+def test_every_file_of_the_folder_may_be_read_by_those_whom_the_umask_allows(tmp_path):
+    before = os.umask(0o027)
+    try:
+        export(build(SMALL), bytes_tokenizer(), tmp_path / "exported", origin())
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "exported").iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {0o640}
 
 
 def test_the_card_tells_what_the_run_did(tmp_path):

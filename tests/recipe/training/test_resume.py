@@ -29,9 +29,9 @@ from recipe.cli.launch import prepare
 from recipe.cli.resume import check_resumable, locked
 from recipe.config import ConfigError, register
 from recipe.device import Precision
+from recipe.recorded import read_config
 from recipe.sweeps import launcher
 from recipe.tracking.metrics import read_metrics
-from recipe.trained import read_config
 from recipe.training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,116 @@
+"""Reading YAML, JSON and text that may come from a stranger: as data, in bounded time and memory.
+
+A reader refuses a file that is no regular file, is larger than its limit, or holds values nested deeper than DEEPEST.
+YAML may have no aliases, with which a few lines can stand for gigabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MIB = 1 << 20
+# The largest files, in bytes.
+SETTINGS = MIB // 4  # a configuration, a list of overrides
+RECORD = 64 * MIB  # a summary, a manifest
+TOKENIZER = 256 * MIB
+METRICS = 1024 * MIB
+CONSOLE_END = MIB // 4  # of a console's output, which may be longer
+DEEPEST = 64
+LARGEST_INTEGER = 2**64
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C need not be there
+
+
+class UntrustedError(ValueError):
+    """A file that is not read; the message completes the sentence "<file> ..."."""
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The content of a regular file. Raises OSError, and UntrustedError beyond `limit` bytes."""
+    # A pipe would wait for a writer.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UntrustedError("is not a regular file")
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise UntrustedError(f"is larger than {limit / MIB:g} MiB")
+    return content
+
+
+def read_end(path: Path, limit: int = CONSOLE_END) -> str:
+    """The last `limit` bytes of a regular file as text, with a mark in place of what is not UTF-8. Raises OSError,
+    UntrustedError."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UntrustedError("is not a regular file")
+        file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
+        return file.read(limit).decode("utf-8", errors="replace")
+
+
+def read_text(path: Path, limit: int = SETTINGS) -> str:
+    """The content of a regular file in UTF-8. Raises OSError, UntrustedError."""
+    try:
+        return read_bytes(path, limit).decode("utf-8")
+    except UnicodeDecodeError:
+        raise UntrustedError("is not UTF-8") from None
+
+
+def read_json(path: Path, limit: int = RECORD) -> Any:
+    """The value in a file of JSON. Raises OSError, UntrustedError."""
+    return parse_json(read_text(path, limit))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a text in JSON. Raises UntrustedError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UntrustedError("is not JSON") from None
+    check_value(value)
+    return value
+
+
+def read_yaml(path: Path, limit: int = SETTINGS) -> Any:
+    """The value in a file of YAML without aliases. Raises OSError, UntrustedError."""
+    text = read_text(path, limit)
+    try:
+        depth = 0
+        for event in yaml.parse(text, Loader=LOADER):
+            if isinstance(event, yaml.AliasEvent):
+                raise UntrustedError("has an alias")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise UntrustedError(f"is nested deeper than {DEEPEST}")
+        value = yaml.load(text, Loader=LOADER)
+    except UntrustedError:
+        raise
+    except (yaml.YAMLError, ValueError):
+        raise UntrustedError("is not YAML") from None
+    check_value(value)
+    return value
+
+
+def check_value(value: Any) -> None:
+    """Raise UntrustedError for values nested deeper than DEEPEST, and for integers that no 64 bits hold."""
+    layer, depth = [value], 0
+    while layer:
+        if any(type(item) is int and abs(item) > LARGEST_INTEGER for item in layer):
+            raise UntrustedError("has an integer of more than 64 bits")
+        layer = [child for item in layer for child in children(item)]
+        depth += 1
+        if depth > DEEPEST:
+            raise UntrustedError(f"is nested deeper than {DEEPEST}")
+
+
+def children(item: Any) -> Iterator[Any]:
+    """The values directly within a mapping or a list."""
+    if isinstance(item, dict):
+        yield from item.values()
+    elif isinstance(item, list):
+        yield from item
