@@ -101,14 +101,14 @@ def read_config(folder: Path, source: str) -> dict[str, Any]:
     try:
         content = read_json(folder / "config.json", SETTINGS)
     except OSError as error:
-        reason = f"cannot be read ({error.strerror})"
+        reason = str(error.strerror)
     except UntrustedError as error:
-        reason = str(error)
+        reason = f"it {error}"
     else:
         if isinstance(content, dict):
             return content
-        reason = "is not a mapping"
-    raise WeightsError(f"init_from={source} needs a config.json of GPT-2, and {folder / 'config.json'} {reason}.")
+        reason = "it is not a mapping"
+    raise WeightsError(f"init_from={source} needs a readable config.json of GPT-2 in {folder} ({reason}).")
 
 
 def read_tensors(folder: Path, source: str) -> dict[str, Tensor]:
