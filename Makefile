@@ -10,7 +10,7 @@ PIP    := PYTHONWARNINGS='ignore:Editable installation' \
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test learn docs check format clean
+.PHONY: help setup train test learn tables docs check format clean
 
 help: ## show this list
 	@awk 'BEGIN { FS = ":.*## "; print "make <target>\n" } \
@@ -42,6 +42,9 @@ test: setup ## run the tests but the slow ones (about three minutes on two cores
 
 learn: setup ## from softmax to FlashAttention in checked steps, and a page to walk through (half a minute)
 	$(BIN)/python -m learn
+
+tables: setup ## print the tables of README and docs/ from bench/results/, and draw their figures
+	$(BIN)/python -m bench.tables
 
 docs: setup ## build the documentation site in docs/_build/html (half a minute)
 	@test -x $(BIN)/sphinx-build || $(PIP) --editable '.[docs]'

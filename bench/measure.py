@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: a record of where and when they ran, and times that can be compared.
+"""Times that can be compared.
 
 Candidates are timed in turns, so that a change of the device's clocks affects all of them; the median counts. On a GPU
 two events on the device take the time. Launches are queued behind a pause, so that a slow host leaves no gaps between
@@ -7,27 +7,15 @@ short kernels.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import platform
 import random
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from data.atomic import write_atomically
-from recipe.tracking import summary
-
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
 ROUNDS = 5
 MIN_SAMPLES, MAX_SAMPLES = 3, 100
 LONGEST_PAUSE_S = 0.1
@@ -55,49 +43,6 @@ class Timing:
     def as_dict(self) -> dict[str, float | int]:
         """The fields by name, for JSON."""
         return asdict(self)
-
-
-def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """The conditions needed to repeat a result: the device, the versions of the software, the commit, and the date.
-
-    packages   more packages, whose versions are recorded if they are installed
-    """
-    cuda = device.type == "cuda"
-    found = summary.environment(device)
-    extra = {name: version(name) for name in packages}
-    return {
-        "device": found["device"]["name"] if cuda else cpu_name(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "versions": {
-            **found["versions"],
-            "cudnn": torch.backends.cudnn.version() if cuda else None,
-            **{name: number for name, number in extra.items() if number},
-        },
-        "git": found["git"],
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def cpu_name() -> str:
-    """The processor as the system calls it, and how many threads torch uses of it."""
-    try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return f"{found[1] if found else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def version(package: str) -> str | None:
-    """The installed version, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def slug(device: str) -> str:
-    """A device's name as part of a file name: NVIDIA H200 -> nvidia-h200."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def interleaved(
@@ -190,12 +135,6 @@ def peak_bytes(call: Call, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def require_gpu(parser: argparse.ArgumentParser, advice: str = "") -> None:
-    """Exit with status 2 and one sentence where there is no CUDA GPU. Leaves CUDA uninitialised: bench.tune forks."""
-    if torch.cuda.device_count() == 0:
-        parser.error(f"this benchmark needs a CUDA GPU, and torch finds none here{advice}")
-
-
 def synchronise(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":
@@ -207,9 +146,3 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def write(path: Path, text: str) -> None:
-    """Replace a file in one step, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text)

@@ -10,8 +10,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bench import attention, bytes_moved, loss, train_step, tune
-from bench.measure import MIN_SAMPLES, RESULTS, ROOT, Timing, environment, interleaved, slug, write
+from bench.attention import bytes_moved, fp8, kernel_paths, softmax, tune
+from bench.attention.__main__ import main as attention
+from bench.experiments.__main__ import main as experiments
+from bench.generate import decode
+from bench.generate.__main__ import main as generate
+from bench.machine import ROOT, environment, slug
+from bench.measure import MIN_SAMPLES, Timing, interleaved
+from bench.record import RESULTS
+from bench.several_gpus.__main__ import main as several_gpus
+from bench.train_step import loss
+from bench.train_step.__main__ import main as train_step
 
 CPU = torch.device("cpu")
 
@@ -69,7 +78,7 @@ def test_environment_names_what_a_result_depends_on():
     assert "numpy" in found["versions"]
     assert "no-such-package" not in found["versions"]
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    assert found["git"]["commit"] == (head.stdout.strip() if head.returncode == 0 else None)
+    assert found["commit"] == (head.stdout.strip() if head.returncode == 0 else None)
 
 
 @pytest.mark.parametrize(("device", "name"), [("NVIDIA H200", "nvidia-h200"), ("AMD EPYC (2)", "amd-epyc-2")])
@@ -77,19 +86,15 @@ def test_devices_become_file_names(device, name):
     assert slug(device) == name
 
 
-def test_writing_replaces_a_file_whole(tmp_path):
-    path = tmp_path / "new" / "result.json"
-    write(path, "old")
-    write(path, "new")
-    assert path.read_text() == "new"
-    assert list(path.parent.iterdir()) == [path]
+MODULES = [bytes_moved, fp8, kernel_paths, softmax, tune, decode, loss]
+BENCHMARKS = [module.main for module in MODULES] + [attention, generate, several_gpus, train_step]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("benchmark", [attention, bytes_moved, loss, train_step, tune])
-def test_without_a_gpu_a_benchmark_says_so_once_and_leaves_nothing(benchmark, capsys):
+@pytest.mark.parametrize("main", [*BENCHMARKS, partial(experiments, ["parity"])])
+def test_without_a_gpu_a_benchmark_says_so_once_and_leaves_nothing(main, capsys):
     before = sorted(RESULTS.iterdir())
     with pytest.raises(SystemExit, match="2"):
-        benchmark.main([])
+        main() if isinstance(main, partial) else main([])
     assert capsys.readouterr().err.count("needs a CUDA GPU, and torch finds none here") == 1
     assert sorted(RESULTS.iterdir()) == before

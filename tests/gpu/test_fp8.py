@@ -1,4 +1,4 @@
-"""attention.precision=fp8 on a Hopper GPU, compared with the emulation in bench/fp8_emulation.py."""
+"""attention.precision=fp8 on a Hopper GPU, compared with a reference in plain torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, ProductPrecision, Score, build_attention
-from bench.fp8_emulation import fp8_attention, outliers
+from bench.attention.fp8 import outliers
 from tests.attention.reference import Case, formula
+from tests.gpu.fp8_reference import fp8_attention
 from tests.gpu.graphs import captured
 from tests.gpu.test_hopper import LENGTHS, grid
 

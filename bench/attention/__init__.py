@@ -1,0 +1,1 @@
+"""Attention alone: its speed, memory and error beside its peers, its kernels, and the tuning of their tiles."""

@@ -1,0 +1,225 @@
+"""The candidates of bench.attention: this project's implementations and their peers, each behind one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention import (
+    AttentionConfig,
+    AttentionShape,
+    DropoutKey,
+    DropoutRng,
+    KernelPath,
+    Layout,
+    Score,
+    SDPABackend,
+    UnsupportedAttention,
+    build_attention,
+    documents,
+)
+from attention.score import visible_pairs
+
+KEY = DropoutKey(seed=1337, step=1, layer=0, first_sequence=0)
+
+WINDOW, DOCUMENT = 1024, 1024  # tokens
+VARIANTS = {
+    "causal": Score(),
+    "full": Score(causal=False),
+    "window": Score(window=WINDOW),
+    "documents": Score(),  # and rows packed with documents of DOCUMENT tokens
+    "alibi": Score(alibi=True),
+    "soft_cap": Score(soft_cap=50.0),
+    "sinks": Score(sinks=True),
+}
+
+PLAIN = "flash-plain"  # takes part only where it is named
+Attend = Callable[..., Tensor]  # q, k, v and, with sinks, these, to out
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One size of attention: B sequences of T tokens, H heads of D channels."""
+
+    B: int
+    H: int
+    T: int
+    D: int
+    variant: str  # one of VARIANTS
+    dropout: float
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def score(self) -> Score:
+        """The visible keys, and the changes of scores."""
+        return VARIANTS[self.variant]
+
+    @property
+    def dropout_key(self) -> DropoutKey:
+        """KEY as a training step has it: what changes from step to step lies on the device."""
+        seed, step, first_sequence = (
+            torch.tensor(x, device=self.device) for x in (KEY.seed, KEY.step, KEY.first_sequence)
+        )
+        return replace(KEY, seed=seed, step=step, first_sequence=first_sequence)
+
+    def layout(self, sequences: int) -> Layout:
+        """The documents of `sequences` rows."""
+        if self.variant != "documents":
+            return Layout()
+        starts = torch.arange(self.T, dtype=torch.int32, device=self.device) // DOCUMENT * DOCUMENT
+        return documents(starts.expand(sequences, -1).contiguous())
+
+    def tensors(self) -> tuple[list[Tensor], Tensor]:
+        """Inputs and the gradient of out: q, k and v, (B, H, T, D), laid out as in a model, as views of (B, T, H, D);
+        with sinks also (H,) fp32."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        shape = (self.B, self.T, self.H, self.D)
+        q, k, v, dout = (
+            torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device).transpose(1, 2)
+            for _ in range(4)
+        )
+        sinks = [torch.zeros(self.H, device=self.device)] if self.score.sinks else []
+        return [x.requires_grad_() for x in (q, k, v, *sinks)], dout
+
+    def flops(self) -> tuple[float, float]:
+        """Floating-point operations of a forward and of a backward pass, with two and five products.
+
+        Only visible keys count, so the causal mask halves both.
+        """
+        lengths = [DOCUMENT] * (self.T // DOCUMENT) + [self.T % DOCUMENT] if self.variant == "documents" else [self.T]
+        pairs = sum(visible_pairs(self.score, length) for length in lengths)
+        forward = 4 * self.B * self.H * self.D * pairs
+        return forward, 2.5 * forward
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An implementation to be measured.
+
+    label   for tables and figures
+    build   the call for a problem; raises UnsupportedAttention with the reason where there is none
+    ours    whether it belongs to this project and is no peer
+    replays whether it drops by this project's mask, so that its error with dropout is known
+    path    the kernels that a problem gets, by name, where there are several kinds
+    """
+
+    label: str
+    build: Callable[[Problem], Attend]
+    ours: bool = False
+    replays: bool = False
+    path: Callable[[Problem], str | None] = lambda problem: None
+
+
+def attention_shape(problem: Problem) -> AttentionShape:
+    """The problem as an implementation of attention/ is asked about it."""
+    documents = problem.variant == "documents"
+    return AttentionShape(
+        problem.D, problem.H, problem.H, problem.dtype, problem.device, (problem.score,), documents=documents
+    )
+
+
+def ours(label: str, config: AttentionConfig) -> Candidate:
+    """An implementation that replays its masks."""
+
+    def path(problem: Problem) -> str | None:
+        attend = build_attention(replace(config, dropout=problem.dropout))
+        return attend.path(attention_shape(problem), problem.T)
+
+    return Candidate(label, from_registry(config), True, True, path)
+
+
+def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
+    """An implementation of attention/, with the contract's own checks."""
+
+    def build(problem: Problem) -> Attend:
+        rng = DropoutRng.torch if config.name == "sdpa" and problem.dropout else DropoutRng.replay
+        attend = build_attention(replace(config, dropout=problem.dropout, rng=rng))
+        score, layout, key = problem.score, problem.layout(problem.B), problem.dropout_key
+        attend.check(attention_shape(problem))
+        return lambda q, k, v, sinks=None: attend(
+            q, k, v, score=score, layout=layout, sinks=sinks, dropout_key=key
+        ).out  # fmt: skip
+
+    return build
+
+
+def build_flex(problem: Problem) -> Attend:
+    """FlexAttention, compiled for the shape of the problem."""
+    torch._dynamo.reset()  # after some shapes dynamo stops compiling new ones, and flex would run unfused
+    return from_registry(AttentionConfig("flex"))(problem)
+
+
+def from_package(module: str, has_dropout: bool, deterministic: bool = False) -> Callable[[Problem], Attend]:
+    """`flash_attn_func` of one of FlashAttention's packages, which take (B, T, H, D)."""
+
+    def build(problem: Problem) -> Attend:
+        if problem.dropout and not has_dropout:
+            raise UnsupportedAttention(f"{module} has no dropout")
+        if problem.variant not in ("causal", "full"):
+            raise UnsupportedAttention(f"{module} takes part with the causal and the full mask only")
+        flash_attn_func = import_module(module).flash_attn_func
+        options = {"causal": problem.score.causal, "softmax_scale": 1 / math.sqrt(problem.D)}
+        if has_dropout:
+            options["dropout_p"] = problem.dropout
+        if deterministic:
+            options["deterministic"] = True
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+        return attend
+
+    return build
+
+
+class Package(NamedTuple):
+    """One of FlashAttention's packages: its module, its name on PyPI, and what is asked of it."""
+
+    label: str
+    module: str
+    package: str
+    has_dropout: bool
+    deterministic: bool = False  # whether gradients are the same bits in each run, as ours always are
+
+
+PACKAGES = {
+    "fa2": Package("FlashAttention-2", "flash_attn", "flash-attn", True),
+    "fa3": Package("FlashAttention-3", "flash_attn_interface", "flash-attn-3", False),
+    "fa4": Package("FlashAttention-4", "flash_attn.cute", "flash-attn-4", False),
+    "fa4-deterministic": Package("FlashAttention-4, deterministic", "flash_attn.cute", "flash-attn-4", False, True),
+}
+
+
+def candidates() -> dict[str, Candidate]:
+    """All candidates on this machine, by their name on the command line."""
+    found = {name: ours(name, AttentionConfig(name)) for name in ("naive", "tiled", "flash")}
+    found[PLAIN] = ours("flash, plain kernels", AttentionConfig("flash", path=KernelPath.plain))
+    for backend in (SDPABackend.flash, SDPABackend.efficient, SDPABackend.cudnn, SDPABackend.math):
+        build = from_registry(AttentionConfig("sdpa", backend=backend))
+        found[f"sdpa-{backend.value}"] = Candidate(f"sdpa {backend.value}", build)
+    found["flex"] = Candidate("FlexAttention", build_flex)
+    for name, (label, module, _, has_dropout, deterministic) in PACKAGES.items():
+        if installed(module):
+            found[name] = Candidate(label, from_package(module, has_dropout, deterministic))
+    return found
+
+
+def installed(module: str) -> bool:
+    """Whether a module with code of its own could be imported.
+
+    A folder alone is none: FlashAttention-4 lies in flash_attn/, where FlashAttention-2 would be.
+    """
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:  # its parent is missing
+        return False
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,300 @@
+"""Tables and figures of the rows of bench.attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from rich.table import Table
+
+from recipe.drawing import (
+    Chart,
+    Palette,
+    Style,
+    height_for,
+    label_axes,
+    legend,
+    log_axis,
+    render_png,
+    styles,
+)
+from recipe.wording import short_length, short_number
+
+KINDS = ("speed", "memory", "crossover")
+SHORT = {"out of memory": "OOM", "too slow": "slow", "refused": "-", "failed": "failed"}
+
+Row = dict[str, Any]
+Value = Callable[[Row], float | None]
+
+
+def series(rows: Iterable[Row]) -> dict[tuple[int, str, float], list[Row]]:
+    """(head size, variant, dropout) -> rows."""
+    found: dict[tuple[int, str, float], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["head_size"], row["variant"], row["dropout"]), []).append(row)
+    return found
+
+
+def named(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """label -> rows from short to long, for labels with any measurement."""
+    labels = dict.fromkeys(row["label"] for row in rows if row["status"] == "measured")
+    return {label: sorted((r for r in rows if r["label"] == label), key=lambda r: r["length"]) for label in labels}
+
+
+def lengths(rows: Iterable[Row]) -> list[int]:
+    """The lengths that were measured."""
+    return sorted({row["length"] for row in rows})
+
+
+def tables(rows: Sequence[Row]) -> Iterator[Table | str]:
+    """Tables for each head size, mask and dropout: speed, its ratio to the fastest peer, memory and error."""
+    for (head_size, variant, dropout), found in series(rows).items():
+        columns = lengths(found)
+        speed, cost = Table(), Table()
+        for table in (speed, cost):
+            table.add_column("")
+            for length in columns:
+                table.add_column(short_length(length), justify="right")
+        for label, cells in named(found).items():
+            at = {row["length"]: row for row in cells}
+            speed.add_row(label, *(speed_cell(at.get(length)) for length in columns))
+            cost.add_row(label, *(cost_cell(at.get(length)) for length in columns))
+        flash = {row["length"]: row for row in found if row["name"] == "flash"}
+        if any("of_fastest_peer" in row.get("forward", {}) for row in flash.values()):
+            speed.add_section()
+            speed.add_row("flash / fastest peer", *(ratio_cell(flash.get(length)) for length in columns))
+        causal = {
+            row["length"]: row
+            for row in rows
+            if (row["name"], row["head_size"], row["variant"], row["dropout"])
+            == ("flash", head_size, "causal", dropout)
+        }
+        if variant not in ("causal", "full") and causal:
+            speed.add_row("flash, time / causal", *(time_cell(flash.get(n), causal.get(n)) for n in columns))
+        title = f"head size {head_size}, {variant}, dropout {dropout:g}"
+        yield f"\n{title}: TFLOP/s forward/backward"
+        yield speed
+        yield f"{title}: MiB above the inputs, largest relative error"
+        yield cost
+
+
+def notes(rows: Sequence[Row]) -> Iterator[str]:
+    """The times of first calls, and each reason for empty cells once; cells show where memory or time ran out."""
+    first = {
+        label: max((row.get("first_call_s", 0.0) for row in cells), default=0.0) for label, cells in named(rows).items()
+    }
+    longest = ", ".join(f"{label} {seconds:.1f} s" for label, seconds in first.items() if seconds)
+    if longest:
+        yield f"The longest first call, forward and backward, with the compilation that it needed: {longest}."
+    missing = [r for r in rows if r["status"] in ("refused", "failed")]
+    for label, message in dict.fromkeys((row["label"], row["message"]) for row in missing):
+        yield f"{label}: {message}"
+
+
+def speed_cell(row: Row | None) -> str:
+    """TFLOP/s of both passes, or why there are none."""
+    if row is None or row["status"] != "measured":
+        return SHORT[row["status"]] if row else ""
+    return "/".join(figures(row[direction]["tflops"]) for direction in ("forward", "backward"))
+
+
+def ratio_cell(row: Row | None) -> str:
+    """Speed over the fastest peer's, in both passes."""
+    if row is None or "of_fastest_peer" not in row.get("forward", {}):
+        return ""
+    return "/".join(f"{row[direction]['of_fastest_peer']:.2f}" for direction in ("forward", "backward"))
+
+
+def time_cell(row: Row | None, causal: Row | None) -> str:
+    """The time of both passes over that of plain causal attention."""
+    if not row or not causal or row["status"] != "measured" or causal["status"] != "measured":
+        return ""
+    return "/".join(f"{row[direction]['ms'] / causal[direction]['ms']:.2f}" for direction in ("forward", "backward"))
+
+
+def cost_cell(row: Row | None) -> str:
+    """Memory, and the largest error among output and gradients."""
+    if row is None or row["status"] != "measured":
+        return SHORT[row["status"]] if row else ""
+    memory = "?" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 2**20:,.0f}"
+    return f"{memory}  {max(row['error'].values()):.0e}" if row["error"] else memory
+
+
+def figures(value: float) -> str:
+    """Two digits, or all before the point: 312, 45, 4.1, 0.032"""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def publish(rows: Sequence[Row], path: Path) -> list[Path]:
+    """Draw every figure that the rows allow as PNG beside `path`, and name the files."""
+    written = []
+    for chart in charts(rows, path.stem):
+        png = path.with_name(f"{chart.name}.png")
+        png.write_bytes(render_png(chart, dark=False))
+        written.append(png)
+    return written
+
+
+def charts(rows: Sequence[Row], stem: str) -> Iterator[Chart]:
+    """Speed, memory and crossover for each head size and mask that was measured."""
+    for head_size, variant in dict.fromkeys((row["head_size"], row["variant"]) for row in rows):
+        for kind in KINDS:
+            chart = chart_of(rows, kind, head_size, variant)
+            if chart is not None:
+                yield replace(chart, name=f"{stem}-{chart.name}")
+
+
+def chart_of(rows: Sequence[Row], kind: str, head_size: int, variant: str) -> Chart | None:
+    """One of KINDS for a head size and mask; None where no row has such a value."""
+    shown = with_naive([row for row in rows if row["head_size"] == head_size and row["variant"] == variant])
+    if all(value_of(kind)(row) is None for row in shown):
+        return None
+    draw, taller = {"speed": (draw_speed, 2.2), "memory": (draw_memory, 1.0), "crossover": (draw_crossover, 1.0)}[kind]
+    return Chart(
+        f"{kind}-d{head_size}{'' if variant == 'causal' else f'-{variant}'}",
+        f"Attention, head size {head_size}, {variant}: {kind}",
+        "",
+        partial(draw, rows=shown),
+        taller * height_for(list(named(shown))),
+    )
+
+
+def value_of(name: str) -> Value:
+    """The value of a row that a figure shows: forward TFLOP/s, GiB, or speed over naive's."""
+    return {"speed": tflops("forward"), "memory": gibibytes, "crossover": gain}[name]
+
+
+def tflops(direction: str) -> Value:
+    return lambda row: row[direction]["tflops"] if direction in row else None
+
+
+def gibibytes(row: Row) -> float | None:
+    return row["extra_bytes"] / 2**30 if row.get("extra_bytes") is not None else None
+
+
+def gain(row: Row) -> float | None:
+    ms = step_ms(row)
+    return row["naive_ms"] / ms if row["name"] != "naive" and row["naive_ms"] and ms else None
+
+
+def step_ms(row: Row) -> float | None:
+    """A forward and a backward pass, None if it was not measured."""
+    return row["forward"]["ms"] + row["backward"]["ms"] if row["status"] == "measured" else None
+
+
+def with_naive(rows: Sequence[Row]) -> list[Row]:
+    """The rows, each with naive's time on the same problem as `naive_ms`, None if it was not measured."""
+    naive = {(row["length"], row["dropout"]): step_ms(row) for row in rows if row["name"] == "naive"}
+    return [row | {"naive_ms": naive.get((row["length"], row["dropout"]))} for row in rows]
+
+
+def dropouts(rows: Sequence[Row]) -> list[float]:
+    return sorted({row["dropout"] for row in rows})
+
+
+def line_styles(rows: Sequence[Row], palette: Palette) -> dict[str, Style]:
+    """A style for each label, the same in all axes of a figure; other projects get tints of one colour."""
+    labels = list(named(rows))
+    ours_or_torch = {row["label"] for row in rows if row["ours"] or row["name"].startswith("sdpa")}
+    keys = [label if label in ours_or_torch else f"other {label}" for label in labels]
+    return dict(zip(labels, styles(keys, palette).values(), strict=True))
+
+
+def draw_speed(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
+    """TFLOP/s over length: a row for each dropout, a column for each pass."""
+    rates = dropouts(rows)
+    fastest = max(tflops(direction)(row) or 0 for row in rows for direction in ("forward", "backward"))
+    grid = figure.subplots(len(rates), 2, squeeze=False, sharey=True)
+    for axes_of_rate, rate in zip(grid, rates, strict=True):
+        for axes, direction in zip(axes_of_rate, ("forward", "backward"), strict=True):
+            plot(axes, palette, rows, rate, tflops(direction), f"{direction}, dropout {rate:g}: TFLOP/s")
+            axes.set_ylim(0, 1.05 * fastest)
+    legend_of_all(figure, grid.flat, palette)
+
+
+def draw_memory(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
+    """Memory over length, both logarithmic; a cross at the upper edge where there was not enough."""
+    styled = line_styles(rows, palette)
+    for axes, rate in draw_by_dropout(figure, palette, rows, gibibytes, "GiB above the inputs"):
+        for label, cells in named([row for row in rows if row["dropout"] == rate]).items():
+            short = [row["length"] for row in cells if row["status"] == "out of memory"]
+            if short:
+                axes.plot(short[0], axes.get_ylim()[1], "X", color=styled[label].colour, ms=7, clip_on=False)
+
+
+def draw_crossover(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
+    """Speed over naive's, forward and backward together, marking the length at which each overtakes it."""
+    for axes, rate in draw_by_dropout(figure, palette, rows, gain, "times as fast as naive"):
+        axes.axhline(1, color=palette["naive"], lw=1.4, zorder=1)
+        for cells in named([row for row in rows if row["dropout"] == rate]).values():
+            crossing = overtakes([(row["length"], gain(row)) for row in cells])
+            if crossing:
+                axes.plot(crossing, 1, "o", color=palette["surface"], mec=palette["ink"], mew=1.3, ms=6, zorder=5)
+                axes.annotate(
+                    f"{crossing:,.0f}", (crossing, 1), xytext=(5, -12), textcoords="offset points", color=palette["ink"]
+                )
+
+
+def overtakes(points: Sequence[tuple[int, float | None]]) -> float | None:
+    """The length at which the gain last rises through 1; None if it never does.
+
+    Between measurements it is interpolated on logarithmic axes.
+    """
+    known = [(length, value) for length, value in points if value is not None]
+    for (left, below), (right, above) in reversed(list(pairwise(known))):
+        if below < 1 <= above:
+            return left * (right / left) ** (math.log(1 / below) / math.log(above / below))
+    return None
+
+
+def draw_by_dropout(
+    figure: Figure, palette: Palette, rows: Sequence[Row], value: Value, title: str
+) -> list[tuple[Axes, float]]:
+    """One value over length on logarithmic axes, side by side for each dropout."""
+    rates = dropouts(rows)
+    grid = figure.subplots(1, len(rates), squeeze=False, sharey=True)[0]
+    values = [x for x in map(value, rows) if x]
+    for axes, rate in zip(grid, rates, strict=True):
+        plot(
+            axes, palette, rows, rate, value, f"{title}, dropout {rate:g}" if rate == rates[0] else f"dropout {rate:g}"
+        )
+        log_axis(axes, min(values) / 1.5, max(values) * 1.5)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short_number(y)))
+    legend_of_all(figure, grid, palette)
+    return list(zip(grid, rates, strict=True))
+
+
+def plot(axes: Axes, palette: Palette, rows: Sequence[Row], rate: float, value: Value, title: str) -> None:
+    """A line for each label over length."""
+    styled = line_styles(rows, palette)
+    for label, cells in named([row for row in rows if row["dropout"] == rate]).items():
+        points = [(row["length"], value(row)) for row in cells if value(row) is not None]
+        if points:
+            style = styled[label]
+            axes.plot(
+                *zip(*points, strict=True), label=label, color=style.colour, linestyle=style.line, marker=style.marker,
+                markersize=3.5, linewidth=1.6,
+            )  # fmt: skip
+    label_axes(axes, palette, title, "tokens")
+    over_lengths(axes, lengths(rows))
+
+
+def over_lengths(axes: Axes, ticks: Sequence[int]) -> None:
+    """A logarithmic axis of lengths that names at most five of the ticks."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(ticks[:: -(-len(ticks) // 5)]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda length, _: short_length(length)))
+
+
+def legend_of_all(figure: Figure, grid: Iterable[Axes], palette: Palette) -> None:
+    """The legend of the axes with the most lines."""
+    legend(figure, max(grid, key=lambda axes: len(axes.get_legend_handles_labels()[0])), palette)

@@ -1,0 +1,1 @@
+"""The runs of train.py that the documents show, and their figures."""

@@ -1,0 +1,81 @@
+"""The machine, the software and the commit that a measurement depends on."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipe.tracking import summary
+
+ROOT = Path(__file__).parents[1]
+WRITTEN = ("bench/results", "docs", "README.md")  # what measuring and `make tables` change
+
+
+def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """The conditions needed to repeat a result: the device, the versions of the software, the commit, and the date.
+
+    packages   more packages, whose versions are recorded if they are installed
+    """
+    versions = summary.environment(device)["versions"]
+    if device.type == "cuda":
+        versions["cudnn"] = torch.backends.cudnn.version()
+    versions |= {name: number for name in packages if (number := version(name))}
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in WRITTEN))
+    return {
+        "device": device_name(device),
+        "versions": versions,
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": None if changed is None else bool(changed),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or a processor's with its number of threads."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def git(*arguments: str) -> str | None:
+    """The output of a git command in this checkout; None where git gives none."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def cpu_name() -> str:
+    """The processor as the system calls it, and how many threads torch uses of it."""
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return f"{found[1] if found else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def version(package: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def slug(device: str) -> str:
+    """A device's name as part of a file name: NVIDIA H200 -> nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def require_gpu(parser: argparse.ArgumentParser, advice: str = "") -> None:
+    """Exit with status 2 and one sentence where there is no CUDA GPU. Leaves CUDA uninitialised: bench.tune forks."""
+    if torch.cuda.device_count() == 0:
+        parser.error(f"this benchmark needs a CUDA GPU, and torch finds none here{advice}")

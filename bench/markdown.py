@@ -1,0 +1,37 @@
+"""Rows of measurements as tables in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Text = Callable[[Row], str]
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table with a heading for each column."""
+    written = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in written)
+
+
+def pivot(
+    rows: Iterable[Row], line: Text, column: Text, cell: Text, *, corner: str = "", columns: Sequence[str] = ()
+) -> str:
+    """A table with a line and a column for each value that rows have; empty where there is no row.
+
+    line, column, cell   the words of a row: the first of its line, the heading of its column, and what stands there
+    corner               the heading of the first column
+    columns              their order; default: that in which rows first name them, as for lines
+    """
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cells.setdefault(line(row), {})[column(row)] = cell(row)
+    headings = list(columns) or list(dict.fromkeys(heading for found in cells.values() for heading in found))
+    lines = ([label, *(found.get(heading, "") for heading in headings)] for label, found in cells.items())
+    return table([corner, *headings], lines)
+
+
+def both(row: Row, value: str, digits: int = 0) -> str:
+    """A value of the forward and of the backward pass: 352/355."""
+    return "/".join(f"{row[direction][value]:,.{digits}f}" for direction in ("forward", "backward"))

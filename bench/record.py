@@ -1,0 +1,138 @@
+"""Result files: bench/results/<name>-<device>.json. Each holds one comparison, whose rows may be set side by side.
+
+    {"measurements": [{"command": "python -m bench.attention", "device": "NVIDIA H200", "commit": "7c73dc4...", ...}],
+     "rows": [{"name": "flash", "length": 1024, ..., "measurement": 0}, ...]}
+
+A row names the measurement that it comes from, and a measurement says how to repeat it: the command, the machine, the
+commit, the versions, when it began and ended, and the digests of the GPU kernels of that commit (bench/kernels.py). A
+row that is measured again replaces the earlier one. Rows of other software or of other sizes leave the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from bench.kernels import kernel_digests
+from bench.machine import ROOT, environment, slug
+from data.atomic import write_atomically
+
+RESULTS = ROOT / "bench" / "results"
+SOFTWARE = ("torch", "triton", "cuda")  # what must be equal for rows to be compared
+
+Row = dict[str, Any]
+
+
+def measurement(command: Sequence[str], device: torch.device, packages: Sequence[str] = (), **sizes: object) -> Row:
+    """What a result file records of a measurement that begins now.
+
+    command   the words after `python -m`
+    packages  further packages whose versions matter, where they are installed
+    sizes     what else rows must share to be compared, such as the tokens of a batch
+    """
+    found = environment(device, packages)
+    return {"command": shlex.join(["python", "-m", *command]), **found, "sizes": sizes, "kernels": kernel_digests()}
+
+
+def command_line(module: str, description: str | None, name: str) -> argparse.ArgumentParser:
+    """The parser of a benchmark's arguments, with those that choose its result file.
+
+    module       the words after `python -m`
+    description  the module's docstring
+    name         of the result file: bench/results/<name>-<device>.json
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--name", default=name, help=f"of the result file, {name}-<device>.json")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="of the result file")
+    return parser
+
+
+def command_of(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> list[str]:
+    """The words after `python -m` that repeat a call of a benchmark's `main`."""
+    return [parser.prog.removeprefix("python -m "), *(sys.argv[1:] if arguments is None else arguments)]
+
+
+def result_file(name: str, device: str, folder: Path = RESULTS) -> Path:
+    """The path of a comparison measured on a device, such as attention-nvidia-h200.json."""
+    return folder / f"{name}-{slug(device)}.json"
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a result file, each with its measurement in full; none where there is no such file."""
+    if not path.exists():
+        return []
+    content = json.loads(path.read_text())
+    return [row | {"measurement": content["measurements"][row["measurement"]]} for row in content["rows"]]
+
+
+class Recorder:
+    """Adds the rows of one measurement to a result file, which is complete after every row.
+
+        with Recorder(path, ("name", "length"), measurement(...)) as recorder:
+            recorder.add({"name": "flash", "length": 1024, "ms": 0.1})
+
+    identity  the fields that identify a row: a new row replaces the earlier one with equal values
+    """
+
+    def __init__(self, path: Path, identity: Sequence[str], measurement: Row) -> None:
+        self.path, self.identity, self.measurement = path, identity, measurement | {"ended": None}
+        earlier = read(path)
+        self.rows = {self.key(row): row for row in earlier if comparable(row["measurement"], measurement)}
+        self.dropped = len(earlier) - len(self.rows)
+
+    def key(self, row: Row) -> str:
+        """The identity of a row as text."""
+        return json.dumps([row.get(field) for field in self.identity])
+
+    def earlier(self, row: Row) -> Row | None:
+        """The row in the file that this one would replace."""
+        return self.rows.get(self.key(row))
+
+    def add(self, *rows: Row) -> None:
+        """Write rows, in place of earlier ones of the same identity."""
+        self.rows |= {self.key(row): row | {"measurement": self.measurement} for row in rows}
+        self.write()
+
+    def replace(self, fields: Row, rows: Iterable[Row]) -> None:
+        """Write rows in place of all earlier ones that have these fields, whatever else identifies them."""
+        self.rows = {key: row for key, row in self.rows.items() if row | fields != row}
+        self.add(*rows)
+
+    def write(self) -> None:
+        """Write the file, without the measurements of which no row is left."""
+        measurements: list[Row] = []
+        lines = []
+        for row in self.rows.values():
+            if row["measurement"] not in measurements:
+                measurements.append(row["measurement"])
+            lines.append(json.dumps(row | {"measurement": measurements.index(row["measurement"])}))
+        heads = ",\n  ".join(json.dumps(head) for head in measurements)
+        body = ",\n  ".join(lines)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, f'{{\n "measurements": [\n  {heads}\n ],\n "rows": [\n  {body}\n ]\n}}\n')
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Record when the measurement ended, if it came to its end."""
+        if kind is None and self.rows:
+            self.measurement["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
+            self.write()
+
+
+def comparable(earlier: Row, now: Row) -> bool:
+    """Whether rows of two measurements may be compared: the same device, software and sizes."""
+    versions = [[head["versions"].get(name) for name in SOFTWARE] for head in (earlier, now)]
+    return versions[0] == versions[1] and all(earlier[name] == now[name] for name in ("device", "sizes"))

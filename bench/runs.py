@@ -1,0 +1,61 @@
+"""Runs of train.py, each in a process of its own, as rows of a result file."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.machine import ROOT
+from bench.record import Row
+
+OUTPUT_LINES = 40  # of a run that failed, kept as its message
+
+
+def python(arguments: Sequence[str], gpus: int = 1) -> str:
+    """Run Python in this checkout, under torchrun for several GPUs, and show its output as it comes.
+
+    Returns its last lines where it failed, else nothing.
+    """
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+    command = [sys.executable, "-u", *ranks, *arguments]
+    tail: deque[str] = deque(maxlen=OUTPUT_LINES)
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(f"    {line}", end="", flush=True)
+            tail.append(line)
+    return "".join(tail) if process.returncode else ""
+
+
+def train(overrides: Sequence[str], folder: Path, gpus: int = 1) -> Row:
+    """Run train.py in a run folder. Returns what it recorded there, or {"status": "failed", "message": ...}."""
+    output = python(["train.py", *overrides, f"hydra.run.dir={folder}"], gpus)
+    if not (folder / "summary.json").exists():
+        return {"status": "failed", "message": output.strip()[-2000:]}
+    return recorded(folder)
+
+
+def recorded(folder: Path) -> Row:
+    """The results of a run folder: what summary.json says, and its losses by step from metrics.jsonl."""
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    kept = ("status", "message", "step", "train_loss", "val_loss", "non_finite_step", "tokens", "attention_path")
+    row = {name: summary[name] for name in kept}
+    row |= {name.split("/")[1]: value for name, value in (summary["median"] | summary["peak"]).items()}
+    row |= {"precision": summary["precision"], "wall_s": round(summary["wall_time_s"], 1)}
+    probed = summary["parity"]
+    for kind, measure in (("gradients", "grad_rel_err"), ("logits", "logits_max_diff")):
+        error, noise = (float(probed[f"{which}_{measure}"]) if probed else 0.0 for which in ("worst", "noise"))
+        if noise and math.isfinite(error / noise):
+            row.setdefault("probe", {})[kind] = error / noise
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for name, metric in (("losses", "train/loss"), ("evaluations", "val/loss"), ("evaluations_ema", "val/loss_ema")):
+        values = [[line["step"], round(float(line[metric]), 6)] for line in lines if metric in line]
+        row[name] = [value for value in values if math.isfinite(value[1])]
+    row["elapsed_s"] = [[line["step"], round(line["throughput/elapsed_s"], 2)] for line in lines]
+    return {name: value for name, value in row.items() if value not in (None, [])}

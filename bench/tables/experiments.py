@@ -1,0 +1,363 @@
+"""Runs of train.py: README, docs/experiments.md, docs/speed.md, docs/results.md, docs/training-options.md."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from bench.experiments.losses import chart as losses_chart
+from bench.markdown import pivot, table
+from bench.record import Row
+from bench.tables.blocks import Rows, block, figure
+from bench.tables.labels import thousands
+from bench.tables.training import long_speeds, second_step
+from recipe.drawing import Chart, Palette, label_axes, legend, log_axis, styles
+from recipe.wording import short_length, times
+
+TILED = "tiled, tiles of 256"
+
+
+def case(row: Row, name: str) -> str:
+    """A value of a row's case, as text."""
+    return str(row["case"][name])
+
+
+@block("commands", "cpu:default", "shakespeare", "train-step", "long-context")
+def commands(cpu: Rows, shakespeare: Rows, steps: Rows, sequences: Rows) -> str:
+    """README's commands with their times and results."""
+    small = {case(row, "command"): row for row in cpu}
+    (plays,), (long,) = shakespeare, (row for row in sequences if row["case"]["gpus"] == 1)
+    best_step, best = min(plays["evaluations"], key=lambda evaluation: evaluation[1])
+    (step,) = (
+        row
+        for row in steps
+        if (row["attention"], row["shape"], row["dropout"], row["extra"]) == ("flash", "4x8192", 0.0, [])
+        and row["recompute"] == "none"
+    )
+    text = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+    lines = [
+        ["`python train.py`", "2 CPU cores", seconds(small["default"]), loss(small["default"])],
+        [
+            "`python train.py data=text data.path=input.txt seq_len=64 training.steps=2000`, on "
+            f"[tiny Shakespeare]({text})",
+            "2 CPU cores", seconds(small["shakespeare"]), loss(small["shakespeare"]),
+        ],
+        [
+            "`python train.py experiment=shakespeare attention=flash training.compile=true`", "H200", seconds(plays),
+            f"best validation loss {best:.3f}, at step {best_step:,} (nanoGPT: 1.47)",
+        ],
+        [
+            "`python train.py model=gpt2 attention=flash data.tokenizer=gpt2 seq_len=8192 training.batch_size=4 "
+            "training.compile=true`",
+            "H200", f"{step['step_ms']:.0f} ms per step of 32,768 tokens",
+            f"{thousands(step['tokens_per_s'])},000 tokens/s, {step['peak_allocated_gib']:.1f} GiB",
+        ],
+        [
+            "`python train.py experiment=long_context attention=flash`", "H200",
+            f"{second_step(long):.0f} s per step of 524,288 tokens",
+            f"{round(long_speeds(sequences)[1], -2):,.0f} tokens/s, {long['peak_allocated_gib']:.1f} GiB",
+        ],
+    ]  # fmt: skip
+    return table(["command", "on", "time", "result"], lines)
+
+
+def seconds(row: Row) -> str:
+    """The time of a run."""
+    return f"{row['wall_s']:.0f} s"
+
+
+def loss(row: Row) -> str:
+    """The validation loss at the end of a run."""
+    return f"validation loss {row['val_loss']:.2f}"
+
+
+@block("parity", "parity")
+def parity(rows: Rows) -> str:
+    """Validation losses, and the distance of training losses in units of the distance of naive's seeds."""
+    losses = {(case(row, "attention"), row["case"]["seed"]): np.array(row["losses"])[:, 1] for row in rows}
+    naive, spread = losses["naive", 1], spread_of_seeds(losses)
+    lines = []
+    for row in rows:
+        attention, seed = case(row, "attention"), row["case"]["seed"]
+        label = TILED if attention == "tiled" else attention
+        apart = "" if attention == "naive" else f"{distance(losses[attention, seed], naive) / spread:.2f}"
+        lines.append([label, str(seed), f"{row['val_loss']:.4f}", apart])
+    return table(["", "seed", "validation loss", "distance from naive's training loss, two seeds = 1"], lines)
+
+
+def distance(losses: np.ndarray, reference: np.ndarray) -> float:
+    """The mean absolute difference of two runs' training losses over the last third of the steps."""
+    last = len(reference) // 3
+    return float(np.abs(losses[-last:] - reference[-last:]).mean())
+
+
+def spread_of_seeds(losses: dict[tuple[str, int], np.ndarray], reference: str = "naive") -> float:
+    """The mean distance of the reference's other seeds from its first."""
+    first = losses[reference, 1]
+    others = [value for (name, seed), value in losses.items() if name == reference and seed != 1]
+    return float(np.mean([distance(other, first) for other in others]))
+
+
+@block("dropout-parity", "dropout-parity")
+def dropout_parity(rows: Rows) -> str:
+    """Validation losses with dropout."""
+    return parity(rows)
+
+
+@block("same-training", "same-training")
+def same_training(rows: Rows) -> str:
+    """The fast step beside the plain one."""
+    names = {"plain": "plain", "fast": "fast", "fast-bf16-residual": "fast, residual stream in bf16"}
+    losses = {(case(row, "run"), row["case"]["seed"]): np.array(row["losses"])[:, 1] for row in rows}
+    plain, spread = losses["plain", 1], spread_of_seeds(losses, "plain")
+    lines = []
+    for row in rows:
+        name, seed = case(row, "run"), row["case"]["seed"]
+        label = names[name] + (", another seed" if seed != 1 else "")
+        shown = f"{distance(losses[name, seed], plain) / spread:.2f}" if (name, seed) != ("plain", 1) else ""
+        lines.append([label, f"{row['val_loss']:.4f}", shown])
+    return table(["", "final validation loss", "distance from plain's training loss, two seeds = 1"], lines)
+
+
+@block("variants", "variants")
+def variants(rows: Rows) -> str:
+    """Validation losses of the scores, the lowest first."""
+    ordered = sorted(rows, key=lambda row: (case(row, "attention") != "naive", row["val_loss"]))
+    return pivot(
+        ordered,
+        lambda row: f"`{case(row, 'score')}`",
+        lambda row: case(row, "attention"),
+        lambda row: f"{row['val_loss']:.4f}",
+        corner="`score=`",
+    )
+
+
+@block("break-it", "break-it")
+def break_it(rows: Rows) -> str:
+    """What leaving out a line does, in each precision."""
+    found = {(case(row, "ablate"), case(row, "precision")): row for row in rows}
+    precisions = ["fp32", "bf16", "fp16"]
+
+    def line(label: str, ablate: str, value: str) -> list[str]:
+        cells = []
+        for precision in precisions:
+            row = found[ablate, precision]
+            shown = {
+                "loss": f"{row.get('val_loss', 0):.3f}",
+                "step": str(row.get("non_finite_step")),
+                "probe": times(row["probe"]["gradients"]).removesuffix(" times") if "probe" in row else "",
+            }
+            cells.append(shown[value])
+        return [label, *cells]
+
+    return table(
+        ["`attention.ablate=`", *precisions],
+        [
+            line("`none`: validation loss", "none", "loss"),
+            line("`no_max_subtraction`: loss not finite at step", "no_max_subtraction", "step"),
+            line("`no_rescaling`: validation loss", "no_rescaling", "loss"),
+            line("`no_rescaling`: error of gradients, times rounding", "no_rescaling", "probe"),
+        ],
+    )
+
+
+@block("crossover", "crossover")
+def crossover(rows: Rows) -> str:
+    """Thousand tokens/s over the length, at equal tokens."""
+
+    def rate(row: Row) -> str:
+        return thousands(row["tokens_per_s"]) if row["status"] == "completed" else row["status"].replace("_", " ")
+
+    order = ["naive", "sdpa", "flash"]
+    shown = sorted(rows, key=lambda row: (order.index(case(row, "attention")), row["case"]["seq_len"]))
+    columns = [f"{n:,}" for n in sorted({row["case"]["seq_len"] for row in rows})]
+    return pivot(
+        shown,
+        lambda row: case(row, "attention"),
+        lambda row: f"{row['case']['seq_len']:,}",
+        rate,
+        corner="thousand tokens/s",
+        columns=columns,
+    )
+
+
+@block("block-size", "block-size")
+def block_size(rows: Rows) -> str:
+    """Time and loss over the tile of tiled."""
+    shown = sorted(rows, key=lambda row: row["case"]["tile"])
+    lines = (
+        [case(row, "tile"), f"{row['step_ms']:.0f}", f"{row['train_loss']:.4f}", f"{row['probe']['gradients']:.1f}"]
+        for row in shown
+    )
+    return table(["tile", "ms per step", "training loss", "error of gradients, times rounding"], lines)
+
+
+@block("context-length", "context-length")
+def context_length(rows: Rows) -> str:
+    """A longer context at equal tokens."""
+    shown = sorted(rows, key=lambda row: ["learned positions", "ALiBi"].count(case(row, "model")), reverse=True)
+    lines = []
+    for row in shown:
+        step, end = max((step, value) for step, value, *_ in row["evaluations"])
+        per_step = next(int(o.partition("=")[2]) for o in row["overrides"] if o.startswith("training.batch_tokens="))
+        lines.append(
+            [
+                f"{case(row, 'model')}: {case(row, 'attention')}, {row['case']['seq_len']:,} tokens",
+                thousands(row["tokens_per_s"]), f"{row['peak_allocated_gib']:.1f}",
+                f"{step * per_step / 1e6:.1f}", f"{end:.3f}",
+            ]
+        )  # fmt: skip
+    return table(["", "thousand tokens/s", "GiB", "million tokens", "validation loss"], lines)
+
+
+@block("equal-time", "equal-time")
+def equal_time(rows: Rows) -> str:
+    """Two runs of equal time."""
+    lines = []
+    for row in rows:
+        windows = {at["seq_len"]: f"{at['loss']:.3f}" for at in row["whole_validation"]}
+        lines.append(
+            [
+                case(row, "run"), f"{row['training_s']:.0f}", f"{row['tokens'] / 1e6:.1f}",
+                f"{row['peak_allocated_gib']:.1f}", *(windows.get(n, "") for n in (256, 1024, 4096)),
+            ]
+        )  # fmt: skip
+    heads = ["", "s of training", "million tokens", "GiB", "validation loss in windows of 256", "1,024", "4,096"]
+    return table(heads, lines)
+
+
+@block("equal-time-paper", "equal-time")
+def equal_time_beside_the_paper(rows: Rows) -> str:
+    """The same beside FlashAttention's table 4."""
+    by = {case(row, "run").partition(",")[0]: row for row in rows}
+    flash, naive = by["flash"], by["naive"]
+    long, short = (
+        next(at["perplexity"] for at in row["whole_validation"] if at["seq_len"] == n)
+        for row, n in ((flash, 4096), (naive, 1024))
+    )
+    return table(
+        ["", "theirs", "ours"],
+        [
+            ["seconds of training, flash with 4k and standard attention with 1k", "",
+             f"{flash['training_s']:.0f} and {naive['training_s']:.0f}"],
+            ["perplexity at 4k", "17.5", f"{long:.2f}"],
+            ["perplexity at 1k, standard attention", "18.2", f"{short:.2f}"],
+        ],
+    )  # fmt: skip
+
+
+@block("shakespeare", "shakespeare")
+def shakespeare(rows: Rows) -> str:
+    """nanoGPT's best-known small run."""
+    (row,) = rows
+    step, best = min(row["evaluations"], key=lambda evaluation: evaluation[1])
+    after = dict(row["elapsed_s"])[step]
+    return table(
+        ["", "nanoGPT", "ours"],
+        [
+            ["best validation loss", "1.47", f"{best:.3f}"],
+            ["at step", "", f"{step:,}"],
+            ["seconds until then", "", f"{after:.0f}"],
+            ["seconds for all steps", "", f"{row['wall_s']:.0f}"],
+        ],
+    )
+
+
+@block("long-context", "long-context")
+def long_context(rows: Rows) -> str:
+    """Half a million tokens in one sequence."""
+    speeds = long_speeds(rows)
+    lines = [
+        [
+            {1: "one H200", 2: "two"}[row["case"]["gpus"]], f"{round(speeds[row['case']['gpus']], -2):,.0f}",
+            f"{second_step(row):.1f}", f"{row['peak_allocated_gib']:.1f}",
+        ]
+        for row in sorted(rows, key=lambda row: row["case"]["gpus"])
+    ]  # fmt: skip
+    return table(["", "tokens/s", "seconds per step", "GiB per GPU"], lines)
+
+
+@block("optimizers", "optimizers")
+def optimizers(rows: Rows) -> str:
+    """AdamW and Muon with GPT-2."""
+    lines = (
+        [
+            f"`optimizer={case(row, 'optimizer')}`", f"{row['val_loss']:.3f}", f"{row['step_ms']:.0f}",
+            f"{row['peak_allocated_gib']:.1f}",
+        ]
+        for row in rows
+    )  # fmt: skip
+    return table(["", "validation loss", "ms per step", "GiB"], lines)
+
+
+@block("optimizers-cpu", "cpu:optimizers")
+def optimizers_on_a_cpu(rows: Rows) -> str:
+    """AdamW and Muon with the default model, and the averages of their weights."""
+    names = {"adamw": "`optimizer=adamw`", "adamw 6e-3": "`optimizer=adamw optimizer.lr=6e-3`"}
+    names["muon"] = "`optimizer=muon`"
+    lines = []
+    for row in rows:
+        label = names[case(row, "optimizer")]
+        lines.append([label, *(f"{value:.3f}" for step, value in row["evaluations"] if step)])
+        if "evaluations_ema" in row:
+            average = [f"{value:.3f}" for step, value in row["evaluations_ema"] if step]
+            lines.append(["its average, `training.ema=0.99`", *average])
+    steps = [f"{step:,}" for step, _ in rows[0]["evaluations"] if step]
+    return table(["validation loss after steps", *steps], lines)
+
+
+@block("memory-wall", "memory-wall")
+def memory_wall(rows: Rows) -> str:
+    """The peak of a training step over the length of one sequence."""
+    order = ["naive", "sdpa", "flash"]
+    shown = [row for row in rows if case(row, "attention") in order and row["case"]["seq_len"] <= 524_288]
+
+    def peak(row: Row) -> str:
+        return f"{row['peak_allocated_gib']:.1f}" if row["status"] == "completed" else "out of memory"
+
+    shown.sort(key=lambda row: (order.index(case(row, "attention")), row["case"]["seq_len"]))
+    return pivot(
+        shown,
+        lambda row: case(row, "attention"),
+        lambda row: short_length(row["case"]["seq_len"]),
+        peak,
+        corner="GiB",
+        columns=[short_length(n) for n in sorted({row["case"]["seq_len"] for row in shown})],
+    )
+
+
+@figure("losses", "losses")
+def losses_figure(rows: Rows) -> Chart:
+    """README's first figure."""
+    return losses_chart(rows)
+
+
+@figure("memory-wall", "memory-wall")
+def memory_wall_figure(rows: Rows) -> Chart:
+    """The memory wall."""
+    return Chart("memory-wall", "Peak memory over sequence length", "", partial(draw_memory_wall, rows=rows))
+
+
+def draw_memory_wall(drawing: Figure, palette: Palette, rows: Rows) -> None:
+    """Peak memory over the length, both logarithmic; a cross where there was not enough."""
+    axes = drawing.subplots()
+    names = [name for name in ("naive", "sdpa", "flash") if any(case(row, "attention") == name for row in rows)]
+    styled = styles(names, palette)
+    log_axis(axes, 1, 200)
+    for name in names:
+        mine = sorted((row for row in rows if case(row, "attention") == name), key=lambda row: row["case"]["seq_len"])
+        done = [(row["case"]["seq_len"], row["peak_allocated_gib"]) for row in mine if row["status"] == "completed"]
+        style = styled[name]
+        look = {"color": style.colour, "linestyle": style.line, "marker": style.marker}
+        axes.plot(*zip(*done, strict=True), label=name, ms=4, lw=1.8, **look)  # type: ignore[arg-type]
+        short = [row["case"]["seq_len"] for row in mine if row["status"] == "out_of_memory"]
+        if short:
+            axes.plot(short[0], axes.get_ylim()[1], "X", color=style.colour, ms=8, clip_on=False)
+    label_axes(axes, palette, "GiB at the peak; a cross: out of memory", "seq_len")
+    axes.set_xscale("log", base=2)
+    ticks = sorted({row["case"]["seq_len"] for row in rows})
+    axes.set_xticks(ticks, [short_length(tick) for tick in ticks])
+    axes.minorticks_off()
+    legend(drawing, axes, palette)

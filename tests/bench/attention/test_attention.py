@@ -1,0 +1,269 @@
+"""The attention benchmark, end to end at sizes that a CPU does in a second."""
+
+from __future__ import annotations
+
+import gc
+import time
+from importlib import import_module
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import bench.attention.__main__
+import bench.attention.cells
+from attention import UnsupportedAttention
+from bench.attention.__main__ import main
+from bench.attention.cells import try_out, with_ratios
+from bench.attention.peers import Candidate, Problem, candidates, from_package, installed
+from bench.attention.time_budget import TimeBudget, TooSlow
+from bench.attention.views import overtakes
+from bench.record import read
+
+SIZES = {"device": "cpu", "dtype": "fp32", "tokens": 64, "hidden": 16, "heads": 8, "masks": "causal", "seconds": 0.001}
+SMALL = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
+CPU = torch.device("cpu")
+
+
+def run(folder, *arguments: str) -> list[dict]:
+    """The rows of the result file after a measurement."""
+    main([*SMALL, "--results", str(folder), "--name", "some", *arguments])
+    return read(result_in(folder))
+
+
+def result_in(folder):
+    (path,) = folder.glob("some-*.json")
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Keep the collector, which the benchmark runs after each candidate, off what other tests have left."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    names = ["naive", "tiled", "sdpa-math", "sdpa-cudnn"]
+    run(folder, "--lengths", "32", "64", "--dropout", "0", "0.1", "--only", *names)
+    return result_in(folder)
+
+
+@pytest.fixture(scope="module")
+def rows(result):
+    return read(result)
+
+
+@pytest.mark.skipif("fa4" in candidates(), reason="FlashAttention-4 is installed")
+def test_a_peer_that_is_not_installed_is_refused_by_name(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, "--only", "naive", "fa4")
+    assert "--only fa4: FlashAttention-4 is not installed here; pip install flash-attn-4" in capsys.readouterr().err
+
+
+def test_a_package_in_the_folder_of_another_does_not_stand_for_it(tmp_path, monkeypatch):
+    (tmp_path / "of_two_packages" / "cute").mkdir(parents=True)
+    (tmp_path / "of_two_packages" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed("of_two_packages.cute")
+    assert not installed("of_two_packages")
+    assert not installed("no_package.cute")
+
+
+def test_every_cell_is_measured_or_says_why_not(rows):
+    assert len(rows) == 2 * 2 * 4
+    for row in rows:
+        if row["name"] == "sdpa-cudnn":
+            assert row["status"] == "refused"
+            assert "attention.backend=cudnn" in row["message"]
+            continue
+        assert row["status"] == "measured"
+        flops = 4 * row["batch"] * row["heads"] * row["length"] ** 2 * row["head_size"] / 2
+        for direction, factor in (("forward", 1.0), ("backward", 2.5)):
+            timing = row[direction]
+            assert timing["low"] <= timing["ms"] <= timing["high"]
+            assert timing["tflops"] == pytest.approx(factor * flops / timing["ms"] / 1e9)
+
+
+def test_the_tokens_of_a_batch_stay_the_same_over_lengths(rows):
+    assert {row["batch"] * row["length"] for row in rows} == {64}
+    assert {row["heads"] * row["head_size"] for row in rows} == {16}
+
+
+def test_errors_are_given_where_the_mask_is_known(rows):
+    for row in rows:
+        if row["status"] == "measured" and (row["name"] != "sdpa-math" or row["dropout"] == 0):
+            assert set(row["error"]) == {"out", "dq", "dk", "dv"}
+            assert max(row["error"].values()) < 1e-5
+        elif row["status"] == "measured":
+            assert row["error"] is None
+
+
+def test_the_figures_of_a_result_are_drawn_beside_it(result):
+    assert list(result.parent.iterdir()) == [result]
+    main(["--draw", str(result)])
+    drawn = {path.name for path in result.parent.iterdir()} - {result.name}
+    assert drawn == {f"{result.stem}-{name}-d8.png" for name in ("speed", "crossover")}
+
+
+@pytest.mark.slow
+def test_measuring_again_replaces_the_problem_and_leaves_the_others(tmp_path, capsys):
+    first = run(tmp_path, "--lengths", "32", "64", "--dropout", "0", "--only", "naive", "sdpa-math")
+    again = run(tmp_path, "--lengths", "32", "--dropout", "0", "--only", "naive")
+    assert [(row["length"], row["name"]) for row in again] == [(64, "naive"), (64, "sdpa-math"), (32, "naive")]
+    assert again[:2] == first[2:]
+    assert "2/2: causal, head size 8, dropout 0, 64 tokens" in capsys.readouterr().out  # of the first call
+    other = run(tmp_path, "--lengths", "32", "--dropout", "0", "--only", "naive", "--tokens", "32")
+    assert len(other) == 1
+    assert "has results of other software or sizes" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_wrong_implementation_shows_in_its_error_and_a_greedy_one_is_a_result(tmp_path, monkeypatch, capsys):
+    def build_greedy(problem):
+        def attend(q, k, v):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB. More words.")
+
+        return attend
+
+    def build_wrong(problem):
+        right = candidates()["naive"].build(problem)
+        return lambda q, k, v: right(q, k * 1.1, v)
+
+    def build_broken(problem):
+        raise KeyError("surprise")
+
+    field = {
+        "wrong": Candidate("wrong", build_wrong, replays=True),
+        "greedy": Candidate("greedy", build_greedy),
+        "broken": Candidate("broken", build_broken),
+    }
+    monkeypatch.setattr(bench.attention.__main__, "candidates", lambda: field)
+    rows = {row["name"]: row for row in run(tmp_path, "--lengths", "32", "--dropout", "0")}
+    assert rows["wrong"]["error"]["out"] > 0.01
+    assert (rows["greedy"]["status"], rows["greedy"]["message"]) == ("out of memory", "CUDA out of memory")
+    assert rows["broken"]["status"] == "failed"
+    assert "broken: KeyError: 'surprise'" in capsys.readouterr().out
+
+
+def test_flops_are_those_of_the_products_in_the_formula():
+    problem = Problem(B=2, H=3, T=32, D=8, variant="full", dropout=0.0, dtype=torch.float32, device=CPU)
+    (q, k, v), dout = problem.tensors()
+    with FlopCounterMode(display=False) as counter:
+        out = candidates()["naive"].build(problem)(q, k, v)
+    forward, backward = problem.flops()
+    assert counter.get_total_flops() == forward
+    with FlopCounterMode(display=False) as counter:
+        out.backward(dout)
+    assert counter.get_total_flops() == 2 * forward  # FlashAttention's fifth product computes the scores again
+    assert backward == 2 * forward + forward / 2
+
+
+def test_flops_count_visible_keys_alone():
+    def forward(variant: str) -> float:
+        return Problem(B=1, H=1, T=4096, D=1, variant=variant, dropout=0.0, dtype=torch.float32, device=CPU).flops()[0]
+
+    assert forward("causal") == forward("alibi") == 4 * 4096**2 / 2
+    assert forward("window") == 4 * (1024 * 4096 - 1024**2 / 2)
+    assert forward("documents") == 4 * (4 * 1024**2 / 2)
+
+
+@pytest.mark.slow
+def test_every_variant_is_measured_against_its_own_formula(tmp_path):
+    variants = ["--masks", "window", "documents", "alibi", "soft_cap", "sinks", "--dropout", "0.1"]
+    rows = run(tmp_path, "--lengths", "32", "--only", "naive", "tiled", "flex", *variants)
+    for row in rows:
+        if row["name"] == "flex":
+            assert row["status"] == "refused"
+        else:
+            assert max(row["error"].values()) < 1e-5
+
+
+def test_ratios_are_to_the_fastest_of_the_others():
+    rows = [
+        {"name": name, "ours": name == "flash", "forward": {"tflops": speed}, "backward": {"tflops": 1.0}}
+        for name, speed in {"flash": 300.0, "sdpa": 200.0, "flex": 150.0}.items()
+    ]
+    assert [row["forward"]["of_fastest_peer"] for row in with_ratios(rows)] == [1.5, 1.0, 0.75]
+
+
+def test_what_grows_too_slow_is_not_waited_for():
+    def row(length: int, step_s: float | None = None) -> dict:
+        return {"name": "a", "head_size": 8, "variant": "causal", "dropout": 0.0, "length": length} | (
+            {} if step_s is None else {"step_s": step_s}
+        )
+
+    budget = TimeBudget(limit_s=1.0)
+    budget.check(row(4096))  # nothing is known yet
+    budget.learn([row(1024, 0.1)])
+    budget.check(row(2048))
+    with pytest.raises(TooSlow, match=r"one step took 0.1 s at 1024 tokens and may take 1.6 s here"):
+        budget.check(row(4096))
+    budget.learn([row(2048, 0.2)])  # linear, it turns out
+    budget.check(row(8192))
+    with pytest.raises(TooSlow):
+        budget.check(row(16384))
+
+
+def test_the_time_of_a_step_is_without_what_comes_before_it(monkeypatch):
+    monkeypatch.setattr(bench.attention.cells, "release", lambda device: time.sleep(0.5))
+    problem = Problem(B=1, H=1, T=16, D=8, variant="causal", dropout=0.0, dtype=torch.float32, device=CPU)
+    row = try_out(candidates()["naive"].build(problem), *problem.tensors(), expected=None, device=CPU)
+    assert row["step_s"] < 0.5
+
+
+def test_the_crossing_lies_between_the_lengths_that_enclose_it():
+    assert overtakes([(128, 0.5), (512, 2.0)]) == pytest.approx(256)
+    assert overtakes([(128, 0.5), (256, None), (512, 1.0)]) == pytest.approx(512)
+    assert overtakes([(128, 2.0), (512, 0.5), (2048, 2.0)]) == pytest.approx(1024)  # the last time counts
+    assert overtakes([(128, 0.2), (512, 0.5)]) is None
+    assert overtakes([(128, 2.0), (512, 4.0)]) is None
+
+
+PACKAGE = """
+def flash_attn_func(q, k, v, **options):
+    called.update(options, shape=q.shape)
+    return q + k + v, None
+
+called = {}
+"""
+
+
+def test_a_package_is_called_with_its_own_layout_and_refused_dropout_it_lacks(tmp_path, monkeypatch):
+    (tmp_path / "stand_in_for_flash_attn.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = Problem(B=2, H=3, T=16, D=8, variant="causal", dropout=0.0, dtype=torch.float32, device=CPU)
+    (q, k, v), _ = problem.tensors()
+    out = from_package("stand_in_for_flash_attn", has_dropout=False)(problem)(q, k, v)
+    assert torch.equal(out, q + k + v)
+    called = import_module("stand_in_for_flash_attn").called
+    assert called == {"causal": True, "softmax_scale": pytest.approx(8**-0.5), "shape": (2, 16, 3, 8)}
+    from_package("stand_in_for_flash_attn", has_dropout=True, deterministic=True)(problem)(q, k, v)
+    assert (called["dropout_p"], called["deterministic"]) == (0.0, True)
+    with pytest.raises(UnsupportedAttention, match="stand_in_for_flash_attn has no dropout"):
+        from_package("stand_in_for_flash_attn", has_dropout=False)(Problem(**(vars(problem) | {"dropout": 0.1})))
+
+
+@pytest.mark.parametrize(("argument", "value"), [("--lengths", "0"), ("--tokens", "x"), ("--dropout", "1.5")])
+def test_nonsense_is_refused_with_the_arguments_name(argument, value, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([argument, value])
+    assert f"argument {argument}: " in capsys.readouterr().err
+
+
+def test_selections_do_not_overwrite_the_whole_result():
+    names = [
+        bench.attention.__main__.parse(["--device", "cpu", *more]).name
+        for more in ([], ["--quick"], ["--only", "flash"], ["--tokens", "64"], ["--only", "flash", "--name", "mine"])
+    ]
+    assert names == ["attention", "attention", "attention-selection", "attention-selection", "mine"]
+
+
+def test_a_row_names_the_kernels_that_ran_and_times_the_first_call(rows):
+    problem = Problem(B=1, H=2, T=4096, D=128, variant="causal", dropout=0.0, dtype=torch.bfloat16, device=CPU)
+    assert candidates()["flash"].path(problem) == "plain"  # the interpreter's
+    for row in rows:
+        if row["status"] == "measured":
+            assert row["path"] is None
+            assert row["first_call_s"] > 0

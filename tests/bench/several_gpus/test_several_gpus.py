@@ -1,0 +1,62 @@
+"""What is measured on several GPUs, as far as it shows without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.record import Recorder, read
+from bench.several_gpus.__main__ import IDENTITY, Progress, main, record, train_in_groups
+from bench.several_gpus.cases import KINDS, Case, cases
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_every_number_of_gpus_computes_the_same_step(gpus: int) -> None:
+    """Cases whose bits are compared have as many tokens per step as on one GPU; a long sequence is split over all."""
+    alone = {key_of(case): case for case in cases(1)}
+    several = {key_of(case): case for case in cases(gpus)}
+    assert {kind for kind, _ in several} == set(KINDS)
+    for case in several.values():
+        if case.kind in ("bits", "eager"):
+            assert case == alone[key_of(case)]
+            assert case.tokens is not None
+            assert case.tokens % (case.sequences * case.seq_len * gpus) == 0
+        if case.kind in ("quarter", "half", "million"):
+            assert (case.seq_len, case.parallel.context) == (alone[key_of(case)].seq_len, gpus)
+        if case.kind in ("xl-long", "four"):  # each GPU has as much as one of four has
+            whole = 2**20 if case.kind == "xl-long" else 2**22
+            assert (case.seq_len * 4, case.parallel.context) == (whole * gpus, gpus)
+
+
+def key_of(case: Case) -> tuple[str, str]:
+    return case.kind, case.name
+
+
+def test_a_time_that_includes_compiling_replaces_none_that_does_not(tmp_path: Path) -> None:
+    now = {"device": "some", "versions": {"torch": "2"}, "sizes": {}}
+    row = {"kind": "million", "name": "heads", "gpus": 4, "step_ms": 9}
+    compiling = row | {"step_ms": 70, "compiles": True}
+    recorder = Recorder(tmp_path / "some.json", IDENTITY, now)
+    for fresh, kept in ((compiling, 70), (row | {"compiles": False}, 9), (compiling, 9)):
+        record(recorder, fresh)
+        assert [found["step_ms"] for found in read(recorder.path)] == [kept]
+
+
+def test_every_group_of_steps_tells_the_median_so_far_and_the_first_one_that_it_compiled() -> None:
+    seconds = {0: 70.0, 2: 4.0, 5: 9.0, 8: 5.0}
+    case = Case("speed", "exact", 1024, 32, groups=3, group=3, first=2)
+    assert [*train_in_groups(case, lambda step, count: seconds[step] if count == (3 if step else 2) else -1)] == [
+        Progress(2, 70.0, True), Progress(5, 4.0, False), Progress(8, 6.5, False), Progress(11, 5.0, False),
+    ]  # fmt: skip
+    single = Case("million", "heads", 2**20, 1, groups=1, group=1, first=0)
+    assert [*train_in_groups(single, lambda step, count: 120.0)] == [Progress(1, 120.0, True)]

@@ -1,0 +1,145 @@
+"""The benchmark of training steps: the overrides it gives train.py, and the rows and figures made of the results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from bench.record import RESULTS, Recorder, Row, read
+from bench.train_step.__main__ import main, measure_all, overrides
+from bench.train_step.nanogpt import SHAPES
+from bench.train_step.views import ATTENTIONS, IDENTITY, beside, chart, column, length, table
+from recipe.cli import compose
+from recipe.config import register
+from recipe.drawing import scheme
+from recipe.sweeps import launcher
+
+NANOGPT = read(RESULTS / "nanogpt-nvidia-h200.json")
+
+
+def row(attention: str, shape: str = "32x1024", dropout: float = 0.0, speed: float = 600_000, **other: Any) -> Row:
+    measured: Row = {"status": "completed", "message": None, "tokens_per_s": speed, "peak_allocated_gib": 11.0}
+    cell = {"attention": attention, "shape": shape, "dropout": dropout, "recompute": "none", "extra": []}
+    return cell | measured | {"mfu_causal": 0.5} | other
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_every_cell_is_a_command_that_train_accepts(attention, dropout):
+    register()
+    launcher.register()
+    for shape in SHAPES:
+        config = compose.to_config(compose.composed(overrides(attention, shape, dropout, "block", 60)))
+        assert config.training.batch_size * config.seq_len == 32_768
+        assert (config.attention.name, config.attention.dropout) == (attention, dropout)
+        assert (config.training.steps, config.training.recompute.value) == (60, "block")
+
+
+def test_the_table_sets_implementations_beside_nanogpt():
+    oom: Row = {"status": "out_of_memory", "tokens_per_s": None, "peak_allocated_gib": None}
+    rows = [
+        row("flash", speed=771_000),
+        row("naive", speed=200_000),
+        row("flash", "4x8192", 0.1),
+        row("naive", "4x8192", 0.1, **oom),
+        row("flash", speed=800_000, extra=["training.residual_in_fp32=false"], peak_allocated_gib=9.5),
+        row("flash", speed=3_000_000, gpus=4),
+    ]
+    head, rule, *lines = [[c.strip() for c in line.split("|")[1:-1]] for line in table(rows, NANOGPT).splitlines()[2:]]
+    assert set(rule) == {"---"}
+    assert dict(zip(head, lines[0], strict=True)) == {
+        "batch x seq_len": "32 x 1024",
+        "nanoGPT": "514,000 (21.3)",
+        "flash": "771,000 (11.0)",
+        "flash on 4 GPUs": "3,000,000 (11.0)",
+        "flash residual_in_fp32=false": "800,000 (9.5)",
+        "naive": "200,000 (11.0)",
+    }
+    assert lines[1][0] == "4 x 8192, dropout 0.1"
+    assert lines[1][head.index("naive")] == "out of memory"
+    assert len(lines) == 2
+
+
+def test_nanogpts_figures_stand_only_beside_steps_of_as_many_tokens():
+    assert "514,000" not in table([row("flash", "64x1024")], NANOGPT)
+
+
+def drawn(rows: list[Row], theirs: list[Row], dropout: float) -> Figure:
+    figure = Figure()
+    chart(rows, theirs, dropout).draw(figure, scheme(dark=False))
+    return figure
+
+
+@pytest.mark.parametrize("given", ["score.window=1024", "data.documents=mask"])
+def test_steps_that_see_other_keys_are_in_no_figure(given):
+    other = row("flash", speed=1.0, extra=[given])
+    (line,) = drawn([row("flash"), other], [], 0.0).axes[0].get_lines()
+    assert line.get_ydata() == [600.0]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_equal_speeds_are_drawn_at_the_same_height(dropout):
+    """nanoGPT's and ours, on axes in thousands of tokens per second."""
+    theirs = [r for r in NANOGPT if r["dropout"] == dropout]
+    ours = [row("flash", r["shape"], dropout, r["tokens_per_s"]) for r in theirs]
+    lines = drawn(ours, theirs, dropout).axes[0].get_lines()
+    assert len(lines) == len({column(r) for r in beside(ours, theirs)}) == 2
+    for line in lines:
+        assert np.asarray(line.get_xdata()).tolist() == sorted(length(r) for r in theirs)
+        assert line.get_ydata() == pytest.approx(sorted((r["tokens_per_s"] / 1000 for r in theirs), reverse=True))
+
+
+@pytest.fixture
+def measuring(tmp_path):
+    """Run the benchmark on synthetic measurements: {attention: row} -> exit status and rows by name."""
+
+    def run(cells: dict[str, Row], *extra: str) -> tuple[int, dict[str, Row]]:
+        path = tmp_path / "train-step.json"
+        wanted = [row(attention, extra=list(extra)) for attention in cells]
+        recorder = Recorder(path, IDENTITY, {"device": "some", "versions": {}, "sizes": {}})
+        status = measure_all(wanted, recorder, lambda cell: cell | cells[cell["attention"]])
+        return status, {column(r): r for r in read(path)}
+
+    return run
+
+
+def speeds(rows: dict[str, Row]) -> dict[str, float]:
+    return {name: r["tokens_per_s"] for name, r in rows.items()}
+
+
+def test_measuring_a_cell_again_replaces_it_alone(measuring):
+    measuring({"flash": {"tokens_per_s": 1.0}, "sdpa": {"tokens_per_s": 2.0}})
+    status, rows = measuring({"flash": {"tokens_per_s": 3.0}})
+    assert (status, speeds(rows)) == (0, {"flash": 3.0, "sdpa": 2.0})
+
+
+def test_a_profiled_step_is_slower_and_replaces_no_other(measuring):
+    measuring({"flash": {"tokens_per_s": 2.0}})
+    _, rows = measuring({"flash": {"tokens_per_s": 1.0}}, "training.profile=true")
+    assert speeds(rows) == {"flash": 2.0, "flash profile=true": 1.0}
+
+
+def test_a_failure_is_reported_and_keeps_earlier_measurements(measuring, capsys):
+    measuring({"flash": {"tokens_per_s": 1.0}})
+    status, rows = measuring({"flash": {"status": "failed", "message": "killed"}, "sdpa": {"tokens_per_s": 2.0}})
+    assert (status, speeds(rows)) == (1, {"flash": 1.0, "sdpa": 2.0})
+    assert "killed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--shapes", "32by1024"], "32by1024 is not a batch size and a sequence length, such as 32x1024"),
+        (["--shapes", "32x0"], "32x0 is not a batch size"),
+        (["--dropout", "2"], "attention.dropout=2"),
+        (["--steps", "0"], "0 is not a whole number above 0"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_runs(arguments, sentence, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert sentence in capsys.readouterr().err
