@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bench.decode import paged
+from bench.generate.decode import paged
 from torch import Tensor
 
 from attention import AttentionConfig, Cache, Score, build_attention
