@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bench.generate.decode import paged
 from torch import Tensor
 
 from attention import AttentionConfig, Cache, Score, build_attention
+from bench.generate.decode import paged
 from tests.attention.reference import Case, formula
 from tests.gpu.graphs import captured
 

@@ -1,0 +1,1 @@
+"""Measuring everything that README and docs/ show, in parts that can run on different days."""
