@@ -40,7 +40,6 @@ from data.untrusted import UntrustedError
 from recipe.cli.arguments import parse as key_values
 from recipe.cli.compose import compose_right, expand_home, to_config
 from recipe.cli.launch import refuse
-from recipe.cli.resume import StillRunning, locked
 from recipe.cli.wording import one_sentence
 from recipe.config import ConfigError, register
 from recipe.device import Precision, resolve_device, resolve_precision
@@ -50,7 +49,7 @@ from recipe.evaluation.models import ExportedModel, LanguageModel, TrainedModel
 from recipe.evaluation.scorer import Scorer
 from recipe.evaluation.tasks import run_file
 from recipe.evaluation.text import Text, measure, tokenised
-from recipe.run_folder import SUMMARY, read_summary
+from recipe.run_folder import SUMMARY, StillRunning, locked, read_summary
 from recipe.sweeps import launcher
 from recipe.tracking.summary import write_summary
 from recipe.tracking.tracker import mirror_again

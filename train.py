@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import hydra
 import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from data.batches import Batches, Prefetcher, eval_batches, piece_lengths
 from data.config import Documents
@@ -37,10 +38,11 @@ from data.tokenizers import save_tokenizer
 from model.gpt import GPT
 from model.score import ScoreConfig, describe_score
 from recipe.build import attention_shape, build_meter, build_model, build_probe, build_profiler
+from recipe.cli import CONF
 from recipe.cli.check import one_document
 from recipe.cli.compose import to_config
 from recipe.cli.launch import launch
-from recipe.cli.resume import has_checkpoints, locked
+from recipe.cli.resume import check_unused, has_checkpoints
 from recipe.cli.wording import one_sentence
 from recipe.config import Config, ConfigError, as_plain
 from recipe.device import Precision, resolve_device, resolve_precision
@@ -51,6 +53,7 @@ from recipe.generation.text import stream
 from recipe.profiling.attention_memory import cpu_memory_limit
 from recipe.profiling.meters import StepMeter, device_name
 from recipe.profiling.peaks import describe_peak
+from recipe.run_folder import locked
 from recipe.training.checkpoint import newest_valid, read_manifest
 from recipe.training.config import TrainingConfig
 from recipe.training.loop import Interruption, fit, oom_guard, too_large_model, too_large_step
@@ -58,13 +61,17 @@ from recipe.training.record import NullRecord, Record, RunMetadata, recorded_out
 from recipe.training.step import Trainer
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> None:
     """A job of Hydra's. Ends with status 128 + n where signal n stopped it."""
-    job = HydraConfig.get()
+    job, config = HydraConfig.get(), to_config(cfg)
     folder = Path(os.path.relpath(job.runtime.output_dir))
-    with one_sentence(), locked(folder):
-        status = train(to_config(cfg), folder, list(job.overrides.task))
+    first = World.from_environment().rank == 0
+    with one_sentence(), locked(folder) if first else nullcontext():
+        if first:
+            check_unused(folder, config)  # another run may have begun since the command line was checked
+        given: Any = OmegaConf.to_container(job.overrides.task, resolve=False)
+        status = train(config, folder, given)
     if status:
         sys.exit(status)
 

@@ -1,40 +1,27 @@
-"""The configuration that a run recorded: written when it starts, read by every program that takes a run folder.
+"""The configuration that a run recorded, for every program that takes a run folder.
 
-    .hydra/config.yaml      every option
-    .hydra/overrides.yaml   those of the command line
-
-Both may come from a stranger. Only options of this recipe are taken from them, and their references only lead to others
+The folder may come from a stranger. Only options of this recipe are taken from it, and references only lead to others
 of these.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data.atomic import write_atomically
 from data.untrusted import UntrustedError, children
 from model.config import model_mistakes
 from model.score import score_mistakes
-from recipe.config import Config, ConfigError, as_plain, keys, register
-from recipe.run_folder import CONFIG, OVERRIDES, read_config_values
+from recipe.config import Config, ConfigError, keys, register
+from recipe.run_folder import CONFIG, read_config_values
 
 MOST_REFERENCES = 24  # in a configuration: a chain of them takes time exponential in its length
 REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
 RESOLVER = re.compile(r"\$\{\s*(?:divide|min)\s*:\s*\d+\s*,\s*\d+\s*\}")
-
-
-def write_recorded(folder: Path, config: Config, overrides: Sequence[str]) -> None:
-    """Record the configuration of the run in `folder`, with all references resolved, and its overrides."""
-    for name, content in ((CONFIG, as_plain(config)), (OVERRIDES, list(overrides))):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / name, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def read_config(run: Path) -> Config:

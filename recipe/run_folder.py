@@ -1,15 +1,41 @@
-"""What a run recorded of itself in its folder, which may come from a stranger: read as data, in bounds."""
+"""A run folder: what the run records of itself there, and the lock that one process has.
+
+    .hydra/config.yaml      every option
+    .hydra/overrides.yaml   those of the command line
+    summary.json            how it ended
+    .lock                   held while it runs
+
+The folder may come from a stranger: it is read as data, in bounded time and memory.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.untrusted import UntrustedError, read_json, read_yaml
+import yaml
+from filelock import FileLock, Timeout
 
-HYDRA = ".hydra"
-CONFIG, OVERRIDES = f"{HYDRA}/config.yaml", f"{HYDRA}/overrides.yaml"
-SUMMARY = "summary.json"
+from data.atomic import write_atomically
+from data.untrusted import UntrustedError, read_json, read_yaml
+from recipe.errors import UserError
+
+CONFIG, OVERRIDES, SUMMARY, LOCK = ".hydra/config.yaml", ".hydra/overrides.yaml", "summary.json", ".lock"
+OUTPUTS = Path("outputs")
+
+
+class StillRunning(UserError, RuntimeError):
+    """Another process has the folder."""
+
+
+def write_recorded(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Record a run's configuration, as plain values, and its overrides without those of Hydra, such as the folder."""
+    own = [override for override in overrides if not override.startswith(("hydra.", "hydra/"))]
+    for name, content in ((CONFIG, dict(config)), (OVERRIDES, own)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / name, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def read_config_values(folder: Path) -> dict[str, Any]:
@@ -19,10 +45,7 @@ def read_config_values(folder: Path) -> dict[str, Any]:
 
 def read_overrides(folder: Path) -> list[str]:
     """The overrides of a run, as recorded. Raises OSError, UntrustedError."""
-    content = read_yaml(folder / OVERRIDES)
-    if not isinstance(content, list) or not all(isinstance(line, str) for line in content):
-        raise UntrustedError("is not a list of overrides")
-    return content
+    return _lines(read_yaml(folder / OVERRIDES))
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -30,7 +53,44 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return _mapping(read_json(folder / SUMMARY))
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Within the block, this process alone has the folder of a run or a sweep.
+
+    A folder that was empty before and after is removed, with the empty ones above it in outputs/: a run that was
+    refused leaves nothing. Raises StillRunning where another process has the folder.
+    """
+    lock, empty = FileLock(folder / LOCK), not any(folder.iterdir())
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise StillRunning(f"{folder} belongs to a run that is still running; stop that one first.") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        if empty and [path.name for path in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
+            with contextlib.suppress(OSError):  # up to the first that is not empty
+                folder.rmdir()
+                for above in folder.parents if OUTPUTS in folder.parents else ():
+                    above.rmdir()
+
+
+def check_not_running(folder: Path) -> None:
+    """Raise StillRunning where another process has the folder. Leaves it as it is."""
+    if (folder / LOCK).exists():
+        with locked(folder):
+            pass
+
+
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UntrustedError("is not a mapping")
+    return value
+
+
+def _lines(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(line, str) for line in value):
+        raise UntrustedError("is not a list of overrides")
     return value

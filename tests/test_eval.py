@@ -21,7 +21,6 @@ from data.prepare import prepare
 from data.tokenizers import bytes_tokenizer, save_tokenizer
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
-from recipe.cli.resume import locked
 from recipe.config import Config
 from recipe.errors import UserError, refusals
 from recipe.evaluation.harness import run_tasks
@@ -29,6 +28,7 @@ from recipe.evaluation.models import ExportedModel, TrainedModel
 from recipe.evaluation.scorer import Scorer, rolling_windows
 from recipe.evaluation.tasks import run_file
 from recipe.profiling.attention_memory import cpu_memory_limit
+from recipe.run_folder import locked
 from recipe.tracking.tracker import TrackingConfig, TrackingMode
 from recipe.trained import load_trained
 from recipe.training.checkpoint import save_checkpoint

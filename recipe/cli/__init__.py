@@ -3,7 +3,7 @@
 launch.py      the entry point: checks, then Hydra
 compose.py     composes a configuration, and finds mistakes in single overrides
 check.py       finds mistakes in a whole configuration
-resume.py      finds the run to resume, and locks run folders
+resume.py      finds the run to resume, and checks its folder
 wording.py     turns errors of Hydra into one sentence
 completion.py  tab completion
 arguments.py   key=value arguments of the programs without Hydra

@@ -20,7 +20,9 @@ from recipe.cli.resume import check_folder, check_writable, resumed
 from recipe.cli.wording import explain, one_sentence
 from recipe.config import ConfigError, register
 from recipe.distributed.world import World
+from recipe.run_folder import check_not_running
 from recipe.sweeps import launcher
+from recipe.sweeps.jobs import without
 from recipe.sweeps.submitit_jobs import share_checkout
 
 
@@ -77,14 +79,19 @@ def prepare(arguments: list[str]) -> list[str]:
 
 def check_sweep(found: Composition) -> DictConfig:
     """The sweep's configuration. Raises ConfigError for mistakes in it, in any of its jobs or in its folder."""
-    sentences = list(found.wrong)
+    sentences, composed = list(found.wrong), list[tuple[list[str], Composition]]()
     if found.cfg is not None:
-        for job in jobs(found.right):
-            composed = compose_right(job)
-            sentences += composed.wrong + mistakes_of(composed)
+        composed = [(job, compose_right(job)) for job in jobs(found.right)]
+        for _, job in composed:
+            sentences += job.wrong + mistakes_of(job)
     refuse(sentences)
     assert found.cfg is not None
-    check_writable(Path(found.cfg.hydra.sweep.dir), "hydra.sweep.dir")
+    folder = Path(found.cfg.hydra.sweep.dir)
+    check_writable(folder, "hydra.sweep.dir")
+    check_not_running(folder)
+    for number, (overrides, job) in enumerate(composed):
+        assert job.cfg is not None
+        launcher.job_of(job.cfg, number, without(overrides, ["resume"]), folder).check_folder()
     return found.cfg
 
 
@@ -99,7 +106,7 @@ def checked_run(given: list[str], found: Composition) -> list[str]:
     refuse(found.wrong + swept_mistakes(found.right) + mistakes_of(found))
     assert found.cfg is not None
     if World.from_environment().rank > 0:  # the first rank keeps the run folder
-        return lines(by_key(["hydra.run.dir=."]) | by_key([*overrides, "hydra.output_subdir=null"]))
+        return lines(by_key(["hydra.run.dir=."]) | by_key(overrides))
     check_folder(Path(found.cfg.hydra.run.dir), to_config(found.cfg))
     return overrides
 

@@ -1,15 +1,12 @@
-"""Which run to resume, and the folder that a run keeps to itself."""
+"""Which run to resume, and whether its folder is free and its checkpoint fits."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
@@ -17,18 +14,11 @@ from data.untrusted import UntrustedError, check_value
 from model.config import Positions
 from recipe.cli.compose import by_key, choices, lines, parsed
 from recipe.config import Config, ConfigError, as_plain, keys
-from recipe.distributed.world import World
 from recipe.recorded import foreign_reference
-from recipe.run_folder import OVERRIDES, read_config_values, read_overrides
+from recipe.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_config_values, read_overrides
 from recipe.sweeps.launcher import quoted
 from recipe.training.checkpoint import CheckpointError, newest_valid, read_manifest
 from recipe.wording import as_typed
-
-OUTPUTS = Path("outputs")
-
-
-class StillRunning(ConfigError):
-    """Another process has the run folder."""
 
 
 def resumed(overrides: list[str]) -> list[str]:
@@ -117,15 +107,19 @@ def check_folder(folder: Path, config: Config) -> None:
     """Raise ConfigError for a run folder that cannot be written or holds another run, and for a checkpoint in it that
     this configuration cannot resume."""
     check_writable(folder, "hydra.run.dir")
+    check_not_running(folder)
+    check_unused(folder, config)
+    if config.resume is not None and has_checkpoints(folder):
+        path, _ = newest_valid(folder / "checkpoints")
+        check_resumable(read_manifest(path).metadata["config"], config, path)
+
+
+def check_unused(folder: Path, config: Config) -> None:
+    """Raise ConfigError for a folder that holds a run, which this configuration does not resume."""
     if config.resume is None and (folder / "metrics.jsonl").exists():
         raise ConfigError(
             f"hydra.run.dir={folder} already holds a run; add resume=auto to continue it, or name another folder."
         )
-    with locked(folder):
-        pass
-    if config.resume is not None and has_checkpoints(folder):
-        path, _ = newest_valid(folder / "checkpoints")
-        check_resumable(read_manifest(path).metadata["config"], config, path)
 
 
 def check_writable(folder: Path, override: str) -> None:
@@ -182,20 +176,3 @@ def nested(values: Any, name: str, default: Any = None) -> Any:
             return default
         values = values[part]
     return values
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Within the block, this process alone has the run folder. Raises StillRunning where another one has it."""
-    if World.from_environment().rank > 0 or not folder.is_dir():
-        yield
-        return
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise StillRunning(f"{folder} belongs to a run that is still running; stop that one first.") from None
-    try:
-        yield
-    finally:
-        lock.release()

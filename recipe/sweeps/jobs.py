@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from data.untrusted import UntrustedError, parse_json, read_end, read_json
 from recipe.errors import UserError
-from recipe.run_folder import read_overrides, read_summary
+from recipe.run_folder import check_not_running, read_overrides, read_summary
 
 MANIFEST = "sweep.json"
 CONSOLE = "console.log"
@@ -87,33 +85,25 @@ class Job:
             lines = []
         return lines[-1].removeprefix("error: ").strip() if lines else "it ended without a message."
 
-    def clear_folder(self) -> None:
-        """Remove what is left of a run that died before its first checkpoint, so that the job can start again.
-
-        Raises SweepError where the folder holds another job's run, or one that is still running.
-        """
+    def check_folder(self) -> None:
+        """Raise SweepError where the folder holds another job's run, StillRunning where that runs. Changes nothing."""
         if not self.folder.exists():
             return
-        try:
-            with FileLock(self.folder / ".lock", timeout=0):
-                self._clear()
-        except Timeout:
-            raise SweepError(f"{self.folder} belongs to a run that is still running; stop that one first.") from None
-
-    def _clear(self) -> None:
+        check_not_running(self.folder)
         recorded = recorded_overrides(self.folder)
-        if recorded is None:
-            if (self.folder / "metrics.jsonl").exists():
-                raise SweepError(
-                    f"{self.folder} holds a run without its overrides; name another folder with hydra.sweep.dir."
-                )
-            return
-        if recorded != set(without(self.overrides, LAUNCHER_OVERRIDES)):
+        if recorded is None and (self.folder / "metrics.jsonl").exists():
+            raise SweepError(
+                f"{self.folder} holds a run without its overrides; name another folder with hydra.sweep.dir."
+            )
+        if recorded is not None and recorded != set(without(self.overrides, LAUNCHER_OVERRIDES)):
             raise SweepError(
                 f"{self.folder} holds the run of {' '.join(sorted(recorded))}, not of {' '.join(self.overrides)}; "
                 "repeat the sweep's own overrides, or name another folder with hydra.sweep.dir."
             )
-        if not any(self.folder.glob("checkpoints/step-*")):
+
+    def clear_folder(self) -> None:
+        """Remove what is left of a run that died before its first checkpoint, so that the job can start again."""
+        if recorded_overrides(self.folder) is not None and not any(self.folder.glob("checkpoints/step-*")):
             shutil.rmtree(self.folder)
 
 
@@ -122,7 +112,12 @@ def recorded_overrides(folder: Path) -> set[str] | None:
     try:
         return set(without(read_overrides(folder), LAUNCHER_OVERRIDES))
     except (OSError, UntrustedError):
+        pass
+    try:
+        recorded = read_summary(folder).get("overrides")  # all that a model too large for the memory leaves
+    except (OSError, UntrustedError):
         return None
+    return set(without(map(str, recorded), LAUNCHER_OVERRIDES)) if isinstance(recorded, list) else None
 
 
 def without(overrides: Iterable[str], keys: Iterable[str]) -> list[str]:

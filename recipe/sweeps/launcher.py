@@ -27,7 +27,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
+from omegaconf import DictConfig
 
+from recipe.run_folder import locked
 from recipe.sweeps.jobs import (
     CONSOLE,
     Job,
@@ -114,20 +116,23 @@ class ProcessLauncher(Launcher):
         """Run the jobs that are not done yet, also after one of them fails.
 
         Exits with status 1 if one failed, with 128 + n after signal n. Raises SweepError where a job's folder holds
-        something else.
+        something else, StillRunning where the sweep or one of its jobs runs already.
         """
         resume = any(override == "resume=auto" for job in job_overrides for override in job)
         wanted = [without(job, ["resume"]) for job in job_overrides] if resume else [list(job) for job in job_overrides]
         folder = self.folder(wanted, resume)
         jobs = [self.job(initial_job_idx + i, overrides, folder) for i, overrides in enumerate(wanted)]
-        group = self.config.tracking.group or recorded_group(folder) or self.group(folder)
-        write_manifest(folder, jobs, group)
         for job in jobs:
-            if not job.done:
-                job.clear_folder()
+            job.check_folder()
+        group = self.config.tracking.group or recorded_group(folder) or self.group(folder)
         running = RunningJobs()
-        with SweepProgress(jobs) as progress, forward_signals(running):
-            self.run(jobs, group, running, progress)
+        with locked(folder):
+            write_manifest(folder, jobs, group)
+            for job in jobs:
+                if not job.done:
+                    job.clear_folder()
+            with SweepProgress(jobs) as progress, forward_signals(running):
+                self.run(jobs, group, running, progress)
         return report_outcome(jobs, folder, progress, running.signal)
 
     def run(self, jobs: list[Job], group: str, running: RunningJobs, progress: SweepProgress) -> None:
@@ -177,11 +182,7 @@ class ProcessLauncher(Launcher):
 
     def job(self, number: int, overrides: Sequence[str], folder: Path) -> Job:
         """The job that Hydra composes from `overrides`."""
-        composed = self.loader.load_sweep_config(self.config, list(overrides))
-        composed.hydra.job.num, composed.hydra.job.id = number, str(number)
-        subdir = str(composed.hydra.sweep.subdir)
-        ablated = composed.attention.ablate.name != "none"
-        return Job(number, tuple(overrides), folder / subdir, composed.training.steps, ablated)
+        return job_of(self.loader.load_sweep_config(self.config, list(overrides)), number, overrides, folder)
 
     def folder(self, wanted: Sequence[Sequence[str]], resume: bool) -> Path:
         """hydra.sweep.dir; with resume=auto, the newest earlier sweep of the same jobs where there is one."""
@@ -199,6 +200,13 @@ class ProcessLauncher(Launcher):
         """The W&B group that the runs share: the experiment, and when the sweep was started."""
         experiment = self.config.hydra.runtime.choices.get("experiment") or "sweep"
         return "-".join([experiment, *folder.parts[-2:]])
+
+
+def job_of(composed: DictConfig, number: int, overrides: Sequence[str], folder: Path) -> Job:
+    """The job of a sweep in `folder` that `overrides` compose."""
+    composed.hydra.job.num, composed.hydra.job.id = number, str(number)
+    ablated = composed.attention.ablate.name != "none"
+    return Job(number, tuple(overrides), folder / str(composed.hydra.sweep.subdir), composed.training.steps, ablated)
 
 
 def report_outcome(jobs: list[Job], folder: Path, progress: SweepProgress, number: int) -> list[JobReturn]:

@@ -21,6 +21,7 @@ from recipe.parity.ablation import measure as measure_ablation
 from recipe.parity.probe import summarise
 from recipe.profiling.attention_memory import attention_peak
 from recipe.profiling.meters import GIB, StepMeter
+from recipe.run_folder import write_recorded
 from recipe.tracking.metrics import read_metrics
 from recipe.tracking.summary import environment, write_summary
 from recipe.tracking.tracker import Tracker, TrackingConfig
@@ -98,6 +99,7 @@ class Record(NullRecord):
             resume_step=start or None,
             environment=self.environment,
         )
+        write_recorded(folder, origin.config, origin.overrides)
         self.step, self.started = start, datetime.now(UTC)
         lines = read_metrics(folder / "metrics.jsonl")
         # The time that the run took before it was resumed.

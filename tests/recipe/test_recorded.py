@@ -16,8 +16,9 @@ import yaml
 from recipe.cli import compose
 from recipe.cli.resume import recorded_overrides
 from recipe.config import Config, ConfigError, as_plain, register
-from recipe.recorded import MOST_REFERENCES, read_config, write_recorded
+from recipe.recorded import MOST_REFERENCES, read_config
 from recipe.report.runs import find_runs
+from recipe.run_folder import write_recorded
 from recipe.sweeps import launcher
 from recipe.sweeps.jobs import recorded_group
 from recipe.training.checkpoint import save_checkpoint
@@ -38,7 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder with a valid checkpoint, below the working directory."""
     monkeypatch.chdir(tmp_path)
     config = Config(device="cpu")
-    write_recorded(tmp_path / "run", config, ["seed=1337"])
+    write_recorded(tmp_path / "run", as_plain(config), ["seed=1337"])
     state = {"model": {"x": torch.zeros(1)}, "training": {}}
     save_checkpoint(tmp_path / "run" / "checkpoints", state, 1, keep_last=1, metadata={"config": as_plain(config)})
     (tmp_path / "hubconf.py").write_text(f"open({RUNS!r}, 'w')\ndef go(): pass\n")
@@ -193,7 +194,7 @@ def test_a_configuration_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     config = compose.to_config(
         compose.composed([*overrides, "seq_len=64", "tracking.group='déjà: vu'", "optimizer.lr=1e-5"])
     )
-    write_recorded(tmp_path, config, overrides)
+    write_recorded(tmp_path, as_plain(config), overrides)
     assert as_plain(read_config(tmp_path)) == as_plain(config)
     assert "${" not in (tmp_path / ".hydra" / "config.yaml").read_text()
     assert yaml.safe_load((tmp_path / ".hydra" / "overrides.yaml").read_text()) == overrides

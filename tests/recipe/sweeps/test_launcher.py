@@ -20,6 +20,7 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 
 from attention import Ablation
+from recipe.run_folder import StillRunning
 from recipe.sweeps import launcher as launcher_module
 from recipe.sweeps.jobs import SweepError, recorded_overrides
 from recipe.sweeps.launcher import ProcessLauncher, chosen_devices
@@ -183,7 +184,7 @@ def test_a_job_that_another_sweep_is_running_is_left_alone(sweep, tmp_path):
     sweep(["kind=completes"])
     folder = tmp_path / "multirun" / "2026-11-20" / "10-00-00" / "0"
     (folder / "summary.json").unlink()
-    with FileLock(folder / ".lock"), pytest.raises(SweepError, match="still running"):
+    with FileLock(folder / ".lock"), pytest.raises(StillRunning, match="still running"):
         sweep(["kind=completes"])
     assert len(calls(tmp_path, 0)) == 1
 

@@ -26,10 +26,11 @@ from data.prepare import prepare as prepare_data
 from recipe.build import build_model
 from recipe.cli import compose
 from recipe.cli.launch import prepare
-from recipe.cli.resume import check_resumable, locked
+from recipe.cli.resume import check_resumable
 from recipe.config import ConfigError, register
 from recipe.device import Precision
 from recipe.recorded import read_config
+from recipe.run_folder import StillRunning, locked
 from recipe.sweeps import launcher
 from recipe.tracking.metrics import read_metrics
 from recipe.training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
@@ -295,7 +296,7 @@ def test_a_run_that_is_still_going_on_is_not_resumed(runs: Path) -> None:
     holder.start()
     try:
         assert held.wait(60)
-        with pytest.raises(ConfigError, match="outputs/newer belongs to a run that is still running"):
+        with pytest.raises(StillRunning, match="outputs/newer belongs to a run that is still running"):
             prepare(["resume=auto"])
     finally:
         holder.kill()

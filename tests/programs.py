@@ -1,0 +1,26 @@
+"""The programs as a user calls them, within this process: their exit status, and what they leave on the disk."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import train as train_module
+from recipe.cli.launch import launch
+
+
+def train(*arguments: str) -> int:
+    """The exit status of `python train.py <arguments>`."""
+    with mock.patch.object(sys, "argv", ["train.py", *arguments]):
+        try:
+            launch(train_module.main)
+        except SystemExit as end:
+            return int(end.code or 0)
+    return 0
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every path below a folder, with the bytes of files."""
+    paths = (path for path in folder.rglob("*") if not path.is_symlink())
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
