@@ -91,7 +91,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
             oom_guard(too_large_model(config.model, device)),
             cpu_memory_limit(memory_gib),
         ):
-            model = build_model(config, data.vocab_size, device, training.precision)
+            model = build_model(config, data.vocab_size, device)
             trainer = Trainer(
                 model, config.optimizer, config.schedule, training, config.seed, device, world, config.parallel
             )

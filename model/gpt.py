@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +23,33 @@ from attention.interface import Attention, AttentionShape
 from attention.score import Layout, Range, Score, documents, take_rows, visible_pairs
 from model.blocks import MLP, Attend, Block, Masks, Rotation, SelfAttention, call, labelled, rotation_table
 from model.config import GPTConfig, ModelError, Positions, Recompute, check_config
-from model.dropout import draw_masks, drop
+from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
 from model.loss import LossKind, cross_entropy
 from model.score import ScoreConfig, layer_scores
 
 # Matrix products over the vocabulary are fastest when its rows fill whole tiles.
 VOCAB_MULTIPLE = 64
+
+# The positions of tokens (B, T): as many integers or, where all rows have the same ones, their ranges.
+Places = Tensor | tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a model computes. Its weights do not depend on it.
+
+    recompute         what the backward pass recomputes
+    loss              how the loss over the vocabulary is computed
+    residual_in_fp32  under autocast, add the sub-layers' outputs up in fp32; else in autocast's dtype
+    device, dtype     where and in which precision the model will compute, which its attention must support
+    """
+
+    recompute: Recompute = Recompute.none
+    loss: LossKind = LossKind.auto
+    residual_in_fp32: bool = True
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
 
 
 class GPT(nn.Module):
@@ -43,26 +64,21 @@ class GPT(nn.Module):
         vocab_size: int,
         seq_len: int,
         attend: Attention,
-        recompute: Recompute = Recompute.none,
-        loss: LossKind = LossKind.auto,
+        computation: Computation | None = None,
         *,
         score: ScoreConfig | None = None,
         documents: bool = False,
         restart_positions: bool = False,
-        residual_in_fp32: bool = True,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Build with GPT-2's initialisation, in fp32 on the CPU: a seed gives the same weights for every device.
 
         vocab_size     of the tokenizer; embedding rows are padded to a multiple of 64 that stay zero
         seq_len        the longest input
         attend         the attention every layer calls
-        score          what it computes in each layer; None: causal attention
+        computation    None: in fp32 on a CPU
+        score          what the attention computes in each layer; None: causal attention
         documents      whether batches will have document bounds, which `attend` must then support
         restart_positions  count learned and rotary positions from the start of each document
-        residual_in_fp32  under autocast, add the sub-layers' outputs up in fp32; else in autocast's dtype
-        device, dtype  where and in which precision the model will compute, which `attend` must support
 
         Raises ModelError or ScoreError for values that do not fit together, UnsupportedAttention for what `attend`
         does not support.
@@ -70,15 +86,14 @@ class GPT(nn.Module):
         super().__init__()
         check_config(config)
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
-        self.attend, self.recompute, self.loss = attend, recompute, loss
-        self.residual_in_fp32, self.restart_positions = residual_in_fp32, restart_positions
+        self.attend, self.computation = attend, computation or Computation()
+        self.restart_positions = restart_positions
         self.scores = layer_scores(score or ScoreConfig(), config.n_layers)
         n_kv_heads = config.n_kv_heads or config.n_heads
         head_dim = config.n_embd // config.n_heads
+        device, dtype = torch.device(self.computation.device), self.computation.dtype
         attend.check(
-            AttentionShape(
-                head_dim, config.n_heads, n_kv_heads, dtype, torch.device(device), self.scores, documents=documents
-            )
+            AttentionShape(head_dim, config.n_heads, n_kv_heads, dtype, device, self.scores, documents=documents)
         )
 
         self.wte = nn.Embedding(-(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, config.n_embd)
@@ -88,7 +103,8 @@ class GPT(nn.Module):
             cos, sin = rotation_table(seq_len, head_dim)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
-        self.h = nn.ModuleList(Block(config, score, recompute is Recompute.attention) for score in self.scores)
+        recompute_attention = self.computation.recompute is Recompute.attention
+        self.h = nn.ModuleList(Block(config, score, recompute_attention) for score in self.scores)
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.apply(self.initialise)
 
@@ -142,27 +158,19 @@ class GPT(nn.Module):
         if dropout_key is not None and self.config.dropout > 0:
             C = self.config.n_embd
             masks = draw_masks(dropout_key, self.config.dropout, len(masks), B, T, C, tokens.device, rows)
-        x = lookup(self.wte.weight, tokens)  # (B, T, C)
-        layout, positions, own = Layout(), None, rows or ((0, T),)
+        layout = Layout()
+        places: Places = rows or ((0, T),)
         if document_starts is not None:
             layout = documents(document_starts)
             if self.restart_positions:
                 positions = torch.arange(document_starts.shape[1], device=tokens.device) - document_starts
-                positions = take_rows(positions, own, dim=1)  # (B, T)
-        rotation = None
-        if self.config.positions is Positions.learned:
-            x = x + (
-                take_rows(self.wpe.weight, own, dim=0) if positions is None else lookup(self.wpe.weight, positions)
-            )
-        elif positions is None:
-            rotation = (take_rows(self.cos, own, dim=0), take_rows(self.sin, own, dim=0))
-        else:
-            rotation = (self.cos[positions], self.sin[positions])
-        x = self.narrowed(drop(x, masks[0]))
+                places = take_rows(positions, rows or ((0, T),), dim=1)  # (B, T)
+        x, rotation = self.embed(tokens, places, mask=masks[0])
+        recompute = self.computation.recompute is Recompute.block
         for layer, block in enumerate(self.h):
             key = dropout_key and dropout_key.at_layer(layer)
             site = 2 * layer + 1
-            x = call(self.recompute is Recompute.block, block, x, rotation, layout, attend, key, masks[site : site + 2])
+            x = call(recompute, block, x, rotation, layout, attend, key, masks[site : site + 2])
         return self.ln_f(x)
 
     def forward(
@@ -183,7 +191,7 @@ class GPT(nn.Module):
         if targets is None:
             return F.linear(hidden, self.wte.weight)[..., : self.vocab_size]
         with labelled("loss"):
-            return cross_entropy(hidden, self.wte.weight, targets, self.vocab_size, self.loss)
+            return cross_entropy(hidden, self.wte.weight, targets, self.vocab_size, self.computation.loss)
 
     def extend(
         self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], layout: Layout, rotation: Rotation | None
@@ -201,14 +209,21 @@ class GPT(nn.Module):
         x, rotation = self.embed(tokens, positions, rotation)
         return self.ln_f(self.through_blocks(x, rotation, attends, layout))
 
-    def embed(self, tokens: Tensor, positions: Tensor, rotation: Rotation | None) -> tuple[Tensor, Rotation | None]:
-        """The residual stream (B, T, C) before the first block, and the angles of the positions; see `extend`."""
-        x = lookup(self.wte.weight, tokens)
-        if rotation is None:
-            x = x + lookup(self.wpe.weight, positions)
+    def embed(
+        self, tokens: Tensor, places: Places, rotation: Rotation | None = None, mask: Mask | None = None
+    ) -> tuple[Tensor, Rotation | None]:
+        """The residual stream (B, T, C) before the first block and, with rotary positions, their angles.
+
+        rotation  with rotary positions, the angles of all of them; None: those up to seq_len
+        mask      of dropout
+        """
+        x, angles = lookup(self.wte.weight, tokens), None
+        if self.config.positions is Positions.learned:
+            x = x + rows_at(self.wpe.weight, places)
         else:
-            rotation = (rotation[0][positions], rotation[1][positions])
-        return self.narrowed(x), rotation
+            cos, sin = rotation or (self.cos, self.sin)
+            angles = rows_at(cos, places), rows_at(sin, places)
+        return self.narrowed(drop(x, mask)), angles
 
     def through_blocks(self, x: Tensor, rotation: Rotation | None, attends: Sequence[Attend], layout: Layout) -> Tensor:
         """The residual stream (B, T, C) after the last block, from what `embed` returns; see `extend`."""
@@ -218,7 +233,7 @@ class GPT(nn.Module):
 
     def narrowed(self, x: Tensor) -> Tensor:
         """The residual stream x in the precision in which it is accumulated."""
-        narrow = not self.residual_in_fp32 and torch.is_autocast_enabled(x.device.type)
+        narrow = not self.computation.residual_in_fp32 and torch.is_autocast_enabled(x.device.type)
         return x.to(torch.get_autocast_dtype(x.device.type)) if narrow else x
 
     def num_parameters(self) -> int:
@@ -246,3 +261,8 @@ class GPT(nn.Module):
         pieces = pieces if causal and pieces else [seq_len]
         keys_per_query = sum(visible_pairs(score, n) for score in scores for n in pieces) / max(sum(pieces), 1)
         return 6 * N + 12 * self.config.n_embd * keys_per_query
+
+
+def rows_at(table: Tensor, places: Places) -> Tensor:
+    """The rows of table (N, C) for the tokens at `places`: (B, T, C), or (T, C) where all rows have the same ones."""
+    return lookup(table, places) if isinstance(places, Tensor) else take_rows(table, places, dim=0)

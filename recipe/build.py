@@ -9,10 +9,10 @@ import torch
 
 from attention import AttentionShape, build_attention
 from data.config import Documents
-from model.gpt import GPT
+from model.gpt import GPT, Computation
 from model.score import layer_scores
 from recipe.config import Config
-from recipe.device import Precision, resolve_precision
+from recipe.device import resolve_precision
 from recipe.distributed.world import World
 from recipe.parity.probe import ParityProbe
 from recipe.profiling.meters import StepMeter
@@ -35,24 +35,26 @@ def attention_shape(config: Config, device: torch.device) -> AttentionShape:
     )
 
 
-def build_model(config: Config, vocab_size: int, device: torch.device, precision: Precision) -> GPT:
-    """The model with its initial weights, drawn from the seed or loaded from `init_from`."""
-    attend, training = build_attention(config.attention), config.training
-    torch.manual_seed(config.seed)
-    model = GPT(
+def build_gpt(config: Config, vocab_size: int, device: torch.device) -> GPT:
+    """A model of the configuration, on the CPU, with random weights."""
+    training = config.training
+    precision = resolve_precision(training.precision, device)
+    return GPT(
         config.model,
         vocab_size,
         config.seq_len,
-        attend,
-        training.recompute,
-        training.loss,
+        build_attention(config.attention),
+        Computation(training.recompute, training.loss, training.residual_in_fp32, device, precision.dtype),
         score=config.score,
         documents=config.data.documents is not Documents.ignore,
         restart_positions=config.data.documents is Documents.restart,
-        residual_in_fp32=training.residual_in_fp32,
-        device=device,
-        dtype=precision.dtype,
     )
+
+
+def build_model(config: Config, vocab_size: int, device: torch.device) -> GPT:
+    """The model with its initial weights, drawn from the seed or loaded from `init_from`."""
+    torch.manual_seed(config.seed)
+    model = build_gpt(config, vocab_size, device)
     if config.init_from is not None:
         from model.gpt2_weights import load_gpt2  # the hub's client takes a tenth of a second to import
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from attention import AttentionConfig, ProductPrecision, build_attention
+from attention import AttentionConfig, ProductPrecision
 from data.config import Documents
 from data.tokenizers import Tokenizer, load_tokenizer
-from model.config import Positions
+from model.config import Positions, Recompute
 from model.gpt import GPT
+from recipe.build import build_gpt
 from recipe.config import Config, ConfigError
 from recipe.device import resolve_device, resolve_precision
 from recipe.recorded import read_config
@@ -89,18 +90,14 @@ def load_trained(
         )
     tokenizer = load_tokenizer(run)
     chosen = config.attention if attention is None else AttentionConfig(name=attention)
-    model = GPT(
-        config.model,
-        tokenizer.n_vocab,
-        longest,
-        build_attention(replace(chosen, precision=precision)),
-        score=config.score,
-        documents=documents and config.data.documents is not Documents.ignore,
-        restart_positions=config.data.documents is Documents.restart,
-        residual_in_fp32=config.training.residual_in_fp32,
-        device=on,
-        dtype=dtype,
+    used = replace(
+        config,
+        seq_len=longest,
+        attention=replace(chosen, precision=precision),
+        data=config.data if documents else replace(config.data, documents=Documents.ignore),
+        training=replace(config.training, recompute=Recompute.none),
     )
+    model = build_gpt(used, tokenizer.n_vocab, on)
     checkpoint = load_weights(model, run, which, weights)
     return Trained(config, model.eval().to(on), tokenizer, dtype, checkpoint)
 

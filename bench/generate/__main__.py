@@ -34,7 +34,7 @@ from bench.machine import device_name, require_gpu
 from bench.measure import synchronise
 from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, Computation
 from recipe.generation import Engine, Request, Sampling
 
 SHAPE = GPTConfig(name="gpt2", n_layers=12, n_heads=12, n_embd=768, bias=True)
@@ -94,7 +94,7 @@ def candidates(case: str, device: torch.device) -> dict[str, Callable[[], Run]]:
     attend = build_attention(AttentionConfig("flash" if cuda else "naive"))
     torch.manual_seed(0)
     with device:
-        model = GPT(SHAPE, VOCABULARY, SEQ_LEN, attend, device=device, dtype=dtype).eval()
+        model = GPT(SHAPE, VOCABULARY, SEQ_LEN, attend, Computation(device=device, dtype=dtype)).eval()
     if case == "many":
         generator = torch.Generator().manual_seed(1)
         prompts = random_prompts(torch.randint(SHORTEST, LONGEST + 1, (PROMPTS,), generator=generator).tolist())

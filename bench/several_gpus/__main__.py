@@ -42,7 +42,7 @@ from bench.runs import python
 from bench.several_gpus.cases import ALONE, KINDS, MODELS, Case, cases
 from data.batches import Batch
 from model.config import GPTConfig, Positions, Recompute
-from model.gpt import GPT
+from model.gpt import GPT, Computation
 from model.loss import LossKind
 from recipe.device import Precision
 from recipe.distributed.ranks import from_every_rank, joined
@@ -69,17 +69,14 @@ def build(case: Case, world: World, device: torch.device) -> Trainer:
         compile=case.compile,
         cuda_graph=not case.long,
     )
+    recompute = Recompute.block if case.long else Recompute.none
     with device:  # random numbers come faster there
         model = GPT(
             config,
             VOCAB,
             case.seq_len,
             build_attention(AttentionConfig("flash", case.dropout)),
-            Recompute.block if case.long else Recompute.none,
-            LossKind.chunked,
-            residual_in_fp32=case.residual_in_fp32,
-            device=device,
-            dtype=torch.bfloat16,
+            Computation(recompute, LossKind.chunked, case.residual_in_fp32, device, torch.bfloat16),
         )
     schedule = ScheduleConfig(warmup_steps=0)
     return Trainer(model, OptimizerConfig(lr=6e-4), schedule, training, SEED, device, world, case.parallel)

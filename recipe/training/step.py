@@ -114,7 +114,7 @@ class Trainer:
         self.replay: GraphedStep | None = None
         single = device.type == "cuda" and self.micro_steps == 1
         # Outside compiled code, recomputation saves the generators' states, which cannot be read while recording.
-        recomputes = parallel.data is DataParallel.shard and model.recompute is not Recompute.none
+        recomputes = parallel.data is DataParallel.shard and model.computation.recompute is not Recompute.none
         # A profile assigns kernels to the operations that launch them; a replay has no such operations.
         if training.compile and training.cuda_graph and single and not (recomputes or training.profile):
             self.replay = GraphedStep(self._whole_step, device)

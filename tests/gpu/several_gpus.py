@@ -15,7 +15,7 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, Computation
 from model.loss import LossKind
 from recipe.device import Precision
 from recipe.distributed.config import DataParallel, ParallelConfig
@@ -69,8 +69,8 @@ def train(world: World, device: torch.device, case: Case) -> list[str]:
     exact, count, dropout = case.parallel.exact, 2 * case.micro_steps, 0.1 if case.micro_steps == 1 else 0.0
     attend = build_attention(AttentionConfig("flash", dropout=dropout))
     model = GPT(
-        GPTConfig("gpt2", 2, 12, None, 768, dropout), VOCAB, case.T, attend, loss=LossKind.chunked, device=device,
-        dtype=torch.bfloat16,
+        GPTConfig("gpt2", 2, 12, None, 768, dropout), VOCAB, case.T, attend,
+        Computation(loss=LossKind.chunked, device=device, dtype=torch.bfloat16),
     )  # fmt: skip
     training = TrainingConfig(
         steps=STEPS, batch_size=B, batch_tokens=count * B * case.T, precision=Precision.bf16, compile=case.compile

@@ -13,7 +13,7 @@ from torch import Tensor
 from attention import AttentionConfig, ProductPrecision, build_attention
 from attention.gpu import capturing
 from model.config import GPTConfig, Positions
-from model.gpt import GPT
+from model.gpt import GPT, Computation
 from model.score import ScoreConfig
 from recipe.generation import Engine, Request, Sampling
 
@@ -37,7 +37,7 @@ def build(
 ) -> GPT:
     torch.manual_seed(0)
     attend = build_attention(AttentionConfig(name, precision=precision))
-    model = GPT(config, VOCABULARY, seq_len, attend, score=score, device=device, dtype=dtype)
+    model = GPT(config, VOCABULARY, seq_len, attend, Computation(device=device, dtype=dtype), score=score)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)

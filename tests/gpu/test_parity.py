@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, AttentionShape, build_attention
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, Computation
 from recipe.device import Precision
 from recipe.distributed.world import World
 from recipe.parity.probe import ParityConfig, ParityProbe, beyond_rounding
@@ -50,9 +50,8 @@ def trainer(
     device: torch.device, attention: AttentionConfig, precision: Precision = Precision.bf16, **options
 ) -> Trainer:
     torch.manual_seed(0)
-    model = GPT(
-        GPTConfig(n_layers=2, n_heads=H, n_embd=H * D, dropout=0.1), VOCAB, T, build_attention(attention), device=device
-    )
+    size = GPTConfig(n_layers=2, n_heads=H, n_embd=H * D, dropout=0.1)
+    model = GPT(size, VOCAB, T, build_attention(attention), Computation(device=device))
     config = TrainingConfig(steps=100, batch_size=B, precision=precision, **options)
     return Trainer(model, OptimizerConfig(), ScheduleConfig(warmup_steps=2), config, 7, device, World())
 

@@ -12,7 +12,7 @@ from attention import AttentionConfig, DropoutKey, build_attention
 from attention.dropout import keep_mask
 from model.config import GPTConfig, Recompute
 from model.dropout import LAYER, draw_masks, drop
-from model.gpt import GPT
+from model.gpt import GPT, Computation
 from model.loss import LossKind, cross_entropy
 from model.score import ScoreConfig
 from model.softmax_kernel import launch_softmax_gradient
@@ -39,10 +39,9 @@ def trainer(
     config = TrainingConfig(steps=20, batch_size=B, precision=Precision.bf16, compile=True, **options)
     torch.manual_seed(0)
     attend = build_attention(AttentionConfig(name=attention, dropout=0.1))
-    model = GPT(
-        GPTConfig(n_layers=2, n_heads=2, n_embd=128, dropout=0.1), VOCAB, T, attend, config.recompute, loss,
-        score=score, device=DEVICE, dtype=torch.bfloat16,
-    )  # fmt: skip
+    size = GPTConfig(n_layers=2, n_heads=2, n_embd=128, dropout=0.1)
+    computation = Computation(config.recompute, loss, device=DEVICE, dtype=torch.bfloat16)
+    model = GPT(size, VOCAB, T, attend, computation, score=score)
     return Trainer(model, OptimizerConfig(optimizer), ScheduleConfig(warmup_steps=2), config, 7, DEVICE, World())
 
 

@@ -21,7 +21,7 @@ from attention.naive import NaiveAttention
 from model.blocks import gelu, rotate, rotation_table
 from model.config import GPTConfig, ModelError, Positions, Recompute
 from model.embedding import Lookup, lookup_gradient
-from model.gpt import GPT
+from model.gpt import GPT, Computation
 from model.loss import LossKind
 
 SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
@@ -63,7 +63,7 @@ def test_number_of_parameters_is_gpt2s():
 
 @pytest.mark.parametrize("n_kv_heads", [None, 2])
 def test_flops_per_token_are_those_that_torch_counts(n_kv_heads):
-    model = build(replace(SMALL, n_kv_heads=n_kv_heads), vocab_size=128, loss=LossKind.plain)
+    model = build(replace(SMALL, n_kv_heads=n_kv_heads), vocab_size=128, computation=Computation(loss=LossKind.plain))
     tokens, targets = window(B=3)
     with FlopCounterMode(display=False) as counter:
         model(tokens, targets).backward()
@@ -142,7 +142,7 @@ def test_attention_receives_views_of_the_fused_projection():
 
 def test_attention_is_asked_when_the_model_is_built():
     spy = Spy()
-    GPT(replace(SMALL, n_kv_heads=2), 100, 16, spy, device="cuda", dtype=torch.bfloat16)
+    GPT(replace(SMALL, n_kv_heads=2), 100, 16, spy, Computation(device="cuda", dtype=torch.bfloat16))
     assert spy.shapes == [AttentionShape(8, 4, 2, torch.bfloat16, torch.device("cuda"), (Score(), Score()))]
 
     class Refuses(Spy):
@@ -180,7 +180,7 @@ def test_each_layer_has_its_own_mask():
 @pytest.mark.parametrize("recompute", list(Recompute))
 def test_each_site_of_the_residual_stream_drops_by_a_mask_of_its_own(recompute):
     """Site 0 is the embedding, 1 + 2 l the attention of block l and 2 + 2 l its MLP."""
-    model = build(replace(SMALL, dropout=0.25), recompute=recompute)
+    model = build(replace(SMALL, dropout=0.25), computation=Computation(recompute))
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def remember(name: str, _: Module, given: tuple[Tensor, ...], out: Tensor) -> None:
@@ -211,7 +211,7 @@ def test_dropout_without_a_key_is_refused_in_training(attention, residual):
 def test_recomputation_changes_no_bit_and_stores_less(name):
     stored, results = {}, {}
     for recompute in Recompute:
-        model = build(replace(SMALL, dropout=0.1), attention_dropout=0.1, name=name, recompute=recompute)
+        model = build(replace(SMALL, dropout=0.1), attention_dropout=0.1, name=name, computation=Computation(recompute))
         tensors: dict[int, int] = {}
 
         def keep(tensor: Tensor, tensors: dict[int, int] = tensors) -> Tensor:
@@ -230,7 +230,7 @@ def test_recomputation_changes_no_bit_and_stores_less(name):
 
 @pytest.mark.parametrize(("in_fp32", "expected"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_residual_stream_has_the_precision_that_was_asked_for(in_fp32, expected):
-    model = build(residual_in_fp32=in_fp32)
+    model = build(computation=Computation(residual_in_fp32=in_fp32))
     seen: list[torch.dtype] = []
     for block in model.h:
         block.register_forward_hook(lambda module, inputs, output: seen.extend([inputs[0].dtype, output.dtype]))
@@ -255,7 +255,7 @@ def test_gelu_is_the_same_function_compiled_and_not():
 
 @pytest.mark.parametrize("loss", [LossKind.plain, LossKind.chunked])
 def test_padding_rows_of_the_embedding_stay_zero(loss):
-    model = build(loss=loss)
+    model = build(computation=Computation(loss=loss))
     assert model.wte.weight.shape == (128, 32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     for _ in range(3):
@@ -273,8 +273,7 @@ def test_compiles_into_one_graph_for_every_step():
     model = build(
         replace(SMALL, dropout=0.1, n_kv_heads=2, positions=Positions.rotary),
         attention_dropout=0.1,
-        recompute=Recompute.block,
-        loss=LossKind.chunked,
+        computation=Computation(Recompute.block, LossKind.chunked),
     )
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for step in range(3):

@@ -13,7 +13,7 @@ import attention
 from attention import AttentionConfig, AttentionOutput, AttentionShape, DropoutKey, DropoutRng, Score, build_attention
 from attention.naive import NaiveAttention
 from model.config import GPTConfig, Recompute
-from model.gpt import GPT
+from model.gpt import GPT, Computation
 from recipe.parity import probe as parity
 from recipe.parity.fwd_bwd import fwd_bwd
 from recipe.parity.probe import ParityConfig, ParityError, ParityProbe, beyond_rounding, check_parity, summarise
@@ -142,7 +142,7 @@ def test_a_pass_gives_the_loss_and_gradients_of_training(recompute: Recompute, d
     """The independent reference is backward() on a model whose weights have that precision."""
     config = AttentionConfig(dropout=0.1)
     inputs, targets, key = next(batches(3, 1))
-    model = small_gpt(config, recompute=recompute)
+    model = small_gpt(config, computation=Computation(recompute))
     measured = fwd_bwd(model, inputs, targets, key, model.attend, dtype)
     model = small_gpt(config).to(dtype)
     model(inputs, targets, dropout_key=key).backward()

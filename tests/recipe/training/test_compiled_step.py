@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, build_attention
 from model.config import GPTConfig, Recompute
-from model.gpt import GPT
+from model.gpt import GPT, Computation
 from model.loss import LossKind
 from recipe.device import Precision
 from recipe.distributed.world import World
@@ -35,7 +35,13 @@ def trainer(attention: str, compile: bool, precision: Precision = Precision.fp32
         compile=compile,
     )
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1), VOCAB, T, build_attention(config), **options)
+    model = GPT(
+        GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1),
+        VOCAB,
+        T,
+        build_attention(config),
+        Computation(**options),
+    )
     return Trainer(model, OptimizerConfig(), ScheduleConfig(warmup_steps=2), training, 7, CPU, World())
 
 
