@@ -55,7 +55,7 @@ from recipe.tracking.summary import write_summary
 from recipe.tracking.tracker import mirror_again
 from recipe.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
 from recipe.training.checkpoint import read_manifest
-from recipe.training.loop import oom_guard
+from recipe.training.memory import oom_guard
 
 Results = dict[str, dict[str, Any]]
 # The options of data=... that choose a text. The others say how to train on it.

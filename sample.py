@@ -43,7 +43,7 @@ from recipe.generation.steps import decoding_attention
 from recipe.generation.text import stream
 from recipe.huggingface import check_folder, export, read_origin
 from recipe.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
-from recipe.training.loop import oom_guard
+from recipe.training.memory import oom_guard
 
 
 @dataclass

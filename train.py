@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +24,22 @@ if __name__ == "__main__":
     gc.disable()  # until all is imported: visiting all of it again and again would take a fifth of the time
 
 import hydra
-import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from data.batches import Batches, Prefetcher, eval_batches, piece_lengths
 from data.config import Documents
-from data.prepare import prepare
-from data.store import PreparedData
-from data.tokenizers import save_tokenizer
-from model.gpt import GPT
+from data.prepare import prepare as prepare_data
+from data.tokenizers import load_tokenizer
 from model.score import ScoreConfig, describe_score
-from recipe.build import attention_shape, build_meter, build_model, build_probe, build_profiler
+from recipe.build import attention_shape, build_model, build_run, build_trainer, restore
 from recipe.cli import CONF
-from recipe.cli.check import one_document
 from recipe.cli.compose import to_config
 from recipe.cli.launch import launch
-from recipe.cli.resume import check_unused, has_checkpoints
+from recipe.cli.resume import check_unused
 from recipe.cli.wording import one_sentence
-from recipe.config import Config, ConfigError, as_plain
-from recipe.device import Precision, resolve_device, resolve_precision
+from recipe.config import Config, as_plain
+from recipe.device import Precision, resolve_device
 from recipe.distributed.ranks import from_first_rank, joined
 from recipe.distributed.world import World
 from recipe.generation.sampling import Sampling
@@ -54,10 +48,11 @@ from recipe.profiling.attention_memory import cpu_memory_limit
 from recipe.profiling.meters import StepMeter, device_name
 from recipe.profiling.peaks import describe_peak
 from recipe.run_folder import locked
-from recipe.training.checkpoint import newest_valid, read_manifest
 from recipe.training.config import TrainingConfig
-from recipe.training.loop import Interruption, fit, oom_guard, too_large_model, too_large_step
-from recipe.training.record import NullRecord, Record, RunMetadata, recorded_out_of_memory
+from recipe.training.interruption import Interruption
+from recipe.training.loop import Run, fit
+from recipe.training.memory import oom_guard, too_large_model
+from recipe.training.record import recorded_out_of_memory
 from recipe.training.step import Trainer
 
 
@@ -77,124 +72,51 @@ def main(cfg: DictConfig) -> None:
 
 
 def train(config: Config, folder: Path, overrides: list[str]) -> int:
-    """Build the parts and fit. Returns 0, or 128 + n where signal n ended the run early. Raises UserError."""
-    torch.compiler.reset()  # drops what an earlier job of a sweep compiled in this process
-    world, device = World.from_environment(), resolve_device(config.device)
-    training = replace(config.training, precision=resolve_precision(config.training.precision, device))
-    B, T = training.batch_size, config.seq_len
+    """Train a run in its folder. Returns 0, or 128 + n where signal n ended it early. Raises UserError."""
+    world, device = World.from_environment(config.parallel.context), resolve_device(config.device)
     with joined(world, device, config.parallel.timeout_s):
         folder = from_first_rank(lambda: folder)
-        data = prepare(config.data, announce_wait=world.rank == 0)
-        memory_gib = training.cpu_memory_gib if device.type == "cpu" else None
-        with (
-            recorded_out_of_memory(folder, as_plain(config), overrides, device, world),
-            oom_guard(too_large_model(config.model, device)),
-            cpu_memory_limit(memory_gib),
-        ):
-            model = build_model(config, data.vocab_size, device)
-            trainer = Trainer(
-                model, config.optimizer, config.schedule, training, config.seed, device, world, config.parallel
-            )
-        world = trainer.world
-        start = resume(trainer, config, folder, data)
-        if start >= training.steps and (folder / "summary.json").exists():
-            if world.rank == 0:
-                print(f"{folder} is complete with {start} steps; training.steps={2 * start} would continue it.")
+        run = prepare(config, folder, overrides, world, device)
+        if run is None:
             return 0
+        with run.record:
+            run.record.print(describe_run(config, run.trainer, run.meter))
+            done = fit(run)
+            finish(run, done, folder)
+        run.trainer.release()
+    run.interruption.pass_on()
+    return 0 if done == config.training.steps else 128 + (run.interruption.number or 0)
 
-        documents, val_documents = document_bounds(config, data)
-        order = (config.seed, world.data_rank, world.data_size, trainer.micro_steps)
-        batches = Batches(data.train.tokens, T, B, *order, documents)
-        windows = eval_batches(data.val.tokens, T, B, training.eval_batches, training.eval_span, val_documents)
-        pieces = piece_lengths(documents, batches.starts(0), T)
-        shape, meter = attention_shape(config, device), build_meter(trainer, pieces)
-        interruption = Interruption(config.parallel.timeout_s)
-        record = NullRecord(trainer)
+
+def prepare(config: Config, folder: Path, overrides: list[str], world: World, device: torch.device) -> Run | None:
+    """The run of a configuration, ready to train; None if it is complete already."""
+    torch.compiler.reset()  # drops what an earlier job of a sweep compiled in this process
+    data = prepare_data(config.data, announce_wait=world.rank == 0)
+    with (
+        recorded_out_of_memory(folder, as_plain(config), overrides, device, world),
+        oom_guard(too_large_model(config.model, device)),
+        cpu_memory_limit(config.training.cpu_memory_gib if device.type == "cpu" else None),
+    ):
+        trainer = build_trainer(config, build_model(config, data.vocab_size, device), device, world)
+    start = restore(trainer, config, folder, data)
+    if start >= config.training.steps and (folder / "summary.json").exists():
         if world.rank == 0:
-            save_tokenizer(data.tokenizer, folder)
-            origin = RunMetadata(as_plain(config), overrides, data.manifest["identity"], shape)
-            record = Record(folder, config.tracking, trainer, meter, origin, start, again=config.resume is not None)
-        with record:
-            record.print(describe_run(config, trainer, meter))
-            with (
-                oom_guard(too_large_step(trainer)),
-                Prefetcher(batches, device, start) as prefetched,
-                cpu_memory_limit(memory_gib),  # Python waits forever for a thread that lacks the memory to start
-                interruption,
-            ):
-                done = fit(
-                    trainer,
-                    prefetched,
-                    windows,
-                    meter=meter,
-                    probe=build_probe(config, device),
-                    profiler=build_profiler(config, folder, device, start, record.print),
-                    log=record.log,
-                    save=record.save,
-                    interruption=interruption,
-                    start=start,
-                )
-            if done < training.steps:
-                record.print(describe_stop(interruption, done, training, folder))
-            elif training.sample_tokens:
-                model = trainer.whole_model()
-                if world.rank == 0:
-                    record.print(example(model, trainer, data))
-        trainer.release()
-    interruption.pass_on()
-    return 0 if done == training.steps else 128 + (interruption.number or 0)
+            print(f"{folder} is complete with {start} steps; training.steps={2 * start} would continue it.")
+        return None
+    return build_run(config, folder, overrides, data, trainer, start)
 
 
-def document_bounds(config: Config, data: PreparedData) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """The starts of the documents in the training and the validation split, if batches are to tell them apart.
-
-    Raises ConfigError where there is only one.
-    """
-    if config.data.documents is Documents.ignore:
-        return None, None
-    if len(data.train.documents) < 2:
-        raise one_document(config)
-    return data.train.documents, data.val.documents
-
-
-def resume(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -> int:
-    """Load the newest valid checkpoint if the configuration says `resume`. Returns the updates done."""
-    if config.resume is None or not has_checkpoints(folder):
-        return 0
-    path, rejected = from_first_rank(lambda: newest_valid(folder / "checkpoints"))
-    if trainer.world.rank == 0:
-        print(*rejected, f"resuming from {path}", sep="\n")
-    manifest = read_manifest(path)
-    if manifest.metadata["data"] != data.manifest["identity"]:
-        raise ConfigError(
-            f"The text of data={config.data.name} has changed since {path}; start a new run without resume."
-        )
-    check_step_size(trainer, manifest.metadata, path)
-    trainer.load(path)
-    return manifest.step
-
-
-def check_step_size(trainer: Trainer, metadata: dict[str, Any], path: Path) -> None:
-    """Refuse steps whose size has changed with the number of ranks alone. Raises ConfigError."""
-    then, now, training = metadata.get("tokens_per_step"), trainer.tokens_per_step, trainer.training
-    unchanged = training.batch_tokens is None and training.batch_size == metadata["config"]["training"]["batch_size"]
-    if then is not None and then != now and unchanged:
-        smallest = trainer.model.seq_len * trainer.world.data_size  # tokens of one sequence for each rank
-        fitting = next((n for n in range(training.batch_size, 0, -1) if then % (n * smallest) == 0), None)
-        smaller = "" if fitting == training.batch_size else f" training.batch_size={fitting}"
-        keep = f"training.batch_tokens={then}{smaller} to keep it, or " if fitting else ""
-        raise ConfigError(
-            f"{path} was trained with {then} tokens per step, and {trainer.world.size} ranks of "
-            f"training.batch_size={training.batch_size} have {now}; set {keep}"
-            f"training.batch_tokens={now} to continue with these."
-        )
-
-
-def example(model: GPT, trainer: Trainer, data: PreparedData) -> str:
-    """A text that the model generates."""
-    sampling = Sampling(temperature=0.8, top_k=50, seed=trainer.seed)
-    pieces = stream(model, data.tokenizer, "\n", trainer.training.sample_tokens, sampling, dtype=trainer.dtype)
-    return f"\n{''.join(pieces).strip()}\n"
+def finish(run: Run, done: int, folder: Path) -> None:
+    """Say how a run that was stopped goes on; of a complete one, show a text that its model generates."""
+    trainer, training = run.trainer, run.trainer.training
+    if done < training.steps:
+        run.record.print(describe_stop(run.interruption, done, training, folder))
+    elif training.sample_tokens:
+        model = trainer.whole_model()
+        if trainer.world.rank == 0:
+            sampling = Sampling(temperature=0.8, top_k=50, seed=trainer.seed)
+            text = stream(model, load_tokenizer(folder), "\n", training.sample_tokens, sampling, dtype=trainer.dtype)
+            run.record.print(f"\n{''.join(text).strip()}\n")
 
 
 def describe_stop(interruption: Interruption, done: int, training: TrainingConfig, folder: Path) -> str:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,20 +26,69 @@ from torch import Tensor
 
 from data.errors import DataError
 
-# Inputs and targets, (B, T) int64 each. Where documents are told apart also, for each input, the position in its row at
-# which its document begins, (B, T) int32.
-Batch = tuple[Tensor, ...]
+
+class Batch(NamedTuple):
+    """A micro-batch.
+
+    inputs           (B, T) int64
+    targets          (B, T) int64: the token after each input
+    document_starts  (B, T) int32: for each input the position in its row at which its document begins; None where
+                     documents are not told apart
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    document_starts: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch of function(x) for each of its tensors x."""
+        return Batch(*(function(tensor) for tensor in self.tensors()))
+
+    def beginning(self, sequences: int, tokens: int) -> Batch:
+        """The first tokens of the first sequences."""
+        return self.map(lambda tensor: tensor[:sequences, :tokens].contiguous())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those there are, in the order of the fields."""
+        return tuple(tensor for tensor in self if tensor is not None)
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The sequences of a step, and those that one rank takes of them in each micro-step.
+
+    The sequences are numbered, micro-steps first and ranks within them. A sequence's tokens and its dropout masks both
+    follow from its number, and only `first_sequence` computes it: so one sequence is always dropped by the same masks,
+    on whichever rank and in whichever micro-batch it lies.
+
+    batch_size   sequences of a micro-batch on one rank, B
+    rank, ranks  among those with different sequences
+    micro_steps  micro-batches of a step on one rank
+    """
+
+    batch_size: int
+    rank: int = 0
+    ranks: int = 1
+    micro_steps: int = 1
+
+    @property
+    def sequences(self) -> int:
+        """Of the whole step."""
+        return self.batch_size * self.ranks * self.micro_steps
+
+    def first_sequence(self, micro_step: int) -> int:
+        """The number of the first sequence that this rank takes in a micro-step; the others follow it."""
+        return (micro_step * self.ranks + self.rank) * self.batch_size
 
 
 class Batches:
     """The training batches of one rank.
 
-    tokens       1-D unsigned
-    seq_len      tokens of a sequence, T
-    batch_size   sequences of a micro-batch on one rank, B
-    seed         of the order
-    micro_steps  micro-batches of a step on one rank; a step has batch_size * world_size * micro_steps sequences
-    documents    where each document begins, 1-D, for batches that tell them apart; None: batches that do not
+    tokens        1-D unsigned
+    seq_len       tokens of a sequence, T
+    global_batch  the sequences of a step, and this rank's
+    seed          of the order
+    documents     where each document begins, 1-D, for batches that tell them apart; None: batches that do not
 
     Raises DataError when the tokens do not fill one window.
     """
@@ -46,32 +97,24 @@ class Batches:
         self,
         tokens: np.ndarray,
         seq_len: int,
-        batch_size: int,
+        global_batch: GlobalBatch,
         seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        micro_steps: int = 1,
         documents: np.ndarray | None = None,
     ):
         self.documents = documents
         self.windows = _windows(tokens, seq_len, "training")
-        self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
-        self.rank, self.world_size, self.micro_steps = rank, world_size, micro_steps
+        self.seq_len, self.global_batch, self.seed = seq_len, global_batch, seed
         # The offset moves within the tokens of one window; a very short text has one window and no offset.
         self.n_windows = max(1, (len(tokens) - seq_len) // seq_len)
         self.n_offsets = min(seq_len, len(self.windows) - (self.n_windows - 1) * seq_len)
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # two, because a batch may lie in both
 
-    def first_sequence(self, micro_step: int) -> int:
-        """Index within a step's global batch of the first sequence that this rank takes in a micro-step."""
-        return (micro_step * self.world_size + self.rank) * self.batch_size
-
     def starts(self, step: int, micro_step: int = 0) -> np.ndarray:
         """The first token of each window of the micro-batch: (B,) int64."""
-        global_batch = self.batch_size * self.world_size * self.micro_steps
-        sequence = step * global_batch + self.first_sequence(micro_step) + np.arange(self.batch_size)
+        cut = self.global_batch
+        sequence = step * cut.sequences + cut.first_sequence(micro_step) + np.arange(cut.batch_size)
         epochs, places = np.divmod(sequence, self.n_windows)
-        starts = np.empty(self.batch_size, np.int64)
+        starts = np.empty(cut.batch_size, np.int64)
         for epoch in np.unique(epochs):
             offset, order = self._epoch(int(epoch))
             here = epochs == epoch
@@ -191,7 +234,7 @@ class Prefetcher:
         if arrived is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(arrived)
-            for tensor in batch:
+            for tensor in batch.tensors():
                 # Allocated on the other stream, which must not reuse the memory before this stream has read it.
                 tensor.record_stream(stream)
         return batch
@@ -215,7 +258,7 @@ class Prefetcher:
                 torch.cuda.set_device(self._device)
                 stream = torch.cuda.Stream(self._device)
             for step in itertools.count(self._step):
-                for micro_step in range(self._batches.micro_steps):
+                for micro_step in range(self._batches.global_batch.micro_steps):
                     self._room.acquire()
                     if self._closed:
                         return
@@ -253,4 +296,4 @@ def _batch(window: np.ndarray, starts: np.ndarray | None, move: Callable[[Tensor
     inputs, targets = (
         part.to(torch.int64, copy=True, memory_format=torch.contiguous_format) for part in (moved[:, :-1], moved[:, 1:])
     )
-    return (inputs, targets) if starts is None else (inputs, targets, move(torch.from_numpy(starts)))
+    return Batch(inputs, targets, None if starts is None else move(torch.from_numpy(starts)))

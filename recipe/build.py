@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attention import AttentionShape, build_attention
+from data.batches import Batch, Batches, eval_batches, piece_lengths
 from data.config import Documents
+from data.store import PreparedData
+from data.tokenizers import save_tokenizer
+from model.config import Recompute
 from model.gpt import GPT, Computation
 from model.score import layer_scores
-from recipe.config import Config
+from recipe.config import Config, ConfigError, as_plain
 from recipe.device import resolve_precision
+from recipe.distributed.config import DataParallel
+from recipe.distributed.ranks import from_first_rank
+from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
 from recipe.parity.probe import ParityProbe
 from recipe.profiling.meters import StepMeter
 from recipe.profiling.peaks import product_precision
 from recipe.profiling.profiler import Profiler
+from recipe.training.checkpoint import newest_valid, read_manifest
+from recipe.training.interruption import Interruption
+from recipe.training.loop import Run
+from recipe.training.optimizer import OPTIMIZERS, learning_rate
+from recipe.training.record import NullRecord, Record, RunMetadata
 from recipe.training.step import Trainer
+
+# Without this the compiler times several orders of a sum and takes the fastest, which differs between ranks and runs.
+COMPILER_OPTIONS: dict[str, Any] = {"deterministic": True}
 
 
 def attention_shape(config: Config, device: torch.device) -> AttentionShape:
@@ -36,15 +55,15 @@ def attention_shape(config: Config, device: torch.device) -> AttentionShape:
 
 
 def build_gpt(config: Config, vocab_size: int, device: torch.device) -> GPT:
-    """A model of the configuration, on the CPU, with random weights."""
+    """A model for `device`, on the CPU, with random weights."""
     training = config.training
-    precision = resolve_precision(training.precision, device)
+    dtype = resolve_precision(training.precision, device).dtype
     return GPT(
         config.model,
         vocab_size,
         config.seq_len,
         build_attention(config.attention),
-        Computation(training.recompute, training.loss, training.residual_in_fp32, device, precision.dtype),
+        Computation(training.recompute, training.loss, training.residual_in_fp32, device, dtype),
         score=config.score,
         documents=config.data.documents is not Documents.ignore,
         restart_positions=config.data.documents is Documents.restart,
@@ -62,10 +81,98 @@ def build_model(config: Config, vocab_size: int, device: torch.device) -> GPT:
     return model
 
 
-def build_meter(trainer: Trainer, pieces: Sequence[int] | None = None) -> StepMeter:
+def build_trainer(config: Config, model: GPT, device: torch.device, world: World) -> Trainer:
+    """The trainer of a model, which moves to `device`."""
+    training = replace(config.training, precision=resolve_precision(config.training.precision, device))
+    sharing = Sharing(model, world, config.parallel, device, training.precision.dtype)
+    optimizer = OPTIMIZERS[config.optimizer.name](sharing.model, config.optimizer)
+    return Trainer(
+        sharing,
+        sharing.share_update(optimizer),
+        training,
+        config.seed,
+        learning_rate=partial(learning_rate, steps=training.steps, peak=config.optimizer.lr, config=config.schedule),
+        clip=config.optimizer.clip,
+        network=compiled(sharing.model, config),
+        replayed=can_replay(config),
+    )
+
+
+def compiled(model: GPT, config: Config) -> Callable[..., Tensor]:
+    """The model, compiled if the configuration says so."""
+    if not config.training.compile:
+        return model
+    if config.parallel.data is DataParallel.replicate:
+        return torch.compile(model, options=COMPILER_OPTIONS)
+    # FSDP2 gathers weights between blocks, so blocks are compiled one by one; also on one rank, for the same bits.
+    for block in model.h:
+        # Without FSDP2's hooks, which block.compile() would trace.
+        block.forward = torch.compile(block.forward, options=COMPILER_OPTIONS)
+    return model
+
+
+def can_replay(config: Config) -> bool:
+    """Whether a step on a GPU can be replayed as a CUDA graph."""
+    training = config.training
+    # Outside compiled code, recomputation saves the generators' states, which cannot be read while recording.
+    recomputes = config.parallel.data is DataParallel.shard and training.recompute is not Recompute.none
+    # A profile assigns kernels to the operations that launch them; a replay has no such operations.
+    return training.compile and training.cuda_graph and not (recomputes or training.profile)
+
+
+def build_batches(config: Config, data: PreparedData, trainer: Trainer) -> tuple[Batches, list[Batch]]:
+    """The training batches of this rank, and those of the validation loss.
+
+    Raises ConfigError where documents are to be told apart and there is only one.
+    """
+    T, training, documents = config.seq_len, config.training, config.data.documents is not Documents.ignore
+    if documents and len(data.train.documents) < 2:
+        raise one_document(config)
+    of_train, of_val = (split.documents if documents else None for split in (data.train, data.val))
+    batches = Batches(data.train.tokens, T, trainer.global_batch, config.seed, of_train)
+    count, span = training.eval_batches, training.eval_span
+    return batches, eval_batches(data.val.tokens, T, training.batch_size, count, span, of_val)
+
+
+def one_document(config: Config) -> ConfigError:
+    """The error of a run that keeps documents apart where the training text is a single one."""
+    remedy = "choose another score=" if config.score.name == "documents" else "use data.documents=ignore"
+    return ConfigError(
+        f"data.documents={config.data.documents.name} has no effect on data={config.data.name}, whose training text is "
+        f"one document; {remedy}, or text of more documents: files of a folder, or rows of .jsonl or .parquet."
+    )
+
+
+def build_run(
+    config: Config, folder: Path, overrides: list[str], data: PreparedData, trainer: Trainer, start: int
+) -> Run:
+    """The run of a trainer, in its folder, that continues after `start` updates. Raises ConfigError, TrackingError."""
+    batches, windows = build_batches(config, data, trainer)
+    meter = build_meter(trainer, piece_lengths(batches.documents, batches.starts(0), config.seq_len))
+    shape, first = attention_shape(config, trainer.device), trainer.world.rank == 0
+    record = NullRecord(trainer)
+    if first:  # which keeps the run folder
+        save_tokenizer(data.tokenizer, folder)
+        origin = RunMetadata(as_plain(config), overrides, data.manifest["identity"], shape)
+        record = Record(folder, config.tracking, trainer, meter, origin, start, again=config.resume is not None)
+    profiler = Profiler(
+        folder,
+        trainer.device,
+        profile=config.training.profile and first,
+        memory_snapshot=config.training.memory_snapshot and first,
+        start=start,
+        steps=config.training.steps,
+        print=record.print,
+    )
+    probe = ParityProbe(config.parity, config.attention, shape) if config.parity.every else None
+    interruption = Interruption(config.parallel.timeout_s)
+    return Run(trainer, batches, windows, meter, probe, profiler, record, interruption, start)
+
+
+def build_meter(trainer: Trainer, pieces: Sequence[int]) -> StepMeter:
     """The meter of step times and operations.
 
-    pieces  lengths of the documents that a sample of rows is cut into; None: rows of one document
+    pieces  lengths of the documents that a sample of rows is cut into
     """
     T = trainer.model.seq_len
     return StepMeter(
@@ -78,24 +185,37 @@ def build_meter(trainer: Trainer, pieces: Sequence[int] | None = None) -> StepMe
     )
 
 
-def build_probe(config: Config, device: torch.device) -> ParityProbe | None:
-    """The parity probe, if the configuration asks for one."""
-    if not config.parity.every:
-        return None
-    return ParityProbe(config.parity, config.attention, attention_shape(config, device))
+def restore(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -> int:
+    """Load the newest valid checkpoint of a run to resume, if it has one. Returns the updates done.
+
+    Raises ConfigError or CheckpointError.
+    """
+    if config.resume is None or not any(folder.glob("checkpoints/step-*")):
+        return 0
+    path, rejected = from_first_rank(lambda: newest_valid(folder / "checkpoints"))
+    if trainer.world.rank == 0:
+        print(*rejected, f"resuming from {path}", sep="\n")
+    manifest = read_manifest(path)
+    if manifest.metadata["data"] != data.manifest["identity"]:
+        raise ConfigError(
+            f"The text of data={config.data.name} has changed since {path}; start a new run without resume."
+        )
+    check_step_size(trainer, manifest.metadata, path)
+    trainer.load(path)
+    return manifest.step
 
 
-def build_profiler(
-    config: Config, folder: Path, device: torch.device, start: int, print: Callable[[str], None]
-) -> Profiler:
-    """The profiler of some steps after `start`, on the first rank, if the configuration asks for it."""
-    wanted, first = config.training, World.from_environment().rank == 0
-    return Profiler(
-        folder,
-        device,
-        profile=wanted.profile and first,
-        memory_snapshot=wanted.memory_snapshot and first,
-        start=start,
-        steps=wanted.steps,
-        print=print,
-    )
+def check_step_size(trainer: Trainer, metadata: dict[str, Any], path: Path) -> None:
+    """Refuse steps whose size has changed with the number of ranks alone. Raises ConfigError."""
+    then, now, training = metadata.get("tokens_per_step"), trainer.tokens_per_step, trainer.training
+    unchanged = training.batch_tokens is None and training.batch_size == metadata["config"]["training"]["batch_size"]
+    if then is not None and then != now and unchanged:
+        smallest = trainer.model.seq_len * trainer.world.data_size  # tokens of one sequence for each rank
+        fitting = next((n for n in range(training.batch_size, 0, -1) if then % (n * smallest) == 0), None)
+        smaller = "" if fitting == training.batch_size else f" training.batch_size={fitting}"
+        keep = f"training.batch_tokens={then}{smaller} to keep it, or " if fitting else ""
+        raise ConfigError(
+            f"{path} was trained with {then} tokens per step, and {trainer.world.size} ranks of "
+            f"training.batch_size={training.batch_size} have {now}; set {keep}"
+            f"training.batch_tokens={now} to continue with these."
+        )

@@ -14,9 +14,10 @@ import torch
 
 import attention
 from attention import AttentionConfig, AttentionShape, build_attention
-from data.batches import Batches, eval_batches
+from data.batches import Batches, GlobalBatch, eval_batches
 from model.config import GPTConfig
 from model.gpt import GPT
+from recipe.build import build_trainer
 from recipe.config import Config, as_plain
 from recipe.device import Precision
 from recipe.distributed.world import World
@@ -28,7 +29,6 @@ from recipe.tracking.metrics import MetricsFile
 from recipe.training.config import TrainingConfig
 from recipe.training.loop import compare
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
-from recipe.training.step import Trainer
 from tests.wrong_attention import CLASSES, WRONG
 
 STEPS, B, T = 20, 4, 32
@@ -56,22 +56,22 @@ def train(config: Config, folder: Path, tokens) -> None:
     (folder / ".hydra").mkdir(parents=True)
     torch.manual_seed(config.seed)
     model = GPT(config.model, 256, T, build_attention(config.attention))
-    trainer = Trainer(model, config.optimizer, config.schedule, config.training, config.seed, CPU, World())
+    trainer = build_trainer(config, model, CPU, World())
     shape = AttentionShape(
         config.model.n_embd // config.model.n_heads, config.model.n_heads, config.model.n_heads, torch.float32, CPU
     )
     held_out = len(tokens) // 10
-    batches = Batches(tokens[:-held_out], T, B, config.seed)
+    batches = Batches(tokens[:-held_out], T, GlobalBatch(B), config.seed)
     windows = eval_batches(tokens[-held_out:], T, B, 2)
     probe = ParityProbe(config.parity, config.attention, shape)
     metrics = MetricsFile(folder / "metrics.jsonl")
     for step in range(STEPS):
         batch = batches.batch(step, 0)
         measured = compare(probe, trainer, step, batch) if probe.is_due(step) else {}
-        loss, _ = trainer.update(step, [batch])
+        loss = float(trainer.update(step, [batch])["train/loss"])
         if (step + 1) % 10 == 0:
             measured["val/loss"] = trainer.evaluate(windows)
-        metrics.append(step + 1, {"train/loss": loss.item(), **measured})
+        metrics.append(step + 1, {"train/loss": loss, **measured})
     metrics.close()
     summary = {
         "status": "completed",

@@ -22,6 +22,7 @@ from data.tokenizers import bytes_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.score import ScoreConfig
+from recipe.build import build_trainer, check_step_size
 from recipe.config import Config, ConfigError, as_plain
 from recipe.device import Precision
 from recipe.distributed.world import World
@@ -31,8 +32,8 @@ from recipe.parity.probe import ParityConfig
 from recipe.tracking.metrics import read_metrics
 from recipe.tracking.tracker import TrackingConfig, TrackingMode
 from recipe.training.config import TrainingConfig
-from recipe.training.loop import OutOfMemory
-from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.memory import OutOfMemory
+from recipe.training.optimizer import ScheduleConfig
 from recipe.training.step import NonFiniteError, Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -243,8 +244,8 @@ def test_a_step_that_changed_with_the_ranks_alone_is_refused_with_sizes_that_fit
     training = TrainingConfig(batch_size=batch_size, precision=Precision.fp32)
     gpt = GPT(GPTConfig(n_layers=1, n_heads=1, n_embd=8), 256, 32, build_attention(AttentionConfig()))
     world = World(size=ranks)
-    trainer = Trainer(gpt, OptimizerConfig(), ScheduleConfig(), training, 0, torch.device("cpu"), world)
+    trainer = build_trainer(Config(training=training), gpt, torch.device("cpu"), world)
     trained = {"tokens_per_step": 256, "config": {"training": {"batch_size": batch_size}}}
     with pytest.raises(ConfigError, match=re.escape(offered)):
-        train_module.check_step_size(trainer, trained, Path("step-00000002"))
-    train_module.check_step_size(trainer, trained | {"tokens_per_step": batch_size * ranks * 32}, Path("same"))
+        check_step_size(trainer, trained, Path("step-00000002"))
+    check_step_size(trainer, trained | {"tokens_per_step": batch_size * ranks * 32}, Path("same"))

@@ -29,7 +29,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -44,6 +44,8 @@ from data.batches import Batch
 from model.config import GPTConfig, Positions, Recompute
 from model.gpt import GPT, Computation
 from model.loss import LossKind
+from recipe.build import build_trainer
+from recipe.config import Config
 from recipe.device import Precision
 from recipe.distributed.ranks import from_every_rank, joined
 from recipe.distributed.world import World
@@ -78,8 +80,9 @@ def build(case: Case, world: World, device: torch.device) -> Trainer:
             build_attention(AttentionConfig("flash", case.dropout)),
             Computation(recompute, LossKind.chunked, case.residual_in_fp32, device, torch.bfloat16),
         )
-    schedule = ScheduleConfig(warmup_steps=0)
-    return Trainer(model, OptimizerConfig(lr=6e-4), schedule, training, SEED, device, world, case.parallel)
+    optimizer, schedule = OptimizerConfig(lr=6e-4), ScheduleConfig(warmup_steps=0)
+    whole = Config(SEED, optimizer=optimizer, schedule=schedule, training=training, parallel=case.parallel)
+    return build_trainer(whole, model, device, replace(world, context=case.parallel.context))
 
 
 def micro_batches(trainer: Trainer, case: Case, step: int) -> list[Batch]:
@@ -90,7 +93,7 @@ def micro_batches(trainer: Trainer, case: Case, step: int) -> list[Batch]:
         number = (step * trainer.micro_steps + micro_step) * world.data_size + world.data_rank
         generator = torch.Generator().manual_seed(number)
         window = torch.randint(VOCAB, (case.sequences, case.seq_len + 1), generator=generator).to(trainer.device)
-        drawn.append((window[:, :-1].contiguous(), window[:, 1:].contiguous()))
+        drawn.append(Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous()))
     return drawn
 
 
@@ -129,7 +132,7 @@ def measure(case: Case, world: World, device: torch.device) -> Iterator[Row]:
     torch.compiler.reset()
     trainer = build(case, World(local_rank=world.local_rank) if case.name == ALONE else world, device)
     torch.cuda.reset_peak_memory_stats(device)
-    updates: list[tuple[torch.Tensor, torch.Tensor]] = []
+    updates: list[list[torch.Tensor]] = []
     ended: list[float] = []
 
     def train(first: int, count: int) -> float:
@@ -139,8 +142,8 @@ def measure(case: Case, world: World, device: torch.device) -> Iterator[Row]:
         from_every_rank(None)  # they begin together
         began = time.perf_counter()
         for step, batch in enumerate(batches, first):
-            loss, norm = trainer.update(step, batch)
-            updates.append((loss.clone(), norm.clone()))
+            update = trainer.update(step, batch)
+            updates.append([update[name].clone() for name in ("train/loss", "optim/grad_norm")])
         torch.cuda.synchronize(device)
         return (time.perf_counter() - began) / count
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from attention import build_attention
@@ -12,8 +11,8 @@ from data.config import Documents
 from data.corpora import CORPORA
 from model.config import model_mistakes
 from model.score import score_mistakes
-from recipe.build import attention_shape
-from recipe.config import Config, ConfigError
+from recipe.build import attention_shape, one_document
+from recipe.config import Config
 from recipe.device import Precision, resolve_device, resolve_precision
 from recipe.distributed.config import DataParallel, check_context, check_parallel
 from recipe.distributed.world import World
@@ -25,22 +24,21 @@ from recipe.training.config import training_mistakes
 from recipe.training.optimizer import optimizer_mistakes
 
 
-def mistakes(config: Config, world: World | None = None) -> Iterator[str]:
+def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
     """A sentence for each value that could not train, with the override that repairs it.
 
-    world  the ranks that will train; None: those that torchrun or Slurm started
+    ranks  that will train; None: as many as torchrun or Slurm started
     """
     if not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must lie between 0 and 2**32 - 1."
     if config.seq_len < 1:
         yield f"seq_len={config.seq_len} must be at least 1."
-    world = world or World.from_environment()
-    yield from (of_ranks := list(refusal(check_parallel, config.parallel, world.size)))
-    if not of_ranks:
-        world = replace(world, context=config.parallel.context)
+    ranks = ranks or World.from_environment().size
+    yield from (of_ranks := list(refusal(check_parallel, config.parallel, ranks)))
+    world = World(size=ranks, context=1 if of_ranks else config.parallel.context)
     yield from training_mistakes(config.training, max(config.seq_len, 1), world)
     yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
-    if config.optimizer.name == "muon" and config.parallel.data is DataParallel.shard and world.size > 1:
+    if config.optimizer.name == "muon" and config.parallel.data is DataParallel.shard and ranks > 1:
         yield (
             "optimizer=muon needs whole matrices, and parallel.data=shard gives each rank some rows of them; use "
             "parallel.data=replicate or optimizer=adamw."
@@ -64,15 +62,6 @@ def check_corpus(config: Config) -> None:
     corpus = CORPORA[config.data.name](config.data)  # finds the files, and reads none
     if config.data.documents is not Documents.ignore and corpus.one_document():
         raise one_document(config)
-
-
-def one_document(config: Config) -> ConfigError:
-    """The error of a run that keeps documents apart where the training text is a single one."""
-    remedy = "choose another score=" if config.score.name == "documents" else "use data.documents=ignore"
-    return ConfigError(
-        f"data.documents={config.data.documents.name} has no effect on data={config.data.name}, whose training text is "
-        f"one document; {remedy}, or text of more documents: files of a folder, or rows of .jsonl or .parquet."
-    )
 
 
 def device_mistakes(config: Config) -> Iterator[str]:

@@ -117,7 +117,7 @@ def mistakes_of(found: Composition) -> list[str]:
         return []
     launcher = found.cfg.hydra.launcher
     ranks = int(launcher.get("nodes") or 1) * int(launcher.get("tasks_per_node") or 1)  # of a job, which starts later
-    return list(mistakes(to_config(found.cfg), World(size=ranks) if ranks > 1 else None))
+    return list(mistakes(to_config(found.cfg), ranks if ranks > 1 else None))
 
 
 def refuse(sentences: list[str]) -> None:

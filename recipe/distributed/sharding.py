@@ -16,14 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from attention.score import Range
 from model.gpt import GPT
 from recipe.distributed.config import ParallelConfig
-from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of
-from recipe.distributed.exchange import ALIGNMENT, AnyOrder, Exchange, FixedTree, add_shares, local
-from recipe.distributed.ranks import patience
-from recipe.distributed.shared_update import SharedAdamW, SharedSum
-from recipe.distributed.world import World
+from recipe.distributed.exchange import ALIGNMENT, FixedTree, add_shares, local
 
 
 def shard(model: GPT, device: torch.device, dtype: torch.dtype, config: ParallelConfig) -> GPT:
@@ -161,29 +156,3 @@ class ShardedTree(FixedTree):
         if self.accumulates:
             self.flat.give(self.carries.finish())
         return torch.linalg.vector_norm(self.norms())
-
-
-def build_exchange(
-    optimizer: torch.optim.Optimizer, world: World, micro_steps: int, config: ParallelConfig, sharded: bool
-) -> Exchange:
-    """The exchange for a step of `micro_steps` micro-batches on each rank."""
-    if isinstance(optimizer, SharedAdamW):
-        return SharedSum(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if sharded:
-        return ShardedTree(parameters, micro_steps) if config.exact else AnyOrder(parameters, ranks=1)
-    if config.exact and world.size * micro_steps > 2:
-        return FixedTree(parameters, world.size)
-    return AnyOrder(parameters, world.size)
-
-
-def share_sequences(model: GPT, world: World, config: ParallelConfig) -> tuple[ContextAttention, tuple[Range, ...]]:
-    """The attention to call where successive ranks share every sequence, and this rank's rows of a sequence."""
-    n_heads = model.config.n_heads
-    by = config.context_by.resolve(n_heads, model.config.n_kv_heads or n_heads, world.context)
-    group = dist.group.WORLD
-    if world.context < world.size:
-        group, _ = dist.new_subgroups(world.context, timeout=patience(model.wte.weight.device, config.timeout_s))
-    assert group is not None
-    attend = WRAPPERS[by](model.attend, group)
-    return attend, rows_of(world.context_rank, world.context, model.seq_len, by)

@@ -12,27 +12,11 @@ from itertools import filterfalse
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from recipe.distributed.config import ParallelConfig
 from recipe.distributed.exchange import all_gather, local, reduce_scatter
-from recipe.distributed.world import World
-
-
-def share_update(
-    optimizer: torch.optim.Optimizer, world: World, config: ParallelConfig, sharded: bool
-) -> torch.optim.Optimizer:
-    """The optimizer, or one like it whose update the ranks share.
-
-    They share AdamW's, where sums may have any order: Muon needs whole matrices, and a norm that is the same on any
-    number of ranks is taken of whole gradients. With sharded parameters an optimizer updates this rank's rows already.
-    """
-    if sharded or config.exact or world.size == 1 or not isinstance(optimizer, torch.optim.AdamW):
-        return optimizer
-    device = optimizer.param_groups[0]["params"][0].device
-    return SharedAdamW(optimizer, init_device_mesh(device.type, (world.size,)))
 
 
 class SharedAdamW(torch.optim.AdamW):
@@ -43,7 +27,8 @@ class SharedAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, adamw: torch.optim.AdamW, mesh: DeviceMesh) -> None:
-        """adamw  of the model's parameters: its groups are copied
+        """
+        adamw  of the model's parameters: its groups are copied
         mesh   of all ranks, with one dimension
         """
         self.mesh, self.ranks, self.rank = mesh, mesh.size(), mesh.get_local_rank()

@@ -34,10 +34,11 @@ class World:
         return self.rank % self.context
 
     @classmethod
-    def from_environment(cls) -> World:
+    def from_environment(cls, context: int = 1) -> World:
         """The world of torchrun's variables, else of those that srun sets for a task; without either, one process."""
         torchrun, srun = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-        for rank, size, local_rank in (torchrun, srun):
-            if size in os.environ:
-                return cls(*(int(os.environ.get(name, 0)) for name in (rank, size, local_rank)))
-        return cls()
+        for names in (torchrun, srun):
+            if names[1] in os.environ:
+                rank, size, local_rank = (int(os.environ.get(name, 0)) for name in names)
+                return cls(rank, size, local_rank, context)
+        return cls(context=context)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attention import Attention, DropoutKey
 from attention.interface import accum_dtype
+from data.batches import Batch
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
 
@@ -37,19 +38,17 @@ class Differences:
 
 def fwd_bwd(
     model: GPT,
-    inputs: Tensor,
-    targets: Tensor,
+    batch: Batch,
     key: DropoutKey | None,
     attend: Attention,
     dtype: torch.dtype,
     loss_scale: float = 1.0,
-    document_starts: Tensor | None = None,
 ) -> FwdBwd:
     """One pass through `model` with `attend`, computing in `dtype`; no parameter's .grad is touched.
 
     Half precisions use autocast, as in training; fp64 copies the parameters.
     """
-    device = inputs.device.type
+    device = batch.inputs.device.type
     step = FwdBwdModule(model)
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     if dtype is torch.float64:
@@ -59,7 +58,7 @@ def fwd_bwd(
         return torch.func.functional_call(
             step,
             {f"model.{name}": p for name, p in parameters.items()},
-            (inputs, targets, key, attend, parameters, loss_scale, document_starts),
+            (batch, key, attend, parameters, loss_scale),
         )
 
 
@@ -74,18 +73,16 @@ class FwdBwdModule(nn.Module):
 
     def forward(
         self,
-        inputs: Tensor,
-        targets: Tensor,
+        batch: Batch,
         key: DropoutKey | None,
         attend: Attention,
         parameters: Mapping[str, Tensor],
         loss_scale: float,
-        document_starts: Tensor | None,
     ) -> FwdBwd:
-        options = {"dropout_key": key, "attend": attend, "document_starts": document_starts}
-        logits = self.model(inputs, **options)  # (B, T, vocab_size)
+        options = {"dropout_key": key, "attend": attend, "document_starts": batch.document_starts}
+        logits = self.model(batch.inputs, **options)  # (B, T, vocab_size)
         x = logits.to(accum_dtype(logits.dtype)).flatten(0, 1)  # (B * T, vocab_size)
-        loss = F.cross_entropy(x, targets.flatten(), ignore_index=IGNORE_INDEX)
+        loss = F.cross_entropy(x, batch.targets.flatten(), ignore_index=IGNORE_INDEX)
         gradients = torch.autograd.grad(loss * loss_scale, list(parameters.values()))
         unscaled = {name: g / loss_scale for name, g in zip(parameters, gradients, strict=True)}
         return FwdBwd(loss.detach(), logits.detach(), unscaled)

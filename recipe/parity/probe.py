@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attention import (
     Attention,
@@ -32,6 +31,7 @@ from attention import (
     DropoutRng,
     build_attention,
 )
+from data.batches import Batch
 from model.gpt import GPT
 from recipe.device import free_memory
 from recipe.errors import UserError
@@ -114,53 +114,41 @@ class ParityProbe:
     def measure(
         self,
         model: GPT,
-        inputs: Tensor,
-        targets: Tensor,
+        batch: Batch,
         key: DropoutKey | None,
         loss_scale: float = 1.0,
-        document_starts: Tensor | None = None,
     ) -> dict[str, Any]:
         """Compare on one micro-batch.
 
-        model            not compiled, in the mode it trains in
-        inputs, targets  (B, T) each
-        key              of the micro-batch's dropout
-        loss_scale       multiplies the loss before the backward pass (fp16), and is divided out again
-        document_starts  (B, T), where batches tell documents apart
+        model       not compiled, in the mode it trains in
+        key         of the micro-batch's dropout
+        loss_scale  multiplies the loss before the backward pass (fp16), and is divided out again
 
         Returns `parity/*` as docs/experiments.md lists them. If three passes do not fit the memory, it compares fewer
         sequences or fewer tokens, logs that, and reports the size in parity/tokens.
         """
-        B, T = self.window or self._first_window(model, *inputs.shape)
+        of = batch.inputs.shape
+        B, T = self.window or self._first_window(model, *of)
         while True:
-            window = slice(0, B), slice(0, T)
+            part = batch.beginning(B, T)
             try:
-                with memory_returned(inputs.device):
-                    starts = None if document_starts is None else document_starts[window].contiguous()
-                    measured = self._compare(model, inputs[window], targets[window], key, loss_scale, starts)
+                with memory_returned(batch.inputs.device):
+                    measured = self._compare(model, part, key, loss_scale)
                 break
             except torch.OutOfMemoryError:
                 if B * T == 1:
                     raise
             # Outside the handler, whose traceback would keep the failed pass's tensors alive.
             B, T = smaller(B, T)
-            self._reduce_window(B, T, *inputs.shape)
+            self._reduce_window(B, T, *of)
         found = beyond_rounding(measured)
         if found:
             log.warning(f"parity: attention={model.attend.name} is not {self.config.reference}: {found}.")
         return measured | {"parity/tokens": [B, T]}
 
-    def _compare(
-        self,
-        model: GPT,
-        inputs: Tensor,
-        targets: Tensor,
-        key: DropoutKey | None,
-        loss_scale: float,
-        document_starts: Tensor | None,
-    ) -> dict[str, Any]:
+    def _compare(self, model: GPT, batch: Batch, key: DropoutKey | None, loss_scale: float) -> dict[str, Any]:
         def run(attend: Attention, dtype: torch.dtype) -> FwdBwd:
-            return fwd_bwd(model, inputs, targets, key, attend, dtype, loss_scale, document_starts)
+            return fwd_bwd(model, batch, key, attend, dtype, loss_scale)
 
         reference = run(self.reference, self.shape.dtype)
         difference = differences(run(model.attend, self.shape.dtype), reference)

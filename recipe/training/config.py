@@ -64,6 +64,10 @@ class TrainingConfig:
         tokens = self.batch_size * seq_len * world_size
         return 1 if self.batch_tokens is None else self.batch_tokens // tokens
 
+    def is_due(self, every: int, n: int) -> bool:
+        """Whether work that is due every so many steps, 0: never, is due after n updates. It is after the last."""
+        return every > 0 and (n % every == 0 or n == self.steps)
+
 
 def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Iterator[str]:
     """A sentence for each value that cannot train, with what to change. `seq_len` is at least 1."""

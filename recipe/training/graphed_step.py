@@ -21,20 +21,20 @@ WARMUP_CALLS = 3
 class GraphedStep:
     """Calls `function`, from the fourth call on by replaying it as a CUDA graph.
 
-    function     tensors in, tensors out. It never looks at a value, and everything else that it reads or writes keeps
-                 its address. The next call overwrites its results.
+    function     tensors in, named tensors out. It never looks at a value, and everything else that it reads or writes
+                 keeps its address. The next call overwrites its results.
     peak_bytes   peak of the memory allocated while recording: the allocator does not see replays
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]], device: torch.device) -> None:
+    def __init__(self, function: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
         self.function, self.device = function, device
         self.calls, self.peak_bytes = 0, 0
         self.stream = torch.cuda.Stream(device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: tuple[Tensor, ...] = ()
-        self.outputs: tuple[Tensor, ...] = ()
+        self.outputs: dict[str, Tensor] = {}
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         """function(*inputs); the shapes are those of the first call."""
         self.calls += 1
         if self.calls <= WARMUP_CALLS:
@@ -50,9 +50,9 @@ class GraphedStep:
         """Drop the graph; a further call records another."""
         if self.graph is not None:
             self.graph.reset()
-        self.graph, self.inputs, self.outputs = None, (), ()
+        self.graph, self.inputs, self.outputs = None, (), {}
 
-    def _warm_up(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _warm_up(self, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Call on the stream that will record, because autograd remembers the first stream it sees."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)

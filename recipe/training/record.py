@@ -26,7 +26,7 @@ from recipe.tracking.metrics import read_metrics
 from recipe.tracking.summary import environment, write_summary
 from recipe.tracking.tracker import Tracker, TrackingConfig
 from recipe.training.checkpoint import save_checkpoint
-from recipe.training.loop import OutOfMemory
+from recipe.training.memory import OutOfMemory
 from recipe.training.step import NonFiniteError, Trainer
 
 

@@ -12,41 +12,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from attention import DropoutKey
-from attention.score import take_rows
-from data.batches import Batch
-from model.config import Recompute
+from data.batches import Batch, GlobalBatch
 from model.gpt import GPT
-from recipe.distributed.config import DataParallel, ParallelConfig
-from recipe.distributed.exchange import add_losses
-from recipe.distributed.sharding import build_exchange, gathered, keep_shards, shard, share_sequences
-from recipe.distributed.shared_update import share_update
-from recipe.distributed.world import World
+from recipe.distributed.sharing import Sharing
 from recipe.errors import UserError
 from recipe.training.average import MovingAverage
 from recipe.training.config import TrainingConfig
 from recipe.training.graphed_step import GraphedStep
-from recipe.training.optimizer import (
-    OPTIMIZERS,
-    OptimizerConfig,
-    ScheduleConfig,
-    learning_rate,
-    set_learning_rate,
-    update_parameters,
-)
+from recipe.training.optimizer import set_learning_rate, update_parameters
 from recipe.training.state import AVERAGE, gather_state, restore_state
 
-# Without this the compiler times several orders of a sum and takes the fastest, which differs between ranks and runs.
-COMPILER_OPTIONS: dict[str, Any] = {"deterministic": True}
 # fp16's loss scale is halved by an overflow and doubled after this many steps without one.
 FIRST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2000
 
@@ -75,50 +57,48 @@ def reseed(seed: int, step: int, micro_step: int, rank: int) -> None:
 
 
 class Trainer:
-    """Updates and evaluates a model."""
+    """Updates and evaluates a model.
+
+    global_batch     the sequences of a step, and this rank's
+    tokens_per_step  over all ranks
+    """
 
     def __init__(
         self,
-        model: GPT,
-        optimizer: OptimizerConfig,
-        schedule: ScheduleConfig,
+        sharing: Sharing,
+        optimizer: torch.optim.Optimizer,
         training: TrainingConfig,
         seed: int,
-        device: torch.device,
-        world: World,
-        parallel: ParallelConfig | None = None,
+        *,
+        learning_rate: Callable[[int], float],
+        clip: float,
+        network: Callable[..., Tensor] | None = None,
+        replayed: bool = False,
     ) -> None:
-        """Move `model` to `device`. `training.precision` is resolved, not auto."""
-        self.training, self.schedule, self.peak_lr, self.clip = training, schedule, optimizer.lr, optimizer.clip
-        parallel = parallel or ParallelConfig()
-        self.seed, self.device, self.world = seed, device, replace(world, context=parallel.context)
-        sequences = training.batch_size * self.world.data_size
-        self.micro_steps = training.micro_steps(model.seq_len, self.world.data_size)
-        self.tokens_per_step = sequences * model.seq_len * self.micro_steps
-        self.dtype = training.precision.dtype
-        self.model = model.to(device)
-        self.context = share_sequences(model, self.world, parallel) if parallel.context > 1 else None
-        sharded = parallel.data is DataParallel.shard and world.size > 1
-        self.blueprint = shard(self.model, device, self.dtype, parallel) if sharded else None
-        self.optimizer = share_update(OPTIMIZERS[optimizer.name](self.model, optimizer), world, parallel, sharded)
+        """
+        sharing        the model, and this rank's part of a step
+        optimizer      of its parameters
+        training       its precision is resolved, not auto
+        seed           of everything random
+        learning_rate  of the update after so many
+        clip           largest norm of the gradient over all parameters; 0: no clipping
+        network        the model as compiled; None: as it is
+        replayed       replay steps of one micro-batch on a GPU as a CUDA graph
+        """
+        self.sharing, self.model = sharing, sharing.model
+        self.network = sharing.model if network is None else network
+        self.optimizer, self.learning_rate, self.clip = optimizer, learning_rate, clip
+        self.training, self.seed, self.dtype = training, seed, training.precision.dtype
+        self.world, self.device = sharing.world, sharing.device
+        micro_steps = training.micro_steps(self.model.seq_len, self.world.data_size)
+        self.global_batch = GlobalBatch(training.batch_size, self.world.data_rank, self.world.data_size, micro_steps)
+        self.micro_steps, self.tokens_per_step = micro_steps, self.global_batch.sequences * self.model.seq_len
         self.average = MovingAverage(self.model, training.ema) if training.ema else None
-        self.network: Callable[..., Tensor] = self.model
-        self.exchange = build_exchange(self.optimizer, world, self.micro_steps, parallel, sharded)
-        # FSDP2 gathers weights between blocks, so blocks are compiled one by one; also on one rank, for the same bits.
-        if training.compile and parallel.data is DataParallel.shard:
-            for block in self.model.h:
-                # Without FSDP2's hooks, which block.compile() would trace.
-                block.forward = torch.compile(block.forward, options=COMPILER_OPTIONS)
-        elif training.compile:
-            self.network = torch.compile(self.model, options=COMPILER_OPTIONS)
-        self.replay: GraphedStep | None = None
-        single = device.type == "cuda" and self.micro_steps == 1
-        # Outside compiled code, recomputation saves the generators' states, which cannot be read while recording.
-        recomputes = parallel.data is DataParallel.shard and model.computation.recompute is not Recompute.none
-        # A profile assigns kernels to the operations that launch them; a replay has no such operations.
-        if training.compile and training.cuda_graph and single and not (recomputes or training.profile):
-            self.replay = GraphedStep(self._whole_step, device)
+        self.exchange = sharing.exchange(optimizer, micro_steps)
+        replays = replayed and self.device.type == "cuda" and micro_steps == 1
+        self.replay = GraphedStep(self._whole_step, self.device) if replays else None
 
+        device = self.device
         # The loss is multiplied by `scale`, which is 1 except in fp16; `growth_tracker` counts steps since it changed.
         self.scale = torch.tensor(FIRST_SCALE if self.dtype is torch.float16 else 1.0, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int64, device=device)
@@ -132,48 +112,46 @@ class Trainer:
         """Seed the generators for a micro-step, and return its dropout key, which is valid until the next call."""
         reseed(self.seed, step, micro_step, self.world.rank)
         self.step.fill_(step)
-        number = micro_step * self.world.data_size + self.world.data_rank
-        self.first_sequence.fill_(number * self.training.batch_size)
+        self.first_sequence.fill_(self.global_batch.first_sequence(micro_step))
         return self.key
 
-    def update(self, step: int, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+    def update(self, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """The update after `step` updates, from its micro-batches on the device.
 
-        Ranks that share sequences each receive whole ones. Returns the mean loss over all ranks and the gradient's norm
-        before clipping, on the device. If one of them is not finite, this update and every later one leaves weights and
-        moments alone; see `raise_failure`.
+        Ranks that share sequences each receive whole ones. Returns the step's metrics by their names in metrics.jsonl,
+        0-dim tensors that the host need not wait for: among them the mean loss over all ranks, and the gradient's norm
+        before clipping. If one of these is not finite, this update and every later one leaves weights and moments
+        alone; see `raise_failure`.
         """
-        set_learning_rate(self.optimizer, learning_rate(step, self.training.steps, self.peak_lr, self.schedule))
+        lr = self.learning_rate(step)
+        set_learning_rate(self.optimizer, lr)
+        metrics = {"optim/lr": torch.tensor(lr, dtype=torch.float64)}
         if self.replay is not None:
             self.dropout_key_for(step, 0)
-            loss, norm = self.replay(*batches[0])
-            return loss, norm
+            return metrics | self.replay(*batches[0].tensors())
         losses = []
         for micro_step, batch in enumerate(batches):
             self.dropout_key_for(step, micro_step)
-            losses.append(self._gradients(*batch))
-        return self._apply(losses)
+            losses.append(self._gradients(batch))
+        return metrics | self._apply(losses)
 
-    def _gradients(self, inputs: Tensor, targets: Tensor, document_starts: Tensor | None = None) -> Tensor:
+    def _gradients(self, batch: Batch) -> Tensor:
         """Add a micro-batch's gradients to the step's; returns its share of the step's loss."""
         with self.autocast():
-            loss = self._loss(inputs, targets, document_starts, self.key) / (self.micro_steps * self.world.size)
+            loss = self._loss(batch, self.key) / (self.micro_steps * self.world.size)
         (loss * self.scale).backward()
         self.exchange.add()
         return loss.detach()
 
-    def _loss(self, inputs: Tensor, targets: Tensor, document_starts: Tensor | None, key: DropoutKey | None) -> Tensor:
+    def _loss(self, batch: Batch, key: DropoutKey | None) -> Tensor:
         """The mean loss over those tokens of a micro-batch that this rank has."""
-        if self.context is None:
-            return self.network(inputs, targets, dropout_key=key, document_starts=document_starts)
-        attend, rows = self.context
-        inputs, targets = (take_rows(x, rows, dim=1) for x in (inputs, targets))
-        return self.network(inputs, targets, dropout_key=key, attend=attend, document_starts=document_starts, rows=rows)
+        inputs, targets, options = self.sharing.part(batch)
+        return self.network(inputs, targets, dropout_key=key, document_starts=batch.document_starts, **options)
 
-    def _apply(self, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Update the weights from the step's gradients, then clear the gradients."""
+    def _apply(self, losses: list[Tensor]) -> dict[str, Tensor]:
+        """Update the weights from the step's gradients, then clear the gradients. Returns the step's metrics."""
         norm = self.exchange.finish() / self.scale
-        loss = add_losses(losses, self.world.size)
+        loss = self.sharing.total_loss(losses)
         overflow = ~norm.isfinite()
         # An overflow in fp16 is no failure as long as the scale can be reduced.
         failed = ~loss.isfinite() | (overflow & (self.scale <= 1))
@@ -187,11 +165,11 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.dtype is torch.float16:
             self._move_scale(overflow)
-        return loss, norm
+        return {"train/loss": loss, "optim/grad_norm": norm}
 
-    def _whole_step(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
+    def _whole_step(self, *batch: Tensor) -> dict[str, Tensor]:
         """The device work of a step of one micro-batch."""
-        return self._apply([self._gradients(*batch)])
+        return self._apply([self._gradients(Batch(*batch))])
 
     def release(self) -> None:
         """Drop the recorded CUDA graph: while there is one, NCCL cannot end the communicators in it."""
@@ -222,25 +200,18 @@ class Trainer:
         """Mean loss over `batches`, divided among the ranks, without dropout."""
         self._wait_for_replay()
         self.model.eval()
-        losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
-        rank, size = self.world.data_rank, self.world.data_size
-        for i in range(rank, -(-len(batches) // size) * size, size):
-            # Sharded ranks take part in every forward pass of the others; a rank without a batch repeats its last.
-            inputs, targets, *rest = (tensor.to(self.device) for tensor in batches[min(i, len(batches) - 1)])
-            with self.autocast():
-                loss = self._loss(inputs, targets, rest[0] if rest else None, None)
-            if i < len(batches):
-                losses[i] = loss.double() / self.world.context
+        losses = self.sharing.validation_losses(self._validation_loss, batches)
         self.model.train()
-        keep_shards(self.model)
-        if self.world.size > 1:
-            dist.all_reduce(losses)  # of ranks with other sequences one has a loss and the rest 0: exact in any order
-        return sum(losses.tolist()) / len(batches)
+        return sum(losses) / len(batches)
+
+    def _validation_loss(self, batch: Batch) -> Tensor:
+        with self.autocast():
+            return self._loss(batch.map(lambda tensor: tensor.to(self.device)), None)
 
     def whole_model(self) -> GPT:
         """The model with whole parameters: a copy where they are sharded. Every rank calls this."""
         self._wait_for_replay()
-        return self.model if self.blueprint is None else gathered(self.model, self.blueprint)
+        return self.sharing.whole_model()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """This rank's part of a checkpoint, except the step."""

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import Batches, Prefetcher, eval_batches, piece_lengths
+from data.batches import Batches, GlobalBatch, Prefetcher, eval_batches, piece_lengths
 from data.errors import DataError
 
 TOKENS = np.arange(1003, dtype=np.uint16)
 
 
-def make(tokens=TOKENS, seq_len=16, batch_size=4, seed=1, **cut):
-    return Batches(tokens, seq_len, batch_size, seed, **cut)
+def make(tokens=TOKENS, seq_len=16, batch_size=4, seed=1, documents=None, **cut):
+    return Batches(tokens, seq_len, GlobalBatch(batch_size, **cut), seed, documents)
 
 
 def epoch_starts(batches: Batches, epoch: int) -> np.ndarray:
@@ -24,7 +24,7 @@ def epoch_starts(batches: Batches, epoch: int) -> np.ndarray:
 
 
 def test_targets_follow_the_inputs():
-    inputs, targets = make().batch(3)
+    inputs, targets, _ = make().batch(3)
     assert inputs.shape == targets.shape == (4, 16)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs + 1, targets)  # the tokens count up
@@ -52,22 +52,21 @@ def test_epochs_differ_in_order_and_in_phase():
 
 @pytest.mark.parametrize("cut", [(12, 2, 1), (12, 1, 2), (4, 2, 3), (4, 3, 2), (1, 8, 3), (1, 1, 24)])
 def test_the_cut_into_micro_batches_and_ranks_does_not_change_the_global_batch(cut):
-    batch_size, world_size, micro_steps = cut
+    batch_size, ranks, micro_steps = cut
     whole = make(batch_size=24)
     for step in (0, 1, 2, 5, 1000):  # 61 windows an epoch: steps 2 and 5 straddle two of them
         parts = [
-            make(batch_size=batch_size, rank=rank, world_size=world_size, micro_steps=micro_steps).window(
-                step, micro_step
-            )
+            make(batch_size=batch_size, rank=rank, ranks=ranks, micro_steps=micro_steps).window(step, micro_step)
             for micro_step in range(micro_steps)
-            for rank in range(world_size)
+            for rank in range(ranks)
         ]
         assert np.array_equal(np.concatenate(parts), whole.window(step))
 
 
 def test_first_sequence_is_the_place_in_the_global_batch():
-    batches = make(batch_size=4, rank=1, world_size=2, micro_steps=3)
-    assert [batches.first_sequence(m) for m in range(3)] == [4, 12, 20]
+    cut = GlobalBatch(4, rank=1, ranks=2, micro_steps=3)
+    assert cut.sequences == 24
+    assert [cut.first_sequence(m) for m in range(3)] == [4, 12, 20]
 
 
 def test_a_step_needs_nothing_of_the_steps_before_it():
@@ -100,7 +99,7 @@ def test_every_token_type_becomes_int64(dtype):
     tokens = (TOKENS % 200).astype(dtype)
     top = np.iinfo(dtype).max
     tokens[:] = np.where(tokens % 2, top, tokens)
-    inputs, _ = make(tokens).batch(0)
+    inputs, _, _ = make(tokens).batch(0)
     assert inputs.dtype == torch.int64
     assert inputs.min() >= 0
     assert inputs.max() == top
@@ -118,9 +117,9 @@ def test_too_few_tokens_for_a_window_say_so():
 )
 def test_evaluation_windows_are_evenly_spaced_and_apart(length, count, sizes):
     batches = eval_batches(TOKENS[:length], 16, 4, count)
-    assert [len(inputs) for inputs, _ in batches] == sizes
-    assert all(torch.equal(inputs + 1, targets) for inputs, targets in batches)
-    starts = torch.cat([inputs[:, 0] for inputs, _ in batches])
+    assert [len(inputs) for inputs, _, _ in batches] == sizes
+    assert all(torch.equal(inputs + 1, targets) for inputs, targets, _ in batches)
+    starts = torch.cat([inputs[:, 0] for inputs, _, _ in batches])
     gaps = starts.diff()
     assert starts[0] == 0
     if len(starts) > 1:
@@ -132,7 +131,7 @@ def test_evaluation_windows_are_evenly_spaced_and_apart(length, count, sizes):
 def target_positions(length, seq_len, batch_size, count, span):
     """The positions, in order, of the evaluation's targets in a text of `length` tokens."""
     batches = eval_batches(np.arange(length, dtype=np.uint32), seq_len, batch_size, count, span)
-    return torch.cat([targets.flatten() for _, targets in batches]).tolist()
+    return torch.cat([targets.flatten() for _, targets, _ in batches]).tolist()
 
 
 @pytest.mark.parametrize("length", [8193, 30_000, 123_457])  # one piece, three, and more than `count`
@@ -147,7 +146,7 @@ def test_with_a_span_every_length_is_evaluated_on_the_same_text(length):
 
 def test_without_a_span_windows_are_where_they_always_were():
     for span in (None, 16):
-        starts = [inputs[:, 0].tolist() for inputs, _ in eval_batches(TOKENS, 16, 4, 2, span)]
+        starts = [inputs[:, 0].tolist() for inputs, _, _ in eval_batches(TOKENS, 16, 4, 2, span)]
         assert starts == [[0, 140, 281, 422], [563, 704, 845, 986]]
 
 
@@ -162,7 +161,7 @@ def test_the_prefetcher_yields_every_batch_in_order_from_any_step():
     with Prefetcher(batches, "cpu", start_step=5) as prefetcher:
         for step in (5, 6, 7):
             for micro_step in range(3):
-                inputs, targets = next(prefetcher)
+                inputs, targets, _ = next(prefetcher)
                 expected = batches.batch(step, micro_step)
                 assert torch.equal(inputs, expected[0])
                 assert torch.equal(targets, expected[1])
@@ -175,7 +174,7 @@ def test_an_error_of_the_thread_reaches_the_consumer():
                 raise OSError("the file went away")
             return super().window(step, micro_step)
 
-    with Prefetcher(Broken(TOKENS, 16, 4, 1), "cpu") as prefetcher:
+    with Prefetcher(Broken(TOKENS, 16, GlobalBatch(4), 1), "cpu") as prefetcher:
         next(prefetcher), next(prefetcher)
         for _ in range(2):
             with pytest.raises(OSError, match="the file went away"):
@@ -190,7 +189,7 @@ def test_the_prefetcher_runs_ahead_by_its_depth_and_no_further():
             asked.append(step)
             return super().window(step, micro_step)
 
-    with Prefetcher(Watched(TOKENS, 16, 4, 1), "cpu", depth=3) as prefetcher:
+    with Prefetcher(Watched(TOKENS, 16, GlobalBatch(4), 1), "cpu", depth=3) as prefetcher:
         next(prefetcher)
         deadline = time.monotonic() + 10
         while len(asked) < 4 and time.monotonic() < deadline:
@@ -232,8 +231,9 @@ def test_documents_are_the_same_in_evaluation_and_from_the_prefetcher():
     batches = make(documents=DOCUMENTS, micro_steps=2)
     with Prefetcher(batches, "cpu", start_step=3) as prefetched:
         for step, micro_step in ((3, 0), (3, 1), (4, 0)):
-            assert all(map(torch.equal, next(prefetched), batches.batch(step, micro_step)))
+            assert all(map(torch.equal, next(prefetched).tensors(), batches.batch(step, micro_step).tensors()))
     for inputs, _, starts in eval_batches(TOKENS, 16, 4, 3, documents=DOCUMENTS):
+        assert starts is not None
         first = inputs[:, :1]
         expected = torch.tensor([[document_of(token) for token in row] for row in inputs.tolist()])
         assert torch.equal(starts, (expected - first).clamp(min=0).int())

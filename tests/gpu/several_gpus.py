@@ -14,16 +14,18 @@ from pathlib import Path
 import torch
 
 from attention import AttentionConfig, build_attention
+from data.batches import Batch
 from model.config import GPTConfig
 from model.gpt import GPT, Computation
 from model.loss import LossKind
+from recipe.build import build_trainer
+from recipe.config import Config
 from recipe.device import Precision
 from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.ranks import joined
 from recipe.distributed.world import World
 from recipe.training.config import TrainingConfig
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
-from recipe.training.step import Trainer
 
 B, VOCAB, SEED = 8, 50_257, 7
 STEPS = 12  # on two GPUs, with one micro-batch each, a compiled step is captured at the fourth step
@@ -77,17 +79,20 @@ def train(world: World, device: torch.device, case: Case) -> list[str]:
     )
     optimizer = OptimizerConfig(lr=6e-4, clip=1.0 if exact else 0.0)
     parallel = replace(case.parallel, exact=exact or world.size == 1)
-    trainer = Trainer(model, optimizer, ScheduleConfig(warmup_steps=0), training, SEED, device, world, parallel)
+    schedule = ScheduleConfig(warmup_steps=0)
+    config = Config(SEED, optimizer=optimizer, schedule=schedule, training=training, parallel=parallel)
+    trainer = build_trainer(config, model, device, world)
     found = []
     for step in range(STEPS):
         drawn = torch.randint(VOCAB, (count, B, case.T + 1), generator=torch.Generator().manual_seed(step)).to(device)
         if case.micro_steps == 2:
             drawn[2] = drawn[1]
-        batches = [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in drawn]
+        batches = [Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in drawn]
         update = trainer.update(step, batches[world.rank :: world.size])
         if step in (0, STEPS - 2, STEPS - 1):  # before the step is captured, and while its replay may still run
             found.append(trainer.evaluate(batches).hex())
-        found += [float(value).hex() for value in (update if exact else update[:1])]
+        names = ("train/loss", "optim/grad_norm") if exact else ("train/loss",)
+        found += [float(update[name]).hex() for name in names]
     weights = torch.cat([p.detach().flatten() for p in trainer.whole_model().parameters()])
     trainer.release()
     return [*found, hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()]

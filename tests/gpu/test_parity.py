@@ -6,18 +6,20 @@ import gc
 
 import pytest
 import torch
-from torch import Tensor
 
 from attention import AttentionConfig, AttentionShape, build_attention
+from data.batches import Batch
 from model.config import GPTConfig
 from model.gpt import GPT, Computation
+from recipe.build import build_trainer
+from recipe.config import Config
 from recipe.device import Precision
 from recipe.distributed.world import World
 from recipe.parity.probe import ParityConfig, ParityProbe, beyond_rounding
 from recipe.profiling.meters import StepMeter
 from recipe.training.config import TrainingConfig
 from recipe.training.loop import compare
-from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.optimizer import ScheduleConfig
 from recipe.training.step import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -52,14 +54,14 @@ def trainer(
     torch.manual_seed(0)
     size = GPTConfig(n_layers=2, n_heads=H, n_embd=H * D, dropout=0.1)
     model = GPT(size, VOCAB, T, build_attention(attention), Computation(device=device))
-    config = TrainingConfig(steps=100, batch_size=B, precision=precision, **options)
-    return Trainer(model, OptimizerConfig(), ScheduleConfig(warmup_steps=2), config, 7, device, World())
+    training = TrainingConfig(steps=100, batch_size=B, precision=precision, **options)
+    return build_trainer(Config(7, schedule=ScheduleConfig(warmup_steps=2), training=training), model, device, World())
 
 
-def batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def batch(step: int, device: torch.device) -> Batch:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB, (B, 1), generator=generator) * torch.arange(1, T + 2) % VOCAB  # something to learn
-    return tokens[:, :-1].to(device), tokens[:, 1:].to(device)
+    return Batch(tokens[:, :-1].to(device), tokens[:, 1:].to(device))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -81,8 +83,7 @@ def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled: bool, devi
                 with meter.paused():
                     compare(probe, trained, step, batch(step, device))
                 meter.step_start()
-            loss, norm = trained.update(step, [batch(step, device)])
-            losses += [loss.item(), norm.item()]
+            losses += [float(value) for value in trained.update(step, [batch(step, device)]).values()]
             meter.step_end()
         meter.interval()
         peaks.append(meter.peaks()["memory/peak_allocated_gib"] - kept)
@@ -98,12 +99,11 @@ def test_a_run_with_the_probe_is_bitwise_the_run_without_it(compiled: bool, devi
 def test_the_same_attention_differs_by_nothing_and_draws_from_no_generator(device: torch.device) -> None:
     config = AttentionConfig(dropout=0.1)
     trained = trainer(device, config)
-    inputs, targets = batch(0, device)
     torch.manual_seed(5)
     torch.rand(3, device=device)
     cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state(device)
     probe = ParityProbe(ParityConfig(every=1), config, shape(device))
-    measured = probe.measure(trained.model, inputs, targets, trained.key)
+    measured = probe.measure(trained.model, batch(0, device), trained.key)
     assert torch.equal(torch.get_rng_state(), cpu)
     assert torch.equal(torch.cuda.get_rng_state(device), cuda)
     assert measured["parity/grad_rel_err"] == 0
@@ -130,19 +130,19 @@ def test_a_reference_that_does_not_fit_gets_less(device: torch.device) -> None:
     config = AttentionConfig(name="flash")
     trained = trainer(device, config)
     # Hundreds of MiB: far more than the allocator keeps in segments that are partly in use.
-    inputs, targets = (x.repeat(16, 1) for x in batch(0, device))
+    large = batch(0, device).map(lambda x: x.repeat(16, 1))
     probe = ParityProbe(ParityConfig(every=1), config, shape(device))
 
     def compared() -> int:
-        measured = probe.measure(trained.model, inputs, targets, trained.key)
+        measured = probe.measure(trained.model, large, trained.key)
         sequences, tokens = measured["parity/tokens"]
         return sequences * tokens
 
-    assert compared() == inputs.numel()
+    assert compared() == large.inputs.numel()
     clear_memory()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    assert compared() == inputs.numel()
+    assert compared() == large.inputs.numel()
     wanted = torch.cuda.max_memory_allocated(device) - before
     # free_memory does not see this limit, so the probe meets it by running out. Segments that are partly in use, by
     # other tests too, stay reserved, and the probe may use what is free in them.
@@ -151,6 +151,6 @@ def test_a_reference_that_does_not_fit_gets_less(device: torch.device) -> None:
     limit = (reserved + before + wanted) / 2
     torch.cuda.set_per_process_memory_fraction(limit / total, device)
     try:
-        assert compared() < inputs.numel()
+        assert compared() < large.inputs.numel()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -23,10 +23,11 @@ from torch.multiprocessing import start_processes
 from attention import AttentionConfig, DropoutKey, build_attention
 from attention.dropout import keep_mask
 from attention.score import take_rows
-from data.batches import Batches
+from data.batches import Batches, GlobalBatch
 from data.config import DataConfig
 from model.config import GPTConfig, Recompute
 from model.gpt import GPT
+from recipe.build import build_trainer
 from recipe.config import Config
 from recipe.device import Precision
 from recipe.distributed.config import DataParallel, ParallelConfig
@@ -72,22 +73,23 @@ def build(
     gpt = GPT(model, 256, T, build_attention(AttentionConfig(dropout=0.1)))
     settings = TrainingConfig(steps=20, batch_size=B, batch_tokens=B * T * micro_batches, precision=precision, ema=0.9)
     # At this learning rate a difference in the last bit soon shows.
-    return Trainer(gpt, OptimizerConfig(lr=1e-2), ScheduleConfig(warmup_steps=2), settings, SEED, CPU, world, parallel)
+    optimizer, schedule = OptimizerConfig(lr=1e-2), ScheduleConfig(warmup_steps=2)
+    config = Config(SEED, optimizer=optimizer, schedule=schedule, training=settings, parallel=parallel)
+    return build_trainer(config, gpt, CPU, replace(world, context=parallel.context))
 
 
 def train(trainer: Trainer, steps: range) -> list[list[str]]:
     """Loss and gradient norm of each step, in hexadecimal."""
-    world = trainer.world
-    batches = Batches(TEXT, trainer.model.seq_len, B, SEED, world.data_rank, world.data_size, trainer.micro_steps)
+    batches = Batches(TEXT, trainer.model.seq_len, trainer.global_batch, SEED)
     done = []
     for step in steps:
         update = trainer.update(step, [batches.batch(step, m) for m in range(trainer.micro_steps)])
-        done.append([float(value).hex() for value in update])
+        done.append([float(update[name]).hex() for name in ("train/loss", "optim/grad_norm")])
     return done
 
 
 def validate(trainer: Trainer) -> dict[str, str]:
-    batches = Batches(TEXT, trainer.model.seq_len, B, SEED)
+    batches = Batches(TEXT, trainer.model.seq_len, GlobalBatch(B), SEED)
     measured = trainer.measure([batches.batch(step) for step in range(50, 55)])
     return {"validation": measured["val/loss"].hex(), "validation of the average": measured["val/loss_ema"].hex()}
 
@@ -105,7 +107,8 @@ def share_update(world: World, folder: Path) -> dict[str, Any]:
         gpt = GPT(MODEL, 256, T, build_attention(AttentionConfig(dropout=0.1)))
         settings = TrainingConfig(steps=20, batch_size=B, batch_tokens=2 * B * T, precision=Precision.bf16, ema=0.9)
         optimizer, schedule = OptimizerConfig(lr=1e-2, clip=0.0), ScheduleConfig(warmup_steps=2)
-        return Trainer(gpt, optimizer, schedule, settings, SEED, CPU, world, parallel)
+        config = Config(SEED, optimizer=optimizer, schedule=schedule, training=settings, parallel=parallel)
+        return build_trainer(config, gpt, CPU, world)
 
     trainer, found = build(ParallelConfig(exact=False)), dict[str, Any]()
     if world.size == 2:
@@ -127,8 +130,8 @@ def share_update(world: World, folder: Path) -> dict[str, Any]:
 @torch.no_grad()
 def one_loss(trainer: Trainer) -> str:
     """A loss of the gathered model, computed on this rank alone, in hexadecimal."""
-    batch = Batches(TEXT, trainer.model.seq_len, B, SEED).batch(50)
-    return trainer.whole_model().eval()(*batch).item().hex()
+    inputs, targets, _ = Batches(TEXT, trainer.model.seq_len, GlobalBatch(B), SEED).batch(50)
+    return trainer.whole_model().eval()(inputs, targets).item().hex()
 
 
 def work(world: World) -> dict[str, Any]:
@@ -169,8 +172,9 @@ def masks(world: World) -> tuple[dict[str, bool], list[bool]]:
             gpt = GPT(replace(MODEL, n_heads=H), 256, T, build_attention(AttentionConfig(dropout=0.1)))
             settings = TrainingConfig(batch_size=B, batch_tokens=B * T * MICRO_BATCHES, precision=Precision.fp32)
             parallel = ParallelConfig(context=context, context_by=by, timeout_s=TIMEOUT_S)
-            trainer = Trainer(gpt, OptimizerConfig(), ScheduleConfig(), settings, SEED, CPU, world, parallel)
-            attend, rows = trainer.context or (gpt.attend, ((0, T),))
+            config = Config(SEED, training=settings, parallel=parallel)
+            trainer = build_trainer(config, gpt, CPU, replace(world, context=context))
+            attend, rows = trainer.sharing.context or (gpt.attend, ((0, T),))
             if isinstance(attend, ContextAttention):
                 in_time.append(attend.group._get_backend(CPU).options._timeout.total_seconds() == TIMEOUT_S)
             v = take_rows(torch.eye(T), rows, dim=0).expand(B, H, -1, -1)

@@ -11,7 +11,6 @@ from recipe.cli.check import mistakes
 from recipe.config import Config
 from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.context import ContextBy
-from recipe.distributed.world import World
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 
 CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32), schedule=ScheduleConfig())
@@ -61,31 +60,31 @@ CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32)
     ],
 )
 def test_what_these_ranks_cannot_do_is_one_sentence(parallel: ParallelConfig, ranks: int, sentence: str) -> None:
-    (said,) = mistakes(replace(CONFIG, parallel=parallel), World(size=ranks))
+    (said,) = mistakes(replace(CONFIG, parallel=parallel), ranks)
     assert sentence in said
 
 
 def test_muon_is_refused_where_ranks_have_rows_of_matrices_alone() -> None:
     config = replace(CONFIG, optimizer=OptimizerConfig(name="muon"), parallel=ParallelConfig(DataParallel.shard))
-    (said,) = mistakes(config, World(size=2))
+    (said,) = mistakes(config, 2)
     assert said.startswith("optimizer=muon needs whole matrices, and parallel.data=shard gives each rank some rows")
-    assert not list(mistakes(config, World(size=1)))
+    assert not list(mistakes(config, 1))
 
 
 def test_a_length_between_two_that_can_be_shared_names_both() -> None:
     config = replace(CONFIG, seq_len=1000, parallel=ParallelConfig(context=4))
-    (said,) = mistakes(config, World(size=4))
+    (said,) = mistakes(config, 4)
     assert said.endswith("use seq_len=960 or seq_len=1024.")
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(exact=False), ParallelConfig(exact=False, context=3)])
 def test_three_ranks_can_add_in_any_order(parallel: ParallelConfig) -> None:
-    assert not list(mistakes(replace(CONFIG, seq_len=288, parallel=parallel), World(size=3)))
+    assert not list(mistakes(replace(CONFIG, seq_len=288, parallel=parallel), 3))
 
 
 def test_tokens_of_a_step_count_sequences_that_are_shared_once() -> None:
     training = replace(CONFIG.training, batch_size=2, batch_tokens=2 * 128 * 2)
     config = replace(CONFIG, training=training, parallel=ParallelConfig(context=2))
-    assert not list(mistakes(config, World(size=4)))
-    (said,) = mistakes(replace(config, parallel=ParallelConfig(context=1)), World(size=4))
+    assert not list(mistakes(config, 4))
+    (said,) = mistakes(replace(config, parallel=ParallelConfig(context=1)), 4)
     assert "training.batch_tokens=512 is not a multiple of the 1024 tokens" in said

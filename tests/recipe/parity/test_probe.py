@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 import attention
 from attention import AttentionConfig, AttentionOutput, AttentionShape, DropoutKey, DropoutRng, Score, build_attention
 from attention.naive import NaiveAttention
+from data.batches import Batch
 from model.config import GPTConfig, Recompute
 from model.gpt import GPT, Computation
 from recipe.parity import probe as parity
@@ -69,7 +69,7 @@ def probe_for(config: AttentionConfig, dtype: torch.dtype = torch.float32, refer
     return ParityProbe(ParityConfig(every=1, reference=reference), config, shape_in(dtype))
 
 
-def batches(seed: int, count: int) -> Iterator[tuple[Tensor, Tensor, DropoutKey]]:
+def batches(seed: int, count: int) -> Iterator[tuple[Batch, DropoutKey]]:
     """A learnable text: a token is followed by two or three times its number."""
     generator = torch.Generator().manual_seed(seed)
     for step in range(count):
@@ -77,7 +77,7 @@ def batches(seed: int, count: int) -> Iterator[tuple[Tensor, Tensor, DropoutKey]
         for t in range(T):
             tokens[:, t + 1] = tokens[:, t] * torch.randint(2, 4, (B,), generator=generator) % VOCABULARY
         key = DropoutKey(seed=seed, step=step, layer=0, first_sequence=0)
-        yield tokens[:, :-1], tokens[:, 1:], key
+        yield Batch(tokens[:, :-1], tokens[:, 1:]), key
 
 
 def train(
@@ -86,10 +86,10 @@ def train(
     """A training loop in five lines; `on_step` sees each micro-batch before the update."""
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     losses = []
-    for inputs, targets, key in batches(seed, steps):
-        on_step(model, inputs, targets, key)
+    for batch, key in batches(seed, steps):
+        on_step(model, batch, key)
         optimizer.zero_grad()
-        loss = model(inputs, targets, dropout_key=key)
+        loss = model(batch.inputs, batch.targets, dropout_key=key)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -109,14 +109,14 @@ def test_a_run_with_the_probe_is_bitwise_the_run_without_it():
 def test_the_probe_leaves_gradients_generators_and_modes_as_they_were():
     config = AttentionConfig(dropout=0.1)
     model = small_gpt(config)
-    inputs, targets, key = next(batches(1, 1))
-    model(inputs, targets, dropout_key=key).backward()
+    batch, key = next(batches(1, 1))
+    model(batch.inputs, batch.targets, dropout_key=key).backward()
     gradients = [p.grad for p in model.parameters()]
     values = torch.nn.utils.parameters_to_vector([g for g in gradients if g is not None])
     names, state = list(model.state_dict()), torch.get_rng_state()
     torch.set_float32_matmul_precision("high")
     try:
-        probe_for(config).measure(model, inputs, targets, key)
+        probe_for(config).measure(model, batch, key)
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -141,11 +141,11 @@ def test_the_same_attention_with_the_same_masks_differs_by_nothing():
 def test_a_pass_gives_the_loss_and_gradients_of_training(recompute: Recompute, dtype: torch.dtype):
     """The independent reference is backward() on a model whose weights have that precision."""
     config = AttentionConfig(dropout=0.1)
-    inputs, targets, key = next(batches(3, 1))
+    batch, key = next(batches(3, 1))
     model = small_gpt(config, computation=Computation(recompute))
-    measured = fwd_bwd(model, inputs, targets, key, model.attend, dtype)
+    measured = fwd_bwd(model, batch, key, model.attend, dtype)
     model = small_gpt(config).to(dtype)
-    model(inputs, targets, dropout_key=key).backward()
+    model(batch.inputs, batch.targets, dropout_key=key).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(measured.gradients[name], p.grad, rtol=1e-5, atol=1e-7)
 

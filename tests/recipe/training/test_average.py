@@ -10,32 +10,34 @@ import pytest
 import torch
 
 from attention import AttentionConfig, build_attention
-from data.batches import Batches
+from data.batches import Batches, GlobalBatch
 from model.config import GPTConfig
 from model.gpt import GPT
+from recipe.build import build_trainer
+from recipe.config import Config
 from recipe.device import Precision
 from recipe.distributed.world import World
 from recipe.training.checkpoint import load_checkpoint, save_checkpoint
 from recipe.training.config import TrainingConfig
-from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.optimizer import OptimizerConfig
 from recipe.training.step import Trainer
 
 T, B, DECAY = 16, 2, 0.3
 TRAINING = TrainingConfig(steps=20, batch_size=B, precision=Precision.fp32, ema=DECAY)
 TEXT = np.random.default_rng(0).integers(0, 50, 2000).astype(np.uint8)
-BATCHES = Batches(TEXT, T, B, seed=1)
+BATCHES = Batches(TEXT, T, GlobalBatch(B), seed=1)
 WINDOWS = [BATCHES.batch(100)]
 
 
 def build(training: TrainingConfig = TRAINING, optimizer: str = "adamw") -> Trainer:
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layers=1, n_heads=2, n_embd=32), 50, T, build_attention(AttentionConfig(dropout=0.1)))
-    config = OptimizerConfig(name=optimizer, lr=1e-2)
-    return Trainer(model, config, ScheduleConfig(), training, 0, torch.device("cpu"), World())
+    config = Config(seed=0, optimizer=OptimizerConfig(name=optimizer, lr=1e-2), training=training)
+    return build_trainer(config, model, torch.device("cpu"), World())
 
 
 def train(trainer: Trainer, first: int, last: int) -> list[float]:
-    return [trainer.update(step, [BATCHES.batch(step)])[0].item() for step in range(first, last)]
+    return [float(trainer.update(step, [BATCHES.batch(step)])["train/loss"]) for step in range(first, last)]
 
 
 def vector(trainer: Trainer) -> np.ndarray:

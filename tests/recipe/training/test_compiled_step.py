@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from attention import AttentionConfig, build_attention
+from data.batches import Batch
 from model.config import GPTConfig, Recompute
 from model.gpt import GPT, Computation
 from model.loss import LossKind
+from recipe.build import build_trainer
+from recipe.config import Config
 from recipe.device import Precision
 from recipe.distributed.world import World
 from recipe.training.config import TrainingConfig
-from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.optimizer import ScheduleConfig
 from recipe.training.step import Trainer
 
 CPU = torch.device("cpu")
@@ -24,9 +26,9 @@ T, B, VOCAB = 32, 2, 90
 
 
 def trainer(attention: str, compile: bool, precision: Precision = Precision.fp32, **options: Any) -> Trainer:
-    config = AttentionConfig(name=attention, dropout=0.1)
+    attend = AttentionConfig(name=attention, dropout=0.1)
     if attention == "tiled":
-        config.block_q = config.block_k = 16
+        attend.block_q = attend.block_k = 16
     training = TrainingConfig(
         steps=10,
         batch_size=B,
@@ -39,15 +41,16 @@ def trainer(attention: str, compile: bool, precision: Precision = Precision.fp32
         GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1),
         VOCAB,
         T,
-        build_attention(config),
+        build_attention(attend),
         Computation(**options),
     )
-    return Trainer(model, OptimizerConfig(), ScheduleConfig(warmup_steps=2), training, 7, CPU, World())
+    config = Config(seed=7, schedule=ScheduleConfig(warmup_steps=2), training=training)
+    return build_trainer(config, model, CPU, World())
 
 
-def batches(step: int) -> list[tuple[Tensor, Tensor]]:
+def batches(step: int) -> list[Batch]:
     tokens = torch.randint(VOCAB, (2, 2, B, T), generator=torch.Generator().manual_seed(step))
-    return [(inputs, targets) for inputs, targets in tokens]
+    return [Batch(inputs, targets) for inputs, targets in tokens]
 
 
 @pytest.mark.parametrize(
@@ -67,8 +70,8 @@ def test_no_step_breaks_the_graph_or_compiles_again(attention, options, monkeypa
     compiled, plain = (trainer(attention, compile, **options) for compile in (True, False))
     graphs = []
     for step in range(4):
-        loss, _ = compiled.update(step, batches(step))
-        torch.testing.assert_close(loss, plain.update(step, batches(step))[0], rtol=1e-4, atol=0)
+        loss, expected = (x.update(step, batches(step))["train/loss"] for x in (compiled, plain))
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
         if step % 2 == 0:
             compiled.evaluate(batches(99))
         graphs.append(counters["stats"]["unique_graphs"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from attention import AttentionConfig, AttentionShape, DropoutRng, build_attenti
 from data.batches import Batch, Batches
 from model.config import GPTConfig
 from model.gpt import GPT
+from recipe.build import build_trainer
+from recipe.config import Config
 from recipe.device import Precision
 from recipe.distributed.world import World
 from recipe.parity import probe as parity
@@ -28,8 +29,11 @@ from recipe.parity.probe import ParityConfig, ParityProbe
 from recipe.profiling.meters import StepMeter
 from recipe.profiling.profiler import Profiler
 from recipe.training.config import TrainingConfig
-from recipe.training.loop import Interruption, OutOfMemory, compare, fit, oom_guard, too_large_step
+from recipe.training.interruption import Interruption
+from recipe.training.loop import Run, compare, fit
+from recipe.training.memory import OutOfMemory, oom_guard, too_large_step
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.record import NullRecord
 from recipe.training.step import NonFiniteError, Trainer
 from tests.recipe.training.old_checkpoint import format_1
 
@@ -49,11 +53,12 @@ def build(
 ) -> Trainer:
     torch.manual_seed(SEED)
     gpt = GPT(model, 256, seq_len, build_attention(attention or AttentionConfig(dropout=0.1)))
-    return Trainer(gpt, OptimizerConfig(lr=lr), ScheduleConfig(warmup_steps=5), training, SEED, CPU, World())
+    optimizer, schedule = OptimizerConfig(lr=lr), ScheduleConfig(warmup_steps=5)
+    return build_trainer(Config(SEED, optimizer=optimizer, schedule=schedule, training=training), gpt, CPU, World())
 
 
 def batches(trainer: Trainer) -> Batches:
-    return Batches(TEXT, trainer.model.seq_len, trainer.training.batch_size, SEED, micro_steps=trainer.micro_steps)
+    return Batches(TEXT, trainer.model.seq_len, trainer.global_batch, SEED)
 
 
 def micro_batches(trainer: Trainer, step: int) -> list[Batch]:
@@ -61,7 +66,7 @@ def micro_batches(trainer: Trainer, step: int) -> list[Batch]:
 
 
 def losses(trainer: Trainer, steps: range) -> list[float]:
-    return [trainer.update(step, micro_batches(trainer, step))[0].item() for step in steps]
+    return [float(trainer.update(step, micro_batches(trainer, step))["train/loss"]) for step in steps]
 
 
 def weights(trainer: Trainer) -> list[Tensor]:
@@ -99,7 +104,7 @@ def test_a_step_depends_on_its_number_and_the_weights_alone() -> None:
 
 def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
     trainer = build(AttentionConfig(), replace(MODEL, dropout=0.5))
-    inputs, targets = batches(trainer).batch(0)
+    inputs, targets, _ = batches(trainer).batch(0)
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
     keys = (trainer.dropout_key_for(*place) for place in places)
     assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
@@ -107,7 +112,7 @@ def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> Non
 
 def test_torchs_own_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
     trainer = build(AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch))
-    inputs, targets = batches(trainer).batch(0)
+    inputs, targets, _ = batches(trainer).batch(0)
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
     keys = (trainer.dropout_key_for(*place) for place in places)
     assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
@@ -128,8 +133,8 @@ def test_the_probe_compares_with_the_masks_of_the_step(monkeypatch: pytest.Monke
     batch = batches(trainer).batch(0)
     for step in range(3):
         compare(probe, trainer, step, batch)
-        loss, _ = trainer.update(step, [batch])
-        assert [p.loss.item() for p in passes[-3:]] == pytest.approx([loss.item()] * 3, abs=1e-6)
+        loss = trainer.update(step, [batch])["train/loss"]
+        assert [p.loss.item() for p in passes[-3:]] == pytest.approx([float(loss)] * 3, abs=1e-6)
     assert len({round(p.loss.item(), 3) for p in passes}) == 3
 
 
@@ -207,16 +212,17 @@ def test_evaluation_is_the_mean_loss_without_dropout_and_changes_nothing() -> No
     measured = trainer.evaluate(windows)
     model = trainer.model.eval()
     with torch.no_grad():
-        logits = torch.cat([model(inputs) for inputs, _ in windows]).flatten(0, 1)
-    expected = torch.nn.functional.cross_entropy(logits, torch.cat([t for _, t in windows]).flatten())
+        logits = torch.cat([model(inputs) for inputs, _, _ in windows]).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, torch.cat([t for _, t, _ in windows]).flatten())
     assert measured == pytest.approx(expected.item(), rel=1e-6)
     assert equal(weights(trainer), before)
 
 
-class Recorder:
-    """Records the calls of `fit`, and can run a function at a step."""
+class Recorder(NullRecord):
+    """Records the calls of the loop, and can run a function at a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
         self.events: list[tuple[str, int, Any]] = []
         self.at: dict[int, Any] = {}
 
@@ -231,31 +237,29 @@ class Recorder:
         return [n for event, n, content in self.events if event == kind and (not metric or metric in content)]
 
 
-def run(trainer: Trainer, recorder: Recorder, start: int = 0, interruption: Interruption | None = None) -> int:
-    def stream() -> Iterator[Batch]:
-        for step in range(start, trainer.training.steps):
-            yield from micro_batches(trainer, step)
-
+def run(recorder: Recorder, interruption: Interruption | None = None) -> int:
+    trainer = recorder.trainer
+    profiler = Profiler(Path(), CPU, profile=False, memory_snapshot=False, start=0, steps=trainer.training.steps)
     return fit(
-        trainer,
-        stream(),
-        [batches(trainer).batch(100)],
-        meter=StepMeter(
-            CPU, tokens_per_step=B * T, flops_per_token_full=1.0, flops_per_token_causal=1.0, precision="fp32"
-        ),
-        probe=None,
-        profiler=Profiler(Path(), CPU, profile=False, memory_snapshot=False, start=start, steps=trainer.training.steps),
-        log=recorder.log,
-        save=recorder.save,
-        interruption=interruption or Interruption(TIMEOUT_S),
-        start=start,
+        Run(
+            trainer,
+            batches(trainer),
+            [batches(trainer).batch(100)],
+            StepMeter(
+                CPU, tokens_per_step=B * T, flops_per_token_full=1.0, flops_per_token_causal=1.0, precision="fp32"
+            ),
+            None,
+            profiler,
+            recorder,
+            interruption or Interruption(TIMEOUT_S),
+        )
     )
 
 
 def test_lines_evaluations_and_checkpoints_come_when_they_are_due() -> None:
     training = replace(TRAINING, steps=11, log_every=3, eval_every=4, checkpoint_every=5)
-    trainer, recorder = build(training=training), Recorder()
-    assert run(trainer, recorder) == 11
+    recorder = Recorder(build(training=training))
+    assert run(recorder) == 11
     assert recorder.steps("log") == [0, 3, 4, 5, 6, 8, 9, 10, 11]
     assert recorder.steps("log", "train/loss") == [3, 4, 5, 6, 8, 9, 10, 11]
     assert recorder.steps("log", "val/loss") == [0, 4, 8, 11]
@@ -269,9 +273,9 @@ def test_lines_evaluations_and_checkpoints_come_when_they_are_due() -> None:
 
 def test_the_time_of_logging_counts_as_training_and_that_of_saving_does_not() -> None:
     training = replace(TRAINING, steps=9, log_every=1, eval_every=0, checkpoint_every=3)
-    recorder, pause = Recorder(), 0.5
+    recorder, pause = Recorder(build(training=training)), 0.5
     recorder.at = {n: lambda: time.sleep(pause) for n in (4, 6)}  # after step 6 a checkpoint is saved
-    run(build(training=training), recorder)
+    run(recorder)
     seconds = {n: line["throughput/step_ms"] / 1e3 for event, n, line in recorder.events if event == "log" and n > 3}
     assert seconds[5] > pause
     assert seconds[7] < pause
@@ -279,8 +283,8 @@ def test_the_time_of_logging_counts_as_training_and_that_of_saving_does_not() ->
 
 def test_the_loss_of_a_line_is_that_of_its_update() -> None:
     training = replace(TRAINING, steps=6, log_every=2, eval_every=0, checkpoint_every=0)
-    recorder = Recorder()
-    run(build(training=training), recorder)
+    recorder = Recorder(build(training=training))
+    run(recorder)
     logged = {n: content["train/loss"] for _, n, content in recorder.events}
     expected = losses(build(training=training), range(6))
     assert logged == {2: expected[1], 4: expected[3], 6: expected[5]}
@@ -289,12 +293,14 @@ def test_the_loss_of_a_line_is_that_of_its_update() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(number: signal.Signals) -> None:
     training = replace(TRAINING, log_every=1, eval_every=0, checkpoint_every=1000)
-    recorder, before = Recorder(), signal.getsignal(number)
+    recorder, before = Recorder(build(training=training)), signal.getsignal(number)
+    handlers = []
     recorder.at[3] = lambda: os.kill(os.getpid(), number)
-    with Interruption(TIMEOUT_S) as interruption:
-        assert run(build(training=training), recorder, interruption=interruption) == 4
-        assert interruption.number == number
-        assert signal.getsignal(number) == before  # a second one acts at once
+    recorder.at[4] = lambda: handlers.append(signal.getsignal(number))
+    interruption = Interruption(TIMEOUT_S)
+    assert run(recorder, interruption) == 4
+    assert interruption.number == number
+    assert handlers == [before]  # a second one acts at once
     assert recorder.events[-1][:2] == ("save", 4)
 
 
@@ -337,10 +343,10 @@ def test_who_waited_for_slurms_signal_before_gets_it_after_the_run() -> None:
 
 
 def test_a_failure_is_noticed_before_anything_is_saved() -> None:
-    trainer = build(training=replace(TRAINING, log_every=50, eval_every=0, checkpoint_every=4), lr=1e30)
-    recorder = Recorder()
+    training = replace(TRAINING, log_every=50, eval_every=0, checkpoint_every=4)
+    recorder = Recorder(build(training=training, lr=1e30))
     with pytest.raises(NonFiniteError, match=r"Step [23] was not finite"):
-        run(trainer, recorder)
+        run(recorder)
     assert recorder.events == []
 
 

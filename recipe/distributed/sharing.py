@@ -1,0 +1,106 @@
+"""How the ranks of a run share its steps. A trainer knows of other ranks by this alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from attention.score import Range, take_rows
+from data.batches import Batch
+from model.gpt import GPT
+from recipe.distributed.config import DataParallel, ParallelConfig
+from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of
+from recipe.distributed.exchange import AnyOrder, Exchange, FixedTree, add_losses
+from recipe.distributed.ranks import patience
+from recipe.distributed.sharding import ShardedTree, gathered, keep_shards, shard
+from recipe.distributed.shared_update import SharedAdamW, SharedSum
+from recipe.distributed.world import World
+
+
+class Sharing:
+    """A model on its device, in the form in which the ranks share it, and this rank's part of a step.
+
+    world    the place of this rank
+    model    whole, or this rank's shards of it
+    context  where successive ranks share every sequence, the attention to call and this rank's rows
+    """
+
+    def __init__(
+        self, model: GPT, world: World, config: ParallelConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Move `model` to `device`, and shard it if the configuration says so; `dtype` is autocast's."""
+        self.world, self.config, self.device = world, config, device
+        self.model = model.to(device)
+        self.context = self._share_sequences() if world.context > 1 else None
+        self.sharded = config.data is DataParallel.shard and world.size > 1
+        self.blueprint = shard(self.model, device, dtype, config) if self.sharded else None
+
+    def share_update(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer, or one like it whose update the ranks share.
+
+        They share AdamW's, where sums may have any order: Muon needs whole matrices, and a norm that is the same on
+        any number of ranks is taken of whole gradients. Of a sharded model an optimizer updates this rank's rows
+        already.
+        """
+        any_order = self.world.size > 1 and not (self.sharded or self.config.exact)
+        if not (any_order and isinstance(optimizer, torch.optim.AdamW)):
+            return optimizer
+        return SharedAdamW(optimizer, init_device_mesh(self.device.type, (self.world.size,)))
+
+    def exchange(self, optimizer: torch.optim.Optimizer, micro_steps: int) -> Exchange:
+        """The exchange of gradients for steps of `micro_steps` micro-batches on each rank."""
+        if isinstance(optimizer, SharedAdamW):
+            return SharedSum(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.sharded:
+            return ShardedTree(parameters, micro_steps) if self.config.exact else AnyOrder(parameters, ranks=1)
+        if self.config.exact and self.world.size * micro_steps > 2:
+            return FixedTree(parameters, self.world.size)
+        return AnyOrder(parameters, self.world.size)
+
+    def part(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """The inputs and targets that this rank has of a micro-batch of whole sequences, and the model's options for
+        them."""
+        if self.context is None:
+            return batch.inputs, batch.targets, {}
+        attend, rows = self.context
+        inputs, targets = (take_rows(x, rows, dim=1) for x in (batch.inputs, batch.targets))
+        return inputs, targets, {"attend": attend, "rows": rows}
+
+    def total_loss(self, losses: Sequence[Tensor]) -> Tensor:
+        """The sum of every rank's shares of a step's loss, one for each micro-step."""
+        return add_losses(losses, self.world.size)
+
+    def validation_losses(self, loss_of: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> list[float]:
+        """The loss of each batch, on every rank. The ranks divide the batches among them."""
+        losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
+        rank, size = self.world.data_rank, self.world.data_size
+        for i in range(rank, -(-len(batches) // size) * size, size):
+            # Sharded ranks take part in every forward pass of the others; a rank without a batch repeats its last.
+            loss = loss_of(batches[min(i, len(batches) - 1)])
+            if i < len(batches):
+                losses[i] = loss.double() / self.world.context
+        keep_shards(self.model)
+        if self.world.size > 1:
+            dist.all_reduce(losses)  # of ranks with other sequences one has a loss and the rest 0: exact in any order
+        return losses.tolist()
+
+    def whole_model(self) -> GPT:
+        """The model with whole parameters: a copy where they are sharded. Every rank calls this."""
+        return self.model if self.blueprint is None else gathered(self.model, self.blueprint)
+
+    def _share_sequences(self) -> tuple[ContextAttention, tuple[Range, ...]]:
+        model, world = self.model, self.world
+        n_heads = model.config.n_heads
+        by = self.config.context_by.resolve(n_heads, model.config.n_kv_heads or n_heads, world.context)
+        group = dist.group.WORLD
+        if world.context < world.size:
+            group, _ = dist.new_subgroups(world.context, timeout=patience(self.device, self.config.timeout_s))
+        assert group is not None
+        attend = WRAPPERS[by](model.attend, group)
+        return attend, rows_of(world.context_rank, world.context, model.seq_len, by)
