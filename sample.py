@@ -37,6 +37,7 @@ from recipe.cli.arguments import parse as key_values
 from recipe.cli.wording import one_sentence
 from recipe.config import ConfigError, as_plain
 from recipe.device import resolve_device
+from recipe.generation.engine import Engine, Request
 from recipe.generation.prompts import continuations, open_new, read_prompts, write
 from recipe.generation.sampling import Sampling
 from recipe.generation.steps import decoding_attention
@@ -162,17 +163,9 @@ def write_export(run: Path, which: CheckpointChoice, weights: WeightsChoice, fol
 
 def write_texts(prompts: list[str], trained: Trained, sampling: Sampling, config: SampleConfig) -> None:
     """Continue many prompts, and print or write their texts. Raises UserError before anything is written."""
-    found = continuations(
-        trained.model,
-        trained.tokenizer,
-        prompts,
-        config.tokens,
-        sampling,
-        stop=config.stop,
-        slots=config.batch,
-        dtype=trained.dtype,
-        compile=config.compile,
-    )
+    requests = [Request(trained.tokenizer.encode_ordinary(prompt), config.tokens) for prompt in prompts]
+    engine = Engine(trained.model, requests, sampling, slots=config.batch, dtype=trained.dtype, compile=config.compile)
+    found = continuations(engine, prompts, trained.tokenizer, config.stop)
     put = print if config.out is None else open_new(Path(config.out).expanduser())
     write(found, len(prompts), put)
 

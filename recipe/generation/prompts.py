@@ -9,14 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from data.tokenizers import Tokenizer
-from model.gpt import GPT
 from recipe.files import to_json
-from recipe.generation.engine import Engine, Request
+from recipe.generation.engine import Engine
 from recipe.generation.errors import GenerationError
-from recipe.generation.sampling import Sampling
 from recipe.generation.text import Text
 
 
@@ -71,28 +67,13 @@ def prompt_of_json(line: str) -> str | None:
 
 
 def continuations(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    tokens: int,
-    sampling: Sampling,
-    *,
-    stop: str | None = None,
-    slots: int = 1,
-    dtype: torch.dtype = torch.float32,
-    compile: bool = False,
+    engine: Engine, prompts: Sequence[str], tokenizer: Tokenizer, stop: str | None = None
 ) -> Iterator[Continuation]:
-    """Continue each prompt by at most `tokens`, `slots` of them at a time; those that end first come first.
+    """The continuation of each of an engine's requests, whose texts are `prompts`, at its end.
 
-    Raises GenerationError, before the first one is asked for.
+    stop  text that ends a continuation, and is not part of it
     """
-    requests = [Request(tokenizer.encode_ordinary(prompt), tokens) for prompt in prompts]
-    engine = Engine(model, requests, sampling, slots=slots, dtype=dtype, compile=compile)
-    return finished(engine, prompts, [Text(tokenizer, stop, request.prompt) for request in requests])
-
-
-def finished(engine: Engine, prompts: Sequence[str], texts: Sequence[Text]) -> Iterator[Continuation]:
-    """The continuation of each of an engine's requests, at its end."""
+    texts = [Text(tokenizer, stop, request.prompt) for request in engine.requests]
     begin = time.perf_counter()
     indices = {request: index for index, request in enumerate(engine.requests)}
     added = [""] * len(prompts)
