@@ -8,10 +8,10 @@
 from .config import Ablation, AttentionConfig, DropoutRng, KernelPath, ProductPrecision, SDPABackend
 from .decode.cache import Cache
 from .dropout import DropoutKey, keep_mask
-from .errors import AttentionError
+from .errors import AttentionError, Option, UnsupportedAttention
 from .flash import FlashAttention
 from .flex import FlexAttention
-from .interface import Attention, AttentionOutput, AttentionShape, UnsupportedAttention
+from .interface import Attention, AttentionOutput, AttentionShape
 from .naive import NaiveAttention
 from .score import Layout, Score, ScoreError, documents, packed
 from .sdpa import SDPAAttention
@@ -55,7 +55,6 @@ def build_attention(config: AttentionConfig) -> Attention:
     try:
         implementation = IMPLEMENTATIONS[config.name]
     except KeyError:
-        raise UnsupportedAttention(
-            f"attention={config.name} is not known; choose one of {', '.join(IMPLEMENTATIONS)}."
-        ) from None
+        named, known = Option("attention", config.name), ", ".join(IMPLEMENTATIONS)
+        raise UnsupportedAttention("{} is not known; choose one of {}.", named, known) from None
     return implementation(config)

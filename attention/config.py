@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from .errors import AttentionError
+from .errors import AttentionError, Option
 
 
 class Ablation(Enum):
@@ -86,4 +86,5 @@ class AttentionConfig:
                     setattr(self, option.name, choices(value))
                 except ValueError:
                     known = ", ".join(choice.value for choice in choices)
-                    raise AttentionError(f"attention.{option.name}={value} is not one of {known}.") from None
+                    named = Option(f"attention.{option.name}", value)
+                    raise AttentionError("{} is not one of {}.", named, known) from None

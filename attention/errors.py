@@ -1,10 +1,72 @@
-"""The kind of failure that a caller can act on."""
+"""Refusals: one sentence each, which every program words with the names that its users write."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Option(NamedTuple):
+    """A choice of the caller's that a refusal names, such as Option("attention.path", "hopper").
+
+    name   attention for the implementation, attention.<field> and score.<field> for the fields of AttentionConfig and
+           Score, layout.<field> for those of Layout, or cache
+    """
+
+    name: str
+    value: object = True
 
 
 class AttentionError(ValueError):
     """A refusal in one sentence that names the offending value and what to change.
 
+    template, parts  the sentence, with {} where a part stands: an Option, or anything that `format` prints
+
+    `str` words Options as arguments in Python: path="hopper". `worded` takes other words for them.
     The base of ScoreError and UnsupportedAttention.
     """
+
+    def __init__(self, template: str, *parts: object) -> None:
+        super().__init__(template, *parts)
+        self.template, self.parts = template, parts
+
+    def __str__(self) -> str:
+        return self.worded(in_python)
+
+    def worded(self, word: Callable[[Option], str]) -> str:
+        """The sentence, with word(option) for each Option."""
+        if not self.parts:
+            return self.template
+        return self.template.format(*(word(part) if isinstance(part, Option) else part for part in self.parts))
+
+
+class UnsupportedAttention(AttentionError):
+    """A combination the chosen implementation does not support; the message says what to change."""
+
+
+# What asks for a feature that is no field with a value.
+PHRASES = {
+    "layout.documents": "document bounds",
+    "layout.offsets": "q_start or k_start",
+    "layout.lengths": "a layout's lengths",
+    "cache": "a cache",
+}
+
+
+def in_python(option: Option) -> str:
+    """An Option as Python code has it: name="flash", window=16."""
+    if option.name in PHRASES:
+        return PHRASES[option.name]
+    name = option.name.rpartition(".")[2]
+    return f"{'name' if name == 'attention' else name}={quoted(option.value)}"
+
+
+def quoted(value: object) -> str:
+    """A value as Python code has it, with double quotes around text."""
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def listed(names: list[str]) -> tuple[str, list[Option]]:
+    """ "a, b or c" of implementations for an AttentionError: its template, then its parts."""
+    template = " or ".join(filter(None, [", ".join(["{}"] * (len(names) - 1)), "{}"]))
+    return template, [Option("attention", name) for name in names]

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from .config import AttentionConfig
-from .interface import FEATURES, Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
+from .errors import Option, UnsupportedAttention, listed
+from .interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
 from .score import Layout, Score
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of sequence, head, query and key
@@ -33,9 +34,12 @@ class FlexAttention(Attention):
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
         if config.dropout > 0:
+            template, names = listed(["naive", "tiled", "flash"])
             raise UnsupportedAttention(
-                f"attention=flex has no dropout; set attention.dropout=0 instead of {config.dropout}, or choose "
-                "attention=naive, tiled or flash."
+                f"{{}} has no dropout; set {{}} instead of {config.dropout}, or choose {template}.",
+                Option("attention", "flex"),
+                Option("attention.dropout", 0),
+                *names,
             )
         self.compiled = torch.compile(flex_attention, dynamic=False)
         # By what determines a mask: the tensor of documents, its version (it may change in place), and the mask.
@@ -44,31 +48,29 @@ class FlexAttention(Attention):
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)
         if shape.device.type == "cpu" and shape.training:
-            raise UnsupportedAttention(
-                "attention=flex has no backward pass on a CPU; choose attention=tiled or sdpa, or device=cuda."
-            )
+            raise no_backward_on_a_cpu()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         on_cpu = q.device.type == "cpu"
         if on_cpu and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            raise UnsupportedAttention("attention=flex has no backward pass on a CPU; choose attention=tiled.")
-        T, S = q.shape[2], k.shape[2]
+            raise no_backward_on_a_cpu()
+        (T, S), score, layout = (q.shape[2], k.shape[2]), call.spec.score, call.layout
         # On a CPU compiling would take longer than it saves.
         attend: Callable[..., Any] = flex_attention if on_cpu else self.compiled
         out, aux = attend(
             q,
             k,
             v,
-            score_mod=score_function(terms.score, terms.layout, terms.slopes, T, S),
-            block_mask=self.block_mask(terms.score, terms.layout, q.shape[0], T, S, q.device),
-            scale=terms.scale,
+            score_mod=score_function(score, layout, call.tensors.get("slopes"), T, S),
+            block_mask=self.block_mask(score, layout, q.shape[0], T, S, q.device),
+            scale=call.spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=True),
         )
         lse = aux.lse
-        if terms.sinks is not None:
+        if score.sinks:
             # A sink takes exp(sink) of the softmax's sum, and leaves the rest exp(lse).
-            sinks = terms.sinks[:, None]
+            sinks = call.tensors["sinks"][:, None]
             out = (out * torch.sigmoid(lse - sinks)[..., None]).to(q.dtype)
             lse = torch.logaddexp(lse, sinks)
         return AttentionOutput(out, lse)
@@ -93,6 +95,13 @@ class FlexAttention(Attention):
         if len(self.block_masks) > MASKS_KEPT:
             del self.block_masks[next(iter(self.block_masks))]
         return kept[2]
+
+
+def no_backward_on_a_cpu() -> UnsupportedAttention:
+    """The refusal of a training call on a CPU."""
+    template, names = listed(["tiled", "sdpa"])
+    sentence = f"{{}} has no backward pass on a CPU; choose {template}, or a GPU."
+    return UnsupportedAttention(sentence, Option("attention", "flex"), *names)
 
 
 def mask_function(score: Score, layout: Layout, T: int, S: int) -> Mask | None:

@@ -17,24 +17,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .config import AttentionConfig
 from .decode.cache import Cache
-from .dropout import RATES, DropoutKey, is_valid_rate
-from .errors import AttentionError
+from .dropout import RATES, DropoutKey, drop_threshold, is_valid_rate
+from .errors import Option, UnsupportedAttention, listed
 from .score import Layout, Score, alibi_slopes
+from .spec import Spec
 
 # What an implementation may not support: see Score.features, Layout.features and Attention.decode.
 FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "sinks", "documents", "offsets", "cache"})
 CAUSAL, ONE_DOCUMENT = Score(), Layout()
-
-
-class UnsupportedAttention(AttentionError):
-    """A combination the chosen implementation does not support; the message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +64,19 @@ class AttentionOutput(NamedTuple):
     lse: Tensor | None = None
 
 
-class Terms(NamedTuple):
-    """The arguments of a call besides q, k and v, with defaults filled in; see `Attention.__call__`.
+class Call(NamedTuple):
+    """What a call computes, besides q, k and v, with defaults filled in; see `Attention.__call__`.
 
-    dropout_key  None where nothing is to be dropped
-    slopes       (H,) fp32 where score.alibi, else None
-    sinks        (H,) where score.sinks, else None
+    spec         what is known before there are tensors: score, scale and so on
+    layout       positions and documents
+    dropout_key  (7,) int64, as `DropoutKey.pack` gives it; None where nothing is to be dropped
+    tensors      of the score, by name: see Score.tensors
     """
 
-    score: Score
+    spec: Spec
     layout: Layout
-    scale: float
-    dropout_key: DropoutKey | None
-    slopes: Tensor | None
-    sinks: Tensor | None
+    dropout_key: Tensor | None
+    tensors: dict[str, Tensor]
 
 
 class Attention(ABC):
@@ -98,36 +94,43 @@ class Attention(ABC):
         for option in fields(AttentionConfig):
             chosen = getattr(config, option.name)
             if option.name not in {"name", "dropout", *self.options} and chosen != option.default:
+                template, names = listed(readers(option.name))
                 raise UnsupportedAttention(
-                    f"attention.{option.name}={printable(chosen)} has no effect with attention={self.name}; "
-                    f"leave it at {printable(option.default)} or choose {' or '.join(readers(option.name))}."
+                    f"{{}} has no effect with {{}}; leave it at {{}} or choose {template}.",
+                    Option(f"attention.{option.name}", plain(chosen)),
+                    Option("attention", self.name),
+                    plain(option.default),
+                    *names,
                 )
         if not is_valid_rate(config.dropout):
-            raise UnsupportedAttention(f"attention.dropout={config.dropout} must be {RATES}.")
+            raise UnsupportedAttention("{} must be {}.", Option("attention.dropout", config.dropout), RATES)
         self.config = config
         self.dropout = config.dropout
 
     def check(self, shape: AttentionShape) -> None:
         """Refuse, when the model is built, scores, shapes, dtypes and devices that this class does not support.
 
-        Raises UnsupportedAttention with the override that helps.
+        Raises UnsupportedAttention with the choice that helps.
         """
         for score in shape.scores:
             self.check_features(score.features())
         if shape.documents:
-            self.check_features({"documents": "data.documents=mask"})
+            self.check_features({"documents": Option("layout.documents")})
 
     def path(self, shape: AttentionShape, T: int) -> str | None:
         """The kernels for a model's layers on sequences of T tokens, by name; None where there is only one kind."""
         return None
 
-    def check_features(self, features: Mapping[str, str]) -> None:
-        """Raise UnsupportedAttention unless this class has all `features`: name -> the override that asks for it."""
+    def check_features(self, features: Mapping[str, Option]) -> None:
+        """Raise UnsupportedAttention unless this class has all `features`: name -> the choice that asks for it."""
         for feature, asked_by in features.items():
             if feature not in self.supports:
-                others = [f"attention={cls.name}" for cls in Attention.__subclasses__() if feature in cls.supports]
+                template, names = listed([cls.name for cls in Attention.__subclasses__() if feature in cls.supports])
                 raise UnsupportedAttention(
-                    f"attention={self.name} does not support {asked_by}; leave it out or choose {' or '.join(others)}."
+                    f"{{}} does not support {{}}; leave it out or choose {template}.",
+                    Option("attention", self.name),
+                    asked_by,
+                    *names,
                 )
 
     def __call__(
@@ -139,10 +142,9 @@ class Attention(ABC):
         score: Score = CAUSAL,
         layout: Layout = ONE_DOCUMENT,
         scale: float | None = None,
-        dropout_key: DropoutKey | None = None,
-        slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
+        dropout_key: DropoutKey | Tensor | None = None,
         return_lse: bool = False,
+        **tensors: Any,
     ) -> AttentionOutput:
         """Attend.
 
@@ -151,25 +153,24 @@ class Attention(ABC):
         score        who sees whom and how scores are changed. Causal: query i sees key j iff j <= i + S - T
         layout       other positions, and documents
         scale        of the scores; D ** -0.5 by default
-        dropout_key  determines the mask; None (evaluation) drops nothing
-        slopes       (H,) fp32, of ALiBi, where score.alibi; None: those of Press et al. No gradient
-        sinks        (H,) fp32, logits that join the softmax's sum, where score.sinks
+        dropout_key  determines the mask, packed or not (`DropoutKey.pack`); None (evaluation) drops nothing
         return_lse   also return the log of the softmax's sum, which counts the sink: log(exp(sink) + sum of exp(s)).
                      For a query that sees nothing that is the sink, or -inf without one
+        tensors      those that the score needs, by name (attention/score.py), or all in one mapping, tensors={...}
 
         Queries that see nothing give zeros, even with a sink. Dropout addresses rows and columns of the call, whatever
         the documents. Raises ValueError for tensors that do not fit together, UnsupportedAttention for what this
         implementation does not support.
         """
-        check_tensors(q, k, v, score, layout, slopes, sinks)
+        check_inputs(q, k, v, layout)
         self.check_features(score.features() | layout.features())
-        terms = fill_in(q, score, layout, scale, dropout_key if self.dropout > 0 else None, slopes, sinks)
+        call = self.call(q, score, layout, scale, dropout_key, tensors)
         # q, k and v set the precision; autocast must not change what an implementation computes in fp32.
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = self.attend(q, k, v, terms)
+            out, lse = self.attend(q, k, v, call)
             if not return_lse:
                 return AttentionOutput(out)
-            return AttentionOutput(out, (self.lse(q, k, terms) if lse is None else lse).detach())
+            return AttentionOutput(out, (self.lse(q, k, call) if lse is None else lse).detach())
 
     @torch.no_grad()
     def decode(
@@ -179,9 +180,8 @@ class Attention(ABC):
         *,
         score: Score = CAUSAL,
         scale: float | None = None,
-        slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
         return_lse: bool = False,
+        **tensors: Any,
     ) -> AttentionOutput:
         """Attend from the last T tokens of each sequence to those that a cache holds, without dropout or gradient.
 
@@ -197,59 +197,87 @@ class Attention(ABC):
         B, k, v = cache.lengths.shape[0], cache.k, cache.v
         if cache.pages is not None:  # as one page for each sequence: what remains to be checked does not depend on it
             k, v = (x[:1].expand(B, -1, -1, -1) for x in (k, v))
-        check_tensors(q, k, v, score, ONE_DOCUMENT, slopes, sinks)
-        self.check_features(score.features() | {"cache": "a cache"})
-        terms = fill_in(q, score, Layout(lengths=cache.lengths), scale, None, slopes, sinks)
+        check_inputs(q, k, v, ONE_DOCUMENT)
+        self.check_features(score.features() | {"cache": Option("cache")})
+        call = self.call(q, score, Layout(lengths=cache.lengths), scale, None, tensors)
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = self.attend_cache(q, cache, terms)
+            out, lse = self.attend_cache(q, cache, call)
             if not return_lse:
                 return AttentionOutput(out)
-            return AttentionOutput(out, self.lse(q, cache.read(0, cache.longest())[0], terms) if lse is None else lse)
+            return AttentionOutput(out, self.lse(q, cache.read(0, cache.longest())[0], call) if lse is None else lse)
 
-    def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
-        """The implementation's part of `decode`; terms.layout has the cache's lengths. lse as in `attend`."""
+    def call(
+        self,
+        q: Tensor,
+        score: Score,
+        layout: Layout,
+        scale: float | None,
+        dropout_key: DropoutKey | Tensor | None,
+        tensors: dict[str, Any],
+    ) -> Call:
+        """The arguments of a call as one value, with their defaults where they are None."""
+        config, drops = self.config, dropout_key is not None and self.dropout > 0
+        spec = Spec(
+            score,
+            scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+            documents=layout.document_starts is not None,
+            offsets=layout.offsets(),
+            threshold=drop_threshold(self.dropout) if drops else 0,
+            tf32=config.allow_tf32,
+            path=config.path.value,
+            precision=config.precision.value,
+            block_q=config.block_q,
+            block_k=config.block_k,
+            ablate=config.ablate.value,
+        )
+        if isinstance(dropout_key, DropoutKey):
+            dropout_key = dropout_key.pack(q.device) if drops else None
+        return Call(spec, layout, dropout_key if drops else None, score_tensors(score, tensors, q))
+
+    def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:
+        """The implementation's part of `decode`; call.layout has the cache's lengths. lse as in `attend`."""
         raise NotImplementedError  # for implementations whose `supports` has no "cache"
 
     @abstractmethod
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         """The implementation's part of `__call__`. lse is None if computing it takes extra work."""
 
-    def lse(self, q: Tensor, k: Tensor, terms: Terms) -> Tensor:
+    def lse(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         """The log-sum-exp that `__call__` describes, for an implementation whose `attend` returns none."""
+        template, names = listed(["naive", "tiled", "flash"])
         raise UnsupportedAttention(
-            f"attention={self.name} does not return the log-sum-exp; use attention=naive, tiled or flash."
+            f"{{}} does not return the log-sum-exp; use {template}.", Option("attention", self.name), *names
         )
 
 
-def fill_in(
-    q: Tensor,
-    score: Score,
-    layout: Layout,
-    scale: float | None,
-    dropout_key: DropoutKey | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> Terms:
-    """The terms of a call, with their defaults where it left them out."""
-    if score.alibi and slopes is None:
-        slopes = alibi_slopes(q.shape[1], q.device)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return Terms(score, layout, scale, dropout_key, slopes, sinks)
-
-
-def printable(option: object) -> object:
-    """An option as written on the command line."""
+def plain(option: object) -> object:
+    """The value of an option that may be a choice."""
     return option.value if isinstance(option, Enum) else option
 
 
 def readers(option: str) -> list[str]:
-    """The implementations that read an option, as written on the command line."""
-    return [f"attention={cls.name}" for cls in Attention.__subclasses__() if option in cls.options]
+    """The implementations that read an option."""
+    return [cls.name for cls in Attention.__subclasses__() if option in cls.options]
 
 
-def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, layout: Layout, slopes: Tensor | None, sinks: Tensor | None
-) -> None:
+def score_tensors(score: Score, given: dict[str, Any], q: Tensor) -> dict[str, Tensor]:
+    """The tensors of a score, by name, those that the caller left out included. Raises ValueError."""
+    given = (given.pop("tensors", None) or {}) | given
+    H = q.shape[1]
+    tensors = {name: x for name, x in given.items() if x is not None}
+    for name, x in tensors.items():
+        if name not in score.tensors() or x.shape != (H,):
+            wanted = f"one for each of {H} query heads" if name in score.tensors() else f"{score} has none"
+            raise ValueError(f"{name} of shape {tuple(x.shape)} do not fit: {wanted}.")
+    if score.alibi and "slopes" not in tensors:
+        tensors["slopes"] = alibi_slopes(H, q.device)
+    for name in score.tensors():
+        if name not in tensors:
+            raise ValueError(f"{score} needs {name}, (H,): one logit for each of {H} query heads.")
+    return tensors
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
     """Raise ValueError unless the tensors of a call have the shapes that `Attention.__call__` describes."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(
@@ -262,12 +290,6 @@ def check_tensors(
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads.")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         raise ValueError(f"q, k, v must share dtype and device; got {q.dtype}, {k.dtype}, {v.dtype}.")
-    for name, x, asked in (("slopes", slopes, score.alibi), ("sinks", sinks, score.sinks)):
-        if x is not None and (not asked or x.shape != q.shape[1:2]):
-            wanted = f"one for each of {q.shape[1]} query heads" if asked else f"{score} has none"
-            raise ValueError(f"{name} of shape {tuple(x.shape)} do not fit: {wanted}.")
-    if score.sinks and sinks is None:
-        raise ValueError(f"{score} needs sinks, (H,): one logit for each of {q.shape[1]} query heads.")
     starts, ends = layout.document_starts, layout.document_ends
     if starts is not None or ends is not None:
         last = max(layout.query_start(q.shape[2], k.shape[2]) + q.shape[2], layout.k_start + k.shape[2])
@@ -277,8 +299,3 @@ def check_tensors(
                     f"document_starts and document_ends must be integers of shape ({q.shape[0]}, {last} or more); got "
                     f"{None if x is None else (tuple(x.shape), x.dtype)}."
                 )
-
-
-def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for sums of `dtype`: fp32 for bf16, fp16 and fp32, and fp64 for fp64, which gradcheck uses."""
-    return torch.promote_types(dtype, torch.float32)

@@ -20,14 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import AttentionError
+from .errors import AttentionError, Option
 
 Range = tuple[int, int]  # start, stop
 # The types of Score's fields, in Python and in words. To Python a bool is an int; here it is not.
 KINDS = {
     "causal": (bool, "true or false"),
-    "window": (int | None, "a whole number or null"),
-    "soft_cap": (int | float | None, "a number or null"),
+    "window": (int | None, "a whole number"),
+    "soft_cap": (int | float | None, "a number"),
     "alibi": (bool, "true or false"),
     "sinks": (bool, "true or false"),
 }
@@ -62,27 +62,34 @@ class Score:
         for name, (kind, words) in KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise ScoreError(f"score.{name}={value} must be {words}.")
+                raise ScoreError("{} must be {}.", Option(f"score.{name}", value), words)
         if self.window is not None and self.window < 1:
-            raise ScoreError(f"score.window={self.window} must be at least 1, the query's own key; null for all keys.")
+            window = Option("score.window", self.window)
+            raise ScoreError("{} must be at least 1, the query's own key; leave it out for all keys.", window)
         if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
-            raise ScoreError(f"score.soft_cap={self.soft_cap} must be positive and finite; null for no cap.")
+            soft_cap = Option("score.soft_cap", self.soft_cap)
+            raise ScoreError("{} must be positive and finite; leave it out for no cap.", soft_cap)
         if not self.causal and (self.window is not None or self.alibi):
             raise ScoreError("A window and ALiBi look back from the query: they need causal=True.")
 
-    def features(self) -> dict[str, str]:
-        """The features beyond plain causal attention: name -> the override that asks for it."""
-        return {
-            name: override
-            for name, override, asked in (
-                ("full", "causal=False", not self.causal),
-                ("window", f"score.window={self.window}", self.window is not None),
-                ("soft_cap", f"score.soft_cap={self.soft_cap}", self.soft_cap is not None),
-                ("alibi", "score.alibi=true", self.alibi),
-                ("sinks", "score.sinks=true", self.sinks),
-            )
-            if asked
+    def features(self) -> dict[str, Option]:
+        """The features beyond plain causal attention: name -> the choice that asks for it."""
+        asked = {
+            "full": None if self.causal else Option("score.causal", False),
+            "window": None if self.window is None else Option("score.window", self.window),
+            "soft_cap": None if self.soft_cap is None else Option("score.soft_cap", self.soft_cap),
+            "alibi": Option("score.alibi") if self.alibi else None,
+            "sinks": Option("score.sinks") if self.sinks else None,
         }
+        return {name: option for name, option in asked.items() if option is not None}
+
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the tensors that a call needs for this score.
+
+        slopes  (H,) fp32, of ALiBi; those of Press et al. where a call gives none. No gradient
+        sinks   (H,) fp32, logits that join the softmax's sum
+        """
+        return ("slopes",) * self.alibi + ("sinks",) * self.sinks
 
 
 class Layout(NamedTuple):
@@ -116,11 +123,18 @@ class Layout(NamedTuple):
         offset = self.query_start(T, S) - self.k_start
         return torch.arange(offset, offset + T, device=device)
 
-    def features(self) -> dict[str, str]:
-        """The features beyond one document with default positions: name -> the override that asks for it."""
-        asked = {"documents": "data.documents=mask"} if self.document_starts is not None else {}
-        asked |= {"lengths": "a layout's lengths"} if self.lengths is not None else {}
-        return asked | ({"offsets": "q_start or k_start"} if self.q_start is not None or self.k_start else {})
+    def features(self) -> dict[str, Option]:
+        """The features beyond one document with default positions: name -> the choice that asks for it."""
+        asked = {
+            "documents": self.document_starts is not None,
+            "lengths": self.lengths is not None,
+            "offsets": self.offsets(),
+        }
+        return {name: Option(f"layout.{name}") for name, is_asked in asked.items() if is_asked}
+
+    def offsets(self) -> bool:
+        """Whether the caller gives positions other than the default ones."""
+        return self.q_start is not None or self.k_start != 0
 
 
 def documents(starts: Tensor) -> Layout:

@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import AttentionConfig, DropoutRng, SDPABackend
 from .dropout import DropoutKey
-from .interface import Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
+from .errors import Option, UnsupportedAttention
+from .interface import Attention, AttentionOutput, AttentionShape, Call
 from .score import Layout, documents, key_intervals
 
 TORCH_BACKENDS = {
@@ -42,8 +43,12 @@ class SDPAAttention(Attention):
         super().__init__(config)
         if config.dropout > 0 and config.rng is not DropoutRng.torch:
             raise UnsupportedAttention(
-                f"attention=sdpa cannot replay the mask of attention.dropout={config.dropout}; set attention.rng=torch "
-                "to use torch's own, or choose attention=tiled or attention=flash."
+                "{} cannot replay the mask of {}; set {} to use torch's own, or choose {} or {}.",
+                Option("attention", "sdpa"),
+                Option("attention.dropout", config.dropout),
+                Option("attention.rng", DropoutRng.torch.value),
+                Option("attention", "tiled"),
+                Option("attention", "flash"),
             )
 
     def check(self, shape: AttentionShape) -> None:
@@ -68,23 +73,26 @@ class SDPAAttention(Attention):
                 messages = [str(reason.message).split(" (Triggered")[0].rstrip(". ") for reason in reasons]
                 why = "; ".join(reason for reason in messages if not reason.endswith(":"))  # less the headings
                 raise UnsupportedAttention(
-                    f"attention.backend={self.config.backend.value} does not support {shape.n_heads} heads "
-                    f"({shape.n_kv_heads} for keys) of size {shape.head_dim} in {shape.dtype} on {shape.device} "
-                    f"({why or error}); use attention.backend=auto."
+                    f"{{}} does not support {shape.n_heads} heads ({shape.n_kv_heads} for keys) of size "
+                    f"{shape.head_dim} in {shape.dtype} on {shape.device} ({{}}); use {{}}.",
+                    Option("attention.backend", self.config.backend.value),
+                    why or error,
+                    Option("attention.backend", SDPABackend.auto.value),
                 ) from None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
-        (T, S), score = (q.shape[2], k.shape[2]), terms.score
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+        (T, S), score, dropout = (q.shape[2], k.shape[2]), call.spec.score, call.spec.threshold > 0
         n_masked = max(0, T - S) if score.causal else 0  # the first rows see nothing, for which torch has no rule
-        seen = key_intervals(score, terms.layout, T, S, q.device)
+        seen = key_intervals(score, call.layout, T, S, q.device)
         # torch aligns its causal mask to the top left, which is ours where T = S; with fewer queries it needs a mask.
         masked = seen.begins or (score.causal and 1 < T < S)
         mask = seen.mask((n_masked, T), (0, S)) if masked else None
         q = q[:, :, n_masked:]
         if masked and self.config.backend is SDPABackend.flash and q.is_cuda:
             raise UnsupportedAttention(
-                f"attention.backend=flash takes no mask, and {T} queries and {S} keys with {score} need one; use "
-                "attention.backend=auto."
+                f"{{}} takes no mask, and {T} queries and {S} keys with {score} need one; use {{}}.",
+                Option("attention.backend", SDPABackend.flash.value),
+                Option("attention.backend", SDPABackend.auto.value),
             )
         with self.backend():
             out = F.scaled_dot_product_attention(
@@ -92,9 +100,9 @@ class SDPAAttention(Attention):
                 k,
                 v,
                 attn_mask=mask,
-                dropout_p=self.dropout if terms.dropout_key is not None else 0.0,
+                dropout_p=self.dropout if dropout else 0.0,
                 is_causal=score.causal and not masked and T >= S,
-                scale=terms.scale,
+                scale=call.spec.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         return AttentionOutput(F.pad(out, (0, 0, n_masked, 0)) if n_masked else out)

@@ -3,69 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .score import Layout, Range, Score, change_scores, key_intervals
-
-
-class Options(NamedTuple):
-    """The arguments of a call that are not tensors; a custom operation takes them one by one."""
-
-    causal: bool
-    window: int | None
-    soft_cap: float | None
-    q_start: int | None
-    k_start: int
-    scale: float
-    dropout: float
-    block_q: int
-    block_k: int
-    ablate: str
+from .score import Layout, Range, change_scores, key_intervals
+from .spec import Inputs, Spec
 
 
 class TileScores:
     """Which tiles there are to visit, and the scores of one."""
 
-    def __init__(
-        self,
-        options: Options,
-        slopes: Tensor | None,
-        starts: Tensor | None,
-        ends: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-    ) -> None:
-        """slopes (H,), starts and ends (B, L), each or None; q (B, H, T, D) and k (B, H_kv, S, D)."""
-        self.T, self.S, self.options = q.shape[2], k.shape[2], options
-        self.score = Score(options.causal, options.window, options.soft_cap)
-        self.layout = Layout(options.q_start, options.k_start, starts, ends)
-        self.slopes = None if slopes is None else slopes.view(k.shape[1], -1, 1, 1)  # (H_kv, G, 1, 1)
-        self.seen = key_intervals(self.score, self.layout, self.T, self.S, q.device)
+    def __init__(self, q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, q_start: int | None, k_start: int) -> None:
+        """q (B, H, T, D) and k (B, H_kv, S, D); q_start and k_start as Layout has them."""
+        self.T, self.S, self.spec = q.shape[2], k.shape[2], spec
+        self.layout = Layout(q_start, k_start, inputs.starts, inputs.ends)
+        self.slopes = None if inputs.slopes is None else inputs.slopes.view(k.shape[1], -1, 1, 1)  # (H_kv, G, 1, 1)
+        self.seen = key_intervals(spec.score, self.layout, self.T, self.S, q.device)
         # Python decides which tiles to visit. On a GPU it would have to wait for the documents' bounds, which a CUDA
         # graph cannot: there tiles of other documents are visited, and masked whole.
-        self.host_knows_all = starts is None or starts.device.type == "cpu"
+        self.host_knows_all = inputs.starts is None or inputs.starts.device.type == "cpu"
         known = self.layout if self.host_knows_all else self.layout._replace(document_starts=None, document_ends=None)
-        self.known = key_intervals(self.score, known, self.T, self.S, "cpu")
+        self.known = key_intervals(spec.score, known, self.T, self.S, "cpu")
 
     def key_tiles(self, rows: Range) -> Iterator[Range]:
         """The tiles of keys that the rows see."""
         end = self.known.end[..., slice(*rows)]
-        for columns in tiles(0, int(end.amax()) if end.numel() else 0, self.options.block_k):
+        for columns in tiles(0, int(end.amax()) if end.numel() else 0, self.spec.block_k):
             if self.known.meet(rows, columns):
                 yield columns
 
     def query_tiles(self, columns: Range) -> Iterator[Range]:
         """The tiles of queries that see one of the columns."""
-        for rows in tiles(0, self.T, self.options.block_q):
+        for rows in tiles(0, self.T, self.spec.block_q):
             if self.known.meet(rows, columns):
                 yield rows
 
     def change(self, b_s: Tensor, rows: Range, columns: Range) -> Tensor:
         """A tile of scaled scores (B, H_kv, G, block_q, block_k), changed; -inf where a query does not see a key."""
-        b_s = change_scores(b_s, self.score, self.layout, self.slopes, rows, columns, self.T, self.S)
+        b_s = change_scores(b_s, self.spec.score, self.layout, self.slopes, rows, columns, self.T, self.S)
         if not (self.host_knows_all and self.known.cover(rows, columns)):
             mask = self.seen.mask(rows, columns)
             if mask is not None:

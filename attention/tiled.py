@@ -14,6 +14,8 @@ k and v (B, H_kv, 1, block_k, D), where G = H // H_kv query heads share a key/va
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -22,10 +24,13 @@ from .config import Ablation, AttentionConfig
 from .decode.cache import Cache
 from .decode.tiled import decode
 from .dropout import keep_mask, keep_scale
+from .errors import Option, UnsupportedAttention
 from .gpu import NAMESPACE
-from .interface import FEATURES, Attention, AttentionOutput, Terms, UnsupportedAttention, accum_dtype
+from .interface import FEATURES, Attention, AttentionOutput, Call
+from .precision import accum_dtype
 from .score import Range, change_derivative
-from .tile_scores import Options, TileScores, tiles
+from .spec import Inputs, Spec
+from .tile_scores import TileScores, tiles
 
 
 class TiledAttention(Attention):
@@ -39,82 +44,63 @@ class TiledAttention(Attention):
         super().__init__(config)
         for option in ("block_q", "block_k"):
             if getattr(config, option) < 1:
-                raise UnsupportedAttention(f"attention.{option}={getattr(config, option)} must be at least 1.")
+                size = Option(f"attention.{option}", getattr(config, option))
+                raise UnsupportedAttention("{} must be at least 1.", size)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
-        score, layout, config = terms.score, terms.layout, self.config
-        options = Options(
-            causal=score.causal,
-            window=score.window,
-            soft_cap=score.soft_cap,
-            q_start=layout.q_start,
-            k_start=layout.k_start,
-            scale=terms.scale,
-            dropout=self.dropout,
-            block_q=config.block_q,
-            block_k=config.block_k,
-            ablate=config.ablate.value,
-        )
-        key = None if terms.dropout_key is None else terms.dropout_key.pack(q.device)
-        optional = (key, terms.slopes, terms.sinks, layout.document_starts, layout.document_ends)
-        return AttentionOutput(*Tiled.apply(q, k, v, *optional, options))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+        layout = call.layout
+        inputs = Inputs(
+            call.dropout_key, **call.tensors, starts=layout.document_starts, ends=layout.document_ends
+        ).present()
+        return AttentionOutput(*Tiled.apply(call.spec, (layout.q_start, layout.k_start), q, k, v, *inputs))
 
-    def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
-        score = terms.score
-        static = (score.causal, score.window, score.soft_cap, terms.scale, self.config.block_k)
-        return AttentionOutput(*decode(q, *cache, terms.slopes, terms.sinks, *static))
+    def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:
+        return AttentionOutput(*decode(q, [*cache], Inputs(**call.tensors).present(), call.spec.text()))
 
 
 class Tiled(torch.autograd.Function):
     """Keeps its inputs, out and lse from forward to backward, and nothing of the size of the scores."""
 
     @staticmethod
-    def forward(ctx, q, k, v, key, slopes, sinks, starts, ends, options):
-        tensors = (q, k, v, key, slopes, sinks, starts, ends)
+    def forward(ctx, spec, positions, q, k, v, *inputs):
         # One operation for torch.compile: unrolled, the loops would be a graph of thousands.
-        compiling = torch.compiler.is_compiling()
-        out, lse = forward_op(*tensors, *options) if compiling else forward(*tensors, options)
-        ctx.save_for_backward(*tensors, out, lse)
+        if torch.compiler.is_compiling():
+            out, lse = forward_op(q, k, v, inputs, spec.text(), *positions)
+        else:
+            out, lse = forward(q, k, v, Inputs.of(spec, inputs), spec, *positions)
+        ctx.save_for_backward(q, k, v, out, lse, *inputs)
         ctx.mark_non_differentiable(lse)
-        ctx.options = options
+        ctx.spec, ctx.positions = spec, positions
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, _):
+        spec, positions, saved = ctx.spec, ctx.positions, ctx.saved_tensors
         with torch.autocast(do.device.type, enabled=False):
             if torch.compiler.is_compiling():
-                dq, dk, dv, dsinks = backward_op(do, *ctx.saved_tensors, *ctx.options)
+                dq, dk, dv, dsinks = backward_op(do, saved, spec.text(), *positions)
             else:
-                dq, dk, dv, dsinks = backward(*(do, *ctx.saved_tensors, ctx.options))
-        return dq, dk, dv, None, None, dsinks if ctx.needs_input_grad[5] else None, None, None, None
+                dq, dk, dv, dsinks = backward(do, saved, spec, *positions)
+        return None, None, dq, dk, dv, *(dsinks if name == "sinks" else None for name in spec.inputs())
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    options: Options,
+    q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, spec: Spec, q_start: int | None, k_start: int
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1: q (B, H, T, D) and k, v (B, H_kv, S, D) to out (B, H, T, D) and lse (B, H, T).
 
-    key            (7,) int64, as DropoutKey.pack gives it; None drops nothing
-    slopes, sinks  (H,), or None
-    starts, ends   of documents, as Layout has them, or None
+    q_start, k_start  as Layout has them
     """
     T, S, H_kv = q.shape[2], k.shape[2], k.shape[1]
-    scores = TileScores(options, slopes, starts, ends, q, k)
+    key, sinks, dropout = inputs.key, inputs.sinks, spec.threshold / 256
+    scores = TileScores(q, k, inputs, spec, q_start, k_start)
     q, k, v = grouped(q, H_kv), k.unsqueeze(2), v.unsqueeze(2)
     dtype = accum_dtype(q.dtype)
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:-1], dtype=dtype)
 
-    for rows in tiles(0, T, options.block_q):
+    for rows in tiles(0, T, spec.block_q):
         b_q = cut(q, rows)
         # m, l, o: the running maximum, sum of exp(s - m) and sum of exp(s - m) v. The maximum starts at the lowest
         # finite number, not at -inf, so that rows that see nothing compute exp(-inf - m) = 0 and never a NaN.
@@ -127,18 +113,18 @@ def forward(
 
         for columns in scores.key_tiles(rows):
             b_k, b_v = cut(k, columns), cut(v, columns)
-            b_s = scores.change(options.scale * dot(b_q, b_k.mT), rows, columns)
+            b_s = scores.change(spec.scale * dot(b_q, b_k.mT), rows, columns)
             m_new = torch.maximum(m, b_s.amax(dim=-1, keepdim=True))
-            if options.ablate == Ablation.no_max_subtraction.value:
+            if spec.ablate == Ablation.no_max_subtraction.value:
                 m_new = torch.zeros_like(m)
             alpha = torch.exp(m - m_new)  # takes l and o from the old maximum to the new one
-            if options.ablate == Ablation.no_rescaling.value:
+            if spec.ablate == Ablation.no_rescaling.value:
                 alpha = torch.ones_like(m)
             b_p = torch.exp(b_s - m_new)
             l = alpha * l + b_p.sum(dim=-1, keepdim=True)
             if key is not None:  # after the row sum: dropout acts on the probabilities, not on their normalisation
-                b_keep = keep_tile(key, options.dropout, q, S, rows, columns)
-                b_p = torch.where(b_keep, b_p * keep_scale(options.dropout), 0.0)
+                b_keep = keep_tile(key, dropout, q, S, rows, columns)
+                b_p = torch.where(b_keep, b_p * keep_scale(dropout), 0.0)
             o = alpha * o + dot(b_p.to(v.dtype), b_v)
             m = m_new
 
@@ -151,25 +137,17 @@ def forward(
 
 
 def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    options: Options,
+    do: Tensor, saved: Sequence[Tensor], spec: Spec, q_start: int | None, k_start: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Algorithm 2: the gradients of q, k, v and the sinks from that of out, with the shapes and names of `forward`.
+    """Algorithm 2: the gradients of q, k, v and the sinks from that of out. Without sinks theirs is empty.
 
-    Without sinks their gradient is empty.
+    saved  q, k, v, out, lse and the inputs that are present, with the shapes of `forward`
     """
+    q, k, v, out, lse, *rest = saved
+    inputs = Inputs.of(spec, rest)
+    key, sinks, dropout = inputs.key, inputs.sinks, spec.threshold / 256
     S, H_kv = k.shape[2], k.shape[1]
-    scores = TileScores(options, slopes, starts, ends, q, k)
+    scores = TileScores(q, k, inputs, spec, q_start, k_start)
     q, do, out, lse = (grouped(x, H_kv) for x in (q, do, out, lse))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     dtype = accum_dtype(q.dtype)
@@ -185,21 +163,21 @@ def backward(
         p_sink = torch.exp(sinks.view(H_kv, -1, 1, 1) - lse)
         dsinks = -(p_sink * delta).sum(dim=(0, 3, 4)).flatten().to(sinks.dtype)
 
-    for columns in tiles(0, S, options.block_k):
+    for columns in tiles(0, S, spec.block_k):
         b_k, b_v = cut(k, columns), cut(v, columns)
         b_dk, b_dv = b_k.new_zeros(b_k.shape, dtype=dtype), b_v.new_zeros(b_v.shape, dtype=dtype)
 
         for rows in scores.query_tiles(columns):
             b_q, b_do = cut(q, rows), cut(do, rows)
-            b_s = options.scale * dot(b_q, b_k.mT)
-            derivative = change_derivative(b_s, scores.score)
+            b_s = spec.scale * dot(b_q, b_k.mT)
+            derivative = change_derivative(b_s, spec.score)
             b_p = torch.exp(scores.change(b_s, rows, columns) - cut(lse, rows))
             b_dp = dot(b_do, b_v.mT)
             b_p_kept = b_p  # the probabilities that met v
             if key is not None:
-                b_keep = keep_tile(key, options.dropout, q, S, rows, columns)
-                b_p_kept = torch.where(b_keep, b_p * keep_scale(options.dropout), 0.0)
-                b_dp = torch.where(b_keep, b_dp * keep_scale(options.dropout), 0.0)
+                b_keep = keep_tile(key, dropout, q, S, rows, columns)
+                b_p_kept = torch.where(b_keep, b_p * keep_scale(dropout), 0.0)
+                b_dp = torch.where(b_keep, b_dp * keep_scale(dropout), 0.0)
             b_ds = b_p * (b_dp - cut(delta, rows))
             if derivative is not None:
                 b_ds *= derivative
@@ -208,9 +186,9 @@ def backward(
             b_dk += dot(b_ds.mT, b_q).sum(dim=2, keepdim=True)
             cut(dq, rows).add_(dot(b_ds, b_k))
 
-        cut(dk, columns).copy_(b_dk * options.scale)
+        cut(dk, columns).copy_(b_dk * spec.scale)
         cut(dv, columns).copy_(b_dv)
-    return (dq * options.scale).to(q.dtype).flatten(1, 2), dk.squeeze(2), dv.squeeze(2), dsinks
+    return (dq * spec.scale).to(q.dtype).flatten(1, 2), dk.squeeze(2), dv.squeeze(2), dsinks
 
 
 def keep_tile(key: Tensor, dropout: float, q: Tensor, S: int, rows: Range, columns: Range) -> Tensor:
@@ -237,57 +215,19 @@ def cut(x: Tensor, rows: Range) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::tiled_forward", mutates_args=())
 def forward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    causal: bool,
-    window: int | None,
-    soft_cap: float | None,
-    q_start: int | None,
-    k_start: int,
-    scale: float,
-    dropout: float,
-    block_q: int,
-    block_k: int,
-    ablate: str,
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int | None, k_start: int
 ) -> tuple[Tensor, Tensor]:
-    """`forward`, with its Options one by one."""
-    options = Options(causal, window, soft_cap, q_start, k_start, scale, dropout, block_q, block_k, ablate)
-    return forward(q, k, v, key, slopes, sinks, starts, ends, options)
+    """`forward`, with its Spec as text."""
+    known = Spec.read(spec)
+    return forward(q, k, v, Inputs.of(known, inputs), known, q_start, k_start)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::tiled_backward", mutates_args=())
 def backward_op(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    window: int | None,
-    soft_cap: float | None,
-    q_start: int | None,
-    k_start: int,
-    scale: float,
-    dropout: float,
-    block_q: int,
-    block_k: int,
-    ablate: str,
+    do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int | None, k_start: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`backward`, with its Options one by one."""
-    options = Options(causal, window, soft_cap, q_start, k_start, scale, dropout, block_q, block_k, ablate)
-    return backward(do, q, k, v, key, slopes, sinks, starts, ends, out, lse, options)
+    """`backward`, with its Spec as text."""
+    return backward(do, saved, Spec.read(spec), q_start, k_start)
 
 
 @forward_op.register_fake
@@ -296,6 +236,8 @@ def _(q, *_):
 
 
 @backward_op.register_fake
-def _(do, q, k, v, key, slopes, sinks, *_):
+def _(do, saved, spec, *_):
+    q, k, v, _, _, *inputs = saved
+    sinks = Inputs.of(Spec.read(spec), inputs).sinks
     dsinks = q.new_empty(0, dtype=accum_dtype(q.dtype)) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ from . import build_attention
 from .config import AttentionConfig
 from .decode.cache import Cache
 from .dropout import DropoutKey
-from .interface import ONE_DOCUMENT, Attention, AttentionShape, UnsupportedAttention
+from .errors import Option, UnsupportedAttention, in_python
+from .interface import ONE_DOCUMENT, Attention, AttentionShape
 from .score import Layout, Score, documents
 
 PREFIX = "gpt_attention_"
@@ -106,20 +106,17 @@ def attend(
     attention_mask: Visible | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers.
 
     query       (B, H, T, D)
     key, value  (B, H_kv, S, D)
-    s_aux       (H,) sinks
+    others      sliding_window, softcap, s_aux (H,), which are sinks, and is_causal; the rest must be None or False
 
     Returns (B, T, H, D). Raises UnsupportedAttention for what the implementation would have to ignore.
     """
+    softcap, s_aux = others.get("softcap"), others.get("s_aux")
     for argument in ("position_bias", "cache", "cu_seq_lens_q", "output_attentions"):
         if (given := others.get(argument)) is not None and given is not False:
             raise UnsupportedAttention(
@@ -131,19 +128,20 @@ def attend(
             "(batch, length) that hides padding, or choose eager."
         )
     if attention_mask is None:  # without a mask these arguments decide, as for sdpa and flash-attn
+        is_causal = others.get("is_causal")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        attention_mask = Visible(causal, sliding_window)
+        attention_mask = Visible(causal, others.get("sliding_window"))
     if torch.is_autocast_enabled(query.device.type):  # rotary positions may have brought queries and keys to fp32
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     score = Score(causal=attention_mask.causal, window=attention_mask.window, soft_cap=softcap, sinks=s_aux is not None)
     layout = attention_mask.layout
-    terms: dict[str, Any] = {"score": score, "scale": scaling, "sinks": s_aux}
+    computed: dict[str, Any] = {"score": score, "scale": scaling, "sinks": s_aux}
     inference = dropout == 0 and not torch.is_grad_enabled()
     if query.shape[2] == 1 and score.causal and layout.document_starts is None and inference:
-        out = implementation(name, 0.0, query).decode(query, as_cache(key, value, layout), **terms).out
+        out = implementation(name, 0.0, query).decode(query, as_cache(key, value, layout), **computed).out
     else:
         drop = layer_key(name, module, dropout)
-        out = implementation(name, dropout, query)(query, key, value, layout=layout, dropout_key=drop, **terms).out
+        out = implementation(name, dropout, query)(query, key, value, layout=layout, dropout_key=drop, **computed).out
     return out.transpose(1, 2), None
 
 
@@ -171,14 +169,16 @@ def build(asked: Asked) -> None:
         attend = build_attention(AttentionConfig(name.removeprefix(PREFIX), dropout=dropout))
         attend.check(AttentionShape(head_dim, 1, 1, dtype, device))
     except UnsupportedAttention as error:
-        raise UnsupportedAttention(re.sub(r"\battention=(\w+)", to_attn_implementation, str(error))) from error
+        raise UnsupportedAttention(error.worded(as_argument)) from error
     _built[asked] = attend
 
 
-def to_attn_implementation(override: re.Match[str]) -> str:
-    """attention=flash and its like in a sentence, as transformers has them."""
-    ours = PREFIX + override[1]
-    return f"attn_implementation={ours if ours in NAMES else override[1]}"
+def as_argument(option: Option) -> str:
+    """An Option as an argument of transformers."""
+    if option.name != "attention":
+        return in_python(option)
+    ours = f"{PREFIX}{option.value}"
+    return f"attn_implementation={ours if ours in NAMES else option.value}"
 
 
 def layer_key(name: str, module: nn.Module, dropout: float) -> DropoutKey | None:

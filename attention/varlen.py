@@ -20,8 +20,8 @@ def varlen(attend: Attention, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tenso
     q           (total, H, D)
     k, v        (total, H_kv, D)
     cu_seqlens  (n + 1,) integers: the start of each sequence and, last, total. Reading them waits for the device
-    options     score, scale, dropout_key, slopes, sinks and return_lse, as in Attention.__call__. Dropout addresses
-                rows and columns of the whole tensor
+    options     score, scale, dropout_key, return_lse and the score's tensors, as in Attention.__call__. Dropout
+                addresses rows and columns of the whole tensor
 
     Returns out (total, H, D) and, if asked for, lse (H, total). Raises ScoreError for invalid bounds, ValueError for
     tensors of different totals.

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from attention.dropout import DropoutKey
 from attention.interface import AttentionOutput
 from attention.score import Layout, Score, alibi_slopes
 from model.config import GPTConfig
@@ -82,7 +81,7 @@ class SelfAttention(nn.Module):
         self.register_parameter("sinks", nn.Parameter(torch.zeros(self.n_heads)) if score.sinks else None)
 
     def forward(
-        self, x: Tensor, rotation: Rotation | None, layout: Layout, attend: Attend, key: DropoutKey | None
+        self, x: Tensor, rotation: Rotation | None, layout: Layout, attend: Attend, key: Tensor | None
     ) -> Tensor:
         """x (B, T, C) to (B, T, C); the rest as in `Block.forward`."""
         B, T, C = x.shape
@@ -132,7 +131,7 @@ class Block(nn.Module):
         rotation: Rotation | None,
         layout: Layout,
         attend: Attend,
-        key: DropoutKey | None,
+        key: Tensor | None,
         masks: Masks,
     ) -> Tensor:
         """The residual stream x (B, T, C) after this block.
@@ -140,7 +139,7 @@ class Block(nn.Module):
         rotation  angles of the tokens' positions; None without rotary positions
         layout    of the documents
         attend    called with q (B, H, T, D) and k, v (B, H_kv, T, D)
-        key       of dropout on attention weights; None drops nothing
+        key       packed, of dropout on attention weights; None drops nothing
         masks     of residual dropout, after attention and after the MLP
         """
 

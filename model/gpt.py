@@ -167,8 +167,9 @@ class GPT(nn.Module):
                 places = take_rows(positions, rows or ((0, T),), dim=1)  # (B, T)
         x, rotation = self.embed(tokens, places, mask=masks[0])
         recompute = self.computation.recompute is Recompute.block
+        keys = None if dropout_key is None else dropout_key.pack_layers(len(self.h), tokens.device)
         for layer, block in enumerate(self.h):
-            key = dropout_key and dropout_key.at_layer(layer)
+            key = None if keys is None else keys[layer]
             site = 2 * layer + 1
             x = call(recompute, block, x, rotation, layout, attend, key, masks[site : site + 2])
         return self.ln_f(x)

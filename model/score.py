@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from attention.score import Score, ScoreError
 
-# The values that a layer may have of its own, and their types.
-KINDS = {
-    "window": (int, type(None)),
-    "soft_cap": (float, int, type(None)),
-    "alibi": (bool,),
-    "sinks": (bool,),
-}
+# The values that layers may have each of their own.
+NAMES = tuple(field.name for field in fields(Score) if field.name != "causal")
 
 
 @dataclass
@@ -41,36 +36,37 @@ class ScoreConfig:
 
 def layer_scores(config: ScoreConfig, n_layers: int) -> tuple[Score, ...]:
     """The score of each layer. Raises ScoreError."""
-    for sentence in score_mistakes(config, n_layers):
-        raise ScoreError(sentence)
-    base = {name: getattr(config, name) for name in KINDS}
+    for mistake in score_mistakes(config, n_layers):
+        raise mistake
+    base = {name: getattr(config, name) for name in NAMES}
     pattern = config.layers or [{}]
     return tuple(Score(**(base | pattern[layer % len(pattern)])) for layer in range(n_layers))
 
 
-def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[str]:
-    """A sentence for each value that no layer can have, with what to change."""
+def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[ScoreError]:
+    """An error for each value that no layer can have, with what to change."""
     pattern = [{}] if config.layers is None else config.layers
     if not pattern or n_layers % len(pattern):
-        yield (
+        yield ScoreError(
             f"score.layers has {len(pattern)} entries, which do not divide model.n_layers={n_layers}; give one for "
             "each layer, a pattern that fits, or score.layers=null."
         )
-    base = {name: getattr(config, name) for name in KINDS}
-    told = set()
+    base = {name: getattr(config, name) for name in NAMES}
+    reported = set()
     for entry in pattern:
-        wrong = [name for name, value in entry.items() if name not in KINDS or type(value) not in KINDS[name]]
-        if wrong:
-            known = "window, soft_cap, alibi and sinks"
-            yield f"score.layers has {wrong[0]}={entry[wrong[0]]}; an entry takes {known}, with values as in score.*."
+        if unknown := [name for name in entry if name not in NAMES]:
+            yield ScoreError(
+                f"score.layers has {unknown[0]}={entry[unknown[0]]}; an entry takes {', '.join(NAMES)}, with values as "
+                "in score.*."
+            )
             continue
         for name, value in (base | entry).items():
             try:
                 Score(**{name: value})
             except ScoreError as error:
-                if str(error) not in told:  # a value that layers share is reported once
-                    yield str(error)
-                told.add(str(error))
+                if str(error) not in reported:  # a value that layers share is reported once
+                    yield error
+                reported.add(str(error))
 
 
 def describe_score(config: ScoreConfig) -> str:

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from recipe.wording import as_typed
+
 
 class UserError(Exception):
     """A failure explained in one sentence that names the offending value and what to change.
@@ -31,9 +33,25 @@ def refusals() -> tuple[type[Exception], ...]:
     return (UserError, *(getattr(package, name) for package, name in libraries if package is not None))
 
 
+# The overrides that ask for what attention/ calls otherwise.
+OVERRIDES = {"layout.documents": "data.documents=mask"}
+
+
+def sentence_of(error: Exception) -> str:
+    """The error's sentence, with the overrides of the command line for the options that attention/ names."""
+    worded = getattr(error, "worded", None)
+    return str(error) if worded is None else worded(as_override)
+
+
+def as_override(option: tuple[str, object]) -> str:
+    """An attention.errors.Option as an override."""
+    name, value = option
+    return OVERRIDES.get(name, f"{name}={as_typed(value)}")
+
+
 def fail(error: Exception) -> NoReturn:
     """Print each line of the error as a separate sentence, for torchrun too, and exit with status 1."""
-    sentences = "\n".join(f"error: {sentence}" for sentence in str(error).splitlines())
+    sentences = "\n".join(f"error: {sentence}" for sentence in sentence_of(error).splitlines())
     print(sentences, file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # When a rank fails, torchrun prints its own traceback, and below it what the rank wrote to this file.

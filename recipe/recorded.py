@@ -17,6 +17,7 @@ from data.untrusted import UntrustedError, children
 from model.config import model_mistakes
 from model.score import score_mistakes
 from recipe.config import Config, ConfigError, keys, register
+from recipe.errors import sentence_of
 from recipe.run_folder import CONFIG, read_config_values
 
 MOST_REFERENCES = 24  # in a configuration: a chain of them takes time exponential in its length
@@ -46,7 +47,8 @@ def read_config(run: Path) -> Config:
             f"{path} is not a configuration of this version ({reason}); use the version that trained the run."
         ) from error
     flaws = [f"seq_len={config.seq_len} must be at least 1."] if config.seq_len < 1 else []
-    flaws += list(model_mistakes(config.model)) or list(score_mistakes(config.score, config.model.n_layers))
+    of_score = map(sentence_of, score_mistakes(config.score, config.model.n_layers))
+    flaws += list(model_mistakes(config.model)) or list(of_score)
     for flaw in flaws:
         raise ConfigError(f"{path} describes no model: {flaw}")
     return config

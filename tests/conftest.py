@@ -87,10 +87,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 @pytest.fixture
 def horizons(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Gives ALiBi's calls of every length horizons; called with False, it gives none to any."""
-    from attention.flash import configs
+    from attention.flash import call
 
     def switch(on: bool) -> None:
-        monkeypatch.setattr(configs, "HORIZONS_FROM", 1 if on else math.inf)
+        monkeypatch.setattr(call, "HORIZONS_FROM", 1 if on else math.inf)
 
     switch(True)
     return switch

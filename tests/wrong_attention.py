@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.nn.functional import pad
 
 from attention import Ablation, AttentionConfig
+from attention.dropout import moved
 from attention.naive import NaiveAttention
 
 
@@ -13,9 +14,9 @@ class MaskOffByOne(NaiveAttention):
 
     name = "mask_off_by_one"
 
-    def attend(self, q, k, v, terms):
+    def attend(self, q, k, v, call):
         k, v = (pad(x, (0, 0, 0, 1))[:, :, 1:] for x in (k, v))
-        return super().attend(q, k, v, terms)
+        return super().attend(q, k, v, call)
 
 
 class ScaleByHeadSize(NaiveAttention):
@@ -23,8 +24,8 @@ class ScaleByHeadSize(NaiveAttention):
 
     name = "scale_by_head_size"
 
-    def attend(self, q, k, v, terms):
-        return super().attend(q, k, v, terms._replace(scale=1 / q.shape[-1]))
+    def attend(self, q, k, v, call):
+        return super().attend(q, k, v, call._replace(spec=call.spec._replace(scale=1 / q.shape[-1])))
 
 
 class MaskIgnoresLayer(NaiveAttention):
@@ -32,9 +33,9 @@ class MaskIgnoresLayer(NaiveAttention):
 
     name = "mask_ignores_layer"
 
-    def attend(self, q, k, v, terms):
-        key = terms.dropout_key and terms.dropout_key.at_layer(0)
-        return super().attend(q, k, v, terms._replace(dropout_key=key))
+    def attend(self, q, k, v, call):
+        key = None if call.dropout_key is None else moved(call.dropout_key, layer=0)
+        return super().attend(q, k, v, call._replace(dropout_key=key))
 
 
 CLASSES = (MaskOffByOne, ScaleByHeadSize, MaskIgnoresLayer)

@@ -10,37 +10,35 @@ tiles; here they come one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..gpu import NAMESPACE
-from ..interface import accum_dtype
-from ..score import Layout, Score, change_scores, key_intervals
+from ..precision import accum_dtype
+from ..score import Layout, change_scores, key_intervals
+from ..spec import Inputs, Spec
 from .cache import Cache, host_sees
 
 
 @torch.library.custom_op(f"{NAMESPACE}::tiled_decode", mutates_args=())
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    pages: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    causal: bool,
-    window: int | None,
-    soft_cap: float | None,
-    scale: float,
-    block_k: int,
-) -> tuple[Tensor, Tensor]:
-    """q (B, H, T, D) against a Cache (k, v, lengths, pages) to out (B, H, T, D) and lse (B, H, T).
+def decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], spec: str) -> tuple[Tensor, Tensor]:
+    """q (B, H, T, D) against a Cache to out (B, H, T, D) and lse (B, H, T).
 
-    One operation for torch.compile: unrolled, the loop would be a graph of thousands. slopes and sinks: (H,) or None.
+    cache   k, v, lengths and pages, as Cache has them
+    inputs  slopes and sinks, (H,), where the score has them
+    spec    the text of a Spec
+
+    One operation for torch.compile: unrolled, the loop would be a graph of thousands.
     """
-    cache = Cache(k, v, lengths, pages)
-    score, layout = Score(causal, window, soft_cap), Layout(lengths=lengths)
-    H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], cache.longest()
+    kept = Cache(*cache)  # type: ignore[arg-type]
+    k, v, lengths, _ = kept
+    known, layout = Spec.read(spec), Layout(lengths=lengths)
+    score, scale, block_k = known.score, known.scale, known.block_k
+    given = Inputs.of(known, inputs)
+    slopes, sinks = given.slopes, given.sinks
+    H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], kept.longest()
     dtype = accum_dtype(q.dtype)
     b_q = q.unflatten(1, (H_kv, H // H_kv)).to(dtype)  # (B, H_kv, G, T, D)
     seen = key_intervals(score, layout, T, S, q.device)
@@ -58,7 +56,7 @@ def decode(
         columns = (start, min(start + block_k, S))
         if host_sees(lengths) and not seen.meet((0, T), columns):
             continue
-        b_k, b_v = (x.unsqueeze(2).to(dtype) for x in cache.read(*columns))  # (B, H_kv, 1, block_k, D)
+        b_k, b_v = (x.unsqueeze(2).to(dtype) for x in kept.read(*columns))  # (B, H_kv, 1, block_k, D)
         b_s = change_scores(scale * (b_q @ b_k.mT), score, layout, b_slopes, (0, T), columns, T, S)
         mask = seen.mask((0, T), columns)
         if mask is not None:

@@ -75,6 +75,14 @@ class DropoutKey:
         """The same key for another layer."""
         return replace(self, layer=layer)
 
+    def pack_layers(self, n_layers: int, device: torch.device) -> Tensor:
+        """(n_layers, 7) int64 on `device`: the packed key of each layer, made once for all of them."""
+        # Rows of eight numbers: then a kernel finds every layer's key at the same alignment.
+        keys = torch.empty(n_layers, 8, dtype=torch.int64, device=device)[:, : len(fields(self))]
+        keys.copy_(self.at_layer(0).pack(device))
+        keys[:, 2] = torch.arange(n_layers, device=device)
+        return keys
+
     def pack(self, device: torch.device) -> Tensor:
         """(7,) int64 on `device`: the fields in their order. Kernels read it from there.
 
@@ -102,6 +110,15 @@ class DropoutKey:
                 for x, count in parts
             ]
         )
+
+
+def moved(key: Tensor, **given: int) -> Tensor:
+    """A packed key with other values of the fields `given`, on its device."""
+    parts = list(key.split(1))
+    for name, value in given.items():
+        i = [field.name for field in fields(DropoutKey)].index(name)
+        parts[i] = torch.full_like(parts[i], value)
+    return torch.cat(parts)
 
 
 def is_valid_rate(p: float) -> bool:

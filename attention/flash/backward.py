@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dropout.kernel import drop, dropped_tile, load_key
-from .configs import Blocks, Extras, KernelConfigs, Options
+from .call import KernelCall
+from .configs import Blocks, choose
 from .score import (
     LOG2_E,
     alibi_bias,
@@ -38,10 +39,10 @@ from .tiles import (
     compile_options,
     dot,
     head_group_size,
-    kernel_mode,
-    launch_numbers,
+    launch_scalars,
     load_row,
     load_tile,
+    mode_of,
     row_tiles,
     rows_like,
     store_tile,
@@ -82,24 +83,24 @@ class Scores(NamedTuple):
     """What turns q k^T into weights, for one head. Zeros stand for what MODE does not have.
 
     scale_log2, slope2  scale and slope times log2(e)
-    at         positions
+    pos        positions
     interval   of the keys that each query of the tile sees, or of the queries that see each key
     key        dropout's counters
     """
 
     scale_log2: Any
     slope2: Any
-    at: Any
+    pos: Any
     interval: Any
     key: Any
 
 
 @triton.jit
-def load_scores(scale_log2, at, interval, extras, i_b, i_h, MODE: tl.constexpr):
+def load_scores(scale_log2, pos, interval, inputs, i_b, i_h, MODE: tl.constexpr):
     """The `Scores` of query head i_h of sequence i_b."""
-    slope2 = tl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
-    key = load_key(extras.key, i_b, i_h) if MODE.threshold else 0
-    return Scores(scale_log2, slope2, at, interval, key)
+    slope2 = tl.load(inputs.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
+    key = load_key(inputs.key, i_b, i_h) if MODE.threshold else 0
+    return Scores(scale_log2, slope2, pos, interval, key)
 
 
 @triton.jit
@@ -110,7 +111,7 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, 
     BD: tl.constexpr = MODE.columns
     THRESHOLD: tl.constexpr = MODE.threshold
     b_q, b_do, b_lse2, b_delta = b_rows
-    at, slope2, scale_log2 = scores.at, scores.slope2, scores.scale_log2
+    pos, slope2, scale_log2 = scores.pos, scores.slope2, scores.scale_log2
     b_k = load_tile(keys.k, keys.i_b, keys.i_kv, i_n, BN, BD)
     b_v = load_tile(keys.v, keys.i_b, keys.i_kv, i_n, BN, BD)
 
@@ -119,7 +120,7 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, 
     b_dp = dot(b_do, b_v.T, None, MODE)
     b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
     o_m, o_columns = i_m + tl.arange(0, BM), tl.arange(0, BN)[None, :]
-    b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_m + at.offset, at, MODE) if MODE.alibi else None
+    b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_m + pos.offset, pos, MODE) if MODE.alibi else None
     b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     b_p = tl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2[:, None])
     if MASKED:
@@ -128,7 +129,7 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, 
             first, end = scores.interval
             m_s = (o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None])
         else:
-            m_s = o_n[None, :] <= o_m[:, None] + at.offset if MODE.causal else (o_n < at.S)[None, :]
+            m_s = o_n[None, :] <= o_m[:, None] + pos.offset if MODE.causal else (o_n < pos.S)[None, :]
         b_p = tl.where(m_s, b_p, 0.0)
     if THRESHOLD:
         b_dp = drop(b_dp, dropped_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, False))
@@ -137,7 +138,7 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, 
 
 
 @triton.jit
-def dq_kernel(q, k, v, out, do, dq, rows, extras, numbers, BLOCKS: tl.constexpr, MODE: tl.constexpr):
+def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr):
     """dq of one tile of queries; also delta of its rows, which the second pass reads.
 
     Grid: tiles x batch x heads, the longest rows first.
@@ -149,7 +150,7 @@ def dq_kernel(q, k, v, out, do, dq, rows, extras, numbers, BLOCKS: tl.constexpr,
     KEEP_SCALE: tl.constexpr = 256 / (256 - MODE.threshold)
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     n_m = tl.cdiv(T, BM)
-    i_tile, i_bh = swizzle_program_id(n_m, numbers)
+    i_tile, i_bh = swizzle_program_id(n_m, scalars)
     i_m = (n_m - 1 - i_tile) * BM
     i_b, i_h = i_bh // H, i_bh % H
     i_kv = i_h // (H // H_kv)
@@ -162,15 +163,15 @@ def dq_kernel(q, k, v, out, do, dq, rows, extras, numbers, BLOCKS: tl.constexpr,
     b_lse2 = tl.load(rows.lse2 + o_row, mask=o_m < T, other=0.0)
     tl.store(rows.delta + o_row, b_delta, mask=o_m < T)
 
-    at = locate(T, S, extras, numbers, i_b, i_bh, 1)
-    interval = key_interval(o_m, at, MODE) if MODE.bounded or MODE.offsets else 0
-    scores = load_scores(numbers.scale_log2, at, interval, extras, i_b, i_h, MODE)
+    pos = locate(T, S, inputs, scalars, i_b, i_bh, 1)
+    interval = key_interval(o_m, pos, MODE) if MODE.bounded or MODE.offsets else 0
+    scores = load_scores(scalars.scale_log2, pos, interval, inputs, i_b, i_h, MODE)
     if MODE.alibi:
-        b_lse2 += alibi_row_bias(scores.slope2, o_m, i_m + at.offset, at, MODE)
+        b_lse2 += alibi_row_bias(scores.slope2, o_m, i_m + pos.offset, pos, MODE)
     b_rows = (load_tile(q, i_b, i_h, i_m, BM, BD), b_do, b_lse2, b_delta)
     keys = Keys(k, v, i_b, i_kv)
     b_dq = tl.zeros([BM, BD], tl.float32)
-    n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, at, BLOCKS, MODE)
+    n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, pos, BLOCKS, MODE)
     if MODE.bounded:
         for i_n in tl.range(n_start, n_end, BN, num_stages=STAGES):
             masked = (i_n < n_full_start) | (i_n >= n_full_end)
@@ -180,7 +181,7 @@ def dq_kernel(q, k, v, out, do, dq, rows, extras, numbers, BLOCKS: tl.constexpr,
             b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, False, BLOCKS, MODE)
         for i_n in tl.range(n_full_end, n_end, BN, num_stages=STAGES):
             b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, True, BLOCKS, MODE)
-    store_tile(dq, i_b, i_h, i_m, b_dq * (numbers.scale * KEEP_SCALE), BM, BD)
+    store_tile(dq, i_b, i_h, i_m, b_dq * (scalars.scale * KEEP_SCALE), BM, BD)
 
 
 @triton.jit
@@ -190,7 +191,7 @@ def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.conste
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     THRESHOLD: tl.constexpr = MODE.threshold
-    at, slope2, scale_log2 = scores.at, scores.slope2, scores.scale_log2
+    pos, slope2, scale_log2 = scores.pos, scores.slope2, scores.scale_log2
     b_dk, b_dv = b_dkdv
     b_k, b_v = b_kv
     if THRESHOLD:
@@ -204,9 +205,9 @@ def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.conste
     o_m, o_n = i_m + tl.arange(0, BM), i_n + tl.arange(0, BN)
     b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
     o_rows = tl.arange(0, BN)[:, None]
-    b_bias = alibi_bias(slope2, o_m[None, :], o_rows, i_n, i_n, at, MODE) if MODE.alibi else None
+    b_bias = alibi_bias(slope2, o_m[None, :], o_rows, i_n, i_n, pos, MODE) if MODE.alibi else None
     if MODE.alibi:
-        b_lse2 += alibi_row_bias(slope2, o_m, i_n, at, MODE)
+        b_lse2 += alibi_row_bias(slope2, o_m, i_n, pos, MODE)
     b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     b_p = tl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2[None, :])
     if MASKED:
@@ -214,7 +215,7 @@ def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.conste
             first, end = scores.interval
             b_p = tl.where((o_m[None, :] >= first[:, None]) & (o_m[None, :] < end[:, None]), b_p, 0.0)
         else:
-            b_p = tl.where(o_n[:, None] <= o_m[None, :] + at.offset, b_p, 0.0)
+            b_p = tl.where(o_n[:, None] <= o_m[None, :] + pos.offset, b_p, 0.0)
     b_p_kept = b_p.to(b_q.dtype)
     if THRESHOLD:
         b_p_kept = drop(b_p_kept, b_drop)
@@ -233,7 +234,7 @@ def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.conste
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, do, dk, dv, lse2, delta, extras, numbers, BLOCKS: tl.constexpr, MODE: tl.constexpr
+    q, k, v, do, dk, dv, lse2, delta, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr
 ):  # fmt: skip
     """dk and dv of one tile of keys, summed over the G query heads that share it.
 
@@ -247,18 +248,18 @@ def dkdv_kernel(
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     G = H // H_kv
-    i_tile, i_bkv = swizzle_program_id(tl.cdiv(S, BN), numbers)
+    i_tile, i_bkv = swizzle_program_id(tl.cdiv(S, BN), scalars)
     i_n = i_tile * BN
     i_b, i_kv = i_bkv // H_kv, i_bkv % H_kv
 
     b_kv = load_tile(k, i_b, i_kv, i_n, BN, BD), load_tile(v, i_b, i_kv, i_n, BN, BD)
     b_dkdv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BD], tl.float32)
-    at = locate(T, S, extras, numbers, i_b, i_bkv * G, G)
-    interval = query_interval(i_n + tl.arange(0, BN), at, MODE) if MODE.bounded or MODE.offsets else 0
+    pos = locate(T, S, inputs, scalars, i_b, i_bkv * G, G)
+    interval = query_interval(i_n + tl.arange(0, BN), pos, MODE) if MODE.bounded or MODE.offsets else 0
     # Beyond the last query, q and do read as zeros and add nothing.
-    m_start, m_full_start, m_full_end, m_end = seeing_queries(i_n, at, BLOCKS, MODE)
+    m_start, m_full_start, m_full_end, m_end = seeing_queries(i_n, pos, BLOCKS, MODE)
     for i_h in range(i_kv * G, i_kv * G + G):
-        scores = load_scores(numbers.scale_log2, at, interval, extras, i_b, i_h, MODE)
+        scores = load_scores(scalars.scale_log2, pos, interval, inputs, i_b, i_h, MODE)
         queries = Queries(q, do, lse2, delta, i_b, i_h, i_b * H + i_h)
         # One loop with a branch for tiles that need a mask, or one loop for those and one for the others. With dropout
         # a second copy of the loop costs registers that the mask needs.
@@ -273,69 +274,58 @@ def dkdv_kernel(
                 b_dkdv = dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, False, BLOCKS, MODE)
     b_dk, b_dv = b_dkdv
     store_tile(dv, i_b, i_kv, i_n, b_dv * KEEP_SCALE, BN, BD)
-    store_tile(dk, i_b, i_kv, i_n, b_dk * (numbers.scale * KEEP_SCALE), BN, BD)
+    store_tile(dk, i_b, i_kv, i_n, b_dk * (scalars.scale * KEEP_SCALE), BN, BD)
 
 
-def launch_dq(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse2: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    extras: Extras,
-    options: Options,
-    blocks: Blocks,
-) -> None:
-    """The first pass: fills dq, which has q's shape, and `delta`."""
-    B, H, T, _ = q.shape
-    mode = kernel_mode(q, options, extras)
+class Tensors(NamedTuple):
+    """The tensors of a backward pass, as in `backward`; lse2 and delta as in `rows_like`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    do: Tensor
+    lse2: Tensor
+    delta: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def launch_dq(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
+    """The first pass: fills dq and delta."""
+    (B, H, T, _), mode = x.q.shape, mode_of(call, x.q)
     dq_kernel[(triton.cdiv(T, blocks.q) * B * H,)](
-        tiles(q, blocks.q, mode.columns),
-        tiles(k, blocks.k, mode.columns),
-        tiles(v, blocks.k, mode.columns),
-        tiles(out, blocks.q, mode.columns),
-        tiles(do, blocks.q, mode.columns),
-        tiles(dq, blocks.q, mode.columns),
-        Rows(lse2, delta),
-        extras,
-        launch_numbers(options, extras, head_group_size(B * H, k[0, 0], H // k.shape[1])),
+        tiles(x.q, blocks.q, mode.columns),
+        tiles(x.k, blocks.k, mode.columns),
+        tiles(x.v, blocks.k, mode.columns),
+        tiles(x.out, blocks.q, mode.columns),
+        tiles(x.do, blocks.q, mode.columns),
+        tiles(x.dq, blocks.q, mode.columns),
+        Rows(x.lse2, x.delta),
+        call.inputs,
+        launch_scalars(call, head_group_size(B * H, x.k[0, 0], H // x.k.shape[1])),
         BLOCKS=blocks,
         MODE=mode,
         **compile_options(blocks),
     )
 
 
-def launch_dkdv(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse2: Tensor,
-    delta: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    extras: Extras,
-    options: Options,
-    blocks: Blocks,
-) -> None:
-    """The second pass: fills dk and dv, which have the shape of k."""
-    B, H, T, _ = q.shape
-    mode = kernel_mode(q, options, extras)
-    H_kv, S = k.shape[1:3]
+def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
+    """The second pass: fills dk and dv."""
+    (B, H, T, _), mode = x.q.shape, mode_of(call, x.q)
+    H_kv, S = x.k.shape[1:3]
     dkdv_kernel[(triton.cdiv(S, blocks.k) * B * H_kv,)](
-        tiles(q, blocks.q, mode.columns),
-        tiles(k, blocks.k, mode.columns),
-        tiles(v, blocks.k, mode.columns),
-        tiles(do, blocks.q, mode.columns),
-        tiles(dk, blocks.k, mode.columns),
-        tiles(dv, blocks.k, mode.columns),
-        row_tiles(lse2, T, blocks.q),
-        row_tiles(delta, T, blocks.q),
-        extras,
-        launch_numbers(options, extras, head_group_size(B * H_kv, q[0, : H // H_kv])),
+        tiles(x.q, blocks.q, mode.columns),
+        tiles(x.k, blocks.k, mode.columns),
+        tiles(x.v, blocks.k, mode.columns),
+        tiles(x.do, blocks.q, mode.columns),
+        tiles(x.dk, blocks.k, mode.columns),
+        tiles(x.dv, blocks.k, mode.columns),
+        row_tiles(x.lse2, T, blocks.q),
+        row_tiles(x.delta, T, blocks.q),
+        call.inputs,
+        launch_scalars(call, head_group_size(B * H_kv, x.q[0, : H // H_kv])),
         BLOCKS=blocks,
         MODE=mode,
         **compile_options(blocks),
@@ -350,30 +340,27 @@ def backward(
     out: Tensor,
     lse2: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor],
-    extras: Extras,
-    options: Options,
-    configs: KernelConfigs,
+    call: KernelCall,
 ) -> Tensor | None:
     """do and out like q (B, H, T, D), lse2 of the forward; fills the gradients dq, dk, dv, of the shapes of q, k, v.
 
     Returns the gradient of the sinks (H,), or None where there are none.
     """
-    dq, dk, dv = gradients
+    sinks, configs = call.inputs.sinks, choose(call.problem(q, k))
     if q.numel() == 0 or k.numel() == 0:
         for gradient in gradients:
             gradient.zero_()
-        return None if extras.sinks is None else torch.zeros_like(extras.sinks)
-    do = addressable(do)
-    delta = rows_like(q)
-    launch_dq(do, q, k, v, out, lse2, delta, dq, extras, options, configs.dq)
-    launch_dkdv(do, q, k, v, lse2, delta, dk, dv, extras, options, configs.dkdv)
-    return None if extras.sinks is None else sinks_gradient(extras.sinks, lse2, delta, q.shape[2], options)
+        return None if sinks is None else torch.zeros_like(sinks)
+    x = Tensors(q, k, v, out, addressable(do), lse2, rows_like(q), *gradients)
+    launch_dq(x, call, configs.dq)
+    launch_dkdv(x, call, configs.dkdv)
+    return None if sinks is None else sinks_gradient(sinks, lse2, x.delta, q.shape[2], call.spec.threshold)
 
 
-def sinks_gradient(sinks: Tensor, lse2: Tensor, delta: Tensor, T: int, options: Options) -> Tensor:
+def sinks_gradient(sinks: Tensor, lse2: Tensor, delta: Tensor, T: int, threshold: int) -> Tensor:
     """The gradient of the sinks (H,), from lse2 and delta (B, H, T or more).
 
     ds = p (dp - delta) with dp = 0, as a sink has no value; `delta` lacks the scale of what dropout keeps.
     """
     p_sink = torch.exp2(sinks[:, None] * LOG2_E.value - lse2)
-    return (p_sink * delta)[..., :T].sum((0, 2)) * (-256 / (256 - options.threshold))
+    return (p_sink * delta)[..., :T].sum((0, 2)) * (-256 / (256 - threshold))

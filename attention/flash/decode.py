@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,10 @@ import triton
 from torch import Tensor
 
 from .. import gpu
+from ..decode.cache import Cache
 from ..gpu import INTERPRET, NAMESPACE
-from .configs import Extras, Mode, Options
+from ..spec import Inputs, Spec
+from .call import Mode
 from .decode_kernel import JOINED_COLUMNS, UNIT, Partial, decode_kernel, join_kernel
 from .score import LOG2_E
 from .tiles import kernel_mode, strided
@@ -51,28 +54,17 @@ def count_splits(keys: int, heads: int, blocks: Blocks) -> int:
     return max(1, min(blocks.programs // heads, triton.cdiv(keys, UNIT.value)))
 
 
-def run_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    pages: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    causal: bool,
-    scale: float,
-    tf32: bool,
-    window: int | None,
-    soft_cap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """q (B, H, T, D) against a Cache (k, v, lengths, pages) to out (B, H, T, D) and lse (B, H, T).
+def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], spec: str) -> tuple[Tensor, Tensor]:
+    """q (B, H, T, D) against a Cache to out (B, H, T, D) and lse (B, H, T).
 
-    slopes, sinks  (H,) fp32, or None
+    cache   k, v, lengths and pages, as Cache has them
+    inputs  slopes and sinks, (H,) fp32, where the score has them
+    spec    the text of a Spec
     """
-    (B, H, T, D), H_kv = q.shape, k.shape[1]
+    k, v, lengths, pages = Cache(*cache)  # type: ignore[arg-type]
+    (B, H, T, D), H_kv, known = q.shape, k.shape[1], Spec.read(spec)
     out, lse = q.new_empty(B, H, T, D), q.new_empty(B, H, T, dtype=torch.float32)
-    extras = Extras(slopes=slopes, sinks=sinks)
-    mode = kernel_mode(q, Options(causal, scale, 0, tf32, window, soft_cap), extras)
+    mode, window = kernel_mode(known, D, q.dtype), known.score.window
     G = H // H_kv
     blocks = choose_blocks(G * T, D, mode)
     capacity = k.shape[2] * (1 if pages is None else pages.shape[1])
@@ -93,8 +85,8 @@ def run_decode(
             partial,
             lengths,
             pages,
-            extras,
-            scale * LOG2_E.value,
+            Inputs.of(known, inputs),
+            known.scale * LOG2_E.value,
             G,
             T,
             capacity,
@@ -108,7 +100,7 @@ def run_decode(
         if partial is not None:
             join_kernel[(B * H * T, triton.cdiv(D, JOINED_COLUMNS.value))](
                 *(out, lse, partial, lengths, n_splits, H, G, T, D),
-                CAUSAL=causal,
+                CAUSAL=known.score.causal,
                 COLUMNS=mode.columns,
                 JOINED=max(MIN_JOINED, min(MAX_JOINED, triton.next_power_of_2(n_splits))),
                 EARLY=early,

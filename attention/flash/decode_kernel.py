@@ -107,7 +107,7 @@ def split_bounds(i_split, n_splits, n_base, n_end):
 
 @triton.jit(do_not_specialize=["G", "T", "capacity", "n_pages"])
 def decode_kernel(
-    q, k, v, out, p_lse, partial, p_lengths, p_pages, extras, scale_log2, G, T, capacity, n_pages,
+    q, k, v, out, p_lse, partial, p_lengths, p_pages, inputs, scale_log2, G, T, capacity, n_pages,
     PAGE: tl.constexpr, EARLY_JOIN: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys for one tile of rows. Grid: key/value heads x tiles of rows, splits, sequences.
@@ -130,10 +130,10 @@ def decode_kernel(
     o_row = i_m + tl.arange(0, BM)
     o_t, o_h, m_row = o_row // G, i_kv * G + o_row % G, o_row < G * T
     length = tl.minimum(tl.load(p_lengths + i_b), capacity)
-    at = Positions(T, length, length - T, 0, 0, 0, 0, 0)
-    n_base, n_full_start, n_full_end, n_end = seen_keys(i_m // G, at, BLOCKS, MODE)
-    first, end = key_interval(o_t, at, MODE)
-    n_first = tl.maximum(i_m // G + at.offset - (MODE.window - 1), 0) if MODE.window else 0
+    pos = Positions(T, length, length - T, 0, 0, 0, 0, 0)
+    n_base, n_full_start, n_full_end, n_end = seen_keys(i_m // G, pos, BLOCKS, MODE)
+    first, end = key_interval(o_t, pos, MODE)
+    n_first = tl.maximum(i_m // G + pos.offset - (MODE.window - 1), 0) if MODE.window else 0
     n_start, n_stop = split_bounds(i_split, n_splits, n_base, n_end)
     i_left = ((tl.cast(i_b, tl.int64) * tl.num_programs(0) // n_m + i_kv) * n_splits + i_split) * (G * T)  # in Partial
     if partial is not None:
@@ -145,7 +145,7 @@ def decode_kernel(
     o_d = tl.arange(0, BD)
     p_q = q.pointer + tl.cast(i_b, tl.int64) * q.stride_b + o_h.to(tl.int64) * q.stride_h + o_t * q.stride_t
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < q.shape[3])[None, :], other=0.0)
-    slope2 = tl.load(extras.slopes + o_h, mask=m_row, other=0.0)[:, None] * LOG2_E if MODE.alibi else None
+    slope2 = tl.load(inputs.slopes + o_h, mask=m_row, other=0.0)[:, None] * LOG2_E if MODE.alibi else None
     factor = log2_factor(scale_log2, MODE)
     if PAGE is not None:
         p_pages += tl.cast(i_b, tl.int64) * n_pages
@@ -154,7 +154,7 @@ def decode_kernel(
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     if MODE.sinks:  # as if a key without a value had been seen before all others
-        m = tl.where(i_split == 0, tl.load(extras.sinks + o_h, mask=m_row, other=0.0) * LOG2_E, m)
+        m = tl.where(i_split == 0, tl.load(inputs.sinks + o_h, mask=m_row, other=0.0) * LOG2_E, m)
         l = tl.where(i_split == 0, 1.0, l)
     for i_n in tl.range(n_start, n_stop, BN, num_stages=STAGES):
         # (BM, BN)
@@ -164,8 +164,8 @@ def decode_kernel(
         b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
         b_bias = None
         if MODE.alibi:
-            o_own = (o_t + at.offset)[:, None]
-            b_bias = alibi_bias(slope2, o_t[:, None], tl.arange(0, BN)[None, :], i_n, o_own, at, MODE)
+            o_own = (o_t + pos.offset)[:, None]
+            b_bias = alibi_bias(slope2, o_t[:, None], tl.arange(0, BN)[None, :], i_n, o_own, pos, MODE)
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE) * factor
         if (i_n >= n_full_end) | (i_n < n_full_start):
             o_n = i_n + tl.arange(0, BN)
@@ -219,10 +219,10 @@ def join_kernel(
     for i in range(0, n_splits, JOINED):
         o_i = i + tl.arange(0, JOINED)
         m_i = o_i < n_splits
-        at = i_left + o_i.to(tl.int64) * (G * T)
-        b_m = tl.load(partial.m + at, mask=m_i, other=-float("inf"))
-        b_l = tl.load(partial.l + at, mask=m_i, other=0.0)
-        b_o = tl.load(partial.o + at[:, None] * COLUMNS + o_d[None, :], mask=m_i[:, None], other=0.0)
+        o_left = i_left + o_i.to(tl.int64) * (G * T)
+        b_m = tl.load(partial.m + o_left, mask=m_i, other=-float("inf"))
+        b_l = tl.load(partial.l + o_left, mask=m_i, other=0.0)
+        b_o = tl.load(partial.o + o_left[:, None] * COLUMNS + o_d[None, :], mask=m_i[:, None], other=0.0)
         m_new = tl.maximum(m, tl.max(b_m, 0))
         m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
         alpha, b_weight = tl.exp2(m - m_safe), tl.exp2(b_m - m_safe)

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dropout.kernel import drop, dropped_tile, load_key
-from .configs import Extras, KernelConfigs, Options
+from .call import KernelCall
+from .configs import Blocks, choose
 from .score import (
     LEAST_MAXIMUM,
     LOG2_E,
@@ -37,9 +38,9 @@ from .tiles import (
     compile_options,
     dot,
     head_group_size,
-    kernel_mode,
-    launch_numbers,
+    launch_scalars,
     load_tile,
+    mode_of,
     rows_like,
     store_tile,
     swizzle_program_id,
@@ -55,7 +56,7 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MODE: tl.constexpr):
+def forward_kernel(q, k, v, out, rows, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr):
     """out and `rows`, lse and lse2, of one tile of queries. Grid: tiles x batch x heads, the longest rows first."""
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
@@ -64,31 +65,31 @@ def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MO
     STAGES: tl.constexpr = BLOCKS.stages
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     n_m = tl.cdiv(T, BM)
-    i_tile, i_bh = swizzle_program_id(n_m, numbers)
+    i_tile, i_bh = swizzle_program_id(n_m, scalars)
     i_m = (n_m - 1 - i_tile) * BM
     i_b, i_h = i_bh // H, i_bh % H
     i_kv = i_h // (H // H_kv)
 
-    key = load_key(extras.key, i_b, i_h) if THRESHOLD else None
+    key = load_key(inputs.key, i_b, i_h) if THRESHOLD else None
     b_q = load_tile(q, i_b, i_h, i_m, BM, BD)
     o = tl.zeros([BM, BD], tl.float32)
     m = tl.full([BM], LEAST_MAXIMUM if MODE.fixed_max else -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
 
-    at = locate(T, S, extras, numbers, i_b, i_bh, 1)
-    n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, at, BLOCKS, MODE)
+    pos = locate(T, S, inputs, scalars, i_b, i_bh, 1)
+    n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, pos, BLOCKS, MODE)
     o_m = i_m + tl.arange(0, BM)
     if MODE.bounded or MODE.offsets:
-        first, end = key_interval(o_m, at, MODE)
+        first, end = key_interval(o_m, pos, MODE)
     if MODE.alibi:
-        slope2, i_reference = tl.load(extras.slopes + i_h) * LOG2_E, i_m + at.offset
-        b_row_bias = alibi_row_bias(slope2, o_m, i_reference, at, MODE)
+        slope2, i_reference = tl.load(inputs.slopes + i_h) * LOG2_E, i_m + pos.offset
+        b_row_bias = alibi_row_bias(slope2, o_m, i_reference, pos, MODE)
     if MODE.sinks:  # as if a key without a value had been seen before all others
-        m = tl.zeros([BM], tl.float32) + tl.load(extras.sinks + i_h) * LOG2_E
+        m = tl.zeros([BM], tl.float32) + tl.load(inputs.sinks + i_h) * LOG2_E
         l = tl.full([BM], 1.0, tl.float32)
         if MODE.alibi:
             m += b_row_bias
-    scale_log2 = numbers.scale_log2
+    scale_log2 = scalars.scale_log2
     factor = log2_factor(scale_log2, MODE)
     for i_n in tl.range(n_start, n_end, BN, num_stages=STAGES):
         # Drawn before the scores, while the previous tile's product with v is still in flight.
@@ -98,14 +99,14 @@ def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MO
         b_s = dot(b_q, b_k.T, None, MODE)
         b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
         o_columns = tl.arange(0, BN)[None, :]
-        b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_reference, at, MODE) if MODE.alibi else None
+        b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_reference, pos, MODE) if MODE.alibi else None
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
         if (i_n < n_full_start) | (i_n >= n_full_end) if MODE.bounded else i_n >= n_full_end:
             o_n = i_n + tl.arange(0, BN)
             if MODE.bounded or MODE.offsets:
                 m_s = (o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None])
             else:
-                m_s = o_n[None, :] <= o_m[:, None] + at.offset if MODE.causal else (o_n < S)[None, :]
+                m_s = o_n[None, :] <= o_m[:, None] + pos.offset if MODE.causal else (o_n < S)[None, :]
             b_s = tl.where(m_s, b_s, -float("inf"))
 
         if MODE.fixed_max:
@@ -154,27 +155,27 @@ def forward_kernel(q, k, v, out, rows, extras, numbers, BLOCKS: tl.constexpr, MO
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, extras: Extras, options: Options, configs: KernelConfigs
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, call: KernelCall, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D), k and v (B, H_kv, S, D) -> lse (B, H, T) and lse2; fills out, like q.
 
-    lse2 is what the backward needs, see `rows_like`: lse in base 2, +inf for rows that saw nothing.
+    lse2 is what the backward needs, see `rows_like`: lse in base 2, +inf for rows that saw nothing. `blocks` are those
+    of the tables if none are given.
     """
     B, H, T, _ = q.shape
-    mode = kernel_mode(q, options, extras)
-    S = k.shape[2]
-    blocks = configs.forward
+    mode, S = mode_of(call, q), k.shape[2]
+    blocks = blocks or choose(call.problem(q, k)).forward
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
     if out.numel() == 0 or S == 0:
-        return without_keys(out, lse, lse2, extras)
+        return without_keys(out, lse, lse2, call.inputs.sinks)
     forward_kernel[(triton.cdiv(T, blocks.q) * B * H,)](
         tiles(q, blocks.q, mode.columns),
         tiles(k, blocks.k, mode.columns),
         tiles(v, blocks.k, mode.columns),
         tiles(out, blocks.q, mode.columns),
         Rows(lse, lse2),
-        extras,
-        launch_numbers(options, extras, head_group_size(B * H, k[0, 0], H // k.shape[1])),
+        call.inputs,
+        launch_scalars(call, head_group_size(B * H, k[0, 0], H // k.shape[1])),
         BLOCKS=blocks,
         MODE=mode,
         **compile_options(blocks),
@@ -182,10 +183,10 @@ def forward(
     return lse, lse2
 
 
-def without_keys(out: Tensor, lse: Tensor, lse2: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-    """lse and lse2, filled in, where there is no key to see: those of the sinks alone. Sets out to zero."""
+def without_keys(out: Tensor, lse: Tensor, lse2: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """lse and lse2, filled in, where there is no key to see: those of the sinks (H,) alone. Sets out to zero."""
     out.zero_()
-    if extras.sinks is None:
+    if sinks is None:
         return lse.fill_(-torch.inf), lse2.fill_(torch.inf)
-    sinks = extras.sinks[:, None]
+    sinks = sinks[:, None]
     return lse.copy_(sinks.expand_as(lse)), lse2.copy_((sinks * LOG2_E.value).expand_as(lse2))

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..spec import Spec
 from .score import LOG2_E
 from .tiles import load_tile, tiles
 
@@ -72,12 +73,12 @@ def largest_squares(x: Tensor) -> Tensor:
     return squares
 
 
-def find_horizons(q: Tensor, k: Tensor, slopes: Tensor, scale: float, soft_cap: float | None) -> Tensor:
-    """The horizons of q (B, H, T, D) and k (B, H_kv, S, D), none of them empty, as `Extras` has them."""
+def find_horizons(q: Tensor, k: Tensor, slopes: Tensor, spec: Spec) -> Tensor:
+    """The horizons of q (B, H, T, D) and k (B, H_kv, S, D), none of them empty, as `Inputs` has them."""
     B, H = q.shape[:2]
     q_squares, k_squares = largest_squares(q), largest_squares(k)
     horizons = q.new_empty(B, H, dtype=torch.int32)
-    cap = math.inf if soft_cap is None else soft_cap
+    cap = math.inf if spec.score.soft_cap is None else spec.score.soft_cap
     horizons_kernel[(B * H,)](
         horizons,
         q_squares,
@@ -87,7 +88,7 @@ def find_horizons(q: Tensor, k: Tensor, slopes: Tensor, scale: float, soft_cap: 
         H // k.shape[1],
         q_squares.shape[2],
         k_squares.shape[2],
-        scale * LOG2_E.value,
+        spec.scale * LOG2_E.value,
         cap * LOG2_E.value,
     )
     return horizons

@@ -6,7 +6,8 @@ break; the dropout key is a tensor among their arguments, so new steps and repla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,46 +17,52 @@ from .. import gpu
 from ..config import ProductPrecision
 from ..decode.cache import Cache
 from ..dropout import drop_threshold
+from ..errors import Option, UnsupportedAttention
 from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE
-from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention
-from .configs import FP8_HAS_NO_GRADIENTS, Extras, Options, has_horizons
+from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
+from ..spec import Inputs, Spec
+from .call import KernelCall, Problem
 
 if HAS_TRITON:
     import triton
 
     from .decode import flash_decode, run_decode
     from .horizon import find_horizons
-    from .paths import PATHS, Problem, choose_path, describe, describe_path
+    from .paths import PATHS, choose_path, describe_path, no_fp8_gradients
     from .tiles import addressable, rows_like
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLASH, TILED = Option("attention", "flash"), Option("attention", "tiled")
 
 
 def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise UnsupportedAttention unless the kernels support this head size and dtype on this device."""
     if head_dim > MAX_HEAD_DIM:
         raise UnsupportedAttention(
-            f"attention=flash takes head sizes up to {MAX_HEAD_DIM}, not {head_dim}; "
-            "choose attention=tiled, or more heads."
+            f"{{}} takes head sizes up to {MAX_HEAD_DIM}, not {head_dim}; choose {{}}, or more heads.", FLASH, TILED
         )
     if dtype not in DTYPES:
         raise UnsupportedAttention(
-            f"attention=flash takes fp32, bf16 or fp16, not {dtype}; choose one of these, or attention=tiled."
+            f"{{}} takes fp32, bf16 or fp16, not {dtype}; choose one of these, or {{}}.", FLASH, TILED
         )
     if not HAS_TRITON:
-        raise UnsupportedAttention("attention=flash needs Triton, which is not installed; choose attention=tiled.")
+        raise UnsupportedAttention("{} needs Triton, which is not installed; choose {}.", FLASH, TILED)
     if triton.knobs.runtime.interpret:
         return
     if device.type != "cuda" or torch.version.hip:
         raise UnsupportedAttention(
-            f"attention=flash needs a CUDA GPU and the device is {device}; choose attention=tiled, or set "
-            "TRITON_INTERPRET=1 to run the kernels, slowly, in Triton's interpreter."
+            f"{{}} needs a CUDA GPU and the device is {device}; choose {{}}, or set TRITON_INTERPRET=1 to run the "
+            "kernels, slowly, in Triton's interpreter.",
+            FLASH,
+            TILED,
         )
     if gpu.capability(device) < (8, 0):
         raise UnsupportedAttention(
-            f"attention=flash needs a GPU of compute capability 8.0 (Ampere) or newer and {device} has "
-            f"{'.'.join(map(str, gpu.capability(device)))}; choose attention=sdpa."
+            f"{{}} needs a GPU of compute capability 8.0 (Ampere) or newer and {device} has "
+            f"{'.'.join(map(str, gpu.capability(device)))}; choose {{}}.",
+            FLASH,
+            Option("attention", "sdpa"),
         )
 
 
@@ -63,18 +70,20 @@ def check_backward(head_dim: int, dtype: torch.dtype, device: torch.device) -> N
     """Raise UnsupportedAttention where the tiles of fp32 do not fit the shared memory of a multiprocessor."""
     if dtype == torch.float32 and head_dim > 128 and gpu.capability(device)[0] not in (9, 10):
         raise UnsupportedAttention(
-            f"attention=flash has gradients in fp32 at head sizes up to 128 on {device}, not {head_dim}; choose bf16 "
-            "or fp16, or attention=tiled. Larger ones need a GPU of compute capability 9.x or 10.x."
+            f"{{}} has gradients in fp32 at head sizes up to 128 on {device}, not {head_dim}; choose bf16 or fp16, or "
+            "{}. Larger ones need a GPU of compute capability 9.x or 10.x.",
+            FLASH,
+            TILED,
         )
 
 
-def run_horizons(q: Tensor, k: Tensor, slopes: Tensor, scale: float, soft_cap: float | None) -> Tensor:
-    """The horizons of a call, as `Extras` has them."""
+def run_horizons(q: Tensor, k: Tensor, slopes: Tensor, spec: str) -> Tensor:
+    """The horizons of a call, as `Inputs` has them."""
     check(q.shape[-1], q.dtype, q.device)
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(q.shape[:2], dtype=torch.int32)
     with torch.cuda.device_of(q):
-        return find_horizons(addressable(q), addressable(k), slopes, scale, soft_cap)
+        return find_horizons(addressable(q), addressable(k), slopes, Spec.read(spec))
 
 
 flash_horizons = torch.library.custom_op(f"{NAMESPACE}::flash_horizons", run_horizons, mutates_args=())
@@ -86,35 +95,15 @@ def _(q, *_):
 
 
 def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    horizons: Tensor | None,
-    causal: bool,
-    scale: float,
-    threshold: int,
-    tf32: bool,
-    window: int | None,
-    soft_cap: float | None,
-    q_start: int | None,
-    k_start: int | None,
-    path: str,
-    precision: str,
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and lse2 as `forward` gives them; see Extras for the tensors and Options for the rest."""
+    """out, lse and lse2 as `forward` gives them; inputs, spec and positions are those of a KernelCall."""
     check(q.shape[-1], q.dtype, q.device)
-    out = torch.empty_like(q)
-    extras = Extras(key, slopes, sinks, starts, ends, horizons)
-    options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start, path, precision)
+    out, call = torch.empty_like(q), KernelCall.of(inputs, spec, q_start, k_start)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
-        chosen = choose_path(path, describe(q, k, extras, options), backward=False)
-        lse, lse2 = PATHS[chosen].forward(q, k, v, out, extras, options)
+        path = PATHS[choose_path(call.problem(q, k), backward=False)]
+        lse, lse2 = path.forward(q, k, v, out, call)
     return out, lse, lse2
 
 
@@ -126,39 +115,19 @@ def _(q, k, v, *_):
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32), rows_like(q)
 
 
-def run_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse2: Tensor,
-    key: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    horizons: Tensor | None,
-    causal: bool,
-    scale: float,
-    threshold: int,
-    tf32: bool,
-    window: int | None,
-    soft_cap: float | None,
-    q_start: int | None,
-    k_start: int | None,
-    path: str,
-    precision: str,
-) -> list[Tensor]:
-    """The gradients of q, k and v, as `empty_gradients` lays them out, and where there are sinks theirs."""
+def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
+    """The gradients of q, k and v, as `empty_gradients` lays them out, and where there are sinks theirs.
+
+    saved  q, k, v, out, lse2 and the inputs of `run_forward`
+    """
+    q, k, v, out, lse2, *inputs = saved
+    call = KernelCall.of(inputs, spec, q_start, k_start)
     gradients = empty_gradients(q, k, v)
     dq_dk_dv = split_qkv_grad(gradients, q, k)
-    extras = Extras(key, slopes, sinks, starts, ends, horizons)
-    options = Options(causal, scale, threshold, tf32, window, soft_cap, q_start, k_start, path, precision)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
-        chosen = choose_path(path, describe(q, k, extras, options), backward=True)
-        dsinks = PATHS[chosen].backward(do, q, k, v, out, lse2, dq_dk_dv, extras, options)
+        path = PATHS[choose_path(call.problem(q, k), backward=True)]
+        dsinks = path.backward(do, q, k, v, out, lse2, dq_dk_dv, call)
     return gradients if dsinks is None else [*gradients, dsinks]
 
 
@@ -166,7 +135,9 @@ flash_backward = torch.library.custom_op(f"{NAMESPACE}::flash_backward", run_bac
 
 
 @flash_backward.register_fake
-def _(do, q, k, v, out, lse2, key, slopes, sinks, *_):
+def _(do, saved, spec, *_):
+    q, k, v, _, _, *inputs = saved
+    sinks = Inputs.of(Spec.read(spec), inputs).sinks
     return [*empty_gradients(q, k, v), *([] if sinks is None else [torch.empty_like(sinks)])]
 
 
@@ -190,41 +161,48 @@ def split_qkv_grad(gradients: list[Tensor], q: Tensor, k: Tensor) -> tuple[Tenso
     return dq, dk, dv
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, *extras = inputs[: 3 + len(Extras._fields)]
-    ctx.options = inputs[3 + len(Extras._fields) :]
+def _save(ctx, output, q, k, v, inputs, *rest):
     out, lse, lse2 = output
-    ctx.save_for_backward(q, k, v, out, lse2, *extras)
+    ctx.save_for_backward(q, k, v, out, lse2, *inputs)
+    ctx.rest = rest  # spec and positions
     ctx.mark_non_differentiable(lse, lse2)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, *_, run: Callable[..., list[Tensor]] = flash_backward):
-    gradients: dict[str, Tensor] = {}
-    if do is not None:
-        q, k, v, out, lse2, *extras = ctx.saved_tensors
-        found = run(do, q, k, v, out, lse2, *extras, *ctx.options)
-        if Extras(*extras).sinks is not None:
-            gradients["sinks"] = found.pop()
-        gradients |= zip("qkv", split_qkv_grad(found, q, k), strict=True)
-    return tuple(gradients.get(name) for name in ("q", "k", "v", *Extras._fields, *Options._fields))
+def _gradients(ctx, do: Tensor | None, run: Callable[..., list[Tensor]]) -> tuple[list[Any], list[Any]]:
+    """The gradients of q, k and v, and those of the inputs that are present."""
+    q, k, _, _, _, *inputs = ctx.saved_tensors
+    none: list[Any] = [None] * len(inputs)
+    if do is None:
+        return [None, None, None], none
+    gradients = run(do, ctx.saved_tensors, *ctx.rest)
+    names = Spec.read(ctx.rest[0]).inputs()
+    if "sinks" in names:
+        none[names.index("sinks")] = gradients.pop()
+    return [*split_qkv_grad(gradients, q, k)], none
 
 
-flash_forward.register_autograd(_backward, setup_context=_setup_context)
+def _backward(ctx, do, *_):
+    qkv, inputs = _gradients(ctx, do, flash_backward)
+    return *qkv, inputs, None, None, None
+
+
+flash_forward.register_autograd(_backward, setup_context=lambda ctx, inputs, output: _save(ctx, output, *inputs))
 
 
 class Eager(torch.autograd.Function):
     """The operators without torch's dispatcher, which takes longer for so many arguments than short kernels run."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = run_forward(*inputs)
-        _setup_context(ctx, inputs, output)
+    def forward(ctx, spec, q_start, k_start, q, k, v, *inputs):
+        output = run_forward(q, k, v, inputs, spec, q_start, k_start)
+        _save(ctx, output, q, k, v, inputs, spec, q_start, k_start)
         return output
 
     @staticmethod
     def backward(ctx, do, *_):
-        return _backward(ctx, do, run=run_backward)
+        qkv, inputs = _gradients(ctx, do, run_backward)
+        return None, None, None, *qkv, *inputs
 
 
 class FlashAttention(Attention):
@@ -246,100 +224,78 @@ class FlashAttention(Attention):
     def check_gradients(self) -> None:
         """Raise UnsupportedAttention where the precision has no backward."""
         if self.config.precision is ProductPrecision.fp8:
-            raise UnsupportedAttention(FP8_HAS_NO_GRADIENTS)
+            raise no_fp8_gradients()
 
     def path(self, shape: AttentionShape, T: int) -> str:
-        paths = [describe_path(self.config.path.value, problem) for problem in self.problems(shape, T)]
-        return " and ".join(sorted(set(paths)))
+        return " and ".join(sorted({describe_path(problem) for problem in self.problems(shape, T)}))
 
     def problems(self, shape: AttentionShape, T: int) -> list[Problem]:
         """The kernels' problem in each of the model's layers."""
-        documents = {"documents"} if shape.documents else set()
-        capability, precision = gpu.capability(shape.device), self.config.precision.value
-        dropout = self.dropout > 0 and precision == "inputs"  # fp8 only evaluates
-        return [
-            Problem(
-                shape.head_dim,
-                shape.dtype,
-                frozenset(documents | set(score.features())),
-                dropout,
-                T,
-                capability,
-                precision,
+        precision, capability = self.config.precision.value, gpu.capability(shape.device)
+        drops = self.dropout > 0 and precision == "inputs"  # fp8 only evaluates
+        specs = [
+            Spec(
+                score,
+                scale=1.0,
+                documents=shape.documents,
+                threshold=drop_threshold(self.dropout) if drops else 0,
+                path=self.config.path.value,
+                precision=precision,
             )
             for score in shape.scores
         ]
+        return [Problem(spec, shape.head_dim, shape.dtype, T, T, capability) for spec in specs]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+        compiling = torch.compiler.is_compiling()
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             self.check_gradients()
-            if not torch.compiler.is_compiling():  # the compiler cannot follow it; a model calls it when it is built
+            if not compiling:  # the compiler cannot follow it; a model calls it when it is built
                 check_backward(q.shape[-1], q.dtype, q.device)
-        D, scale, score, layout = q.shape[-1], terms.scale, terms.score, terms.layout
-        key, threshold = None, 0
-        if terms.dropout_key is not None:
-            key, threshold = terms.dropout_key.pack(q.device), drop_threshold(self.dropout)
+        D, spec, layout = q.shape[-1], call.spec, call.layout
         # The kernels take the maximum before they scale, which only a positive scale allows.
-        if scale < 0:
-            q, scale = -q, -scale
-        elif scale == 0:
-            q, scale = q * 0, 1.0
-        offsets = layout.q_start is not None or layout.k_start != 0
-        options = Options(
-            causal=score.causal,
-            scale=scale,
-            threshold=threshold,
-            tf32=self.config.allow_tf32,
-            window=score.window,
-            soft_cap=score.soft_cap,
-            q_start=layout.query_start(q.shape[2], k.shape[2]) if offsets else None,
-            k_start=layout.k_start if offsets else None,
-            path=self.config.path.value,
-            precision=self.config.precision.value,
-        )
-        extras = Extras(
-            key=key,
-            slopes=fp32(terms.slopes),
-            sinks=fp32(terms.sinks),
+        if spec.scale < 0:
+            q, spec = -q, spec._replace(scale=-spec.scale)
+        elif spec.scale == 0:
+            q, spec = q * 0, spec._replace(scale=1.0)
+        positions = (layout.query_start(q.shape[2], k.shape[2]), layout.k_start) if spec.offsets else (0, 0)
+        inputs = Inputs(
+            key=call.dropout_key,
+            **{name: fp32(x) for name, x in call.tensors.items()},
             starts=bounds(layout.document_starts),
             ends=bounds(layout.document_ends),
         )
         q, k, v = prepared(q), prepared(k), prepared(v)
-        compiling = torch.compiler.is_compiling()
-        if has_horizons(q.shape[2], k.shape[2], options, extras):
+        text = spec.text()
+        if Problem(spec, D, q.dtype, q.shape[2], k.shape[2], (0, 0)).has_horizons:
             find = flash_horizons if compiling else run_horizons
-            horizons = find(q.detach(), k.detach(), extras.slopes, scale, options.soft_cap)
-            extras = extras._replace(horizons=horizons)
-        run = flash_forward if compiling else Eager.apply
-        out, lse, _ = run(q, k, v, *extras, *options)
+            inputs = inputs._replace(horizons=find(q.detach(), k.detach(), inputs.slopes, text))
+        if compiling:
+            out, lse, _ = flash_forward(q, k, v, inputs.present(), text, *positions)
+        else:
+            out, lse, _ = Eager.apply(text, *positions, q, k, v, *inputs.present())
         return AttentionOutput(out[..., :D], lse)
 
-    def attend_cache(self, q: Tensor, cache: Cache, terms: Terms) -> AttentionOutput:
+    def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:
         if self.config.precision is ProductPrecision.fp8:
-            raise UnsupportedAttention(
-                "attention.precision=fp8 does not decode from a cache; choose attention.precision=inputs."
-            )
+            fp8, inputs = (Option("attention.precision", precision) for precision in ("fp8", "inputs"))
+            raise UnsupportedAttention("{} does not decode from a cache; choose {}.", fp8, inputs)
         # The compiler cannot follow `check`; a model calls it when it is built.
         compiling = torch.compiler.is_compiling()
         if not compiling:
             check(q.shape[-1], q.dtype, q.device)
         out, lse = (flash_decode if compiling else run_decode)(
             q if q.stride(-1) == 1 else q.contiguous(),
-            *cache,
-            fp32(terms.slopes),
-            fp32(terms.sinks),
-            terms.score.causal,
-            terms.scale,
-            self.config.allow_tf32,
-            terms.score.window,
-            terms.score.soft_cap,
+            [*cache],
+            Inputs(**{name: fp32(x) for name, x in call.tensors.items()}).present(),
+            call.spec.text(),
         )
         return AttentionOutput(out, lse)
 
 
-def fp32(x: Tensor | None) -> Tensor | None:
+def fp32(x: Tensor) -> Tensor:
     """x (H,) as the kernels read it."""
-    return None if x is None else x.float().contiguous()
+    return x.float().contiguous()
 
 
 def bounds(x: Tensor | None) -> Tensor | None:

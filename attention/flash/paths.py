@@ -7,48 +7,20 @@ All paths exchange the same log-sum-exp and draw the same mask, so a forward and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import gpu
+from ..errors import Option, UnsupportedAttention
 from ..gpu import INTERPRET
-from ..interface import UnsupportedAttention
 from . import backward as plain_backward
 from . import forward as plain_forward
-from .configs import FP8_HAS_NO_GRADIENTS, Extras, KernelConfigs, Options, choose, seen_length
+from .call import KernelCall, Problem
 from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
 from .hopper import fp8_forward
-from .hopper.configs import (
-    FP8_MAX_HEAD_DIM,
-    HEAD_DIMS,
-    backward_blocks,
-    forward_blocks,
-    fp8_blocks,
-    is_faster,
-)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The properties of a call that decide its path.
-
-    features    the FEATURES of Score and Layout that the call asks for
-    length      queries or keys of a sequence, the fewer
-    capability  of the GPU
-    precision   of the products, as AttentionConfig's
-    """
-
-    head_dim: int
-    dtype: torch.dtype
-    features: frozenset[str]
-    dropout: bool
-    length: int
-    capability: tuple[int, int]
-    precision: str = "inputs"
+from .hopper.configs import FP8_MAX_HEAD_DIM, HEAD_DIMS, is_faster
 
 
 class Path(NamedTuple):
@@ -61,40 +33,8 @@ class Path(NamedTuple):
 
     refusal: Callable[[Problem, bool], str | None]
     pays: Callable[[Problem, bool], bool]
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor, Extras, Options], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor, KernelCall], tuple[Tensor, Tensor]]
     backward: Callable[..., Tensor | None]
-
-
-def kernel_configs(q: Tensor, k: Tensor, extras: Extras, options: Options) -> KernelConfigs:
-    """The block sizes of the plain kernels for these queries and keys."""
-    return choose(q.shape[-1], k.shape[2], q.dtype, gpu.capability(q.device), options, extras)
-
-
-def hopper_call(q: Tensor, k: Tensor, extras: Extras, options: Options) -> dict[str, Any]:
-    """The arguments that decide the tile sizes of the Hopper kernels for these queries and keys."""
-    return {
-        "head_dim": q.shape[-1],
-        "length": seen_length(k.shape[2], options, extras),
-        "dropout": options.threshold > 0,
-        "alibi": extras.slopes is not None,
-        "soft_cap": options.soft_cap is not None,
-    }
-
-
-def describe(q: Tensor, k: Tensor, extras: Extras, options: Options) -> Problem:
-    """The problem of a call."""
-    asked = {
-        "full": not options.causal,
-        "window": options.window is not None,
-        "soft_cap": options.soft_cap is not None,
-        "alibi": extras.slopes is not None,
-        "sinks": extras.sinks is not None,
-        "documents": extras.starts is not None,
-        "offsets": options.q_start is not None,
-    }
-    features = frozenset(name for name, is_asked in asked.items() if is_asked)
-    length, capability = min(q.shape[2], k.shape[2]), gpu.capability(q.device)
-    return Problem(q.shape[-1], q.dtype, features, options.threshold > 0, length, capability, options.precision)
 
 
 def gpu_or_dtype_refusal(problem: Problem) -> str | None:
@@ -122,58 +62,51 @@ def fp8_refusal(problem: Problem) -> str | None:
         return refusal
     if problem.head_dim > FP8_MAX_HEAD_DIM:
         return f"takes head sizes up to {FP8_MAX_HEAD_DIM}, not {problem.head_dim}"
-    others = sorted(problem.features - {"full"}) + ["dropout"] * problem.dropout
+    others = sorted(problem.spec.features() - {"full"}) + ["dropout"] * problem.dropout
     return f"does not support {', '.join(others)}" if others else None
+
+
+def no_fp8_gradients() -> UnsupportedAttention:
+    """The refusal of a backward with products in 8 bits."""
+    fp8, inputs = (Option("attention.precision", precision) for precision in ("fp8", "inputs"))
+    return UnsupportedAttention("{} is for evaluation and inference, and has no gradients; train with {}.", fp8, inputs)
 
 
 def no_backward(*_: Any) -> Tensor | None:
     """Refuse. FlashAttention refuses earlier, in the forward; this is for direct calls of the operators."""
-    raise UnsupportedAttention(FP8_HAS_NO_GRADIENTS)
+    raise no_fp8_gradients()
 
 
 PATHS = {
     "hopper": Path(
-        refusal=hopper_refusal,
-        pays=lambda problem, backward: is_faster(
-            problem.head_dim, problem.dropout, problem.features, problem.length, backward
-        ),
-        forward=lambda q, k, v, out, extras, options: hopper_forward.forward(
-            q, k, v, out, extras, options, forward_blocks(**hopper_call(q, k, extras, options))
-        ),
-        backward=lambda do, q, k, v, out, lse2, gradients, extras, options: hopper_backward.backward(
-            do, q, k, v, out, lse2, gradients, extras, options, backward_blocks(**hopper_call(q, k, extras, options))
-        ),
+        refusal=hopper_refusal, pays=is_faster, forward=hopper_forward.forward, backward=hopper_backward.backward
     ),
     "plain": Path(
         refusal=lambda problem, backward: None,
         pays=lambda problem, backward: True,
-        forward=lambda q, k, v, out, extras, options: plain_forward.forward(
-            q, k, v, out, extras, options, kernel_configs(q, k, extras, options)
-        ),
-        backward=lambda do, q, k, v, out, lse2, gradients, extras, options: plain_backward.backward(
-            do, q, k, v, out, lse2, gradients, extras, options, kernel_configs(q, k, extras, options)
-        ),
+        forward=plain_forward.forward,
+        backward=plain_backward.backward,
     ),
     "fp8": Path(  # by attention.precision alone
         refusal=lambda problem, backward: fp8_refusal(problem),
         pays=lambda problem, backward: True,
-        forward=lambda q, k, v, out, extras, options: fp8_forward.forward(
-            q, k, v, out, options, fp8_blocks(q.shape[-1])
-        ),
+        forward=fp8_forward.forward,
         backward=no_backward,
     ),
 }
 
 
-def choose_path(name: str, problem: Problem, backward: bool) -> str:
-    """The path for a problem in one direction: `name`, or for auto the first that supports it and pays.
+def choose_path(problem: Problem, backward: bool) -> str:
+    """The path for a problem in one direction: its spec's, or for auto the first that supports it and pays.
 
-    Raises UnsupportedAttention where `name` does not support the problem.
+    Raises UnsupportedAttention where the spec's path does not support the problem.
     """
-    if problem.precision == "fp8":
+    name = problem.spec.path
+    if problem.spec.precision == "fp8":
         refusal = "has no plain kernels" if name == "plain" else fp8_refusal(problem)
         if refusal is not None:
-            raise UnsupportedAttention(f"attention.precision=fp8 {refusal}; choose attention.precision=inputs.")
+            fp8, inputs = (Option("attention.precision", precision) for precision in ("fp8", "inputs"))
+            raise UnsupportedAttention(f"{{}} {refusal}; choose {{}}.", fp8, inputs)
         return "fp8"
     if name == "auto":
         return next(
@@ -181,11 +114,12 @@ def choose_path(name: str, problem: Problem, backward: bool) -> str:
         )
     refusal = PATHS[name].refusal(problem, backward)
     if refusal is not None:
-        raise UnsupportedAttention(f"attention.path={name} {refusal}; choose attention.path=auto.")
+        path, auto = (Option("attention.path", n) for n in (name, "auto"))
+        raise UnsupportedAttention(f"{{}} {refusal}; choose {{}}.", path, auto)
     return name
 
 
-def describe_path(name: str, problem: Problem) -> str:
+def describe_path(problem: Problem) -> str:
     """The paths of both directions, for people: "hopper", or "hopper forward, plain backward"."""
-    forward, backward = (choose_path(name, problem, backward) for backward in (False, True))
+    forward, backward = (choose_path(problem, backward) for backward in (False, True))
     return forward if forward == backward else f"{forward} forward, {backward} backward"

@@ -38,36 +38,36 @@ class Positions(NamedTuple):
 
 
 @triton.jit
-def locate(T, S, extras, numbers, i_b, i_bh, n_heads):
+def locate(T, S, inputs, scalars, i_b, i_bh, n_heads):
     """The positions of sequence i_b, for n_heads query heads from i_bh, which counts those of all sequences.
 
-    numbers has q_start and k_start unless the last query stands at the last key.
+    scalars has q_start and k_start unless the last query stands at the last key.
     """
-    offset = S - T if numbers.q_start is None else (numbers.q_start >> 2) - (numbers.k_start >> 2)
-    k_start = 0 if numbers.k_start is None else numbers.k_start >> 2
+    offset = S - T if scalars.q_start is None else (scalars.q_start >> 2) - (scalars.k_start >> 2)
+    k_start = 0 if scalars.k_start is None else scalars.k_start >> 2
     horizon = 0
-    if extras.horizons is not None:  # the furthest
-        horizon = tl.load(extras.horizons + i_bh)
+    if inputs.horizons is not None:  # the furthest
+        horizon = tl.load(inputs.horizons + i_bh)
         for i in range(1, n_heads):
-            horizon = tl.maximum(horizon, tl.load(extras.horizons + i_bh + i))
-    if extras.starts is None:  # zeros for what is not there: in Triton 3.6 no function returns a tuple with None in it
-        at = Positions(T, S, offset, k_start, 0, 0, 0, horizon)
+            horizon = tl.maximum(horizon, tl.load(inputs.horizons + i_bh + i))
+    if inputs.starts is None:  # zeros for what is not there: in Triton 3.6 no function returns a tuple with None in it
+        pos = Positions(T, S, offset, k_start, 0, 0, 0, horizon)
     else:
-        length = numbers.length >> 2
+        length = scalars.length >> 2
         o_row = tl.cast(i_b, tl.int64) * length
-        at = Positions(T, S, offset, k_start, extras.starts + o_row, extras.ends + o_row, length, horizon)
-    return at
+        pos = Positions(T, S, offset, k_start, inputs.starts + o_row, inputs.ends + o_row, length, horizon)
+    return pos
 
 
 @triton.jit
-def document_bound(p_bounds, o_own, at):
+def document_bound(p_bounds, o_own, pos):
     """The start or end of the documents at keys o_own, as indices of keys; -k_start outside of the row."""
-    o_position = o_own + at.k_start
-    return tl.load(p_bounds + o_position, mask=(o_position >= 0) & (o_position < at.length), other=0) - at.k_start
+    o_position = o_own + pos.k_start
+    return tl.load(p_bounds + o_position, mask=(o_position >= 0) & (o_position < pos.length), other=0) - pos.k_start
 
 
 @triton.jit
-def seen_keys(i_m, at, BLOCKS: tl.constexpr, MODE: tl.constexpr):
+def seen_keys(i_m, pos, BLOCKS: tl.constexpr, MODE: tl.constexpr):
     """(n_start, n_full_start, n_full_end, n_end): the keys that one of the queries from i_m sees, n_start to n_end.
 
     All of the queries see all keys from n_full_start to n_full_end. The other tiles are cut by the diagonal, a window,
@@ -76,93 +76,93 @@ def seen_keys(i_m, at, BLOCKS: tl.constexpr, MODE: tl.constexpr):
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    S = at.S
+    S = pos.S
     if MODE.causal:
-        n_full_end = tl.minimum(tl.maximum(i_m + 1 + at.offset, 0), S) // BN * BN
-        n_end = tl.minimum(tl.maximum(i_m + BM + at.offset, 0), S)
+        n_full_end = tl.minimum(tl.maximum(i_m + 1 + pos.offset, 0), S) // BN * BN
+        n_end = tl.minimum(tl.maximum(i_m + BM + pos.offset, 0), S)
     else:
         n_full_end = S // BN * BN
         n_end = S
     n_start = 0
     n_full_start = 0
     if MODE.bounded:
-        own = i_m + at.offset
+        own = i_m + pos.offset
         if MODE.window:
             n_start = own - (MODE.window - 1)
             n_full_start = own + BM - MODE.window
         if MODE.documents:
-            own_last = tl.minimum(own + BM, at.T + at.offset) - 1
-            n_start = tl.maximum(n_start, document_bound(at.p_starts, own, at))
-            n_full_start = tl.maximum(n_full_start, document_bound(at.p_starts, own_last, at))
+            own_last = tl.minimum(own + BM, pos.T + pos.offset) - 1
+            n_start = tl.maximum(n_start, document_bound(pos.p_starts, own, pos))
+            n_full_start = tl.maximum(n_full_start, document_bound(pos.p_starts, own_last, pos))
             if not MODE.causal:
-                n_full_end = tl.minimum(n_full_end, tl.maximum(document_bound(at.p_ends, own, at), 0) // BN * BN)
-                n_end = tl.minimum(n_end, document_bound(at.p_ends, own_last, at))
+                n_full_end = tl.minimum(n_full_end, tl.maximum(document_bound(pos.p_ends, own, pos), 0) // BN * BN)
+                n_end = tl.minimum(n_end, document_bound(pos.p_ends, own_last, pos))
         n_start = tl.maximum(n_start, 0) // BN * BN
         n_full_start = tl.cdiv(tl.maximum(n_full_start, 0), BN) * BN
     if MODE.horizon:
-        n_start = tl.maximum(n_start, tl.maximum(i_m + at.offset - (at.horizon - 1), 0) // BN * BN)
+        n_start = tl.maximum(n_start, tl.maximum(i_m + pos.offset - (pos.horizon - 1), 0) // BN * BN)
     return n_start, n_full_start, n_full_end, n_end
 
 
 @triton.jit
-def seeing_queries(i_n, at, BLOCKS: tl.constexpr, MODE: tl.constexpr):
+def seeing_queries(i_n, pos, BLOCKS: tl.constexpr, MODE: tl.constexpr):
     """(m_start, m_full_start, m_full_end, m_end): the queries that see one of the keys from i_n, m_start to m_end.
 
     Tiles from m_full_start that end by m_full_end see all of them. Both starts are multiples of BLOCKS.q.
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    T = at.T
+    T = pos.T
     m_start = 0
     m_full_start = 0
     m_full_end = T
     m_end = T
     if MODE.causal:
-        m_start = tl.maximum(i_n - at.offset, 0) // BM * BM
-        m_full_start = tl.minimum(tl.cdiv(tl.maximum(i_n + BN - 1 - at.offset, 0), BM) * BM, tl.cdiv(T, BM) * BM)
+        m_start = tl.maximum(i_n - pos.offset, 0) // BM * BM
+        m_full_start = tl.minimum(tl.cdiv(tl.maximum(i_n + BN - 1 - pos.offset, 0), BM) * BM, tl.cdiv(T, BM) * BM)
     if MODE.bounded:
         m_full_end = tl.cdiv(T, BM) * BM
-        i_last = tl.minimum(i_n + BN, at.S) - 1
+        i_last = tl.minimum(i_n + BN, pos.S) - 1
         if MODE.window:
-            m_full_end = tl.minimum(m_full_end, i_n + MODE.window - at.offset)
-            m_end = tl.minimum(m_end, i_last + MODE.window - at.offset)
+            m_full_end = tl.minimum(m_full_end, i_n + MODE.window - pos.offset)
+            m_end = tl.minimum(m_end, i_last + MODE.window - pos.offset)
         if MODE.documents:
-            m_full_end = tl.minimum(m_full_end, document_bound(at.p_ends, i_n, at) - at.offset)
-            m_end = tl.minimum(m_end, document_bound(at.p_ends, i_last, at) - at.offset)
+            m_full_end = tl.minimum(m_full_end, document_bound(pos.p_ends, i_n, pos) - pos.offset)
+            m_end = tl.minimum(m_end, document_bound(pos.p_ends, i_last, pos) - pos.offset)
             if not MODE.causal:
-                m_start = tl.maximum(document_bound(at.p_starts, i_n, at) - at.offset, 0) // BM * BM
-                m_full_start = tl.cdiv(tl.maximum(document_bound(at.p_starts, i_last, at) - at.offset, 0), BM) * BM
+                m_start = tl.maximum(document_bound(pos.p_starts, i_n, pos) - pos.offset, 0) // BM * BM
+                m_full_start = tl.cdiv(tl.maximum(document_bound(pos.p_starts, i_last, pos) - pos.offset, 0), BM) * BM
     if MODE.horizon:
-        m_end = tl.minimum(m_end, tl.minimum(i_n + BN, at.S) - 1 + at.horizon - at.offset)
+        m_end = tl.minimum(m_end, tl.minimum(i_n + BN, pos.S) - 1 + pos.horizon - pos.offset)
     return m_start, m_full_start, m_full_end, m_end
 
 
 @triton.jit
-def key_interval(o_m, at, MODE: tl.constexpr):
+def key_interval(o_m, pos, MODE: tl.constexpr):
     """(first, end): the queries o_m see the keys from `first` up to, but not including, `end`."""
-    o_own = o_m + at.offset
+    o_own = o_m + pos.offset
     first = o_own * 0
-    end = tl.minimum(o_own + 1, at.S) if MODE.causal else first + at.S
+    end = tl.minimum(o_own + 1, pos.S) if MODE.causal else first + pos.S
     if MODE.window:
         first = tl.maximum(first, o_own - (MODE.window - 1))
     if MODE.documents:
-        first = tl.maximum(first, document_bound(at.p_starts, o_own, at))
+        first = tl.maximum(first, document_bound(pos.p_starts, o_own, pos))
         if not MODE.causal:
-            end = tl.minimum(end, document_bound(at.p_ends, o_own, at))
+            end = tl.minimum(end, document_bound(pos.p_ends, o_own, pos))
     return first, end
 
 
 @triton.jit
-def query_interval(o_n, at, MODE: tl.constexpr):
+def query_interval(o_n, pos, MODE: tl.constexpr):
     """(first, end): the keys o_n are seen by the queries from `first` up to, but not including, `end`."""
-    first = o_n - at.offset if MODE.causal else o_n * 0
-    end = o_n * 0 + at.T
+    first = o_n - pos.offset if MODE.causal else o_n * 0
+    end = o_n * 0 + pos.T
     if MODE.window:
-        end = tl.minimum(end, o_n + MODE.window - at.offset)
+        end = tl.minimum(end, o_n + MODE.window - pos.offset)
     if MODE.documents:
-        end = tl.minimum(end, document_bound(at.p_ends, o_n, at) - at.offset)
+        end = tl.minimum(end, document_bound(pos.p_ends, o_n, pos) - pos.offset)
         if not MODE.causal:
-            first = tl.maximum(first, document_bound(at.p_starts, o_n, at) - at.offset)
+            first = tl.maximum(first, document_bound(pos.p_starts, o_n, pos) - pos.offset)
     return first, end
 
 
@@ -204,23 +204,23 @@ def times_derivative(b_x, b_tanh, MODE: tl.constexpr):
 
 
 @triton.jit
-def alibi_bias(slope2, o_m, o_n, i_n, i_reference, at, MODE: tl.constexpr):
+def alibi_bias(slope2, o_m, o_n, i_n, i_reference, pos, MODE: tl.constexpr):
     """log2(e) times -slope (i - j), for slope2 = log2(e) slope, queries o_m and the keys i_n + o_n.
 
     o_m and o_n have shapes that broadcast to the tile's. In 16 bits all queries get the bias of the one whose own key
     is i_reference: one number a column and not one a score. `alibi_row_bias` is the rest, constant along a row.
     """
     if MODE.exact:
-        b_bias = slope2 * (i_n + o_n - (o_m + at.offset)).to(tl.float32)
+        b_bias = slope2 * (i_n + o_n - (o_m + pos.offset)).to(tl.float32)
     else:
         b_bias = slope2 * o_n.to(tl.float32) + slope2 * (i_n - i_reference).to(tl.float32)
     return b_bias
 
 
 @triton.jit
-def alibi_row_bias(slope2, o_m, i_reference, at, MODE: tl.constexpr):
+def alibi_row_bias(slope2, o_m, i_reference, pos, MODE: tl.constexpr):
     """What `alibi_bias` adds too much for the queries o_m: to be subtracted from their log-sum-exp."""
-    return 0.0 if MODE.exact else slope2 * (o_m + at.offset - i_reference).to(tl.float32)
+    return 0.0 if MODE.exact else slope2 * (o_m + pos.offset - i_reference).to(tl.float32)
 
 
 @triton.jit

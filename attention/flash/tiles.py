@@ -5,6 +5,7 @@ position, zeros fill what lies beyond the tensor's end, and what is stored there
 pointer arithmetic and masks. Either way one kernel serves every memory layout, and offsets have 64 bits.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import gpu
 from ..gpu import ALIGNMENT, INTERPRET
-from .configs import Blocks, Extras, Mode, Options
+from ..spec import Spec
+from .call import KernelCall, Mode
+from .configs import Blocks
 from .score import LOG2_E
 
 ROW_ALIGNMENT = tl.constexpr(4)  # numbers of fp32: 16 bytes
@@ -104,7 +107,7 @@ def unspecialised(x: int) -> int:
     return 4 * x + 2
 
 
-class Numbers(NamedTuple):
+class Scalars(NamedTuple):
     """The numbers of a launch other than its tensors' shapes. All whole ones are `unspecialised`.
 
     scale_log2  the scale times log2(e)
@@ -121,34 +124,42 @@ class Numbers(NamedTuple):
     length: Any
 
 
-def launch_numbers(options: Options, extras: Extras, n_together: int) -> Numbers:
-    """The numbers of a launch with these options and tensors."""
-    length = None if extras.starts is None else extras.starts.shape[1]
-    whole = (None if x is None else unspecialised(x) for x in (n_together, options.q_start, options.k_start, length))
-    return Numbers(options.scale, options.scale * LOG2_E.value, *whole)
+def launch_scalars(call: KernelCall, n_together: int) -> Scalars:
+    """The numbers of a call's launch."""
+    starts, scale = call.inputs.starts, call.spec.scale
+    length = None if starts is None else starts.shape[1]
+    positions = (call.q_start, call.k_start) if call.spec.offsets else (None, None)
+    whole = (None if x is None else unspecialised(x) for x in (n_together, *positions, length))
+    return Scalars(scale, scale * LOG2_E.value, *whole)
 
 
-def kernel_mode(q: Tensor, options: Options, extras: Extras) -> Mode:
-    """The constants that kernels for queries of this head size and dtype are compiled for."""
-    documents = extras.starts is not None
-    capped = options.soft_cap is not None and options.soft_cap <= LARGEST_FIXED
+@lru_cache(maxsize=1024)
+def kernel_mode(spec: Spec, head_dim: int, dtype: torch.dtype, horizon: bool = False) -> Mode:
+    """The constants that kernels for queries of this head size and dtype are compiled for; `horizon` as Mode has it."""
+    score = spec.score
+    capped = score.soft_cap is not None and score.soft_cap <= LARGEST_FIXED
     return Mode(
-        causal=options.causal,
-        window=options.window,
-        documents=documents,
-        bounded=documents or options.window is not None,
-        horizon=extras.horizons is not None,
-        offsets=options.q_start is not None,
-        soft_cap=options.soft_cap,
-        alibi=extras.slopes is not None,
-        sinks=extras.sinks is not None,
-        threshold=options.threshold,
-        fixed_max=capped and extras.slopes is None and extras.sinks is None and q.dtype != torch.float16,
-        exact=q.dtype == torch.float32,
-        precision="tf32" if options.tf32 else "ieee",
+        causal=score.causal,
+        window=score.window,
+        documents=spec.documents,
+        bounded=spec.bounded,
+        horizon=horizon,
+        offsets=spec.offsets,
+        soft_cap=score.soft_cap,
+        alibi=score.alibi,
+        sinks=score.sinks,
+        threshold=spec.threshold,
+        fixed_max=capped and not score.alibi and not score.sinks and dtype != torch.float16,
+        exact=dtype == torch.float32,
+        precision="tf32" if spec.tf32 else "ieee",
         # Tiles are as wide as the next power of two, and no narrower than a matrix instruction.
-        columns=max(16, triton.next_power_of_2(q.shape[-1])),
+        columns=max(16, triton.next_power_of_2(head_dim)),
     )
+
+
+def mode_of(call: KernelCall, q: Tensor) -> Mode:
+    """`kernel_mode` for a call's queries."""
+    return kernel_mode(call.spec, q.shape[-1], q.dtype, call.inputs.horizons is not None)
 
 
 def compile_options(blocks: Blocks) -> dict[str, int | None]:
@@ -166,9 +177,9 @@ def head_group_size(n_heads: int, head: Tensor, shared_by: int = 1) -> int:
 
 
 @triton.jit
-def swizzle_program_id(n_tiles, numbers):
+def swizzle_program_id(n_tiles, scalars):
     """This program's (tile, head): heads in sections of n_together, and all heads of a section tile by tile."""
-    n_together = numbers.n_together >> 2
+    n_together = scalars.n_together >> 2
     n_heads = tl.num_programs(0) // n_tiles
     i_section = tl.program_id(0) // (n_together * n_tiles)
     i_rest = tl.program_id(0) % (n_together * n_tiles)

@@ -45,6 +45,7 @@ from bench.attention.views import notes, publish, tables
 from bench.machine import device_name, require_gpu
 from bench.measure import release
 from bench.record import Recorder, command_line, command_of, measurement, read, result_file
+from recipe.errors import sentence_of
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 QUICK_LENGTHS = (1024, 4096, 16384)
@@ -84,7 +85,7 @@ def rate(text: str) -> float:
     try:
         return build_attention(AttentionConfig(dropout=float(text))).dropout
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(sentence_of(error)) from None
 
 
 def argument_parser() -> argparse.ArgumentParser:

@@ -22,9 +22,11 @@ from functools import partial
 import torch
 from matplotlib.figure import Figure
 
-from attention import AttentionConfig, KernelPath
-from attention.flash.configs import Blocks, Extras, KernelConfigs, Options
+from attention import AttentionConfig, KernelPath, Score
+from attention.flash.call import KernelCall
+from attention.flash.configs import Blocks
 from attention.flash.forward import forward
+from attention.spec import Inputs, Spec
 from bench.attention.peers import Problem, candidates, from_registry
 from bench.machine import device_name, require_gpu
 from bench.measure import Call, Timing, interleaved, release
@@ -71,8 +73,8 @@ def forward_in_blocks(blocks: Blocks) -> Callable[[], Call]:
     inputs, _ = problem().tensors()
     q, k, v = (x.detach() for x in inputs)
     out = torch.empty_like(q)
-    options = Options(causal=False, scale=1 / math.sqrt(D), threshold=0, tf32=False)
-    return lambda: lambda: forward(q, k, v, out, Extras(), options, KernelConfigs(blocks, blocks, blocks))
+    call = KernelCall(Spec(Score(causal=False), scale=1 / math.sqrt(D)), Inputs())
+    return lambda: lambda: forward(q, k, v, out, call, blocks)
 
 
 def preparation(name: str, direction: str) -> Callable[[], Call]:

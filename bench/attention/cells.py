@@ -15,6 +15,7 @@ from bench.attention.peers import KEY, Attend, Candidate, Problem
 from bench.attention.time_budget import TimeBudget, TooSlow
 from bench.measure import interleaved, peak_bytes, release, synchronise
 from bench.record import Row
+from recipe.errors import sentence_of
 
 
 def measure(problem: Problem, chosen: dict[str, Candidate], seconds: float, budget: TimeBudget) -> list[Row]:
@@ -117,9 +118,9 @@ def failure(error: Exception) -> Row:
     if isinstance(error, torch.OutOfMemoryError):
         return {"status": "out of memory", "message": str(error).split(". ")[0]}
     if isinstance(error, TooSlow):
-        return {"status": "too slow", "message": str(error)}
+        return {"status": "too slow", "message": sentence_of(error)}
     if isinstance(error, UnsupportedAttention):
-        return {"status": "refused", "message": str(error)}
+        return {"status": "refused", "message": sentence_of(error)}
     return {"status": "failed", "message": f"{type(error).__name__}: {error}"[:500]}
 
 

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, ProductPrecision, Score, build_attention
-from attention.flash.configs import Options
+from attention.flash.call import KernelCall
 from attention.flash.hopper.configs import fp8_blocks
 from attention.flash.hopper.fp8 import quantise
 from attention.flash.hopper.fp8_forward import attend
+from attention.spec import Inputs, Spec
 from bench.machine import device_name, require_gpu
 from bench.markdown import pivot
 from bench.measure import interleaved
@@ -65,10 +66,11 @@ def speed(length: int, head_size: int, device: torch.device, seconds: float) -> 
     calls: dict[str, Callable[[], object]] = {
         name: partial(attention(precision), q, k, v) for precision, name in NAMES.items()
     }
-    blocks, options = fp8_blocks(head_size), Options(causal=True, scale=head_size**-0.5, threshold=0, tf32=False)
+    blocks, computed = fp8_blocks(head_size), KernelCall(Spec(Score(), scale=head_size**-0.5), Inputs())
     quantised, out = quantise(k, v, blocks), torch.empty_like(q)
     calls[QUANTISATION] = partial(quantise, k, v, blocks)
-    calls[KERNEL] = lambda: attend(q, quantised._replace(work=torch.zeros_like(quantised.work)), out, options, blocks)
+    zero = torch.zeros_like(quantised.work)
+    calls[KERNEL] = lambda: attend(q, quantised._replace(work=zero.clone()), out, computed, blocks)
     timings = interleaved({name: partial(unprepared, call) for name, call in calls.items()}, device, seconds)
     rows = []
     for name, timing in timings.items():

@@ -31,11 +31,13 @@ from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, build_attention
 from attention.dropout import drop_threshold
-from attention.flash.backward import launch_dkdv, launch_dq
-from attention.flash.configs import Blocks, Extras, KernelConfigs, Options
+from attention.flash.backward import Tensors, launch_dkdv, launch_dq
+from attention.flash.call import KernelCall
+from attention.flash.configs import Blocks
 from attention.flash.forward import forward
 from attention.flash.tiles import rows_like
 from attention.score import alibi_slopes, visible_pairs
+from attention.spec import Inputs, Spec
 from bench.attention.__main__ import positive, rate
 from bench.attention.peers import VARIANTS
 from bench.machine import environment, require_gpu
@@ -88,25 +90,23 @@ class Problem:
         self.q, self.k, self.v, self.do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
         score = VARIANTS[mask]
         slopes = alibi_slopes(n_heads, self.q.device) if score.alibi else None
-        self.extras = Extras(KEY.pack(self.q.device) if dropout else None, slopes)
-        self.options = Options(
-            score.causal, head_dim**-0.5, drop_threshold(dropout), False, score.window, score.soft_cap
-        )
+        spec = Spec(score, scale=head_dim**-0.5, threshold=drop_threshold(dropout))
+        self.call = KernelCall(spec, Inputs(KEY.pack(self.q.device) if dropout else None, slopes))
         self.out, self.lse2, self.delta = torch.empty_like(self.q), rows_like(self.q), rows_like(self.q)
 
     def run(self, kernel: str, blocks: Blocks) -> list[Tensor]:
         """Run one pass; the backward passes need `out`, `lse2` and `delta` of the passes before them."""
-        q, k, v, do, lse2, delta = self.q, self.k, self.v, self.do, self.lse2, self.delta
+        q, k, v = self.q, self.k, self.v
         if kernel == "forward":
-            _, self.lse2 = forward(q, k, v, self.out, self.extras, self.options, KernelConfigs(blocks, blocks, blocks))
+            _, self.lse2 = forward(q, k, v, self.out, self.call, blocks)
             return [self.out]
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        tensors = Tensors(q, k, v, self.out, self.do, self.lse2, self.delta, *gradients)
         if kernel == "dq":
-            dq = torch.empty_like(q)
-            launch_dq(do, q, k, v, self.out, lse2, delta, dq, self.extras, self.options, blocks)
-            return [dq]
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        launch_dkdv(do, q, k, v, lse2, delta, dk, dv, self.extras, self.options, blocks)
-        return [dk, dv]
+            launch_dq(tensors, self.call, blocks)
+            return gradients[:1]
+        launch_dkdv(tensors, self.call, blocks)
+        return gradients[1:]
 
 
 def error(candidate: Candidate) -> float:

@@ -16,7 +16,7 @@ from recipe.config import Config
 from recipe.device import Precision, resolve_device, resolve_precision
 from recipe.distributed.config import DataParallel, check_context, check_parallel
 from recipe.distributed.world import World
-from recipe.errors import refusals
+from recipe.errors import refusals, sentence_of
 from recipe.parity.probe import check_parity
 from recipe.profiling.profiler import check_profile
 from recipe.tracking.tracker import tracking_mistakes
@@ -47,7 +47,8 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
     yield from (of_data := list(data_mistakes(config.data)))
     if not of_data:
         yield from refusal(check_corpus, config)
-    of_model = list(model_mistakes(config.model)) or list(score_mistakes(config.score, config.model.n_layers))
+    of_score = map(sentence_of, score_mistakes(config.score, config.model.n_layers))
+    of_model = list(model_mistakes(config.model)) or list(of_score)
     yield from of_model
     if not of_ranks and not of_model:
         heads = config.model.n_heads, config.model.n_kv_heads or config.model.n_heads
@@ -84,4 +85,4 @@ def refusal(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
     try:
         check(*arguments)
     except refusals() as error:
-        yield str(error)
+        yield sentence_of(error)

@@ -14,7 +14,6 @@ Dropout keys say where in the whole call a rank's part lies, so masks are those 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from enum import Enum
 from typing import ClassVar
 
@@ -25,7 +24,10 @@ from torch import Tensor
 # torch.compile traces the functional collectives only; their module has no public name yet.
 from torch.distributed import _functional_collectives as collectives
 
-from attention.interface import Attention, AttentionOutput, AttentionShape, Terms, UnsupportedAttention, accum_dtype
+from attention.dropout import moved
+from attention.errors import Option, UnsupportedAttention
+from attention.interface import Attention, AttentionOutput, AttentionShape, Call
+from attention.precision import accum_dtype
 from attention.score import Range
 
 # Its name from torch 2.13 on, else the earlier one.
@@ -81,13 +83,14 @@ class ContextAttention(Attention):
     def check(self, shape: AttentionShape) -> None:
         self.inner.check(shape)
 
-    def check_features(self, features: Mapping[str, str]) -> None:
+    def check_features(self, features: Mapping[str, Option]) -> None:
         self.inner.check_features(features)
         for feature, asked_by in features.items():
             if feature in self.lacks:
                 raise UnsupportedAttention(
-                    f"Ranks that share a sequence by {self.by.value} do not support {asked_by}; leave it out, or use "
-                    "parallel.context=1."
+                    f"Ranks that share a sequence by {self.by.value} do not support {{}}; leave it out, or use "
+                    "parallel.context=1.",
+                    asked_by,
                 )
 
 
@@ -97,17 +100,17 @@ class HeadParallel(ContextAttention):
     by = ContextBy.heads
     lacks = frozenset({"offsets"})  # every rank's rows have positions already
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         """q (B, H, T / W, D), k and v (B, H_kv, T / W, D)."""
-        out = self._spread(self._whole_rows(q, k, v, terms, return_lse=False).out)
+        out = self._spread(self._whole_rows(q, k, v, call, return_lse=False).out)
         return AttentionOutput(out)
 
-    def lse(self, q: Tensor, k: Tensor, terms: Terms) -> Tensor:
-        lse = self._whole_rows(q, k, k, terms, return_lse=True).lse
+    def lse(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        lse = self._whole_rows(q, k, k, call, return_lse=True).lse
         assert lse is not None
         return self._spread(lse[..., None])[..., 0]
 
-    def _whole_rows(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, return_lse: bool) -> AttentionOutput:
+    def _whole_rows(self, q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> AttentionOutput:
         """The wrapped attention of this rank's heads: (B, H / W, T, D)."""
         W, H = self.ranks, q.shape[1]
         heads, kv_heads = H // W, k.shape[1] // W
@@ -118,17 +121,16 @@ class HeadParallel(ContextAttention):
         qkv = received.transpose(0, 1).reshape(B, W * T, heads + 2 * kv_heads, D)
         q, k, v = (x.transpose(1, 2) for x in qkv.split([heads, kv_heads, kv_heads], dim=2))
         own = slice(self.rank * heads, (self.rank + 1) * heads)
-        key = terms.dropout_key
+        key = call.dropout_key
         return self.inner(
             q,
             k,
             v,
-            score=terms.score,
-            layout=terms.layout,
-            scale=terms.scale,
-            dropout_key=key and replace(key, first_head=self.rank * heads),
-            slopes=None if terms.slopes is None else terms.slopes[own],
-            sinks=None if terms.sinks is None else terms.sinks[own],
+            score=call.spec.score,
+            layout=call.layout,
+            scale=call.spec.scale,
+            dropout_key=None if key is None else moved(key, first_head=self.rank * heads),
+            tensors={name: x[own] for name, x in call.tensors.items()},
             return_lse=return_lse,
         )
 
@@ -154,33 +156,32 @@ class KeyGather(ContextAttention):
     by = ContextBy.keys
     lacks = frozenset({"offsets", "full"})  # a part attends to the keys up to its end
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> AttentionOutput:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         """q (B, H, T / W, D), k and v (B, H_kv, T / W, D)."""
-        return AttentionOutput(self._attend_both_parts(q, k, v, terms, return_lse=False).out)
+        return AttentionOutput(self._attend_both_parts(q, k, v, call, return_lse=False).out)
 
-    def lse(self, q: Tensor, k: Tensor, terms: Terms) -> Tensor:
-        lse = self._attend_both_parts(q, k, k, terms, return_lse=True).lse
+    def lse(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        lse = self._attend_both_parts(q, k, k, call, return_lse=True).lse
         assert lse is not None
         return lse
 
-    def _attend_both_parts(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, return_lse: bool) -> AttentionOutput:
+    def _attend_both_parts(self, q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> AttentionOutput:
         part, outputs = q.shape[2] // 2, []
         reaches = [(i + 1) * part for i in (self.rank, 2 * self.ranks - 1 - self.rank)]
         gathered = GatherKeys.apply(torch.stack([k, v]), self.group, *reaches)
         for queries, (keys, values), reach in zip(q.split(part, dim=2), gathered, reaches, strict=True):
             # Queries and keys end at the same position, as they do by default.
-            key = terms.dropout_key
+            key = call.dropout_key
             outputs.append(
                 self.inner(
                     queries,
                     keys,
                     values,
-                    score=terms.score,
-                    layout=terms.layout,
-                    scale=terms.scale,
-                    dropout_key=key and replace(key, first_query=reach - part),
-                    slopes=terms.slopes,
-                    sinks=terms.sinks,
+                    score=call.spec.score,
+                    layout=call.layout,
+                    scale=call.spec.scale,
+                    dropout_key=None if key is None else moved(key, first_query=reach - part),
+                    tensors=call.tensors,
                     return_lse=return_lse,
                 )
             )

@@ -19,6 +19,7 @@ from model.blocks import ROTARY_BASE
 from model.config import Positions
 from model.gpt import GPT
 from model.gpt2_weights import FIXED, PREFIX, TRANSPOSED, WeightsError
+from recipe.errors import as_override
 
 
 class Described(NamedTuple):
@@ -62,7 +63,7 @@ def unmatched(model: GPT) -> Iterator[str]:
     for feature, asked in features.items():
         if feature == "window" and rotary:
             continue
-        yield asked + (" with learned positions" if feature == "window" else "")
+        yield as_override(asked) + (" with learned positions" if feature == "window" else "")
     if grouped and not rotary:
         yield f"model.n_kv_heads={config.n_kv_heads} with learned positions"
 

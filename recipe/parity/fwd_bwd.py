@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import Attention, DropoutKey
-from attention.interface import accum_dtype
+from attention.precision import accum_dtype
 from data.batches import Batch
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX

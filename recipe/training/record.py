@@ -16,7 +16,7 @@ import torch
 
 from attention import AttentionShape
 from recipe.distributed.world import World
-from recipe.errors import refusals
+from recipe.errors import refusals, sentence_of
 from recipe.parity.ablation import measure as measure_ablation
 from recipe.parity.probe import summarise
 from recipe.profiling.attention_memory import attention_peak
@@ -140,7 +140,7 @@ class Record(NullRecord):
             status = "completed" if error is None else "failed"
         sentence = None if error is None else repr(error)
         if isinstance(error, refusals()):
-            sentence = str(error)
+            sentence = sentence_of(error)
         non_finite_step = error.step if isinstance(error, NonFiniteError) else None
         with self.tracker:
             self.tracker.finish(self.summary(status, sentence, non_finite_step))

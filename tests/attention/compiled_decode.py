@@ -18,9 +18,10 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from attention import Cache, gpu
+from attention import Cache, Score, gpu
 from attention.decode import write_kernel
 from attention.flash.decode import run_decode
+from attention.spec import Spec
 from tests.attention.compiled_plain import CAPABILITIES, NoGPU, resources
 
 B, H, H_KV, T, D, CAPACITY = 2, 8, 2, 3, 128, 4096
@@ -39,8 +40,8 @@ def launches(dtype: torch.dtype, size: int | None) -> None:
     q, new = torch.zeros(B, H, T, D, dtype=dtype), torch.zeros(B, H_KV, T, D, dtype=dtype)
     write_kernel.write(*cache, new, new, None if size is None else torch.zeros(B + 1, dtype=torch.int64))
     per_head = None if size is None else torch.zeros(H)
-    window, soft_cap = (None, None) if size is None else (1024, 50.0)
-    run_decode(q, *cache, per_head, per_head, True, 0.125, False, window, soft_cap)
+    score = Score() if size is None else Score(window=1024, soft_cap=50.0, alibi=True, sinks=True)
+    run_decode(q, [*cache], [] if per_head is None else [per_head, per_head], Spec(score, scale=0.125).text())
 
 
 def compile_all(architecture: str) -> Iterator[dict[str, Any]]:

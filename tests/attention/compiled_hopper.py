@@ -28,31 +28,30 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from attention import DropoutKey, gpu
+from attention import DropoutKey, Score, gpu
 from attention.dropout import drop_threshold
-from attention.flash.configs import HORIZONS_FROM, Extras, Options
+from attention.flash.call import HORIZONS_FROM, KernelCall
 from attention.flash.hopper.configs import HEAD_DIMS, backward_blocks, forward_blocks
-from attention.flash.paths import PATHS, hopper_call
+from attention.flash.paths import PATHS
 from attention.flash.tiles import rows_like
+from attention.spec import Inputs, Spec
 
 LENGTHS = {"": 16384, "-middle": 4096, "-short": 512}  # at some head sizes each has its own shape of blocks
 LONGEST = max(LENGTHS.values())
 STARTS = torch.zeros(1, LONGEST, dtype=torch.int32)
 SLOPES = SINKS = torch.zeros(2)
 HORIZONS = torch.zeros(1, 2, dtype=torch.int32)
-SCORES: dict[str, tuple[dict[str, Any], Extras]] = {
-    "causal": ({}, Extras()),
-    "full": ({"causal": False}, Extras()),
-    "window": ({"window": 1024}, Extras()),
-    "wide_window": ({"window": 8192}, Extras()),
-    "documents": ({}, Extras(starts=STARTS, ends=STARTS)),
-    "alibi": ({}, Extras(slopes=SLOPES, horizons=HORIZONS)),
-    "soft_cap": ({"soft_cap": 50.0}, Extras()),
-    "sinks": ({}, Extras(sinks=SINKS)),
-    "everything": (
-        {"window": 1024, "soft_cap": 50.0, "q_start": 3, "k_start": 2},
-        Extras(slopes=SLOPES, sinks=SINKS, starts=STARTS, ends=STARTS),
-    ),
+TOGETHER = Spec(Score(window=1024, soft_cap=50.0, alibi=True, sinks=True), 1.0, documents=True, offsets=True)
+SCORES = {
+    "causal": KernelCall(Spec(Score(), 1.0), Inputs()),
+    "full": KernelCall(Spec(Score(causal=False), 1.0), Inputs()),
+    "window": KernelCall(Spec(Score(window=1024), 1.0), Inputs()),
+    "wide_window": KernelCall(Spec(Score(window=8192), 1.0), Inputs()),
+    "documents": KernelCall(Spec(Score(), 1.0, documents=True), Inputs(starts=STARTS, ends=STARTS)),
+    "alibi": KernelCall(Spec(Score(alibi=True), 1.0), Inputs(slopes=SLOPES, horizons=HORIZONS)),
+    "soft_cap": KernelCall(Spec(Score(soft_cap=50.0), 1.0), Inputs()),
+    "sinks": KernelCall(Spec(Score(sinks=True), 1.0), Inputs(sinks=SINKS)),
+    "everything": KernelCall(TOGETHER, Inputs(None, SLOPES, SINKS, STARTS, STARTS), q_start=3, k_start=2),
 }
 
 
@@ -67,23 +66,21 @@ class Configuration(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-def options_of(D: int, score: str, dropout: float) -> tuple[Options, Extras]:
-    """What a call with these scores asks for."""
-    changed, extras = SCORES[score]
-    if dropout:
-        extras = extras._replace(key=DropoutKey(1, 2, 3, 4).pack(torch.device("cpu")))
-    options = Options(causal=True, scale=D**-0.5, threshold=drop_threshold(dropout), tf32=False)
-    return options._replace(**changed), extras
+def call_of(D: int, score: str, dropout: float) -> KernelCall:
+    """The call with these scores."""
+    call = SCORES[score]
+    key = DropoutKey(1, 2, 3, 4).pack(torch.device("cpu")) if dropout else None
+    spec = call.spec._replace(scale=D**-0.5, threshold=drop_threshold(dropout))
+    return call._replace(spec=spec, inputs=call.inputs._replace(key=key))
 
 
 def shapes(D: int, score: str, dropout: float, T: int) -> dict[str, Any]:
     """The blocks of each direction. Sinks have no backward kernel of their own: it does not read them."""
     q = torch.empty(1, 2, T, D, device="meta")
-    options, extras = options_of(D, score, dropout)
-    call = hopper_call(q, q, extras, options)
-    found: dict[str, Any] = {"forward": forward_blocks(**call)}
+    problem = call_of(D, score, dropout).problem(q, q)
+    found: dict[str, Any] = {"forward": forward_blocks(problem)}
     if D in HEAD_DIMS["backward"] and score != "sinks":
-        found["backward"] = backward_blocks(**call)
+        found["backward"] = backward_blocks(problem)
     return found
 
 
@@ -115,15 +112,15 @@ def launch(configuration: Configuration) -> None:
     """The configuration's forward, backward or both."""
     D, score, dropout, T, directions, dtype = configuration
     q, k, v, out, do, *gradients = (torch.zeros(1, 2, T, D, dtype=dtype) for _ in range(8))
-    options, extras = options_of(D, score, dropout)
+    call = call_of(D, score, dropout)
     if T < HORIZONS_FROM:
-        extras = extras._replace(horizons=None)
+        call = call._replace(inputs=call.inputs._replace(horizons=None))
     if "fp8" in directions:
-        PATHS["fp8"].forward(q, k, v, out, extras, options)
+        PATHS["fp8"].forward(q, k, v, out, call)
     if "forward" in directions:
-        PATHS["hopper"].forward(q, k, v, out, extras, options)
+        PATHS["hopper"].forward(q, k, v, out, call)
     if "backward" in directions:
-        PATHS["hopper"].backward(do, q, k, v, out, rows_like(q), tuple(gradients), extras, options)
+        PATHS["hopper"].backward(do, q, k, v, out, rows_like(q), tuple(gradients), call)
 
 
 def shared_barriers(ptx: str) -> list[int]:

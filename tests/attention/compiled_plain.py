@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -27,15 +28,19 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from attention import UnsupportedAttention, gpu
+from attention import Score, UnsupportedAttention, gpu
 from attention.flash import configs
-from attention.flash.backward import backward
-from attention.flash.configs import ConfigKey, Extras, Options
+from attention.flash.backward import Tensors, launch_dkdv, launch_dq
+from attention.flash.call import KernelCall
+from attention.flash.call import Problem as CallProblem
+from attention.flash.configs import ConfigKey
 from attention.flash.forward import forward
 from attention.flash.op import check_backward
+from attention.flash.tiles import rows_like
+from attention.spec import Inputs, Spec
 
 CAPABILITIES = {"hopper": (9, 0), "older": (8, 0)}
-PLAIN = Options(causal=True, scale=0.125, threshold=0, tf32=False)
+PLAIN = Spec(Score(), scale=0.125)
 B, H, H_KV, T = 2, 4, 2, 100
 
 
@@ -44,8 +49,7 @@ class Problem(NamedTuple):
 
     name: str
     key: ConfigKey
-    options: Options
-    extras: Extras
+    call: KernelCall
     dtype: torch.dtype
 
 
@@ -54,27 +58,27 @@ def problems(architecture: str) -> Iterator[Problem]:
 
     In fp32 a head size has one entry for all of them, which is compiled with everything at once.
     """
-    documents = torch.zeros(B, T, dtype=torch.int32)
-    everything = Extras(slopes=torch.zeros(H), sinks=torch.zeros(H), starts=documents, ends=documents)
-    asked: dict[str, tuple[dict[str, Any], Extras]] = {
-        "causal": ({}, Extras()),
-        "full": ({"causal": False}, Extras()),
-        "window": ({"window": 1024}, Extras()),
-        "documents": ({}, Extras(starts=documents, ends=documents)),
-        "alibi": ({}, Extras(slopes=torch.zeros(H), horizons=torch.zeros(B, H, dtype=torch.int32))),
-        "soft_cap": ({"soft_cap": 50.0}, Extras()),
-        "sinks": ({}, Extras(sinks=torch.zeros(H))),
-        "everything": ({"window": 1024, "soft_cap": 50.0, "q_start": 3, "k_start": 2}, everything),
+    slopes, documents = torch.zeros(H), torch.zeros(B, T, dtype=torch.int32)
+    horizons = torch.zeros(B, H, dtype=torch.int32)
+    together = Spec(Score(window=1024, soft_cap=50.0, alibi=True, sinks=True), 0.125, documents=True, offsets=True)
+    asked = {
+        "causal": KernelCall(PLAIN, Inputs()),
+        "full": KernelCall(PLAIN._replace(score=Score(causal=False)), Inputs()),
+        "window": KernelCall(PLAIN._replace(score=Score(window=1024)), Inputs()),
+        "documents": KernelCall(PLAIN._replace(documents=True), Inputs(starts=documents, ends=documents)),
+        "alibi": KernelCall(PLAIN._replace(score=Score(alibi=True)), Inputs(slopes=slopes, horizons=horizons)),
+        "soft_cap": KernelCall(PLAIN._replace(score=Score(soft_cap=50.0)), Inputs()),
+        "sinks": KernelCall(PLAIN._replace(score=Score(sinks=True)), Inputs(sinks=slopes)),
+        "everything": KernelCall(together, Inputs(None, slopes, slopes, documents, documents), q_start=3, k_start=2),
     }
 
     def problem(kind: str, key: ConfigKey, dtype: torch.dtype = torch.bfloat16) -> Problem:
-        changed, extras = asked[kind]
-        options = PLAIN._replace(threshold=26 if key.dropout else 0, **changed)
-        rate = "dropout" if key.dropout else "exact"
+        call, rate = asked[kind], "dropout" if key.dropout else "exact"
         if key.dropout:
-            extras = extras._replace(key=torch.zeros(7, dtype=torch.int64))
+            inputs = call.inputs._replace(key=torch.zeros(7, dtype=torch.int64))
+            call = call._replace(spec=call.spec._replace(threshold=26), inputs=inputs)
         label = kind if dtype == torch.bfloat16 else f"{kind}-{str(dtype).removeprefix('torch.')}"
-        return Problem(f"{architecture}-{label}-{key.head_dim}-{rate}-{key.length:g}", key, options, extras, dtype)
+        return Problem(f"{architecture}-{label}-{key.head_dim}-{rate}-{key.length:g}", key, call, dtype)
 
     for key in configs.TABLES[architecture]:
         yield problem("causal", key)
@@ -145,9 +149,7 @@ def compiling(architecture: str) -> Iterator[list[Compiled]]:
         yield compiled
 
 
-def launch(
-    architecture: str, key: ConfigKey, options: Options, extras: Extras, dtype: torch.dtype, T: int, S: int
-) -> None:
+def launch(architecture: str, key: ConfigKey, call: KernelCall, dtype: torch.dtype, T: int, S: int) -> None:
     """A forward with the blocks chosen for `key`, and a backward where the GPU has one. That does not read sinks."""
 
     def tensor(heads: int, length: int) -> Tensor:
@@ -155,22 +157,25 @@ def launch(
 
     q, k, v, do, out = (tensor(*size) for size in ((H, T), (H_KV, S), (H_KV, S), (H, T), (H, T)))
     length = int(min(key.length, 2**20))
-    blocks = configs.choose(key.head_dim, length, q.dtype, CAPABILITIES[architecture], options, extras)
-    _, lse2 = forward(q, k, v, out, extras, options, blocks)
-    extras = extras._replace(sinks=None)
+    blocks = configs.choose(CallProblem(call.spec, key.head_dim, dtype, length, length, CAPABILITIES[architecture]))
+    _, lse2 = forward(q, k, v, out, call, blocks.forward)
+    score = replace(call.spec.score, sinks=False)
+    call = call._replace(spec=call.spec._replace(score=score), inputs=call.inputs._replace(sinks=None))
     try:
         check_backward(key.head_dim, dtype, q.device)
     except UnsupportedAttention:
         return
-    backward(do, q, k, v, out, lse2, (tensor(H, T), tensor(H_KV, S), tensor(H_KV, S)), extras, options, blocks)
+    x = Tensors(q, k, v, out, do, lse2, rows_like(q), tensor(H, T), tensor(H_KV, S), tensor(H_KV, S))
+    launch_dq(x, call, blocks.dq)
+    launch_dkdv(x, call, blocks.dkdv)
 
 
 def compile_all(architecture: str) -> Iterator[dict[str, Any]]:
     """Resources of each problem's kernels, compiled by the same launches as on a GPU."""
     with compiling(architecture) as compiled:
-        for name, key, options, extras, dtype in problems(architecture):
+        for name, key, call, dtype in problems(architecture):
             compiled.clear()
-            launch(architecture, key, options, extras, dtype, T, T)
+            launch(architecture, key, call, dtype, T, T)
             for found in compiled:
                 yield {"name": f"{name}-{found.name}", "serialised": found.serialised} | resources(found.kernel)
 
@@ -184,8 +189,8 @@ def compile_lengths(architecture: str) -> Iterator[dict[str, Any]]:
     found: dict[str, set[str]] = {}
     with compiling(architecture) as compiled:
         for n, (T, S) in enumerate(itertools.product(lengths, lengths)):
-            options = PLAIN._replace(q_start=n - 1, k_start=16 * (n % 2))
-            launch(architecture, ConfigKey(64, False, 128), options, Extras(), torch.bfloat16, T, S)
+            call = KernelCall(PLAIN._replace(offsets=True), Inputs(), q_start=n - 1, k_start=16 * (n % 2))
+            launch(architecture, ConfigKey(64, False, 128), call, torch.bfloat16, T, S)
         for launched in compiled:
             found.setdefault(launched.name, set()).add(launched.kernel.hash)
     yield {name: len(kernels) for name, kernels in found.items()}

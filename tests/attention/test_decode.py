@@ -229,7 +229,7 @@ def test_new_tokens_that_do_not_fit_the_cache_are_refused():
 
 
 def test_an_implementation_without_a_cache_is_refused_by_name():
-    with pytest.raises(UnsupportedAttention, match=r"attention=sdpa does not support a cache; .*attention=naive"):
+    with pytest.raises(UnsupportedAttention, match=r'name="sdpa" does not support a cache; .*name="naive"'):
         build_attention(AttentionConfig("sdpa")).decode(torch.zeros(2, 2, 1, 8), small_cache())
 
 

@@ -13,13 +13,15 @@ import triton
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from attention import AttentionConfig, AttentionShape, UnsupportedAttention, build_attention, gpu
+from attention import AttentionConfig, AttentionShape, Score, UnsupportedAttention, build_attention, gpu
 from attention.dropout import drop_threshold
 from attention.flash import configs, tiles
-from attention.flash.backward import launch_dkdv, launch_dq
-from attention.flash.configs import Blocks, Extras, KernelConfigs, Options
+from attention.flash.backward import Tensors, launch_dkdv, launch_dq
+from attention.flash.call import KernelCall, Problem
+from attention.flash.configs import Blocks
 from attention.flash.forward import forward
 from attention.flash.op import flash_forward
+from attention.spec import Inputs, Spec
 from tests.attention.reference import (
     KEY,
     Case,
@@ -111,8 +113,8 @@ def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(ker
     q, k, v, do = (torch.rand(B, H, n, D, generator=generator) for n in (T, S, S, T))
     identity = torch.eye(D).expand(B, H, D, D).contiguous()
     launch: Any = {"forward": forward, "dq": launch_dq, "dkdv": launch_dkdv}[kernel]
-    options = Options(causal=False, scale=1.0, threshold=drop_threshold(p), tf32=False)
-    extras, keep = Extras(key=KEY.pack(torch.device(DEVICE))), reference_mask(KEY, p, B, H, T, S)
+    spec = Spec(Score(causal=False), scale=1.0, threshold=drop_threshold(p))
+    call, keep = KernelCall(spec, Inputs(key=KEY.pack(torch.device(DEVICE)))), reference_mask(KEY, p, B, H, T, S)
 
     def on_device(*tensors: Tensor) -> Any:
         return [x.to(DEVICE, dtype) for x in tensors]
@@ -124,21 +126,25 @@ def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(ker
 
     if kernel == "forward":
         out = torch.empty(B, H, T, D, dtype=dtype, device=DEVICE)
-        launch(*on_device(q, k, identity), out, extras, options, KernelConfigs(blocks, blocks, blocks))
+        launch(*on_device(q, k, identity), out, call, blocks)
         assert torch.equal(out.cpu() > 0, keep)
         return
     # With every dp = 1, ds is positive where a weight was kept and negative where it was dropped.
     unit_v, unit_do = ones_in_first_column(v), ones_in_first_column(do)
+    delta = tiles.rows_like(q).fill_(0.5).to(DEVICE)
+    dq, dk, dv = (torch.empty(B, H, n, D, dtype=dtype, device=DEVICE) for n in (T, S, S))
+
+    def run(do: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+        tensors = [*on_device(q, k, v, unit_do, do), lse2(q, k), delta, dq, dk, dv]
+        launch(Tensors._make(tensors), call, blocks)
+
     if kernel == "dq":
-        delta, dq = tiles.rows_like(q).to(DEVICE), torch.empty(B, H, T, D, dtype=dtype, device=DEVICE)
-        launch(*on_device(unit_do, q, identity, unit_v, unit_do), lse2(q, identity), delta, dq, extras, options, blocks)
+        run(unit_do, q, identity, unit_v)
         assert torch.equal(dq.cpu() > 0, keep)
         return
-    delta = tiles.rows_like(q).fill_(0.5).to(DEVICE)
-    dk, dv = (torch.empty(B, H, S, D, dtype=dtype, device=DEVICE) for _ in range(2))
-    launch(*on_device(identity, q, k, v), lse2(q, k), delta, dk, dv, extras, options, blocks)
+    run(identity, q, k, v)
     assert torch.equal(dv.mT.cpu() > 0, keep)
-    launch(*on_device(unit_do, identity, k, unit_v), lse2(identity, k), delta, dk, dv, extras, options, blocks)
+    run(unit_do, identity, k, unit_v)
     assert torch.equal(dk.mT.cpu() > 0, keep)
 
 
@@ -334,18 +340,18 @@ def test_empty_inputs_give_empty_or_zero_results(B, T, S):
 def test_the_operator_keeps_torchs_rules(dropout, layout):
     q, k, v = (x.requires_grad_() for x in layout(torch.randn(2, 40, 4, 17, device=DEVICE)))
     key = KEY.pack(torch.device(DEVICE)) if dropout else None
-    options = Options(causal=True, scale=0.25, threshold=drop_threshold(dropout), tf32=False)
-    torch.library.opcheck(flash_forward, (q, k, v, *Extras(key=key), *options))
+    spec = Spec(Score(), scale=0.25, threshold=drop_threshold(dropout))
+    torch.library.opcheck(flash_forward, (q, k, v, Inputs(key=key).present(), spec.text(), 0, 0))
 
 
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
-        ({"head_dim": 320}, r"attention=flash takes head sizes up to 256, not 320; .*attention=tiled"),
-        ({"dtype": torch.float64}, r"attention=flash takes fp32, bf16 or fp16, not torch.float64; .*attention=tiled"),
+        ({"head_dim": 320}, r'name="flash" takes head sizes up to 256, not 320; .*name="tiled"'),
+        ({"dtype": torch.float64}, r'name="flash" takes fp32, bf16 or fp16, not torch.float64; .*name="tiled"'),
         (
             {"device": torch.device("cpu")},
-            r"needs a CUDA GPU and the device is cpu; .*attention=tiled.*TRITON_INTERPRET=1",
+            r'needs a CUDA GPU and the device is cpu; .*name="tiled".*TRITON_INTERPRET=1',
         ),
     ],
 )
@@ -366,7 +372,7 @@ def test_a_gpu_before_ampere_is_refused(monkeypatch):
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)], ids=str)
 def test_gradients_in_fp32_are_refused_where_the_tiles_of_wide_heads_do_not_fit(capability, monkeypatch):
     monkeypatch.setattr(gpu, "capability", lambda device: capability)
-    reason = "has gradients in fp32 at head sizes up to 128 on .*, not 136; choose bf16 or fp16, or attention=tiled"
+    reason = 'has gradients in fp32 at head sizes up to 128 on .*, not 136; choose bf16 or fp16, or name="tiled"'
 
     def check(head_dim: int, dtype: torch.dtype = torch.float32, training: bool = True) -> None:
         flash().check(AttentionShape(head_dim, 4, 4, dtype, torch.device(DEVICE), training=training))
@@ -381,14 +387,14 @@ def test_gradients_in_fp32_are_refused_where_the_tiles_of_wide_heads_do_not_fit(
     check(136, training=False)
 
 
-@pytest.mark.parametrize("changed", [{}, {"window": 100}, {"soft_cap": 30.0}], ids=str)
-def test_every_problem_finds_its_blocks(changed):
+@pytest.mark.parametrize("score", [Score(), Score(window=100), Score(soft_cap=30.0)], ids=str)
+def test_every_problem_finds_its_blocks(score):
     for dtype in (torch.bfloat16, torch.float32):
         for capability in ((8, 0), (9, 0), (12, 0)):
             for head_dim in range(1, 257):
                 for threshold in (0, 26):
-                    options = Options(causal=True, scale=1.0, threshold=threshold, tf32=False, **changed)
+                    spec = Spec(score, scale=1.0, threshold=threshold)
                     for length in (1, 3000, 10**6):
-                        kernels = configs.choose(head_dim, length, dtype, capability, options, Extras())
+                        kernels = configs.choose(Problem(spec, head_dim, dtype, length, length, capability))
                         if threshold:
                             assert all(b.q % 16 == 0 and b.k % 64 == 0 for b in kernels)

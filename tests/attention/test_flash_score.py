@@ -12,9 +12,9 @@ from torch import Tensor
 
 from attention import AttentionConfig, Layout, Score, build_attention, documents
 from attention.dropout import drop_threshold
-from attention.flash import configs
-from attention.flash.configs import Extras, Options
+from attention.flash.call import Problem
 from attention.flash.op import flash_forward, flash_horizons, run_horizons
+from attention.spec import Inputs, Spec
 from tests.attention.reference import KEY, Case, assert_accurate, gradients, gradients_with_slopes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -232,24 +232,16 @@ def test_new_documents_recompile_nothing():
 def test_the_operator_keeps_torchs_rules_with_all_its_tensors():
     q, k, v = (x.to(DEVICE).requires_grad_() for x in Case(1, 2, 1, 40, 40, 16).tensors(torch.float32)[:3])
     starts = torch.zeros(1, 40, dtype=torch.int32, device=DEVICE)
-    extras = Extras(
+    inputs = Inputs(
         key=KEY.pack(torch.device(DEVICE)),
         slopes=torch.tensor([0.5, 0.25], device=DEVICE),
         sinks=torch.tensor([0.5, -0.5], device=DEVICE, requires_grad=True),
         starts=starts,
         ends=starts + 40,
     )
-    options = Options(
-        causal=True,
-        scale=0.25,
-        threshold=drop_threshold(0.1),
-        tf32=False,
-        window=30,
-        soft_cap=2.0,
-        q_start=0,
-        k_start=0,
-    )
-    torch.library.opcheck(flash_forward, (q, k, v, *extras, *options))
+    score = Score(window=30, soft_cap=2.0, alibi=True, sinks=True)
+    spec = Spec(score, scale=0.25, documents=True, offsets=True, threshold=drop_threshold(0.1))
+    torch.library.opcheck(flash_forward, (q, k, v, inputs.present(), spec.text(), 0, 0))
 
 
 DKDV = ("dk", "dv")
@@ -311,7 +303,7 @@ def test_each_sequence_has_horizons_of_its_own(horizons):
     q, k, v, do = (x.to(DEVICE) for x in case.tensors(torch.float32))
     q[1] *= 30
     slopes = torch.tensor(SLOPES, device=DEVICE)
-    near, far = run_horizons(q, k, slopes, 0.25, None)[:, :3]
+    near, far = run_horizons(q, k, slopes, Spec(Score(alibi=True), scale=0.25).text())[:, :3]
     assert (near < far).all()
     got, exact = run_far(case, (q, k, v, do)), run_far(case, tuple(x.double() for x in (q, k, v, do)), "naive")
     for name, x in exact.items():
@@ -326,9 +318,10 @@ def test_a_horizon_follows_the_largest_norm_of_many_rows():
     q = torch.ones(1, 1, 4, 256, device=DEVICE)
     k = torch.ones(1, 1, 16_584, 256, device=DEVICE)
     slopes = torch.ones(1, device=DEVICE)
-    quiet = run_horizons(q, k, slopes, 1 / 16, None)
+    spec = Spec(Score(alibi=True), scale=1 / 16).text()
+    quiet = run_horizons(q, k, slopes, spec)
     k[:, :, 16_500] *= 2
-    loud = run_horizons(q, k, slopes, 1 / 16, None)
+    loud = run_horizons(q, k, slopes, spec)
     # Twice the largest score: from 2 x 16 to 2 x 32 in units of the slope, with 2 % of slack.
     assert 32 <= (loud - quiet).item() <= 34
 
@@ -341,27 +334,28 @@ def test_a_horizon_follows_the_largest_norm_of_many_rows():
         (4096, 2047, {}, False),
         (4096, 4096, {"window": 2048}, True),
         (4096, 4096, {"window": 2047}, False),
-        (4096, 4096, {"q_start": 0}, False),
+        (4096, 4096, {"offsets": True}, False),
     ],
 )
 def test_long_calls_have_horizons(T, S, given, expected):
-    options = Options(causal=True, scale=1.0, threshold=0, tf32=False)._replace(**given)
-    slopes = torch.ones(1)
-    assert configs.has_horizons(T, S, options, Extras(slopes=slopes)) is expected
-    assert not configs.has_horizons(T, S, options, Extras())
+    window, offsets = given.get("window"), given.get("offsets", False)
+    for alibi in (True, False):
+        spec = Spec(Score(window=window, alibi=alibi), scale=1.0, offsets=offsets)
+        problem = Problem(spec, 64, torch.bfloat16, T, S, (9, 0))
+        assert problem.has_horizons is (alibi and expected)
 
 
 def test_alibis_horizon_is_where_weights_are_zero():
     q, k = (x.to(DEVICE) for x in replace(FAR, H_kv=2).tensors(torch.float32)[:2])
     slopes, scale = torch.tensor(SLOPES, device=DEVICE), 0.25
-    found = run_horizons(q, k, slopes, scale, None)
+    found = run_horizons(q, k, slopes, Spec(Score(alibi=True), scale).text())
     assert found.dtype == torch.int32
     norms_q, norms_k = (x.double().norm(dim=-1).amax(-1) for x in (q, k.repeat_interleave(3, dim=1)))
     bits = 2 * norms_q * norms_k * scale - slopes * found
     assert (bits[:, :4] / math.log(2) < -150).all()
     assert (bits[:, :4] / math.log(2) + slopes[:4] / math.log(2) > -165).all()
     assert (found[:, 4:] == 2**30).all()
-    capped = run_horizons(q, k, slopes, scale, 0.5)
+    capped = run_horizons(q, k, slopes, Spec(Score(alibi=True, soft_cap=0.5), scale).text())
     assert (capped[:, :4] < found[:, :4]).all()
     assert (0.5 * 2 - slopes * capped)[:, :4].max() / math.log(2) < -150
 
@@ -371,7 +365,8 @@ def test_alibis_horizon_is_where_weights_are_zero():
 def test_numbers_that_are_not_finite_leave_no_horizon(bad, soft_cap):
     q, k = (x.to(DEVICE) for x in replace(FAR, B=2, H_kv=2).tensors(torch.float32)[:2])
     q[0, 0, 150, 3] = k[1, 1, 20, 5] = bad
-    found = run_horizons(q, k, torch.full((6,), 2.0, device=DEVICE), 0.25, soft_cap)
+    spec = Spec(Score(alibi=True, soft_cap=soft_cap), scale=0.25)
+    found = run_horizons(q, k, torch.full((6,), 2.0, device=DEVICE), spec.text())
     unlimited = found == 2**30
     assert unlimited[0].tolist() == [True] + 5 * [False]
     assert unlimited[1].tolist() == 3 * [False] + 3 * [True]
@@ -403,4 +398,5 @@ def test_horizons_compile_with_the_call(horizons):
     for name, x in run(attend).items():
         assert torch.equal(got[name], x), name
     q, k = (x.to(DEVICE).requires_grad_() for x in tensors[:2])
-    torch.library.opcheck(flash_horizons, (q, k, slopes, 0.25, 3.0))
+    spec = Spec(Score(alibi=True, soft_cap=3.0), scale=0.25)
+    torch.library.opcheck(flash_horizons, (q, k, slopes, spec.text()))

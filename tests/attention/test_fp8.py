@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import triton
@@ -13,16 +11,20 @@ from attention import (
     AttentionShape,
     KernelPath,
     ProductPrecision,
+    Score,
     UnsupportedAttention,
     build_attention,
     gpu,
 )
 from attention.flash import paths
+from attention.flash.call import Problem
 from attention.flash.hopper.configs import fp8_blocks
 from attention.flash.hopper.fp8 import quantise, rotation
-from attention.flash.paths import Problem, choose_path, describe_path
+from attention.flash.paths import choose_path, describe_path
+from attention.spec import Spec
 
-PROBLEM = Problem(128, torch.bfloat16, frozenset(), dropout=False, length=4096, capability=(9, 0), precision="fp8")
+SPEC = Spec(Score(), scale=1.0, precision="fp8")
+PROBLEM = Problem(SPEC, 128, torch.bfloat16, queries=4096, keys=4096, capability=(9, 0))
 
 
 @pytest.fixture
@@ -48,19 +50,20 @@ def fp8(**options):
         ({"capability": (10, 0)}, r"needs a GPU of compute capability 9.0 \(Hopper\)"),
         ({"dtype": torch.float32}, "takes bf16 or fp16, not torch.float32"),
         ({"head_dim": 192}, "takes head sizes up to 128, not 192"),
-        ({"features": frozenset({"window", "sinks", "full"})}, "does not support sinks, window;"),
-        ({"dropout": True}, "does not support dropout;"),
+        ({"spec": SPEC._replace(score=Score(window=9, sinks=True))}, "does not support sinks, window;"),
+        ({"spec": SPEC._replace(score=Score(causal=False), threshold=9)}, "does not support dropout;"),
     ],
     ids=["Ampere", "Blackwell", "fp32", "wide", "score", "dropout"],
 )
 def test_what_it_does_not_support_is_refused_by_name(other, reason, hopper_gpu):
-    assert describe_path("auto", PROBLEM) == describe_path("hopper", PROBLEM) == "fp8"
-    with pytest.raises(UnsupportedAttention, match=rf"^attention.precision=fp8 {reason}.*attention.precision=inputs"):
-        choose_path("auto", replace(PROBLEM, **other), backward=False)
+    for path in ("auto", "hopper"):
+        assert describe_path(PROBLEM._replace(spec=SPEC._replace(path=path))) == "fp8"
+    with pytest.raises(UnsupportedAttention, match=rf'^precision="fp8" {reason}.*precision="inputs"'):
+        choose_path(PROBLEM._replace(**other), backward=False)
 
 
 def test_the_plain_kernels_have_no_fp8(hopper_gpu):
-    with pytest.raises(UnsupportedAttention, match=r"attention.precision=fp8 has no plain kernels"):
+    with pytest.raises(UnsupportedAttention, match=r'precision="fp8" has no plain kernels'):
         fp8(path=KernelPath.plain).check(shape())
 
 
@@ -68,7 +71,7 @@ def test_training_is_refused_and_evaluation_of_a_model_with_dropout_is_not(hoppe
     attend = fp8(dropout=0.1)
     attend.check(shape())
     assert attend.path(shape(), 4096) == "fp8"
-    with pytest.raises(UnsupportedAttention, match=r"is for evaluation and inference.*attention.precision=inputs"):
+    with pytest.raises(UnsupportedAttention, match=r'is for evaluation and inference.*precision="inputs"'):
         attend.check(shape(training=True))
 
 
@@ -80,7 +83,7 @@ def test_gradients_are_refused_in_the_forward():
 
 
 def test_other_implementations_have_no_fp8():
-    with pytest.raises(UnsupportedAttention, match=r"attention.precision=fp8 has no effect with attention=tiled"):
+    with pytest.raises(UnsupportedAttention, match=r'precision="fp8" has no effect with name="tiled"'):
         build_attention(AttentionConfig("tiled", precision=ProductPrecision.fp8))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +10,13 @@ import triton
 
 from attention import AttentionConfig, AttentionShape, KernelPath, Score, UnsupportedAttention, build_attention, gpu
 from attention.flash import paths
+from attention.flash.call import Problem
 from attention.flash.hopper.backward import Rows, delta_kernel
-from attention.flash.paths import Problem, choose_path, describe_path
+from attention.flash.paths import choose_path, describe_path
 from attention.flash.tiles import rows_like, tiles
+from attention.spec import Spec
 
-PROBLEM = Problem(128, torch.bfloat16, frozenset(), dropout=False, length=4096, capability=(9, 0))
+PROBLEM = Problem(Spec(Score(), scale=1.0), 128, torch.bfloat16, 4096, 4096, capability=(9, 0))
 EVERY_LENGTH = range(0, 2**17, 64)
 
 
@@ -25,6 +26,11 @@ def hopper_gpu(monkeypatch):
     monkeypatch.setattr(paths, "INTERPRET", triton.language.constexpr(False))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+
+
+def along(path: str, problem: Problem = PROBLEM, **other) -> Problem:
+    """The problem with other properties, on a path of this name."""
+    return problem._replace(spec=problem.spec._replace(path=path), **other)
 
 
 def shape(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, **options) -> AttentionShape:
@@ -50,48 +56,55 @@ def flash(**options):
 def test_what_the_hopper_kernels_cannot_do_is_refused_where_named_and_left_to_plain_by_auto(
     other, reason, backward, hopper_gpu
 ):
-    problem = replace(PROBLEM, **other)
-    with pytest.raises(UnsupportedAttention, match=rf"attention.path=hopper {reason}.*choose attention.path=auto"):
-        choose_path("hopper", problem, backward)
-    assert choose_path("auto", problem, backward) == choose_path("plain", problem, backward) == "plain"
+    with pytest.raises(UnsupportedAttention, match=rf'path="hopper" {reason}.*choose path="auto"'):
+        choose_path(along("hopper", **other), backward)
+    assert {choose_path(along(path, **other), backward) for path in ("auto", "plain")} == {"plain"}
 
 
 def test_a_path_that_does_not_support_a_layer_is_refused_when_the_model_is_built(hopper_gpu):
     every = Score(window=64, soft_cap=30.0, alibi=True, sinks=True)
     flash().check(shape(scores=(Score(), Score(causal=False), every), documents=True))
-    with pytest.raises(UnsupportedAttention, match=r"attention.path=hopper takes bf16 or fp16, not torch.float32"):
+    with pytest.raises(UnsupportedAttention, match=r'path="hopper" takes bf16 or fp16, not torch.float32'):
         flash().check(shape(torch.float32))
 
 
 def test_wide_heads_have_a_forward_alone(hopper_gpu):
-    problem = replace(PROBLEM, head_dim=192)
-    assert choose_path("hopper", problem, backward=False) == "hopper"
+    problem = along("hopper", head_dim=192)
+    assert choose_path(problem, backward=False) == "hopper"
     with pytest.raises(UnsupportedAttention, match="takes head sizes from 33 to 128 in the backward, not 192"):
-        choose_path("hopper", problem, backward=True)
+        choose_path(problem, backward=True)
     with pytest.raises(UnsupportedAttention, match="in the backward, not 192"):
         flash().check(shape(head_dim=192))
 
 
 def test_other_implementations_have_no_kernel_path():
-    with pytest.raises(UnsupportedAttention, match=r"attention.path=plain has no effect with attention=tiled"):
+    with pytest.raises(UnsupportedAttention, match=r'path="plain" has no effect with name="tiled"'):
         build_attention(AttentionConfig("tiled", path=KernelPath.plain))
     assert build_attention(AttentionConfig("tiled")).path(shape(), 1024) is None
 
 
 def test_a_named_path_is_taken_in_both_directions_at_every_length(hopper_gpu):
     for path in ("plain", "hopper"):
-        assert {describe_path(path, replace(PROBLEM, length=length)) for length in EVERY_LENGTH} == {path}
+        assert {describe_path(along(path, queries=n, keys=n)) for n in EVERY_LENGTH} == {path}
 
 
 @pytest.mark.parametrize(
-    "features", [(), ("window",), ("documents", "sinks"), ("alibi",), ("soft_cap", "window")], ids=str
+    "spec",
+    [
+        Spec(Score(), scale=1.0),
+        Spec(Score(window=64), scale=1.0),
+        Spec(Score(sinks=True), scale=1.0, documents=True),
+        Spec(Score(alibi=True), scale=1.0),
+        Spec(Score(soft_cap=50.0, window=64), scale=1.0),
+    ],
+    ids=["causal", "window", "documents_sinks", "alibi", "soft_cap_window"],
 )
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192])
 @pytest.mark.parametrize("dropout", [False, True], ids=["exact", "dropout"])
-def test_auto_changes_to_the_hopper_kernels_once_as_sequences_grow(head_dim, dropout, features, hopper_gpu):
-    problem = replace(PROBLEM, head_dim=head_dim, dropout=dropout, features=frozenset(features))
+def test_auto_changes_to_the_hopper_kernels_once_as_sequences_grow(head_dim, dropout, spec, hopper_gpu):
+    problem = PROBLEM._replace(head_dim=head_dim, spec=spec._replace(threshold=26 * dropout))
     for backward in (False, True):
-        chosen = [choose_path("auto", replace(problem, length=n), backward) for n in EVERY_LENGTH]
+        chosen = [choose_path(problem._replace(queries=n, keys=n), backward) for n in EVERY_LENGTH]
         assert chosen == sorted(chosen, reverse=True)  # plain, then hopper
 
 

@@ -20,6 +20,7 @@ from attention import (
     build_attention,
     keep_mask,
 )
+from recipe.errors import sentence_of
 from tests.attention.reference import KEY, Case
 
 
@@ -28,7 +29,7 @@ def shape(device: str = "cpu", dtype: torch.dtype = torch.float32, head_dim: int
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(UnsupportedAttention, match=r"attention=flesh is not known; choose one of naive, tiled, sdpa"):
+    with pytest.raises(UnsupportedAttention, match=r'name="flesh" is not known; choose one of naive, tiled, sdpa'):
         build_attention(AttentionConfig("flesh"))
     assert issubclass(UnsupportedAttention, AttentionError)
 
@@ -49,21 +50,21 @@ def test_an_option_that_would_be_ignored_is_refused(name, option, value, instead
     chosen = getattr(value, "value", value)
     with pytest.raises(UnsupportedAttention) as refusal:
         build_attention(AttentionConfig(name, **{option: value}))
-    assert str(refusal.value) == f"attention.{option}={chosen} has no effect with attention={name}; {instead}."
+    assert sentence_of(refusal.value) == f"attention.{option}={chosen} has no effect with attention={name}; {instead}."
 
 
 def test_an_option_is_taken_by_its_name():
     by_name: Any = {"backend": "math"}
     assert AttentionConfig("sdpa", **by_name) == AttentionConfig("sdpa", backend=SDPABackend.math)
     by_name = {"path": "hoper"}
-    with pytest.raises(AttentionError, match=r"attention.path=hoper is not one of auto, plain, hopper\."):
+    with pytest.raises(AttentionError, match=r'path="hoper" is not one of auto, plain, hopper\.'):
         AttentionConfig("flash", **by_name)
 
 
 @pytest.mark.parametrize("p", [-0.1, 0.001, 0.999, 1.0])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_a_dropout_that_the_mask_cannot_realise_is_refused(name, p):
-    with pytest.raises(UnsupportedAttention, match=rf"attention.dropout={p} must be 0 or between 1/256 and 255/256"):
+    with pytest.raises(UnsupportedAttention, match=rf"dropout={p} must be 0 or between 1/256 and 255/256"):
         build_attention(AttentionConfig(name, dropout=p))
 
 
@@ -104,7 +105,7 @@ def test_naive_and_tiled_take_any_head_size_and_precision(name, dtype, head_dim)
 
 class TestSDPA:
     def test_dropout_needs_torchs_own_generator(self):
-        with pytest.raises(UnsupportedAttention, match=r"attention.dropout=0.1; set attention.rng=torch"):
+        with pytest.raises(UnsupportedAttention, match=r'dropout=0.1; set rng="torch"'):
             build_attention(AttentionConfig("sdpa", dropout=0.1))
 
     def test_dropout_of_torch_keeps_the_expectation_and_needs_a_key(self):
@@ -119,7 +120,7 @@ class TestSDPA:
 
     def test_the_log_sum_exp_is_not_to_be_had(self):
         q, k, v, _ = Case(1, 1, 1, 4, 4, 8).tensors(torch.float32)
-        with pytest.raises(UnsupportedAttention, match=r"use attention=naive, tiled or flash"):
+        with pytest.raises(UnsupportedAttention, match=r'use name="naive", name="tiled" or name="flash"'):
             build_attention(AttentionConfig("sdpa"))(q, k, v, return_lse=True)
 
     @pytest.mark.parametrize("backend", [SDPABackend.auto, SDPABackend.flash, SDPABackend.math])
@@ -128,9 +129,7 @@ class TestSDPA:
 
     @pytest.mark.parametrize("backend", [SDPABackend.efficient, SDPABackend.cudnn])
     def test_backends_that_the_device_lacks_are_refused_when_the_model_is_built(self, backend):
-        with pytest.raises(
-            UnsupportedAttention, match=f"attention.backend={backend.value} .*use attention.backend=auto"
-        ):
+        with pytest.raises(UnsupportedAttention, match=f'backend="{backend.value}" .*use backend="auto"'):
             build_attention(AttentionConfig("sdpa", backend=backend)).check(shape())
 
     def test_the_check_leaves_the_generator_alone(self):

@@ -92,10 +92,10 @@ def test_flex_makes_a_block_mask_again_when_the_documents_change():
 
 
 def test_flex_refuses_dropout_and_a_backward_pass_on_a_cpu():
-    with pytest.raises(UnsupportedAttention, match=r"attention=flex has no dropout; set attention.dropout=0"):
+    with pytest.raises(UnsupportedAttention, match=r'name="flex" has no dropout; set dropout=0'):
         build_attention(AttentionConfig("flex", dropout=0.1))
     flex = build_attention(AttentionConfig("flex"))
-    with pytest.raises(UnsupportedAttention, match=r"no backward pass on a CPU; choose attention=tiled"):
+    with pytest.raises(UnsupportedAttention, match=r'no backward pass on a CPU; choose name="tiled"'):
         flex.check(AttentionShape(32, 4, 2, torch.float32, torch.device("cpu"), training=True))
     q, k, v, _ = Case(1, 2, 2, 8, 8, 16).tensors(torch.float32)
     with pytest.raises(UnsupportedAttention, match=r"no backward pass on a CPU"):
@@ -272,10 +272,10 @@ def test_everything_compiles_to_one_graph_that_new_documents_do_not_recompile():
 
 FEATURES = {
     "full": (Score(causal=False), False, "causal=False"),
-    "window": (Score(window=4), False, "score.window=4"),
-    "soft_cap": (Score(soft_cap=5.0), False, "score.soft_cap=5.0"),
-    "alibi": (Score(alibi=True), False, "score.alibi=true"),
-    "sinks": (Score(sinks=True), False, "score.sinks=true"),
+    "window": (Score(window=4), False, "window=4"),
+    "soft_cap": (Score(soft_cap=5.0), False, "soft_cap=5.0"),
+    "alibi": (Score(alibi=True), False, "alibi=True"),
+    "sinks": (Score(sinks=True), False, "sinks=True"),
     "documents": (Score(), True, "data.documents"),
 }
 
@@ -290,26 +290,26 @@ def test_what_an_implementation_does_not_support_is_refused_when_the_model_is_bu
     if feature in attend.supports:
         attend.check(shape)
         return
-    with pytest.raises(UnsupportedAttention, match=f"attention={name} does not support {asked_by}.*choose attention="):
+    with pytest.raises(UnsupportedAttention, match=f'name="{name}" does not support {asked_by}.*choose name='):
         attend.check(shape)
     q, k, v, _ = Case(1, 4, 2, 8, 8, 32).tensors(torch.float32)
     sinks = torch.zeros(4) if score.sinks else None
     layout = documents(torch.zeros(1, 8, dtype=torch.int32)) if has_documents else Layout()
-    with pytest.raises(UnsupportedAttention, match=f"attention={name} does not support {asked_by}"):
+    with pytest.raises(UnsupportedAttention, match=f'name="{name}" does not support {asked_by}'):
         attend(q, k, v, score=score, layout=layout, sinks=sinks)
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"window": 0}, r"score.window=0 must be at least 1"),
-        ({"window": 2.5}, r"score.window=2.5 must be a whole number"),
-        ({"window": True}, r"score.window=True must be a whole number"),
-        ({"causal": 1024}, r"score.causal=1024 must be true or false"),
-        ({"soft_cap": True}, r"score.soft_cap=True must be a number"),
-        ({"soft_cap": 0.0}, r"score.soft_cap=0.0 must be positive"),
-        ({"soft_cap": float("nan")}, r"score.soft_cap=nan must be positive"),
-        ({"soft_cap": float("inf")}, r"score.soft_cap=inf must be positive and finite"),
+        ({"window": 0}, r"window=0 must be at least 1"),
+        ({"window": 2.5}, r"window=2.5 must be a whole number"),
+        ({"window": True}, r"window=True must be a whole number"),
+        ({"causal": 1024}, r"causal=1024 must be true or false"),
+        ({"soft_cap": True}, r"soft_cap=True must be a number"),
+        ({"soft_cap": 0.0}, r"soft_cap=0.0 must be positive"),
+        ({"soft_cap": float("nan")}, r"soft_cap=nan must be positive"),
+        ({"soft_cap": float("inf")}, r"soft_cap=inf must be positive and finite"),
         ({"causal": False, "window": 3}, r"need causal=True"),
         ({"causal": False, "alibi": True}, r"need causal=True"),
     ],

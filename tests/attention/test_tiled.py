@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import attention.tiled
-from attention import Ablation, AttentionConfig, UnsupportedAttention, build_attention
+from attention import Ablation, AttentionConfig, Score, UnsupportedAttention, build_attention
+from attention.dropout import drop_threshold
+from attention.spec import Inputs, Spec
 from tests.attention.reference import KEY, Case, flops_of_tiles, formula, gradients
 
 
@@ -124,11 +126,13 @@ def test_compiles_to_one_operation_that_a_new_key_does_not_recompile():
 @pytest.mark.parametrize("key", [None, KEY.pack(torch.device("cpu"))], ids=["plain", "dropout"])
 def test_custom_operations_are_described_truthfully(key):
     q, k, v, dout = Case(1, 4, 2, 20, 30, 8).tensors(torch.bfloat16)
-    tensors = (q, k, v, key, None, None, None, None)
-    options = attention.tiled.Options(True, None, None, None, 0, 0.3, 0.25, 16, 16, "none")
-    torch.library.opcheck(attention.tiled.forward_op, (*tensors, *options))
-    out, lse = attention.tiled.forward(*tensors, options)
-    torch.library.opcheck(attention.tiled.backward_op, (dout, *tensors, out, lse, *options))
+    threshold = 0 if key is None else drop_threshold(0.25)
+    spec, inputs = Spec(Score(), scale=0.3, threshold=threshold, block_q=16, block_k=16), Inputs(key)
+    torch.library.opcheck(attention.tiled.forward_op, (q, k, v, inputs.present(), spec.text(), None, 0))
+    out, lse = attention.tiled.forward(q, k, v, inputs, spec, None, 0)
+    torch.library.opcheck(
+        attention.tiled.backward_op, (dout, [q, k, v, out, lse, *inputs.present()], spec.text(), None, 0)
+    )
 
 
 def test_a_second_derivative_is_refused_rather_than_wrong():
@@ -160,6 +164,6 @@ def test_without_rescaling_rows_are_finite_and_wrong_from_the_second_tile_on():
 
 
 def test_tiles_have_at_least_one_row_and_column():
-    for blocks, message in {(0, 16): "attention.block_q=0", (16, -1): "attention.block_k=-1"}.items():
+    for blocks, message in {(0, 16): "block_q=0", (16, -1): "block_k=-1"}.items():
         with pytest.raises(UnsupportedAttention, match=f"{message} must be at least 1"):
             tiled(*blocks)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from attention import AttentionConfig, AttentionOutput, DropoutKey, KernelPath, Score, build_attention, keep_mask
 from attention.dropout import drop_threshold
-from attention.flash.configs import Extras, Options
+from attention.flash.call import KernelCall, Problem
 from attention.flash.hopper.configs import forward_blocks
 from attention.flash.hopper.forward import forward
 from attention.flash.op import flash_forward
+from attention.spec import Inputs, Spec
 from tests.attention.reference import (
     KEY,
     Case,
@@ -110,10 +111,11 @@ def test_wide_heads_give_the_forward_of_the_plain_kernels(changed, D, T, S, drop
 def test_kernels_for_one_length_at_head_size_64_are_right_for_all(length, T, S, dropout):
     q, k, v, _ = Case(2, 4, 2, T, S, 64).tensors(torch.bfloat16, "cuda")
     threshold = drop_threshold(dropout)
-    options, extras = Options(True, 64**-0.5, threshold, tf32=False), Extras(key=KEY.pack(q.device))
+    spec = Spec(Score(), scale=64**-0.5, threshold=threshold)
+    call = KernelCall(spec, Inputs(key=KEY.pack(q.device) if threshold else None))
     out = torch.empty_like(q)
-    blocks = forward_blocks(64, length, dropout > 0, alibi=False, soft_cap=False)
-    lse, _ = forward(q, k, v, out, extras if threshold else Extras(), options, blocks)
+    blocks = forward_blocks(Problem(spec, 64, q.dtype, length, length, (9, 0)))
+    lse, _ = forward(q, k, v, out, call, blocks)
     plain, plain_lse = flash(dropout, KernelPath.plain)(q, k, v, dropout_key=KEY, return_lse=True)
     assert (out.float() - plain.float()).norm() < 5e-3 * plain.float().norm()
     torch.testing.assert_close(lse, plain_lse, rtol=1e-5, atol=1e-5)
@@ -178,8 +180,8 @@ def test_scale_may_have_any_sign(scale):
 
 def test_the_operator_keeps_torchs_rules():
     q, k, v = (x.requires_grad_() for x in Case(2, 4, 2, 150, 150, 64).tensors(torch.bfloat16, "cuda")[:3])
-    options = Options(causal=True, scale=0.125, threshold=drop_threshold(0.1), tf32=False, path="hopper")
-    torch.library.opcheck(flash_forward, (q, k, v, *Extras(key=KEY.pack(q.device)), *options))
+    spec = Spec(Score(), scale=0.125, threshold=drop_threshold(0.1), path="hopper")
+    torch.library.opcheck(flash_forward, (q, k, v, Inputs(key=KEY.pack(q.device)).present(), spec.text(), 0, 0))
 
 
 @pytest.mark.parametrize("D", [64, 128])

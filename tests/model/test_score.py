@@ -11,6 +11,7 @@ from attention import AttentionConfig, Layout, Score, ScoreError, build_attentio
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.score import ScoreConfig, describe_score, layer_scores, score_mistakes
+from recipe.errors import sentence_of
 from recipe.training.optimizer import OPTIMIZERS, OptimizerConfig
 
 SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
@@ -40,9 +41,9 @@ def test_a_pattern_is_repeated_over_the_layers():
         (ScoreConfig(layers=[{}, {}, {}]), r"score.layers has 3 entries, which do not divide model.n_layers=4"),
         (ScoreConfig(layers=[]), r"score.layers has 0 entries"),
         (ScoreConfig(layers=[{"windows": 3}]), r"score.layers has windows=3; an entry takes window, soft_cap,"),
-        (ScoreConfig(layers=[{"window": "all"}]), r"score.layers has window=all"),
-        (ScoreConfig(layers=[{"window": 0}]), r"score.window=0 must be at least 1"),
-        (ScoreConfig(window=-1), r"score.window=-1 must be at least 1"),
+        (ScoreConfig(layers=[{"window": "all"}]), r'window="all" must be a whole number'),
+        (ScoreConfig(layers=[{"window": 0}]), r"window=0 must be at least 1"),
+        (ScoreConfig(window=-1), r"window=-1 must be at least 1"),
     ],
 )
 def test_scores_that_fit_no_model_are_refused(config, complaint):
@@ -52,9 +53,9 @@ def test_scores_that_fit_no_model_are_refused(config, complaint):
 
 def test_all_that_is_wrong_with_a_score_is_reported_once():
     config = ScoreConfig(window=0, layers=[{"soft_cap": -1.0}, {"span": 3}, {}, {"window": -2}])
-    sentences = list(score_mistakes(config, 4))
-    told = ["score.window=0 ", "score.soft_cap=-1.0 ", "score.layers has span=3", "score.window=-2 "]
-    assert [s[: len(t)] for s, t in zip(sentences, told, strict=True)] == told
+    sentences = [sentence_of(error) for error in score_mistakes(config, 4)]
+    starts = ["score.window=0 ", "score.soft_cap=-1.0 ", "score.layers has span=3", "score.window=-2 "]
+    assert [s[: len(t)] for s, t in zip(sentences, starts, strict=True)] == starts
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled"])

@@ -28,25 +28,25 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .. import tiles as plain
 from ..backward import sinks_gradient
-from ..configs import Extras, Options
+from ..call import KernelCall
 from ..score import LOG2_E, locate
 from .backward_pipeline import HALF, PARTS, WIDTH, allocate, next_tile
 from .backward_roles import carrier, drawer, producer
 from .backward_step import S_LAYOUT, first_scores, step
-from .configs import BackwardBlocks
+from .configs import backward_blocks
 from .schedule import Sizes
 from .tiles import matrix, parts_tiles, row_tiles, tiles
 from .turns import adder
 
 
 @gluon.jit
-def load_slope(extras, i_h, MODE: gl.constexpr):
+def load_slope(inputs, i_h, MODE: gl.constexpr):
     """ALiBi's slope of a head, times log2(e); 0 without ALiBi."""
-    return gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
+    return gl.load(inputs.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
 
 
 @gluon.jit
-def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def consumer(inputs, scalars, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Eight warps: dk and dv of a tile of keys, summed over the G query heads that share it, and all its dq tiles."""
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
@@ -59,9 +59,9 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
     i_round = 0
     tile = next_tile(i_round, buffers, barriers, 8)
     while tile.i_tile >= 0:
-        at = locate(sizes.T, sizes.S, extras, numbers, tile.i_b, tile.i_b * sizes.H + tile.i_h, sizes.G)
+        pos = locate(sizes.T, sizes.S, inputs, scalars, tile.i_b, tile.i_b * sizes.H + tile.i_h, sizes.G)
         n_steps = (tile.end - tile.start) * sizes.G
-        slope2 = load_slope(extras, tile.i_h, MODE)
+        slope2 = load_slope(inputs, tile.i_h, MODE)
         i_s = i_round % KEY_STAGES
         k_s, v_s = buffers.k.index(i_s), buffers.v.index(i_s)
         mbarrier.wait(barriers.kv_full.index(i_s), (i_round // KEY_STAGES) & 1)
@@ -77,16 +77,16 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
             ends_head = i_tile_m == tile.start
             next_h = gl.where(ends_head, i_h + 1, i_h)
             # Loaded one step ahead: a load takes longer than the time until a step's first exponential.
-            next_slope2 = load_slope(extras, gl.minimum(next_h, tile.i_h + sizes.G - 1), MODE)
+            next_slope2 = load_slope(inputs, gl.minimum(next_h, tile.i_h + sizes.G - 1), MODE)
             b_s, b_dk, b_dv = step(
-                b_s, b_dk, b_dv, b_k, i_s, i_h, i_tile_m, i_step + i, i + 1 < n_steps, slope2, tile, at, extras,
-                numbers, buffers, barriers, BLOCKS, MODE,
+                b_s, b_dk, b_dv, b_k, i_s, i_h, i_tile_m, i_step + i, i + 1 < n_steps, slope2, tile, pos, inputs,
+                scalars, buffers, barriers, BLOCKS, MODE,
             )  # fmt: skip
             slope2 = next_slope2
             i_h = next_h
             i_tile_m = gl.where(ends_head, tile.end - 1, i_tile_m - 1)
         i_step += n_steps
-        k_s.store((b_dk * (numbers.scale * KEEP_SCALE)).to(dtype))
+        k_s.store((b_dk * (scalars.scale * KEEP_SCALE)).to(dtype))
         v_s.store((b_dv * KEEP_SCALE).to(dtype))
         fence_async_shared()
         mbarrier.arrive(barriers.dkdv_full.index(i_s))
@@ -96,26 +96,26 @@ def consumer(extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
 
 @gluon.jit
 def backward_kernel(
-    q, k, v, do, dq, dk, dv, lse2, delta, parts, dq_sum, p_turn, p_work, extras, numbers,
+    q, k, v, do, dq, dk, dv, lse2, delta, parts, dq_sum, p_turn, p_work, inputs, scalars,
     BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv of all tiles of keys. Grid: at most a program for each multiprocessor."""
     buffers, barriers = allocate(q.dtype, dq_sum, BLOCKS)
     H, H_kv, T, S = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-    sizes = Sizes(H, H // H_kv, T, S, gl.cdiv(S, BLOCKS.k), q.shape[0] * H_kv, numbers.n_together >> 2)
+    sizes = Sizes(H, H // H_kv, T, S, gl.cdiv(S, BLOCKS.k), q.shape[0] * H_kv, scalars.n_together >> 2)
     # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
     if BLOCKS.drawer:
         gl.warp_specialize(
             [
-                (consumer, (extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
+                (consumer, (inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)),
                 (
                     producer,
-                    (q, k, v, do, lse2, delta, parts, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE),
+                    (q, k, v, do, lse2, delta, parts, p_work, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE),
                 ),
                 (carrier, (dk, dv, buffers, barriers, sizes, BLOCKS)),
                 (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 0, BLOCKS)),
                 (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 1, BLOCKS)),
-                (drawer, (extras, buffers, barriers, sizes, BLOCKS)),
+                (drawer, (inputs, buffers, barriers, sizes, BLOCKS)),
             ],
             [1, 1, 1, 1, 4],
             [24, 24, 24, 24, 40],
@@ -123,10 +123,10 @@ def backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
+                (consumer, (inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)),
                 (
                     producer,
-                    (q, k, v, do, lse2, delta, parts, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE),
+                    (q, k, v, do, lse2, delta, parts, p_work, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE),
                 ),
                 (carrier, (dk, dv, buffers, barriers, sizes, BLOCKS)),
                 (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 0, BLOCKS)),
@@ -207,30 +207,29 @@ def backward(
     out: Tensor,
     lse2: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor],
-    extras: Extras,
-    options: Options,
-    blocks: BackwardBlocks,
+    call: KernelCall,
 ) -> Tensor | None:
     """do and out like q (B, H, T, D), lse2 of the forward; fills the gradients dq, dk, dv, of the shapes of q, k, v.
 
     Returns the gradient of the sinks (H,), or None where there are none.
     """
-    dq, dk, dv = gradients
+    (dq, dk, dv), sinks, slopes = gradients, call.inputs.sinks, call.inputs.slopes
     if q.numel() == 0 or k.numel() == 0:
         for gradient in gradients:
             gradient.zero_()
-        return None if extras.sinks is None else torch.zeros_like(extras.sinks)
+        return None if sinks is None else torch.zeros_like(sinks)
+    blocks = backward_blocks(call.problem(q, k))
     B, H, T, _ = q.shape
     H_kv, S = k.shape[1:3]
     n_m, n_n = triton.cdiv(T, blocks.q), triton.cdiv(S, blocks.k)
-    if T > S or options.q_start is not None:  # a query tile may then see no key tile that would write its dq
+    if T > S or call.spec.offsets:  # a query tile may then see no key tile that would write its dq
         dq.zero_()
     do = plain.addressable(do)
-    in_products, biased = blocks.rows_in_products, extras.slopes is not None
+    in_products, biased = blocks.rows_in_products, slopes is not None
     n_rows = n_m * blocks.q
     rows = Rows(
         lse2=q.new_empty(B, H, n_rows, dtype=torch.float32) if biased and not in_products else None,
-        delta=plain.rows_like(q) if extras.sinks is not None or not in_products else None,
+        delta=plain.rows_like(q) if sinks is not None or not in_products else None,
         parts=q.new_empty(B * H * n_rows, 8, dtype=torch.bfloat16) if in_products else None,
     )
     turns = q.new_empty(B * H * n_m, dtype=torch.int32)
@@ -243,14 +242,14 @@ def backward(
         rows,
         turns,
         work,
-        extras.slopes,
-        options.scale * LOG2_E.value,
+        slopes,
+        call.spec.scale * LOG2_E.value,
         H,
         T,
         n_m,
         BM=blocks.q,
         BD=blocks.columns,
-        KEEP=(256 - options.threshold) / 256,
+        KEEP=(256 - call.spec.threshold) / 256,
     )
     n_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     backward_kernel[(min(n_programs, n_n * B * H_kv),)](
@@ -267,10 +266,10 @@ def backward(
         matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
         turns,
         work,
-        extras,
-        plain.launch_numbers(options, extras, heads_together(B * H_kv, n_programs, blocks.columns)),
+        call.inputs,
+        plain.launch_scalars(call, heads_together(B * H_kv, n_programs, blocks.columns)),
         BLOCKS=blocks,
-        MODE=plain.kernel_mode(q, options, extras),
+        MODE=plain.mode_of(call, q),
         num_warps=8,
     )
-    return None if extras.sinks is None else sinks_gradient(extras.sinks, lse2, rows.delta, T, options)
+    return None if sinks is None else sinks_gradient(sinks, lse2, rows.delta, T, call.spec.threshold)

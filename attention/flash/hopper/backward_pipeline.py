@@ -221,7 +221,7 @@ def place(i, tile):
 
 
 @gluon.jit
-def hand_out(p_work, i_round, extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def hand_out(p_work, i_round, inputs, scalars, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """The next key tile by the counter, for all roles."""
     SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     i_work = gl.atomic_add(p_work, 1)
@@ -229,8 +229,8 @@ def hand_out(p_work, i_round, extras, numbers, buffers, barriers, sizes, BLOCKS:
     i_tile, i_bkv = swizzle(gl.minimum(i_work, n_work - 1), sizes)
     H_kv = sizes.H // sizes.G
     i_b, i_kv = i_bkv // H_kv, i_bkv % H_kv
-    at = locate(sizes.T, sizes.S, extras, numbers, i_b, i_bkv * sizes.G, sizes.G)
-    seen = query_tiles(i_tile, at, sizes, BLOCKS.q, BLOCKS.k, MODE)
+    pos = locate(sizes.T, sizes.S, inputs, scalars, i_b, i_bkv * sizes.G, sizes.G)
+    seen = query_tiles(i_tile, pos, sizes, BLOCKS.q, BLOCKS.k, MODE)
     i_tile = gl.where(i_work < n_work, i_tile, -1)
     end = gl.maximum(seen.end, seen.start)
     tile = KeyTile(i_tile, i_b, i_kv * sizes.G, seen.start, seen.last, seen.first, seen.full_start, seen.full_end, end)

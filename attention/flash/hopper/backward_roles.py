@@ -10,7 +10,7 @@ from .dropout import draw_transposed, load_key
 
 @gluon.jit
 def producer(
-    q, k, v, do, lse2, delta, parts, p_work, extras, numbers, buffers, barriers, sizes,
+    q, k, v, do, lse2, delta, parts, p_work, inputs, scalars, buffers, barriers, sizes,
     BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """One warp: hands out key tiles, and brings k and v and, for every step, q, do, lse2 and delta."""
@@ -23,7 +23,7 @@ def producer(
 
     i_step = 0
     i_round = 0
-    tile = hand_out(p_work, i_round, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)
+    tile = hand_out(p_work, i_round, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)
     while tile.i_tile >= 0:
         i_s = i_round % KEY_STAGES
         full = barriers.kv_full.index(i_s)
@@ -54,7 +54,7 @@ def producer(
             tma.async_copy_global_to_shared(do, [tile.i_b, i_h, i_m, 0], full, b_do)
             i_step += 1
         i_round += 1
-        tile = hand_out(p_work, i_round, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)
+        tile = hand_out(p_work, i_round, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)
 
 
 @gluon.jit
@@ -81,7 +81,7 @@ def carrier(dk, dv, buffers, barriers, sizes, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def drawer(extras, buffers, barriers, sizes, BLOCKS: gl.constexpr):
+def drawer(inputs, buffers, barriers, sizes, BLOCKS: gl.constexpr):
     """Four warps: draw dropout's words for every step, while the consumer is at work on the steps before."""
     BM: gl.constexpr = BLOCKS.q
     BN: gl.constexpr = BLOCKS.k
@@ -93,7 +93,7 @@ def drawer(extras, buffers, barriers, sizes, BLOCKS: gl.constexpr):
     while tile.i_tile >= 0:
         for i in range((tile.end - tile.start) * sizes.G):
             i_h, i_tile_m = place(i, tile)
-            key = load_key(extras.key, tile.i_b, i_h)
+            key = load_key(inputs.key, tile.i_b, i_h)
             i_s = i_step % STAGES
             for j in gl.static_range(BM // HALF):
                 half = half_of(i_tile_m * BM, i_s, j, buffers, BLOCKS)

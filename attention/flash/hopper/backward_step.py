@@ -30,7 +30,7 @@ S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HALF.valu
 
 
 @gluon.jit
-def draw(i_h, i_m, tile, extras, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def draw(i_h, i_m, tile, inputs, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Dropout's words for HALF queries from i_m of head i_h; zero without dropout, or where the drawer has drawn them.
 
     The key is loaded every time: there are no registers to keep it in.
@@ -38,7 +38,7 @@ def draw(i_h, i_m, tile, extras, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     BN: gl.constexpr = BLOCKS.k
     b_w = 0
     if MODE.threshold and not BLOCKS.drawer:
-        b_w = draw_transposed(load_key(extras.key, tile.i_b, i_h), i_m, tile.i_tile * BN, HALF, BN, 8)
+        b_w = draw_transposed(load_key(inputs.key, tile.i_b, i_h), i_m, tile.i_tile * BN, HALF, BN, 8)
         b_w = gl.convert_layout(b_w, word_layout(BN // 2, HALF // 2, 8))
     return b_w
 
@@ -63,7 +63,7 @@ def joined(b_pieces):
 
 @gluon.jit
 def weights(
-    b_s, b_w, half, slope2, i_step, is_cut, tile, at, numbers, barriers,
+    b_s, b_w, half, slope2, i_step, is_cut, tile, pos, scalars, barriers,
     P_LAYOUT: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """(BN, M) of M queries, a half or a piece of it: p times the derivative of the scores, and ~p in 16 bits."""
@@ -71,17 +71,17 @@ def weights(
     M: gl.constexpr = b_s.shape[1]
     LAYOUT: gl.constexpr = b_s.type.layout
     THRESHOLD: gl.constexpr = MODE.threshold
-    scale_log2 = numbers.scale_log2
+    scale_log2 = scalars.scale_log2
     i_n = tile.i_tile * BN
     o_m = half.i_m + gl.arange(0, M, gl.SliceLayout(0, LAYOUT))
     o_rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
     # Of the half's first query: `delta_kernel` adds to lse2 what the others' bias differs by.
-    own = half.i_half + at.offset
-    b_bias = alibi_bias(slope2, o_m[None, :], o_rows[:, None], i_n, own, at, MODE) if MODE.alibi else None
+    own = half.i_half + pos.offset
+    b_bias = alibi_bias(slope2, o_m[None, :], o_rows[:, None], i_n, own, pos, MODE) if MODE.alibi else None
     b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     if is_cut:
-        b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], at, MODE), b_s, -float("inf"))
+        b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], pos, MODE), b_s, -float("inf"))
     b_lse2 = 0.0 if BLOCKS.rows_in_products else half.lse2.load(LAYOUT)
     b_p = gl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2)
     b_p_kept = gl.convert_layout(b_p.to(half.q.dtype), P_LAYOUT)
@@ -114,7 +114,7 @@ def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.co
 
 @gluon.jit
 def add_to_dv(
-    b_s, b_w, b_dv, half, slope2, i_step, is_cut, tile, at, numbers, barriers, BLOCKS: gl.constexpr, MODE: gl.constexpr
+    b_s, b_w, b_dv, half, slope2, i_step, is_cut, tile, pos, scalars, barriers, BLOCKS: gl.constexpr, MODE: gl.constexpr
 ):
     """(p, ~p, dv + ~p^T do in flight), of `weights`: p and ~p in pieces.
 
@@ -136,7 +136,7 @@ def add_to_dv(
         s_piece = gl.convert_layout(s_pieces[j], LAYOUT)
         w_piece = gl.convert_layout(w_pieces[j], word_layout(BN // 2, M // 2, 8)) if DRAWN else 0
         p_piece, kept_piece = weights(
-            s_piece, w_piece, piece, slope2, i_step, is_cut, tile, at, numbers, barriers, P_LAYOUT, BLOCKS, MODE
+            s_piece, w_piece, piece, slope2, i_step, is_cut, tile, pos, scalars, barriers, P_LAYOUT, BLOCKS, MODE
         )
         b_dv = warpgroup_mma(kept_piece, piece.do, b_dv, is_async=True)
         b_p += (p_piece,)  # type: ignore[assignment]
@@ -203,7 +203,7 @@ def first_scores(b_k, i_step, is_there, buffers, barriers, BLOCKS: gl.constexpr)
 
 
 @gluon.jit
-def give_dq(b_dq, slot, is_first, is_last, numbers, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def give_dq(b_dq, slot, is_first, is_last, scalars, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Write dq of a query tile to a slot: as fp32 numbers for the workspace, or all of it in 16 bits.
 
     The workspace holds a tile in the order of the registers, and nothing is shuffled: (registers, threads).
@@ -222,7 +222,7 @@ def give_dq(b_dq, slot, is_first, is_last, numbers, buffers, BLOCKS: gl.constexp
         b_dq = b_dq + slot.load(b_dq.type.layout)
         barrier()
     if is_last:
-        b_dq16 = (b_dq * (numbers.scale * KEEP_SCALE)).to(dtype).reshape([DN // 8, WN, WM, 8, 4, 2, 2])
+        b_dq16 = (b_dq * (scalars.scale * KEEP_SCALE)).to(dtype).reshape([DN // 8, WN, WM, 8, 4, 2, 2])
         b_dq16 = gl.convert_layout(b_dq16.permute((2, 5, 3, 1, 0, 4, 6)).reshape([BM, BD]), LAYOUT)
         slot._reinterpret(dtype, [BM, BD], buffers.q.layout).store(b_dq16)
     else:
@@ -231,7 +231,7 @@ def give_dq(b_dq, slot, is_first, is_last, numbers, buffers, BLOCKS: gl.constexp
 
 @gluon.jit
 def step(
-    b_s, b_dk, b_dv, b_k, i_k, i_h, i_tile_m, i_step, has_next, slope2, tile, at, extras, numbers, buffers, barriers,
+    b_s, b_dk, b_dv, b_k, i_k, i_h, i_tile_m, i_step, has_next, slope2, tile, pos, inputs, scalars, buffers, barriers,
     BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """A tile of keys and values collects its gradients from a query tile, which gets its own through a slot.
@@ -260,19 +260,19 @@ def step(
     if TWO:
         half_1 = half_of(i_tile_m * BM, i_s, 1, buffers, BLOCKS)
         s_flight_1 = product(b_k, half_1.q, half_1, 0, buffers, BLOCKS)
-    b_w = draw(i_h, half.i_m, tile, extras, BLOCKS, MODE)
+    b_w = draw(i_h, half.i_m, tile, inputs, BLOCKS, MODE)
     b_p, b_p_kept, dv_flight = add_to_dv(
-        b_s, b_w, b_dv, half, slope2, i_step, is_cut, tile, at, numbers, barriers, BLOCKS, MODE
+        b_s, b_w, b_dv, half, slope2, i_step, is_cut, tile, pos, scalars, barriers, BLOCKS, MODE
     )
     if TWO:
         dp_flight_1 = product(v_s, half_1.do, half_1, 1, buffers, BLOCKS)
     b_dp = warpgroup_mma_wait(2 * N + PIECES if TWO else PIECES, deps=(dp_flight,))
     b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, half, BLOCKS, MODE)
     if TWO:
-        b_w = draw(i_h, half_1.i_m, tile, extras, BLOCKS, MODE)
+        b_w = draw(i_h, half_1.i_m, tile, inputs, BLOCKS, MODE)
         b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, N + PIECES)
         b_p, b_p_kept, dv_flight = add_to_dv(
-            b_s, b_w, b_dv, half_1, slope2, i_step, is_cut, tile, at, numbers, barriers, BLOCKS, MODE
+            b_s, b_w, b_dv, half_1, slope2, i_step, is_cut, tile, pos, scalars, barriers, BLOCKS, MODE
         )
         b_dp, b_dk = done((dp_flight_1, dk_flight), b_ds, PIECES)
         b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, half_1, BLOCKS, MODE)
@@ -289,7 +289,7 @@ def step(
 
     i_slot = i_step % SLOTS
     mbarrier.wait(barriers.dq_ready.index(i_slot), (i_step // SLOTS) & 1)
-    give_dq(b_dq, buffers.dq.index(i_slot), is_first, i_tile_m < tile.last, numbers, buffers, BLOCKS, MODE)
+    give_dq(b_dq, buffers.dq.index(i_slot), is_first, i_tile_m < tile.last, scalars, buffers, BLOCKS, MODE)
     fence_async_shared()
     mbarrier.arrive(barriers.dq_full.index(i_slot))
     b_s = warpgroup_mma_wait(0, deps=(s_flight,))

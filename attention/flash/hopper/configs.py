@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ..call import Problem
+
 HEAD_DIMS = {"forward": range(33, 257), "backward": range(33, 129)}  # in tiles of 64, 128 or 256 columns
 FP8_MAX_HEAD_DIM = 128
 # The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward), then
@@ -70,8 +72,10 @@ class BackwardBlocks(NamedTuple):
     pieces: int
 
 
-def forward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_cap: bool) -> ForwardBlocks:
-    """The forward's shape for a head size that it supports; `length` is the number of queries or keys, the fewer."""
+def forward_blocks(problem: Problem) -> ForwardBlocks:
+    """The forward's shape for a call with a head size that it supports."""
+    head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
+    alibi, soft_cap = score.alibi, score.soft_cap is not None
     if head_dim > 128:
         return ForwardBlocks(
             consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, in_turn=False, out_in_q=True
@@ -101,8 +105,10 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
     )
 
 
-def backward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft_cap: bool) -> BackwardBlocks:
-    """The backward's shape for a head size that it supports; `length` is the number of keys."""
+def backward_blocks(problem: Problem) -> BackwardBlocks:
+    """The backward's shape for a call with a head size that it supports."""
+    head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
+    alibi, soft_cap = score.alibi, score.soft_cap is not None
     # lse2 and delta cannot come with their products where a soft cap changes s, or dropout dp, in between. Below 1,024
     # keys it takes longer to write them as operands than it saves. At head size 64 they take the place of the next keys
     # in shared memory.
@@ -121,12 +127,12 @@ def backward_blocks(head_dim: int, length: int, dropout: bool, alibi: bool, soft
     )
 
 
-def is_faster(head_dim: int, dropout: bool, features: frozenset[str], length: int, backward: bool) -> bool:
+def is_faster(problem: Problem, backward: bool) -> bool:
     """Whether the forward or the backward was measured to be faster than the plain one, for a head size it supports.
 
-    features  of Score and Layout; of several that take time, each must have been faster alone
+    Of several features that take time, each must have been faster alone.
     """
-    columns = next(columns for columns in (64, 128, 256) if head_dim <= columns)
-    faster_from = FASTER_FROM.get((columns, dropout, backward), {})
-    kinds = features & {"alibi", "soft_cap", "window", "documents"} or {"causal"}
-    return all(length >= faster_from.get(kind, math.inf) for kind in kinds)
+    columns = next(columns for columns in (64, 128, 256) if problem.head_dim <= columns)
+    faster_from = FASTER_FROM.get((columns, problem.dropout, backward), {})
+    kinds = problem.spec.features() & {"alibi", "soft_cap", "window", "documents"} or {"causal"}
+    return all(problem.length >= faster_from.get(kind, math.inf) for kind in kinds)

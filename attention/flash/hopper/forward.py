@@ -23,11 +23,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..configs import Extras, Options
+from ..call import KernelCall
 from ..forward import without_keys
 from ..score import locate
-from ..tiles import head_group_size, kernel_mode, launch_numbers, rows_like
-from .configs import ForwardBlocks
+from ..tiles import head_group_size, launch_scalars, mode_of, rows_like
+from .configs import ForwardBlocks, forward_blocks
 from .forward_pipeline import Keys, allocate, fetch, fetch_queries, next_queries, producer, q_stage
 from .forward_step import attend
 from .schedule import Sizes, key_tiles, swizzle
@@ -37,7 +37,7 @@ from .tiles import tiles
 
 @gluon.jit
 def consumer(
-    out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes,
+    out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes,
     c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: out and lse of 64 queries of each tile that the producer hands out."""
@@ -48,7 +48,7 @@ def consumer(
     i_m_all, i_b, i_h, _ = next_queries(i_q, phase, buffers, barriers)
     while i_h >= 0:
         i_step, i_turn = attend(
-            out, p_lse, p_lse2, extras, numbers, None, buffers, barriers, sizes,
+            out, p_lse, p_lse2, inputs, scalars, None, buffers, barriers, sizes,
             i_m_all, i_b, i_h, i_q, phase, i_step, i_turn, c, BLOCKS, MODE,
         )  # fmt: skip
         i_round += 1
@@ -59,15 +59,15 @@ def consumer(
 
 @gluon.jit
 def consumer_alone(
-    q, k, v, out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr
+    q, k, v, out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr
 ):  # fmt: skip
     """Four warps without a producer: out and lse of 64 queries, all of a program's work."""
     STAGES: gl.constexpr = BLOCKS.stages
     i_tile, i_bh = swizzle(gl.program_id(0), sizes)
     i_m = (sizes.n_tiles - 1 - i_tile) * ROWS
     i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
-    at = locate(sizes.T, sizes.S, extras, numbers, i_b, i_bh, 1)
-    n_start, _, _, n_end = key_tiles(i_m, at, ROWS, BLOCKS.k, MODE)
+    pos = locate(sizes.T, sizes.S, inputs, scalars, i_b, i_bh, 1)
+    n_start, _, _, n_end = key_tiles(i_m, pos, ROWS, BLOCKS.k, MODE)
     keys = Keys(k, v, i_b, i_h // sizes.G, n_start, n_end)
     fetch_queries(q, i_b, i_h, i_m, 0, buffers, barriers, BLOCKS)
     for j in gl.static_range(STAGES):
@@ -75,7 +75,7 @@ def consumer_alone(
     i_step = 0
     i_turn = 0
     attend(
-        out, p_lse, p_lse2, extras, numbers, keys, buffers, barriers, sizes,
+        out, p_lse, p_lse2, inputs, scalars, keys, buffers, barriers, sizes,
         i_m, i_b, i_h, 0, 0, i_step, i_turn, 0, BLOCKS, MODE,
     )  # fmt: skip
     tma.store_wait(0)
@@ -83,7 +83,7 @@ def consumer_alone(
 
 @gluon.jit
 def forward_kernel(
-    q, k, v, out, p_lse, p_lse2, extras, p_work, numbers, BLOCKS: gl.constexpr, MODE: gl.constexpr
+    q, k, v, out, p_lse, p_lse2, inputs, p_work, scalars, BLOCKS: gl.constexpr, MODE: gl.constexpr
 ):  # fmt: skip
     """out and lse of all tiles of queries.
 
@@ -93,16 +93,16 @@ def forward_kernel(
     buffers, barriers = allocate(q, v, out, BLOCKS, MODE)
     H, T = q.shape[1], q.shape[2]
     n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
-    sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, numbers.n_together >> 2)
+    sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, scalars.n_together >> 2)
     if BLOCKS.consumers == 1:
-        consumer_alone(q, k, v, out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)
+        consumer_alone(q, k, v, out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)
     # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
     elif BLOCKS.consumers == 2:
         gl.warp_specialize(
             [
-                (consumer, (out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes, 0, BLOCKS, MODE)),
-                (consumer, (out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes, 1, BLOCKS, MODE)),
-                (producer, (q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, 0, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, 1, BLOCKS, MODE)),
+                (producer, (q, k, v, p_work, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -110,10 +110,10 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes, 0, BLOCKS, MODE)),
-                (consumer, (out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes, 1, BLOCKS, MODE)),
-                (consumer, (out, p_lse, p_lse2, extras, numbers, buffers, barriers, sizes, 2, BLOCKS, MODE)),
-                (producer, (q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, 0, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, 1, BLOCKS, MODE)),
+                (consumer, (out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, 2, BLOCKS, MODE)),
+                (producer, (q, k, v, p_work, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
@@ -121,14 +121,15 @@ def forward_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, extras: Extras, options: Options, blocks: ForwardBlocks
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, call: KernelCall, blocks: ForwardBlocks | None = None
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D), k and v (B, H_kv, S, D) -> lse (B, H, T) and lse2; fills out, like q. As the plain forward."""
     B, H, T, _ = q.shape
+    blocks = blocks or forward_blocks(call.problem(q, k))
     H_kv, S = k.shape[1:3]
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
     if out.numel() == 0 or S == 0:
-        return without_keys(out, lse, lse2, extras)
+        return without_keys(out, lse, lse2, call.inputs.sinks)
     n_m = triton.cdiv(T, blocks.consumers * ROWS.value)
     alone = blocks.consumers == 1
     n_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
@@ -139,11 +140,11 @@ def forward(
         tiles(out, ROWS.value, blocks.columns),
         lse,
         lse2,
-        extras,
+        call.inputs,
         None if alone else torch.zeros(1, dtype=torch.int32, device=q.device),
-        launch_numbers(options, extras, head_group_size(B * H, k[0, 0], H // H_kv)),
+        launch_scalars(call, head_group_size(B * H, k[0, 0], H // H_kv)),
         BLOCKS=blocks,
-        MODE=kernel_mode(q, options, extras),
+        MODE=mode_of(call, q),
         num_warps=4,
         maxnreg=blocks.registers if alone else None,
     )

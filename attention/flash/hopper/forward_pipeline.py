@@ -83,8 +83,8 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     if bias_in_product(MODE):
         COLUMNS: gl.constexpr = gl.BlockedLayout([1, SLOPE_PARTS], [32, 1], [4, 1], [1, 0])
         columns_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, SLOPE_PARTS], gl.bfloat16)
-        numbers = column_numbers(BN, COLUMNS)
-        columns = gl.allocate_shared_memory(gl.bfloat16, [BN, SLOPE_PARTS], columns_layout, numbers)
+        b_numbers = column_numbers(BN, COLUMNS)
+        columns = gl.allocate_shared_memory(gl.bfloat16, [BN, SLOPE_PARTS], columns_layout, b_numbers)
     buffers = Buffers(
         q_s,
         gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
@@ -127,7 +127,7 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
 
 
 @gluon.jit
-def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def producer(q, k, v, p_work, inputs, scalars, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """One warp: hands out tiles of queries, and brings them and the keys and values that they see."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
     BN: gl.constexpr = BLOCKS.k
@@ -145,8 +145,8 @@ def producer(q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS:
             i_q, phase = q_stage(i_round, c, BLOCKS)
             hand_out(i_m, i_b, i_h, i_bh // sizes.G, i_q, phase, buffers, barriers)
             fetch_queries(q, i_b, i_h, i_m + c * ROWS, i_q, buffers, barriers, BLOCKS)
-        at = locate(sizes.T, sizes.S, extras, numbers, i_b, i_bh, 1)
-        n_start, _, _, n_end = key_tiles(i_m, at, CONSUMERS * ROWS, BN, MODE)
+        pos = locate(sizes.T, sizes.S, inputs, scalars, i_b, i_bh, 1)
+        n_start, _, _, n_end = key_tiles(i_m, pos, CONSUMERS * ROWS, BN, MODE)
         keys = Keys(k, v, i_b, i_h // sizes.G, n_start, n_end)
         for j in range(n_end - n_start + 1):
             mbarrier.wait(barriers.kv_empty.index(i_step % STAGES), ((i_step // STAGES) & 1) ^ 1)

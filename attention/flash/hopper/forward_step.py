@@ -121,7 +121,7 @@ def step(
 
 @gluon.jit
 def attend(
-    out, p_lse, p_lse2, extras, numbers, keys, buffers, barriers, sizes,
+    out, p_lse, p_lse2, inputs, scalars, keys, buffers, barriers, sizes,
     i_m_all, i_b, i_h, i_q, phase, i_step, i_turn, c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """out and lse of consumer c's 64 queries of the tile from i_m_all: (i_step, i_turn) after it.
@@ -143,14 +143,14 @@ def attend(
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = out.dtype
     T = sizes.T
-    factor = exponent_factor(numbers.scale_log2, MODE)
+    factor = exponent_factor(scalars.scale_log2, MODE)
 
     i_bh = i_b * sizes.H + i_h
     i_m = i_m_all + c * ROWS
-    queries = load_queries(buffers.q.index(i_q), extras, numbers, i_m, i_b, i_h, sizes, S_LAYOUT, MODE)
-    at = queries.at
-    n_start_all, _, _, n_end_all = key_tiles(i_m_all, at, CONSUMERS * ROWS, BN, MODE)
-    n_start, n_full_start, n_full_end, n_end = key_tiles(i_m, at, ROWS, BN, MODE)
+    queries = load_queries(buffers.q.index(i_q), inputs, scalars, i_m, i_b, i_h, sizes, S_LAYOUT, MODE)
+    pos = queries.pos
+    n_start_all, _, _, n_end_all = key_tiles(i_m_all, pos, CONSUMERS * ROWS, BN, MODE)
+    n_start, n_full_start, n_full_end, n_end = key_tiles(i_m, pos, ROWS, BN, MODE)
     if CONSUMERS > 1:
         i_step, i_turn = skip(i_step, i_turn, n_end_all - n_end, barriers, c, BLOCKS)
 
@@ -175,9 +175,9 @@ def attend(
     if MODE.fixed_max:  # this tile's serves for all: rows with few keys keep the largest weight, 1, unrounded
         m = gl.maximum(m, LEAST_MAXIMUM)
     o_m = i_m + gl.arange(0, ROWS, S_ROWS)
-    b_row_bias = alibi_row_bias(queries.slope2, o_m, i_m + at.offset, at, MODE) if MODE.alibi else 0.0
+    b_row_bias = alibi_row_bias(queries.slope2, o_m, i_m + pos.offset, pos, MODE) if MODE.alibi else 0.0
     if MODE.sinks:  # as if a key without a value had been seen before all others
-        m_sink = gl.load(extras.sinks + i_h) * LOG2_E + b_row_bias
+        m_sink = gl.load(inputs.sinks + i_h) * LOG2_E + b_row_bias
         m = gl.maximum(m, m_sink)
     m_safe = gl.where(m == -float("inf"), 0.0, m)
     b_p32 = ()

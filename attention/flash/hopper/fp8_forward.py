@@ -27,11 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from ..configs import Extras, Options
+from ..call import KernelCall
 from ..forward import without_keys
 from ..score import LOG2_E, locate
-from ..tiles import ROW_ALIGNMENT, head_group_size, kernel_mode, launch_numbers, rows_like
-from .configs import ForwardBlocks
+from ..tiles import ROW_ALIGNMENT, head_group_size, launch_scalars, mode_of, rows_like
+from .configs import ForwardBlocks, fp8_blocks
 from .forward_pipeline import allocate, next_queries, producer, q_stage, skip
 from .fp8 import HALF, Quantised, quantise, rotation
 from .fp8_queries import load_rotation, rotated_queries
@@ -50,11 +50,11 @@ class Constants(NamedTuple):
 
 
 @gluon.jit
-def masked(b_s, i_m, i_n, at, MODE: gl.constexpr, N: gl.constexpr):
+def masked(b_s, i_m, i_n, pos, MODE: gl.constexpr, N: gl.constexpr):
     """Scores (ROWS, N) with -inf where a query does not see a key."""
     o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, b_s.type.layout))[:, None]
     o_n = i_n + gl.arange(0, N, gl.SliceLayout(0, b_s.type.layout))[None, :]
-    return gl.where(sees_key(o_m, o_n, (0, 0), at, MODE), b_s, -float("inf"))
+    return gl.where(sees_key(o_m, o_n, (0, 0), pos, MODE), b_s, -float("inf"))
 
 
 @gluon.jit
@@ -65,7 +65,7 @@ def load_scales(p_kv, i_tile):
 
 @gluon.jit
 def step(
-    o, b_p32, m, l, scales, b_q, scale_q, p_kv, i_step, i_m, i_tile, is_cut, at, ones, buffers, barriers,
+    o, b_p32, m, l, scales, b_q, scale_q, p_kv, i_step, i_m, i_tile, is_cut, pos, ones, buffers, barriers,
     c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """o += p v of the tile before, during the scores and the softmax of a key tile: (o, p, m, l, next scales) after it.
@@ -92,7 +92,7 @@ def step(
     scale = scale_q * scale_k
     b_s = warpgroup_mma_wait(2, deps=(s_flight,))
     if is_cut:
-        b_s = masked(b_s, i_m, i_tile * BN, at, MODE, BN)
+        b_s = masked(b_s, i_m, i_tile * BN, pos, MODE, BN)
 
     # (ROWS,) A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
     m_new = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * scale + log2_v
@@ -114,7 +114,7 @@ def step(
 
 @gluon.jit
 def consumer(
-    out, p_lse, p_lse2, p_kv, extras, numbers, constants, buffers, barriers, sizes,
+    out, p_lse, p_lse2, p_kv, inputs, scalars, constants, buffers, barriers, sizes,
     c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Four warps: out and lse of 64 queries of each tile that the producer hands out."""
@@ -139,15 +139,15 @@ def consumer(
     while i_h >= 0:
         i_bh = i_b * sizes.H + i_h
         i_m = i_m_all + c * ROWS
-        at = locate(T, sizes.S, extras, numbers, i_b, i_bh, 1)
-        _, _, _, n_end_all = key_tiles(i_m_all, at, CONSUMERS * ROWS, BN, MODE)
-        _, _, n_full, n_end = key_tiles(i_m, at, ROWS, BN, MODE)
+        pos = locate(T, sizes.S, inputs, scalars, i_b, i_bh, 1)
+        _, _, _, n_end_all = key_tiles(i_m_all, pos, CONSUMERS * ROWS, BN, MODE)
+        _, _, n_full, n_end = key_tiles(i_m, pos, ROWS, BN, MODE)
         p_kv_head = p_kv + i_kv * gl.cdiv(sizes.S, BN) * 2
         scale_k, log2_v = load_scales(p_kv_head, n_end - 1)
         mbarrier.wait(barriers.q_full.index(i_q), phase)
         b_q, scale_q = rotated_queries(buffers.q.index(i_q), constants.rotation, Q_LAYOUT, BD)
         mbarrier.arrive(barriers.q_empty.index(i_q))
-        scale_q = gl.convert_layout(scale_q, S_ROWS) * numbers.scale_log2
+        scale_q = gl.convert_layout(scale_q, S_ROWS) * scalars.scale_log2
         i_step, _ = skip(i_step, 0, n_end_all - n_end, barriers, c, BLOCKS)
 
         # The last tile that these queries see, which the diagonal or the end of the sequence cuts.
@@ -160,7 +160,7 @@ def consumer(
         scales = (next_k, next_v, log2_v)
         b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         mbarrier.arrive(barriers.kv_empty.index(i_step % STAGES))
-        b_s = masked(b_s, i_m, (n_end - 1) * BN, at, MODE, BN)
+        b_s = masked(b_s, i_m, (n_end - 1) * BN, pos, MODE, BN)
         m = gl.convert_layout(row_max(b_s, BN, BLOCKS), S_ROWS) * scale + log2_v
         m_safe = gl.where(m == -float("inf"), 0.0, m)
         b_p32 = weights(b_s, scale, log2_v + OFFSET - m_safe)
@@ -172,7 +172,7 @@ def consumer(
         for j in range(1, n_end):
             i_tile_n = n_end - 1 - j
             o, b_p32, m, l, scales = step(
-                o, b_p32, m, l, scales, b_q, scale_q, p_kv_head, i_step, i_m, i_tile_n, i_tile_n >= n_full, at,
+                o, b_p32, m, l, scales, b_q, scale_q, p_kv_head, i_step, i_m, i_tile_n, i_tile_n >= n_full, pos,
                 constants.ones, buffers, barriers, c, BLOCKS, MODE,
             )  # fmt: skip
             i_step += 1
@@ -213,7 +213,7 @@ def consumer(
 
 @gluon.jit
 def fp8_forward_kernel(
-    q, k, v, r, out, p_lse, p_lse2, p_kv, extras, p_work, numbers, BLOCKS: gl.constexpr, MODE: gl.constexpr
+    q, k, v, r, out, p_lse, p_lse2, p_kv, inputs, p_work, scalars, BLOCKS: gl.constexpr, MODE: gl.constexpr
 ):  # fmt: skip
     """out and lse of all tiles of queries. Grid: at most a program for each multiprocessor."""
     REGISTERS: gl.constexpr = BLOCKS.registers
@@ -221,47 +221,45 @@ def fp8_forward_kernel(
     buffers, barriers = allocate(q, v, out, BLOCKS, MODE)
     H, T = q.shape[1], q.shape[2]
     n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
-    sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, numbers.n_together >> 2)
+    sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, scalars.n_together >> 2)
     gdc_wait()  # until `quantise_kernel` is done: this one is launched before
     # Gluon takes the roles as a literal: two consumers. The first has the warps of the launch and the registers left.
     gl.warp_specialize(
         [
             (
                 consumer,
-                (out, p_lse, p_lse2, p_kv, extras, numbers, constants, buffers, barriers, sizes, 0, BLOCKS, MODE),
+                (out, p_lse, p_lse2, p_kv, inputs, scalars, constants, buffers, barriers, sizes, 0, BLOCKS, MODE),
             ),
             (
                 consumer,
-                (out, p_lse, p_lse2, p_kv, extras, numbers, constants, buffers, barriers, sizes, 1, BLOCKS, MODE),
+                (out, p_lse, p_lse2, p_kv, inputs, scalars, constants, buffers, barriers, sizes, 1, BLOCKS, MODE),
             ),
-            (producer, (q, k, v, p_work, extras, numbers, buffers, barriers, sizes, BLOCKS, MODE)),
+            (producer, (q, k, v, p_work, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)),
         ],
         [4, 1],
         [REGISTERS, 24],
     )
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, options: Options, blocks: ForwardBlocks
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, call: KernelCall) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D), k and v (B, H_kv, S, D) -> lse and lse2; fills out, like q. All as in the plain forward."""
     if out.numel() == 0 or k.shape[2] == 0:
-        return without_keys(out, q.new_empty(q.shape[:3], dtype=torch.float32), rows_like(q), Extras())
-    return attend(q, quantise(k, v, blocks), out, options, blocks)
+        return without_keys(out, q.new_empty(q.shape[:3], dtype=torch.float32), rows_like(q), None)
+    blocks = fp8_blocks(q.shape[-1])
+    return attend(q, quantise(k, v, blocks), out, call, blocks)
 
 
-def attend(q: Tensor, x: Quantised, out: Tensor, options: Options, blocks: ForwardBlocks) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, x: Quantised, out: Tensor, call: KernelCall, blocks: ForwardBlocks) -> tuple[Tensor, Tensor]:
     """`forward` of keys and values that are quantised already."""
     B, H, T, _ = out.shape
     H_kv = x.k.shape[1]
     lse, lse2 = out.new_empty(B, H, T, dtype=torch.float32), rows_like(out)
-    extras = Extras()
     n_m = triton.cdiv(T, blocks.consumers * ROWS.value)
     # Half of what fits the budget: 0.5% faster from 4,096 tokens on.
     n_together = max(1, head_group_size(B * H, x.k[0, 0], H // H_kv) // 2)
     n_programs = torch.cuda.get_device_properties(out.device).multi_processor_count
     # Rotating q and k has made their products as many times larger as they have columns.
-    rotated = options._replace(scale=options.scale / blocks.columns)
+    rotated = call._replace(spec=call.spec._replace(scale=call.spec.scale / blocks.columns))
     fp8_forward_kernel[(min(n_programs, n_m * B * H),)](
         tiles(q, ROWS.value, blocks.columns),
         fp8_tiles(x.k, blocks.k, blocks.columns),
@@ -271,11 +269,11 @@ def attend(q: Tensor, x: Quantised, out: Tensor, options: Options, blocks: Forwa
         lse,
         lse2,
         x.scales,
-        extras,
+        call.inputs,
         x.work,
-        launch_numbers(rotated, extras, n_together),
+        launch_scalars(rotated, n_together),
         BLOCKS=blocks,
-        MODE=kernel_mode(out, options, extras),
+        MODE=mode_of(call, out),
         num_warps=4,
         launch_pdl=True,  # see gdc_wait
     )

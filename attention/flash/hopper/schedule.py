@@ -59,64 +59,64 @@ def tile_shape(rows, columns):
 
 
 @gluon.jit
-def key_tiles(i_m, at, BM: gl.constexpr, BN: gl.constexpr, MODE: gl.constexpr):
+def key_tiles(i_m, pos, BM: gl.constexpr, BN: gl.constexpr, MODE: gl.constexpr):
     """(n_start, n_full_start, n_full_end, n_end): the key tiles that one of the queries [i_m, i_m + BM) sees.
 
     All of the queries see all of those from n_full_start up to n_full_end. There is at least one tile, so that queries
     that see nothing go the same way as the others.
     """
     TILE: gl.constexpr = tile_shape(BM, BN)
-    i_m = gl.minimum(i_m, at.T - 1)  # the documents of rows beyond the last query are unknown
-    n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, at, TILE, MODE)
+    i_m = gl.minimum(i_m, pos.T - 1)  # the documents of rows beyond the last query are unknown
+    n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, pos, TILE, MODE)
     n_end = gl.maximum(gl.cdiv(n_end, BN), 1)
     return gl.minimum(n_start // BN, n_end - 1), n_full_start // BN, n_full_end // BN, n_end
 
 
 @gluon.jit
-def query_tiles(i_tile, at, sizes, BM: gl.constexpr, BN: gl.constexpr, MODE: gl.constexpr):
+def query_tiles(i_tile, pos, sizes, BM: gl.constexpr, BN: gl.constexpr, MODE: gl.constexpr):
     """The query tiles of BM rows that see something of key tile i_tile, of BN rows."""
     TILE: gl.constexpr = tile_shape(BM, BN)
-    n_m = gl.cdiv(at.T, BM)
-    start, full_start, full_end, end = seeing_queries(i_tile * BN, at, TILE, MODE)
+    n_m = gl.cdiv(pos.T, BM)
+    start, full_start, full_end, end = seeing_queries(i_tile * BN, pos, TILE, MODE)
     start = gl.minimum(start // BM, n_m)
     full_start = gl.minimum(full_start // BM, n_m)
     end = gl.cdiv(gl.maximum(end, 0), BM)
     # What lies beyond the last key must not be seen: the copy engine reads it as zeros, which are scores like others.
-    full_start = gl.where(i_tile * BN + BN > at.S, end, full_start)
+    full_start = gl.where(i_tile * BN + BN > pos.S, end, full_start)
     full_end = gl.maximum(full_end, 0) // BM if MODE.bounded else end
     last = n_m
     if i_tile < sizes.n_tiles - 1:
-        last, _, _, _ = seeing_queries(i_tile * BN + BN, at, TILE, MODE)
+        last, _, _, _ = seeing_queries(i_tile * BN + BN, pos, TILE, MODE)
         last = gl.minimum(last // BM, n_m)
     first = n_m * 0
     if i_tile > 0:
-        _, _, _, first = seeing_queries(i_tile * BN - BN, at, TILE, MODE)
+        _, _, _, first = seeing_queries(i_tile * BN - BN, pos, TILE, MODE)
         first = gl.cdiv(gl.maximum(first, 0), BM)
     return QueryTiles(start, last, first, full_start, full_end, end)
 
 
 @gluon.jit
-def sees_key(o_m, o_n, interval, at, MODE: gl.constexpr):
+def sees_key(o_m, o_n, interval, pos, MODE: gl.constexpr):
     """Whether queries o_m (M, 1) see keys o_n (1, N). interval: of `key_interval`, where MODE has bounds or offsets."""
     if MODE.bounded or MODE.offsets:
         first, end = interval
         m_s = (o_n >= first[:, None]) & (o_n < end[:, None])
     elif MODE.causal:
-        m_s = o_n <= o_m + at.offset
+        m_s = o_n <= o_m + pos.offset
     else:
-        m_s = o_n < at.S
+        m_s = o_n < pos.S
     return m_s
 
 
 @gluon.jit
-def seen_by_query(o_n, o_m, at, MODE: gl.constexpr):
+def seen_by_query(o_n, o_m, pos, MODE: gl.constexpr):
     """Whether keys o_n (N,) are seen by queries o_m (1, M): (N, M)."""
     if MODE.bounded or MODE.offsets:
-        first, end = query_interval(o_n, at, MODE)
-        end = gl.where(o_n < at.S, end, 0)
+        first, end = query_interval(o_n, pos, MODE)
+        end = gl.where(o_n < pos.S, end, 0)
         m_s = (o_m >= first[:, None]) & (o_m < end[:, None])
     elif MODE.causal:
-        m_s = (o_n - at.offset)[:, None] <= o_m
+        m_s = (o_n - pos.offset)[:, None] <= o_m
     else:
-        m_s = (o_n < at.S)[:, None]
+        m_s = (o_n < pos.S)[:, None]
     return m_s

@@ -26,7 +26,7 @@ class Queries(NamedTuple):
 
     b_q: Any
     i_m: Any
-    at: Any
+    pos: Any
     interval: Any
     scale_log2: Any
     slope2: Any
@@ -35,16 +35,16 @@ class Queries(NamedTuple):
 
 
 @gluon.jit
-def load_queries(b_q, extras, numbers, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MODE: gl.constexpr):
+def load_queries(b_q, inputs, scalars, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MODE: gl.constexpr):
     """The `Queries` from i_m of query head i_h of sequence i_b."""
-    at = locate(sizes.T, sizes.S, extras, numbers, i_b, i_b * sizes.H + i_h, 1)
+    pos = locate(sizes.T, sizes.S, inputs, scalars, i_b, i_b * sizes.H + i_h, 1)
     interval = (0, 0)
     if MODE.bounded or MODE.offsets:
-        interval = key_interval(i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), at, MODE)
-    slope2 = gl.load(extras.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
-    key = load_key(extras.key, i_b, i_h) if MODE.threshold else 0
-    slopes = split_slope(slope2 / numbers.scale_log2, gl.DotOperandLayout(0, LAYOUT, 2)) if bias_in_product(MODE) else 0
-    return Queries(b_q, i_m, at, interval, numbers.scale_log2, slope2, slopes, key)
+        interval = key_interval(i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), pos, MODE)
+    slope2 = gl.load(inputs.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
+    key = load_key(inputs.key, i_b, i_h) if MODE.threshold else 0
+    slopes = split_slope(slope2 / scalars.scale_log2, gl.DotOperandLayout(0, LAYOUT, 2)) if bias_in_product(MODE) else 0
+    return Queries(b_q, i_m, pos, interval, scalars.scale_log2, slope2, slopes, key)
 
 
 @gluon.constexpr_function
@@ -107,15 +107,15 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
     """q k^T (ROWS, N) changed as `change_scores` says, and -inf where a query does not see a key."""
     LAYOUT: gl.constexpr = b_s.type.layout
     LEFT: gl.constexpr = after_product(MODE)
-    at, i_m, scale_log2 = queries.at, queries.i_m, queries.scale_log2
+    pos, i_m, scale_log2 = queries.pos, queries.i_m, queries.scale_log2
     o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     o_columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))[None, :]
     b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
     # ALiBi's bias of a column, whatever the tile: registers that stay. `alibi_shift` is what a tile has besides.
-    b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, at, LEFT) if LEFT.alibi else None
+    b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, pos, LEFT) if LEFT.alibi else None
     b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, LEFT)
     if is_cut:
-        b_s = gl.where(sees_key(o_m, i_n + o_columns, queries.interval, at, MODE), b_s, -float("inf"))
+        b_s = gl.where(sees_key(o_m, i_n + o_columns, queries.interval, pos, MODE), b_s, -float("inf"))
     return b_s
 
 
@@ -129,7 +129,7 @@ def exponent_factor(scale_log2, MODE: gl.constexpr):
 @gluon.jit
 def alibi_shift(i_n, queries, MODE: gl.constexpr):
     """ALiBi's term that `finish_scores` leaves out in the key tile at i_n, for a bias of 0 at the first query."""
-    return queries.slope2 * (i_n - queries.i_m - queries.at.offset).to(gl.float32) if MODE.alibi else 0.0
+    return queries.slope2 * (i_n - queries.i_m - queries.pos.offset).to(gl.float32) if MODE.alibi else 0.0
 
 
 @gluon.jit

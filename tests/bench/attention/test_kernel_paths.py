@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from attention.dropout import drop_threshold
+from attention.flash.call import Problem
 from attention.flash.hopper.configs import is_faster
+from attention.spec import Spec
 from bench.attention.kernel_paths import table
+from bench.attention.peers import VARIANTS
 from bench.record import RESULTS, read
 
 
@@ -41,7 +47,9 @@ def test_what_auto_chooses_was_measured_to_take_no_longer_than_the_plain_kernels
         ]
         plain, chosen = {}, {}
         for way in ("forward", "backward"):
-            hopper = is_faster(head_size, rate > 0, frozenset({variant}), length, way == "backward")
+            score, documents = VARIANTS[variant], variant == "documents"
+            spec = Spec(score, scale=1.0, documents=documents, threshold=drop_threshold(rate))
+            hopper = is_faster(Problem(spec, head_size, torch.bfloat16, length, length, (9, 0)), way == "backward")
             plain[way] = measured["plain"][way]["ms"]
             chosen[way] = measured["hopper"][way]["ms"] if hopper else plain[way]
         alone = not rate and chosen["forward"] > 1.02 * plain["forward"]

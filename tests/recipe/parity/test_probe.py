@@ -27,8 +27,8 @@ class KeysBackwards(NaiveAttention):
 
     name = "keys_backwards"
 
-    def attend(self, q, k, v, terms):
-        full = terms._replace(score=Score(causal=False))
+    def attend(self, q, k, v, call):
+        full = call._replace(spec=call.spec._replace(score=Score(causal=False)))
         rows = [
             super(KeysBackwards, self).attend(
                 q[:, :, i : i + 1], k[:, :, : i + 1].flip(2), v[:, :, : i + 1].flip(2), full
@@ -43,10 +43,10 @@ class TooLarge(NaiveAttention):
 
     name = "too_large"
 
-    def attend(self, q, k, v, terms):
+    def attend(self, q, k, v, call):
         if q.shape[0] * q.shape[2] > 16:
             raise torch.OutOfMemoryError("a test's")
-        return super().attend(q, k, v, terms)
+        return super().attend(q, k, v, call)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,102 @@
+"""A call as two values: what is known before there are tensors, and the tensors besides q, k and v."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .score import Score
+
+
+class Spec(NamedTuple):
+    """Everything that fixes a call besides its tensors and their positions: hashable, and text for a custom operator.
+
+    score             what is computed
+    scale             of q k^T
+    documents         whether there are document bounds
+    offsets           whether q_start and k_start are given
+    threshold         dropout drops this many of the 256 values of a byte; 0: nothing
+    tf32, path, precision, block_q, block_k, ablate  as AttentionConfig has them (tf32 as allow_tf32)
+    """
+
+    score: Score
+    scale: float
+    documents: bool = False
+    offsets: bool = False
+    threshold: int = 0
+    tf32: bool = False
+    path: str = "auto"
+    precision: str = "inputs"
+    block_q: int = 64
+    block_k: int = 64
+    ablate: str = "none"
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the keys that a query sees may begin after the first: with a window or documents."""
+        return self.documents or self.score.window is not None
+
+    def features(self) -> frozenset[str]:
+        """The names of the features that the call asks for."""
+        layout = {"documents": self.documents, "offsets": self.offsets}
+        return frozenset({*self.score.features(), *(name for name, is_asked in layout.items() if is_asked)})
+
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the tensors that a call has besides q, k and v, of those that `Inputs` describes."""
+        asked = {
+            "key": self.threshold > 0,
+            "slopes": self.score.alibi,
+            "sinks": self.score.sinks,
+            "starts": self.documents,
+            "ends": self.documents,
+        }
+        return tuple(name for name, is_asked in asked.items() if is_asked)
+
+    def text(self) -> str:
+        """For a custom operator, whose arguments are tensors, numbers and text; `Spec.read` gives the Spec back.
+
+        torch.compile follows this function, so it prints field by field.
+        """
+        s = self.score
+        score = f"{s.causal!r},{s.window!r},{s.soft_cap!r},{s.alibi!r},{s.sinks!r}"
+        call = f"{self.scale!r},{self.documents!r},{self.offsets!r},{self.threshold!r}"
+        options = f"{self.tf32!r},{self.path!r},{self.precision!r},{self.block_q!r},{self.block_k!r},{self.ablate!r}"
+        return f"({score}),{call},{options}"
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def read(text: str) -> Spec:
+        """The Spec that `text` printed."""
+        score, *rest = ast.literal_eval(f"({text})")
+        return Spec(Score(*score), *rest)
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call besides q, k and v, each of them None where the call has none; also a kernel's argument.
+
+    key           (7,) int64, as DropoutKey.pack gives it, where dropout drops
+    slopes        (H,) fp32, of ALiBi
+    sinks         (H,) fp32
+    starts, ends  (B, L) int32, contiguous: document_starts and document_ends of Layout
+    horizons      (B, H) int32, of ALiBi: keys at that distance or further away have no weight; None: not known
+    """
+
+    key: Any = None
+    slopes: Any = None
+    sinks: Any = None
+    starts: Any = None
+    ends: Any = None
+    horizons: Any = None
+
+    @classmethod
+    def of(cls, spec: Spec, tensors: Sequence[Tensor]) -> Inputs:
+        """From the list of a custom operator: `present` of these inputs."""
+        return cls(**dict(zip((*spec.inputs(), "horizons"), tensors, strict=False)))
+
+    def present(self) -> list[Tensor]:
+        """Those that are there, for a custom operator."""
+        return [x for x in self if x is not None]
