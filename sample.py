@@ -43,7 +43,8 @@ from recipe.generation.sampling import Sampling
 from recipe.generation.steps import decoding_attention
 from recipe.generation.text import stream
 from recipe.huggingface import check_folder, export, read_origin
-from recipe.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
+from recipe.recorded import read_config
+from recipe.trained import CheckpointChoice, Trained, WeightsChoice, inexact, load_trained
 from recipe.training.memory import oom_guard
 
 
@@ -140,6 +141,11 @@ def continue_prompts(trained: Trained, prompts: list[str] | None, sampling: Samp
             f"attention.precision={precision.value} cannot decode; attention.precision=inputs does it instead.",
             file=sys.stderr,
         )
+    elif reader is None:
+        print(
+            f"attention={model.attend.name} reads no cache, so each token is computed from all those before it.",
+            file=sys.stderr,
+        )
     elif reader is not model.attend:
         print(f"attention={model.attend.name} cannot decode; attention={reader.name} does it instead.", file=sys.stderr)
     if prompts is not None:
@@ -155,6 +161,8 @@ def continue_prompts(trained: Trained, prompts: list[str] | None, sampling: Samp
 def write_export(run: Path, which: CheckpointChoice, weights: WeightsChoice, folder: Path) -> None:
     """Write a run's model for transformers, on any machine. Raises UserError before anything is written."""
     check_folder(folder)  # before the weights are read
+    if reason := inexact(read_config(run).attention):
+        raise ConfigError(f"{reason}, and transformers would compute another; only exact ones can be exported.")
     trained = load_trained(run, which, weights, attention="naive", device="cpu")
     origin = read_origin(run, trained.checkpoint, as_plain(trained.config), weights is WeightsChoice.ema)
     export(trained.model, trained.tokenizer, folder, origin)

@@ -30,6 +30,7 @@ class FlexAttention(Attention):
 
     name = "flex"
     supports = FEATURES - {"cache"}
+    exact = True
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)

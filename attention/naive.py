@@ -24,6 +24,7 @@ class NaiveAttention(Attention):
 
     name = "naive"
     supports = FEATURES | {"lengths"}
+    exact = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         return AttentionOutput(self.weigh(masked_scores(q, k, call), v, call))

@@ -38,6 +38,7 @@ class SDPAAttention(Attention):
     name = "sdpa"
     options = frozenset({"rng", "backend"})
     supports = frozenset({"full", "window", "documents"})
+    exact = True
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)

@@ -39,6 +39,7 @@ class TiledAttention(Attention):
     name = "tiled"
     options = frozenset({"block_q", "block_k", "ablate"})
     supports = FEATURES
+    exact = True
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from attention import AttentionConfig, ProductPrecision
+from attention import IMPLEMENTATIONS, Ablation, AttentionConfig, ProductPrecision
 from data.config import Documents
 from data.tokenizers import Tokenizer, load_tokenizer
 from model.config import Positions, Recompute
@@ -72,7 +72,7 @@ def load_trained(
 ) -> Trained:
     """The model of a run, with the weights of its best or newest checkpoint.
 
-    attention  an implementation other than the run's
+    attention  an implementation other than the run's, where both compute the same function
     precision  of attention's products
     seq_len    the longest input, which rotary positions allow to exceed the run's; None: the run's
     documents  whether the model will tell packed documents apart, if the run does
@@ -89,7 +89,14 @@ def load_trained(
             f"alone; use seq_len={config.seq_len} or less, or a run with model.positions=rotary."
         )
     tokenizer = load_tokenizer(run)
-    chosen = config.attention if attention is None else AttentionConfig(name=attention)
+    if attention is None or attention == config.attention.name:
+        chosen = config.attention
+    else:
+        chosen = AttentionConfig(name=attention)
+        for reason in filter(None, map(inexact, (config.attention, chosen))):
+            raise ConfigError(
+                f"{reason}, so attention={attention} may compute something else than the run's; leave it out."
+            )
     used = replace(
         config,
         seq_len=longest,
@@ -100,6 +107,15 @@ def load_trained(
     model = build_gpt(used, tokenizer.n_vocab, on)
     checkpoint = load_weights(model, run, which, weights)
     return Trained(config, model.eval().to(on), tokenizer, dtype, checkpoint)
+
+
+def inexact(attention: AttentionConfig) -> str | None:
+    """Why no other implementation may take this one's place, as the beginning of a sentence; None where others may."""
+    if attention.ablate is not Ablation.none:
+        return f"attention.ablate={attention.ablate.value} leaves out a line of the run's attention"
+    known = IMPLEMENTATIONS.get(attention.name)
+    exact = known is None or known.exact
+    return None if exact else f"attention={attention.name} does not declare that it is exact (docs/add-an-attention.md)"
 
 
 def load_weights(model: GPT, run: Path, which: CheckpointChoice, weights: WeightsChoice) -> Path:

@@ -14,7 +14,7 @@ import triton
 from omegaconf import OmegaConf
 
 import sample
-from attention import AttentionConfig, AttentionError, build_attention
+from attention import IMPLEMENTATIONS, AttentionConfig, AttentionError, build_attention
 from attention.flash import paths
 from data.tokenizers import bpe_tokenizer, bytes_tokenizer, save_tokenizer
 from model.config import GPTConfig
@@ -26,6 +26,7 @@ from recipe.recorded import read_config
 from recipe.trained import CheckpointChoice
 from recipe.training.checkpoint import save_checkpoint
 from sample import SampleConfig, main, parse
+from tests.own_attention import ScalableSoftmax
 from tests.recipe.generation.from_scratch import expected
 
 TOKENIZER = bytes_tokenizer()
@@ -116,6 +117,45 @@ def test_an_attention_that_reads_no_cache_is_named_and_leaves_decoding_to_anothe
     captured = capsys.readouterr()
     assert captured.out == "def " + continuation(5, list(b"def "), 9) + "\n"
     assert f"attention={attention} cannot decode; attention=naive does it instead." in captured.err
+
+
+@pytest.fixture
+def own_attention(run, monkeypatch) -> Path:
+    """The run, trained with an attention that computes another function."""
+    monkeypatch.setitem(IMPLEMENTATIONS, ScalableSoftmax.name, ScalableSoftmax)
+    path = run / ".hydra" / "config.yaml"
+    path.write_text(path.read_text().replace("name: naive", f"name: {ScalableSoftmax.name}"))
+    return run
+
+
+def test_an_attention_of_another_function_samples_each_token_from_all_those_before_it(own_attention, capsys):
+    model, prompt, found = fresh(5).eval(), list(b"def "), list[int]()
+    exact = continuation(5, prompt, 20)
+    model.attend = ScalableSoftmax(AttentionConfig(ScalableSoftmax.name))
+    while len(found) < 20 and found[-1:] != [256]:
+        found = expected(model, prompt, [*found, 0], temperature=0.5, top_k=20, seed=3)
+    text = bytes(token for token in found if token != 256).decode("utf-8", errors="replace")
+    assert text != exact
+    main([f"run={own_attention}", "prompt=def ", "tokens=20", "temperature=0.5", "top_k=20", "seed=3", "device=cpu"])
+    captured = capsys.readouterr()
+    assert captured.out == "def " + text + "\n"
+    assert "reads no cache, so each token is computed from all those before it" in captured.err
+
+
+@pytest.mark.parametrize("argument", ["attention=naive", "attention=tiled", "export={folder}/exported"])
+def test_an_attention_of_another_function_is_neither_exchanged_nor_exported(own_attention, tmp_path, argument):
+    with pytest.raises(ConfigError, match="attention=scalable_softmax does not declare that it is exact"):
+        main([f"run={own_attention}", argument.format(folder=tmp_path)])
+    assert not (tmp_path / "exported").exists()
+
+
+def test_a_run_that_left_a_line_out_is_not_exported_as_if_it_had_not(run, tmp_path):
+    path = run / ".hydra" / "config.yaml"
+    path.write_text(
+        path.read_text().replace("name: naive", "name: tiled").replace("ablate: none", "ablate: no_rescaling")
+    )
+    with pytest.raises(ConfigError, match=r"attention\.ablate=no_rescaling leaves out a line"):
+        main([f"run={run}", f"export={tmp_path / 'exported'}"])
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="flash runs on a CPU in Triton's interpreter only")

@@ -211,6 +211,7 @@ class FlashAttention(Attention):
     name = "flash"
     options = frozenset({"allow_tf32", "path", "precision"})
     supports = FEATURES
+    exact = True
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)

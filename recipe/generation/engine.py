@@ -10,7 +10,8 @@ a tile of attention.
 
 The model's positions end at seq_len. Beyond it no cache helps, because every step moves all tokens to other positions:
 a token is computed from scratch from the last seq_len tokens. But where positions are rotary and every layer has a
-window, sequences simply continue, and the pages before the window are reused.
+window, sequences simply continue, and the pages before the window are reused. With an attention that reads no cache,
+and that no other may replace, every token but a sequence's first is computed from scratch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from recipe.generation.errors import GenerationError
 from recipe.generation.memory import check_memory
 from recipe.generation.rows import lay_out, padded
 from recipe.generation.sampling import Sampling
-from recipe.generation.steps import Steps
+from recipe.generation.steps import Steps, decoding_attention
 
 # Tokens of a prefill on a GPU. Fewer leave it idle; more take memory, and keep running sequences waiting.
 ROW = 4096
@@ -99,6 +100,7 @@ class Engine:
             slots = min(slots, len(requests))
         self.requests, self.slots, self.seq_len = requests, slots, model.seq_len
         self.window = longest_window(model.scores) if model.config.positions is Positions.rotary else None
+        self.cached = decoding_attention(model.attend, device) is not None
         self.kept = {request: self.tokens_kept(request) for request in requests}
         pages = [pages_of(kept, self.window) for kept in self.kept.values()]
         longest = max(self.kept.values())
@@ -117,7 +119,7 @@ class Engine:
 
     def tokens_kept(self, request: Request) -> int:
         """The most tokens of a sequence that the cache holds: all but the last one, which no query sees."""
-        tokens = len(request.prompt) + max(request.limit, 1) - 1
+        tokens = len(request.prompt) + (max(request.limit, 1) - 1 if self.cached else 0)
         return tokens if self.window is not None else min(tokens, self.seq_len)
 
     def tokens_decoded(self, request: Request) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from attention import (
     IMPLEMENTATIONS,
+    Ablation,
     Attention,
     AttentionConfig,
     Layout,
@@ -76,7 +77,7 @@ class Steps:
             self.decoding = compiled(self.model, options)
             self.begin = torch.compile(self.begin, dynamic=False, options=options)
             self.end = torch.compile(self.end, dynamic=False, options=options)
-        self.graph = self.graphed() if self.device.type == "cuda" else None
+        self.graph = self.graphed() if self.device.type == "cuda" and self.decoder is not None else None
 
     def set_active(self, active: list[bool]) -> None:
         """Tell the device which slots have sequences, and where these are, for what is launched from now on."""
@@ -113,6 +114,7 @@ class Steps:
     @torch.no_grad()
     def decode_step(self) -> None:
         """The device's part of `decode`. A slot without a sequence keeps length 0, and its token is ignored."""
+        assert self.decoder is not None
         attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
         with self.autocast():
             x, rotation = self.begin(self)
@@ -186,11 +188,15 @@ class Steps:
         return torch.autocast(self.device.type, self.dtype, enabled=narrow, cache_enabled=False)
 
 
-def decoding_attention(attend: Attention, device: torch.device) -> Attention:
+def decoding_attention(attend: Attention, device: torch.device) -> Attention | None:
     """The attention that reads the cache: `attend` if it supports one, else flash on a GPU and naive on a CPU.
 
-    Its products are in the precision of q, k and v.
+    Its products are in the precision of q, k and v. None where none computes what `attend` does: tokens are then
+    computed without a cache.
     """
+    ablated = attend.config.ablate is not Ablation.none
+    if ablated or ("cache" not in attend.supports and not attend.exact):
+        return None
     if "cache" in attend.supports:
         narrow = attend.config.precision is not ProductPrecision.inputs
         return build_attention(replace(attend.config, precision=ProductPrecision.inputs)) if narrow else attend

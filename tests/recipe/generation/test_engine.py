@@ -18,6 +18,7 @@ from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.score import ScoreConfig
 from recipe.generation import Engine, GenerationError, Request, Sampling, generate, memory
+from tests.own_attention import ScalableSoftmax
 from tests.recipe.generation.from_scratch import expected, logits_of
 
 LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=32, bias=True)
@@ -94,6 +95,17 @@ def test_greedy_tokens_and_logits_are_those_of_the_whole_text_through_the_model(
     model = build(config, score, seq_len=600, name=name)
     (prompt,) = prompts(70)
     check_greedy(Engine(model, [Request(prompt, 500)], Sampling(0.0)), model, monkeypatch)
+
+
+@pytest.mark.parametrize("config", [LEARNED, GROUPED], ids=["learned", "rotary-grouped"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_an_attention_that_no_cache_fits_computes_each_token_from_the_whole_text(config, slots):
+    model = build(config, seq_len=60)
+    model.attend = ScalableSoftmax(AttentionConfig(ScalableSoftmax.name))
+    asked = [Request(prompt, 40) for prompt in prompts(30, 5, 60)]
+    for request, found in zip(asked, drained(Engine(model, asked, Sampling(0.0), slots=slots)), strict=True):
+        assert found == expected(model, request.prompt, found)
+        assert found != expected(build(config, seq_len=60), request.prompt, found)
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled", "sdpa"])
