@@ -18,6 +18,7 @@ from model.loss import IGNORE_INDEX
 from recipe.config import ConfigError
 from recipe.generation.engine import Engine, Request
 from recipe.generation.sampling import Sampling
+from recipe.huggingface.reload import open_folder
 from recipe.trained import Trained
 
 GREEDY = Sampling(temperature=0)
@@ -107,26 +108,18 @@ class ExportedModel:
         """
         check_data_alone(folder)
         try:
-            from transformers import AutoModelForCausalLM, AutoTokenizer
-        except ImportError as error:
+            opened = open_folder(folder)
+        except ModuleNotFoundError as error:
             raise ConfigError(
                 f"run={folder} is in Hugging Face's format, which needs: pip install transformers"
             ) from error
-        here: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, **here)
-            model: Any
-            loaded: Any
-            model, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-                folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **here
-            )
         except Exception as error:  # any kind: each tokenizer and each model raises its own
             raise ConfigError(
                 f"run={folder} cannot be opened by transformers ({brief(error)}); export it again."
             ) from error
-        if missing := sorted(loaded["missing_keys"]):
+        if missing := sorted(opened.loaded["missing_keys"]):
             raise ConfigError(f"run={folder} lacks the weights {', '.join(missing[:3])}; export it again.")
-        self.model = model.eval().to(device)
+        self.tokenizer, self.model = opened.tokenizer, opened.model.to(device)
         self.model.generation_config.max_length = None  # requests have limits of their own
         config, self.dtype = self.model.config, dtype
         if len(self.tokenizer) > config.vocab_size:

@@ -4,8 +4,9 @@ export.py     the folder as a whole
 weights.py    the architecture that computes what the model does, and its weights in that architecture's naming
 tokenizer.py  the run's tokenizer in the format of `tokenizers`
 card.py       README.md with the run's figures
+reload.py     transformers reads the folder back, and has to compute the same
 
-Written as the files that transformers documents, without importing it.
+Written as the files that transformers documents; it is imported to read them back.
 """
 
 from recipe.huggingface.card import Origin, read_origin

@@ -14,6 +14,7 @@ from data.tokenizers import Tokenizer
 from model.gpt import GPT
 from model.gpt2_weights import WEIGHTS, WeightsError
 from recipe.huggingface.card import Origin, model_card
+from recipe.huggingface.reload import check_reloaded
 from recipe.huggingface.tokenizer import to_tokenizers, tokenizer_config
 from recipe.huggingface.weights import describe
 
@@ -24,7 +25,8 @@ def export(model: GPT, tokenizer: Tokenizer, folder: Path, origin: Origin) -> No
     folder  is made, or empty; nothing is overwritten
     origin  of the weights, for the model card
 
-    Raises WeightsError where no architecture describes the model, or the folder cannot be written.
+    The folder gets its name when transformers has read it back as the same model. Raises WeightsError where no
+    architecture describes the model, or the folder cannot be written.
     """
     check_folder(folder)
     described = describe(model, origin.config["attention"]["dropout"])
@@ -53,6 +55,7 @@ def export(model: GPT, tokenizer: Tokenizer, folder: Path, origin: Origin) -> No
             (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card, encoding="utf-8")
         (partial / WEIGHTS).chmod((partial / "README.md").stat().st_mode)  # the library lets its owner alone read it
+        check_reloaded(partial, model, tokenizer)
         partial.replace(folder)  # an empty folder gives way, a full one does not
     except (OSError, SafetensorError) as error:
         raise unwritable(folder, (isinstance(error, OSError) and error.strerror) or str(error)) from error

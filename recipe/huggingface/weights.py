@@ -21,6 +21,8 @@ from model.gpt import GPT
 from model.gpt2_weights import FIXED, PREFIX, TRANSPOSED, WeightsError
 from recipe.errors import as_override
 
+REMEDY = "describe a changed model in recipe/huggingface/weights.py, or export one that is not."
+
 
 class Described(NamedTuple):
     """A model in an architecture of transformers.
@@ -120,6 +122,8 @@ def starcoder2(model: GPT, attention_dropout: float) -> Described:
             for projection, part in zip("qkv", parameter.split(sizes), strict=True):
                 tensors[f"{layer}self_attn.{projection}_proj.{kind}"] = stored(part)
             continue
+        if module not in renamed:
+            raise WeightsError(f"Starcoder2 has no weights such as this model's {name}; {REMEDY}")
         tensors[f"{layer}{renamed[module]}.{kind}"] = stored(unpadded(model, name, parameter))
         if not config.bias and "ln_" in module:
             tensors[f"{layer}{renamed[module]}.bias"] = torch.zeros(len(parameter))

@@ -137,6 +137,39 @@ def test_a_model_without_biases_survives_the_round_trip(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters(), strict=True))
 
 
+class RMSNorm(torch.nn.LayerNorm):
+    """Names and shapes are those of a LayerNorm."""
+
+    def forward(self, x):
+        return x * x.square().mean(-1, keepdim=True).add(self.eps).rsqrt() * self.weight + self.bias
+
+
+class SwiGLU(torch.nn.Module):
+    def __init__(self, gate: bool):
+        super().__init__()
+        self.c_fc, self.c_proj = torch.nn.Linear(32, 128 if gate else 256), torch.nn.Linear(128, 32)
+        if gate:
+            self.c_gate = torch.nn.Linear(32, 128)
+
+    def forward(self, x):
+        x, gate = (self.c_fc(x), self.c_gate(x)) if hasattr(self, "c_gate") else self.c_fc(x).chunk(2, -1)
+        return self.c_proj(x * torch.nn.functional.silu(gate))
+
+
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, positions=Positions.rotary)], ids=["GPT2", "Starcoder2"])
+@pytest.mark.parametrize("change", ["norm", "fused gate", "gate"])
+def test_a_changed_block_is_refused_and_nothing_is_left(config, change, tmp_path):
+    model = build(config)
+    for block in model.h:
+        if change == "norm":
+            block.ln_1 = RMSNorm(32)
+        else:
+            block.mlp = SwiGLU(gate=change == "gate")
+    with pytest.raises(WeightsError, match=r"describe a changed model in recipe/huggingface/weights\.py"):
+        export(model.eval(), bytes_tokenizer(), tmp_path / "exported", origin())
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("config", "score", "named"),
     [
