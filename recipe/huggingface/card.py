@@ -44,7 +44,7 @@ def model_card(name: str, architecture: str, origin: Origin) -> str:
     """Markdown with the front matter that Hugging Face's hub reads, for a model of an architecture of transformers."""
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gpt-attention"]}
     rows = "\n".join(f"| {label} | {value} |" for label, value in facts(architecture, origin))
-    longest = min(100, origin.config["seq_len"])
+    most = max(1, min(100, origin.config["seq_len"] // 2))
     return f"""---
 {yaml.safe_dump(front, sort_keys=False).strip()}
 ---
@@ -56,7 +56,7 @@ A language model trained with gpt-attention.
 ```python
 from transformers import pipeline
 
-print(pipeline("text-generation", model="{name}")("The", max_length={longest})[0]["generated_text"])
+print(pipeline("text-generation", model="{name}")("The", max_new_tokens={most})[0]["generated_text"])
 ```
 
 | | |

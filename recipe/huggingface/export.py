@@ -33,12 +33,13 @@ def export(model: GPT, tokenizer: Tokenizer, folder: Path, origin: Origin) -> No
     end = tokenizer.eot_token  # begins and ends a text
     files = {
         "config.json": described.config | {"bos_token_id": end, "eos_token_id": end},
-        # Without a length, transformers' pipeline asks for 256 tokens, and learned positions may end before.
+        # Without it, transformers' pipeline asks for 256 tokens, and learned positions may end before. With max_length
+        # instead, every call that gives max_new_tokens would warn.
         "generation_config.json": {
             "bos_token_id": end,
             "eos_token_id": end,
             "pad_token_id": end,
-            "max_length": model.seq_len,
+            "max_new_tokens": max(1, min(256, model.seq_len // 2)),
         },
         "tokenizer_config.json": tokenizer_config(model.seq_len, getattr(tokenizer, "end", END_OF_TEXT)),
     }

@@ -69,7 +69,7 @@ def check_reloaded(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
             f"With the exported weights {type(opened.model).__name__} computes other logits than this model: they are "
             f"up to {apart:.3g} apart, where the largest is {largest:.3g}; {REMEDY}"
         )
-    if opened.tokenizer(TEXT)["input_ids"] != tokenizer.encode_ordinary(TEXT):
+    if opened.tokenizer(TEXT, verbose=False)["input_ids"] != tokenizer.encode_ordinary(TEXT):
         raise WeightsError("transformers reads other tokens than this tokenizer; export a run with another tokenizer.")
 
 
