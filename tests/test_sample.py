@@ -271,7 +271,7 @@ def test_a_run_is_exported_for_transformers_with_its_tokenizer_and_card(run, tmp
     assert theirs.config.attn_pdrop == 0.1
     card = (tmp_path / "mine" / "README.md").read_text()
     assert f"| weights after | 5 of {Config().training.steps:,} steps |" in card
-    assert 'model="mine")("The", max_length=16)' in card  # as long as the model's context
+    assert 'model="mine")("The", max_new_tokens=8)' in card  # half of the model's context
 
 
 @pytest.mark.parametrize(
