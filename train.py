@@ -34,6 +34,7 @@ from data.tokenizers import load_tokenizer
 from model.score import ScoreConfig, describe_score
 from recipe.build import attention_shape, build_model, build_run, build_trainer, restore
 from recipe.cli import CONF
+from recipe.cli.check import check_ranks_agree
 from recipe.cli.compose import to_config
 from recipe.cli.launch import launch
 from recipe.cli.resume import check_unused
@@ -75,6 +76,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
     """Train a run in its folder. Returns 0, or 128 + n where signal n ended it early. Raises UserError."""
     world, device = World.from_environment(config.parallel.context), resolve_device(config.device)
     with joined(world, device, config.parallel.timeout_s):
+        check_ranks_agree(config)
         folder = from_first_rank(lambda: folder)
         run = prepare(config, folder, overrides, world, device)
         if run is None:

@@ -120,31 +120,29 @@ def inexact(attention: AttentionConfig) -> str | None:
 
 def load_weights(model: GPT, run: Path, which: CheckpointChoice, weights: WeightsChoice) -> Path:
     """Load a checkpoint of the run and print which; if the best is damaged, say so and load the newest intact one."""
-    folder = run / "checkpoints"
+    folder, average = run / "checkpoints", weights is WeightsChoice.ema
+    part, prefix = ("training", AVERAGE) if average else ("model", "")
     path = best_checkpoint(folder) if which is CheckpointChoice.best else None
-    state, damaged = None, list[str]()
+    chosen, damaged = None, list[str]()
     if path is not None:
         try:
-            state = load_checkpoint(path)
+            chosen = load_checkpoint(path, parts=[part], prefix=prefix)[part]
         except CheckpointError as error:
             damaged.append(str(error))
-    if path is None or state is None:
-        path, rejected = newest_valid(folder)
+    if path is None or chosen is None:
+        path, rejected = newest_valid(folder, [part])
         damaged += rejected
-        state = load_checkpoint(path)
+        chosen = load_checkpoint(path, parts=[part], prefix=prefix)[part]
     print(*dict.fromkeys(damaged), f"{path}:", sep="\n", file=sys.stderr)
-    embedding = state["model"].get("wte.weight", torch.zeros(0, 1))
+    if average and not chosen:
+        raise ConfigError(f"{path} has no moving average, as training.ema was 0; leave weights=ema out.")
+    chosen = {name.removeprefix(prefix): value for name, value in chosen.items()}
+    embedding = chosen.get("wte.weight", torch.zeros(0, 1))
     if (tokens := int(embedding.any(dim=1).sum())) != model.vocab_size:  # padding is zero
         raise ConfigError(
             f"{run / 'tokenizer.json'} has {model.vocab_size} tokens and the model of {path} has {tokens}; put this "
             "run's own tokenizer back."
         )
-    chosen = state["model"]
-    if weights is WeightsChoice.ema:
-        averages = {name: value for name, value in state["training"].items() if name.startswith(AVERAGE)}
-        if not averages:
-            raise ConfigError(f"{path} has no moving average, as training.ema was 0; leave weights=ema out.")
-        chosen = {name.removeprefix(AVERAGE): value for name, value in averages.items()}
     try:
         model.load_state_dict(chosen)
     except RuntimeError as error:  # lists every name and shape

@@ -20,7 +20,8 @@ PACKAGES = (
     ("bench",),
 )
 ROOMS = (
-    ("errors", "wording"),
+    ("wording",),
+    ("errors",),
     ("files", "drawing"),
     ("run_folder", "distributed", "profiling"),
     ("device",),

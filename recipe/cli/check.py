@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 from attention import build_attention
@@ -12,9 +13,10 @@ from data.corpora import CORPORA
 from model.config import model_mistakes
 from model.score import score_mistakes
 from recipe.build import attention_shape, one_document
-from recipe.config import Config
+from recipe.config import Config, ConfigError, as_plain
 from recipe.device import Precision, resolve_device, resolve_precision
 from recipe.distributed.config import DataParallel, check_context, check_parallel
+from recipe.distributed.ranks import from_every_rank
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
 from recipe.parity.probe import check_parity
@@ -22,6 +24,9 @@ from recipe.profiling.profiler import check_profile
 from recipe.tracking.tracker import tracking_mistakes
 from recipe.training.config import training_mistakes
 from recipe.training.optimizer import optimizer_mistakes
+
+# What all ranks of a run have in common: everything but where each one computes.
+SHARED = [part.name for part in fields(Config) if part.name != "device"]
 
 
 def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
@@ -56,6 +61,18 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
     yield from (of_device := list(refusal(resolve_device, config.device)))
     if not of_model and not of_device:
         yield from device_mistakes(config)
+
+
+def check_ranks_agree(config: Config) -> None:
+    """Raise ConfigError, on every rank, where one of them has another configuration than the first."""
+    first, *others = from_every_rank([as_plain(config)[part] for part in SHARED])
+    for rank, other in enumerate(others, start=1):
+        for part, theirs, ours in zip(SHARED, other, first, strict=True):
+            if theirs != ours:
+                raise ConfigError(
+                    f"Rank {rank} has another {part} than rank 0 ({theirs} instead of {ours}); start every rank with "
+                    "the same overrides."
+                )
 
 
 def check_corpus(config: Config) -> None:

@@ -14,6 +14,7 @@ from data.untrusted import UntrustedError, check_value
 from model.config import Positions
 from recipe.cli.compose import by_key, choices, lines, parsed
 from recipe.config import Config, ConfigError, as_plain, keys
+from recipe.distributed.world import World
 from recipe.recorded import foreign_reference
 from recipe.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_config_values, read_overrides
 from recipe.sweeps.launcher import quoted
@@ -44,7 +45,7 @@ def resumed(overrides: list[str]) -> list[str]:
         folder = Path(str(run_dir.value()))
         if not has_checkpoints(folder):
             return overrides
-    newest_valid(folder / "checkpoints")
+    newest_intact(folder / "checkpoints")
     recorded = {override.key_or_group: override for override in recorded_overrides(folder)}
     path = quoted(str(folder))
     last = by_key([f"resume={path}", f"hydra.run.dir={path}", "hydra.mode=RUN"])
@@ -87,7 +88,7 @@ def newest_run() -> Path:
     damaged = []
     for folder in sorted(OUTPUTS.glob("**/checkpoints"), key=lambda f: f.stat().st_mtime, reverse=True):
         try:
-            newest_valid(folder)
+            newest_intact(folder)
         except CheckpointError:
             damaged += [str(folder.parent)] if has_checkpoints(folder.parent) else []
         else:
@@ -96,6 +97,13 @@ def newest_run() -> Path:
     raise ConfigError(
         f"resume=auto finds no run with a valid checkpoint under {OUTPUTS}/{reason}; leave it out to start one."
     )
+
+
+def newest_intact(checkpoints: Path) -> Path:
+    """The newest intact checkpoint. The first rank reads the files to know; for the others their sizes are enough, as
+    all of them take what the first rank takes, or fail. Raises CheckpointError."""
+    path, _ = newest_valid(checkpoints, read=World.from_environment().rank == 0)
+    return path
 
 
 def has_checkpoints(run: Path) -> bool:
@@ -110,7 +118,7 @@ def check_folder(folder: Path, config: Config) -> None:
     check_not_running(folder)
     check_unused(folder, config)
     if config.resume is not None and has_checkpoints(folder):
-        path, _ = newest_valid(folder / "checkpoints")
+        path = newest_intact(folder / "checkpoints")
         check_resumable(read_manifest(path).metadata["config"], config, path)
 
 

@@ -40,7 +40,6 @@ class SharedAdamW(torch.optim.AdamW):
             half_of[whole] = int(2 * before >= size)
             before += whole.numel()
         self.halves = [[p for p in wholes if half_of[p] == half] for half in range(2)]
-        # Together the groups keep the order of adamw's parameters, which checkpoints of format 1 count.
         groups = [
             {**group, "params": [self.own[p] for p in group["params"] if half_of[p] == half]}
             for group in adamw.param_groups

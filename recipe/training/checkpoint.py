@@ -24,8 +24,7 @@ import errno
 import hashlib
 import math
 import os
-import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,17 +39,10 @@ from recipe.distributed.ranks import from_every_rank, from_first_rank, rank
 from recipe.errors import UserError
 from recipe.files import plain, to_json
 from recipe.training.checkpoint_folder import PARTIAL, checkpoints_in, clean, partial_of, publish, remove
-from recipe.training.checkpoint_storage import (
-    TRAINING,
-    Allocate,
-    Tensors,
-    read_format_1,
-    read_tensors,
-    write_tensors,
-    written_by,
-)
+from recipe.training.checkpoint_storage import Allocate, Tensors, read_tensors, write_tensors, written_by
 
-FORMAT, READABLE_FORMATS = 2, (1, 2)
+FORMAT = 2
+_digests: dict[tuple[int, ...], str] = {}  # of files that this process has read
 MANIFEST, PARTS = "manifest.json", ("model", "training")
 
 
@@ -65,15 +57,11 @@ class Manifest:
     step      number of updates done
     metadata  as given to `save_checkpoint`
     files     name -> {"bytes": size, "sha256": digest in hex}
-    format    version of the layout
-    aliases   in format 1, name -> stored name, for weights that share storage
     """
 
     step: int
     metadata: dict[str, Any]
     files: dict[str, dict[str, Any]]
-    format: int
-    aliases: dict[str, str]
 
     @property
     def val_loss(self) -> float | None:
@@ -115,7 +103,7 @@ def save_checkpoint(
         for part in PARTS:
             write_tensors(partial / part, state[part])
         own = {
-            str(file.relative_to(partial)): _size_and_hash(file)
+            str(file.relative_to(partial)): {"bytes": file.stat().st_size, "sha256": _sha256(file)}
             for part in PARTS
             for file in written_by(partial / part, rank())
         }
@@ -123,7 +111,7 @@ def save_checkpoint(
 
     def finish() -> None:
         with _explained(path):
-            _write_manifest(partial, {"step": step, "metadata": plain(metadata), "aliases": {}, "files": files})
+            _write_manifest(partial, {"step": step, "metadata": plain(metadata), "files": files})
             publish(partial, path)
             _link_best(path.parent)
             _prune(path.parent, step, keep_last)
@@ -132,15 +120,18 @@ def save_checkpoint(
     return path
 
 
-def newest_valid(folder: Path) -> tuple[Path, list[str]]:
-    """The newest undamaged checkpoint in `folder`, and a sentence for each newer one that was passed over.
+def newest_valid(folder: Path, parts: Sequence[str] = PARTS, *, read: bool = True) -> tuple[Path, list[str]]:
+    """The newest checkpoint in `folder` of which these parts are undamaged, and a sentence for each newer one that was
+    passed over.
+
+    read  whether to read the files; else their sizes are compared alone
 
     Raises CheckpointError where there is none.
     """
     rejected = []
     for _, path in sorted(checkpoints_in(folder).items(), reverse=True):
         try:
-            verify(path)
+            verify(path, parts, read=read)
         except CheckpointError as error:
             rejected.append(str(error))
         else:
@@ -165,39 +156,39 @@ def best_checkpoint(folder: Path) -> Path | None:
     return best[2] if best else None
 
 
-def load_checkpoint(path: Path, allocate: Allocate | None = None) -> dict[str, Tensors]:
-    """The state that was saved. Nothing in the files is executed.
+def load_checkpoint(
+    path: Path, allocate: Allocate | None = None, parts: Sequence[str] = PARTS, prefix: str = ""
+) -> dict[str, Tensors]:
+    """The state that was saved. Nothing in the files is executed, and nothing else is read of them.
 
     allocate  returns the tensor to load into, given a name, whole shape and dtype. Every rank then calls this and
               reads its share. None: whole tensors on the CPU, read by this process alone
+    parts     those to load, "model" or "training"
+    prefix    of the names of the tensors to load
 
-    Raises CheckpointError where the checkpoint is damaged.
+    Raises CheckpointError where a part is damaged.
     """
-    manifest = verify(path) if allocate is None else from_first_rank(lambda: verify(path))
+    together = allocate is not None
+    from_first_rank(lambda: verify(path, parts)) if together else verify(path, parts)
     place = allocate or (lambda name, size, dtype: torch.empty(size, dtype=dtype))
-    if manifest.format == 1:
-        try:
-            return read_format_1(path, manifest.aliases, place)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{path / TRAINING} holds more than tensors and plain values; it was not loaded."
-            ) from error
-    return {part: read_tensors(path / part, place, together=allocate is not None) for part in PARTS}
+    return {part: read_tensors(path / part, place, prefix, together=together) for part in parts}
 
 
-def verify(path: Path) -> Manifest:
-    """The manifest, after comparing every file's size and SHA-256 with it. Raises CheckpointError."""
-    manifest = read_manifest(path)
-    for name, expected in manifest.files.items():
+def verify(path: Path, parts: Sequence[str] = PARTS, *, read: bool = True) -> None:
+    """Compare the files of these parts with the manifest: their sizes and, if they are read, their SHA-256.
+
+    Raises CheckpointError.
+    """
+    for name, expected in read_manifest(path).files.items():
         file = path / name
+        if name.split("/")[0] not in parts:
+            continue
         if not file.is_file():
             raise CheckpointError(f"{path} is damaged: {name} is missing.")
         if (size := file.stat().st_size) != expected["bytes"]:
             raise CheckpointError(f"{path} is damaged: {name} has {size} bytes instead of {expected['bytes']}.")
-        with file.open("rb") as opened:
-            if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
-                raise CheckpointError(f"{path} is damaged: the content of {name} has changed since it was written.")
-    return manifest
+        if read and _sha256_once(file) != expected["sha256"]:
+            raise CheckpointError(f"{path} is damaged: the content of {name} has changed since it was written.")
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -211,27 +202,32 @@ def read_manifest(path: Path) -> Manifest:
         ) from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not a manifest.") from error
-    if written_in not in READABLE_FORMATS:
-        raise CheckpointError(
-            f"{path} is of checkpoint format {written_in}, and this version reads formats up to {FORMAT}."
-        )
+    if written_in != FORMAT:
+        raise CheckpointError(f"{path} is of checkpoint format {written_in}, and this version reads format {FORMAT}.")
     if digest != _digest(content):
         raise CheckpointError(f"{path} is damaged: the content of {MANIFEST} has changed since it was written.")
     try:
-        manifest = Manifest(**content, format=written_in)
+        manifest = Manifest(content["step"], content["metadata"], content["files"])
         outside = [name for name in manifest.files if Path(name).is_absolute() or ".." in Path(name).parts]
         if outside or not isinstance(manifest.metadata, dict):
             raise ValueError
-    except (TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: its {MANIFEST} is not a manifest.") from error
     return manifest
 
 
-def _size_and_hash(file: Path) -> dict[str, Any]:
-    """The size and digest of a file, for `verify`."""
+def _sha256(file: Path) -> str:
     with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    return {"bytes": file.stat().st_size, "sha256": digest}
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _sha256_once(file: Path) -> str:
+    """The digest of a file, which may have many gigabytes: while it stays as it is, this process reads it once."""
+    found = file.stat()
+    version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    if version not in _digests:
+        _digests[version] = _sha256(file)
+    return _digests[version]
 
 
 def _write_manifest(partial: Path, content: dict[str, Any]) -> None:

@@ -38,9 +38,8 @@ def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     index_of = {name: next(i for i, q in enumerate(ordered) if q is p) for name, p in updated.items()}
 
     def index(name: str) -> int:
-        """The index of the parameter that a moment belongs to; checkpoints of format 1 store the index itself."""
-        owner = name.removeprefix(MOMENTS).rpartition(".")[0]
-        return int(owner) if owner.isdecimal() else index_of[owner]
+        """The index of the parameter that a moment belongs to."""
+        return index_of[name.removeprefix(MOMENTS).rpartition(".")[0]]
 
     def allocate(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """An empty tensor, sharded like its parameter."""

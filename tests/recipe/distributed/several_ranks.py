@@ -28,7 +28,8 @@ from data.config import DataConfig
 from model.config import GPTConfig, Recompute
 from model.gpt import GPT
 from recipe.build import build_trainer
-from recipe.config import Config
+from recipe.cli.check import check_ranks_agree
+from recipe.config import Config, ConfigError
 from recipe.device import Precision
 from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.context import ContextAttention, ContextBy
@@ -151,6 +152,11 @@ def work(world: World) -> dict[str, Any]:
             trainer = build(world, PARALLEL[name], precision=precision)
             found[f"{name}, {precision.value}"] = {"updates": train(trainer, range(4)), **validate(trainer)}
     found["masks"], found["timeouts are the run's"] = masks(world)
+    check_ranks_agree(Config(seed=SEED, device=f"cuda:{world.rank}"))
+    try:
+        check_ranks_agree(Config(optimizer=OptimizerConfig(lr=1 + world.rank)))
+    except ConfigError as error:
+        found["refused"] = str(error)
     return found
 
 

@@ -105,6 +105,15 @@ def test_ranks_that_share_sequences_give_up_after_the_timeout_of_the_run(found: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_with_different_configurations_are_all_refused(found: Found, size: int) -> None:
+    assert "refused" not in found[1][0]
+    for rank in found[size]:
+        assert rank["refused"].startswith("Rank 1 has another optimizer than rank 0")
+        assert "start every rank with the same overrides" in rank["refused"]
+
+
+@pytest.mark.slow
 def test_checkpoints_are_read_on_another_number_of_ranks(found: Found) -> None:
     """From four sharded ranks to two, from two to one, from one to four replicated ranks."""
     (alone,) = found[1]

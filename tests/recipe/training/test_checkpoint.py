@@ -1,9 +1,9 @@
 """A checkpoint is complete or absent: after kills, damage and full disks."""
 
 import errno
+import hashlib
 import json
 import os
-import pickle
 import random
 import shutil
 import signal
@@ -28,7 +28,6 @@ from recipe.training.checkpoint import (
     verify,
 )
 from tests.limits import files_limited_to
-from tests.recipe.training.old_checkpoint import format_1
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 FILES = (f"model/{SHARD}", f"training/{SHARD}", "manifest.json")
@@ -87,19 +86,38 @@ def test_weights_are_an_ordinary_safetensors_file(tmp_path: Path) -> None:
     assert torch.equal(weights["embedding"], state(5)["model"]["embedding"])
 
 
-def test_a_checkpoint_of_the_format_before_is_read(tmp_path: Path) -> None:
-    moment = torch.randn(40, 8)
-    rest: dict[str, Any] = {
-        "moments": {0: {"exp_avg": moment}},
-        "scale": torch.tensor(2.0),
-        "quiet_steps": torch.tensor(9),
-    }
-    path, rejected = newest_valid(format_1(tmp_path / "step-00000003", state(3)["model"], rest).parent)
-    loaded = load_checkpoint(path)
-    assert not rejected
-    assert torch.equal(loaded["model"]["embedding"], state(3)["model"]["embedding"])
-    assert torch.equal(loaded["training"]["moments.0.exp_avg"], moment)
-    assert (loaded["training"]["scale"], loaded["training"]["growth_tracker"]) == (2, 9)
+def test_one_part_is_loaded_without_reading_the_other(tmp_path: Path) -> None:
+    path = save(tmp_path, 5)
+    (path / FILES[1]).write_bytes(b"damaged")
+    assert newest_valid(tmp_path, ["model"]) == (path, [])
+    loaded = load_checkpoint(path, parts=["model"])
+    assert loaded.keys() == {"model"}
+    assert torch.equal(loaded["model"]["embedding"], state(5)["model"]["embedding"])
+    some = load_checkpoint(save(tmp_path, 6), parts=["training"], prefix="moments.")
+    assert some["training"].keys() == {"moments.embedding.exp_avg"}
+    with pytest.raises(CheckpointError, match="training"):
+        load_checkpoint(path)
+
+
+def test_a_file_is_read_once_for_as_long_as_it_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, read = hashlib.file_digest, list[str]()
+
+    def counted(file: Any, name: Any) -> Any:
+        read.append(file.name)
+        return digest(file, name)
+
+    path = save(tmp_path, 5)
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    for _ in range(3):
+        newest_valid(tmp_path)
+        load_checkpoint(path)
+    assert sorted(read) == [str(path / name) for name in FILES[:2]]
+    content = bytearray((path / FILES[0]).read_bytes())
+    content[-1] ^= 1
+    time.sleep(0.05)  # a file system may note times in steps
+    (path / FILES[0]).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model/.* has changed"):
+        load_checkpoint(path)
 
 
 def kill_at(moment: int, work: Callable[[], object]) -> bool:
@@ -243,7 +261,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(CheckpointError, match=r"format 99.*reads formats up to 2"):
+    with pytest.raises(CheckpointError, match=r"format 99, and this version reads format 2"):
         load_checkpoint(path)
 
 
@@ -365,23 +383,3 @@ def test_a_run_that_goes_on_before_a_damaged_checkpoint_keeps_its_own(tmp_path: 
 def test_keeping_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"training\.keep_last=0.*at least 1"):
         save(tmp_path, 1, keep_last=0)
-
-
-class Intruder:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
-def test_loading_executes_nothing(tmp_path: Path) -> None:
-    intrusion = tmp_path / "intrusion"
-    path = format_1(tmp_path / "step-00000003", {}, {"moments": Intruder(intrusion)})
-    assert pickle.loads(pickle.dumps(Intruder(intrusion))) is None
-    intrusion.unlink()  # unpickling it does create the file
-    with pytest.raises(CheckpointError, match=r"training\.pt holds more than tensors"):
-        load_checkpoint(path)
-    assert not intrusion.exists()

@@ -35,7 +35,6 @@ from recipe.training.memory import OutOfMemory, oom_guard, too_large_step
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 from recipe.training.record import NullRecord
 from recipe.training.step import NonFiniteError, Trainer
-from tests.recipe.training.old_checkpoint import format_1
 
 CPU = torch.device("cpu")
 T, B, SEED, TIMEOUT_S = 32, 4, 7, 60.0
@@ -167,23 +166,6 @@ def test_what_is_not_finite_stops_before_the_update_and_is_named_exactly(culprit
     with pytest.raises(NonFiniteError, match=r"Step 5 was not finite \(loss .*, gradient norm nan\)"):
         trainer.raise_failure()
     assert equal(weights(trainer), weights(reference))
-
-
-def test_a_checkpoint_of_the_format_before_gives_the_same_next_steps(tmp_path: Path) -> None:
-    """Its moments are numbered in the optimizer's order: matrices first."""
-    straight, resumed = build(), build()
-    expected = losses(straight, range(5))[3:]
-    before = build()
-    losses(before, range(3))
-    scaling = {"scale": before.scale, "quiet_steps": before.growth_tracker}
-    path = format_1(
-        tmp_path / "step-00000003",
-        before.model.state_dict(),
-        {"moments": before.optimizer.state_dict()["state"], **scaling},
-    )
-    resumed.load(path)
-    assert losses(resumed, range(3, 5)) == expected
-    assert equal(weights(resumed), weights(straight))
 
 
 def test_an_overflow_of_scaled_gradients_is_skipped_with_a_smaller_scale() -> None:

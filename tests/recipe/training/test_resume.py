@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +103,35 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(text)
     subprocess.run(command(*OVERRIDES, "hydra.run.dir=whole"), cwd=folder, check=True, timeout=120)
     return folder
+
+
+@pytest.mark.slow
+def test_a_resume_reads_every_file_of_the_checkpoint_once_on_the_first_rank_alone(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register()
+    launcher.register()
+    digest, read = hashlib.file_digest, list[str]()
+
+    def counted(file: Any, name: Any) -> Any:
+        read.append(file.name)
+        return digest(file, name)
+
+    shutil.copytree(where / "whole", where / "read-once", symlinks=True)
+    newest = where / "read-once" / "checkpoints" / f"step-{STEPS:08d}"
+    files = {str(file.relative_to(where)) for file in newest.rglob("*.safetensors")}
+    assert len(files) == 2
+    monkeypatch.chdir(where)
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    prepare(["resume=read-once", "training.batch_size=2"])
+    assert not read
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    train("resume=read-once", f"training.steps={STEPS + 1}")
+    assert sorted(name for name in read if newest.name in name) == sorted(files)
+    assert losses(Path("read-once"))[:-1] == losses(Path("whole"))
 
 
 @pytest.mark.slow
