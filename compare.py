@@ -1,4 +1,5 @@
-"""Compare runs: is each attention implementation the reference, up to rounding, and what does it cost?
+"""Compare runs: is each attention implementation the reference, up to rounding, and what does it cost? And of an arena
+(experiment=arena): which arm is better, by how much, and how sure is that?
 
     python compare.py multirun/2026-11-20/10-00-00
     python compare.py outputs/2026-11-20/10-00-00-naive outputs/2026-11-20/10-05-00-flash out=comparison
@@ -19,6 +20,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipe.arena.plan import Plan, read_plan
 from recipe.cli.arguments import parse as key_values
 from recipe.errors import UserError, fail
 from recipe.report.page import write_report
@@ -42,6 +44,7 @@ def main(arguments: list[str]) -> None:
         print(__doc__)
         return
     folders, config = parse(arguments)
+    plan = arena_of(folders, config)
     found = find_runs(folders)
     reference = config.reference or "naive"
     labels = sorted(set(labels_of(found.runs).values()), key=label_order)
@@ -49,7 +52,12 @@ def main(arguments: list[str]) -> None:
         raise ReportError(f"reference={reference} is not among the runs; there are {', '.join(labels)}.")
     out = Path(config.out or (folders[0] / "report" if len(folders) == 1 else "report-out"))
     try:
-        report = write_report(found, out, reference)
+        if plan:
+            from recipe.report.arena.page import write_arena_report  # needs scipy, which takes a second to import
+
+            report = write_arena_report(found, plan, folders[0], out)
+        else:
+            report = write_report(found, out, reference)
     except OSError as error:
         raise ReportError(
             f"the report cannot be written to {out} ({error.strerror}); name another folder with out=<folder>."
@@ -62,10 +70,28 @@ def main(arguments: list[str]) -> None:
             print(section.title)
         for subject, sentences in section.answer.bullets:
             print(f"  {subject}: {sentences}")
+    for title, command in report.commands:
+        print(f"{title}:\n  {command}")
     print(f"report: {out / 'index.html'}")
     mode = config.wandb or mode_of(found.runs)
     if mode != "disabled":
         print(publish(found.runs, out, mode))
+
+
+def arena_of(folders: list[Path], config: CompareConfig) -> Plan | None:
+    """The plan of the arena in the given folder; None for other runs. Raises UserError."""
+    plans = [(folder, plan) for folder in folders if (plan := read_plan(folder))]
+    if not plans:
+        return None
+    if len(folders) > 1:
+        raise ReportError(
+            f"{plans[0][0]} is an arena, and the arms of one are not compared with other runs; give it alone."
+        )
+    if config.reference:
+        raise ReportError(
+            "reference= names an implementation; the baseline of an arena is in its plan (arena.baseline)."
+        )
+    return plans[0][1]
 
 
 def parse(arguments: list[str]) -> tuple[list[Path], CompareConfig]:

@@ -15,6 +15,7 @@ from attention import AttentionConfig
 from data.config import DataConfig
 from model.config import GPTConfig
 from model.score import ScoreConfig
+from recipe.arena.config import ArenaConfig
 from recipe.distributed.config import ParallelConfig
 from recipe.errors import UserError
 from recipe.parity.probe import ParityConfig
@@ -53,6 +54,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    arena: ArenaConfig = field(default_factory=ArenaConfig)
 
 
 def register() -> None:

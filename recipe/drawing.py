@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from recipe.wording import short_number
 
@@ -198,6 +198,15 @@ def log_axis(axes: Axes, low: float, high: float) -> None:
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps, numticks=8))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+
+
+def finish_steps(figure: Figure, axes: Axes, palette: Palette, title: str) -> None:
+    """Give axes over the steps of a run their title, ticks and legend."""
+    label_axes(axes, palette, title, "step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.margins(x=0.03)
+    legend(figure, axes, palette)
 
 
 def _attribute(text: str) -> str:

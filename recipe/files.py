@@ -1,4 +1,4 @@
-"""JSON as the run folder has it."""
+"""JSON and settings as the run folder has them."""
 
 from __future__ import annotations
 
@@ -32,3 +32,16 @@ def plain(value: Any) -> Any:
 def to_json(value: Any, **options: Any) -> str:
     """Strictly valid JSON of `plain(value)`."""
     return json.dumps(plain(value), allow_nan=False, ensure_ascii=False, **options)
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"model": {"n_heads": 4}} -> {"model.n_heads": 4}"""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -38,7 +38,7 @@ def commands(file: Path) -> list[list[str]]:
     """The arguments of each `python train.py ...` in a file's comments."""
     text = file.read_text().replace("\\\n#", " ")
     lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("# python train.py ")]
-    return [shlex.split(line)[2:] for line in lines]
+    return [[compose.as_hydra_reads(argument) for argument in shlex.split(line)[2:]] for line in lines]
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)

@@ -23,7 +23,7 @@ ROOMS = (
     ("wording",),
     ("errors",),
     ("files", "drawing"),
-    ("run_folder", "distributed", "profiling"),
+    ("run_folder", "distributed", "profiling", "arena"),
     ("device",),
     ("tracking", "parity"),
     ("training",),

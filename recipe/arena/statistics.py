@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy import stats
 
 ALPHA = 0.05  # the chance of a false better or worse, over all arms and looks
@@ -139,7 +139,10 @@ def seeds_needed(margin: float, deviation: float, alpha: float, least: int = 2) 
     return None
 
 
-def band(differences: NDArray[np.float64], alpha: float) -> tuple[Any, Any, Any]:
-    """Mean, lower and upper bound at each point of curves of differences (n, points)."""
-    found = paired(differences.T)
-    return found.mean, *found.interval(alpha)
+def seeds_to_decide(test: Paired, margin: float, alpha: float) -> int | None:
+    """How many seeds to have instead of those of an undecided test: enough for a power of POWER and, if mean and
+    deviation stay as they are, for a verdict. None beyond MOST_SEEDS."""
+    n = seeds_needed(margin, test.deviation, alpha, least=test.n + 1)
+    while n is not None and judge(test._replace(n=n).interval(alpha), margin) is Verdict.undecided:
+        n = n + 1 if n < MOST_SEEDS else None
+    return n

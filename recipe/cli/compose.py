@@ -110,6 +110,15 @@ def expand_home(argument: str) -> str:
     return re.sub(r"(?<=[=,])~(?=/)", lambda _: str(Path.home()), argument)
 
 
+def as_hydra_reads(argument: str) -> str:
+    """An argument in Hydra's grammar, which has no tilde in a value, and an equals sign in quoted ones only."""
+    key, equals, value = argument.partition("=")
+    if key == "arena.arms" and equals and value[:1] not in ("'", '"'):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'{key}="{escaped}"'
+    return expand_home(argument)
+
+
 def jobs(overrides: list[str]) -> list[list[str]]:
     """The overrides of each job of a sweep: every combination of the command line's and the experiment's values."""
     params = composed(unswept(overrides)).hydra.sweeper.params or {}

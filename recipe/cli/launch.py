@@ -14,14 +14,24 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from recipe.cli.arena import arena_sweep_mistakes, is_arena, stray_options
 from recipe.cli.check import mistakes
-from recipe.cli.compose import Composition, by_key, compose_right, expand_home, jobs, lines, swept_mistakes, to_config
+from recipe.cli.compose import (
+    Composition,
+    as_hydra_reads,
+    by_key,
+    compose_right,
+    jobs,
+    lines,
+    swept_mistakes,
+    to_config,
+)
 from recipe.cli.resume import check_folder, check_writable, resumed
 from recipe.cli.wording import explain, one_sentence
 from recipe.config import ConfigError, register
 from recipe.distributed.world import World
 from recipe.run_folder import check_not_running
-from recipe.sweeps import launcher
+from recipe.sweeps import arena, launcher
 from recipe.sweeps.jobs import without
 from recipe.sweeps.submitit_jobs import share_checkout
 
@@ -31,6 +41,7 @@ def launch(main: Callable[[], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors that it would print over several lines
     register()
     launcher.register()
+    arena.register()
     with one_sentence():
         sys.argv[1:] = prepare(sys.argv[1:])
         main()
@@ -41,7 +52,7 @@ def prepare(arguments: list[str]) -> list[str]:
 
     Raises UserError with one line for each mistake.
     """
-    arguments = [expand_home(argument) for argument in arguments]
+    arguments = [as_hydra_reads(argument) for argument in arguments]
     args, rest = get_args_parser().parse_known_args(arguments)
     refuse([f"{f} is not a flag of train.py; overrides have no dashes: key=value." for f in rest if f.startswith("-")])
     if rest:  # argparse accepts overrides in one place only, and -m may stand between them
@@ -80,7 +91,9 @@ def prepare(arguments: list[str]) -> list[str]:
 def check_sweep(found: Composition) -> DictConfig:
     """The sweep's configuration. Raises ConfigError for mistakes in it, in any of its jobs or in its folder."""
     sentences, composed = list(found.wrong), list[tuple[list[str], Composition]]()
-    if found.cfg is not None:
+    if found.cfg is not None and is_arena(found.cfg):
+        sentences += arena_sweep_mistakes(found, mistakes_of)
+    elif found.cfg is not None:
         composed = [(job, compose_right(job)) for job in jobs(found.right)]
         for _, job in composed:
             sentences += job.wrong + mistakes_of(job)
@@ -115,9 +128,9 @@ def mistakes_of(found: Composition) -> list[str]:
     """A sentence for each value that cannot train; none if nothing was composed."""
     if found.cfg is None:
         return []
-    launcher = found.cfg.hydra.launcher
+    launcher, config = found.cfg.hydra.launcher, to_config(found.cfg)
     ranks = int(launcher.get("nodes") or 1) * int(launcher.get("tasks_per_node") or 1)  # of a job, which starts later
-    return list(mistakes(to_config(found.cfg), ranks if ranks > 1 else None))
+    return [*stray_options(config, found.cfg), *mistakes(config, ranks if ranks > 1 else None)]
 
 
 def refuse(sentences: list[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attention import Attention, AttentionShape, DropoutKey, Layout, documents
+from attention import Attention, AttentionShape, DropoutKey, Layout, Score, documents
 from recipe.errors import UserError
 
 
@@ -59,11 +59,10 @@ class AllocationMeter(TorchDispatchMode):
         self.live -= n_bytes
 
 
-def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> int:
-    """Bytes that a forward and backward pass of `attend` over B sequences of T tokens takes at its peak, above q, k, v
-    and the output's gradient: what it keeps, what it works with, its output and its gradients.
+def forward_backward(attend: Attention, shape: AttentionShape, score: Score, B: int, T: int) -> Callable[[], None]:
+    """What runs `attend` forward and backward once over the same B random sequences of T tokens.
 
-    The score is that of the first layer, and dropout is as `attend` was configured. Leaves the generators alone.
+    Dropout is as `attend` was configured. Leaves the generators alone.
     """
     generator = torch.Generator(shape.device).manual_seed(0)
 
@@ -73,15 +72,28 @@ def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> 
 
     q, k, v = random(shape.n_heads), random(shape.n_kv_heads), random(shape.n_kv_heads)
     do = torch.ones_like(q)
-    score = shape.scores[0]
     sinks = torch.zeros(shape.n_heads, device=shape.device, requires_grad=True) if score.sinks else None
     starts = torch.zeros(B, T, dtype=torch.int32, device=shape.device)
     layout = documents(starts) if shape.documents else Layout()
     key = DropoutKey(seed=0, step=0, layer=0, first_sequence=0)
-    meter = AllocationMeter()
-    with torch.random.fork_rng(devices=[]), meter:
-        out = attend(q, k, v, score=score, layout=layout, dropout_key=key, sinks=sinks).out
-        torch.autograd.grad(out, (q, k, v), do)
+
+    def run() -> None:
+        with torch.random.fork_rng(devices=[]):
+            out = attend(q, k, v, score=score, layout=layout, dropout_key=key, sinks=sinks).out
+            torch.autograd.grad(out, (q, k, v), do)
+
+    return run
+
+
+def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> int:
+    """Bytes that a forward and backward pass of `attend` over B sequences of T tokens takes at its peak, above q, k, v
+    and the output's gradient: what it keeps, what it works with, its output and its gradients.
+
+    The score is that of the first layer.
+    """
+    run, meter = forward_backward(attend, shape, shape.scores[0], B, T), AllocationMeter()
+    with meter:
+        run()
     return meter.peak
 
 

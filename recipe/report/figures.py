@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
 
-from recipe.drawing import Chart, Palette, height_for, label_axes, legend, log_axis, styles
+from recipe.drawing import Chart, Palette, finish_steps, height_for, label_axes, legend, log_axis, styles
 from recipe.parity import PARITY_MARGIN
 from recipe.report.costs import Point, attention_alone, crossovers, points, predicted_memory, same_tokens
+from recipe.report.pairing import difference
 from recipe.report.parity import (
     EPS,
     MEASURES,
     Outcome,
     Verdict,
     beside_rounding,
-    difference,
     rolling_rms,
     rounding_of_a_step,
     seed_spread,
@@ -76,9 +76,14 @@ def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", 
     return [Chart(prefix + c.name, c.title, c.caption, c.draw, c.height) for c in found]
 
 
+def loss_chart(curves: Curves) -> list[Chart]:
+    """The training loss over steps of any runs, by name; nothing where no run has two losses."""
+    return [chart for chart in _step_charts(curves, "", coincide=False) if chart.name == "loss"]
+
+
 def _step_charts(curves: Curves, where: str, coincide: bool) -> list[Chart]:
     """Loss and speed over steps, by setting or by implementation."""
-    found, seeds = [], max(len(runs) for runs in curves.values())
+    found, seeds = [], max((len(runs) for runs in curves.values()), default=0)
     for name, metric in (("loss", "train/loss"), ("throughput", "throughput/tokens_per_s")):
         shown = {  # a curve needs two points
             label: runs
@@ -191,7 +196,7 @@ def draw_steps(figure: Figure, palette: Palette, curves: Curves, metric: str, co
         axes.set_ylim(values.min() - margin if metric == "train/loss" else 0, values.max() + margin)
     number = "{:g}".format if metric == "train/loss" else short_number  # losses may differ in the fourth digit
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    _finish_steps(figure, axes, palette, "loss, nats per token" if metric == "train/loss" else "tokens per second")
+    finish_steps(figure, axes, palette, "loss, nats per token" if metric == "train/loss" else "tokens per second")
 
 
 def draw_difference(figure: Figure, palette: Palette, cell: Cell, reference: str) -> None:
@@ -217,7 +222,7 @@ def draw_difference(figure: Figure, palette: Palette, cell: Cell, reference: str
         floor = np.array([rounding, rounding * last])
         axes.plot([1, last], floor, color=palette["muted"], ls=":", lw=1.4, label="rounding")
         sizes.append(floor)
-    _finish_steps(figure, axes, palette, f"distance of the training loss from {reference}'s")
+    finish_steps(figure, axes, palette, f"distance of the training loss from {reference}'s")
     positive = np.concatenate(sizes)
     if len(positive := positive[positive > 0]):
         log_axis(axes, max(EPS / 4, np.percentile(positive, 3) / 2), 2 * positive.max())
@@ -247,7 +252,7 @@ def draw_probe(figure: Figure, palette: Palette, cell: Cell, reference: str) -> 
     log_axis(axes, 0.5 * min(0.2, *(value for value in every if value > 0)), 2 * max(8.0, *every))
     axes.axhspan(axes.get_ylim()[0], PARITY_MARGIN, color=palette["band"], lw=0, zorder=0)
     axes.axhline(1, color=palette["naive"], lw=1.4, zorder=1)
-    _finish_steps(figure, axes, palette, f"difference, in units of {reference}'s rounding")
+    finish_steps(figure, axes, palette, f"difference, in units of {reference}'s rounding")
 
 
 def draw_over_axis(
@@ -314,11 +319,3 @@ def _mark_out_of_memory(axes: Axes, palette: Palette, sweep: Sweep) -> int:
                 textcoords="offset points", ha="right", va="center", color=looks[label].colour,
             )  # fmt: skip
     return max(rows.values(), default=-1) + 1
-
-
-def _finish_steps(figure: Figure, axes: Axes, palette: Palette, title: str) -> None:
-    label_axes(axes, palette, title, "step")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.margins(x=0.03)
-    legend(figure, axes, palette)

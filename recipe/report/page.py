@@ -52,6 +52,9 @@ class Report(NamedTuple):
     notes: tuple[str, ...]
     runs: Table
     sources: tuple[tuple[str, str], ...]
+    method: str | None = None  # the template that explains how the verdicts are reached
+    lead: Drawing | None = None  # stands beside the headline
+    commands: tuple[tuple[str, str], ...] = ()  # what to do next, and how
 
 
 def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
@@ -75,23 +78,34 @@ def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
         for n, sweep in enumerate(sweeps)
     )
     spoken = next((s for s in sections if s.answer.tone == "broken"), sections[0])
+    outcome = outcome_of([verdict for verdict in verdicts if verdict.decisive])
     report = Report(
         headline=spoken.answer.headline,
         tone=spoken.answer.tone,
-        outcome=outcome_of([verdict for verdict in verdicts if verdict.decisive]),
+        outcome=outcome,
         sections=sections,
         notes=tuple(notes_on(found, sweeps)),
         runs=run_table(runs, labels, where),
-        sources=_sources(runs),
+        sources=sources_of(runs),
+        method="method.j2" if outcome else None,
     )
-    shown = {"report": report, "reference": reference, "margin": f"{PARITY_MARGIN:g}"}
+    write_page(report, out, runs_csv(runs, labels, where), reference=reference, margin=f"{PARITY_MARGIN:g}")
+    return report
+
+
+def write_page(report: Report, out: Path, csv: str, **shown: Any) -> None:
+    """Write index.html, report.md and runs.csv.
+
+    csv    the runs as numbers
+    shown  what the template of the method refers to
+    """
+    shown["report"] = report
     light, dark = Markup(css_variables(dark=False)), Markup(css_variables(dark=True))
     page = _environment(autoescape=True).get_template("index.html.j2").render(shown, light=light, dark=dark)
     (out / "index.html").write_text(page, encoding="utf-8")
     markdown = _environment(finalize=escape_markdown).get_template("report.md.j2").render(shown)
     (out / "report.md").write_text(markdown, encoding="utf-8")
-    (out / "runs.csv").write_text(runs_csv(runs, labels, where), encoding="utf-8")
-    return report
+    (out / "runs.csv").write_text(csv, encoding="utf-8")
 
 
 def _environment(**options: Any) -> jinja2.Environment:
@@ -100,7 +114,9 @@ def _environment(**options: Any) -> jinja2.Environment:
 
 
 def escape_markdown(value: Any) -> str:
-    """Text that Markdown shows unchanged: without markup, HTML, or the end of a cell or line."""
+    """Text that Markdown shows unchanged: without markup, HTML, or the end of a cell or line. Markup stays as it is."""
+    if isinstance(value, Markup):
+        return str(value)
     text = re.sub(r"([\\`*<>\[\]|~]|&(?=#|\w+;)|(?<!\w)_|_(?!\w))", r"\\\1", str(value))
     return " ".join(text.split("\n"))
 
@@ -112,32 +128,39 @@ def _section(sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: 
     apart   what sets it apart from other sweeps
     """
     own = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
-    run, lengths = sweep.runs[0], sorted({cell.seq_len for cell in sweep.cells})
-    subtitle = [
+    run = sweep.runs[0]
+    return Section(
+        prefix,
+        f"{run.option('model.name', 'model')} on {run.option('data.name', 'data')}{f', {apart}' if apart else ''}",
+        subtitle(sweep.runs),
+        answer(sweep, own, reference),
+        tuple(draw(chart, out) for chart in charts(sweep, own, reference, prefix)),
+        tuple(table for table in (cell_table(sweep, own), ablation_table(sweep.runs)) if table),
+    )
+
+
+def subtitle(runs: Sequence[Run]) -> str:
+    """The model, the lengths, the precision and the devices of runs, in a line."""
+    run, lengths = runs[0], sorted({run.seq_len for run in runs})
+    parts = [
         ", ".join(
             f"{(n := run.option(f'model.n_{key}', '?'))} {unit}{'' if n == 1 else 's'}"
             for key, unit in {"layers": "layer", "heads": "head", "embd": "channel"}.items()
         ),
         f"seq_len {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else ""),
-        f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in sweep.runs)}",
-        _all_of(run.precision for run in sweep.runs),
-        _all_of(f"{run.devices} x {run.device}" if run.devices > 1 else run.device for run in sweep.runs),
+        f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in runs)}",
+        _all_of(run.precision for run in runs),
+        _all_of(f"{run.devices} x {run.device}" if run.devices > 1 else run.device for run in runs),
     ]
-    return Section(
-        prefix,
-        f"{run.option('model.name', 'model')} on {run.option('data.name', 'data')}{f', {apart}' if apart else ''}",
-        " · ".join(subtitle),
-        answer(sweep, own, reference),
-        tuple(_draw(chart, out) for chart in charts(sweep, own, reference, prefix)),
-        tuple(table for table in (cell_table(sweep, own), ablation_table(sweep.runs)) if table),
-    )
+    return " · ".join(parts)
 
 
 def _all_of(values: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(value for value in values if value)) or "not recorded"
 
 
-def _draw(chart: Chart, out: Path) -> Drawing:
+def draw(chart: Chart, out: Path) -> Drawing:
+    """The renderings of a figure, with its files below `out`."""
     path = f"figures/{chart.name}"
     (out / f"{path}.png").write_bytes(render_png(chart, dark=False))
     (out / f"{path}-dark.png").write_bytes(render_png(chart, dark=True))
@@ -145,7 +168,7 @@ def _draw(chart: Chart, out: Path) -> Drawing:
     return Drawing(path, chart.title, chart.caption, svg)
 
 
-def _sources(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
+def sources_of(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
     """The origin of the report's runs, as (name, text)."""
     versions = [run.recorded("versions") for run in runs]
     kernels = [f"{run.attention}: {path}" for run in runs if (path := run.summary.get("attention_path"))]

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipe.parity import PARITY_MARGIN
+from recipe.report.pairing import difference, pairs_of
 from recipe.report.runs import Run, Series
 from recipe.report.sweeps import Cell
 
@@ -151,7 +152,7 @@ def _judge(cell: Cell, label: str, reference: str) -> Verdict:
     own = next(iter(runs.values()))
     if own.option("attention.dropout") and own.option("attention.rng") == "torch":
         return Verdict(label, cell, not_finite=stopped, gaps=(Gap.own_masks,))
-    pairs = [(run, references[seed]) for seed, run in runs.items() if seed in references]
+    pairs = list(pairs_of(runs, references).values())
     probe = probe_worst(list(runs.values()), reference)
     curve = curve_worst(pairs, seed_spread(list(references.values())))
     final = final_worst(pairs, rounding_of_a_step([*runs.values(), *references.values()], reference))
@@ -192,13 +193,6 @@ def seed_spread(references: Sequence[Run]) -> Series | None:
     steps = sorted(squares)
     apart = np.sqrt([np.mean(squares[step]) for step in steps])
     return Series(np.array(steps), rolling_rms(apart)) if steps else None
-
-
-def difference(run: Run, reference: Run, metric: str = "train/loss") -> Series:
-    """run - reference at the steps that both logged and where both are finite."""
-    a, b = run.series(metric).finite(), reference.series(metric).finite()
-    steps, in_a, in_b = np.intersect1d(a.steps, b.steps, return_indices=True)
-    return Series(steps, a.values[in_a] - b.values[in_b])
 
 
 def curve_worst(pairs: Sequence[tuple[Run, Run]], spread: Series | None) -> Curve | None:

@@ -6,7 +6,6 @@ cannot be read becomes a note of one sentence.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from data.untrusted import UntrustedError, read_end, read_json
 from recipe.errors import UserError
+from recipe.files import flatten, number
 from recipe.run_folder import CONFIG, OVERRIDES, SUMMARY, read_config_values, read_overrides, read_summary
 from recipe.tracking.metrics import read_metrics
 
@@ -247,19 +247,6 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     if not records and not damaged and status in ("completed", "interrupted", "unfinished"):
         notes.append(f"metrics.jsonl is {'empty' if metrics.is_file() else 'missing'}, so there is no curve.")
     return Run(folder, name or folder.name, status, config, records, tuple(map(str, overrides)), summary, tuple(notes))
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"n_heads": 4}} -> {"model.n_heads": 4}"""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
-
-
-def number(value: Any) -> float | None:
-    """A finite number, or None."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _run_folders(top: Path, notes: list[str]) -> Iterable[Path]:

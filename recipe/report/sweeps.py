@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from recipe.report.pairing import by_seed
 from recipe.report.runs import UNKNOWN, Run
 
 # Settings in which runs may differ and still be compared step by step. Everything else has to be equal.
-_FREE = ("seed", "resume", "device", "model.name", "data.cache", "hydra", "parity", "tracking", "attention")
+_FREE = ("seed", "resume", "device", "model.name", "data.cache", "hydra", "parity", "tracking", "attention", "arena")
 _FREE_TRAINING = (
     "log_every", "eval_every", "checkpoint_every", "keep_last", "profile", "memory_snapshot", "sample_tokens",
-    "cpu_memory_gib",
+    "cpu_memory_gib", "time_attention",
 )  # fmt: skip
 # What a sweep over lengths or devices changes along with them, to keep the tokens of a step or of a run equal.
 _BATCH = ("training.batch_size", "training.batch_tokens")
@@ -61,9 +62,7 @@ class Cell:
 
     def of(self, label: str) -> dict[int, Run]:
         """The runs of an implementation by seed; of several tries of one seed the one that came furthest."""
-        runs = [run for run in self.runs if self.label(run) == label]
-        runs.sort(key=lambda run: (run.status == "completed", run.step, str(run.summary.get("started"))))
-        return dict(sorted({run.seed: run for run in runs}.items()))
+        return by_seed(run for run in self.runs if self.label(run) == label)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def table(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence
     numeric = {
         n
         for n in range(1, len(kept))
-        if any(any(c.isdigit() for c in row[n]) for row in cells) and all(row[n][:1] in "0123456789-" for row in cells)
+        if any(any(c.isdigit() for c in row[n]) for row in cells) and all(row[n][:1] in "0123456789-+" for row in cells)
     }
     return Table(name, title, tuple(columns[n] for n in kept), tuple(cells), frozenset(numeric), caption)
 
@@ -106,10 +106,11 @@ def ablation_table(runs: Sequence[Run]) -> Table | None:
     return table("ablation", "Where the output goes wrong", columns, dict.fromkeys(rows), caption) if rows else None
 
 
-def run_table(runs: Sequence[Run], labels: Names, places: Names) -> Table:
+def run_table(runs: Sequence[Run], labels: Names, places: Names, subject: str = "implementation") -> Table:
     """Every run.
 
     labels, places  the implementation, and the settings that set a run apart, by the run's name
+    subject         what the labels are
     """
     rows = [
         [
@@ -126,15 +127,15 @@ def run_table(runs: Sequence[Run], labels: Names, places: Names) -> Table:
         ]
         for run in runs
     ]
-    columns = ["run", "implementation", "settings", "seed", "status", "train loss", "val loss", "tokens/s", "memory"]
+    columns = ["run", subject, "settings", "seed", "status", "train loss", "val loss", "tokens/s", "memory"]
     return table("runs", "All runs", [*columns, "wall time"], rows)
 
 
-def runs_csv(runs: Sequence[Run], labels: Names, places: Names) -> str:
+def runs_csv(runs: Sequence[Run], labels: Names, places: Names, subject: str = "implementation") -> str:
     """One line a run, numbers unrounded."""
     kept = ("attention_path", "best_val_loss", "wall_time_s", "tokens", "parameters", "started")
     rows = [
-        {"run": run.name, "implementation": labels[run.name], "settings": places[run.name], "seed": run.seed}
+        {"run": run.name, subject: labels[run.name], "settings": places[run.name], "seed": run.seed}
         | {"seq_len": run.seq_len, "status": run.status, "step": run.step, "devices": run.devices}
         | {"train_loss": run.final("train/loss"), "val_loss": run.final("val/loss")}
         | {name: run.median(f"throughput/{name}") for name in ("tokens_per_s", "step_ms", "mfu_full", "mfu_causal")}

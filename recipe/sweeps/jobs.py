@@ -27,18 +27,20 @@ class SweepError(UserError, RuntimeError):
 class Job:
     """One run of a sweep.
 
-    number     its place in the sweep, from 0
-    overrides  as on the command line, without Hydra's own
-    folder     its run folder
-    steps      updates it will make
-    ablated    whether a line of its attention is left out on purpose
+    number       its place in the sweep, from 0
+    overrides    as on the command line, without Hydra's own
+    folder       its run folder
+    steps        updates it will make
+    may_diverge  whether a loss that is not finite is its result: of an ablated attention, or of an arm in an arena
+    name         what the progress calls it; empty: the overrides that not every job has
     """
 
     number: int
     overrides: tuple[str, ...]
     folder: Path
     steps: int
-    ablated: bool = False
+    may_diverge: bool = False
+    name: str = ""
 
     def summary(self) -> dict[str, Any]:
         """summary.json; empty while there is none."""
@@ -54,10 +56,10 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether it has a result. Running out of memory is one, and so is an ablation's loss that is not finite."""
+        """Whether it has a result. Running out of memory is one, and so may be a loss that is not finite."""
         summary = self.summary()
         not_finite = summary.get("non_finite_step") is not None
-        return summary.get("status") in ("completed", "out_of_memory") or (self.ablated and not_finite)
+        return summary.get("status") in ("completed", "out_of_memory") or (self.may_diverge and not_finite)
 
     def latest(self) -> dict[str, Any]:
         """The last whole line of metrics.jsonl that has a training loss."""
@@ -141,9 +143,12 @@ def _seq_len(job: Job) -> tuple[int | None, list[str]]:
 
 
 def distinct_overrides(jobs: Sequence[Job]) -> dict[int, str]:
-    """The overrides that not every job has, by job number: "attention=tiled seed=2"."""
+    """What sets each job apart, by its number: its name, or the overrides that not every job has,
+    "attention=tiled seed=2"."""
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
-    return {job.number: " ".join(o for o in job.overrides if o not in common) or "the only job" for job in jobs}
+    return {
+        job.number: job.name or " ".join(o for o in job.overrides if o not in common) or "the only job" for job in jobs
+    }
 
 
 def write_manifest(folder: Path, jobs: Sequence[Job], group: str) -> None:

@@ -29,6 +29,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig
 
+from recipe.arena.config import LR
 from recipe.run_folder import locked
 from recipe.sweeps.jobs import (
     CONSOLE,
@@ -108,6 +109,7 @@ class ProcessLauncher(Launcher):
     def __init__(self, gpus: Any = None) -> None:
         """Raises SweepError for GPUs that are not there."""
         self.devices = chosen_devices(gpus)
+        self.ahead = 0  # jobs that a sweeper will launch after these
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
         self.loader, self.config = hydra_context.config_loader, config
@@ -131,9 +133,9 @@ class ProcessLauncher(Launcher):
             for job in jobs:
                 if not job.done:
                     job.clear_folder()
-            with SweepProgress(jobs) as progress, forward_signals(running):
+            with SweepProgress(jobs, self.ahead, len(self.devices)) as progress, forward_signals(running):
                 self.run(jobs, group, running, progress)
-        return report_outcome(jobs, folder, progress, running.signal)
+        return report_outcome(jobs, folder, progress, running.signal, last=not self.ahead)
 
     def run(self, jobs: list[Job], group: str, running: RunningJobs, progress: SweepProgress) -> None:
         """Keep every device busy until no job waits or a signal comes."""
@@ -205,13 +207,25 @@ class ProcessLauncher(Launcher):
 def job_of(composed: DictConfig, number: int, overrides: Sequence[str], folder: Path) -> Job:
     """The job of a sweep in `folder` that `overrides` compose."""
     composed.hydra.job.num, composed.hydra.job.id = number, str(number)
-    ablated = composed.attention.ablate.name != "none"
-    return Job(number, tuple(overrides), folder / str(composed.hydra.sweep.subdir), composed.training.steps, ablated)
+    arena = composed.arena
+    may_diverge = composed.attention.ablate.name != "none" or arena.arm is not None
+    name = f"{arena.arm}, seed {composed.seed}" if arena.arm else ""
+    if arena.stage == LR:
+        name += f", optimizer.lr={composed.optimizer.lr:g}"
+    run_folder = folder / str(composed.hydra.sweep.subdir)
+    return Job(number, tuple(overrides), run_folder, composed.training.steps, may_diverge, name)
 
 
-def report_outcome(jobs: list[Job], folder: Path, progress: SweepProgress, number: int) -> list[JobReturn]:
-    """Report what became of the jobs and what to do next; exit unless all of them are done."""
+def report_outcome(
+    jobs: list[Job], folder: Path, progress: SweepProgress, number: int, last: bool = True
+) -> list[JobReturn]:
+    """Report what became of the jobs and what to do next; exit unless all of them are done.
+
+    last  whether no other jobs follow; else there is nothing to report where all went well
+    """
     left = [job for job in jobs if not (job.done or shorter_out_of_memory(job, jobs))]
+    if not (last or left or number):
+        return [job_return(job) for job in jobs]
     progress.table()
     again = [a for a in sys.argv if not a.startswith(("hydra.sweep.dir=", "resume="))]
     command = shlex.join(["python", *again, f"hydra.sweep.dir={folder}"])

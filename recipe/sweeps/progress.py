@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import statistics
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -17,20 +18,26 @@ from recipe.wording import duration
 class SweepProgress:
     """Shows what the jobs of a sweep are doing, and what became of them."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs, self.names = jobs, distinct_overrides(jobs)
+    def __init__(self, jobs: Sequence[Job], ahead: int = 0, at_once: int = 1) -> None:
+        """
+        ahead    jobs that follow after these
+        at_once  how many run at the same time
+        """
+        self.jobs, self.names, self.ahead, self.at_once = jobs, distinct_overrides(jobs), ahead, at_once
         self.console = Terminal()
         self.began: dict[Job, float] = {}
         self.codes: dict[Job, int] = {}
+        self.over = {job for job in jobs if job.done}
+        self.took: list[float] = []  # seconds of each job that came to its end here
         self.bar = Progress(
             BarColumn(bar_width=24), TextColumn("{task.description}"), console=self.console, auto_refresh=False
         )
-        self.task = self.bar.add_task("", total=float(len(jobs)))
+        self.task = self.bar.add_task("", total=float(self.before + len(jobs) + ahead))
 
     def __enter__(self) -> SweepProgress:
-        done = sum(job.done for job in self.jobs)
-        finished = f", {done} of them done already" if done else ""
-        self.print(f"{len(self.jobs)} job{'s' if len(self.jobs) != 1 else ''}{finished}")
+        finished = f", {len(self.over)} of them done already" if self.over else ""
+        follow = f"; {self.ahead} follow" if self.ahead else ""
+        self.print(f"{len(self.jobs)} job{'s' if len(self.jobs) != 1 else ''}{finished}{follow}")
         if self.console.is_terminal:
             self.bar.start()
         return self
@@ -50,6 +57,7 @@ class SweepProgress:
         self.print(f"{self.label(job)}  {self.names[job.number]}")
 
     def skipped(self, job: Job, shorter: Job) -> None:
+        self.over.add(job)
         self.print(
             f"{self.label(job)}  {self.names[job.number]}: skipped, because job {shorter.number} ran out of memory"
         )
@@ -57,8 +65,19 @@ class SweepProgress:
     def ended(self, job: Job, code: int) -> None:
         """`code` is the process's exit status, negative for a signal."""
         self.codes[job] = code
-        took = duration(time.monotonic() - self.began[job])
-        self.print(f"{self.label(job)}  {self.names[job.number]}: {self.outcome(job)}, {took}")
+        self.over.add(job)
+        took = time.monotonic() - self.began[job]
+        if job.done:
+            self.took.append(took)
+        left = self.seconds_left()
+        ahead = "" if left is None else f"  {duration(left)} left"
+        self.print(f"{self.label(job)}  {self.names[job.number]}: {self.outcome(job)}, {duration(took)}{ahead}")
+
+    def seconds_left(self) -> float | None:
+        """The time that the jobs which have not come to their end will take, those ahead included, if they take as long
+        as those that have. None before the first, and after the last."""
+        left = len(self.jobs) - len(self.over) + self.ahead
+        return statistics.fmean(self.took) * left / self.at_once if self.took and left else None
 
     def refresh(self, running: Sequence[Job]) -> None:
         """Redraw the bar."""
@@ -71,12 +90,22 @@ class SweepProgress:
             share += step / job.steps
             text = f"step {step}/{job.steps}" + (f"  loss {float(loss):.4f}" if loss is not None else "")
             lines.append(f"{self.label(job)}  {self.names[job.number]}  {text}")
-        finished = sum(1 for job in self.jobs if job not in running and (job.done or job in self.codes))
-        self.bar.update(self.task, completed=finished + share, description="  |  ".join(lines), refresh=True)
+        left = self.seconds_left()
+        if left is not None:
+            left = max(0.0, left - share * statistics.fmean(self.took) / self.at_once)
+            lines.append(f"{duration(left)} left")
+        self.bar.update(
+            self.task, completed=self.before + len(self.over) + share, description="  |  ".join(lines), refresh=True
+        )
+
+    @property
+    def before(self) -> int:
+        """Jobs of the sweep that were launched before these."""
+        return self.jobs[0].number if self.jobs else 0
 
     def label(self, job: Job) -> str:
         """ "[3/9]", counted from 1."""
-        return f"[{list(self.jobs).index(job) + 1}/{len(self.jobs)}]"
+        return f"[{job.number + 1}/{self.before + len(self.jobs) + self.ahead}]"
 
     def outcome(self, job: Job) -> str:
         """The outcome of a job in a few words."""
@@ -85,7 +114,7 @@ class SweepProgress:
             loss = summary.get("val_loss") or summary.get("train_loss")
             return f"loss {float(loss):.4f}" if loss is not None else "completed"
         if job.done:
-            return "out of memory" if status == "out_of_memory" else "loss not finite, which is this ablation's result"
+            return "out of memory" if status == "out_of_memory" else "loss not finite, which is its result"
         if shorter_out_of_memory(job, self.jobs):
             return "skipped: a shorter one ran out of memory"
         if job in self.codes:

@@ -36,6 +36,7 @@ class TrainingConfig:
     ema               decay of a moving average of the weights, which is evaluated and saved beside them; 0: none
     profile           record where the time of a few steps goes
     memory_snapshot   record every allocation of these steps on a GPU
+    time_attention    measure after training what the attention alone takes of a step
     """
 
     steps: int = 1200
@@ -58,6 +59,7 @@ class TrainingConfig:
     ema: float = 0.0
     profile: bool = False
     memory_snapshot: bool = False
+    time_attention: bool = False
 
     def micro_steps(self, seq_len: int, world_size: int) -> int:
         """Micro-batches of one step on each rank."""

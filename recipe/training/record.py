@@ -20,6 +20,7 @@ from recipe.errors import refusals, sentence_of
 from recipe.parity.ablation import measure as measure_ablation
 from recipe.parity.probe import summarise
 from recipe.profiling.attention_memory import attention_peak
+from recipe.profiling.attention_time import attention_ms
 from recipe.profiling.meters import GIB, StepMeter
 from recipe.run_folder import write_recorded
 from recipe.tracking.metrics import read_metrics
@@ -169,6 +170,8 @@ class Record(NullRecord):
             "median": self.meter.medians(),
             "peak": peak,
             "memory_source": memory_source,
+            "attention_ms": self._attention_ms() if status == "completed" else None,
+            "flops_per_token": self.meter.flops_per_token["causal"],
             "parity": summarise(lines),
             "ablation": measure_ablation(trainer.model.attend.config),
             "wall_time_s": self.elapsed,
@@ -179,6 +182,14 @@ class Record(NullRecord):
             "started": self.started.isoformat(timespec="seconds"),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+
+    def _attention_ms(self) -> float | None:
+        """Milliseconds that attention alone takes of a step, if the run is to measure that."""
+        model, training = self.trainer.model, self.trainer.training
+        if not training.time_attention:
+            return None
+        once = attention_ms(model.attend, self.origin.shape, training.batch_size, model.seq_len)
+        return once * self.trainer.micro_steps
 
     def _memory(self, finished: bool) -> tuple[str | None, dict[str, float]]:
         """The source of the memory peak, and the peak. A CPU has no such counter; there the attention's allocations are

@@ -172,6 +172,7 @@ addEventListener("load", () => {{
       width: root.clientWidth,
       scrollWidth: root.scrollWidth,
       headline: page.querySelector("#headline")?.textContent,
+      first: box(page.querySelector("figure > svg")).bottom,
       figures: [...page.querySelectorAll("figure > svg")].map(svg => [box(svg).width, box(svg).height]),
       smallest: Math.min(...[...page.querySelectorAll("figure text")].map(text => box(text).height)),
       outside: [...page.querySelectorAll("figure text")].filter(text => {{

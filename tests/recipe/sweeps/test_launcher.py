@@ -90,6 +90,9 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
                 "tracking": {"group": None},
                 "training": {"steps": 10},
                 "attention": {"ablate": Ablation.none},
+                "arena": {"arm": None, "stage": None},
+                "optimizer": {"lr": 0.003},
+                "seed": 1,
             }
         )
 

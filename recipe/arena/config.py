@@ -1,0 +1,151 @@
+"""The options of an arena, its arms, and their mistakes."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+LR, SEEDS = "lr", "seeds"  # the stages: learning rates first, then the seeds on which the verdicts rest
+# Seeds of the learning-rate sweep count from here, so that no arm is judged on a seed that chose its learning rate.
+FIRST_LR_SEED = 1_000_001
+MOST_SEEDS = 1_000_000
+# Arms have to agree in these: else they would not train and be evaluated on the same tokens. What else they change is
+# their own.
+SHARED = (
+    "seq_len", "device", "training.steps", "training.batch_size", "training.batch_tokens", "training.eval_every",
+    "training.eval_batches", "training.eval_span",
+)  # fmt: skip
+SHARED_GROUPS = ("data",)
+OWN_DATA = ("data.documents", "data.cache")
+
+
+@dataclass
+class ArenaConfig:
+    """The options under `arena.*`, which experiment=arena reads.
+
+    arms        what is compared, separated by |: a name, a colon and its overrides, or the name of a file of conf/arm/
+    baseline    the arm that the others are compared with; None: the first
+    seeds       seeds that each arm trains with; more of them continue a sweep
+    first_seed  the first of them
+    margin      the largest difference in loss that does not matter, as a share of the baseline's loss
+    looks       how often the verdicts may be read, each time after more seeds; together they are wrong in 5 % at most
+    lr          factors of each arm's optimizer.lr that are tried first; empty: none is tried
+    lr_seeds    seeds of that sweep, which no arm is judged on
+    arm, stage  set for each run of an arena: its arm, and lr or seeds
+    """
+
+    arms: str | None = None
+    baseline: str | None = None
+    seeds: int = 6
+    first_seed: int = 1
+    margin: float = 0.005
+    looks: int = 2
+    lr: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
+    lr_seeds: int = 2
+    arm: str | None = None
+    stage: str | None = None
+
+
+def read_arms(text: str, files: Sequence[str]) -> dict[str, list[str]]:
+    """The overrides of each arm by its name. Raises ValueError with a sentence.
+
+    text   "causal: score=causal | alibi": overrides are separated by blanks, and quoted as in a shell where they have
+           some; an arm without a colon is one of `files`
+    files  the names in conf/arm/
+    """
+    arms: dict[str, list[str]] = {}
+    for part in _split(text):
+        name, colon, overrides = (piece.strip() for piece in part.partition(":"))
+        if not name or "=" in name:
+            raise ValueError(
+                f"arena.arms has an arm without a name ({part.strip() or 'nothing between two |'}); "
+                "write <name>: <override> <override> ... | <name>: ..."
+            )
+        if name in arms:
+            raise ValueError(f"arena.arms names {name} twice; give each arm a name of its own.")
+        if not colon and name not in files:
+            raise ValueError(
+                f"arena.arms={name} has no overrides and is not a file of conf/arm/ ({', '.join(files)}); "
+                f'write "{name}: <override> <override> ...".'
+            )
+        arms[name] = _words(overrides, name) if colon else [f"arm={name}"]
+    return arms
+
+
+def _split(text: str) -> list[str]:
+    """The parts between those | that are not quoted."""
+    parts, quote = [""], ""
+    for character in text:
+        if character == "|" and not quote:
+            parts.append("")
+            continue
+        if character in "'\"":
+            quote = character if not quote else "" if quote == character else quote
+        parts[-1] += character
+    return parts
+
+
+def _words(overrides: str, name: str) -> list[str]:
+    try:
+        return shlex.split(overrides)
+    except ValueError as error:
+        raise ValueError(f"the overrides of arm {name} ({overrides}) cannot be read: {error}.") from error
+
+
+def arena_mistakes(config: ArenaConfig, arms: Sequence[str]) -> Iterator[str]:
+    """A sentence for each value of `arena.*` with which nothing could be decided."""
+    if len(arms) < 2:
+        yield f"arena.arms has {len(arms)} arm, and a comparison takes two or more; separate them with |."
+    if config.baseline is not None and config.baseline not in arms:
+        yield f"arena.baseline={config.baseline} is not an arm; choose one of {', '.join(arms)}."
+    if config.seeds < 2:
+        yield f"arena.seeds={config.seeds} shows no spread between seeds; use 2 or more."
+    if not 0 < config.margin < 1 or not math.isfinite(config.margin):
+        yield (
+            f"arena.margin={config.margin:g} must lie above 0 and below 1: the share of the loss that does not matter, "
+            "such as 0.005."
+        )
+    if config.looks < 1:
+        yield f"arena.looks={config.looks} must be at least 1."
+    if any(not (factor > 0 and math.isfinite(factor)) for factor in config.lr):
+        yield f"arena.lr={config.lr} must hold factors above 0, such as [0.5,1,2]; [] tries none."
+    if len(set(config.lr)) < len(config.lr):
+        yield f"arena.lr={config.lr} has a factor twice."
+    if len(config.lr) > 1 and config.lr_seeds < 1:
+        yield f"arena.lr_seeds={config.lr_seeds} must be at least 1; arena.lr=[] tries no learning rate."
+    if not 0 <= config.first_seed <= MOST_SEEDS - config.seeds:
+        yield f"arena.first_seed={config.first_seed} must lie between 0 and {MOST_SEEDS:,} less arena.seeds."
+
+
+def arm_mistakes(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A sentence for each pair of arms that are one configuration, and for what arms have to share and do not.
+
+    settings  of each arm, by dotted names
+    """
+    names = list(settings)
+    for n, name in enumerate(names):
+        for other in names[:n]:
+            if _own(settings[name]) == _own(settings[other]):
+                yield f"arms {other} and {name} are the same configuration; leave one out, or give it other overrides."
+    first = settings[names[0]]
+    for name in names[1:]:
+        differing = [key for key in first if _shared(key) and settings[name].get(key) != first[key]]
+        if differing:
+            key = differing[0]
+            yield (
+                f"arm {name} has {key}={settings[name].get(key)} and arm {names[0]} has {key}={first[key]}; arms train "
+                "and are evaluated on the same tokens, so set it for all of them or for none."
+            )
+
+
+def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide what is trained: without the names of presets."""
+    left_out = ("model.name", "score.name")
+    return {key: value for key, value in settings.items() if key not in left_out and not key.startswith("arena.")}
+
+
+def _shared(key: str) -> bool:
+    return key in SHARED or (key.split(".")[0] in SHARED_GROUPS and key not in OWN_DATA)

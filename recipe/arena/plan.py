@@ -1,0 +1,241 @@
+"""The plan of an arena: what is to be run and how it will be judged, written before the first run.
+
+It is arena.json in the sweep's folder. Afterwards only the learning rates are filled in, and looks with more seeds are
+appended; so the report can tell what departed from it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from data.atomic import write_atomically
+from data.untrusted import UntrustedError, read_json
+from recipe.arena.config import FIRST_LR_SEED, LR, SEEDS, ArenaConfig
+from recipe.errors import UserError
+
+FILE = "arena.json"
+FORMAT = 1  # increase it when a plan of today could not be read as it was meant
+
+
+class PlanError(UserError, ValueError):
+    """A plan that cannot be read or continued; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of an arena.
+
+    number  of its folder in the sweep's
+    stage   lr or seeds
+    """
+
+    number: int
+    stage: str
+    arm: str
+    seed: int
+    lr: float | None
+
+
+@dataclass(frozen=True)
+class Look:
+    """A number of seeds at which the verdicts are read, and when it was planned."""
+
+    seeds: int
+    planned: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is fixed before the first run, and the looks and learning rates that come after.
+
+    arms       the overrides of each arm, by its name
+    baseline   the arm that the others are compared with
+    common     the overrides of every arm
+    arguments  the command line that started it
+    lr         the learning rates that each arm tries, by its name; one: it is taken without a try
+    chosen     the learning rate of each arm, once it is known
+    looks      the first is planned at the start, the others when seeds were added
+    """
+
+    arms: dict[str, list[str]]
+    baseline: str
+    common: list[str]
+    arguments: list[str]
+    first_seed: int
+    margin: float
+    planned_looks: int
+    lr: dict[str, list[float]]
+    lr_seeds: int
+    commit: str | None
+    looks: list[Look]
+    chosen: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of the latest look."""
+        return range(self.first_seed, self.first_seed + self.looks[-1].seeds)
+
+    @property
+    def others(self) -> list[str]:
+        """The arms that are compared with the baseline."""
+        return [arm for arm in self.arms if arm != self.baseline]
+
+    def lr_runs(self) -> list[PlannedRun]:
+        """The runs that try learning rates; none for arms with one."""
+        tried = [(arm, lr) for arm, rates in self.lr.items() if len(rates) > 1 for lr in rates]
+        seeds = range(FIRST_LR_SEED, FIRST_LR_SEED + self.lr_seeds)
+        runs = [(arm, lr, seed) for seed in seeds for arm, lr in tried]
+        return [PlannedRun(n, LR, arm, seed, lr) for n, (arm, lr, seed) in enumerate(runs)]
+
+    def seed_runs(self) -> list[PlannedRun]:
+        """The runs on which the verdicts rest, seed by seed, so that an unfinished sweep has whole pairs."""
+        first = len(self.lr_runs())
+        runs = [(arm, seed) for seed in self.seeds for arm in self.arms]
+        return [
+            PlannedRun(first + n, SEEDS, arm, seed, self.chosen.get(arm, self.lr[arm][0] if self.lr[arm] else None))
+            for n, (arm, seed) in enumerate(runs)
+        ]
+
+    def overrides(self, run: PlannedRun) -> list[str]:
+        """The overrides of a run, the arm's after the common ones."""
+        return [*self.common, *self.arms[run.arm]]
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def new_plan(
+    config: ArenaConfig,
+    arms: dict[str, list[str]],
+    common: list[str],
+    arguments: list[str],
+    base_lr: dict[str, float],
+    commit: str | None,
+) -> Plan:
+    """The plan of an arena that starts now.
+
+    base_lr  optimizer.lr of each arm as composed, which the factors of arena.lr multiply
+    """
+    return Plan(
+        arms=arms,
+        baseline=config.baseline or next(iter(arms)),
+        common=common,
+        arguments=arguments,
+        first_seed=config.first_seed,
+        margin=config.margin,
+        planned_looks=config.looks,
+        lr={arm: [float(f"{factor * base_lr[arm]:.6g}") for factor in sorted(config.lr)] for arm in arms},
+        lr_seeds=config.lr_seeds,
+        commit=commit,
+        looks=[Look(config.seeds, now())],
+    )
+
+
+def continued(plan: Plan, wanted: Plan, folder: Path) -> Plan:
+    """The plan in `folder` where the command line asks for `wanted`: the same, or the same with more seeds.
+
+    Raises PlanError where anything else differs.
+    """
+    for name in ("arms", "baseline", "common", "first_seed", "margin", "planned_looks", "lr", "lr_seeds"):
+        then, new = _plain(getattr(plan, name)), _plain(getattr(wanted, name))
+        if then != new:
+            raise PlanError(
+                f"{folder / FILE} was written before the first run, and its {_override(name)} is {_shown(then)} "
+                f"instead of {_shown(new)}; repeat the sweep's own overrides, or name another folder with "
+                "hydra.sweep.dir."
+            )
+    seeds = wanted.looks[-1].seeds
+    if seeds < plan.looks[-1].seeds:
+        raise PlanError(
+            f"arena.seeds={seeds} is fewer than the {plan.looks[-1].seeds} that {folder / FILE} plans; set that many, "
+            "or more to add some."
+        )
+    if seeds == plan.looks[-1].seeds:
+        return plan
+    return replace(plan, looks=[*plan.looks, wanted.looks[-1]])
+
+
+def write_plan(plan: Plan, folder: Path) -> None:
+    """Write arena.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"format": FORMAT, **_plain(asdict(plan))}
+    write_atomically(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_plan(folder: Path) -> Plan | None:
+    """The plan in a sweep's folder; None where there is none. Raises PlanError for one that cannot be read."""
+    path = folder / FILE
+    try:
+        content = read_json(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, UntrustedError) as error:
+        raise PlanError(f"{path} cannot be read ({error}); put the file back, or start anew.") from error
+    version = content.pop("format", None) if isinstance(content, dict) else None
+    if version != FORMAT:
+        raise PlanError(
+            f"{path} has format {version}, and this version of the project reads format {FORMAT}; use the version that "
+            "started the sweep, or start anew."
+        )
+    types = get_type_hints(Plan) | {"looks": list[dict[str, Any]]}
+    wrong = [name for name, kind in types.items() if not _is(content.get(name), kind)]
+    if not wrong and not all(
+        isinstance(l.get("seeds"), int) and isinstance(l.get("planned"), str) for l in content["looks"]
+    ):
+        wrong = ["looks"]
+    if not wrong and not (
+        content["looks"] and content["baseline"] in content["arms"] and content["lr"].keys() == content["arms"].keys()
+    ):
+        wrong = ["arms"]
+    if wrong:
+        raise PlanError(f"{path} is damaged ({wrong[0]}); put the file back, or start anew.")
+    looks = [Look(look["seeds"], look["planned"]) for look in content["looks"]]
+    return Plan(**{name: content[name] for name in types} | {"looks": looks})
+
+
+def newest_like(wanted: Plan, beside: Path) -> Path | None:
+    """The newest sweep folder (multirun/<date>/<time>) beside `beside` whose plan is the wanted one or its start."""
+    found = sorted(beside.parent.parent.glob(f"*/*/{FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in found:
+        try:
+            plan = read_plan(path.parent)
+            if plan is not None:
+                continued(plan, wanted, path.parent)
+                return path.parent
+        except PlanError:
+            continue
+    return None
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON has a type of a plan's field."""
+    of = get_args(kind)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_is(item, of[1]) for item in value.values())
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is(item, of[0]) for item in value)
+    if get_origin(kind) is UnionType:
+        return any(_is(value, one) for one in of)
+    return kind is Any or isinstance(value, int | float if kind is float else kind)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON reads it back."""
+    return json.loads(json.dumps(value))
+
+
+def _override(name: str) -> str:
+    names = {"common": "list of overrides", "planned_looks": "arena.looks", "lr": "list of learning rates"}
+    return names.get(name, f"arena.{name}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_shown(item)}" for key, item in value.items())
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,39 @@
+"""The time of the attention alone, without the model around it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+
+import torch
+
+from attention import Attention, AttentionShape, Score
+from recipe.profiling.attention_memory import forward_backward
+
+SECONDS = 0.3  # to measure each score
+FEWEST = 3  # passes
+
+
+def attention_ms(attend: Attention, shape: AttentionShape, B: int, T: int) -> float:
+    """Milliseconds that the attention of all layers takes, forward and backward, over B sequences of T tokens: for each
+    layer's score the median of some passes after the first."""
+    return 1e3 * sum(n * seconds_of(attend, shape, score, B, T) for score, n in Counter(shape.scores).items())
+
+
+def seconds_of(attend: Attention, shape: AttentionShape, score: Score, B: int, T: int) -> float:
+    """The median time of a layer's pass."""
+    run = forward_backward(attend, shape, score, B, T)
+
+    def timed() -> float:
+        start = time.perf_counter()
+        run()
+        if shape.device.type == "cuda":
+            torch.cuda.synchronize(shape.device)
+        return time.perf_counter() - start
+
+    timed()  # allocates, compiles, and waits for what the device had to do before
+    passes: list[float] = []
+    while len(passes) < FEWEST or sum(passes) < SECONDS:
+        passes.append(timed())
+    return statistics.median(passes)
