@@ -88,9 +88,7 @@ class Attention(ABC):
     name: ClassVar[str]
     options: ClassVar[frozenset[str]] = frozenset()  # fields of AttentionConfig it reads, besides name and dropout
     supports: ClassVar[frozenset[str]] = frozenset()  # the FEATURES that it has besides causal attention
-    exact: ClassVar[bool] = (
-        False  # it computes the function above, up to rounding: another exact one may take its place
-    )
+    exact: ClassVar[bool] = False  # whether it computes this very function, so that another exact one may replace it
 
     def __init__(self, config: AttentionConfig) -> None:
         """Raises UnsupportedAttention for options that this class does not support."""
