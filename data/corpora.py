@@ -72,8 +72,9 @@ class Corpus(ABC):
 class FileCorpus(Corpus):
     """Local files below a folder, in the order of their names."""
 
-    def __init__(self, config: DataConfig, root: Path, files: list[Path]):
-        self.config, self.root = config, root
+    def __init__(self, config: DataConfig, root: Path, files: list[Path], others: list[Path] | None = None):
+        """others  files beside these that are no text of a kind that is read"""
+        self.config, self.root, self.others = config, root, others or []
         stats = {self._name(file): (file, file.stat()) for file in files}
         self.files = {stats[name][0]: stats[name][1].st_size for name in sorted(stats) if stats[name][1].st_size}
         self.empty = [file for file, stat in stats.values() if not stat.st_size]
@@ -105,6 +106,12 @@ class FileCorpus(Corpus):
 
     def notices(self) -> list[str]:
         sentences = []
+        if self.others:
+            accepted = ", ".join(TEXT_SUFFIXES)
+            sentences.append(
+                f"left out, because they do not end in one of {accepted}: "
+                f"{first_few([self._name(file) for file in self.others])}."
+            )
         if self.empty:
             sentences.append(f"left out, because they are empty: {first_few(self.empty)}.")
         fraction = self.config.val_fraction
@@ -243,15 +250,25 @@ def text(config: DataConfig) -> Corpus:
     except OSError as error:
         raise unreadable(path, error) from error
     path = path.resolve()
-    files = [path] if path.is_file() else _files_below(path, TEXT_SUFFIXES, lambda name: name.startswith("."))
-    if path.is_file() and path.suffix not in TEXT_SUFFIXES:
-        raise DataError(f"data.path={config.path} must end in one of {accepted}; rename or convert the file.")
+    if path.is_file():
+        if path.suffix not in TEXT_SUFFIXES:
+            raise DataError(f"data.path={config.path} must end in one of {accepted}; rename or convert the file.")
+        files, others = [path], list[Path]()
+    elif path.is_dir():
+        found = _files_below(path, ("",), lambda name: name.startswith("."))
+        files = [file for file in found if file.suffix in TEXT_SUFFIXES]
+        others = sorted(set(found) - set(files))
+    else:
+        raise DataError(f"data.path={config.path} is neither a file nor a folder; set it to one of text ({accepted}).")
     if not files:
-        raise DataError(f"data.path={config.path} holds no file that ends in one of {accepted}; set another folder.")
+        raise DataError(
+            f"data.path={config.path} holds no file that ends in one of {accepted}"
+            f"{f' but {first_few(others)}' if others else ''}; set another folder, or rename or convert the files."
+        )
     for file in files:
         with reading(file), file.open("rb"):
             pass
-    return FileCorpus(config, path.parent if path.is_file() else path, files)
+    return FileCorpus(config, path.parent if path.is_file() else path, files, others)
 
 
 CORPORA: dict[str, Callable[[DataConfig], Corpus]] = {

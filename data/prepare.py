@@ -70,6 +70,9 @@ def prepare(config: DataConfig, announce_wait: bool = True) -> PreparedData:
     check_data(config)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     corpus = CORPORA[config.name](config)
+    if announce_wait:
+        for notice in corpus.notices():
+            console.print(notice)
     recipe = _recipe(config, corpus)
     folder = Path(config.cache).expanduser() / _folder_name(config, recipe)
     try:
@@ -128,8 +131,6 @@ def _locked(folder: Path, console: Console, announce_wait: bool) -> AbstractCont
 
 
 def _build(folder: Path, config: DataConfig, corpus: Corpus, recipe: dict[str, Any], console: Console) -> None:
-    for notice in corpus.notices():
-        console.print(notice)
     partial = partial_folder(folder)
     try:
         position = load_position(partial, recipe)
@@ -182,6 +183,13 @@ def _write_tokens(
 
         _tokenise(corpus, tokenizer, config, console, position, writers, save)
         counts = {split: writer.sync() for split, writer in writers.items()}
+    if not any(count["tokens"] for count in counts.values()):
+        shutil.rmtree(partial)
+        where = config.path or config.hub or config.name
+        raise DataError(
+            f"{where} holds no text: there are no rows, or their field {config.text_field!r} is empty; give it some, "
+            "or choose another data.text_field."
+        )
     for split, count in counts.items():
         if not count["tokens"]:
             shutil.rmtree(partial)

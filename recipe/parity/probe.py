@@ -24,8 +24,10 @@ from typing import Any
 import torch
 
 from attention import (
+    IMPLEMENTATIONS,
     Attention,
     AttentionConfig,
+    AttentionError,
     AttentionShape,
     DropoutKey,
     DropoutRng,
@@ -34,7 +36,7 @@ from attention import (
 from data.batches import Batch
 from model.gpt import GPT
 from recipe.device import free_memory
-from recipe.errors import UserError
+from recipe.errors import UserError, sentence_of
 from recipe.parity import PARITY_MARGIN
 from recipe.parity.fwd_bwd import (
     FwdBwd,
@@ -67,8 +69,8 @@ class ParityError(UserError, ValueError):
 
 
 def check_parity(config: ParityConfig, attention: AttentionConfig, shape: AttentionShape) -> None:
-    """Raise ParityError where the reference cannot draw the run's dropout masks, UnsupportedAttention where it does not
-    support the model in the run's precision or in the higher one."""
+    """Raise ParityError where the reference cannot draw the run's dropout masks, or does not support the model in the
+    run's precision or in the higher one."""
     if config.every < 0:
         raise ParityError(f"parity.every={config.every} must be a number of steps, or 0 for no probe.")
     if config.every == 0:
@@ -78,9 +80,18 @@ def check_parity(config: ParityConfig, attention: AttentionConfig, shape: Attent
             "parity.every with attention.rng=torch would compare different dropout masks; "
             "set attention.rng=replay, attention.dropout=0 or parity.every=0."
         )
-    reference = build_attention(reference_config(config, attention))
-    for dtype in (shape.dtype, exact_dtype(shape.dtype)):
-        reference.check(replace(shape, dtype=dtype))
+    if config.reference not in IMPLEMENTATIONS:
+        raise ParityError(
+            f"parity.reference={config.reference} is not known; choose one of {', '.join(IMPLEMENTATIONS)}."
+        )
+    try:
+        reference = build_attention(reference_config(config, attention))
+        for dtype in (shape.dtype, exact_dtype(shape.dtype)):
+            reference.check(replace(shape, dtype=dtype))
+    except AttentionError as error:
+        raise ParityError(
+            f"parity.reference={config.reference} cannot stand beside this run: {sentence_of(error)}"
+        ) from error
 
 
 def reference_config(config: ParityConfig, attention: AttentionConfig) -> AttentionConfig:

@@ -258,6 +258,56 @@ def test_what_one_may_not_expect_of_a_text_is_reported(tmp_path, sizes, notices)
     assert all(re.search(expected, sentence) for expected, sentence in zip(notices, told, strict=True))
 
 
+def test_files_that_are_no_text_are_named_on_every_run_that_leaves_them_out(tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    for name in ("a.txt", "b.md", ".hidden", *(f"{n}.png" for n in range(5))):
+        (tmp_path / "text" / name).write_text("some words " * 20)
+    config = of_text(tmp_path / "text", cache=str(tmp_path / "cache"))
+    for _ in range(2):
+        prepare(config)
+        told = " ".join(capsys.readouterr().err.split())
+        assert (
+            "left out, because they do not end in one of .txt, .jsonl, .parquet: 0.png, 1.png, 2.png, 3.png and" in told
+        )
+        assert ".hidden" not in told
+    prepare(config, announce_wait=False)  # another rank
+    assert "left out" not in capsys.readouterr().err
+    (tmp_path / "text" / "a.txt").unlink()
+    with pytest.raises(
+        DataError, match=r"holds no file that ends in .* but .*0\.png, .*; set another folder, or rename"
+    ):
+        CORPORA["text"](config)
+
+
+def test_dates_and_a_byte_order_mark_are_text_as_any_other(tmp_path):
+    lines = [{"text": "2020-01-01"}, {"text": "2021-02-02 and more"}, {"text": None}, {"text": "é"}]
+    written = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    (tmp_path / "a.jsonl").write_text(written, encoding="utf-8-sig")
+    found = documents(of_text(tmp_path / "a.jsonl", val_fraction=0.5))
+    assert found == {"train": ["2020-01-01", "2021-02-02 and more"], "val": ["é"]}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.with_suffix(".jsonl").write_text("\n\n"),
+        lambda path: path.with_suffix(".jsonl").write_text('{"text": null}\n{"text": ""}\n'),
+        lambda path: datasets.Dataset.from_dict({"text": []}).to_parquet(path.with_suffix(".parquet")),
+    ],
+    ids=["blank lines", "empty texts", "no rows"],
+)
+def test_a_text_of_nothing_is_called_so(make, tmp_path):
+    (tmp_path / "text").mkdir()
+    make(tmp_path / "text" / "a")
+    with pytest.raises(DataError, match="holds no text: there are no rows, or their field 'text' is empty"):
+        prepare(of_text(tmp_path / "text", cache=str(tmp_path / "cache")))
+
+
+def test_a_device_is_neither_a_file_nor_a_folder():
+    with pytest.raises(DataError, match=r"data\.path=/dev/null is neither a file nor a folder"):
+        CORPORA["text"](of_text(Path("/dev/null")))
+
+
 def test_a_bad_byte_is_named_by_its_place_in_the_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"some words " * 500_000 + b"\xff" + b" some words" * 1000)  # in the second block
     with pytest.raises(DataError, match="byte 5500000 is 0xff"):
@@ -267,7 +317,9 @@ def test_a_bad_byte_is_named_by_its_place_in_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
-        ('{"text": "a"}\n{"text": \n', r"could not read .*a\.jsonl \("),
+        ('{"text": "a"}\n{"text": \n', r"could not read .*a\.jsonl \(line 2 is not JSON\)"),
+        ('[{"text": "a"}]\n', r"\(line 1 is a list and not an object such as {\"text\": \.\.\.}\); repair it"),
+        ("\n[1, 2]\n", r"\(line 2 is a list and not an object"),
         ('{"body": "a", "title": "b"}\n' * 9, r"no field 'text' but body, title; choose one with data\.text_field"),
         ('{"text": 17}\n' * 9, r"holds a int in 'text'"),
     ],
