@@ -1,4 +1,4 @@
-"""Runs of train.py, each in a process of its own, as rows of a result file."""
+"""Runs of train.py, each in a separate process, as rows of a result file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from bench.machine import ROOT
 from bench.record import Row
 
-OUTPUT_LINES = 40  # of a run that failed, kept as its message
+OUTPUT_LINES = 40  # of a run that failed, which become its message
 
 
 def python(arguments: Sequence[str], gpus: int = 1) -> str:
@@ -44,8 +44,8 @@ def train(overrides: Sequence[str], folder: Path, gpus: int = 1) -> Row:
 def recorded(folder: Path) -> Row:
     """The results of a run folder: what summary.json says, and its losses by step from metrics.jsonl."""
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    kept = ("status", "message", "step", "train_loss", "val_loss", "non_finite_step", "tokens", "attention_path")
-    row = {name: summary[name] for name in kept}
+    copied = ("status", "message", "step", "train_loss", "val_loss", "non_finite_step", "tokens", "attention_path")
+    row = {name: summary[name] for name in copied}
     row |= {name.split("/")[1]: value for name, value in (summary["median"] | summary["peak"]).items()}
     row |= {"precision": summary["precision"], "wall_s": round(summary["wall_time_s"], 1)}
     probed = summary["parity"]

@@ -25,8 +25,10 @@ class DataConfig:
     max_tokens      tokens to prepare, training and validation together; null for all
     val_fraction    of the text that is held out for validation
     cache           folder of the prepared tokens
-    hub             name of a data set on the Hugging Face hub, or a folder it was downloaded to; its revision, subset
-                    and split ("train+test" joins two)
+    hub             name of a data set on the Hugging Face hub, or a folder it was downloaded to
+    hub_revision    of that data set
+    hub_subset      of that data set
+    hub_split       of that data set; "train+test" joins two
     documents       how attention treats documents that share a sequence
     text_field      the field of .jsonl, .parquet and hub rows that holds the text
     """

@@ -24,7 +24,7 @@ def table(ladder: list[Measured]) -> str:
 
 
 class ArgumentError(ValueError):
-    """An argument that is not possible; the message says what is."""
+    """An invalid argument; the message names the valid ones."""
 
 
 def main(arguments: list[str]) -> None:
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
     ladder = measure()
     print(f"Attention over the scores and values {', '.join(f'{x:g}' for x in EXAMPLE.tolist())}, step by step\n")
     print(table(ladder))
-    print(f"\nOn random scores no step is further from the one before than {furthest_apart(ladder):.1e}.")
+    print(f"\nOn random scores each step differs from the one before by at most {furthest_apart(ladder):.1e}.")
     line, wrong, right = silent_error()
     print(f"\nWithout this line the output is {wrong:.4f} instead of {right:.4f}, and nothing complains:\n    {line}\n")
     print("recording FlashAttention-1 and -2 ...", flush=True)

@@ -3,9 +3,9 @@
     S = Q K^T / sqrt(d),  P = softmax(S),  O = P V                                      (N, d) in and out
 
 FlashAttention-1 (Dao et al. 2022, algorithms 1 and 4) walks over tiles of keys and, for each, over all tiles of
-queries: O, l and m live in slow memory and go back and forth. FlashAttention-2 (Dao 2023, algorithms 1 and 2) changes
-the order of the loops: a tile of queries keeps its o, l and m in fast memory until it is done, and the backward keeps
-one log-sum-exp a row instead of l and m.
+queries: O, l and m live in slow memory and are read and written again for each. FlashAttention-2 (Dao 2023, algorithms
+1 and 2) changes the order of the loops: o, l and m of a tile of queries stay in fast memory until it is done, and the
+backward reads one log-sum-exp a row instead of l and m.
 
 `see(i, j)` is a tile of the mask, True where a query sees a key; `keep(i, j)` a tile of the dropout mask times its
 scale. A tile of which no query sees anything is never loaded.
@@ -53,7 +53,7 @@ def standard_forward(Q: Slow, K: Slow, V: Slow, O: Slow, S: Slow, P: Slow, see: 
 def standard_backward(
     Q: Slow, K: Slow, V: Slow, dO: Slow, dQ: Slow, dK: Slow, dV: Slow, P: Slow, dS: Slow, see: Tile, keep: Tile
 ) -> None:
-    """FlashAttention-1, algorithm 3: the gradients by the formulas, with P kept and dS (N, N) in slow memory."""
+    """FlashAttention-1, algorithm 3: the gradients by the formulas, with P and dS (N, N) in slow memory."""
     scale = 1 / math.sqrt(Q.tensor.shape[1])
     rows, columns = slice(0, len(Q)), slice(0, len(K))
     dV.store(columns, (P.load(rows) * keep(rows, columns)).T @ dO.load(rows))

@@ -1,4 +1,4 @@
-"""What each step of the ladder reads and holds, where it overflows, and what one missing line does silently."""
+"""The steps of the ladder, measured: their reads, memory and overflow, and the silent error of a missing line."""
 
 from __future__ import annotations
 import __future__
@@ -19,7 +19,7 @@ from learn.memory import Slow, Traffic
 from learn.tracing import record
 
 EXAMPLE = torch.arange(1.0, 7.0)  # scores and values 1 to 6: the output is 5.4329
-RESCALING = "# rescale"  # marks the line of softmax.py that takes old sums to a new maximum
+RESCALING = "# rescale"  # marks the line of softmax.py that rescales old sums to a new maximum
 # Rounding of fp32 sums of a few positive terms; a wrong formula is off by orders of magnitude more.
 TOLERANCE = 1e-5
 PRECISIONS = {"fp16": torch.float16, "fp32": torch.float32}
@@ -27,7 +27,7 @@ PRECISIONS = {"fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Rung:
-    """A step of the ladder: the function, its formula, and what is new in it."""
+    """A step of the ladder: the function, its formula, and its new idea."""
 
     function: Callable[..., None]
     title: str
@@ -89,7 +89,7 @@ class Measured:
 
     result    on the example: the output, or softmax's mean of the values
     passes    times that the scores, or the keys that give them, were read
-    holds     numbers in fast memory at most, on the example: values of one number each, tiles of two
+    holds     the most numbers in fast memory at once, on the example with values of one number and tiles of two
     error     largest difference from fp64 on random scores, relative to the largest value
     apart     largest difference from the step before, on the same random scores
     overflow  the smallest score at which the result is not finite, by precision; inf: none
@@ -131,8 +131,8 @@ def prepare(function: Callable[..., None], x: Tensor, v: Tensor) -> Call:
         return Call(slow, {}, slow["x"], lambda: slow["out"].tensor[0])
     q, k = torch.zeros_like(v[:1]), torch.zeros_like(v)
     q[:, 0], k[:, 0] = math.sqrt(d), x
-    kept = {"l": 0.0, "m": lowest(x.dtype)} if "l" in names else {"lse": 0.0}
-    rows = {name: torch.full_like(q[:, :1], value) for name, value in kept.items()}
+    statistics = {"l": 0.0, "m": lowest(x.dtype)} if "l" in names else {"lse": 0.0}
+    rows = {name: torch.full_like(q[:, :1], value) for name, value in statistics.items()}
     slow = held({"Q": q, "K": k, "V": v, "O": torch.zeros_like(q), **rows})
     everything = torch.ones(1, len(x), dtype=torch.bool)
     rest = {"B_r": 1, "B_c": 2, "see": lambda i, j: everything[i, j], "keep": lambda i, j: everything[i, j]}
@@ -155,7 +155,7 @@ def passes(function: Callable[..., None]) -> float:
 
 
 def holds(function: Callable[..., None]) -> int:
-    """The most numbers that a function's names hold at once, on the example."""
+    """The most numbers that a function holds in fast memory at once, on the example."""
     call = prepare(function, EXAMPLE, EXAMPLE[:, None])
     return record(function, call.slow, call.rest).most_in_fast_memory
 
@@ -209,10 +209,10 @@ def furthest_apart(ladder: Sequence[Measured]) -> float:
 def without(function: Callable[..., None], mark: str) -> Callable[..., None]:
     """The function without the lines that contain a mark. Raises ValueError where none does."""
     lines = inspect.getsource(function).splitlines()
-    kept = [line for line in lines if mark not in line]
-    if len(kept) == len(lines):
+    others = [line for line in lines if mark not in line]
+    if len(others) == len(lines):
         raise ValueError(f"{function.__name__} has no line with {mark!r}.")
-    text, names = "\n".join(kept), dict(function.__globals__)
+    text, names = "\n".join(others), dict(function.__globals__)
     file = f"<{function.__name__} without {mark}>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # where `inspect` finds its source
     exec(compile(text, file, "exec", flags=__future__.annotations.compiler_flag), names)
@@ -222,7 +222,7 @@ def without(function: Callable[..., None], mark: str) -> Callable[..., None]:
 def silent_error() -> tuple[str, float, float]:
     """One pass over the example with the rescaling left out: the missing line, the wrong output and the right one.
 
-    No number overflows and nothing is raised: the output is simply another one.
+    No number overflows and nothing is raised, but the output is wrong.
     """
     function = softmax.one_pass_attention
     (line,) = [line.strip() for line in inspect.getsource(function).splitlines() if RESCALING in line]

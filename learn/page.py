@@ -43,7 +43,7 @@ BYTES = 4  # of a number: fp32
 
 
 def problem_of(choice: dict[str, Any]) -> Problem:
-    """The problem that a setting of the controls stands for."""
+    """The problem of a setting of the controls."""
     mask = choice["mask"]
     window = int(mask.split()[1]) if mask.startswith("window") else 0
     return Problem(choice["N"], choice["d"], choice["M"], mask != "full", window, choice["dropout"])
@@ -68,7 +68,7 @@ def choices() -> Iterator[dict[str, Any]]:
 
 
 def key_of(choice: dict[str, Any]) -> str:
-    """The key under which the page finds a recording."""
+    """The key of a recording in the page."""
     return "|".join(str(choice[name]) for name in CHOICES)
 
 
@@ -87,7 +87,7 @@ def numbers(tensor: Tensor) -> list[list[str]]:
 
 
 def texts(now: dict[str, Tensor], before: dict[str, Tensor], shown_before: Texts) -> Texts:
-    """Tensors as the page shows them, by name. Writing numbers takes long: those that are as before are not written."""
+    """Tensors as the page shows them, by name. Formatting takes long, so unchanged tensors reuse the earlier text."""
     return {
         name: shown_before[name] if name in before and torch.equal(tensor, before[name]) else numbers(tensor)
         for name, tensor in now.items()
@@ -122,7 +122,7 @@ def packed(recording: Recording, problem: Problem) -> dict[str, Any]:
         "B_r": B_r,
         "B_c": B_c,
         "visible": problem.visible().int().tolist(),
-        "kept": (problem.kept() != 0).int().tolist(),
+        "kept": (problem.dropout_factors() != 0).int().tolist(),
     }
 
 

@@ -33,7 +33,7 @@ BACKWARD: dict[str, Function] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """N queries and keys of d numbers, a fast memory of M numbers, and what a query sees.
+    """N queries and keys of d numbers, a fast memory of M numbers, and a mask.
 
     causal   query i sees key j iff j <= i
     window   a query sees its last `window` keys, itself included; 0: all
@@ -57,8 +57,8 @@ class Problem:
             visible &= (j <= i) & (j > i - self.window)
         return visible
 
-    def kept(self) -> Tensor:
-        """(N, N): 0 where dropout drops a weight, else what it is multiplied by."""
+    def dropout_factors(self) -> Tensor:
+        """(N, N): 0 where dropout drops a weight, else the factor by which it scales the others."""
         if not self.dropout:
             return torch.ones(self.N, self.N)
         mask = keep_mask(DropoutKey(0, 0, 0, 0), self.dropout, 1, 1, self.N, self.N)[0, 0]
@@ -85,31 +85,31 @@ Run = Callable[[Function, dict[str, Slow], dict[str, object]], None]
 
 
 def call(function: Function, slow: dict[str, Slow], rest: dict[str, object]) -> None:
-    """function(**slow, **rest): what `solve` does with each function unless it is told otherwise."""
+    """function(**slow, **rest), the default of `solve`."""
     function(**slow, **rest)
 
 
 def solve(
     problem: Problem, algorithm: str, *, backward: bool = False, blocks: tuple[int, int] | None = None, run: Run = call
 ) -> Solution:
-    """Run one pass of an algorithm; its traffic alone is counted, the forward before a backward is not.
+    """Run one pass of an algorithm, and count its traffic; that of the forward before a backward is not counted.
 
     blocks  B_r and B_c; those that `block_sizes` gives for M by default
     run     calls the pass, as `call` does: a tracer records it there
     """
     q, k, v, do = problem.inputs()
     N, d = q.shape
-    see, keep = problem.visible(), problem.kept()
+    see, keep = problem.visible(), problem.dropout_factors()
     rest: dict[str, object] = {"see": lambda i, j: see[i, j], "keep": lambda i, j: keep[i, j]}
     if algorithm != "standard":
         rest["B_r"], rest["B_c"] = blocks or block_sizes(d, problem.M)
     tensors = {"Q": q, "K": k, "V": v, "O": torch.zeros(N, d)}
-    kept_rows: dict[str, Tensor] = {
+    for_backward: dict[str, Tensor] = {
         "standard": {"S": torch.zeros(N, N), "P": torch.zeros(N, N)},
         "flash_1": {"l": torch.zeros(N, 1), "m": torch.full((N, 1), lowest(q.dtype))},
         "flash_2": {"lse": torch.zeros(N, 1)},
     }[algorithm]
-    solution = _solve(FORWARD[algorithm], tensors | kept_rows, rest, call if backward else run)
+    solution = _solve(FORWARD[algorithm], tensors | for_backward, rest, call if backward else run)
     if not backward:
         return solution
     tensors = {name: slow.tensor for name, slow in solution.slow.items()}

@@ -3,7 +3,7 @@
 Each function reads the scores x (N,) and, where it computes attention, the values v (N, d) from slow memory. It
 computes  softmax(x)_i = exp(x_i) / sum_j exp(x_j)  or  out = sum_i softmax(x)_i v_i.  Names are those of
 attention/tiled.py: m the running maximum, l the running sum of exp(x - m), o the running sum of exp(x - m) v, and
-alpha the factor that takes l and o from an old maximum to a new one.
+alpha the factor that rescales l and o from an old maximum to a new one.
 """
 
 from __future__ import annotations
@@ -98,5 +98,5 @@ def tiled_attention(x: Slow, v: Slow, out: Slow, block: int = 2) -> None:
 
 
 def reference_softmax(x: Tensor) -> Tensor:
-    """torch's own softmax in fp64: what every step is checked against besides the step before it."""
+    """torch's softmax in fp64. Every step is compared with it, and with the step before."""
     return torch.softmax(x.double(), dim=-1)

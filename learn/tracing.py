@@ -1,7 +1,7 @@
-"""Run a function of this package and record what every one of its lines did.
+"""Run a function of this package and record every line that it executes.
 
-The interpreter calls back before each line (sys.settrace), so what is recorded is what ran: the names a line assigned
-and their numbers, what it moved between slow and fast memory, and what lay in either afterwards.
+The interpreter calls back before each line (sys.settrace). Recorded are the names that a line assigned and their
+values, the rows that it moved between slow and fast memory, and the content of both afterwards.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str,
         if running is None:
             return
         names_now, line = frame.f_locals, running - source.first
-        # A loop's own line runs once more when the loop has ended.
+        # The line of a `for` runs once more when the loop has ended.
         here = (line, following - source.first)
         around = [name for name, start, end in source.loops if start <= min(here) and max(here) <= end]
         step = Step(
@@ -150,7 +150,7 @@ def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str,
 
 
 def with_idle(recorded: list[Step], source: Source) -> list[Step]:
-    """The steps with what is idle: found from the last one back, by the names that later lines read."""
+    """The steps with their idle tensors, computed from the last step back, by the names that later lines read."""
     steps: list[Step] = []
     needed: set[str] = set()
     for step in reversed(recorded):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from learn.problem import Problem, solve
 
 LABELS = {"standard": "standard attention", "flash_1": "FlashAttention-1", "flash_2": "FlashAttention-2"}
-# The ink is replaced by the page's own; the others read on white and on black.
+# The page replaces the ink by its text colour; the others are readable on white and on black.
 INK, COLOURS = "#123456", {"standard": "#d1495b", "flash_1": "#edae49", "flash_2": "#2e86ab"}
 
 
@@ -19,8 +19,8 @@ INK, COLOURS = "#123456", {"standard": "#d1495b", "flash_1": "#edae49", "flash_2
 class Curves:
     """Numbers moved by a forward and a backward pass together, for each size M of fast memory.
 
-    theorem  N d + N^2 times the constant that standard attention shows at half the length, and N^2 d^2 / M times the
-             constant that FlashAttention-1 shows at the smallest M
+    theorem  N d + N^2 and N^2 d^2 / M, each times a constant: the first measured with standard attention at half the
+             length, the second with FlashAttention-1 at the smallest M
     """
 
     N: int
@@ -33,7 +33,7 @@ class Curves:
 def count(N: int = 64, d: int = 8) -> Curves:
     """Run each algorithm with fast memories that hold one row of each matrix, two rows, and so on up to all.
 
-    FlashAttention-2 takes tiles of M / 4d queries too: it has no reason to keep them shorter than its tiles of keys.
+    FlashAttention-2 takes tiles of M / 4d queries too: it has no reason for shorter tiles of queries than of keys.
     """
     sizes = tuple(4 * d * 2**k for k in range(N.bit_length()) if 2**k <= N)
     moved = {name: tuple(_moved(Problem(N, d, M), name) for M in sizes) for name in LABELS}
@@ -49,7 +49,7 @@ def _moved(problem: Problem, name: str) -> int:
 
 
 def draw(curves: Curves) -> str:
-    """The curves as an SVG whose ink is the page's."""
+    """The curves as an SVG in the page's text colour."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -52,7 +52,7 @@ def gelu(x: Tensor) -> Tensor:
     """x Phi(x) in the tanh approximation: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", section 2.
 
     (1 + tanh(u)) / 2 is the logistic function of 2 u, for which the compiler generates faster code
-    (docs/training-step.md).
+    (docs/notes/training-step.md).
     """
     if torch.compiler.is_compiling():
         return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))

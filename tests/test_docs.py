@@ -16,8 +16,9 @@ from attention import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "add-an-attention.md").read_text()
-DECODING = (ROOT / "docs" / "decoding.md").read_text()
 VARIANTS = (ROOT / "docs" / "variants.md").read_text()
+# Pages for users. Lab notes are none, and the reference of the configuration is as long as the configuration.
+PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "configuration.md"]
 
 
 def block_after(sentence: str) -> str:
@@ -70,18 +71,39 @@ def test_the_table_of_variants_is_what_implementations_support():
         assert [cell == "yes" for cell in cells.split(" | ")] == supported
 
 
-def test_the_calls_of_the_decoding_page_run(capsys):
+def run_code_of(page: str) -> dict[str, Any]:
+    """The names that the Python blocks of a page define."""
     names: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", DECODING, flags=re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL):
         exec(code, names)
-    assert names["out"].shape == (2, 8, 1, 64)
+    return names
+
+
+def test_the_calls_of_the_decoding_page_run(capsys):
+    names = run_code_of("decoding.md")
     assert len(capsys.readouterr().out.splitlines()) == 21
     assert all(len(request.tokens) == 20 or request.tokens[-1] == 10 for request in names["requests"])
 
 
+def test_the_call_of_the_cache_page_runs():
+    assert run_code_of("cache.md")["out"].shape == (2, 8, 1, 64)
+
+
 def test_the_library_call_of_the_variants_page_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", VARIANTS, flags=re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(code, names)
+    names = run_code_of("variants.md")
     assert names["out"].shape == (1031, 8, 64)
     assert names["lse"].shape == (8, 1031)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda path: path.name)
+def test_a_page_is_short_and_without_history(page):
+    text = page.read_text()
+    assert text.count("\n") <= (140 if page.name == "README.md" else 150)
+    assert not re.findall(r"\bcommit [0-9a-f]{7}\b|\([0-9a-f]{7}\)|at an earlier commit", text)
+
+
+def test_every_page_is_in_the_table_of_contents():
+    listed = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").with_suffix("").as_posix()
+        assert name == "index" or name.startswith("_build") or re.search(rf"(^|<){name}>?$", listed, re.MULTILINE), name

@@ -1,8 +1,8 @@
 """Block sizes, warps and pipeline stages: tables, so that nobody waits for an autotuner.
 
-The Hopper table is what bench/tune.py measured on an H200, head sizes above 128 excepted. The others were chosen to fit
-the shared memory of the smallest GPU they serve, with the fewest spilled registers the compiler reports; they were not
-timed. Dropout needs query tiles that are multiples of 16 and key tiles that are multiples of 64.
+bench/attention/tune.py measured the Hopper table on an H200, except for head sizes above 128. The others were chosen to
+fit the shared memory of the smallest GPU they serve, with the fewest spilled registers the compiler reports; they were
+not timed. Dropout needs query tiles that are multiples of 16 and key tiles that are multiples of 64.
 """
 
 from __future__ import annotations

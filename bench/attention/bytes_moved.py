@@ -4,7 +4,7 @@
 
 FlashAttention (Dao et al. 2022), figure 2, with this project's kernels: GPT-2 medium's attention (1,024 tokens, 16
 heads of 64, batch 64), forward and backward, for naive, flash and torch's FlashAttention; and the forward pass over
-block sizes. A pass is profiled in a process of its own (ncu runs every kernel several times) and timed in another.
+block sizes. A pass is profiled in one process (ncu runs every kernel several times) and timed in another.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def ours(label: str, config: AttentionConfig) -> Candidate:
 
 
 def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
-    """An implementation of attention/, with the contract's own checks."""
+    """An implementation of attention/, with its checks of the inputs."""
 
     def build(problem: Problem) -> Attend:
         rng = DropoutRng.torch if config.name == "sdpa" and problem.dropout else DropoutRng.replay
@@ -214,7 +214,7 @@ def candidates() -> dict[str, Candidate]:
 
 
 def installed(module: str) -> bool:
-    """Whether a module with code of its own could be imported.
+    """Whether a module that has code could be imported.
 
     A folder alone is none: FlashAttention-4 lies in flash_attn/, where FlashAttention-2 would be.
     """

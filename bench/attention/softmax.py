@@ -4,7 +4,7 @@
 
 Milakov and Gimelshein (2018), figures 1 and 2: softmax of the rows of a matrix, of 4,000 rows and of 10. A program
 walks over its row in tiles. Native softmax does so twice (the sum, the result), safe softmax three times (the maximum,
-the sum, the result), online softmax twice (maximum and sum at once, the result). torch's own stands beside them.
+the sum, the result), online softmax twice (maximum and sum at once, the result). torch's softmax is timed with them.
 """
 
 from __future__ import annotations

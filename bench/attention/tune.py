@@ -4,8 +4,8 @@
     python -m bench.attention.tune --head 256 --dropout 0 --passes forward --lengths 2048 --out tune.json
     python -m bench.attention.tune --masks window alibi soft_cap --dropout 0 --lengths 16384        # for HOPPER_SCORES
 
-Every candidate first runs once in a process of its own, since a configuration that the compiler rejects may abort the
-process. There it is checked against naive attention, including dropout's mask. The survivors are timed one after
+Every candidate first runs once in a separate process, because the compiler may abort on a configuration that it
+rejects. There it is checked against naive attention, including dropout's mask. The survivors are timed one after
 another, in bf16, at 16k tokens and hidden size 2048. The fastest are printed, to be copied into the table.
 """
 
@@ -120,8 +120,8 @@ def error(candidate: Candidate) -> float:
     gradients = torch.autograd.grad(out, (q, k, v), problem.do.float())
     problem.out = out.detach().bfloat16()
     problem.lse2[..., :length] = lse / math.log(2)
-    kept = 1 - drop_threshold(candidate.dropout) / 256
-    problem.delta[..., :length] = (problem.out.float() * problem.do.float()).sum(-1) * kept
+    keep_probability = 1 - drop_threshold(candidate.dropout) / 256
+    problem.delta[..., :length] = (problem.out.float() * problem.do.float()).sum(-1) * keep_probability
     expected = {"forward": [out], "dq": gradients[:1], "dkdv": gradients[1:]}[candidate.kernel]
     actual = problem.run(candidate.kernel, candidate.blocks)
     return max(((a - e).norm() / e.norm()).item() for a, e in zip(actual, expected, strict=True))

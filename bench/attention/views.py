@@ -13,8 +13,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-from rich.table import Table
 
+from bench.markdown import both, pivot
 from recipe.drawing import (
     Chart,
     Palette,
@@ -54,36 +54,27 @@ def lengths(rows: Iterable[Row]) -> list[int]:
     return sorted({row["length"] for row in rows})
 
 
-def tables(rows: Sequence[Row]) -> Iterator[Table | str]:
-    """Tables for each head size, mask and dropout: speed, its ratio to the fastest peer, memory and error."""
+def tables(rows: Sequence[Row]) -> Iterator[str]:
+    """Markdown for each head size, mask and dropout: speed and its ratio to the fastest peer, memory and error."""
     for (head_size, variant, dropout), found in series(rows).items():
-        columns = lengths(found)
-        speed, cost = Table(), Table()
-        for table in (speed, cost):
-            table.add_column("")
-            for length in columns:
-                table.add_column(short_length(length), justify="right")
-        for label, cells in named(found).items():
-            at = {row["length"]: row for row in cells}
-            speed.add_row(label, *(speed_cell(at.get(length)) for length in columns))
-            cost.add_row(label, *(cost_cell(at.get(length)) for length in columns))
-        flash = {row["length"]: row for row in found if row["name"] == "flash"}
-        if any("of_fastest_peer" in row.get("forward", {}) for row in flash.values()):
-            speed.add_section()
-            speed.add_row("flash / fastest peer", *(ratio_cell(flash.get(length)) for length in columns))
-        causal = {
-            row["length"]: row
-            for row in rows
-            if (row["name"], row["head_size"], row["variant"], row["dropout"])
-            == ("flash", head_size, "causal", dropout)
-        }
-        if variant not in ("causal", "full") and causal:
-            speed.add_row("flash, time / causal", *(time_cell(flash.get(n), causal.get(n)) for n in columns))
+        cells = [row for label in named(found).values() for row in label]
         title = f"head size {head_size}, {variant}, dropout {dropout:g}"
-        yield f"\n{title}: TFLOP/s forward/backward"
-        yield speed
-        yield f"{title}: MiB above the inputs, largest relative error"
-        yield cost
+        for content, cell in {
+            "TFLOP/s forward/backward (times the fastest peer)": speed_cell,
+            "MiB above the inputs, largest relative error": cost_cell,
+        }.items():
+            columns = [short_length(length) for length in lengths(found)]
+            yield f"\n{title}: {content}\n\n{pivot(cells, label_of, length_of, cell, columns=columns)}"
+
+
+def label_of(row: Row) -> str:
+    """The name of a row in tables."""
+    return str(row["label"])
+
+
+def length_of(row: Row) -> str:
+    """The length of a row: 512, 16k."""
+    return short_length(row["length"])
 
 
 def notes(rows: Sequence[Row]) -> Iterator[str]:
@@ -99,31 +90,19 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{label}: {message}"
 
 
-def speed_cell(row: Row | None) -> str:
-    """TFLOP/s of both passes, or why there are none."""
-    if row is None or row["status"] != "measured":
-        return SHORT[row["status"]] if row else ""
-    return "/".join(figures(row[direction]["tflops"]) for direction in ("forward", "backward"))
+def speed_cell(row: Row) -> str:
+    """TFLOP/s of both passes, for flash with the ratio to the fastest peer; or why there are none."""
+    if row["status"] != "measured":
+        return SHORT[row["status"]]
+    ratio = row["name"] == "flash" and "of_fastest_peer" in row["forward"]
+    speeds = "/".join(figures(row[direction]["tflops"]) for direction in ("forward", "backward"))
+    return speeds + (f" ({both(row, 'of_fastest_peer', 2)})" if ratio else "")
 
 
-def ratio_cell(row: Row | None) -> str:
-    """Speed over the fastest peer's, in both passes."""
-    if row is None or "of_fastest_peer" not in row.get("forward", {}):
-        return ""
-    return "/".join(f"{row[direction]['of_fastest_peer']:.2f}" for direction in ("forward", "backward"))
-
-
-def time_cell(row: Row | None, causal: Row | None) -> str:
-    """The time of both passes over that of plain causal attention."""
-    if not row or not causal or row["status"] != "measured" or causal["status"] != "measured":
-        return ""
-    return "/".join(f"{row[direction]['ms'] / causal[direction]['ms']:.2f}" for direction in ("forward", "backward"))
-
-
-def cost_cell(row: Row | None) -> str:
+def cost_cell(row: Row) -> str:
     """Memory, and the largest error among output and gradients."""
-    if row is None or row["status"] != "measured":
-        return SHORT[row["status"]] if row else ""
+    if row["status"] != "measured":
+        return SHORT[row["status"]]
     memory = "?" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 2**20:,.0f}"
     return f"{memory}  {max(row['error'].values()):.0e}" if row["error"] else memory
 

@@ -5,8 +5,8 @@
     python -m bench.experiments optimizers:cpu         on a CPU
     python -m bench.experiments shakespeare -- data=text data.path=input.txt data.tokenizer=bytes
 
-Each run is a process of its own, whose output is shown. Words after -- are further overrides for all of them. A row has
-the run's case, its overrides, and its results; running out of memory is one. bench/experiments/cases.py lists the runs.
+Each run is a separate process, whose output is shown. Words after -- are further overrides for all of them. A row has
+the run's case, its overrides and its results; running out of memory is one. bench/experiments/cases.py lists the runs.
 """
 
 from __future__ import annotations

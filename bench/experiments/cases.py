@@ -47,6 +47,13 @@ def optimizers_on_a_cpu() -> Iterator[Run]:
         yield Run({"optimizer": name}, f"{ON_A_CPU} training.ema=0.99 {overrides}")
 
 
+def first_ablation() -> Iterator[Run]:
+    """The sweep of docs/first-ablation.md, on a CPU."""
+    shape = f"{ON_A_CPU} training.steps=300 training.eval_every=100 {QUIET}"
+    for window, seed in product(("null", 16), (1, 2, 3)):
+        yield Run({"window": window, "seed": seed}, f"{shape} score.window={window} seed={seed}")
+
+
 def parity() -> Iterator[Run]:
     """experiment=parity with GPT-2: three seeds of naive, one of each other implementation."""
     shape = f"{of('parity')} {AT_1024} {QUIET} data.val_fraction=0.2 training.steps=300 parity.every=100"
@@ -198,6 +205,7 @@ def of(experiment: str) -> str:
 EXPERIMENTS: dict[str, Callable[[], Iterator[Run]]] = {
     "default": default,
     "optimizers:cpu": optimizers_on_a_cpu,
+    "first-ablation": first_ablation,
     "parity": parity,
     "dropout-parity": dropout_parity,
     "losses": losses,

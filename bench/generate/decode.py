@@ -1,4 +1,4 @@
-"""The share of a GPU's memory bandwidth that attention to a cache reaches, and that of torch's own kernels.
+"""The share of a GPU's memory bandwidth that attention to a cache reaches, and the share of torch's kernels.
 
     python -m bench.generate.decode           a minute
 

@@ -39,7 +39,7 @@ ONE_SHAPE = "bench.train_step --attention flash --dropout 0"
 
 
 def attention(name: str, arguments: str, minutes: float, needs: str = "") -> Part:
-    """A part of bench.attention with a result file of its own."""
+    """A part of bench.attention with a separate result file."""
     return Part(name, f"bench.attention --name {name} {arguments}", name, minutes, needs=needs)
 
 
@@ -123,7 +123,6 @@ PARTS = (
         )
         for rate in ("0", "0.1")
     ),
-    Part("loss", "bench.train_step.loss", "loss", 1, kernels=("model",)),
     runs("parity", 5),
     runs("dropout-parity", 3),
     runs("losses", 4),
@@ -157,6 +156,7 @@ PARTS = (
     runs("long-context:two-gpus", 3, count=2),
     runs("default", 5, count=0),
     runs("optimizers:cpu", 7, count=0),
+    runs("first-ablation", 5, count=0),
     Part("generate-cpu", "bench.generate --device cpu", "generate", 1, 0, kernels=()),
 )
 

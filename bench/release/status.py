@@ -59,6 +59,6 @@ def state_of(head: Row, part: Part, digests: Mapping[str, str]) -> str:
 
 
 def repeats(recorded: str, command: str) -> bool:
-    """Whether a recorded command is a part's, apart from overrides that name a local text, say."""
+    """Whether a recorded command is a part's, or a part's with further overrides, such as a local text."""
     words = recorded.removeprefix("python -m ")
     return words == command or (words.startswith(f"{command} -- ") and words not in [part.command for part in PARTS])

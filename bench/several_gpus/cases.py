@@ -63,8 +63,8 @@ def cases(gpus: int) -> Iterator[Case]:
     yield Case("xl", ALONE, 1024, 16, 3, 3, model="gpt2-xl", parallel=ParallelConfig(shard))
     if gpus > 1:
         yield Case("xl", "exact", 1024, 16, 3, 3, model="gpt2-xl", parallel=ParallelConfig(shard))
-        kept = ParallelConfig(shard, reshard_after_forward=False)
-        yield Case("xl", "exact, kept gathered", 1024, 16, 3, 3, model="gpt2-xl", parallel=kept)
+        gathered_once = ParallelConfig(shard, reshard_after_forward=False)
+        yield Case("xl", "exact, kept gathered", 1024, 16, 3, 3, model="gpt2-xl", parallel=gathered_once)
         any_order = ParallelConfig(shard, exact=False)
         yield Case("xl", "any order", 1024, 16, 3, 3, model="gpt2-xl", parallel=any_order)
         shared = ParallelConfig(shard, context=gpus)

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench.tables.blocks import draw, load_all, pages, stale_blocks, stale_figures, written
+from bench.tables.blocks import TableError, draw, load_all, pages, stale_blocks, stale_figures, written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,4 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except TableError as error:
+        sys.exit(f"error: {error}")

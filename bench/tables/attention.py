@@ -5,10 +5,11 @@ from __future__ import annotations
 from bench.attention.bytes_moved import chart as bytes_chart
 from bench.attention.bytes_moved import gigabytes
 from bench.attention.views import chart_of
+from bench.attention.views import length_of as length
 from bench.markdown import both, pivot, table
 from bench.record import Row
 from bench.tables.blocks import Rows, block, figure
-from bench.tables.labels import PEERS, VARIANTS, length, percent, problem
+from bench.tables.labels import PEERS, VARIANTS, percent, problem
 from recipe.drawing import Chart
 
 PEAK_TFLOPS = 989  # of an H200's tensor cores in bf16

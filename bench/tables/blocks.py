@@ -24,6 +24,10 @@ PROVENANCE = "provenance"
 Rows = Sequence[Row]
 
 
+class TableError(Exception):
+    """A block or a result file that does not exist; the message names it."""
+
+
 class Source(NamedTuple):
     """A function of the rows of result files."""
 
@@ -31,7 +35,7 @@ class Source(NamedTuple):
     function: Callable[..., str] | Callable[..., Chart]
 
     def rows(self) -> list[Rows]:
-        """The rows of each file. Raises FileNotFoundError for a file that is not there."""
+        """The rows of each file. Raises TableError for a file that does not exist."""
         return [results(name) for name in self.files]
 
 
@@ -70,7 +74,7 @@ def results(name: str) -> Rows:
     """The rows of a result file: "attention" of the GPU, "cpu:generate" of the CPU."""
     path = results_path(name)
     if not path.exists():
-        raise FileNotFoundError(f"there is no result file {path.name}, which a table or figure shows")
+        raise TableError(f"there is no result file {path.name}, which a table or figure shows.")
     return read(path)
 
 
@@ -86,7 +90,7 @@ def pages() -> list[Path]:
 
 
 def written(text: str, page: Path) -> str:
-    """The text of a page with all of its blocks up to date. Raises KeyError for a block that nobody registered."""
+    """The text of a page with all of its blocks up to date. Raises TableError."""
     names = [name for _, name, _ in BLOCK.findall(text)]
     return BLOCK.sub(lambda found: f"{found[1]}{content(found[2], names, page)}\n{found[3]}", text)
 
@@ -97,11 +101,11 @@ def content(name: str, names: Sequence[str], page: Path) -> str:
         files = [file for other in names if other != PROVENANCE for file in BLOCKS[other].files]
         return provenance([row for file in dict.fromkeys(files) for row in results(file)], page)
     if name not in BLOCKS:
-        raise KeyError(f"{page.name} has a block {name}, which no function of bench/tables writes")
+        raise TableError(f"{page.name} has a block {name}, which no function of bench/tables writes.")
     source = BLOCKS[name]
     text = source.function(*source.rows())
     assert isinstance(text, str)
-    return f"\n{text}\n"  # a table needs an empty line between itself and a comment
+    return text
 
 
 def provenance(rows: Rows, page: Path) -> str:
@@ -110,12 +114,12 @@ def provenance(rows: Rows, page: Path) -> str:
     machines = []
     for device in dict.fromkeys(head["device"] for head in heads):
         mine = [head for head in heads if head["device"] == device]
-        torch = sorted({head["versions"]["torch"].partition("+")[0] for head in mine})
+        torch = sorted({".".join(head["versions"]["torch"].split(".")[:2]) for head in mine})
         days = sorted({head["date"][:10] for head in mine})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         machines.append(f"{device} (torch {' and '.join(torch)}, {when})")
     folder = "../" * (len(page.relative_to(ROOT).parts) - 1) + "bench/results"
-    return f"\n*Measured on {', and on '.join(machines)}. Commands and commits: [bench/results]({folder}).*\n"
+    return f"*Measured on {', and on '.join(machines)}. Commands and commits: [bench/results]({folder}).*"
 
 
 def stale_blocks() -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bench.record import Row
-from recipe.wording import short_length
 
 VARIANTS = {
     "causal": "causal",
@@ -31,11 +30,6 @@ def problem(row: Row, *more: str) -> str:
     return ", ".join([f"head size {row['head_size']}", *mask, *dropout, *more])
 
 
-def length(row: Row) -> str:
-    """The length of a row: 512, 16k."""
-    return short_length(row["length"])
-
-
 def thousands(value: float) -> str:
     """A speed in thousands: 573."""
     return f"{value / 1e3:,.0f}"
@@ -44,3 +38,8 @@ def thousands(value: float) -> str:
 def percent(share: float, digits: int = 0) -> str:
     """A share: 96 %."""
     return f"{100 * share:.{digits}f} %"
+
+
+def case(row: Row, name: str) -> str:
+    """A value of a row's case, as text."""
+    return str(row["case"][name])

@@ -30,7 +30,7 @@ def other_keys(row: Row) -> str:
     """What a step's further overrides change about the keys it sees; nothing for causal attention."""
     extra = row.get("extra", [])
     if extra == DOCUMENTS:
-        return ", documents kept apart"
+        return ", documents masked"
     return ", window of 1,024 in every other layer" if "score=window" in extra else ""
 
 

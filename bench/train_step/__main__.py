@@ -7,7 +7,7 @@
     python -m bench.train_step --gpus 1 4 ...                        on one GPU and on four: another column
     python -m bench.train_step -- training.residual_in_fp32=false    further overrides for train.py: another column
 
-Every cell is a run of train.py in a process of its own: 124M parameters and 32,768 tokens per step, with data loading,
+Every cell is a run of train.py in a separate process: 124M parameters and 32,768 tokens per step, with data loading,
 logging and clipping. The median step counts. Running out of memory is a result. Results go to
 bench/results/train-step-<device>.json after each cell. Runs at the same time need a folder each (--results). nanoGPT's
 figures are those that `python -m bench.train_step.nanogpt` measured on the same kind of device.
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="for train.py, after --")
     args = parser.parse_args(arguments)
     require_gpu(parser)
-    # A profiled step launches its kernels one by one and is slower: it has its own row.
+    # A profiled step launches its kernels one by one and is slower, so it has a separate row.
     extra = [*args.overrides, *(["training.profile=true"] if args.profile else [])]
     cells = [
         {"attention": attention, "shape": shape, "dropout": dropout, "recompute": recompute, "extra": extra}

@@ -1,10 +1,10 @@
-"""nanoGPT's own benchmark, for the row next to ours in bench.train_step.
+"""nanoGPT's benchmark, for the column next to ours in bench.train_step.
 
     git clone https://github.com/karpathy/nanoGPT
     python -m bench.train_step.nanogpt nanoGPT                              ten cells, about ten minutes on an H200
     python -m bench.train_step.nanogpt nanoGPT --shapes 32x1024 --dropout 0   one of them; the others stay
 
-Each cell runs the checkout's bench.py in a process of its own, with random tokens, torch.compile and bf16, at GPT-2's
+Each cell runs the checkout's bench.py in a separate process, with random tokens, torch.compile and bf16, at GPT-2's
 124M parameters: 10 warm-up steps, then the mean of 20. It loads no data, clips no gradients and logs nothing.
 bench.py sets dropout to 0; here the model's configuration gets the rate of the cell instead, for attention weights and
 the residual stream. Results go to bench/results/nanogpt-<device>.json.

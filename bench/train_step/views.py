@@ -82,7 +82,7 @@ def chart(rows: Sequence[Row], theirs: Sequence[Row], dropout: float) -> Chart:
     return Chart(
         f"train-step-dropout-{dropout:g}",
         f"Training GPT-2 (124M), 32,768 tokens per step, dropout {dropout:g}",
-        "Median of the steps of a run; nanoGPT by its own benchmark.",
+        "Median of the steps of a run; nanoGPT by nanoGPT's benchmark.",
         partial(draw, rows=beside(shown, theirs)),
     )
 

@@ -135,7 +135,7 @@ class ParityProbe:
         key         of the micro-batch's dropout
         loss_scale  multiplies the loss before the backward pass (fp16), and is divided out again
 
-        Returns `parity/*` as docs/experiments.md lists them. If three passes do not fit the memory, it compares fewer
+        Returns `parity/*` as docs/probe.md lists them. If three passes do not fit the memory, it compares fewer
         sequences or fewer tokens, logs that, and reports the size in parity/tokens.
         """
         of = batch.inputs.shape

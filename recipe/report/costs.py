@@ -41,7 +41,7 @@ class Point(NamedTuple):
 
 
 class Crossover(NamedTuple):
-    """Where an implementation overtakes the reference for good: from there on it is faster at every measured length.
+    """The length from which on an implementation is faster than the reference at every measured length.
 
     seq_len  interpolated between the measured lengths around it; None where there is none
     first    the measured length from which on it is faster; None where it is not faster at the longest
@@ -125,7 +125,7 @@ def predicted_memory(sweep: Sweep, label: str) -> list[tuple[int, float]]:
 
 
 def crossovers(sweep: Sweep, reference: str = "naive") -> list[Crossover]:
-    """Where each implementation overtakes `reference` in step time; those that share no length with it are left out."""
+    """The length from which on each implementation is faster than `reference`, for those with lengths in common."""
     times = {
         label: {point.at: point.step_ms for point in found if point.step_ms} for label, found in points(sweep).items()
     }

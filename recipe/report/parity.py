@@ -55,7 +55,7 @@ class Gap(Enum):
 
 
 class Probe(NamedTuple):
-    """The worst check at the same weights: how many times the reference's own rounding, in which measure, and where."""
+    """The worst check at the same weights: its ratio to the reference's rounding, its measure, step and parameter."""
 
     checks: int
     ratio: float
@@ -65,7 +65,7 @@ class Probe(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is within what is accepted."""
+        """Whether the difference is within PARITY_MARGIN."""
         return self.ratio <= PARITY_MARGIN
 
 
@@ -274,7 +274,7 @@ def probe_worst(runs: Sequence[Run], reference: str) -> Probe | None:
 
 
 def beside_rounding(run: Run, measure: str) -> tuple[NDArray[np.int64], Array, Array]:
-    """The steps at which a probe took one of MEASURES, what it found, and what rounding alone gives."""
+    """The steps at which a probe took one of MEASURES, the differences there, and those of rounding alone."""
     apart, noise = run.series(f"parity/{measure}"), run.series(f"parity/noise_{measure}").finite()
     steps, here, there = np.intersect1d(apart.steps, noise.steps, return_indices=True)
     return steps, apart.values[here], noise.values[there]
@@ -285,8 +285,8 @@ def _probed(runs: Sequence[Run], reference: str) -> list[Run]:
 
 
 def rounding_of_a_step(runs: Sequence[Run], reference: str) -> float | None:
-    """The effect of rounding on the reference's loss in one step: the largest that a probe found, and at least one unit
-    in the last place of an fp32 loss. None without a probe."""
+    """The effect of rounding on the reference's loss in one step: the largest that a probe measured, and at least one
+    unit in the last place of an fp32 loss. None without a probe."""
     noises = [run.series("parity/noise_loss_diff").finite().values for run in _probed(runs, reference)]
     if not noises or not len(pooled := np.concatenate(noises)):
         return None

@@ -71,52 +71,52 @@ def parity_answer(verdicts: Sequence[Verdict], reference: str) -> Answer:
 
 def verdict_sentences(verdict: Verdict, reference: str) -> list[str]:
     """The verdict on one implementation in sentences: measurements, evidence against it, and what is missing."""
-    said = []
+    text = []
     probe, curve, final = verdict.probe, verdict.curve, verdict.final
     if lost := verdict.not_finite:
-        said.append(f"Its loss is not finite at step {lost.step:,} with seed {lost.seed}, where {lost.other}'s is.")
+        text.append(f"Its loss is not finite at step {lost.step:,} with seed {lost.seed}, where {lost.other}'s is.")
     if probe and probe.agrees:
-        said.append(f"At the same weights it differs by {times(probe.ratio)} {reference}'s own rounding.")
+        text.append(f"At the same weights it differs by {times(probe.ratio)} {reference}'s rounding.")
     elif probe:
         where = f" of {probe.parameter}" if probe.parameter and probe.measure == "grad_rel_err" else ""
-        said.append(
+        text.append(
             f"At the same weights its {MEASURES[probe.measure]}{where} differ by {times(probe.ratio)} {reference}'s "
-            f"own rounding at step {probe.step:,}. Up to {PARITY_MARGIN:g} times is accepted."
+            f"rounding at step {probe.step:,}. Up to {PARITY_MARGIN:g} times is accepted."
         )
     if curve and curve.largest == 0 and (not final or final.difference == 0):
-        said.append(f"Its losses equal {reference}'s to the last bit.")
+        text.append(f"Its losses equal {reference}'s to the last bit.")
     else:
         if curve and curve.ratio is None:
-            said.append(f"Its training loss stays within {size(curve.largest)} of {reference}'s of the same seed.")
+            text.append(f"Its training loss stays within {size(curve.largest)} of {reference}'s of the same seed.")
         elif curve and curve.agrees:
-            said.append(f"Its training loss stays inside the spread between seeds ({percent(curve.ratio)} of it).")
+            text.append(f"Its training loss stays inside the spread between seeds ({percent(curve.ratio)} of it).")
         elif curve:
-            said.append(
+            text.append(
                 f"Its training loss is {size(curve.largest)} from {reference}'s at step {curve.step:,}, "
                 f"{times(curve.ratio or 0.0)} the spread between seeds."
             )
-        said += _final_sentences(final, curve is not None and curve.agrees is True) if final else []
+        text += _final_sentences(final, curve is not None and curve.agrees is True) if final else []
     gaps = {
-        Gap.own_masks: "it draws its own dropout masks (attention.rng=torch)",
+        Gap.own_masks: "it draws other dropout masks (attention.rng=torch)",
         Gap.no_probe: f"no probe compared it with {reference} (parity.every, parity.reference)",
         Gap.no_reference: f"no run of {reference} has its settings",
         Gap.single_seed: f"{reference} ran with one seed, which shows no spread between seeds",
         Gap.no_shared_losses: f"too few losses share a seed and a step with {reference}'s",
     }
-    return [*said, f"Not measured: {listed([gaps[gap] for gap in verdict.gaps])}."] if verdict.gaps else said
+    return [*text, f"Not measured: {listed([gaps[gap] for gap in verdict.gaps])}."] if verdict.gaps else text
 
 
 def _final_sentences(final: Final, inside: bool) -> list[str]:
-    apart = f"Its final {LOSSES[final.metric]} differs by {size(final.difference)}"
+    sentence = f"Its final {LOSSES[final.metric]} differs by {size(final.difference)}"
     if final.floor is None:
-        return [f"{apart}."]
+        return [f"{sentence}."]
     if final.difference <= final.floor:
-        return [f"{apart}, where rounding adds up to {size(final.floor)}."]
-    apart += f", above the {size(final.floor)} that rounding adds up to."
+        return [f"{sentence}, where rounding adds up to {size(final.floor)}."]
+    sentence += f", above the {size(final.floor)} that rounding adds up to."
     if not final.amplified:
-        return [apart, "The losses differ by more than rounding from the first steps on."]
-    end = " and the runs end no further apart than seeds do" if inside else ""
-    return [apart, f"Training amplified the rounding: the first losses agree{end}."]
+        return [sentence, "The losses differ by more than rounding from the first steps on."]
+    end = " and at the end the runs differ by no more than seeds do" if inside else ""
+    return [sentence, f"Training amplified the rounding: the first losses agree{end}."]
 
 
 def _failures(sweep: Sweep) -> Answer:
@@ -135,13 +135,13 @@ def _failures(sweep: Sweep) -> Answer:
 
 def _ablations(sweep: Sweep, reference: str) -> Answer:
     """The result of training without a line of the online softmax."""
-    said: dict[str, list[str]] = {}
+    effects: dict[str, list[str]] = {}
     for run in sweep.runs:
         if run.ablated:
             effect = training_effect(run, sweep.runs, reference)
-            said.setdefault(str(run.option("attention.ablate")), []).append(f"In {run.precision}, {effect}.")
-    ends = [f"{ablate} {'overflows' if 'finite' in ' '.join(its) else 'trains on'}" for ablate, its in said.items()]
-    return Answer(listed(ends), "none", [(ablate, " ".join(its)) for ablate, its in said.items()])
+            effects.setdefault(str(run.option("attention.ablate")), []).append(f"In {run.precision}, {effect}.")
+    ends = [f"{ablate} {'overflows' if 'finite' in ' '.join(its) else 'trains on'}" for ablate, its in effects.items()]
+    return Answer(listed(ends), "none", [(ablate, " ".join(its)) for ablate, its in effects.items()])
 
 
 def training_effect(run: Run, runs: Sequence[Run], reference: str) -> str:
@@ -162,7 +162,7 @@ def training_effect(run: Run, runs: Sequence[Run], reference: str) -> str:
 
 
 def _over_lengths(sweep: Sweep, table: Table, reference: str) -> Answer:
-    """The answer of a sweep over lengths: the memory wall, the best context, or where one overtakes another."""
+    """The answer of a sweep over lengths: the memory wall, the best context, or the length from which one is faster."""
     found = [_wall(sweep, table), *([_context(table)] if same_tokens(sweep) else []), _crossings(sweep, reference)]
     answers = [part for part in found if part]
     headline = answers[0].headline if answers else "Speed and memory over the sequence length"
@@ -280,7 +280,7 @@ def ending(run: Run) -> str | None:
 
 
 def notes_on(found: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
-    """Notes on the runs: how they were found, how they ended, where they came from."""
+    """Notes on the runs: where they lie, how they ended, which commit and machine they ran on."""
     runs, notes = found.runs, list(found.notes)
     if len(sweeps) > 1:
         names = [s.partition("=")[0] for s in settings_apart([sweep.cells[0].runs[0] for sweep in sweeps])[0]]

@@ -19,7 +19,6 @@ from bench.machine import ROOT, environment, slug
 from bench.measure import MIN_SAMPLES, Timing, interleaved
 from bench.record import RESULTS
 from bench.several_gpus.__main__ import main as several_gpus
-from bench.train_step import loss
 from bench.train_step.__main__ import main as train_step
 
 CPU = torch.device("cpu")
@@ -86,7 +85,7 @@ def test_devices_become_file_names(device, name):
     assert slug(device) == name
 
 
-MODULES = [bytes_moved, fp8, kernel_paths, softmax, tune, decode, loss]
+MODULES = [bytes_moved, fp8, kernel_paths, softmax, tune, decode]
 BENCHMARKS = [module.main for module in MODULES] + [attention, generate, several_gpus, train_step]
 
 

@@ -28,7 +28,7 @@ def test_forward_and_backward_are_those_of_the_formula(problem: Problem, algorit
     for x in (q, k, v):
         x.requires_grad_()
     scores = (q @ k.T / math.sqrt(problem.d)).masked_fill(~problem.visible(), -torch.inf)
-    out = (scores.softmax(dim=1) * problem.kept().double()) @ v
+    out = (scores.softmax(dim=1) * problem.dropout_factors().double()) @ v
     gradients = torch.autograd.grad(out, (q, k, v), do)
     assert torch.allclose(solve(problem, algorithm)["O"].double(), out, atol=1e-6)
     backward = solve(problem, algorithm, backward=True)

@@ -75,7 +75,9 @@ def test_the_bullet_names_what_was_measured(tmp_path: Path) -> None:
     assert verdict.final is not None
     assert verdict.probe is not None
     assert verdict.probe.checks == 3 * 4
-    assert said(verdict).startswith(f"At the same weights it differs by {verdict.probe.ratio:.2g} times naive's own")
+    assert said(verdict).startswith(
+        f"At the same weights it differs by {verdict.probe.ratio:.2g} times naive's rounding"
+    )
     for number in (f"{100 * (verdict.curve.ratio or 0):.2g} %", f"{verdict.final.difference:.2g}, where rounding adds"):
         assert number in said(verdict)
     assert parity_answer([verdict], "naive").headline == "Parity holds for flash"
@@ -188,7 +190,7 @@ def test_a_nan_in_the_probe_is_a_difference(tmp_path: Path) -> None:
     write_run(tmp_path / "naive", "naive", 1)
     verdict = only(tmp_path)
     assert verdict.outcome is Outcome.broken
-    assert "infinitely many times naive's own rounding at step 300" in said(verdict)
+    assert "infinitely many times naive's rounding at step 300" in said(verdict)
 
 
 def test_the_probe_alone_speaks_where_the_reference_did_not_run(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""docs/configuration.md: every override, from the dataclasses of the configuration and their docstrings."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from bench.machine import ROOT
+from bench.markdown import table
+from bench.tables.blocks import TableError, block
+from recipe.cli import compose
+from recipe.config import Config, register, type_hints
+from recipe.sweeps import launcher
+from recipe.wording import as_typed
+
+OPTION = re.compile(r"^    (\w+(?:, \w+)*) +(\S.*)$")  # one name or several, then their meaning
+CONTINUED = re.compile(r"^     +(\S.*)$")
+
+
+def meanings(config_type: type) -> dict[str, str]:
+    """The option's name -> its meaning, from a dataclass's docstring in columns. Raises TableError for a gap."""
+    found: dict[str, str] = {}
+    names, last = [f.name for f in fields(config_type)], list[str]()
+    for line in (config_type.__doc__ or "").splitlines():
+        option, continued = OPTION.match(line), CONTINUED.match(line)
+        if option and set(option[1].split(", ")) <= set(names):
+            last = option[1].split(", ")
+            found |= dict.fromkeys(last, option[2])
+        elif continued:
+            found |= {name: f"{found[name]} {continued[1]}" for name in last}
+        elif last:
+            break  # the columns are one paragraph
+    hints = type_hints(config_type)
+    for name in names:
+        if name not in found and not is_dataclass(hints[name]):
+            raise TableError(f"the docstring of {config_type.__name__} does not describe {name}.")
+    return {name: re.sub(r"\bNone\b", "null", text) for name, text in found.items()}
+
+
+def type_name(hint: Any) -> str:
+    """A type in words: choices of an enum by name, `null` for None."""
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return ", ".join(f"`{member.name}`" for member in hint)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(type_name(part) for part in typing.get_args(hint))
+    if hint is type(None):
+        return "`null`"
+    names = {bool: "`true` or `false`", int: "whole number", float: "number", str: "text"}
+    return names.get(hint, "list")
+
+
+def value_name(value: object) -> str:
+    """A default as an override has it."""
+    if isinstance(value, Enum):
+        return f"`{value.name}`"
+    return f"`{list(value) if isinstance(value, tuple) else as_typed(value)}`"
+
+
+def choices(group: str) -> list[str]:
+    """The files of a group of conf/."""
+    return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+def section(config: Any, prefix: str) -> str:
+    """The table of one dataclass."""
+    kind: type = type(config)
+    hints, described = type_hints(kind), meanings(kind)
+    lines = [
+        [f"`{prefix}{f.name}`", value_name(getattr(config, f.name)), type_name(hints[f.name]), described[f.name]]
+        for f in fields(kind)
+        if not is_dataclass(hints[f.name])
+    ]
+    return table(["override", "default", "type", "meaning"], [[cell.replace("|", "\\|") for cell in x] for x in lines])
+
+
+@block("configuration")
+def configuration() -> str:
+    """A section for each part of the configuration, with the presets of its group."""
+    register()
+    launcher.register()
+    config = compose.to_config(compose.composed([]))
+    return "\n\n".join(sections(config))
+
+
+def sections(config: Config) -> Iterator[str]:
+    """The root's options, then each part's."""
+    yield section(config, "")
+    for f in fields(config):
+        part = getattr(config, f.name)
+        if is_dataclass(part):
+            presets = ", ".join(f"`{name}`" for name in choices(f.name))
+            chosen = f"`{f.name}=` chooses a preset of [conf/{f.name}/](../conf/{f.name}): {presets}.\n\n"
+            yield f"## {f.name}\n\n{chosen if presets else ''}{section(part, f'{f.name}.')}"
+    yield f"## experiment\n\n`experiment=` chooses one of {', '.join(f'`{name}`' for name in choices('experiment'))}."
