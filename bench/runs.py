@@ -42,18 +42,22 @@ def train(overrides: Sequence[str], folder: Path, gpus: int = 1) -> Row:
 
 
 def recorded(folder: Path) -> Row:
-    """The results of a run folder: what summary.json says, and its losses by step from metrics.jsonl."""
+    """The results of a run folder: those of summary.json, and losses by step from metrics.jsonl.
+
+    A run whose model did not fit into memory has neither metrics nor most results.
+    """
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    copied = ("status", "message", "step", "train_loss", "val_loss", "non_finite_step", "tokens", "attention_path")
-    row = {name: summary[name] for name in copied}
-    row |= {name.split("/")[1]: value for name, value in (summary["median"] | summary["peak"]).items()}
-    row |= {"precision": summary["precision"], "wall_s": round(summary["wall_time_s"], 1)}
-    probed = summary["parity"]
-    for kind, measure in (("gradients", "grad_rel_err"), ("logits", "logits_max_diff")):
-        error, noise = (float(probed[f"{which}_{measure}"]) if probed else 0.0 for which in ("worst", "noise"))
-        if noise and math.isfinite(error / noise):
-            row.setdefault("probe", {})[kind] = error / noise
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    copied = ("status", "message", "step", "train_loss", "val_loss", "non_finite_step", "tokens")
+    row: Row = {name: summary.get(name) for name in (*copied, "attention_path", "precision")}
+    row["wall_s"] = summary.get("wall_time_s")
+    row |= {name.split("/")[1]: value for kind in ("median", "peak") for name, value in summary.get(kind, {}).items()}
+    if probed := summary.get("parity"):
+        for kind, measure in (("gradients", "grad_rel_err"), ("logits", "logits_max_diff")):
+            error, noise = (float(probed[f"{which}_{measure}"]) for which in ("worst", "noise"))
+            if noise and math.isfinite(error / noise):
+                row.setdefault("probe", {})[kind] = error / noise
+    metrics = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     for name, metric in (("losses", "train/loss"), ("evaluations", "val/loss"), ("evaluations_ema", "val/loss_ema")):
         values = [[line["step"], round(float(line[metric]), 6)] for line in lines if metric in line]
         row[name] = [value for value in values if math.isfinite(value[1])]
