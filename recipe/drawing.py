@@ -60,6 +60,7 @@ _RC: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
     "legend.fontsize": SIZE,
     "path.simplify_threshold": 0.3,
+    "text.parse_math": False,  # a label may hold dollars
 }
 
 Palette = Mapping[str, str]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from recipe.report.runs import Run, number
 from recipe.report.sweeps import Cell, Sweep
@@ -15,8 +17,31 @@ GIB = 2**30
 STATIC_BYTES_PER_PARAMETER = 16
 
 
+class Loss(NamedTuple):
+    """A loss over seeds: the mean, and the standard deviation of one seed's; None with a single seed."""
+
+    mean: float
+    deviation: float | None
+    seeds: int
+
+
+class Speed(NamedTuple):
+    """Tokens per second: the median, and the range of most logged steps of all runs (the tenth and ninetieth percentile
+    of each run's latter half)."""
+
+    median: float
+    low: float
+    high: float
+
+    def times(self, other: Speed) -> Speed | None:
+        """How many times as fast as another; None where the ranges overlap, so that chance may tell the two apart."""
+        if self.low <= other.high and other.low <= self.high:
+            return None
+        return Speed(self.median / other.median, self.low / other.high, self.high / other.low)
+
+
 class Point(NamedTuple):
-    """One implementation in one cell: medians over its seeds, None where not measured."""
+    """One implementation in one cell: losses over its seeds, and medians of its costs. None where not measured."""
 
     label: str
     cell: Cell
@@ -27,17 +52,18 @@ class Point(NamedTuple):
     step_ms: float | None
     mfu: float | None
     memory_gib: float | None
-    train_loss: float | None
-    val_loss: float | None
+    speed: Speed | None
+    train_loss: Loss | None
+    val_loss: Loss | None
     tokens: float | None
     trained: bool  # at least one run took a step; one killed before that shows nothing
 
     @property
-    def loss(self) -> float | None:
+    def loss(self) -> Loss | None:
         """The final validation loss, else the training loss; None where a run was cut short or it is not finite."""
         loss = self.train_loss if self.val_loss is None else self.val_loss
         whole = all(run.status == "completed" for run in self.runs)
-        return loss if whole and loss is not None and math.isfinite(loss) else None
+        return loss if whole and loss is not None and math.isfinite(loss.mean) else None
 
 
 class Crossover(NamedTuple):
@@ -45,14 +71,14 @@ class Crossover(NamedTuple):
 
     seq_len  interpolated between the measured lengths around it; None where there is none
     first    the measured length from which on it is faster; None where it is not faster at the longest
-    speedup  over the reference at the longest length that both were measured at
+    speedup  over the reference at the longest length that both were measured at; None where steps vary by more
     longest  that length
     """
 
     label: str
     seq_len: float | None
     first: int | None
-    speedup: float
+    speedup: Speed | None
     longest: int
 
 
@@ -76,8 +102,9 @@ def _point(label: str, cell: Cell, sweep: Sweep) -> Point:
         step_ms=median_of(run.median("throughput/step_ms") for run in done),
         mfu=median_of(run.median("throughput/mfu_causal") for run in done),
         memory_gib=median_of(run.peak() for run in done),
-        train_loss=median_of(run.final("train/loss") for run in done),
-        val_loss=median_of(run.final("val/loss") for run in done),
+        speed=speed_of(done),
+        train_loss=loss_of(run.final("train/loss") for run in done),
+        val_loss=loss_of(run.final("val/loss") for run in done),
         tokens=median_of(number(run.summary.get("tokens")) for run in done),
     )
 
@@ -85,7 +112,39 @@ def _point(label: str, cell: Cell, sweep: Sweep) -> Point:
 def ranked(sweep: Sweep) -> list[Point]:
     """Every implementation in every cell, the lowest loss first."""
     every = [point for found in points(sweep).values() for point in found]
-    return sorted(every, key=lambda point: (point.loss is None, point.loss))
+    return sorted(every, key=lambda point: math.inf if point.loss is None else point.loss.mean)
+
+
+def loss_of(losses: Iterable[float | None]) -> Loss | None:
+    """The known losses of several seeds as one; None without any."""
+    known = [loss for loss in losses if loss is not None]
+    if not known:
+        return None
+    mean = statistics.fmean(known)
+    deviation = statistics.stdev(known) if len(known) > 1 and math.isfinite(mean) else None
+    return Loss(mean, deviation, len(known))
+
+
+def speed_of(runs: Sequence[Run]) -> Speed | None:
+    """The speed of runs of one implementation in one cell.
+
+    None where no run recorded it, and for a single run on a CPU: what else the machine does may halve it.
+    """
+    measured = [run for run in runs if run.median("throughput/tokens_per_s")]
+    if not measured or (len(measured) < 2 and measured[0].recorded("device").get("type") == "cpu"):
+        return None
+    medians = [run.median("throughput/tokens_per_s") or 0.0 for run in measured]
+    ends = [end for run, median in zip(measured, medians, strict=True) for end in _most_steps(run, median)]
+    return Speed(statistics.median(medians), min(ends), max(ends))
+
+
+def _most_steps(run: Run, median: float) -> tuple[float, float]:
+    """The range of most logged steps of a run, which holds its median."""
+    values = run.series("throughput/tokens_per_s").finite().values
+    if not len(values):
+        return median, median
+    low, high = np.percentile(values[len(values) // 2 :], (10, 90))
+    return min(float(low), median), max(float(high), median)
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
@@ -126,23 +185,24 @@ def predicted_memory(sweep: Sweep, label: str) -> list[tuple[int, float]]:
 
 def crossovers(sweep: Sweep, reference: str = "naive") -> list[Crossover]:
     """The length from which on each implementation is faster than `reference`, for those with lengths in common."""
-    times = {
-        label: {point.at: point.step_ms for point in found if point.step_ms} for label, found in points(sweep).items()
+    speeds = {
+        label: {point.at: point.speed for point in found if point.speed} for label, found in points(sweep).items()
     }
-    theirs = times.get(reference, {})
+    theirs = speeds.get(reference, {})
     found = []
-    for label, ours in times.items():
+    for label, ours in speeds.items():
         shared = sorted(ours.keys() & theirs.keys())
         if label == reference or not shared:
             continue
-        gains = [math.log(theirs[T] / ours[T]) for T in shared]
-        lasting = next((n for n in range(len(gains)) if min(gains[n:]) > 0), None)
+        gains = [math.log(ours[T].median / theirs[T].median) for T in shared]
+        speedup = ours[shared[-1]].times(theirs[shared[-1]])
+        lasting = next((n for n in range(len(gains)) if speedup and min(gains[n:]) > 0), None)
         at = None
         if lasting:  # straight lines in the logarithms of time and length
             (T0, T1), (g0, g1) = map(math.log, shared[lasting - 1 : lasting + 1]), gains[lasting - 1 : lasting + 1]
             at = math.exp(T0 + (T1 - T0) * -g0 / (g1 - g0))
         first = None if lasting is None else shared[lasting]
-        found.append(Crossover(label, at, first, math.exp(gains[-1]), shared[-1]))
+        found.append(Crossover(label, at, first, speedup, shared[-1]))
     return found
 
 

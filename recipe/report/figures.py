@@ -162,7 +162,14 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
         shared = len(spans) == 1 and None not in spans
         text = "the same text" if shared else "other text at each length (training.eval_span)"
         caption = f"Final loss of runs that saw equally many tokens, evaluated on {text}."
-        add("context", "Validation loss", caption, "validation loss, nats per token", lambda p: p.val_loss, log=False)
+        add(
+            "context",
+            "Validation loss",
+            caption,
+            "validation loss, nats per token",
+            lambda p: p.val_loss and p.val_loss.mean,
+            log=False,
+        )
     return found
 
 

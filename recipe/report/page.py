@@ -11,11 +11,13 @@ import jinja2
 from markupsafe import Markup
 
 from recipe.drawing import Chart, css_variables, render_png, render_svg
+from recipe.files import number
 from recipe.parity import PARITY_MARGIN
 from recipe.report.figures import charts
+from recipe.report.labels import heading, headings, places
 from recipe.report.parity import Outcome, Verdict, judge, outcome_of
 from recipe.report.runs import Run, RunSet
-from recipe.report.sweeps import Sweep, labels_of, settings_apart, sweeps_of
+from recipe.report.sweeps import Sweep, labels_of, sweeps_of
 from recipe.report.tables import Table, ablation_table, cell_table, run_table, runs_csv
 from recipe.report.text import Answer, answer, notes_on
 
@@ -64,17 +66,14 @@ def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
     """
     runs, labels = found.runs, labels_of(found.runs)
     sweeps = sweeps_of(runs)
-    verdicts = judge([cell for sweep in sweeps for cell in sweep.cells], reference)
-    places = settings_apart([sweep.cells[0].runs[0] for sweep in sweeps])
-    where = {
-        run.name: ", ".join(dict.fromkeys([*places[n], *cell.where]))
-        for n, sweep in enumerate(sweeps)
-        for cell in sweep.cells
-        for run in cell.runs
-    }
+    cells = [cell for sweep in sweeps for cell in sweep.cells]
+    found_at = places([cell.runs for cell in cells])
+    where = {run.name: ", ".join(place) for cell, place in zip(cells, found_at, strict=True) for run in cell.runs}
+    apart = headings([[cell.runs for cell in sweep.cells] for sweep in sweeps])
+    verdicts = judge(cells, reference)
     (out / "figures").mkdir(parents=True, exist_ok=True)
     sections = tuple(
-        _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", ", ".join(places[n]), out)
+        _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", heading(apart[n]), out)
         for n, sweep in enumerate(sweeps)
     )
     spoken = next((s for s in sections if s.answer.tone == "broken"), sections[0])
@@ -128,10 +127,10 @@ def _section(sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: 
     apart   what sets it apart from other sweeps
     """
     own = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
-    run = sweep.runs[0]
+    model, data = (_all_of(str(run.option(f"{part}.name", part)) for run in sweep.runs) for part in ("model", "data"))
     return Section(
         prefix,
-        f"{run.option('model.name', 'model')} on {run.option('data.name', 'data')}{f', {apart}' if apart else ''}",
+        f"{model} on {data}{f', {apart}' if apart else ''}",
         subtitle(sweep.runs),
         answer(sweep, own, reference),
         tuple(draw(chart, out) for chart in charts(sweep, own, reference, prefix)),
@@ -141,18 +140,24 @@ def _section(sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: 
 
 def subtitle(runs: Sequence[Run]) -> str:
     """The model, the lengths, the precision and the devices of runs, in a line."""
-    run, lengths = runs[0], sorted({run.seq_len for run in runs})
+    sizes = {"layers": "layer", "heads": "head", "embd": "channel"}
     parts = [
-        ", ".join(
-            f"{(n := run.option(f'model.n_{key}', '?'))} {unit}{'' if n == 1 else 's'}"
-            for key, unit in {"layers": "layer", "heads": "head", "embd": "channel"}.items()
-        ),
-        f"seq_len {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else ""),
+        ", ".join(_from_to([run.option(f"model.n_{key}") for run in runs], unit) for key, unit in sizes.items()),
+        f"seq_len {_from_to([run.seq_len for run in runs])}",
         f"dropout {_all_of(format(run.option('attention.dropout') or 0.0, 'g') for run in runs)}",
         _all_of(run.precision for run in runs),
         _all_of(f"{run.devices} x {run.device}" if run.devices > 1 else run.device for run in runs),
     ]
     return " · ".join(parts)
+
+
+def _from_to(values: Sequence[Any], unit: str = "") -> str:
+    """The smallest and the largest of some counts, with their unit: "32 to 64 channels"."""
+    known = sorted({int(value) for value in values if number(value) is not None})
+    if not known:
+        return f"? {unit}s"
+    counts = f"{known[0]:,} to {known[-1]:,}" if len(known) > 1 else f"{known[0]:,}"
+    return f"{counts} {unit}{'' if known == [1] else 's'}" if unit else counts
 
 
 def _all_of(values: Iterable[str]) -> str:

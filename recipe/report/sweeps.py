@@ -7,19 +7,14 @@ and its cells stand side by side.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from recipe.report.labels import among, comparison_key, places
 from recipe.report.pairing import by_seed
 from recipe.report.runs import UNKNOWN, Run
 
-# Settings in which runs may differ and still be compared step by step. Everything else has to be equal.
-_FREE = ("seed", "resume", "device", "model.name", "data.cache", "hydra", "parity", "tracking", "attention", "arena")
-_FREE_TRAINING = (
-    "log_every", "eval_every", "checkpoint_every", "keep_last", "profile", "memory_snapshot", "sample_tokens",
-    "cpu_memory_gib", "time_attention",
-)  # fmt: skip
 # What a sweep over lengths or devices changes along with them, to keep the tokens of a step or of a run equal.
 _BATCH = ("training.batch_size", "training.batch_tokens")
 _WITH_LENGTH = ("seq_len", *_BATCH, "training.steps", "training.eval_batches", "schedule.warmup_steps")
@@ -49,9 +44,13 @@ class Cell:
 
     @property
     def short(self) -> str:
-        """`where` without the groups of the settings: "lr=0.003"."""
+        """`where` without the groups of the settings, unless two share a name: "lr=0.003"."""
         pairs = [setting.partition("=") for setting in self.where]
-        return " ".join(f"{name.split('.')[-1]}={value}" for name, _, value in pairs)
+        last = [name.split(".")[-1] for name, _, _ in pairs]
+        return " ".join(
+            f"{short if last.count(short) == 1 else name}={value}"
+            for (name, _, value), short in zip(pairs, last, strict=True)
+        )
 
     def label(self, run: Run) -> str:
         return self.names[run.name]
@@ -111,25 +110,8 @@ def labels_of(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _attention_options(run: Run) -> dict[str, Any]:
-    options = {name.partition(".")[2]: value for name, value in run.settings.items() if _among(name, ("attention",))}
+    options = {name.partition(".")[2]: value for name, value in run.settings.items() if among(name, ("attention",))}
     return {name: value for name, value in options.items() if name not in ("name", "dropout")}
-
-
-def comparison_key(run: Run) -> dict[str, str]:
-    """The settings two runs must share for their curves to be compared; the devices are among them."""
-    settings = {name: value for name, value in run.settings.items() if not _free(name)}
-    settings |= {"training.precision": run.precision, "device": run.device, "devices": run.devices}
-    return {name: json.dumps(value, sort_keys=True, default=str) for name, value in sorted(settings.items())}
-
-
-def _free(name: str) -> bool:
-    if name == "attention.dropout":
-        return False
-    return name.removeprefix("training.") in _FREE_TRAINING or _among(name, _FREE)
-
-
-def _among(name: str, groups: Iterable[str]) -> bool:
-    return any(name == group or name.startswith(f"{group}.") for group in groups)
 
 
 def cells_of(runs: Sequence[Run]) -> list[Cell]:
@@ -170,13 +152,14 @@ def sweeps_of(runs: Sequence[Run]) -> list[Sweep]:
         one_batch = len({cell.seq_len for cell in cells}) == len(cells)
         for found in [cells] if one_batch else _partition(cells, lambda name: name != "seq_len"):
             if len(found) > 1:
-                sweeps.append(Sweep(_placed(found), "seq_len"))
+                sweeps.append(_along(found, "seq_len"))
             else:
                 rest += found
-    for found in _partition(rest, lambda name: _among(name, ("data", "device")) and name != "data.documents"):
-        names = {setting.partition("=")[0] for setting in settings_apart([cell.runs[0] for cell in found])[0]}
-        if "devices" in names and all(_among(name, _WITH_DEVICES) for name in names):
-            sweeps.append(Sweep(tuple(sorted(_placed(found), key=lambda cell: cell.devices)), "devices"))
+    for found in _partition(rest, lambda name: among(name, ("data", "device")) and name != "data.documents"):
+        keys = [comparison_key(cell.runs[0]) for cell in found]
+        names = {name for name in set().union(*keys) if len({key.get(name) for key in keys}) > 1}
+        if "devices" in names and all(among(name, _WITH_DEVICES) for name in names):
+            sweeps.append(_along(found, "devices"))
         else:
             sweeps.append(Sweep(_placed(found)))
     return sweeps
@@ -191,24 +174,13 @@ def _partition(cells: Sequence[Cell], shared: Callable[[str], bool]) -> list[lis
     return list(found.values())
 
 
-def settings_apart(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """The options in which each run differs from the others: ("seq_len=512", "optimizer.lr=0.1")."""
-    keys = [comparison_key(run) for run in runs]
-    names = [name for name in sorted({n for key in keys for n in key}) if len({key.get(name) for key in keys}) > 1]
-    return [tuple(f"{name}={key.get(name, 'default').strip(chr(34))}" for name in names) for key in keys]
-
-
 def _placed(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """The cells, each knowing what sets it apart: the overrides where they tell, else the settings."""
-    typed = [_overrides(cell) for cell in cells]
-    shared = set.intersection(*map(set, typed))
-    where = [tuple(override for override in overrides if override not in shared) for overrides in typed]
-    if not all(where) or len(set(where)) < len(cells):
-        where = settings_apart([cell.runs[0] for cell in cells])
-    return tuple(replace(cell, where=found) for cell, found in zip(cells, where, strict=True))
+    """The cells, each knowing what sets it apart."""
+    found = places([cell.runs for cell in cells])
+    return tuple(replace(cell, where=where) for cell, where in zip(cells, found, strict=True))
 
 
-def _overrides(cell: Cell) -> list[str]:
-    """The overrides common to all runs of the cell, as far as they decide which cells it is compared with."""
-    found = [override for override in cell.runs[0].overrides if not _free(override.partition("=")[0].lstrip("+~"))]
-    return [override for override in found if all(override in run.overrides for run in cell.runs)]
+def _along(cells: Sequence[Cell], axis: str) -> Sweep:
+    """The sweep of cells over an axis, whose position sets them apart."""
+    placed = [replace(cell, where=(f"{axis}={getattr(cell, axis)}",)) for cell in cells]
+    return Sweep(tuple(sorted(placed, key=lambda cell: int(getattr(cell, axis)))), axis)

@@ -7,11 +7,11 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from recipe.report.costs import Point, attention_alone, points, predicted_memory, ranked
+from recipe.report.costs import Loss, Point, attention_alone, points, predicted_memory, ranked
 from recipe.report.parity import Verdict
 from recipe.report.runs import Run, number
 from recipe.report.sweeps import Sweep
-from recipe.wording import duration, memory_unit, size, times
+from recipe.wording import duration, memory_unit, percent, size, times
 
 DASH = "-"
 Names = Mapping[str, str]
@@ -57,21 +57,30 @@ def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
                 verdict.outcome.value if verdict else DASH,
                 times(probe.ratio).removesuffix(" times") if probe else DASH,
                 _state(point),
-                loss(point.train_loss),
-                loss(point.val_loss),
-                count(point.tokens_per_s),
+                str(len(point.runs)),
+                over_seeds(point.train_loss),
+                over_seeds(point.val_loss),
+                speed(point),
                 DASH if point.step_ms is None else f"{point.step_ms:.3g} ms",
                 DASH if point.mfu is None else f"{100 * point.mfu:.3g} %",
                 memory(point.memory_gib),
                 memory(predicted[point.label].get(point.at)),
             ]
         )
-    columns = [sweep.axis or "settings", "implementation", "parity", "times rounding", "outcome", "train loss"]
-    columns += ["val loss", "tokens/s", "step", "MFU (causal)"]
+    columns = [sweep.axis or "settings", "implementation", "parity", "times rounding", "outcome", "seeds"]
+    columns += ["train loss", "val loss", "tokens/s", "step", "MFU (causal)"]
     columns += [f"memory{' (one layer)' if attention_alone(sweep.runs) else ''}", "predicted"]
     title = f"By {sweep.axis}" if sweep.axis else f"By {'setting' if len(sweep.cells) > 1 else 'implementation'}"
     title += "" if sweep.axis else ", lowest loss first"
-    return table("cells", title, columns, rows) if len(rows) > 1 else None
+    return table("cells", title, columns, rows, caption_of(along)) if len(rows) > 1 else None
+
+
+def caption_of(found: Sequence[Point]) -> str:
+    """What the losses and the costs of a table stand for."""
+    losses = [kind for point in found for kind in (point.train_loss, point.val_loss) if kind]
+    several = any(loss.seeds > 1 for loss in losses)
+    words = "Losses: mean over seeds ± standard deviation of one." if several else "Losses: of one seed each."
+    return f"{words} Costs: medians; tokens/s ± half the range of most steps, where it is known."
 
 
 def _state(point: Point) -> str:
@@ -147,6 +156,21 @@ def runs_csv(runs: Sequence[Run], labels: Names, places: Names, subject: str = "
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([[*rows[0]], *([*row.values()] for row in rows)])
     return text.getvalue()
+
+
+def over_seeds(value: Loss | None) -> str:
+    """A loss with the spread between seeds."""
+    if value is None:
+        return DASH
+    return loss(value.mean) + ("" if value.deviation is None else f" ± {value.deviation:.2g}")
+
+
+def speed(point: Point) -> str:
+    """Tokens per second with the spread between steps."""
+    ends = point.speed
+    if ends is None or ends.low == ends.high:
+        return count(point.tokens_per_s)
+    return f"{ends.median:,.0f} ± {percent((ends.high - ends.low) / 2 / ends.median)}"
 
 
 def loss(value: float | None) -> str:

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from data.errors import first_few
 from recipe.parity import PARITY_MARGIN
-from recipe.report.costs import Point, attention_alone, crossovers, points, ranked, same_tokens
+from recipe.report.answers import Answer, costs, over_lengths, ranking, scaling
+from recipe.report.costs import points
+from recipe.report.labels import names_apart
 from recipe.report.parity import MEASURES, Final, Gap, Outcome, Verdict, outcome_of
-from recipe.report.runs import UNKNOWN, Run, RunSet, number
-from recipe.report.sweeps import Sweep, settings_apart
+from recipe.report.runs import UNKNOWN, Run, RunSet
+from recipe.report.sweeps import Sweep
 from recipe.wording import listed, percent, size, times
 
 LOSSES = {"val/loss": "validation loss", "train/loss": "training loss"}
-Bullets = Sequence[tuple[str, str]]  # what each is about, and a sentence or more
-Table = Mapping[str, list[Point]]
-
-
-class Answer(NamedTuple):
-    """The answer of a sweep: a headline, its tone (holds, broken, open, none), and the bullets below it."""
-
-    headline: str
-    tone: str
-    bullets: Bullets
 
 
 def answer(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Answer:
@@ -37,11 +28,12 @@ def answer(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Answer:
     if any(run.ablated for run in sweep.runs):
         return _ablations(sweep, reference)
     if sweep.axis == "devices":
-        found = _scaling(table)
+        found = scaling(table)
     elif sweep.axis == "seq_len":
-        found = _over_lengths(sweep, table, reference)
+        found = over_lengths(sweep, table, reference)
     else:
-        found = _ranking(sweep, [] if len(sweep.cells) > 1 else _costs(sweep, table, reference))
+        told = [] if len(sweep.cells) > 1 else costs(sweep, table, reference)
+        found = ranking(sweep, told) or _failures(sweep)
     if decisive or (verdicts and len(sweep.cells) == 1):
         headline, outcome, bullets = parity_answer(decisive or verdicts, reference)
         found = Answer(headline, outcome, [*bullets, *found.bullets])
@@ -161,109 +153,6 @@ def training_effect(run: Run, runs: Sequence[Run], reference: str) -> str:
     return f"the validation loss is {final:.4f}"
 
 
-def _over_lengths(sweep: Sweep, table: Table, reference: str) -> Answer:
-    """The answer of a sweep over lengths: the memory wall, the best context, or the length from which one is faster."""
-    found = [_wall(sweep, table), *([_context(table)] if same_tokens(sweep) else []), _crossings(sweep, reference)]
-    answers = [part for part in found if part]
-    headline = answers[0].headline if answers else "Speed and memory over the sequence length"
-    return Answer(headline, "none", [bullet for part in answers for bullet in part.bullets])
-
-
-def _wall(sweep: Sweep, table: Table) -> Answer | None:
-    bullets = []
-    fits = {label: max((p.at for p in found if p.trained), default=0) for label, found in table.items()}
-    for label, found in table.items():
-        failed = min((point.at for point in found if point.out_of_memory), default=None)
-        fit = f"It fits up to {fits[label]:,} tokens" if fits[label] else "It fits at no length that was tried"
-        bullets.append((label, f"{fit}{f' and runs out of memory at {failed:,}' if failed else ''}."))
-    if not any(point.out_of_memory for found in table.values() for point in found):
-        return None
-    limits = {limit for run in sweep.runs if (limit := number(run.option("training.cpu_memory_gib")))}
-    if limits and attention_alone(sweep.runs):
-        gib = " or ".join(f"{limit:g}" for limit in sorted(limits))
-        words = f"Stands for a GPU's memory: {gib} GiB for the whole run. The memory shown is one attention layer's."
-        bullets.append(("training.cpu_memory_gib", words))
-    best = max(fits.values())
-    names = listed([label for label, longest in fits.items() if longest == best])
-    headline = f"The longest sequence that fits: {best:,} tokens, with {names}" if best else "Nothing fits the memory"
-    return Answer(headline, "none", bullets)
-
-
-def _crossings(sweep: Sweep, reference: str) -> Answer | None:
-    bullets: list[tuple[str, str]] = []
-    if not (found := crossovers(sweep, reference)):
-        return None
-    for crossing in found:
-        if crossing.seq_len:
-            where = f"It overtakes {reference} at about {crossing.seq_len:,.0f} tokens"
-        elif crossing.first:
-            where = f"It is faster than {reference} from the shortest length on, {crossing.first:,} tokens,"
-        else:
-            where = f"It does not overtake {reference} for good"
-        times = f"{crossing.speedup:.2g}"
-        speed = "about as fast" if times == "1" else f"{times} times as fast"
-        bullets.append((crossing.label, f"{where} and is {speed} at {crossing.longest:,}."))
-    ahead = [crossing for crossing in found if crossing.first]
-    if not ahead:
-        longest = max(crossing.longest for crossing in found)
-        return Answer(f"Nothing overtakes {reference} for good up to {longest:,} tokens", "none", bullets)
-    soonest = min(ahead, key=lambda crossing: crossing.seq_len or 0)
-    at = f"at about {soonest.seq_len:,.0f} tokens" if soonest.seq_len else f"at {soonest.first:,} tokens or fewer"
-    return Answer(f"{soonest.label} overtakes {reference} {at}", "none", bullets)
-
-
-def _context(table: Table) -> Answer:
-    """The best context, by the implementation with the longest; others have the same losses or a broken parity."""
-    known = {label: [point for point in found if point.val_loss is not None] for label, found in table.items()}
-    label, found = max(known.items(), key=lambda item: len(item[1]))
-    best = min(found, key=lambda point: point.val_loss or math.inf)
-    losses = [f"{point.val_loss:.4f} with {point.at:,}" for point in (found[0], found[-1])]
-    bullets = [(label, f"Validation loss {losses[0]} tokens of context, {losses[1]}.")]
-    return Answer(f"The lowest validation loss: {best.at:,} tokens of context", "none", bullets)
-
-
-def _scaling(table: Table) -> Answer:
-    bullets, best = [], (0.0, "Throughput over devices")
-    for label, found in table.items():
-        known = [(point.at, point.tokens_per_s) for point in found if point.tokens_per_s]
-        if len(known) > 1:
-            (few, slow), (many, fast) = known[0], known[-1]
-            words = f"{many} devices train {fast / slow:.2g} times as fast as {few}"
-            bullets.append((label, f"{words}, {percent(fast / slow * few / many)} of proportional."))
-            best = max(best, (fast / slow, words))
-    return Answer(best[1], "none", bullets)
-
-
-def _ranking(sweep: Sweep, costs: Bullets) -> Answer:
-    """The setting or implementation with the lowest loss, and the next; `costs` instead where there is one setting."""
-    found = [point for point in ranked(sweep) if point.loss is not None]
-    if not found:
-        return _failures(sweep)
-    kind = "training" if found[0].val_loss is None else "validation"
-    names = [", ".join(point.cell.where) or point.label for point in found]
-    if len(sweep.cells) == 1:
-        return Answer(f"{names[0]}: {kind} loss {found[0].loss:.4f}", "none", costs)
-    bullets = [(names[0], f"{kind.capitalize()} loss {found[0].loss:.4f}.")]
-    if n := next((n for n, point in enumerate(found) if point.cell is not found[0].cell), 0):
-        bullets.append((names[n], f"Next, {(found[n].loss or 0.0) - (found[0].loss or 0.0):.4f} higher."))
-    return Answer(f"The lowest {kind} loss: {names[0]}", "none", bullets)
-
-
-def _costs(sweep: Sweep, table: Table, reference: str) -> Bullets:
-    """The speed and memory of each implementation relative to the reference."""
-    theirs = next((found[0] for label, found in table.items() if label == reference), None)
-    subject = "its attention takes" if attention_alone(sweep.runs) else "takes"
-    bullets = []
-    for label, (ours,) in table.items():
-        if theirs and label != reference and ours.tokens_per_s and theirs.tokens_per_s:
-            gain = f"{ours.tokens_per_s / theirs.tokens_per_s:.2g}"
-            words = f"It trains {'' if gain == '1' else f'{gain} times '}as fast as {reference}"
-            if ours.memory_gib and theirs.memory_gib:
-                words += f" and {subject} {percent(ours.memory_gib / theirs.memory_gib)} of the memory"
-            bullets.append((label, f"{words}."))
-    return bullets
-
-
 def ending(run: Run) -> str | None:
     """The end of a run that did not complete, in a sentence."""
     if run.status == "unfinished":
@@ -283,8 +172,9 @@ def notes_on(found: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
     """Notes on the runs: where they lie, how they ended, which commit and machine they ran on."""
     runs, notes = found.runs, list(found.notes)
     if len(sweeps) > 1:
-        names = [s.partition("=")[0] for s in settings_apart([sweep.cells[0].runs[0] for sweep in sweeps])[0]]
-        notes.insert(0, f"The runs differ in {listed(names)}, so they are not all compared with each other.")
+        names = names_apart([[cell.runs for cell in sweep.cells] for sweep in sweeps])
+        what = first_few(names) or "settings that change how they train"
+        notes.insert(0, f"The runs differ in {what}, so they are not all compared with each other.")
     for what, named in {
         "ran out of memory, which is a result too": [run.called for run in runs if run.out_of_memory],
         "came from a tree with uncommitted changes": [run.called for run in runs if run.commit.endswith("+")],

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from data.errors import first_few
 from recipe.arena.statistics import ALPHA, POWER, Verdict
+from recipe.report.answers import Answer
 from recipe.report.arena.results import Arena, ArmRuns, Comparison, Interval
 from recipe.report.runs import Run
 from recipe.report.sweeps import comparison_key
-from recipe.report.text import Answer
 from recipe.wording import listed, percent
 
 # The word between an arm and the baseline.

@@ -57,6 +57,7 @@ def write_run(
     chaos: float = 1.0,
     probe_every: int = 100,
     tokens_per_s: float = 4e5,
+    vary: float = 0.02,
     peak_gib: float | None = 9.0,
     overrides: dict[str, Any] | None = None,
     summary: dict[str, Any] | None = None,
@@ -65,6 +66,7 @@ def write_run(
 
     stop      the last step done, where that is not all of them
     error     the name of what is wrong with the implementation, of ERRORS
+    vary      by how much of it the speed of steps varies, up and down
     chaos     by how much training amplifies rounding in 100 steps, until runs are as far apart as seeds: 1 is tame
     """
     loss_noise, logit_noise, grad_noise = ROUNDING[precision]
@@ -127,7 +129,7 @@ def write_run(
                 "train/loss": train[step],
                 "optim/lr": 6e-4,
                 "optim/grad_norm": 1.0,
-                "throughput/tokens_per_s": tokens_per_s * of_seed.uniform(0.98, 1.02),
+                "throughput/tokens_per_s": tokens_per_s * of_seed.uniform(1 - vary, 1 + vary),
                 "throughput/step_ms": 1e3 * batch_size * seq_len / tokens_per_s,
                 "throughput/mfu_full": tokens_per_s * 9e8 / 989e12,
                 "throughput/elapsed_s": step * batch_size * seq_len / tokens_per_s,

@@ -128,7 +128,9 @@ def test_the_crossover_is_where_step_times_are_equal(tmp_path: Path) -> None:
     assert crossing.label == "flash"
     assert crossing.seq_len == pytest.approx(1000)
     assert crossing.longest == 2048  # naive has no time beyond
-    assert crossing.speedup == pytest.approx(2.048)
+    assert crossing.speedup is not None
+    assert crossing.speedup.median == pytest.approx(2.048)
+    assert 2 < crossing.speedup.low < 2.048 < crossing.speedup.high < 2.1  # steps vary by 2 %
 
 
 def write_speeds(folder: Path, speeds: dict[int, float]) -> None:
@@ -151,7 +153,7 @@ def write_speeds(folder: Path, speeds: dict[int, float]) -> None:
         (
             {256: 1.2, 512: 0.45},
             "Nothing overtakes naive for good up to 512 tokens",
-            "It does not overtake naive for good and is 0.45 times as fast at 512.",
+            "It does not overtake naive for good and is 0.45 (0.45 to 0.46) times as fast at 512.",
         ),
         (
             {256: 2.0, 512: 4.0},
@@ -161,7 +163,7 @@ def write_speeds(folder: Path, speeds: dict[int, float]) -> None:
         (
             {256: 1.0, 512: 1.0},
             "Nothing overtakes naive for good up to 512 tokens",
-            "It does not overtake naive for good and is about as fast at 512.",
+            "It does not overtake naive for good and the two cannot be told apart at 512.",
         ),
         # As fast at 512 and faster beyond: the two are equal at 512.
         (
@@ -195,7 +197,7 @@ def test_settings_are_ranked_by_their_loss_and_parity_is_not_spoken_of(tmp_path:
     failed = {"status": "failed", "stop": 100, "summary": {"val_loss": 3.0}}  # too early to compare
     write_run(tmp_path / "1", overrides={"optimizer.lr": 1.0}, **failed)  # type: ignore[arg-type]
     headline, _, bullets = answered(tmp_path)
-    assert headline == "The lowest validation loss: optimizer.lr=0.003"
+    assert headline == "The lowest validation loss: optimizer.lr=0.003 (one seed each)"
     assert bullets == [
         ("optimizer.lr=0.003", "Validation loss 3.2500."),
         ("optimizer.lr=0.001", "Next, 0.2500 higher."),
@@ -216,8 +218,68 @@ def test_devices_are_compared_by_their_throughput(tmp_path: Path) -> None:
             tokens_per_s=speed,
         )
     headline, _, bullets = answered(tmp_path)
-    assert headline == "4 devices train 3 times as fast as 1"
-    assert bullets == [("flash", "4 devices train 3 times as fast as 1, 75 % of proportional.")]
+    assert headline == "4 devices train 3 (2.9 to 3.1) times as fast as 1"
+    assert bullets == [("flash", "4 devices train 3 (2.9 to 3.1) times as fast as 1, 75 % of proportional.")]
+
+
+@pytest.mark.parametrize(
+    ("device", "seeds", "vary", "said"),
+    [
+        ("cuda", 1, 0.02, "It trains 1.3 times as fast as naive. It takes 100 % of the memory."),
+        ("cuda", 1, 0.1, "It trains 1.3 (1.1 to 1.6) times as fast as naive."),
+        ("cuda", 1, 0.3, "Its speed cannot be told from naive's: steps vary by more than the two differ."),
+        ("cpu", 1, 0.02, "Its speed is not compared: on a CPU one run of each says little; train several seeds."),
+        ("cpu", 2, 0.02, "It trains 1.3 times as fast as naive."),
+    ],
+)
+def test_a_speed_is_told_with_its_spread_or_not_at_all(
+    device: str, seeds: int, vary: float, said: str, tmp_path: Path
+) -> None:
+    for attention, speed in (("naive", 1e4), ("flash", 1.3e4)):
+        for seed in range(seeds):
+            write_run(
+                tmp_path / f"{attention}-{seed}", attention, seed, probe_every=0, tokens_per_s=speed, vary=vary,
+                summary={"device": {"type": device, "name": "it", "count": 1}},
+            )  # fmt: skip
+    (told,) = (sentences for label, sentences in answered(tmp_path).bullets if label == "flash")
+    assert said in told
+    assert "times as fast" in said or "times as fast" not in told
+
+
+def test_a_cpu_whose_load_changed_between_two_seeds_says_nothing_of_speed(tmp_path: Path) -> None:
+    for n, (attention, speed) in enumerate((("naive", 1e4), ("flash", 1.3e4), ("naive", 2e4), ("flash", 1.2e4))):
+        cpu = {"device": {"type": "cpu", "name": "it", "count": 1}}
+        write_run(tmp_path / str(n), attention, seed=n // 2, probe_every=0, tokens_per_s=speed, summary=cpu)
+    assert "cannot be told from naive's" in dict(answered(tmp_path).bullets)["flash"]
+
+
+def test_a_sweep_over_seeds_shows_the_mean_and_the_deviation_and_says_so(tmp_path: Path) -> None:
+    losses = {0.001: (3.0, 3.2, 3.1), 0.003: (3.05, 3.3, 3.2)}
+    for lr, of_seeds in losses.items():
+        for seed, loss in enumerate(of_seeds):
+            changed = {"optimizer.lr": lr}
+            measured = {"val_loss": loss}
+            write_run(tmp_path / f"{lr}-{seed}", "flash", seed, overrides=changed, probe_every=0, summary=measured)
+    headline, _, bullets = answered(tmp_path)
+    assert headline == "The lowest validation loss: optimizer.lr=0.001 (means of 3 seeds)"
+    assert bullets == [
+        ("optimizer.lr=0.001", "Validation loss 3.1000 ± 0.1."),
+        ("optimizer.lr=0.003", "Next, 0.0833 higher, less than the spread between seeds."),
+    ]
+    table = cell_table(only_sweep(tmp_path), [])
+    assert table is not None
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [(row["seeds"], row["val loss"]) for row in rows] == [("3", "3.1000 ± 0.1"), ("3", "3.1833 ± 0.13")]
+    assert "Losses: mean over seeds ± standard deviation of one." in table.caption
+
+
+@pytest.mark.parametrize(
+    ("seeds", "said"), [(1, r"\(one seed\)"), (2, r"± [\d.]+ \(mean ± standard deviation of 2 seeds\)")]
+)
+def test_the_headline_of_one_setting_says_of_how_many_seeds_it_is(seeds: int, said: str, tmp_path: Path) -> None:
+    for seed in range(seeds):
+        write_run(tmp_path / str(seed), "flash", seed, probe_every=0)
+    assert re.fullmatch(rf"flash: validation loss [\d.]+ {said}", answered(tmp_path).headline)
 
 
 def test_variants_of_attention_are_judged_each_by_itself(tmp_path: Path) -> None:
@@ -227,7 +289,7 @@ def test_variants_of_attention_are_judged_each_by_itself(tmp_path: Path) -> None
                 error = "scale" if window and name == "flash" else None
                 run = tmp_path / f"{name}-{window}-{seed}"
                 write_run(run, name, seed, steps=100, overrides={"score.window": window}, error=error)
-    assert answered(tmp_path).headline == ("Parity is broken for flash (window=128) and holds for flash (window=None)")
+    assert answered(tmp_path).headline == ("Parity is broken for flash (window=128) and holds for flash (window=null)")
 
 
 @pytest.mark.parametrize("steps", [0, 40])

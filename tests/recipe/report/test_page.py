@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             write_run(folder / f"parity-{attention}-{seed}", attention, seed, steps=200)
     write_run(folder / "wall-naive-1024", "naive", steps=200, seq_len=1024, status="out_of_memory", stop=0)
     write_run(folder / "wall-flash-1024", "flash", steps=200, seq_len=1024)
-    other = {"model.name": "<b>&other", "data.name": "odd_*text*"}
+    other = {"model.name": "<b>&other", "data.name": "odd_*text*", "data.path": "$\\frac$ _$x^$"}
     write_run(
         folder / "odd <name> | & more", "naive", steps=60, overrides=other, status="failed", message="no | <disk>"
     )

@@ -275,7 +275,7 @@ def test_lengths_with_equal_tokens_are_one_sweep_and_mixed_batches_are_not(tmp_p
     assert (rest.axis, [cell.seq_len for cell in rest.cells]) == (None, [256, 512])
 
 
-def test_settings_on_the_same_text_are_one_sweep_named_by_their_overrides(tmp_path: Path) -> None:
+def test_settings_on_the_same_text_are_one_sweep_named_by_what_is_unusual(tmp_path: Path) -> None:
     swept: list[dict[str, Any]] = [{"optimizer.lr": 1e-3}, {"optimizer.lr": 3e-3}, {"score.window": 128}]
     for n, overrides in enumerate(swept):
         write_run(tmp_path / str(n), overrides=overrides)
@@ -284,9 +284,9 @@ def test_settings_on_the_same_text_are_one_sweep_named_by_their_overrides(tmp_pa
     assert [cell.where for cell in sweep.cells] == [
         ("optimizer.lr=0.001",),
         ("optimizer.lr=0.003",),
-        ("score.window=128",),
+        ("optimizer.lr=0.0006", "score.window=128"),
     ]
-    assert [cell.short for cell in sweep.cells] == ["lr=0.001", "lr=0.003", "window=128"]
+    assert [cell.short for cell in sweep.cells] == ["lr=0.001", "lr=0.003", "lr=0.0006 window=128"]
     assert other.cells[0].where == ()
 
 
