@@ -30,7 +30,8 @@ ROOMS = (
     ("config",),
     ("recorded", "build", "generation"),
     ("trained", "sweeps"),
-    ("huggingface", "evaluation", "report"),
+    ("huggingface", "report"),
+    ("evaluation",),
     ("cli",),
 )
 

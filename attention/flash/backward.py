@@ -30,6 +30,7 @@ from .score import (
     query_interval,
     seeing_queries,
     seen_keys,
+    sees_key,
     soft_cap_tanh,
     times_derivative,
 )
@@ -124,13 +125,8 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, 
     b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     b_p = tl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2[:, None])
     if MASKED:
-        o_n = i_n + tl.arange(0, BN)
-        if MODE.bounded or MODE.offsets:
-            first, end = scores.interval
-            m_s = (o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None])
-        else:
-            m_s = o_n[None, :] <= o_m[:, None] + pos.offset if MODE.causal else (o_n < pos.S)[None, :]
-        b_p = tl.where(m_s, b_p, 0.0)
+        o_n = (i_n + tl.arange(0, BN))[None, :]
+        b_p = tl.where(sees_key(o_m[:, None], o_n, scores.interval, pos, MODE), b_p, 0.0)
     if THRESHOLD:
         b_dp = drop(b_dp, dropped_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, False))
     b_ds = times_derivative(b_p * (b_dp - b_delta[:, None]), b_tanh, MODE)

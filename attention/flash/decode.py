@@ -14,7 +14,7 @@ from ..decode.cache import Cache
 from ..gpu import INTERPRET, NAMESPACE
 from ..spec import Inputs, Spec
 from .call import Mode
-from .decode_kernel import JOINED_COLUMNS, UNIT, Partial, decode_kernel, join_kernel
+from .decode_kernel import JOINED_COLUMNS, UNIT, Given, Partial, Results, decode_kernel, join_kernel
 from .score import LOG2_E
 from .tiles import kernel_mode, strided
 
@@ -28,8 +28,10 @@ MIN_JOINED, MAX_JOINED = 8, 64
 class Blocks(NamedTuple):
     """Rows of a query tile, rows of a key tile, warps of a program, stages of its pipeline.
 
-    programs  of one sequence, over all heads: the 132 multiprocessors of an H200 run them at a time. The same on every
-              GPU, so that all cut a sequence into the same splits
+    programs    of one sequence, over all heads: the 132 multiprocessors of an H200 run them at a time. The same on
+                every GPU, so that all cut a sequence into the same splits
+    page        slots of a page; None: contiguous
+    early_join  whether the join is launched while the splits are computed, and waits for them
     """
 
     q: int
@@ -37,6 +39,8 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
     programs: int = 264
+    page: int | None = None
+    early_join: bool = False
 
 
 def choose_blocks(rows: int, head_dim: int, mode: Mode) -> Blocks:
@@ -80,26 +84,22 @@ def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tenso
     with torch.cuda.device_of(q):
         decode_kernel[(H_kv * n_m, n_splits, B)](
             *(strided(x) for x in (q, k, v)),
-            out,
-            lse,
-            partial,
-            lengths,
-            pages,
-            Inputs.of(known, inputs),
+            Results(out, lse, partial),
+            Given(lengths, pages, Inputs.of(known, inputs)),
             known.scale * LOG2_E.value,
             G,
             T,
             capacity,
             None if pages is None else pages.stride(0),
-            PAGE=None if pages is None else k.shape[2],
-            EARLY_JOIN=early and partial is not None,
-            BLOCKS=blocks,
+            BLOCKS=blocks._replace(
+                page=None if pages is None else k.shape[2], early_join=early and partial is not None
+            ),
             MODE=mode,
             num_warps=blocks.warps,
         )
         if partial is not None:
             join_kernel[(B * H * T, triton.cdiv(D, JOINED_COLUMNS.value))](
-                *(out, lse, partial, lengths, n_splits, H, G, T, D),
+                *(Results(out, lse, partial), lengths, n_splits, H, G, T, D),
                 CAUSAL=known.score.causal,
                 COLUMNS=mode.columns,
                 JOINED=max(MIN_JOINED, min(MAX_JOINED, triton.next_power_of_2(n_splits))),

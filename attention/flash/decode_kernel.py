@@ -15,7 +15,7 @@ Lengths are read on the device; programs beyond a sequence's end return at once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -38,6 +38,22 @@ STEP = tl.constexpr(64)  # keys: splits begin at multiples of it
 UNIT = tl.constexpr(128)  # keys: there are no more splits than these fill
 CHAIN = tl.constexpr(16)  # columns whose fp32 products are added one after the other
 JOINED_COLUMNS = tl.constexpr(32)  # of a program of the join
+
+
+class Results(NamedTuple):
+    """out (B, H, T, D) and lse (B, H, T), both contiguous, and the Partial results of splits; None: there is one."""
+
+    out: Any
+    lse: Any
+    partial: Any
+
+
+class Given(NamedTuple):
+    """The tensors of a call besides q, k and v: the cache's lengths and pages, and the Inputs of the score."""
+
+    lengths: Any
+    pages: Any
+    inputs: Any
 
 
 class Partial(NamedTuple):
@@ -107,18 +123,18 @@ def split_bounds(i_split, n_splits, n_base, n_end):
 
 @triton.jit(do_not_specialize=["G", "T", "capacity", "n_pages"])
 def decode_kernel(
-    q, k, v, out, p_lse, partial, p_lengths, p_pages, inputs, scale_log2, G, T, capacity, n_pages,
-    PAGE: tl.constexpr, EARLY_JOIN: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+    q, k, v, results, given, scale_log2, G, T, capacity, n_pages, BLOCKS: tl.constexpr, MODE: tl.constexpr
+):
     """One split of the keys for one tile of rows. Grid: key/value heads x tiles of rows, splits, sequences.
 
-    `partial` is None where there is one split: the program then writes out and lse itself.
+    Without partial results the program writes out and lse itself.
     """
+    PAGE: tl.constexpr = BLOCKS.page
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     STAGES: tl.constexpr = BLOCKS.stages
-    if EARLY_JOIN:
+    if BLOCKS.early_join:
         gdc_launch_dependents()
     # Sequences come last: programs that run at the same time read few of them, and so few pages of the GPU's memory.
     i_b, i_split, n_splits = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
@@ -129,24 +145,25 @@ def decode_kernel(
     # Rows are tokens, and within a token the heads of the group.
     o_row = i_m + tl.arange(0, BM)
     o_t, o_h, m_row = o_row // G, i_kv * G + o_row % G, o_row < G * T
-    length = tl.minimum(tl.load(p_lengths + i_b), capacity)
+    length = tl.minimum(tl.load(given.lengths + i_b), capacity)
     pos = Positions(T, length, length - T, 0, 0, 0, 0, 0)
     n_base, n_full_start, n_full_end, n_end = seen_keys(i_m // G, pos, BLOCKS, MODE)
     first, end = key_interval(o_t, pos, MODE)
     n_first = tl.maximum(i_m // G + pos.offset - (MODE.window - 1), 0) if MODE.window else 0
     n_start, n_stop = split_bounds(i_split, n_splits, n_base, n_end)
     i_left = ((tl.cast(i_b, tl.int64) * tl.num_programs(0) // n_m + i_kv) * n_splits + i_split) * (G * T)  # in Partial
-    if partial is not None:
+    if results.partial is not None:
         nothing_left = (i_split > 0) & (n_start >= n_end)
         if nothing_left:  # the join uses only m of it
-            tl.store(partial.m + i_left + o_row, -float("inf"), mask=m_row)
+            tl.store(results.partial.m + i_left + o_row, -float("inf"), mask=m_row)
             return
 
     o_d = tl.arange(0, BD)
     p_q = q.pointer + tl.cast(i_b, tl.int64) * q.stride_b + o_h.to(tl.int64) * q.stride_h + o_t * q.stride_t
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < q.shape[3])[None, :], other=0.0)
-    slope2 = tl.load(inputs.slopes + o_h, mask=m_row, other=0.0)[:, None] * LOG2_E if MODE.alibi else None
+    slope2 = tl.load(given.inputs.slopes + o_h, mask=m_row, other=0.0)[:, None] * LOG2_E if MODE.alibi else None
     factor = log2_factor(scale_log2, MODE)
+    p_pages = given.pages
     if PAGE is not None:
         p_pages += tl.cast(i_b, tl.int64) * n_pages
 
@@ -154,7 +171,7 @@ def decode_kernel(
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     if MODE.sinks:  # as if a key without a value had been seen before all others
-        m = tl.where(i_split == 0, tl.load(inputs.sinks + o_h, mask=m_row, other=0.0) * LOG2_E, m)
+        m = tl.where(i_split == 0, tl.load(given.inputs.sinks + o_h, mask=m_row, other=0.0) * LOG2_E, m)
         l = tl.where(i_split == 0, 1.0, l)
     for i_n in tl.range(n_start, n_stop, BN, num_stages=STAGES):
         # (BM, BN)
@@ -183,23 +200,23 @@ def decode_kernel(
         b_v = load_rows(v, i_kv, o_place, o_slot, m_n, BD)
         o = dot(b_p.to(b_v.dtype), b_v, o * alpha[:, None], MODE)
 
-    if partial is None:
+    if results.partial is None:
         # Rows that see nothing are zero; l = 0 is no test, as scores of -inf give it too.
         l = tl.where(first < end, l, 1.0)
-        o = (o / l[:, None]).to(out.dtype.element_ty)
+        o = (o / l[:, None]).to(results.out.dtype.element_ty)
         o_out = (tl.cast(i_b, tl.int64) * H + o_h) * T + o_t
         m_o = m_row[:, None] & (o_d < q.shape[3])[None, :]
-        tl.store(out + o_out[:, None] * q.shape[3] + o_d[None, :], o, mask=m_o)
-        tl.store(p_lse + o_out, (m + tl.log2(l)) / LOG2_E, mask=m_row)
+        tl.store(results.out + o_out[:, None] * q.shape[3] + o_d[None, :], o, mask=m_o)
+        tl.store(results.lse + o_out, (m + tl.log2(l)) / LOG2_E, mask=m_row)
     else:
-        tl.store(partial.m + i_left + o_row, m, mask=m_row)
-        tl.store(partial.l + i_left + o_row, l, mask=m_row)
-        tl.store(partial.o + i_left * BD + o_row[:, None] * BD + o_d[None, :], o, mask=m_row[:, None])
+        tl.store(results.partial.m + i_left + o_row, m, mask=m_row)
+        tl.store(results.partial.l + i_left + o_row, l, mask=m_row)
+        tl.store(results.partial.o + i_left * BD + o_row[:, None] * BD + o_d[None, :], o, mask=m_row[:, None])
 
 
 @triton.jit(do_not_specialize=["n_splits", "H", "G", "T", "D"])
 def join_kernel(
-    out, p_lse, partial, p_lengths, n_splits, H, G, T, D,
+    results, p_lengths, n_splits, H, G, T, D,
     CAUSAL: tl.constexpr, COLUMNS: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one row from those of its splits, JOINED at a time. Grid: B x H x T, tiles of D.
@@ -220,9 +237,9 @@ def join_kernel(
         o_i = i + tl.arange(0, JOINED)
         m_i = o_i < n_splits
         o_left = i_left + o_i.to(tl.int64) * (G * T)
-        b_m = tl.load(partial.m + o_left, mask=m_i, other=-float("inf"))
-        b_l = tl.load(partial.l + o_left, mask=m_i, other=0.0)
-        b_o = tl.load(partial.o + o_left[:, None] * COLUMNS + o_d[None, :], mask=m_i[:, None], other=0.0)
+        b_m = tl.load(results.partial.m + o_left, mask=m_i, other=-float("inf"))
+        b_l = tl.load(results.partial.l + o_left, mask=m_i, other=0.0)
+        b_o = tl.load(results.partial.o + o_left[:, None] * COLUMNS + o_d[None, :], mask=m_i[:, None], other=0.0)
         m_new = tl.maximum(m, tl.max(b_m, 0))
         m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
         alpha, b_weight = tl.exp2(m - m_safe), tl.exp2(b_m - m_safe)
@@ -233,6 +250,6 @@ def join_kernel(
     sees = length - T + i_t >= 0 if CAUSAL else length > 0
     l_all = tl.where(sees, tl.sum(l, 0), 1.0)
     b_out = tl.sum(o, 0) / l_all
-    tl.store(out + i_row * D + o_d, b_out.to(out.dtype.element_ty), mask=o_d < D)
+    tl.store(results.out + i_row * D + o_d, b_out.to(results.out.dtype.element_ty), mask=o_d < D)
     if tl.program_id(1) == 0:
-        tl.store(p_lse + i_row, (m + tl.log2(l_all)) / LOG2_E)
+        tl.store(results.lse + i_row, (m + tl.log2(l_all)) / LOG2_E)

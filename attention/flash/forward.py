@@ -11,8 +11,6 @@ Where a soft cap keeps exp(s) from overflowing, m is the first tile's maximum: n
 Base 2 is the hardware's: the kernel carries m and the scale times log2(e), and exp2 stands for exp.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -31,10 +29,11 @@ from .score import (
     locate,
     log2_factor,
     seen_keys,
+    sees_key,
     soft_cap_tanh,
 )
 from .tiles import (
-    ROW_ALIGNMENT,
+    Rows,
     compile_options,
     dot,
     head_group_size,
@@ -42,17 +41,11 @@ from .tiles import (
     load_tile,
     mode_of,
     rows_like,
+    store_lse,
     store_tile,
     swizzle_program_id,
     tiles,
 )
-
-
-class Rows(NamedTuple):
-    """The values that the forward stores for each row, in addition to out."""
-
-    lse: Any
-    lse2: Any
 
 
 @triton.jit
@@ -79,8 +72,7 @@ def forward_kernel(q, k, v, out, rows, inputs, scalars, BLOCKS: tl.constexpr, MO
     pos = locate(T, S, inputs, scalars, i_b, i_bh, 1)
     n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, pos, BLOCKS, MODE)
     o_m = i_m + tl.arange(0, BM)
-    if MODE.bounded or MODE.offsets:
-        first, end = key_interval(o_m, pos, MODE)
+    interval = key_interval(o_m, pos, MODE) if MODE.bounded or MODE.offsets else (0, 0)
     if MODE.alibi:
         slope2, i_reference = tl.load(inputs.slopes + i_h) * LOG2_E, i_m + pos.offset
         b_row_bias = alibi_row_bias(slope2, o_m, i_reference, pos, MODE)
@@ -102,12 +94,8 @@ def forward_kernel(q, k, v, out, rows, inputs, scalars, BLOCKS: tl.constexpr, MO
         b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_reference, pos, MODE) if MODE.alibi else None
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
         if (i_n < n_full_start) | (i_n >= n_full_end) if MODE.bounded else i_n >= n_full_end:
-            o_n = i_n + tl.arange(0, BN)
-            if MODE.bounded or MODE.offsets:
-                m_s = (o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None])
-            else:
-                m_s = o_n[None, :] <= o_m[:, None] + pos.offset if MODE.causal else (o_n < S)[None, :]
-            b_s = tl.where(m_s, b_s, -float("inf"))
+            o_n = (i_n + tl.arange(0, BN))[None, :]
+            b_s = tl.where(sees_key(o_m[:, None], o_n, interval, pos, MODE), b_s, -float("inf"))
 
         if MODE.fixed_max:
             if i_n == n_start:  # used for all tiles: a row with few keys keeps the largest weight, 1, unrounded
@@ -139,19 +127,15 @@ def forward_kernel(q, k, v, out, rows, inputs, scalars, BLOCKS: tl.constexpr, MO
     o = o * (KEEP_SCALE / l)[:, None]
     # Rows that see nothing are zero; l = 0 is no test, as scores of -inf give it too.
     if MODE.bounded or MODE.offsets:
-        o = tl.where((first < end)[:, None], o, 0.0)
+        first, end = interval
+        o = tl.where((first < end)[:, None], o, 0.0)  # type: ignore[index]
     elif MODE.causal:
         o = tl.where((o_m >= T - S)[:, None], o, 0.0)
     store_tile(out, i_b, i_h, i_m, o, BM, BD)
-    # The backward takes the log-sum-exp in base 2, unrounded by a change of base, and exp2(s - inf) = 0 for a row that
-    # saw nothing.
     lse2 = m + tl.log2(l)
     if MODE.alibi:
         lse2 -= b_row_bias
-    tl.store(rows.lse + i_bh.to(tl.int64) * T + o_m, lse2 / LOG2_E, mask=o_m < T)
-    lse2 = tl.where(lse2 == -float("inf"), float("inf"), lse2)
-    T_padded = tl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT
-    tl.store(rows.lse2 + i_bh.to(tl.int64) * T_padded + o_m, lse2, mask=o_m < T_padded)
+    store_lse(rows, lse2, i_bh, T, o_m)
 
 
 def forward(

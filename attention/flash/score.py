@@ -5,6 +5,7 @@ from a shape alone.
 
     seen_keys, seeing_queries       the tiles to visit, and which of them need no mask
     key_interval, query_interval    the keys a query sees and the queries that see a key, always an interval
+    sees_key, seen_by_query         the mask of a tile
     change_scores                   soft cap, then ALiBi; scores in base 2
     times_derivative                the gradient through that change
 
@@ -164,6 +165,36 @@ def query_interval(o_n, pos, MODE: tl.constexpr):
         if not MODE.causal:
             first = tl.maximum(first, document_bound(pos.p_starts, o_n, pos) - pos.offset)
     return first, end
+
+
+@triton.jit
+def sees_key(o_m, o_n, interval, pos, MODE: tl.constexpr):
+    """Whether queries o_m (M, 1) see keys o_n (1, N): (M, N), or of a shape that broadcasts to it.
+
+    interval  of `key_interval`, where MODE has bounds or offsets
+    """
+    if MODE.bounded or MODE.offsets:
+        first, end = interval
+        m_s = (o_n >= first[:, None]) & (o_n < end[:, None])
+    elif MODE.causal:
+        m_s = o_n <= o_m + pos.offset
+    else:
+        m_s = o_n < pos.S
+    return m_s
+
+
+@triton.jit
+def seen_by_query(o_n, o_m, pos, MODE: tl.constexpr):
+    """Whether keys o_n (N,) are seen by queries o_m (1, M): (N, M), or of a shape that broadcasts to it."""
+    if MODE.bounded or MODE.offsets:
+        first, end = query_interval(o_n, pos, MODE)
+        end = tl.where(o_n < pos.S, end, 0)
+        m_s = (o_m >= first[:, None]) & (o_m < end[:, None])
+    elif MODE.causal:
+        m_s = (o_n - pos.offset)[:, None] <= o_m
+    else:
+        m_s = (o_n < pos.S)[:, None]
+    return m_s
 
 
 @triton.jit

@@ -107,6 +107,13 @@ def unspecialised(x: int) -> int:
     return 4 * x + 2
 
 
+class Rows(NamedTuple):
+    """The values that a forward stores for each row, in addition to out: see `store_lse`."""
+
+    lse: Any
+    lse2: Any
+
+
 class Scalars(NamedTuple):
     """The numbers of a launch other than its tensors' shapes. All whole ones are `unspecialised`.
 
@@ -177,14 +184,19 @@ def head_group_size(n_heads: int, head: Tensor, shared_by: int = 1) -> int:
 
 
 @triton.jit
-def swizzle_program_id(n_tiles, scalars):
-    """This program's (tile, head): heads in sections of n_together, and all heads of a section tile by tile."""
-    n_together = scalars.n_together >> 2
-    n_heads = tl.num_programs(0) // n_tiles
-    i_section = tl.program_id(0) // (n_together * n_tiles)
-    i_rest = tl.program_id(0) % (n_together * n_tiles)
+def swizzle(i_work, n_tiles, n_heads, n_together):
+    """(tile, head) of a unit of work: heads in sections of n_together, and all heads of a section tile by tile."""
+    i_section = i_work // (n_together * n_tiles)
+    i_rest = i_work % (n_together * n_tiles)
     n_here = tl.minimum(n_heads - i_section * n_together, n_together)
     return i_rest // n_here, i_section * n_together + i_rest % n_here
+
+
+@triton.jit
+def swizzle_program_id(n_tiles, scalars):
+    """(tile, head) of this program; see `swizzle`."""
+    n_together, n_heads = scalars.n_together >> 2, tl.num_programs(0) // n_tiles
+    return swizzle(tl.program_id(0), n_tiles, n_heads, n_together)
 
 
 @triton.jit
@@ -226,6 +238,18 @@ def load_row(x, i_bh, i_t, ROWS: tl.constexpr):
         o_t = i_t + tl.arange(0, ROWS)
         b_x = tl.load(x.pointer + tl.cast(i_bh, tl.int64) * x.stride_h + o_t, mask=o_t < -x.shape[2], other=0.0)
     return b_x
+
+
+@triton.jit
+def store_lse(rows, lse2, i_bh, T, o_m):
+    """Write lse2, in base 2, of the rows o_m of one head: rows.lse in base e, and rows.lse2 for the backward.
+
+    There it is unrounded by a change of base, and +inf for a row that saw nothing, as exp2(s - inf) = 0.
+    """
+    tl.store(rows.lse + i_bh.to(tl.int64) * T + o_m, lse2 / LOG2_E, mask=o_m < T)
+    lse2 = tl.where(lse2 == -float("inf"), float("inf"), lse2)
+    T_padded = tl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    tl.store(rows.lse2 + i_bh.to(tl.int64) * T_padded + o_m, lse2, mask=o_m < T_padded)
 
 
 @triton.jit

@@ -11,7 +11,8 @@ import triton
 from attention import AttentionConfig, AttentionShape, KernelPath, Score, UnsupportedAttention, build_attention, gpu
 from attention.flash import paths
 from attention.flash.call import Problem
-from attention.flash.hopper.backward import Rows, delta_kernel
+from attention.flash.hopper.backward import Counters, Rows, delta_kernel
+from attention.flash.hopper.configs import backward_blocks
 from attention.flash.paths import choose_path, describe_path
 from attention.flash.tiles import rows_like, tiles
 from attention.spec import Spec
@@ -133,10 +134,11 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products):
     stored = Rows(torch.empty(B, H, n_m * rows), rows_like(out), None)
     if in_products:
         stored = Rows(None, None, torch.empty(B * H * n_m * rows, 8, dtype=torch.bfloat16))
-    turns, work = torch.ones(B * H * n_m, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    counters = Counters(torch.ones(B * H * n_m, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+    blocks = backward_blocks(PROBLEM._replace(head_dim=D))._replace(q=rows)
     delta_kernel[(B * H * n_m,)](
-        tiles(out, rows, D), tiles(do, rows, D), lse2, stored, turns, work, slopes, scale_log2, H, T, n_m,
-        BM=rows, BD=D, KEEP=0.9,
+        tiles(out, rows, D), tiles(do, rows, D), lse2, stored, counters, slopes, scale_log2, H, T, n_m,
+        BLOCKS=blocks, KEEP=0.9,
     )  # fmt: skip
     biased, delta = stored.lse2, stored.delta
     if in_products:  # in bf16, as sums of three numbers each
@@ -146,5 +148,5 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products):
     bias = slopes[:, None] / math.log(2) * (torch.arange(T) % 64)
     torch.testing.assert_close(biased[..., :T], lse2[..., :T] + bias)
     assert (biased[..., T:] > 1e20).all()
-    assert not turns.any()
-    assert not work.any()
+    assert not counters.next_tile.any()
+    assert not counters.work.any()

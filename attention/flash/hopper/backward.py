@@ -2,16 +2,16 @@
 
 A program takes tiles of keys, one after the other, and walks over the query tiles that see them, the last first. It
 keeps dk and dv. Its contributions to dq go to a workspace of fp32 numbers in device memory, where many key tiles add to
-one query tile. They add **in turn**, in the order of the key tiles, so that gradients stay bitwise reproducible: a
-counter for each query tile says whose turn it is. A key tile waits only for tiles before it. A counter hands out the
-key tiles in order, so a program waits only for tiles that are already being worked on. The order of the tiles is that
-of DASH (arXiv:2601.21824).
+one query tile. They add **in the order of the key tiles**, so that gradients stay bitwise reproducible: a counter for
+each query tile holds the index of the next key tile that may add. A key tile waits only for tiles before it. Another
+counter hands out the key tiles in order, so a program waits only for tiles that are already being worked on. The order
+of the tiles is that of DASH (arXiv:2601.21824).
 
     producer   one warp: hands out key tiles, brings k and v, and q, do, lse2 and delta of the next query tile
-    carrier    one warp: takes dk and dv away, which the consumer leaves in the place of k and v
+    writer     one warp: takes dk and dv away, which the consumer leaves in the place of k and v
     consumer   eight warps: s, p, dp, ds; dv += p^T do, dk += ds^T q, and dq = ds k into a slot of shared memory
-    adders     two warps, a slot each: wait for their turn and have the copy engine add dq to the workspace
-    drawer     four warps, at head size 64 with dropout: draw the mask of the next query tile
+    adders     two warps, a slot each: wait until they may add, and have the copy engine add dq to the workspace
+    mask_drawer  four warps, at head size 64 with dropout: draw the mask of the next query tile
 
 The last key tile that a query tile sees adds nothing: it gets the sum of the others in its slot, and writes dq.
 """
@@ -31,12 +31,13 @@ from ..backward import sinks_gradient
 from ..call import KernelCall
 from ..score import LOG2_E, locate
 from .backward_pipeline import HALF, PARTS, WIDTH, allocate, next_tile
-from .backward_roles import carrier, drawer, producer
-from .backward_step import S_LAYOUT, first_scores, step
+from .backward_roles import mask_drawer, producer, writer
+from .backward_step import S_LAYOUT, Queries, first_scores, step
 from .configs import backward_blocks
-from .schedule import Sizes
+from .ordered_sum import adder
+from .schedule import Program, Sizes
+from .stages import stage_of, wait_full
 from .tiles import matrix, parts_tiles, row_tiles, tiles
-from .turns import adder
 
 
 @gluon.jit
@@ -46,25 +47,27 @@ def load_slope(inputs, i_h, MODE: gl.constexpr):
 
 
 @gluon.jit
-def consumer(inputs, scalars, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def consumer(program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Eight warps: dk and dv of a tile of keys, summed over the G query heads that share it, and all its dq tiles."""
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     KEY_STAGES: gl.constexpr = BLOCKS.key_stages
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BD, 16])
     KEEP_SCALE: gl.constexpr = 256 / (256 - MODE.threshold)
+    buffers, barriers, sizes = program.buffers, program.barriers, program.sizes
     dtype: gl.constexpr = buffers.k.dtype
 
     i_step = 0
     i_round = 0
     tile = next_tile(i_round, buffers, barriers, 8)
     while tile.i_tile >= 0:
-        pos = locate(sizes.T, sizes.S, inputs, scalars, tile.i_b, tile.i_b * sizes.H + tile.i_h, sizes.G)
+        i_bh = tile.i_b * sizes.H + tile.i_h
+        pos = locate(sizes.T, sizes.S, program.inputs, program.scalars, tile.i_b, i_bh, sizes.G)
         n_steps = (tile.end - tile.start) * sizes.G
-        slope2 = load_slope(inputs, tile.i_h, MODE)
-        i_s = i_round % KEY_STAGES
-        k_s, v_s = buffers.k.index(i_s), buffers.v.index(i_s)
-        mbarrier.wait(barriers.kv_full.index(i_s), (i_round // KEY_STAGES) & 1)
+        slope2 = load_slope(program.inputs, tile.i_h, MODE)
+        stage = stage_of(i_round, KEY_STAGES)
+        k_s, v_s = buffers.k.index(stage.index), buffers.v.index(stage.index)
+        wait_full(barriers.kv_full, stage)
         b_dk = gl.zeros([BN, BD], gl.float32, LAYOUT)
         b_dv = gl.zeros([BN, BD], gl.float32, LAYOUT)
         # k stays in registers, an operand of s in all steps; at head size 128 there is no room for it.
@@ -77,45 +80,86 @@ def consumer(inputs, scalars, buffers, barriers, sizes, BLOCKS: gl.constexpr, MO
             ends_head = i_tile_m == tile.start
             next_h = gl.where(ends_head, i_h + 1, i_h)
             # Loaded one step ahead: a load takes longer than the time until a step's first exponential.
-            next_slope2 = load_slope(inputs, gl.minimum(next_h, tile.i_h + sizes.G - 1), MODE)
-            b_s, b_dk, b_dv = step(
-                b_s, b_dk, b_dv, b_k, i_s, i_h, i_tile_m, i_step + i, i + 1 < n_steps, slope2, tile, pos, inputs,
-                scalars, buffers, barriers, BLOCKS, MODE,
-            )  # fmt: skip
+            next_slope2 = load_slope(program.inputs, gl.minimum(next_h, tile.i_h + sizes.G - 1), MODE)
+            queries = Queries(i_h, i_tile_m, slope2, i_step + i, i + 1 < n_steps)
+            b_s, b_dk, b_dv = step(b_s, b_dk, b_dv, b_k, stage.index, queries, tile, pos, program, BLOCKS, MODE)
             slope2 = next_slope2
             i_h = next_h
             i_tile_m = gl.where(ends_head, tile.end - 1, i_tile_m - 1)
         i_step += n_steps
-        k_s.store((b_dk * (scalars.scale * KEEP_SCALE)).to(dtype))
+        k_s.store((b_dk * (program.scalars.scale * KEEP_SCALE)).to(dtype))
         v_s.store((b_dv * KEEP_SCALE).to(dtype))
         fence_async_shared()
-        mbarrier.arrive(barriers.dkdv_full.index(i_s))
+        mbarrier.arrive(barriers.dkdv_full.index(stage.index))
         i_round += 1
         tile = next_tile(i_round, buffers, barriers, 8)
 
 
+class Counters(NamedTuple):
+    """In device memory: for each query tile the next key tile that may add to its dq, and the next key tile to take."""
+
+    next_tile: Any
+    work: Any
+
+
+class KernelArguments(NamedTuple):
+    """The kernel's arguments besides the tensors that the copy engine moves."""
+
+    counters: Any
+    inputs: Any
+    scalars: Any
+
+
+class Config(NamedTuple):
+    """The kernel's constants."""
+
+    blocks: Any
+    mode: Any
+
+
 @gluon.jit
-def backward_kernel(
-    q, k, v, do, dq, dk, dv, lse2, delta, parts, dq_sum, p_turn, p_work, inputs, scalars,
-    BLOCKS: gl.constexpr, MODE: gl.constexpr,
-):  # fmt: skip
-    """dq, dk and dv of all tiles of keys. Grid: at most a program for each multiprocessor."""
+def backward_kernel(q, k, v, do, dq, dk, dv, rows, delta, dq_sum, call, CONFIG: gl.constexpr):
+    """dq, dk and dv of all tiles of keys. Grid: at most a program for each multiprocessor.
+
+    rows: the parts of lse2 and delta, where these come with the products; else lse2.
+    call: a KernelArguments
+    """
+    BLOCKS: gl.constexpr = CONFIG.blocks
+    MODE: gl.constexpr = CONFIG.mode
     buffers, barriers = allocate(q.dtype, dq_sum, BLOCKS)
     H, H_kv, T, S = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-    sizes = Sizes(H, H // H_kv, T, S, gl.cdiv(S, BLOCKS.k), q.shape[0] * H_kv, scalars.n_together >> 2)
+    sizes = Sizes(H, H // H_kv, T, S, gl.cdiv(S, BLOCKS.k), q.shape[0] * H_kv, call.scalars.n_together >> 2)
+    next_tiles, work = call.counters.next_tile, call.counters.work
     # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
-    if BLOCKS.drawer:
+    if BLOCKS.mask_drawer:
         gl.warp_specialize(
             [
-                (consumer, (inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)),
+                (consumer, (Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS, MODE)),
                 (
                     producer,
-                    (q, k, v, do, lse2, delta, parts, p_work, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE),
+                    (
+                        q,
+                        k,
+                        v,
+                        do,
+                        rows,
+                        delta,
+                        work,
+                        Program(call.inputs, call.scalars, buffers, barriers, sizes),
+                        BLOCKS,
+                        MODE,
+                    ),
                 ),
-                (carrier, (dk, dv, buffers, barriers, sizes, BLOCKS)),
-                (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 0, BLOCKS)),
-                (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 1, BLOCKS)),
-                (drawer, (inputs, buffers, barriers, sizes, BLOCKS)),
+                (writer, (dk, dv, Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS)),
+                (
+                    adder,
+                    (dq, dq_sum, next_tiles, Program(call.inputs, call.scalars, buffers, barriers, sizes), 0, BLOCKS),
+                ),
+                (
+                    adder,
+                    (dq, dq_sum, next_tiles, Program(call.inputs, call.scalars, buffers, barriers, sizes), 1, BLOCKS),
+                ),
+                (mask_drawer, (Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS)),
             ],
             [1, 1, 1, 1, 4],
             [24, 24, 24, 24, 40],
@@ -123,14 +167,31 @@ def backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)),
+                (consumer, (Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS, MODE)),
                 (
                     producer,
-                    (q, k, v, do, lse2, delta, parts, p_work, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE),
+                    (
+                        q,
+                        k,
+                        v,
+                        do,
+                        rows,
+                        delta,
+                        work,
+                        Program(call.inputs, call.scalars, buffers, barriers, sizes),
+                        BLOCKS,
+                        MODE,
+                    ),
                 ),
-                (carrier, (dk, dv, buffers, barriers, sizes, BLOCKS)),
-                (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 0, BLOCKS)),
-                (adder, (dq, dq_sum, p_turn, buffers, barriers, sizes, 1, BLOCKS)),
+                (writer, (dk, dv, Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS)),
+                (
+                    adder,
+                    (dq, dq_sum, next_tiles, Program(call.inputs, call.scalars, buffers, barriers, sizes), 0, BLOCKS),
+                ),
+                (
+                    adder,
+                    (dq, dq_sum, next_tiles, Program(call.inputs, call.scalars, buffers, barriers, sizes), 1, BLOCKS),
+                ),
             ],
             [1, 1, 1, 1],
             [24, 24, 24, 24],
@@ -159,13 +220,14 @@ def split(x):
 
 @triton.jit(do_not_specialize=["scale_log2", "H", "T", "n_m"])
 def delta_kernel(
-    out, do, lse2, rows, p_turn, p_work, slopes, scale_log2, H, T, n_m,
-    BM: tl.constexpr, BD: tl.constexpr, KEEP: tl.constexpr,
+    out, do, lse2, rows, counters, slopes, scale_log2, H, T, n_m, BLOCKS: tl.constexpr, KEEP: tl.constexpr
 ):  # fmt: skip
     """delta of one tile of queries without dropout's rescaling, and lse2, which with ALiBi includes the query biases.
 
     Also sets the counters of the kernel that follows to zero. Grid: n_m tiles x batch x heads.
     """
+    BM: tl.constexpr = BLOCKS.q
+    BD: tl.constexpr = BLOCKS.columns
     i_bh, i_m = tl.program_id(0) // n_m, tl.program_id(0) % n_m * BM
     b_do = plain.load_tile(do, i_bh // H, i_bh % H, i_m, BM, BD).to(tl.float32)
     b_out = plain.load_tile(out, i_bh // H, i_bh % H, i_m, BM, BD).to(tl.float32)
@@ -187,8 +249,8 @@ def delta_kernel(
         b_lse = tl.where(b_lse2 == float("inf"), 1e30, b_lse2 / scale_log2)
         b_parts = tl.join(split(b_lse), split(b_delta)).reshape([BM, 8])
         tl.store(rows.parts + o_tile[:, None] * 8 + tl.arange(0, 8)[None, :], b_parts.to(tl.bfloat16))
-    tl.store(p_turn + tl.program_id(0), 0)
-    tl.store(p_work, 0, mask=tl.program_id(0) == 0)
+    tl.store(counters.next_tile + tl.program_id(0), 0)
+    tl.store(counters.work, 0, mask=tl.program_id(0) == 0)
 
 
 def heads_together(n_heads: int, n_programs: int, columns: int) -> int:
@@ -232,26 +294,25 @@ def backward(
         delta=plain.rows_like(q) if sinks is not None or not in_products else None,
         parts=q.new_empty(B * H * n_rows, 8, dtype=torch.bfloat16) if in_products else None,
     )
-    turns = q.new_empty(B * H * n_m, dtype=torch.int32)
-    work = q.new_empty(1, dtype=torch.int32)
+    next_tiles = q.new_empty(B * H * n_m, dtype=torch.int32)
+    counters = Counters(next_tiles, q.new_empty(1, dtype=torch.int32))
     dq_sum = q.new_empty(B * H * n_m * blocks.q * blocks.columns // WIDTH.value, WIDTH.value, dtype=torch.float32)
     delta_kernel[(B * H * n_m,)](
         plain.tiles(out, blocks.q, blocks.columns),
         plain.tiles(do, blocks.q, blocks.columns),
         lse2,
         rows,
-        turns,
-        work,
+        counters,
         slopes,
         call.spec.scale * LOG2_E.value,
         H,
         T,
         n_m,
-        BM=blocks.q,
-        BD=blocks.columns,
+        BLOCKS=blocks,
         KEEP=(256 - call.spec.threshold) / 256,
     )
     n_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    scalars = plain.launch_scalars(call, heads_together(B * H_kv, n_programs, blocks.columns))
     backward_kernel[(min(n_programs, n_n * B * H_kv),)](
         tiles(q, blocks.q, blocks.columns),
         tiles(k, blocks.k, blocks.columns),
@@ -260,16 +321,15 @@ def backward(
         tiles(dq, blocks.q, blocks.columns),
         tiles(dk, blocks.k, blocks.columns),
         tiles(dv, blocks.k, blocks.columns),
-        None if in_products else row_tiles(rows.lse2, n_rows, blocks.q) if biased else row_tiles(lse2, T, blocks.q),
+        parts_tiles(rows.parts, blocks.q, PARTS.value)
+        if in_products
+        else row_tiles(rows.lse2, n_rows, blocks.q)
+        if biased
+        else row_tiles(lse2, T, blocks.q),
         None if in_products else row_tiles(rows.delta, T, blocks.q),
-        parts_tiles(rows.parts, blocks.q, PARTS.value) if in_products else None,
         matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
-        turns,
-        work,
-        call.inputs,
-        plain.launch_scalars(call, heads_together(B * H_kv, n_programs, blocks.columns)),
-        BLOCKS=blocks,
-        MODE=plain.mode_of(call, q),
+        KernelArguments(counters, call.inputs, scalars),
+        CONFIG=Config(blocks, plain.mode_of(call, q)),
         num_warps=8,
     )
     return None if sinks is None else sinks_gradient(sinks, lse2, rows.delta, T, call.spec.threshold)

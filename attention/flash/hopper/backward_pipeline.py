@@ -11,8 +11,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..score import locate
+from ..tiles import swizzle
 from .dropout import WORDS_IN_SHARED_MEMORY
-from .schedule import query_tiles, swizzle
+from .schedule import query_tiles
 
 SLOTS = gl.constexpr(2)  # of dq in shared memory
 WIDTH = gl.constexpr(256)  # of a row of the workspace: a number for each of the consumer's threads
@@ -130,7 +131,7 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
     else:
         lse2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
         delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
-    if BLOCKS.drawer:
+    if BLOCKS.mask_drawer:
         words = gl.allocate_shared_memory(gl.uint32, [STAGES, BN // 2, BM // 2], WORDS_IN_SHARED_MEMORY)
         # The memory of a barrier that nobody uses would be taken for other data, which PTX leaves undefined.
         words_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -163,7 +164,7 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
         words_full,
     )
     mbarrier.init(barriers.tile_full, count=1)
-    mbarrier.init(barriers.tile_empty, count=2 + SLOTS + (1 if BLOCKS.drawer else 0))
+    mbarrier.init(barriers.tile_empty, count=2 + SLOTS + (1 if BLOCKS.mask_drawer else 0))
     for i in gl.static_range(KEY_STAGES):
         mbarrier.init(barriers.kv_full.index(i), count=1)
         mbarrier.init(barriers.kv_empty.index(i), count=1)
@@ -191,7 +192,7 @@ def half_of(i_m, i_s, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
         0 if BLOCKS.rows_in_products else buffers.delta.index(i_s).slice(o, HALF, 1),
         buffers.parts.index(i_s).slice(o, HALF) if BLOCKS.rows_in_products else 0,
         buffers.ds.index(0).slice(o, HALF, 1),
-        buffers.words.index(i_s).slice(o // 2, HALF // 2, 1) if BLOCKS.drawer else 0,
+        buffers.words.index(i_s).slice(o // 2, HALF // 2, 1) if BLOCKS.mask_drawer else 0,
     )
 
 
@@ -209,7 +210,7 @@ def piece_of(half, i: gl.constexpr, BLOCKS: gl.constexpr):
         0 if BLOCKS.rows_in_products else half.delta.slice(o, n, 1),
         0,
         0,
-        half.words.slice(o // 2, n // 2, 1) if BLOCKS.drawer else 0,
+        half.words.slice(o // 2, n // 2, 1) if BLOCKS.mask_drawer else 0,
     )
 
 
@@ -221,15 +222,16 @@ def place(i, tile):
 
 
 @gluon.jit
-def hand_out(p_work, i_round, inputs, scalars, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def hand_out(p_work, i_round, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """The next key tile by the counter, for all roles."""
     SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    buffers, barriers, sizes = program.buffers, program.barriers, program.sizes
     i_work = gl.atomic_add(p_work, 1)
     n_work = sizes.n_tiles * sizes.n_heads
-    i_tile, i_bkv = swizzle(gl.minimum(i_work, n_work - 1), sizes)
+    i_tile, i_bkv = swizzle(gl.minimum(i_work, n_work - 1), sizes.n_tiles, sizes.n_heads, sizes.n_together)
     H_kv = sizes.H // sizes.G
     i_b, i_kv = i_bkv // H_kv, i_bkv % H_kv
-    pos = locate(sizes.T, sizes.S, inputs, scalars, i_b, i_bkv * sizes.G, sizes.G)
+    pos = locate(sizes.T, sizes.S, program.inputs, program.scalars, i_b, i_bkv * sizes.G, sizes.G)
     seen = query_tiles(i_tile, pos, sizes, BLOCKS.q, BLOCKS.k, MODE)
     i_tile = gl.where(i_work < n_work, i_tile, -1)
     end = gl.maximum(seen.end, seen.start)

@@ -4,6 +4,8 @@ A query tile of 128 is worked on in two halves, so that the products of one run 
 One of 64 is a single half, which is worked on in two pieces where registers allow it, for the same reason.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,16 +19,31 @@ from ..score import (
     alibi_bias,
     change_scores,
     log2_factor,
+    seen_by_query,
     soft_cap_tanh,
     times_derivative,
 )
 from .backward_pipeline import HALF, SLOTS, WIDTH, half_of, piece_of
 from .compat import barrier
 from .dropout import draw_transposed, drop_transposed, load_key, word_layout
-from .schedule import seen_by_query
+from .stages import stage_of, wait_full
 
 # Scores of half a query tile, transposed: (BN, HALF), 16 keys a warp.
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HALF.value, 16]))
+
+
+class Queries(NamedTuple):
+    """The query tile of a step: number i_tile of head i_h, whose ALiBi slope times log2(e) is slope2.
+
+    i_step    of the pipeline
+    has_next  whether another step follows with the same keys
+    """
+
+    i_h: Any
+    i_tile: Any
+    slope2: Any
+    i_step: Any
+    has_next: Any
 
 
 @gluon.jit
@@ -37,7 +54,7 @@ def draw(i_h, i_m, tile, inputs, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """
     BN: gl.constexpr = BLOCKS.k
     b_w = 0
-    if MODE.threshold and not BLOCKS.drawer:
+    if MODE.threshold and not BLOCKS.mask_drawer:
         b_w = draw_transposed(load_key(inputs.key, tile.i_b, i_h), i_m, tile.i_tile * BN, HALF, BN, 8)
         b_w = gl.convert_layout(b_w, word_layout(BN // 2, HALF // 2, 8))
     return b_w
@@ -63,7 +80,7 @@ def joined(b_pieces):
 
 @gluon.jit
 def weights(
-    b_s, b_w, half, slope2, i_step, is_cut, tile, pos, scalars, barriers,
+    b_s, b_w, half, is_cut, queries, tile, pos, program,
     P_LAYOUT: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """(BN, M) of M queries, a half or a piece of it: p times the derivative of the scores, and ~p in 16 bits."""
@@ -71,7 +88,7 @@ def weights(
     M: gl.constexpr = b_s.shape[1]
     LAYOUT: gl.constexpr = b_s.type.layout
     THRESHOLD: gl.constexpr = MODE.threshold
-    scale_log2 = scalars.scale_log2
+    scale_log2, slope2 = program.scalars.scale_log2, queries.slope2
     i_n = tile.i_tile * BN
     o_m = half.i_m + gl.arange(0, M, gl.SliceLayout(0, LAYOUT))
     o_rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
@@ -87,9 +104,8 @@ def weights(
     b_p_kept = gl.convert_layout(b_p.to(half.q.dtype), P_LAYOUT)
     b_p = times_derivative(b_p, b_tanh, MODE)  # so that tanh leaves the registers
     if THRESHOLD:
-        if BLOCKS.drawer:
-            i_s = i_step % BLOCKS.stages
-            mbarrier.wait(barriers.words_full.index(i_s), (i_step // BLOCKS.stages) & 1)
+        if BLOCKS.mask_drawer:
+            wait_full(program.barriers.words_full, stage_of(queries.i_step, BLOCKS.stages))
             b_w = half.words.load(word_layout(BN // 2, M // 2, 8))
         b_p_kept = drop_transposed(b_p_kept, b_w, THRESHOLD, M, BN)
     return b_p, b_p_kept
@@ -113,9 +129,7 @@ def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.co
 
 
 @gluon.jit
-def add_to_dv(
-    b_s, b_w, b_dv, half, slope2, i_step, is_cut, tile, pos, scalars, barriers, BLOCKS: gl.constexpr, MODE: gl.constexpr
-):
+def add_to_dv(b_s, b_w, b_dv, half, is_cut, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """(p, ~p, dv + ~p^T do in flight), of `weights`: p and ~p in pieces.
 
     The product of a piece runs during the exponentials of the next. The branch for a cut tile keeps them in this order:
@@ -126,7 +140,7 @@ def add_to_dv(
     M: gl.constexpr = HALF // N
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, M, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dv.type.layout, 2)
-    DRAWN: gl.constexpr = MODE.threshold and not BLOCKS.drawer
+    DRAWN: gl.constexpr = MODE.threshold and not BLOCKS.mask_drawer
     s_pieces = pieces(b_s, N)
     w_pieces = pieces(b_w, N) if DRAWN else (0, 0)
     b_p = ()
@@ -136,7 +150,7 @@ def add_to_dv(
         s_piece = gl.convert_layout(s_pieces[j], LAYOUT)
         w_piece = gl.convert_layout(w_pieces[j], word_layout(BN // 2, M // 2, 8)) if DRAWN else 0
         p_piece, kept_piece = weights(
-            s_piece, w_piece, piece, slope2, i_step, is_cut, tile, pos, scalars, barriers, P_LAYOUT, BLOCKS, MODE
+            s_piece, w_piece, piece, is_cut, queries, tile, pos, program, P_LAYOUT, BLOCKS, MODE
         )
         b_dv = warpgroup_mma(kept_piece, piece.do, b_dv, is_async=True)
         b_p += (p_piece,)  # type: ignore[assignment]
@@ -195,10 +209,9 @@ def done(flight, operands, n: gl.constexpr):
 @gluon.jit
 def first_scores(b_k, i_step, is_there, buffers, barriers, BLOCKS: gl.constexpr):
     """In flight: s (BN, HALF) of the first half of a step's query tile, which has then arrived."""
-    STAGES: gl.constexpr = BLOCKS.stages
-    i_s = i_step % STAGES
-    mbarrier.wait(barriers.full.index(i_s), (i_step // STAGES) & 1, pred=is_there)
-    half = half_of(0, i_s, 0, buffers, BLOCKS)
+    stage = stage_of(i_step, BLOCKS.stages)
+    wait_full(barriers.full, stage, is_there)
+    half = half_of(0, stage.index, 0, buffers, BLOCKS)
     return product(b_k, half.q, half, 0, buffers, BLOCKS)
 
 
@@ -230,22 +243,20 @@ def give_dq(b_dq, slot, is_first, is_last, scalars, buffers, BLOCKS: gl.constexp
 
 
 @gluon.jit
-def step(
-    b_s, b_dk, b_dv, b_k, i_k, i_h, i_tile_m, i_step, has_next, slope2, tile, pos, inputs, scalars, buffers, barriers,
-    BLOCKS: gl.constexpr, MODE: gl.constexpr,
-):  # fmt: skip
+def step(b_s, b_dk, b_dv, b_k, i_k, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """A tile of keys and values collects its gradients from a query tile, which gets its own through a slot.
 
     Of a query tile of two halves, the products of one run during the exponentials of the other.
     """
     BM: gl.constexpr = BLOCKS.q
     BD: gl.constexpr = BLOCKS.columns
-    STAGES: gl.constexpr = BLOCKS.stages
     TWO: gl.constexpr = BM > HALF
     PIECES: gl.constexpr = BLOCKS.pieces  # a product each, for dv and dk
     N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # matrix products that `product` starts, as waits count them
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
-    i_s = i_step % STAGES
+    buffers, barriers = program.buffers, program.barriers
+    i_h, i_tile_m, _, i_step, has_next = queries
+    i_s = i_step % BLOCKS.stages
     zero = unknown_zero(i_step)
     k_s, v_s = buffers.k.index(i_k + zero), buffers.v.index(i_k + zero)
     b_k = b_k if BD == 64 else k_s
@@ -260,20 +271,16 @@ def step(
     if TWO:
         half_1 = half_of(i_tile_m * BM, i_s, 1, buffers, BLOCKS)
         s_flight_1 = product(b_k, half_1.q, half_1, 0, buffers, BLOCKS)
-    b_w = draw(i_h, half.i_m, tile, inputs, BLOCKS, MODE)
-    b_p, b_p_kept, dv_flight = add_to_dv(
-        b_s, b_w, b_dv, half, slope2, i_step, is_cut, tile, pos, scalars, barriers, BLOCKS, MODE
-    )
+    b_w = draw(i_h, half.i_m, tile, program.inputs, BLOCKS, MODE)
+    b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, half, is_cut, queries, tile, pos, program, BLOCKS, MODE)
     if TWO:
         dp_flight_1 = product(v_s, half_1.do, half_1, 1, buffers, BLOCKS)
     b_dp = warpgroup_mma_wait(2 * N + PIECES if TWO else PIECES, deps=(dp_flight,))
     b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, half, BLOCKS, MODE)
     if TWO:
-        b_w = draw(i_h, half_1.i_m, tile, inputs, BLOCKS, MODE)
+        b_w = draw(i_h, half_1.i_m, tile, program.inputs, BLOCKS, MODE)
         b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, N + PIECES)
-        b_p, b_p_kept, dv_flight = add_to_dv(
-            b_s, b_w, b_dv, half_1, slope2, i_step, is_cut, tile, pos, scalars, barriers, BLOCKS, MODE
-        )
+        b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, half_1, is_cut, queries, tile, pos, program, BLOCKS, MODE)
         b_dp, b_dk = done((dp_flight_1, dk_flight), b_ds, PIECES)
         b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, half_1, BLOCKS, MODE)
     b_dv = done((dv_flight,), b_p_kept, PIECES)[0]
@@ -287,10 +294,10 @@ def step(
     s_flight = first_scores(b_k, i_step + 1, has_next, buffers, barriers, BLOCKS)
     b_dq = warpgroup_mma_wait(N, deps=(dq_flight,))
 
-    i_slot = i_step % SLOTS
-    mbarrier.wait(barriers.dq_ready.index(i_slot), (i_step // SLOTS) & 1)
-    give_dq(b_dq, buffers.dq.index(i_slot), is_first, i_tile_m < tile.last, scalars, buffers, BLOCKS, MODE)
+    slot = stage_of(i_step, SLOTS)
+    wait_full(barriers.dq_ready, slot)
+    give_dq(b_dq, buffers.dq.index(slot.index), is_first, i_tile_m < tile.last, program.scalars, buffers, BLOCKS, MODE)
     fence_async_shared()
-    mbarrier.arrive(barriers.dq_full.index(i_slot))
+    mbarrier.arrive(barriers.dq_full.index(slot.index))
     b_s = warpgroup_mma_wait(0, deps=(s_flight,))
     return b_s, b_dk, b_dv

@@ -33,7 +33,8 @@ class ForwardBlocks(NamedTuple):
     stages     key tiles in flight
     q_stages   query tiles of a consumer in flight
     registers  of a consumer's thread: 168 for three programs per multiprocessor, 128 for four
-    in_turn    whether the consumers take turns in starting their products
+    ping_pong  whether the consumers start their products one after the other, so that one multiplies during the
+               softmax of another (FlashAttention-3, section 3.1)
     out_in_q   whether a tile of out takes the place of its queries in shared memory
     v_columns  whether v comes transposed, in tiles of columns x k
     """
@@ -44,7 +45,7 @@ class ForwardBlocks(NamedTuple):
     stages: int
     q_stages: int
     registers: int
-    in_turn: bool
+    ping_pong: bool
     out_in_q: bool = False
     v_columns: bool = False
 
@@ -58,7 +59,7 @@ class BackwardBlocks(NamedTuple):
     stages            query tiles in flight
     key_stages        key tiles in flight
     rows_in_products  whether lse2 and delta come with the products s and dp, which takes shared memory
-    drawer            whether four more warps draw dropout's mask, which takes registers and shared memory
+    mask_drawer       whether four more warps draw dropout's mask, which takes registers and shared memory
     pieces            1 or 2: of 64 queries; the products of a piece run while the weights of the next are computed
     """
 
@@ -68,7 +69,7 @@ class BackwardBlocks(NamedTuple):
     stages: int
     key_stages: int
     rows_in_products: bool
-    drawer: bool
+    mask_drawer: bool
     pieces: int
 
 
@@ -78,30 +79,32 @@ def forward_blocks(problem: Problem) -> ForwardBlocks:
     alibi, soft_cap = score.alibi, score.soft_cap is not None
     if head_dim > 128:
         return ForwardBlocks(
-            consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, in_turn=False, out_in_q=True
+            consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, ping_pong=False, out_in_q=True
         )
     if head_dim > 64:  # ALiBi's numbered columns leave no shared memory for a second stage of queries
         q_stages = 1 if alibi else 2
-        return ForwardBlocks(consumers=2, k=128, columns=128, stages=2, q_stages=q_stages, registers=240, in_turn=False)
+        return ForwardBlocks(
+            consumers=2, k=128, columns=128, stages=2, q_stages=q_stages, registers=240, ping_pong=False
+        )
     # Three consumers are fastest for long sequences, and leave few registers to each. Programs of a single one divide
     # short sequences better, and smaller tiles the shortest. ALiBi's numbered columns would leave no room for a third
     # program on a multiprocessor.
     if length <= 2048 or (alibi and (dropout or soft_cap)):
         return ForwardBlocks(
-            consumers=1, k=64, columns=64, stages=2, q_stages=1, registers=128, in_turn=False, out_in_q=True
+            consumers=1, k=64, columns=64, stages=2, q_stages=1, registers=128, ping_pong=False, out_in_q=True
         )
     if length < (16384 if dropout else 8192) and not alibi:
         return ForwardBlocks(
-            consumers=1, k=128, columns=64, stages=2, q_stages=1, registers=168, in_turn=False, out_in_q=True
+            consumers=1, k=128, columns=64, stages=2, q_stages=1, registers=168, ping_pong=False, out_in_q=True
         )
-    return ForwardBlocks(consumers=3, k=128, columns=64, stages=4, q_stages=2, registers=160, in_turn=True)
+    return ForwardBlocks(consumers=3, k=128, columns=64, stages=4, q_stages=2, registers=160, ping_pong=True)
 
 
 def fp8_blocks(head_dim: int) -> ForwardBlocks:
     """The shape of the forward with products in 8 bits, for a head size up to FP8_MAX_HEAD_DIM."""
     columns = 64 if head_dim <= 64 else 128
     return ForwardBlocks(
-        consumers=2, k=128, columns=columns, stages=4, q_stages=1, registers=240, in_turn=False, v_columns=True
+        consumers=2, k=128, columns=columns, stages=4, q_stages=1, registers=240, ping_pong=False, v_columns=True
     )
 
 
@@ -115,15 +118,15 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
     rows = not (dropout or soft_cap) and (length >= 1024 if head_dim > 64 else alibi)
     if head_dim > 64:
         return BackwardBlocks(
-            q=64, k=128, columns=128, stages=2, key_stages=1, rows_in_products=rows, drawer=False, pieces=2
+            q=64, k=128, columns=128, stages=2, key_stages=1, rows_in_products=rows, mask_drawer=False, pieces=2
         )
     if dropout:  # a second half would need registers that are not there
         return BackwardBlocks(
-            q=64, k=128, columns=64, stages=3, key_stages=2, rows_in_products=False, drawer=True, pieces=1
+            q=64, k=128, columns=64, stages=3, key_stages=2, rows_in_products=False, mask_drawer=True, pieces=1
         )
     key_stages = 1 if rows else 2
     return BackwardBlocks(
-        q=128, k=128, columns=64, stages=2, key_stages=key_stages, rows_in_products=rows, drawer=False, pieces=1
+        q=128, k=128, columns=64, stages=2, key_stages=key_stages, rows_in_products=rows, mask_drawer=False, pieces=1
     )
 
 

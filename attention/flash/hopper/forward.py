@@ -26,65 +26,52 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from ..call import KernelCall
 from ..forward import without_keys
 from ..score import locate
-from ..tiles import head_group_size, launch_scalars, mode_of, rows_like
+from ..tiles import Rows, head_group_size, launch_scalars, mode_of, rows_like, swizzle
 from .configs import ForwardBlocks, forward_blocks
-from .forward_pipeline import Keys, allocate, fetch, fetch_queries, next_queries, producer, q_stage
+from .forward_pipeline import Keys, Work, allocate, fetch, fetch_queries, next_work, producer
 from .forward_step import attend
-from .schedule import Sizes, key_tiles, swizzle
+from .schedule import Program, Sizes, key_tiles
 from .softmax import ROWS
+from .stages import Stage
 from .tiles import tiles
 
 
 @gluon.jit
-def consumer(
-    out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes,
-    c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
-):  # fmt: skip
+def consumer(out, rows, program, c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Four warps: out and lse of 64 queries of each tile that the producer hands out."""
     i_step = 0
-    i_turn = 0
+    i_order = 0
     i_round = 0
-    i_q, phase = q_stage(i_round, c, BLOCKS)
-    i_m_all, i_b, i_h, _ = next_queries(i_q, phase, buffers, barriers)
-    while i_h >= 0:
-        i_step, i_turn = attend(
-            out, p_lse, p_lse2, inputs, scalars, None, buffers, barriers, sizes,
-            i_m_all, i_b, i_h, i_q, phase, i_step, i_turn, c, BLOCKS, MODE,
-        )  # fmt: skip
+    work = next_work(i_round, program.buffers, program.barriers, c, BLOCKS)
+    while work.i_h >= 0:
+        i_step, i_order = attend(out, rows, None, work, program, i_step, i_order, c, BLOCKS, MODE)
         i_round += 1
-        i_q, phase = q_stage(i_round, c, BLOCKS)
-        i_m_all, i_b, i_h, _ = next_queries(i_q, phase, buffers, barriers)
+        work = next_work(i_round, program.buffers, program.barriers, c, BLOCKS)
     tma.store_wait(0)
 
 
 @gluon.jit
-def consumer_alone(
-    q, k, v, out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr
-):  # fmt: skip
+def consumer_alone(q, k, v, out, rows, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Four warps without a producer: out and lse of 64 queries, all of a program's work."""
     STAGES: gl.constexpr = BLOCKS.stages
-    i_tile, i_bh = swizzle(gl.program_id(0), sizes)
+    buffers, barriers, sizes = program.buffers, program.barriers, program.sizes
+    i_tile, i_bh = swizzle(gl.program_id(0), sizes.n_tiles, sizes.n_heads, sizes.n_together)
     i_m = (sizes.n_tiles - 1 - i_tile) * ROWS
     i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
-    pos = locate(sizes.T, sizes.S, inputs, scalars, i_b, i_bh, 1)
+    pos = locate(sizes.T, sizes.S, program.inputs, program.scalars, i_b, i_bh, 1)
     n_start, _, _, n_end = key_tiles(i_m, pos, ROWS, BLOCKS.k, MODE)
     keys = Keys(k, v, i_b, i_h // sizes.G, n_start, n_end)
     fetch_queries(q, i_b, i_h, i_m, 0, buffers, barriers, BLOCKS)
     for j in gl.static_range(STAGES):
         fetch(j, j, keys, buffers, barriers, BLOCKS)
     i_step = 0
-    i_turn = 0
-    attend(
-        out, p_lse, p_lse2, inputs, scalars, keys, buffers, barriers, sizes,
-        i_m, i_b, i_h, 0, 0, i_step, i_turn, 0, BLOCKS, MODE,
-    )  # fmt: skip
+    i_order = 0
+    attend(out, rows, keys, Work(i_m, i_b, i_h, 0, Stage(0, 0)), program, i_step, i_order, 0, BLOCKS, MODE)
     tma.store_wait(0)
 
 
 @gluon.jit
-def forward_kernel(
-    q, k, v, out, p_lse, p_lse2, inputs, p_work, scalars, BLOCKS: gl.constexpr, MODE: gl.constexpr
-):  # fmt: skip
+def forward_kernel(q, k, v, out, rows, inputs, p_work, scalars, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """out and lse of all tiles of queries.
 
     Grid: a program for each tile where it is a consumer alone, else at most one for each multiprocessor.
@@ -95,29 +82,29 @@ def forward_kernel(
     n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
     sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, scalars.n_together >> 2)
     if BLOCKS.consumers == 1:
-        consumer_alone(q, k, v, out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)
+        consumer_alone(q, k, v, out, rows, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)
     # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
     elif BLOCKS.consumers == 2:
         gl.warp_specialize(
             [
-                (consumer, (out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, 0, BLOCKS, MODE)),
-                (consumer, (out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, 1, BLOCKS, MODE)),
-                (producer, (q, k, v, p_work, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)),
+                (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 0, BLOCKS, MODE)),
+                (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 1, BLOCKS, MODE)),
+                (producer, (q, k, v, p_work, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)),
             ],
             [4, 1],
             [REGISTERS, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (consumer, (out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, 0, BLOCKS, MODE)),
-                (consumer, (out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, 1, BLOCKS, MODE)),
-                (consumer, (out, p_lse, p_lse2, inputs, scalars, buffers, barriers, sizes, 2, BLOCKS, MODE)),
-                (producer, (q, k, v, p_work, inputs, scalars, buffers, barriers, sizes, BLOCKS, MODE)),
+                (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 0, BLOCKS, MODE)),
+                (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 1, BLOCKS, MODE)),
+                (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 2, BLOCKS, MODE)),
+                (producer, (q, k, v, p_work, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
-        )  # fmt: skip
+        )
 
 
 def forward(
@@ -138,8 +125,7 @@ def forward(
         tiles(k, blocks.k, blocks.columns),
         tiles(v, blocks.k, blocks.columns),
         tiles(out, ROWS.value, blocks.columns),
-        lse,
-        lse2,
+        Rows(lse, lse2),
         call.inputs,
         None if alone else torch.zeros(1, dtype=torch.int32, device=q.device),
         launch_scalars(call, head_group_size(B * H, k[0, 0], H // H_kv)),

@@ -11,9 +11,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..score import locate
+from ..tiles import swizzle
 from .compat import barrier
-from .schedule import key_tiles, swizzle
+from .schedule import key_tiles
 from .softmax import ROWS, SLOPE_PARTS, bias_in_product, column_numbers
+from .stages import Stage, stage_of, wait_empty, wait_full
 
 
 class Buffers(NamedTuple):
@@ -34,7 +36,7 @@ class Buffers(NamedTuple):
 class Barriers(NamedTuple):
     """work, q, kv: one for each stage; work, q_empty and kv_empty only where there is a producer.
 
-    turn: one for each consumer, where consumers take turns with their products
+    order: one for each consumer, where they start their products one after the other
     """
 
     work_full: Any
@@ -42,7 +44,21 @@ class Barriers(NamedTuple):
     q_empty: Any
     kv_full: Any
     kv_empty: Any
-    turn: Any
+    order: Any
+
+
+class Work(NamedTuple):
+    """A tile of queries that a consumer works on: those from i_m of all consumers, of head i_h of sequence i_b.
+
+    i_kv   the key/value head, counted over all sequences
+    stage  of q in shared memory
+    """
+
+    i_m: Any
+    i_b: Any
+    i_h: Any
+    i_kv: Any
+    stage: Any
 
 
 class Keys(NamedTuple):
@@ -94,7 +110,7 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         columns,
     )
     # The memory of a barrier that nobody uses would be taken for other data, which PTX leaves undefined.
-    work_full, q_empty, kv_empty, turn = 0, 0, 0, 0
+    work_full, q_empty, kv_empty, order = 0, 0, 0, 0
     if CONSUMERS > 1:
         work_full = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER)
         q_empty = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER)
@@ -104,59 +120,60 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
             mbarrier.init(q_empty.index(i), count=1)
         for i in gl.static_range(STAGES):
             mbarrier.init(kv_empty.index(i), count=CONSUMERS)
-    if BLOCKS.in_turn:
-        turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    if BLOCKS.ping_pong:
+        order = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
         for i in gl.static_range(CONSUMERS):
-            mbarrier.init(turn.index(i), count=1)
+            mbarrier.init(order.index(i), count=1)
     barriers = Barriers(
         work_full,
         gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], BARRIER),
         q_empty,
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         kv_empty,
-        turn,
+        order,
     )
     for i in gl.static_range(Q_TILES):
         mbarrier.init(barriers.q_full.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.kv_full.index(i), count=1)
     fence_async_shared()
-    if BLOCKS.in_turn:
-        mbarrier.arrive(barriers.turn.index(0))
+    if BLOCKS.ping_pong:
+        mbarrier.arrive(barriers.order.index(0))
     return buffers, barriers
 
 
 @gluon.jit
-def producer(q, k, v, p_work, inputs, scalars, buffers, barriers, sizes, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def producer(q, k, v, p_work, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """One warp: hands out tiles of queries, and brings them and the keys and values that they see."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
     BN: gl.constexpr = BLOCKS.k
     STAGES: gl.constexpr = BLOCKS.stages
+    buffers, barriers, sizes = program.buffers, program.barriers, program.sizes
 
     i_step = 0
     i_round = 0
     i_work = gl.program_id(0)
     n_work = sizes.n_tiles * sizes.n_heads
     while i_work < n_work:
-        i_tile, i_bh = swizzle(i_work, sizes)
+        i_tile, i_bh = swizzle(i_work, sizes.n_tiles, sizes.n_heads, sizes.n_together)
         i_m = (sizes.n_tiles - 1 - i_tile) * CONSUMERS * ROWS
         i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
         for c in gl.static_range(CONSUMERS):
-            i_q, phase = q_stage(i_round, c, BLOCKS)
-            hand_out(i_m, i_b, i_h, i_bh // sizes.G, i_q, phase, buffers, barriers)
-            fetch_queries(q, i_b, i_h, i_m + c * ROWS, i_q, buffers, barriers, BLOCKS)
-        pos = locate(sizes.T, sizes.S, inputs, scalars, i_b, i_bh, 1)
+            stage = q_stage(i_round, c, BLOCKS)
+            hand_out(Work(i_m, i_b, i_h, i_bh // sizes.G, stage), buffers, barriers)
+            fetch_queries(q, i_b, i_h, i_m + c * ROWS, stage.index, buffers, barriers, BLOCKS)
+        pos = locate(sizes.T, sizes.S, program.inputs, program.scalars, i_b, i_bh, 1)
         n_start, _, _, n_end = key_tiles(i_m, pos, CONSUMERS * ROWS, BN, MODE)
         keys = Keys(k, v, i_b, i_h // sizes.G, n_start, n_end)
         for j in range(n_end - n_start + 1):
-            mbarrier.wait(barriers.kv_empty.index(i_step % STAGES), ((i_step // STAGES) & 1) ^ 1)
-            fetch(j, i_step % STAGES, keys, buffers, barriers, BLOCKS)
+            stage = stage_of(i_step, STAGES)
+            wait_empty(barriers.kv_empty, stage)
+            fetch(j, stage.index, keys, buffers, barriers, BLOCKS)
             i_step += 1
         i_round += 1
         i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1, sem="relaxed")
     for c in gl.static_range(CONSUMERS):  # a head that does not exist ends the consumers
-        i_q, phase = q_stage(i_round, c, BLOCKS)
-        hand_out(0, 0, -1, 0, i_q, phase, buffers, barriers)
+        hand_out(Work(0, 0, -1, 0, q_stage(i_round, c, BLOCKS)), buffers, barriers)
 
 
 @gluon.jit
@@ -198,48 +215,48 @@ def release_stage(i_step, keys, buffers, barriers, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def q_stage(i_round, c: gl.constexpr, BLOCKS: gl.constexpr):
-    """(where consumer c's queries of this round lie, the parity of how often others have lain there)."""
-    return i_round % BLOCKS.q_stages * BLOCKS.consumers + c, i_round // BLOCKS.q_stages & 1
+    """The Stage of consumer c's queries of this round."""
+    return Stage(i_round % BLOCKS.q_stages * BLOCKS.consumers + c, i_round // BLOCKS.q_stages & 1)
 
 
 @gluon.jit
-def hand_out(i_m, i_b, i_h, i_kv, i_q, phase, buffers, barriers):
+def hand_out(work, buffers, barriers):
     """Tell a consumer which queries are next, as soon as there is a place for them."""
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    mbarrier.wait(barriers.q_empty.index(i_q), phase ^ 1)
+    wait_empty(barriers.q_empty, work.stage)
     o = gl.arange(0, 4, WORDS)
-    buffers.work.index(i_q).store(gl.where(o == 0, i_m, gl.where(o == 1, i_b, gl.where(o == 2, i_h, i_kv))))
-    mbarrier.arrive(barriers.work_full.index(i_q))
+    words = gl.where(o == 0, work.i_m, gl.where(o == 1, work.i_b, gl.where(o == 2, work.i_h, work.i_kv)))
+    buffers.work.index(work.stage.index).store(words)
+    mbarrier.arrive(barriers.work_full.index(work.stage.index))
 
 
 @gluon.jit
-def next_queries(i_q, phase, buffers, barriers):
-    """(first row, sequence, head, key/value head) of the queries that the producer hands out.
-
-    The row is the first of all consumers', and the key/value head is counted over all sequences.
-    """
+def next_work(i_round, buffers, barriers, c: gl.constexpr, BLOCKS: gl.constexpr):
+    """The Work that the producer hands out to consumer c in this round; its head is negative after the last."""
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    mbarrier.wait(barriers.work_full.index(i_q), phase)
+    stage = q_stage(i_round, c, BLOCKS)
+    wait_full(barriers.work_full, stage)
     o = gl.arange(0, 4, WORDS)
-    words = buffers.work.index(i_q).load(WORDS)
-    return (
+    words = buffers.work.index(stage.index).load(WORDS)
+    return Work(
         gl.sum(gl.where(o == 0, words, 0), 0),
         gl.sum(gl.where(o == 1, words, 0), 0),
         gl.sum(gl.where(o == 2, words, 0), 0),
         gl.sum(gl.where(o == 3, words, 0), 0),
+        stage,
     )
 
 
 @gluon.jit
-def skip(i_step, i_turn, n, barriers, c: gl.constexpr, BLOCKS: gl.constexpr):
-    """(i_step, i_turn) after n key tiles that only other consumers see."""
+def skip(i_step, i_order, n, barriers, c: gl.constexpr, BLOCKS: gl.constexpr):
+    """(i_step, i_order) after n key tiles that only other consumers see."""
     for _ in range(n):
-        i_s = i_step % BLOCKS.stages
-        mbarrier.wait(barriers.kv_full.index(i_s), (i_step // BLOCKS.stages) & 1)
-        mbarrier.arrive(barriers.kv_empty.index(i_s))
+        stage = stage_of(i_step, BLOCKS.stages)
+        wait_full(barriers.kv_full, stage)
+        mbarrier.arrive(barriers.kv_empty.index(stage.index))
         i_step += 1
-        if BLOCKS.in_turn:
-            mbarrier.wait(barriers.turn.index(c), i_turn & 1)
-            mbarrier.arrive(barriers.turn.index((c + 1) % BLOCKS.consumers))
-            i_turn += 1
-    return i_step, i_turn
+        if BLOCKS.ping_pong:
+            mbarrier.wait(barriers.order.index(c), i_order & 1)
+            mbarrier.arrive(barriers.order.index((c + 1) % BLOCKS.consumers))
+            i_order += 1
+    return i_step, i_order

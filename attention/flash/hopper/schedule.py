@@ -9,13 +9,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..configs import Blocks
-from ..score import query_interval, seeing_queries, seen_keys
+from ..score import seeing_queries, seen_keys
 
 
 class Sizes(NamedTuple):
     """The sizes of a call: query heads H, query heads G that share a key/value head, queries T, keys S of a sequence.
 
-    n_tiles of a head, n_heads of the batch, and n_together heads that run at the same time (see `swizzle`)
+    n_tiles of a head, n_heads of the batch, and n_together heads that run at the same time (see tiles.swizzle)
     """
 
     H: Any
@@ -25,6 +25,16 @@ class Sizes(NamedTuple):
     n_tiles: Any
     n_heads: Any
     n_together: Any
+
+
+class Program(NamedTuple):
+    """What all roles of a program share: the call's tensors and numbers, shared memory, barriers and sizes."""
+
+    inputs: Any
+    scalars: Any
+    buffers: Any
+    barriers: Any
+    sizes: Any
 
 
 class QueryTiles(NamedTuple):
@@ -41,15 +51,6 @@ class QueryTiles(NamedTuple):
     full_start: Any
     full_end: Any
     end: Any
-
-
-@gluon.jit
-def swizzle(i_work, sizes):
-    """(tile, head) of a unit of work: heads in sections of n_together, and all heads of a section tile by tile."""
-    i_section = i_work // (sizes.n_together * sizes.n_tiles)
-    i_rest = i_work % (sizes.n_together * sizes.n_tiles)
-    n_here = gl.minimum(sizes.n_heads - i_section * sizes.n_together, sizes.n_together)
-    return i_rest // n_here, i_section * sizes.n_together + i_rest % n_here
 
 
 @gluon.constexpr_function
@@ -93,30 +94,3 @@ def query_tiles(i_tile, pos, sizes, BM: gl.constexpr, BN: gl.constexpr, MODE: gl
         _, _, _, first = seeing_queries(i_tile * BN - BN, pos, TILE, MODE)
         first = gl.cdiv(gl.maximum(first, 0), BM)
     return QueryTiles(start, last, first, full_start, full_end, end)
-
-
-@gluon.jit
-def sees_key(o_m, o_n, interval, pos, MODE: gl.constexpr):
-    """Whether queries o_m (M, 1) see keys o_n (1, N). interval: of `key_interval`, where MODE has bounds or offsets."""
-    if MODE.bounded or MODE.offsets:
-        first, end = interval
-        m_s = (o_n >= first[:, None]) & (o_n < end[:, None])
-    elif MODE.causal:
-        m_s = o_n <= o_m + pos.offset
-    else:
-        m_s = o_n < pos.S
-    return m_s
-
-
-@gluon.jit
-def seen_by_query(o_n, o_m, pos, MODE: gl.constexpr):
-    """Whether keys o_n (N,) are seen by queries o_m (1, M): (N, M)."""
-    if MODE.bounded or MODE.offsets:
-        first, end = query_interval(o_n, pos, MODE)
-        end = gl.where(o_n < pos.S, end, 0)
-        m_s = (o_m >= first[:, None]) & (o_m < end[:, None])
-    elif MODE.causal:
-        m_s = (o_n - pos.offset)[:, None] <= o_m
-    else:
-        m_s = (o_n < pos.S)[:, None]
-    return m_s

@@ -6,11 +6,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from ..score import LOG2_E, alibi_bias, change_scores, key_interval, locate, log2_factor, soft_cap_tanh
+from ..score import (
+    LOG2_E,
+    alibi_bias,
+    alibi_row_bias,
+    change_scores,
+    key_interval,
+    locate,
+    log2_factor,
+    sees_key,
+    soft_cap_tanh,
+)
 from .dropout import drop, load_key
-from .schedule import sees_key
 
 ROWS = gl.constexpr(64)  # of queries: what a warpgroup multiplies at once
+# While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
+GROWTH = gl.constexpr(8)
 SLOPE_PARTS = gl.constexpr(16)  # columns of the smallest product: three parts of an ALiBi slope, and zeros
 
 
@@ -35,8 +46,9 @@ class Queries(NamedTuple):
 
 
 @gluon.jit
-def load_queries(b_q, inputs, scalars, i_m, i_b, i_h, sizes, LAYOUT: gl.constexpr, MODE: gl.constexpr):
+def load_queries(b_q, program, i_m, i_b, i_h, LAYOUT: gl.constexpr, MODE: gl.constexpr):
     """The `Queries` from i_m of query head i_h of sequence i_b."""
+    inputs, scalars, sizes = program.inputs, program.scalars, program.sizes
     pos = locate(sizes.T, sizes.S, inputs, scalars, i_b, i_b * sizes.H + i_h, 1)
     interval = (0, 0)
     if MODE.bounded or MODE.offsets:
@@ -130,6 +142,26 @@ def exponent_factor(scale_log2, MODE: gl.constexpr):
 def alibi_shift(i_n, queries, MODE: gl.constexpr):
     """ALiBi's term that `finish_scores` leaves out in the key tile at i_n, for a bias of 0 at the first query."""
     return queries.slope2 * (i_n - queries.i_m - queries.pos.offset).to(gl.float32) if MODE.alibi else 0.0
+
+
+@gluon.jit
+def row_bias(o_m, queries, MODE: gl.constexpr):
+    """ALiBi's term of each query o_m, relative to the first one; 0 without ALiBi."""
+    return (
+        alibi_row_bias(queries.slope2, o_m, queries.i_m + queries.pos.offset, queries.pos, MODE) if MODE.alibi else 0.0
+    )
+
+
+@gluon.jit
+def new_maximum(m, m_tile, GROWTH: gl.constexpr):
+    """(m, m without -inf, the factor of l and o) of each row after a tile whose maximum is m_tile.
+
+    A row that has seen nothing yet has maximum -inf, and exp2(-inf - -inf) would be NaN.
+    """
+    m_new = gl.where(m_tile - m > GROWTH, m_tile, m)
+    m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = gl.where(m_new == m, 1.0, gl.exp2(m - m_safe))
+    return m_new, m_safe, alpha
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
 """The sum of dq over key tiles, in device memory and in a fixed order.
 
-A counter for each query tile says whose turn it is: that of the key tile after the one that added last.
+A counter for each query tile holds the index of the next key tile that may add.
 """
 
 from triton.experimental import gluon
@@ -12,8 +12,8 @@ from .compat import tma_add
 
 
 @gluon.jit
-def await_turn(p_turn, turn):
-    """Spin until the counter says `turn`; what was added before is then visible to the copy engine."""
+def await_order(p_next, i_tile):
+    """Spin until the counter is i_tile; what was added before is then visible to the copy engine."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -25,7 +25,7 @@ def await_turn(p_turn, turn):
         mov.b32 $0, t;
         }""",
         "=r,l,r,~{memory}",
-        [p_turn, turn],
+        [p_next, i_tile],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -33,8 +33,8 @@ def await_turn(p_turn, turn):
 
 
 @gluon.jit
-def pass_turn(p_turn, turn):
-    """Wait until what this warp added is in device memory, and not only read from shared memory; then hand over."""
+def allow_next(p_next, i_next):
+    """Wait until what this warp added is in device memory, and not only read from shared memory; then count on."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -48,7 +48,7 @@ def pass_turn(p_turn, turn):
         mov.b32 $0, lane;
         }""",
         "=r,l,r,~{memory}",
-        [p_turn, turn],
+        [p_next, i_next],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -56,10 +56,10 @@ def pass_turn(p_turn, turn):
 
 
 @gluon.jit
-def offer_slot(dq_sum, slot, ready, p_turn, i_sum, i_tile, has_sum):
+def offer_slot(dq_sum, slot, ready, p_next, i_sum, i_tile, has_sum):
     """Let the consumer have a slot; where it is to write dq, with the sum of the key tiles before in it."""
     if has_sum:
-        await_turn(p_turn + i_sum, i_tile)
+        await_order(p_next + i_sum, i_tile)
         mbarrier.expect(ready, dq_sum.block_type.nbytes)
         tma.async_copy_global_to_shared(dq_sum, [i_sum * dq_sum.block_shape[0], 0], ready, slot)
     else:
@@ -67,10 +67,11 @@ def offer_slot(dq_sum, slot, ready, p_turn, i_sum, i_tile, has_sum):
 
 
 @gluon.jit
-def adder(dq, dq_sum, p_turn, buffers, barriers, sizes, i_slot: gl.constexpr, BLOCKS: gl.constexpr):
-    """One warp: adds every second dq tile of its program to the workspace, each in its turn, or writes it to dq."""
+def adder(dq, dq_sum, p_next, program, i_slot: gl.constexpr, BLOCKS: gl.constexpr):
+    """One warp: adds every second dq tile of its program to the workspace, in order, or writes it to dq."""
     BM: gl.constexpr = BLOCKS.q
     BD: gl.constexpr = BLOCKS.columns
+    buffers, barriers, sizes = program.buffers, program.barriers, program.sizes
     slot = buffers.dq.index(i_slot)
     ready = barriers.dq_ready.index(i_slot)
     n_m = gl.cdiv(sizes.T, BM)
@@ -85,7 +86,7 @@ def adder(dq, dq_sum, p_turn, buffers, barriers, sizes, i_slot: gl.constexpr, BL
         if i_step < n_steps:
             i_h, i_m = place(i_step, tile)
             i_sum = (i_bh + i_h) * n_m + i_m
-            offer_slot(dq_sum, slot, ready, p_turn, i_sum, tile.i_tile, (i_m < tile.last) & (i_m < tile.first))
+            offer_slot(dq_sum, slot, ready, p_next, i_sum, tile.i_tile, (i_m < tile.last) & (i_m < tile.first))
         while i_step < n_steps:
             i_h, i_m = place(i_step, tile)
             i_sum = (i_bh + i_h) * n_m + i_m
@@ -99,17 +100,17 @@ def adder(dq, dq_sum, p_turn, buffers, barriers, sizes, i_slot: gl.constexpr, BL
             elif i_m >= tile.first:  # the first stores, so that nobody has to set the workspace to zero
                 tma.async_copy_shared_to_global(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
             else:
-                await_turn(p_turn + i_sum, tile.i_tile)
+                await_order(p_next + i_sum, tile.i_tile)
                 tma_add(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
             tma.store_wait(0)
-            # The slot is free before the turn is passed, which takes longer.
+            # The slot is free before the next tile may add, which takes longer.
             i_step += SLOTS
             if (i_step < n_steps) & (not next_waits):
                 mbarrier.arrive(ready)
             if i_m >= tile.last:
-                pass_turn(p_turn + i_sum, tile.i_tile + 1)
+                allow_next(p_next + i_sum, tile.i_tile + 1)
             if (i_step < n_steps) & next_waits:
-                offer_slot(dq_sum, slot, ready, p_turn, (i_bh + next_h) * n_m + next_m, tile.i_tile, True)
+                offer_slot(dq_sum, slot, ready, p_next, (i_bh + next_h) * n_m + next_m, tile.i_tile, True)
         before += n_steps
         i_round += 1
         tile = next_tile(i_round, buffers, barriers, 1)
