@@ -32,7 +32,7 @@ from recipe.profiling.profiler import Profiler
 from recipe.training.checkpoint import newest_valid, read_manifest
 from recipe.training.interruption import Interruption
 from recipe.training.loop import Run
-from recipe.training.optimizer import OPTIMIZERS, learning_rate
+from recipe.training.optimizer import build_optimizer, learning_rate
 from recipe.training.record import NullRecord, Record, RunMetadata
 from recipe.training.step import Trainer
 
@@ -85,10 +85,9 @@ def build_trainer(config: Config, model: GPT, device: torch.device, world: World
     """The trainer of a model, which moves to `device`."""
     training = replace(config.training, precision=resolve_precision(config.training.precision, device))
     sharing = Sharing(model, world, config.parallel, device, training.precision.dtype)
-    optimizer = OPTIMIZERS[config.optimizer.name](sharing.model, config.optimizer)
     return Trainer(
         sharing,
-        sharing.share_update(optimizer),
+        sharing.share_update(build_optimizer(sharing.model, config.optimizer)),
         training,
         config.seed,
         learning_rate=partial(learning_rate, steps=training.steps, peak=config.optimizer.lr, config=config.schedule),

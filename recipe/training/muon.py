@@ -29,6 +29,7 @@ class Muon(torch.optim.Optimizer):
     where `found_inf` is 1.
     """
 
+    _step_supports_amp_scaling = True  # torch's name for it
     grad_scale: Tensor
     found_inf: Tensor
 

@@ -9,9 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from recipe.errors import UserError
 from recipe.training.muon import Muon, hidden_matrices
 
 AUTO = "auto"
+
+
+class OptimizerError(UserError, ValueError):
+    """An optimizer that would ignore part of the training; the message says what to change."""
 
 
 @dataclass
@@ -120,10 +125,38 @@ def adamw_of(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> tor
     return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=config.eps, fused=True, capturable=on_gpu)
 
 
+# What each has to keep to is in docs/add-an-optimizer.md.
 OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer]] = {
     "adamw": build_adamw,
     "muon": build_muon,
 }
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of a model's parameters. Raises OptimizerError where it would ignore part of the training."""
+    optimizer = OPTIMIZERS[config.name](model, config)
+    check_optimizer(optimizer, model, config.name)
+    return optimizer
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
+    """Raise OptimizerError for an optimizer that breaks a promise of docs/add-an-optimizer.md."""
+    kind = f"optimizer={name} ({type(optimizer).__name__})"
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and not any(p is q for q in given)]
+    if left_out:
+        raise OptimizerError(f"{kind} does not update {left_out[0]}; give it every parameter that requires_grad.")
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise OptimizerError(
+            f"{kind} does not say that it divides gradients by grad_scale and leaves out a step by found_inf, so "
+            "optimizer.clip and the loss scale would have no effect; build it with fused=True, or see "
+            "docs/add-an-optimizer.md."
+        )
+    if not all(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+        raise OptimizerError(
+            f"{kind} has a learning rate that is no tensor, so schedule=... would have no effect; build it with "
+            "lr=torch.tensor(config.lr), on the parameters' device."
+        )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

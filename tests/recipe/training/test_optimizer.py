@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from attention import AttentionConfig, build_attention
+from data.batches import Batches
 from model.config import GPTConfig
 from model.gpt import GPT
+from recipe.build import build_trainer
+from recipe.config import Config
+from recipe.device import Precision
 from recipe.distributed.exchange import AnyOrder
+from recipe.distributed.world import World
 from recipe.training.checkpoint import save_checkpoint
+from recipe.training.config import TrainingConfig
 from recipe.training.optimizer import (
+    OPTIMIZERS,
     OptimizerConfig,
+    OptimizerError,
     ScheduleConfig,
     build_adamw,
     build_muon,
+    check_optimizer,
     learning_rate,
     set_learning_rate,
     update_parameters,
 )
 from recipe.training.state import gather_state, restore_state
 
+ROOT = Path(__file__).parents[3]
 STEPS, PEAK = 1000, 3e-3
 ONE, NEVER = torch.tensor(1.0), torch.tensor(False)
 
@@ -180,11 +195,82 @@ def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest() -> None:
         torch.testing.assert_close(parameter, expected)
 
 
-@pytest.mark.parametrize(("build", "frozen"), [(build_adamw, False), (build_adamw, True), (build_muon, False)])
+def page() -> dict[str, Any]:
+    """The names that the code of docs/add-an-optimizer.md defines; it adds to a copy of OPTIMIZERS."""
+    text = (ROOT / "docs" / "add-an-optimizer.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "OptimizerConfig": OptimizerConfig, "OPTIMIZERS": {**OPTIMIZERS}}
+    exec(text.partition("```python\n")[2].partition("```")[0], names)
+    return names
+
+
+EVERY = page()["OPTIMIZERS"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_an_optimizer_divides_its_gradients_and_reads_its_learning_rate(name: str) -> None:
+    """Clipping and the loss scale change nothing else: gradients and divisor 64 times as large give the same bits."""
+    models = [small_gpt() for _ in range(3)]
+    for model, scale, lr in zip(models, (1.0, 64.0, 1.0), (0.01, 0.01, 0.02), strict=True):
+        optimizer = EVERY[name](model, OptimizerConfig(name))
+        check_optimizer(optimizer, model, name)
+        for step in range(3):
+            fill_gradients(model, step, size=scale)
+            set_learning_rate(optimizer, lr)
+            update_parameters(optimizer, torch.tensor(scale), NEVER)
+    plain, scaled, faster = ([p.detach() for p in model.parameters()] for model in models)
+    assert all(torch.equal(a, b) for a, b in zip(plain, scaled, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(plain, faster, strict=True))
+
+
+def train_with(optimizer: str, clip: float = 1.0) -> list[float]:
+    """Losses of four steps of the trainer."""
+    training = TrainingConfig(steps=4, batch_size=2, batch_tokens=32, precision=Precision.fp32)
+    config = Config(0, optimizer=OptimizerConfig(optimizer, lr=0.1, clip=clip), training=training)
+    trainer = build_trainer(config, small_gpt(), torch.device("cpu"), World())
+    batches = Batches(np.arange(1000, dtype=np.uint16) % 20, 8, trainer.global_batch, seed=0)
+    of_steps = ([batches.batch(step, m) for m in range(2)] for step in range(4))
+    return [float(trainer.update(step, micro)["train/loss"]) for step, micro in enumerate(of_steps)]
+
+
+def test_the_optimizer_of_the_page_trains_and_is_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "sgd", EVERY["sgd"])
+    losses, clipped = train_with("sgd"), train_with("sgd", clip=1e-9)
+    assert losses[-1] < losses[0] - 0.1
+    assert clipped[-1] == pytest.approx(clipped[0], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda model, config: torch.optim.SGD(model.parameters(), lr=torch.tensor(config.lr)), "optimizer.clip and"),
+        (
+            lambda model, config: torch.optim.AdamW(model.parameters(), lr=torch.tensor(config.lr), foreach=False),
+            "build it with fused=True, or see docs/add-an-optimizer.md",
+        ),
+        (
+            lambda model, config: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+            "schedule=... would have no",
+        ),
+        (
+            lambda model, config: torch.optim.AdamW(model.h.parameters(), lr=torch.tensor(1e-3), fused=True),
+            "does not update wte.weight",
+        ),
+    ],
+)
+def test_an_optimizer_that_would_ignore_part_of_the_training_is_refused(
+    monkeypatch: pytest.MonkeyPatch, build: Callable[..., torch.optim.Optimizer], sentence: str
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "own", build)
+    with pytest.raises(OptimizerError, match=re.escape(sentence)):
+        train_with("own")
+
+
+@pytest.mark.parametrize(("name", "frozen"), [*((name, False) for name in EVERY), ("adamw", True)])
 def test_a_skipped_update_changes_no_bit_and_a_restored_optimizer_goes_on_with_the_same_ones(
-    tmp_path, build, frozen
+    tmp_path, name, frozen
 ) -> None:
     """Also if the model has parameters that are not trained."""
+    build = EVERY[name]
     models = [small_gpt() for _ in range(3)]
     for model in models:
         model.wpe.requires_grad_(not frozen)
