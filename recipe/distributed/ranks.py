@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -81,7 +81,7 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
 def patience(device: torch.device, timeout_s: float) -> timedelta:
     """How long an exchange of tensors waits for another rank, where a message between hosts waits `timeout_s`."""
     # NCCL's timeout counts from the launch of an exchange, even while earlier work of a long step runs, and it ends the
-    # process without naming a rank. The hosts, which ask each other after each launch, should give up first.
+    # process without naming a rank. The hosts, which ask each other before they wait for it, should give up first.
     return timedelta(seconds=timeout_s * (2 if device.type == "cuda" else 1))
 
 
@@ -194,6 +194,13 @@ def from_first_rank(work: Callable[[], T]) -> T:
     if isinstance(outcome[1], Exception):
         raise outcome[1]
     return outcome[0]  # type: ignore[return-value]
+
+
+def highest(values: Sequence[float], timeout_s: float) -> list[float]:
+    """The highest of each value over all ranks. Their hosts exchange them; none waits for its device."""
+    numbers = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, async_op=True).wait(timedelta(seconds=timeout_s))
+    return numbers.tolist()
 
 
 def from_every_rank(value: T) -> list[T]:

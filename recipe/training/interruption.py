@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from datetime import timedelta
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
+
+from recipe.distributed.ranks import highest
+
+# How often the hosts of a run's ranks ask each other whether one has received a signal.
+SECONDS_BETWEEN_QUESTIONS = 1.0
 
 
 class Interruption:
@@ -21,10 +26,11 @@ class Interruption:
     timeout_s  how long to wait for the other ranks, which have to stop after the same step
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.number: int | None = None
-        self.timeout_s = timeout_s
+        self.timeout_s, self.clock = timeout_s, clock
         self._handlers: dict[int, Any] = {}
+        self._asked, self._steps, self._interval = clock(), 0, 1
 
     def __enter__(self) -> Interruption:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
@@ -44,15 +50,26 @@ class Interruption:
         if self.number == signal.SIGUSR2 and callable(self._handlers[signal.SIGUSR2]):
             os.kill(os.getpid(), signal.SIGUSR2)
 
-    def agreed(self) -> bool:
-        """Whether to stop after this step. Ranks have to stop after the same one, so their hosts ask each other; none
-        waits for its device."""
+    def agreed(self, waits: bool) -> bool:
+        """Whether to stop after this step. Every rank calls this after each step.
+
+        waits  whether the hosts are about to wait for their devices
+
+        Ranks have to stop after the same step, so their hosts ask each other, after every step or, where steps are
+        shorter, about once a second. They also do before they wait for their devices: a host that waits for a device
+        cannot say which rank is missing.
+        """
         if not dist.is_initialized():
             return self.number is not None
-        number = torch.tensor(self.number or 0)
-        asked = dist.all_reduce(number, dist.ReduceOp.MAX, async_op=True)
-        asked.wait(timedelta(seconds=self.timeout_s))
+        self._steps += 1
+        if self._steps < self._interval and not waits:
+            return False
+        seconds = (self.clock() - self._asked) / self._steps
+        number, slowest = highest((float(self.number or 0), seconds), self.timeout_s)
+        self._asked, self._steps = self.clock(), 0
+        # At most twice as many steps as before: a few that are short by chance do not silence the ranks for long.
+        self._interval = max(1, min(2 * self._interval, int(SECONDS_BETWEEN_QUESTIONS / max(slowest, 1e-6))))
         # The others do not know of a signal that came during the exchange: it is kept for the next one.
-        if agreed := int(number):
-            self.number = agreed
-        return agreed != 0
+        if number:
+            self.number = int(number)
+        return number > 0

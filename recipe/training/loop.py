@@ -87,10 +87,9 @@ def train_steps(run: Run, batches: Iterator[Batch]) -> int:
             with meter.paused():
                 metrics |= profiler.stop()
 
-        stopping = run.interruption.agreed()
-        logs, evaluates, saves = (
-            config.is_due(every, n) for every in (config.log_every, config.eval_every, config.checkpoint_every)
-        )
+        every = config.log_every, config.eval_every, config.checkpoint_every
+        logs, evaluates, saves = (config.is_due(steps, n) for steps in every)
+        stopping = run.interruption.agreed(waits=logs or evaluates or saves)
         if not (metrics or stopping or logs or evaluates or saves):
             continue
         trainer.raise_failure()  # before these weights are measured or saved

@@ -302,10 +302,41 @@ def test_a_signal_that_comes_while_ranks_ask_each_other_counts_after_the_next_st
     try:
         with Interruption(TIMEOUT_S) as interruption:
             monkeypatch.setattr(dist, "all_reduce", interrupted)
-            assert not interruption.agreed()
+            assert not interruption.agreed(waits=True)
             monkeypatch.undo()
-            assert interruption.agreed()
+            assert interruption.agreed(waits=True)
             assert interruption.number == signal.SIGTERM
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("step_s", "asked"), [(0.01, 6), (0.5, 50), (2.0, 100), (30.0, 100)])
+def test_ranks_ask_each_other_about_once_a_second_and_a_signal_ends_the_run_within_a_step_and_a_second(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, asked: int
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    reduce, calls, now = dist.all_reduce, list[float](), 0.0
+
+    def counted(number: Tensor, op: dist.ReduceOp, async_op: bool) -> dist.Work:
+        calls.append(now)
+        return reduce(number, op, async_op=async_op)
+
+    monkeypatch.setattr(dist, "all_reduce", counted)
+    try:
+        with Interruption(TIMEOUT_S, clock=lambda: now) as interruption:
+            for _ in range(100):
+                now += step_s
+                assert not interruption.agreed(waits=False)
+            assert len(calls) == asked
+            now += step_s
+            assert not interruption.agreed(waits=True)  # a host asks before it waits for its device
+            assert len(calls) == asked + 1
+            os.kill(os.getpid(), signal.SIGTERM)
+            received = now
+            now += step_s
+            while not interruption.agreed(waits=False):
+                now += step_s
+            assert now - received <= step_s + 1
     finally:
         dist.destroy_process_group()
 
@@ -316,7 +347,7 @@ def test_who_waited_for_slurms_signal_before_gets_it_after_the_run() -> None:
     try:
         with Interruption(TIMEOUT_S) as interruption:
             os.kill(os.getpid(), signal.SIGUSR2)
-            assert interruption.agreed()
+            assert interruption.agreed(waits=True)
         assert not came
         interruption.pass_on()
         assert came == [signal.SIGUSR2]
