@@ -32,15 +32,23 @@ from data.config import Documents
 from data.prepare import prepare as prepare_data
 from data.tokenizers import load_tokenizer
 from model.score import ScoreConfig, describe_score
-from recipe.build import attention_shape, build_model, build_run, build_trainer, restore
-from recipe.cli import CONF
+from recipe import CONF
+from recipe.build import (
+    attention_shape,
+    build_model,
+    build_run,
+    build_trainer,
+    cpu_threads,
+    find_checkpoint,
+    restore,
+)
 from recipe.cli.check import check_ranks_agree
 from recipe.cli.compose import to_config
 from recipe.cli.launch import launch
 from recipe.cli.resume import check_unused
 from recipe.cli.wording import one_sentence
 from recipe.config import Config, as_plain
-from recipe.device import Precision, resolve_device
+from recipe.device import Precision, computing_with, resolve_device
 from recipe.distributed.ranks import from_first_rank, joined
 from recipe.distributed.world import World
 from recipe.generation.sampling import Sampling
@@ -78,20 +86,24 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
     with joined(world, device, config.parallel.timeout_s):
         check_ranks_agree(config)
         folder = from_first_rank(lambda: folder)
-        run = prepare(config, folder, overrides, world, device)
-        if run is None:
-            return 0
-        with run.record:
-            run.record.print(describe_run(config, run.trainer, run.meter))
-            done = fit(run)
-            finish(run, done, folder)
-        run.trainer.release()
+        checkpoint = find_checkpoint(config, folder, world)
+        with computing_with(cpu_threads(config, checkpoint)):
+            run = prepare(config, folder, overrides, checkpoint, world, device)
+            if run is None:
+                return 0
+            with run.record:
+                run.record.print(describe_run(config, run.trainer, run.meter))
+                done = fit(run)
+                finish(run, done, folder)
+            run.trainer.release()
     run.interruption.pass_on()
     return 0 if done == config.training.steps else 128 + (run.interruption.number or 0)
 
 
-def prepare(config: Config, folder: Path, overrides: list[str], world: World, device: torch.device) -> Run | None:
-    """The run of a configuration, ready to train; None if it is complete already."""
+def prepare(
+    config: Config, folder: Path, overrides: list[str], checkpoint: Path | None, world: World, device: torch.device
+) -> Run | None:
+    """The run of a configuration, ready to train from a checkpoint; None if it is complete already."""
     torch.compiler.reset()  # drops what an earlier job of a sweep compiled in this process
     data = prepare_data(config.data, announce_wait=world.rank == 0)
     with (
@@ -100,7 +112,7 @@ def prepare(config: Config, folder: Path, overrides: list[str], world: World, de
         cpu_memory_limit(config.training.cpu_memory_gib if device.type == "cpu" else None),
     ):
         trainer = build_trainer(config, build_model(config, data.vocab_size, device), device, world)
-    start = restore(trainer, config, folder, data)
+    start = restore(trainer, config, checkpoint, data)
     if start >= config.training.steps and (folder / "summary.json").exists():
         if world.rank == 0:
             print(f"{folder} is complete with {start} steps; training.steps={2 * start} would continue it.")
@@ -142,6 +154,7 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
         f"{meter.tokens_per_step:,} tokens per step",
         f"device={device}{auto * (config.device == 'auto')}",
         f"precision={precision}{auto * (config.training.precision is Precision.auto)}",
+        *([f"{torch.get_num_threads()} threads"] if device.type == "cpu" else []),
     ]
     if trainer.world.size > 1:
         exact = "" if config.parallel.exact else ", sums in any order"

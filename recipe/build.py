@@ -184,16 +184,27 @@ def build_meter(trainer: Trainer, pieces: Sequence[int]) -> StepMeter:
     )
 
 
-def restore(trainer: Trainer, config: Config, folder: Path, data: PreparedData) -> int:
-    """Load the newest valid checkpoint of a run to resume, if it has one. Returns the updates done.
-
-    Raises ConfigError or CheckpointError.
-    """
+def find_checkpoint(config: Config, folder: Path, world: World) -> Path | None:
+    """The newest valid checkpoint of a run to resume, if it has one: the same on every rank. Raises CheckpointError."""
     if config.resume is None or not any(folder.glob("checkpoints/step-*")):
-        return 0
+        return None
     path, rejected = from_first_rank(lambda: newest_valid(folder / "checkpoints"))
-    if trainer.world.rank == 0:
+    if world.rank == 0:
         print(*rejected, f"resuming from {path}", sep="\n")
+    return path
+
+
+def cpu_threads(config: Config, checkpoint: Path | None) -> int:
+    """The number of threads that every rank computes with on a CPU: as configured, else that of the checkpoint to
+    resume, else the first rank's."""
+    recorded = None if checkpoint is None else read_manifest(checkpoint).metadata.get("cpu_threads")
+    return config.training.cpu_threads or recorded or from_first_rank(torch.get_num_threads)
+
+
+def restore(trainer: Trainer, config: Config, path: Path | None, data: PreparedData) -> int:
+    """Load a checkpoint, if there is one. Returns the updates done. Raises ConfigError or CheckpointError."""
+    if path is None:
+        return 0
     manifest = read_manifest(path)
     if manifest.metadata["data"] != data.manifest["identity"]:
         raise ConfigError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
@@ -64,6 +66,17 @@ def free_memory(device: torch.device) -> float:
         return math.inf
     kib = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     return 1024.0 * next(kib, math.inf)
+
+
+@contextmanager
+def computing_with(threads: int) -> Iterator[None]:
+    """Within the block, torch computes with so many threads on a CPU. The bits of sums depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def resolve_precision(precision: Precision, device: torch.device) -> Precision:

@@ -7,11 +7,6 @@ resume.py      finds the run to resume, and checks its folder
 wording.py     turns errors of Hydra into one sentence
 completion.py  tab completion
 arguments.py   key=value arguments of the programs without Hydra
-trained.py     the model of a run folder, for these programs
 
 This file imports nothing, so completion.py can answer before torch is loaded.
 """
-
-from pathlib import Path
-
-CONF = Path(__file__).parents[2] / "conf"

@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from data.atomic import write_atomically
-from recipe.cli import CONF
+from recipe import CONF
 
 ROOT = CONF.parent
 PARTS = ("attention", "data", "model", "recipe")  # where the dataclasses of config.py are

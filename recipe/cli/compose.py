@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe.cli import CONF
+from recipe import CONF
 from recipe.cli.arguments import suggestion
 from recipe.cli.wording import expected, explain, misses_list
 from recipe.config import Config, keys

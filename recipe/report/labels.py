@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from data.untrusted import read_yaml
-from recipe.cli import CONF
+from recipe import CONF
 from recipe.files import flatten
 from recipe.report.runs import Run
 

@@ -32,6 +32,8 @@ class TrainingConfig:
     checkpoint_every  steps between two checkpoints, the last after training; 0: none
     keep_last         checkpoints to keep, in addition to the best
     sample_tokens     tokens of text to print after training; 0: none
+    cpu_threads       on a CPU, threads of each process, on which the bits of sums depend; None: those of the checkpoint
+                      that is resumed, else OMP_NUM_THREADS, which torchrun sets to 1, else one for each core
     cpu_memory_gib    on a CPU, limit of the process's own memory, as if it were a GPU of that size
     ema               decay of a moving average of the weights, which is evaluated and saved beside them; 0: none
     profile           record where the time of a few steps goes
@@ -55,6 +57,7 @@ class TrainingConfig:
     checkpoint_every: int = 500
     keep_last: int = 2
     sample_tokens: int = 200
+    cpu_threads: int | None = None
     cpu_memory_gib: float | None = None
     ema: float = 0.0
     profile: bool = False
@@ -78,6 +81,8 @@ def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Ite
     for name, least in lowest.items():
         if getattr(config, name) < least:
             yield f"training.{name}={getattr(config, name)} must be at least {least}."
+    if config.cpu_threads is not None and config.cpu_threads < 1:
+        yield f"training.cpu_threads={config.cpu_threads} must be at least 1, or null for the usual number."
     if config.cpu_memory_gib is not None and not config.cpu_memory_gib > 0:
         yield f"training.cpu_memory_gib={config.cpu_memory_gib} must be above 0, or null for no limit."
     if not 0 <= config.ema < 1:

@@ -129,6 +129,7 @@ class Record(NullRecord):
     def save(self, n: int, val_loss: float | None) -> None:
         metadata = {"val_loss": val_loss, "config": self.origin.config, "data": self.origin.data}
         metadata["tokens_per_step"] = self.trainer.tokens_per_step
+        metadata["cpu_threads"] = torch.get_num_threads() if self.trainer.device.type == "cpu" else None
         keep_last = self.trainer.training.keep_last
         save_checkpoint(self.folder / "checkpoints", self.trainer.state(), n, keep_last=keep_last, metadata=metadata)
 

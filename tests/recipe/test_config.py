@@ -13,7 +13,8 @@ import yaml
 
 from attention import IMPLEMENTATIONS, Score
 from model.score import layer_scores
-from recipe.cli import CONF, compose
+from recipe import CONF
+from recipe.cli import compose
 from recipe.cli.check import mistakes
 from recipe.cli.launch import prepare
 from recipe.cli.wording import expected
@@ -124,6 +125,7 @@ MISTAKES = {
     "schedule.warmup_steps=soon": "schedule.warmup_steps=soon is not a whole number or auto",
     "schedule.warmup_steps=1.5": "schedule.warmup_steps=1.5 is not a whole number or auto",
     "-m hydra/launcher=slurm seed=1,2": "needs a machine of a Slurm cluster|pip install",
+    "training.cpu_threads=0": "training.cpu_threads=0 must be at least 1, or null",
     "training.cpu_memory_gib=-1": "training.cpu_memory_gib=-1.0 must be above 0, or null",
     "hydra.run.dir=/proc/run": "hydra.run.dir=/proc/run cannot be written, because of /proc .*; name another folder",
     f"hydra.run.dir={ROOT}/Makefile": "hydra.run.dir=.*Makefile cannot be written, .*Not a directory",

@@ -135,6 +135,25 @@ def test_a_resume_reads_every_file_of_the_checkpoint_once_on_the_first_rank_alon
 
 
 @pytest.mark.slow
+def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began_with(where: Path) -> None:
+    """Of one thread and of two they differ, which torchrun and a process alone have by default."""
+    given = [*OVERRIDES, "seq_len=128", "training.batch_size=12", "training.batch_tokens=1536", "model.n_embd=128"]
+    given += ["schedule=constant", "training.eval_every=0", "training.checkpoint_every=7"]
+
+    def run(name: str, threads: int, *overrides: str) -> list[tuple[int, float | None, float | None]]:
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        arguments = command(*overrides, f"hydra.run.dir={name}")
+        subprocess.run(arguments, cwd=where, env=environment, check=True, timeout=120, stdout=subprocess.DEVNULL)
+        return losses(where / name)
+
+    of_one, of_two = (run(f"of-{threads}", threads, *given, "training.steps=14") for threads in (1, 2))
+    assert of_one != of_two
+    run("resumed", 2, *given, "training.steps=7", "training.cpu_threads=1")
+    (where / "resumed" / ".hydra" / "overrides.yaml").write_text(OmegaConf.to_yaml(given))
+    assert run("resumed", 2, "resume=auto", "training.steps=14") == of_one
+
+
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Stopped by a signal, resumed, interrupted from the keyboard, resumed, killed, resumed."""
     register()
