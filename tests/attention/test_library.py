@@ -48,7 +48,7 @@ def test_the_library_needs_torch_and_triton_alone_and_lives_beside_a_checkout(in
     code = f"""
 import sys
 sys.path.insert(0, {str(installed)!r})
-import torch, triton, triton.experimental.gluon, torch.nn.attention.flex_attention
+import torch, triton, triton.experimental.gluon, torch.nn.attention.flex_attention, torch._dynamo
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] not in {{"torch", "triton", "gpt_attention", *sys.stdlib_module_names}}:
@@ -59,6 +59,11 @@ q = torch.randn(1, 2, 5, 8, requires_grad=True)
 for name in ("naive", "tiled", "sdpa"):
     gpt_attention.build_attention(gpt_attention.AttentionConfig(name))(q, q, q).out.sum().backward()
 print(gpt_attention.__version__)
+import contextlib, io, gpt_attention.__main__
+sys.argv = ["gpt-attention", "check", "naive", "--quick", "--dtypes", "fp32", "--seconds", "0"]
+with contextlib.redirect_stdout(io.StringIO()) as page, contextlib.redirect_stderr(io.StringIO()):
+    gpt_attention.__main__.main()
+print("naive" in page.getvalue())
 sys.meta_path.pop(0)
 sys.path.insert(0, {str(ROOT)!r})
 import attention
@@ -67,7 +72,14 @@ for name in ("tiled_forward", "tiled_backward", "flash_forward", "flash_backward
 """
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [description.version] + ["False"] * 4
+    assert done.stdout.split() == [description.version, "True"] + ["False"] * 4
+
+
+def test_the_wheel_brings_the_command(installed):
+    (path,) = installed.glob("*.dist-info")
+    (command,) = PathDistribution(path).entry_points
+    assert (command.group, command.name) == ("console_scripts", "gpt-attention")
+    assert command.value == "gpt_attention.__main__:main"
 
 
 def test_the_code_of_the_library_page_runs(installed, monkeypatch):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attention import AttentionConfig, AttentionShape, build_attention
-from recipe.profiling.attention_memory import AllocationMeter, attention_peak, cpu_memory_limit
+from attention.check.memory import AllocationMeter
+from recipe.profiling.attention_memory import attention_peak, cpu_memory_limit
 
 SHAPE = AttentionShape(head_dim=16, n_heads=2, n_kv_heads=2, dtype=torch.float32, device=torch.device("cpu"))
 

@@ -1,0 +1,302 @@
+"""What holds bit for bit, whatever the rounding: what a query must not see, the same call again, and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .cases import Case, draw, problem
+from .formula import evaluate
+from .program import calling
+from .run import Failure, Line, Refused, Session, judged, results
+
+SECTION = "behaviour"
+REPEATS = 24
+Keys = tuple[str, str, Tensor]  # which keys change: in words, as code of an index, and as (B, H_kv, S) bool
+
+
+def behaviour(session: Session) -> Iterator[Line]:
+    """A line for each property."""
+    checks = (leaks, not_finite, repeats, batch, evaluation, side_effects)
+    for n, check in enumerate(checks):
+        session.progress(check.__name__.replace("_", " "), n / len(checks))
+        with session.with_threads(session.threads if check in (repeats, batch) else 1):
+            found = check(session)
+        yield found
+
+
+def line(session: Session, name: str, calls: int, wrong: list[Failure], fine: str) -> Line:
+    """The line of a property: `wrong` failures, or what held."""
+    late = session.out_of_time()
+    if not calls:
+        return Line(SECTION, name, "skip", "no time was left" if late else "every call was refused")
+    detail = wrong[0].what if wrong else fine + ("; no time for all cases" if late else "")
+    return Line(SECTION, name, "FAIL" if wrong else "ok", detail, calls, None, wrong[:1])
+
+
+def leaks(session: Session) -> Line:
+    """Keys that a query must not see change nothing of its row, and receive no gradient from it."""
+    subject, calls, wrong = session.subject, 0, list[Failure]()
+    cases = [
+        Case(T=130, S=130, B=2, H=4, H_kv=2),
+        Case(T=40, S=130, B=2),
+        Case(T=130, S=130, window=33),
+        Case(T=129, S=129, documents=(63, 1, 65)),
+        Case(T=129, S=129, documents=(64, 65), causal=False),
+        Case(T=65, S=65, B=2, H=4, H_kv=2, causal=False),
+    ]
+    for dtype in session.dtypes:
+        for case in (replace(case, dtype=dtype, seed=session.seed) for case in cases):
+            if not subject.supports(case):
+                continue
+            for words, code, changed in session.timely(key_sets(case)):
+                try:
+                    found = leak(session, case, changed)
+                except Refused:
+                    break
+                calls += 2
+                if found and len(wrong) < 1:
+                    what = f"{found} changed with {words}, which its rows must not see ({case.words()})"
+                    wrong.append(Failure(what, case, leak_program(session, case, code, found)))
+    return line(session, "hidden keys", calls, wrong, "hidden keys, sequences and heads change nothing, bit for bit")
+
+
+def key_sets(case: Case) -> Iterator[Keys]:
+    """Keys to change."""
+    j = torch.arange(case.S)
+    for first in (1, 16, 33, 63, 64, 65, 100, 128):
+        if first < case.S:
+            yield f"keys from {first} on", f":, :, {first}:", (j >= first).expand(case.B, case.H_kv, -1)
+    for stop in (1, 32, 64, 95):
+        yield f"keys before {stop}", f":, :, :{stop}", (j < stop).expand(case.B, case.H_kv, -1)
+    none = torch.zeros(case.B, case.H_kv, case.S, dtype=torch.bool)
+    if case.B > 1:
+        yield "keys of sequence 0", "0", none.index_fill(0, torch.tensor(0), True)
+    if case.H_kv > 1:
+        yield "keys of head 0", ":, 0", none.index_fill(1, torch.tensor(0), True)
+
+
+def leak(session: Session, case: Case, changed: Tensor) -> str:
+    """Which result shows a leak; nothing where none does."""
+    inputs = draw(case, session.device)
+    changed = changed.to(session.device)
+    seen = problem(case, inputs).seen.expand(case.B, case.H, -1, -1)
+    sees = (seen & changed.repeat_interleave(case.H // case.H_kv, dim=1).unsqueeze(2)).any(dim=-1)  # (B, H, T)
+    if sees.all():
+        return ""
+    do = inputs.do.masked_fill(sees.unsqueeze(-1), 0.0)
+    k, v = (torch.where(changed.unsqueeze(-1), -100 * x, x) for x in (inputs.k, inputs.v))
+    before = results(session.subject, case, inputs.changed(do=do), session.gradients)
+    after = results(session.subject, case, inputs.changed(do=do, k=k, v=v), session.gradients)
+    for name, rows in (("out", ~sees), ("lse", ~sees), ("dq", ~sees), ("dk", ~changed), ("dv", ~changed)):
+        a, b = before.get(name), after.get(name)
+        if a is None or b is None:
+            continue
+        if not torch.equal(a[rows], b[rows]):
+            return name
+        if name in ("dk", "dv") and not (b[changed] == 0).all():
+            return name
+    return ""
+
+
+def leak_program(session: Session, case: Case, keys: str, found: str) -> str:
+    """The program that shows that a result changes with hidden keys."""
+    group = case.H // case.H_kv
+    lines = [
+        *calling(session.subject, case, session.device, found),
+        "changed = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)",
+        f"changed[{keys}] = True",
+        "other = [torch.where(changed[..., None], -100 * x, x) for x in (k, v)]",
+        f"rows = ~(seen & changed{f'.repeat_interleave({group}, 1)' if group > 1 else ''}[:, :, None]).any(-1)",
+    ]
+    if found in ("out", "lse"):
+        return "\n".join([*lines, "assert torch.equal(attend(q, k, v)[rows], attend(q, *other)[rows])"])
+    lines += [
+        "def gradient(k, v):",
+        "    x = [t.detach().requires_grad_() for t in (q, k, v)]",
+        f"    return torch.autograd.grad(attend(*x), x, do * rows[..., None])[{('dq', 'dk', 'dv').index(found)}]",
+    ]
+    if found == "dq":
+        return "\n".join([*lines, "assert torch.equal(gradient(k, v)[rows], gradient(*other)[rows])"])
+    lines += ["assert (gradient(*other)[changed] == 0).all(), 'hidden keys have a gradient'"]
+    return "\n".join([*lines, "assert torch.equal(gradient(k, v)[~changed], gradient(*other)[~changed])"])
+
+
+def not_finite(session: Session) -> Line:
+    """NaN and infinity reach the rows that the formula gives them to, and no others."""
+    subject, calls, wrong = session.subject, 0, list[Failure]()
+    case = Case(T=70, S=70, B=2, H=4, H_kv=2, seed=session.seed, causal="causal" in subject.features)
+    for dtype in session.timely(session.dtypes):
+        for name in ("q", "k", "v"):
+            for value in (torch.nan, torch.inf, -torch.inf):
+                here = replace(case, dtype=dtype)
+                inputs = draw(here, session.device)
+                x = getattr(inputs, name).clone()
+                x[0, 0, 33, 2] = value
+                bad = inputs.changed(**{name: x})
+                doubles = bad.q.double(), bad.k.double(), bad.v.double(), bad.do.double()
+                exact = evaluate(*doubles, problem(here, bad)).results
+                try:
+                    got = results(subject, here, bad, session.gradients)
+                except Refused:
+                    continue
+                calls += 1
+                for result, y in got.items():
+                    if y is None or wrong:
+                        continue
+                    right = exact[result].isfinite()
+                    spread, lost = (right & ~y.isfinite()).any().item(), False
+                    if result == "out":
+                        lost = bool((~right & y.isfinite()).any())
+                    if spread or lost:
+                        verb = "does not reach" if lost else "spreads into"
+                        what = f"{value} in {name}[0, 0, 33, 2] {verb} {result} where the formula has it"
+                        what = what if lost else what.replace("where the formula has it", "where the formula is finite")
+                        code = not_finite_program(session, here, name, value) if result == "out" else ""
+                        wrong.append(Failure(f"{what} ({here.words()})", here, code))
+    return line(session, "NaN and infinity", calls, wrong, "reach what the formula gives them to, and nothing else")
+
+
+def not_finite_program(session: Session, case: Case, name: str, value: float) -> str:
+    """The program that puts a value into q, k or v."""
+    return "\n".join(
+        [
+            *calling(session.subject, case, session.device, formula=True),
+            f"{name}[0, 0, 33, 2] = float('{value}')",
+            "got, exact = attend(q, k, v), formula(q.double(), k.double(), v.double())",
+            "assert torch.equal(got.isfinite(), exact.isfinite())",
+        ]
+    )
+
+
+def repeats(session: Session) -> Line:
+    """The same call gives the same bits."""
+    subject, calls, wrong = session.subject, 0, list[Failure]()
+    for dtype in session.timely(session.dtypes):
+        case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=2, dtype=dtype, seed=session.seed)
+        case = replace(case, causal="causal" in subject.features)
+        inputs = draw(case, session.device)
+        try:
+            first = results(subject, case, inputs, session.gradients)
+            for n in range(REPEATS):
+                other = results(subject, case, inputs, session.gradients)
+                calls += 1
+                differs = [name for name, x in first.items() if not same(x, other[name])]
+                if differs:
+                    what = f"call {n + 2} of the same inputs gives another {', '.join(differs)} ({case.words()})"
+                    wrong.append(Failure(what, case, repeat_program(session, case, differs)))
+                    break
+        except Refused:
+            continue
+    return line(session, "the same again", calls, wrong, f"{REPEATS} repetitions are equal, bit for bit")
+
+
+def repeat_program(session: Session, case: Case, differs: list[str]) -> str:
+    """The program that calls again and again."""
+    lines = calling(session.subject, case, session.device)
+    if "out" in differs:
+        lines += [f"outs = [attend(q, k, v) for _ in range({2 * REPEATS})]"]
+    else:
+        lines += [
+            "x = [t.requires_grad_() for t in (q, k, v)]",
+            "gradients = lambda: torch.cat([g.flatten() for g in torch.autograd.grad(attend(*x), x, do)])",
+            f"outs = [gradients() for _ in range({2 * REPEATS})]",
+        ]
+    return "\n".join([*lines, "assert all(torch.equal(out, outs[0]) for out in outs)"])
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two results have the same bits; NaN equals NaN."""
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
+def batch(session: Session) -> Line:
+    """A sequence gives the same alone and in a batch."""
+    subject, calls, wrong, bitwise, share = session.subject, 0, list[Failure](), True, 0.0
+    for dtype in session.timely(session.dtypes):
+        case = Case(T=97, S=97, D=32, B=4, H=4, H_kv=2, dtype=dtype, seed=session.seed)
+        case = replace(case, causal="causal" in subject.features)
+        inputs, one = draw(case, session.device), replace(case, B=1)
+        try:
+            together = results(subject, case, inputs, session.gradients)
+            for b in range(case.B):
+                at = slice(b, b + 1)
+                alone = inputs.changed(**{name: getattr(inputs, name)[at] for name in ("q", "k", "v", "do")})
+                got = results(subject, one, alone, session.gradients)
+                calls += 1
+                equal = all(x is None or same(x[at], got[name]) for name, x in together.items())
+                bitwise &= equal
+                if not equal:  # another order of sums is no fault
+                    parts = {name: None if x is None else x[at] for name, x in together.items()}
+                    worst = max((*judged(one, alone, parts), *judged(one, alone, got)), key=lambda v: v.share)
+                    share = max(share, worst.share)
+                    if not worst.passes:
+                        wrong.append(Failure(f"{worst.name} of sequence {b} alone or in a batch is wrong", case))
+        except Refused:
+            continue
+    fine = "bit for bit" if bitwise else f"within rounding ({share:.2f} of what it explains), not bit for bit"
+    return line(session, "alone and in a batch", calls, wrong, f"the same {fine}")
+
+
+def evaluation(session: Session) -> Line:
+    """A call without gradients gives the same."""
+    subject, calls, wrong, bitwise = session.subject, 0, list[Failure](), True
+    for dtype in session.timely(session.dtypes):
+        for T, S in ((65, 65), (1, 130), (128, 128)):
+            case = Case(T=T, S=S, D=32, B=2, H=4, H_kv=2, dtype=dtype, seed=session.seed)
+            case = replace(case, causal="causal" in subject.features)
+            inputs = draw(case, session.device)
+            try:
+                training = results(subject, case, inputs, session.gradients)["out"]
+                calls += 1
+                for mode in (torch.no_grad, torch.inference_mode):
+                    with mode():
+                        out = subject(case, inputs)[0]
+                    bitwise &= same(training, out)
+                    worst = judged(case, inputs, {"out": out.clone()})[0]
+                    if not worst.passes:
+                        code = evaluation_program(session, case, worst.row, worst.allowed, mode.__name__)
+                        what = f"{worst.share:.3g} times what rounding explains under torch.{mode.__name__}()"
+                        wrong.append(Failure(f"out is {what} ({case.words()})", case, code))
+            except Refused:
+                continue
+    fine = "the same, bit for bit" if bitwise else "the same within rounding, not bit for bit"
+    return line(session, "without gradients", calls, wrong, fine)
+
+
+def evaluation_program(session: Session, case: Case, row: tuple[int, ...], allowed: float, mode: str) -> str:
+    """The program that calls without gradients."""
+    return "\n".join(
+        [
+            *calling(session.subject, case, session.device, formula=True),
+            f"with torch.{mode}():",
+            "    got, exact = attend(q, k, v), formula(q.double(), k.double(), v.double())",
+            f"assert (error := (got - exact)[{', '.join(map(str, row))}].abs().max()) <= {allowed:.3g}, error",
+        ]
+    )
+
+
+def side_effects(session: Session) -> Line:
+    """A call changes neither its inputs nor torch's random numbers."""
+    subject, calls, wrong = session.subject, 0, list[Failure]()
+    for dtype in session.timely(session.dtypes):
+        case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=2, dtype=dtype, seed=session.seed)
+        case = replace(case, causal="causal" in subject.features)
+        inputs, state = draw(case, session.device), torch.get_rng_state()
+        copies = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do)]
+        try:
+            results(subject, case, inputs, session.gradients)
+        except Refused:
+            continue
+        calls += 1
+        for name, copy in zip(("q", "k", "v", "do"), copies, strict=True):
+            if not torch.equal(getattr(inputs, name), copy):
+                wrong.append(Failure(f"a call changes its {name} in place ({case.words()})", case))
+        if not torch.equal(torch.get_rng_state(), state):
+            wrong.append(Failure("a call without dropout draws from torch's generator", case))
+    return line(session, "side effects", calls, wrong, "inputs and random numbers stay as they are")

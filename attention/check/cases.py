@@ -1,0 +1,185 @@
+"""One call of attention as plain values, and the tensors and the problem that follow from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formula import Problem
+
+# How q, k, v and the gradient of out lie in memory: an expression in x. The code that reproduces a failure has it too.
+MEMORY = {
+    "contiguous": "x",
+    "heads between tokens": "x.transpose(1, 2).contiguous().transpose(1, 2)",
+    "part of a wider tensor": "torch.nn.functional.pad(x, (3, 6))[..., 3:-6]",
+    "misaligned start": "torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)",
+    "channels not adjacent": "x.mT.contiguous().mT",
+    "every other token": "x.repeat_interleave(2, dim=2)[:, :, ::2]",
+    "batch innermost": "x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2)",
+}
+# Factors of the keys, (S, 1), which make the running maximum of a row grow, or jump now and then.
+TRENDS = {
+    "none": "1.0",
+    "rising": "torch.linspace(0, 6, S).unsqueeze(1)",
+    "jumping": "1 + 30.0 * (torch.arange(S) % 61 == 60).unsqueeze(1)",
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem: q (B, H, T, D) against k, v (B, H_kv, S, D).
+
+    top_left   causal: query i sees key j iff j <= i; else iff j <= i + S - T, so that the last query sees all keys
+    window     keys a query sees, its own included
+    documents  their lengths, which add up to S = T; each further sequence of the batch has them in another order
+    scale      of the scores; None: D ** -0.5
+    dropout    probability of dropping a weight
+    spread     standard deviation of the scores
+    size       standard deviation of v, and below 1 of the gradient of out too
+    memory     one of MEMORY, and `trend` one of TRENDS
+    """
+
+    T: int = 64
+    S: int = 64
+    D: int = 16
+    B: int = 1
+    H: int = 2
+    H_kv: int = 2
+    dtype: str = "fp32"
+    causal: bool = True
+    top_left: bool = False
+    window: int | None = None
+    documents: tuple[int, ...] = ()
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    bias: bool = False
+    scale: float | None = None
+    dropout: float = 0.0
+    spread: float = 1.0
+    size: float = 1.0
+    memory: str = "contiguous"
+    trend: str = "none"
+    seed: int = 0
+
+    def features(self) -> set[str]:
+        """The declared features that a call of this case needs."""
+        needs = {
+            "causal": self.causal,
+            "full": not self.causal,
+            "window": self.window is not None,
+            "documents": bool(self.documents),
+            "soft_cap": self.soft_cap is not None,
+            "alibi": self.alibi,
+            "sinks": self.sinks,
+            "bias": self.bias,
+            "scale": self.scale is not None,
+            "dropout": self.dropout > 0,
+            "grouped": self.H_kv != self.H,
+            "document_rows": bool(self.documents) and self.B > 1,
+            "empty": self.causal and not self.top_left and self.T > self.S,
+            "top_left": self.top_left,
+        }
+        return {name for name, needed in needs.items() if needed}
+
+    def document_lengths(self) -> list[tuple[int, ...]]:
+        """Of each sequence."""
+        turns = [b % max(len(self.documents), 1) for b in range(self.B)]
+        return [self.documents[n:] + self.documents[:n] for n in turns]
+
+    def document_starts(self) -> list[list[int]]:
+        """For each position of each sequence the start of its document."""
+        return [
+            [sum(lengths[:n]) for n, length in enumerate(lengths) for _ in range(length)]
+            for lengths in self.document_lengths()
+        ]
+
+    def actual_scale(self) -> float:
+        return 1 / math.sqrt(self.D) if self.scale is None else self.scale
+
+    def first_position(self) -> int:
+        """Of the queries, where the first key stands at 0."""
+        return 0 if self.top_left else self.S - self.T
+
+    def words(self) -> str:
+        """The case on one line."""
+        plain = Case(dtype=self.dtype)
+        changed = [
+            f"{name}={getattr(self, name)}"
+            for name in Case.__dataclass_fields__
+            if name not in ("T", "S", "D", "B", "H", "H_kv", "dtype", "seed")
+            and getattr(self, name) != getattr(plain, name)
+        ]
+        heads = f"H={self.H}" if self.H_kv == self.H else f"H={self.H}/{self.H_kv}"
+        return ", ".join([f"{self.dtype} B={self.B} {heads} T={self.T} S={self.S} D={self.D}", *changed])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of a case. `starts` (B, S) int32: where each position's document begins; the rest as in Problem."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    starts: Tensor | None = None
+
+    def changed(self, **tensors: Any) -> Inputs:
+        return replace(self, **tensors)
+
+
+def draw(case: Case, device: torch.device | str = "cpu") -> Inputs:
+    """Normal numbers from the case's seed, drawn on the CPU in fp64 and rounded: the same on every device."""
+    generator = torch.Generator().manual_seed(case.seed)
+    dtype, spread = DTYPES[case.dtype], case.spread / (case.actual_scale() * math.sqrt(case.D))
+
+    def normal(heads: int, length: int, size: float | Tensor) -> Tensor:
+        x = torch.randn(case.B, heads, length, case.D, generator=generator, dtype=torch.float64) * size
+        return eval(MEMORY[case.memory], {"torch": torch, "x": x.to(dtype).to(device)})
+
+    trend = eval(TRENDS[case.trend], {"torch": torch, "S": case.S})
+    q, k = normal(case.H, case.T, spread**0.5), normal(case.H_kv, case.S, trend * spread**0.5)
+    v, do = normal(case.H_kv, case.S, case.size), normal(case.H, case.T, min(case.size, 1.0))
+    slopes = torch.exp2(-8 * torch.arange(1, case.H + 1) / case.H).to(device) if case.alibi else None
+    sinks = torch.linspace(-1.5, 2.0, case.H).to(device) if case.sinks else None
+    bias = None
+    if case.bias:
+        bias = torch.randn(1, case.H, case.T, case.S, generator=generator, dtype=torch.float64).to(dtype).to(device)
+    starts = None
+    if case.documents:
+        starts = torch.tensor(case.document_starts(), dtype=torch.int32, device=device)
+    return Inputs(q, k, v, do, slopes, sinks, bias, starts)
+
+
+def problem(case: Case, inputs: Inputs, keep: Tensor | None = None) -> Problem:
+    """What the formula computes for a case; `keep` as in Problem, where the case drops weights."""
+    device = inputs.q.device
+    i = torch.arange(case.T, device=device)[:, None] + case.first_position()
+    j = torch.arange(case.S, device=device)
+    seen = torch.ones(case.T, case.S, dtype=torch.bool, device=device)
+    if case.causal:
+        seen &= j <= i
+    if case.window is not None:
+        seen &= i - j < case.window
+    if inputs.starts is not None:
+        seen = seen & (inputs.starts[:, None, :] == inputs.starts[:, :, None])
+    seen = seen.view(-1, 1, case.T, case.S)
+    shift = None if inputs.slopes is None else -inputs.slopes.double()[:, None, None] * (i - j)
+    return Problem(
+        scale=case.actual_scale(),
+        seen=seen,
+        soft_cap=case.soft_cap,
+        shift=shift,
+        bias=inputs.bias,
+        sinks=inputs.sinks,
+        keep=keep,
+        keep_scale=1 / (1 - case.dropout),
+    )

@@ -1,0 +1,152 @@
+"""The command `gpt-attention check`."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .. import AttentionError
+from .accuracy import accuracy
+from .behaviour import behaviour
+from .cases import DTYPES
+from .dropout import dropout
+from .gpu import gpu
+from .html import html
+from .known import KNOWN
+from .page import Report, as_json, text, unseen
+from .recommend import recommend
+from .run import Session, prepare
+from .styles import FEATURES, STYLES
+from .subject import CheckError, Subject, find
+from .system import system
+
+# Seconds that a check takes at most, by the device.
+TIME = {"cpu": 300.0, "cuda": 60.0}
+
+
+def check(
+    subject: Subject,
+    device: torch.device | str = "cpu",
+    *,
+    dtypes: Sequence[str] = ("fp32", "bf16", "fp16"),
+    seconds: float | None = None,
+    seed: int = 0,
+    quick: bool = False,
+    allowed: frozenset[str] = frozenset(),
+    progress: bool = False,
+) -> Report:
+    """Check an implementation.
+
+    subject   as `find` gives it
+    dtypes    names in cases.DTYPES
+    seconds   after which no new case starts; None: 300 on a CPU, 60 on a GPU
+    seed      of all random numbers
+    quick     try a twelfth of the cases
+    allowed   names of lines that may fail
+    progress  show it on stderr
+
+    Raises CheckError where the implementation takes none of the precisions.
+    """
+    device, started = torch.device(device), time.monotonic()
+    deadline = started + (TIME[device.type] if seconds is None else seconds)
+    session = Session(subject, device, (started + deadline) / 2, seed, quick)
+    if not progress:
+        session.stream = None
+    with warnings.catch_warnings(), session.with_threads(1):
+        warnings.simplefilter("ignore")  # of libraries, hundreds of times
+        prepare(session, tuple(dtypes))
+        if not session.dtypes:
+            reason = next(iter(session.refused.values()))
+            raise CheckError(f"{subject.name} does not run on {device} with two heads of 64 and 64 tokens: {reason}")
+        lines = [*behaviour(session), *dropout(session), *system(session), *gpu(session)]
+        session.deadline = deadline  # a slow implementation has half of the time left for these
+        lines = [*accuracy(session), *lines]
+    session.done()
+    features = tuple(sorted(subject.features))
+    left = unseen(features, session.dtypes, session.refused, lines, session.no_gradients)
+    where = f"torch {torch.__version__}, {name_of(device)}"
+    took = time.monotonic() - started
+    return Report(
+        subject.name, subject.style, features, where, session.dtypes, session.refused, lines, left, took, seed, allowed
+    )
+
+
+def name_of(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU with {torch.get_num_threads()} threads"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    names = "\n".join(f"  {name:<16}{known.words}" for name, known in KNOWN.items())
+    found = argparse.ArgumentParser(
+        prog="gpt-attention check",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Is this attention correct? Judges forward, gradients and log-sum-exp against fp64, and more.",
+        epilog=f"implementations with a name:\n{names}\n\nThe exit status is 0 if it is correct, 1 if not, 2 if the "
+        "check could not start.",
+    )
+    found.add_argument("target", nargs="?", help="my_module:my_attention, or a name from the list below")
+    found.add_argument("--style", choices=STYLES, help="how it is called; by default its parameters decide")
+    found.add_argument("--features", default="", metavar="A,B", help=f"declare more: {', '.join(sorted(FEATURES))}")
+    found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    found.add_argument(
+        "--dtypes", default="fp32,bf16,fp16", metavar="A,B", help="precisions, of fp32, bf16, fp16, fp64"
+    )
+    found.add_argument("--seconds", type=float, help="stop starting cases after this time (300; on a GPU 60)")
+    found.add_argument("--seed", type=int, default=0, help="of all random numbers")
+    found.add_argument("--quick", action="store_true", help="a twelfth of the cases")
+    found.add_argument("--allow", default="", metavar="A,B", help='lines that may fail, such as "the same again"')
+    found.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
+    found.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
+    found.add_argument("--recommend", action="store_true", help="time all implementations that are correct here")
+    found.add_argument("--shape", default="4x16x4096x64", metavar="BxHxTxD", help="for --recommend; BxH/H_kvxTxD too")
+    found.add_argument("--window", type=int, help="for --recommend")
+    found.add_argument("--full", action="store_true", help="for --recommend: not causal")
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    asked = parser().parse_args(arguments)
+    try:
+        for dtype in asked.dtypes.split(","):
+            if dtype not in DTYPES:
+                raise CheckError(f"--dtypes {dtype} is not known; choose from {', '.join(DTYPES)}.")
+        try:
+            device = torch.device(asked.device)
+            torch.zeros(1, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise CheckError(f"--device {asked.device} is not here: {str(error).splitlines()[0]}") from error
+        if asked.recommend:
+            return recommend(asked, device)
+        if asked.target is None:
+            raise CheckError("Name an attention: my_module:my_attention, or one that `--help` lists.")
+        subject = find(asked.target, filter(None, asked.features.split(",")), asked.style)
+        report = check(
+            subject,
+            device,
+            dtypes=asked.dtypes.split(","),
+            seconds=asked.seconds,
+            seed=asked.seed,
+            quick=asked.quick,
+            allowed=frozenset(filter(None, asked.allow.split(","))),
+            progress=True,
+        )
+    except AttentionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text(report))
+    for path, content in ((asked.json, as_json), (asked.html, html)):
+        if path is not None:
+            path.write_text(content(report), encoding="utf-8")
+    return 1 if report.failed() else 0 if report.compared() else 2

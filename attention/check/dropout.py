@@ -1,0 +1,176 @@
+"""Dropout: how many weights it drops, which ones, what becomes of the others, and whether the backward drops the same.
+
+The mask that an implementation drew is read off its output where v has a single 1 in each column: out is then the
+weights themselves. With that mask the formula judges out and all gradients as it does without dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .cases import Case, draw
+from .program import calling
+from .run import Failure, Line, Refused, Session, judged, results
+
+SECTION = "dropout"
+RATE = 32 / 256  # drawn exactly by masks in steps of 1/256 too
+DEVIATIONS = 5.5
+
+
+def dropout(session: Session) -> Iterator[Line]:
+    """A line for each property."""
+    if "dropout" not in session.subject.features:
+        yield Line(SECTION, "dropout", "skip", "not declared")
+        return
+    # The mask is read in the highest precision, where no weight rounds to zero.
+    dtype = next((name for name in ("fp32", "bf16", "fp16") if name in session.dtypes), "fp32")
+    case = Case(T=96, S=160, D=32, B=2, H=4, H_kv=2, dtype=dtype, causal=False, dropout=RATE, seed=session.seed + 1)
+    case = replace(case, causal="full" not in session.subject.features)
+    if case.causal:
+        case = replace(case, T=160)
+    try:
+        keep, seen = drawn_mask(session, case)
+    except Refused as error:
+        yield Line(SECTION, "dropout", "skip", f"refused: {error}")
+        return
+    yield rate(session, case, keep, seen)
+    yield independence(session, case, keep, seen)
+    yield scheme(session, case, keep, seen)
+    yield replay(session)
+
+
+def drawn_mask(session: Session, case: Case) -> tuple[Tensor, Tensor]:
+    """The weights that an implementation keeps, and those that its queries see, (B, H, T, S) bool. Raises Refused."""
+    inputs = draw(replace(case, spread=0.1, memory="contiguous", trend="none"), session.device)
+    columns = []
+    for first in range(0, case.S, case.D):
+        v = torch.zeros_like(inputs.v)
+        n = min(case.D, case.S - first)
+        v[:, :, first : first + n, :n] = torch.eye(n, dtype=v.dtype, device=v.device)
+        out = results(session.subject, case, inputs.changed(v=v), gradients=False)["out"]
+        assert out is not None
+        columns.append(out[..., :n])
+    seen = torch.ones(case.T, case.S, dtype=torch.bool, device=session.device)
+    if case.causal:
+        seen = seen.tril(case.first_position())
+    return torch.cat(columns, dim=-1) != 0, seen.expand(case.B, case.H, -1, -1)
+
+
+def agreement(a: Tensor, b: Tensor, seen: Tensor) -> float:
+    """By how many standard deviations two independent masks agree more or less often than they should."""
+    n = seen.sum().item()
+    expected = RATE**2 + (1 - RATE) ** 2
+    found = ((a == b) & seen).sum().item() / n
+    return (found - expected) / (expected * (1 - expected) / n) ** 0.5
+
+
+def rate(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
+    """The share of weights that is dropped."""
+    n = int(seen.sum())
+    found = (~keep & seen).sum().item() / n
+    off = (found - RATE) / (RATE * (1 - RATE) / n) ** 0.5
+    detail = f"{found:.4f} of {n:,} weights dropped where {RATE} were asked for ({off:+.1f} deviations)"
+    if abs(off) <= DEVIATIONS:
+        return Line(SECTION, "rate", "ok", detail, 1)
+    return Line(SECTION, "rate", "FAIL", detail, 1, None, [Failure(detail, case)])
+
+
+def independence(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
+    """Masks of other heads, sequences, rows, columns and seeds have nothing in common."""
+    pairs = {
+        "heads 0 and 1": (keep[:, 0], keep[:, 1], seen[:, 0]),
+        "heads 0 and 2": (keep[:, 0], keep[:, 2], seen[:, 0]),
+        "sequences 0 and 1": (keep[0], keep[1], seen[0]),
+    }
+    for n in (1, 8, 16, 32, 64):
+        pairs[f"queries i and i + {n}"] = (keep[:, :, n:], keep[:, :, :-n], seen[:, :, :-n])
+        pairs[f"keys j and j + {n}"] = (keep[..., n:], keep[..., :-n], seen[..., n:])
+    other, _ = drawn_mask(session, replace(case, seed=case.seed + 1))
+    pairs["two seeds"] = (keep, other, seen)
+    off = {name: agreement(*pair) for name, pair in pairs.items()}
+    worst = max(off, key=lambda name: abs(off[name]))
+    if abs(off[worst]) <= DEVIATIONS:
+        return Line(SECTION, "independence", "ok", f"heads, sequences, queries, keys and seeds ({off[worst]:+.1f})", 2)
+    what = f"the masks of {worst} are not independent ({off[worst]:+.0f} standard deviations)"
+    lines = calling(session.subject, case, session.device)
+    failure = Failure(what, case, "\n".join([*lines, *shared_program(case)]) if worst.startswith("heads") else "")
+    return Line(SECTION, "independence", "FAIL", what, 2, None, [failure])
+
+
+def shared_program(case: Case) -> list[str]:
+    """The last lines of a program that compares the masks of two heads."""
+    return [
+        f"v = torch.eye({case.S}, {case.D}, dtype=v.dtype, device=v.device).expand_as(v)",
+        f"torch.manual_seed({case.seed})",
+        f"keep = attend(q, k, v)[:, :, {case.D} - {case.S} :] != 0",
+        "assert not torch.equal(keep[:, 0], keep[:, 1])",
+    ]
+
+
+def scheme(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
+    """The same seed gives the same mask; an implementation of ours draws our mask."""
+    again, _ = drawn_mask(session, case)
+    if not torch.equal(again, keep):
+        what = "the same seed gives another mask in the next call"
+        return Line(SECTION, "mask", "FAIL", what, 2, None, [Failure(what, case)])
+    wanted = session.subject.mask(case, session.device)
+    if wanted is None:
+        return Line(SECTION, "mask", "ok", "the same seed gives the same mask", 2)
+    if torch.equal(wanted & seen, keep & seen):
+        return Line(SECTION, "mask", "ok", "the key's own, weight by weight", 2)
+    b, h, i, j = ((wanted ^ keep) & seen).nonzero()[0].tolist()
+    what = (
+        f"sequence {b}, head {h}, query {i}, key {j} is {'kept' if keep[b, h, i, j] else 'dropped'}, unlike keep_mask"
+    )
+    return Line(SECTION, "mask", "FAIL", what, 2, None, [Failure(what, case)])
+
+
+def replay(session: Session) -> Line:
+    """out and gradients, with the mask that the forward drew."""
+    subject, calls, wrong, share = session.subject, 0, list[Failure](), 0.0
+    sizes = ((64, 64, 32), (97, 97, 32), (33, 130, 64), (1, 70, 16), (129, 129, 16))
+    for T, S, D in sizes:
+        for dtype in session.timely(session.dtypes):
+            case = Case(T=T, S=S, D=D, B=2, H=4, H_kv=2, dtype=dtype, dropout=RATE, seed=session.seed + 2)
+            case = replace(case, causal="causal" in subject.features)
+            try:
+                inputs = draw(case, session.device)
+                keep, _ = drawn_mask(session, replace(case, dtype=session.dtypes[0]))
+                found = judged(case, inputs, results(subject, case, inputs, session.gradients), keep)
+            except Refused:
+                continue
+            calls += 1
+            worst = max(found, key=lambda v: v.share)
+            share = max(share, worst.share)
+            if not worst.passes:
+                bad = next(v for v in found if not v.passes)
+                what = f"{bad.name} of {bad.place()} is {bad.error:.3g} off with the mask that the forward drew"
+                wrong.append(Failure(f"{what}, {bad.share:.3g} times what rounding explains ({case.words()})", case))
+    if not calls:
+        why = "no time was left" if session.out_of_time() else "every call was refused"
+        return Line(SECTION, "replay", "skip", why)
+    if wrong:
+        return Line(SECTION, "replay", "FAIL", wrong[0].what, calls, share, [replay_failure(session, wrong[0])])
+    detail = f"forward and backward drop the same weights and scale the others (worst {share:.2f})"
+    return Line(SECTION, "replay", "ok", detail, calls, share)
+
+
+def replay_failure(session: Session, failure: Failure) -> Failure:
+    """The failure with a program: the gradient of v is linear in the weights that the forward shows."""
+    case = replace(failure.case, T=24, S=24, D=24, B=1, H=1, H_kv=1, dtype=session.dtypes[0])
+    lines = calling(session.subject, case, session.device)
+    seed = [] if session.subject.style == "ours" else [f"    torch.manual_seed({case.seed})"]
+    lines[-1:-1] = seed
+    lines += [
+        "eye, v = torch.eye(24, dtype=v.dtype, device=v.device).expand_as(v), v.requires_grad_()",
+        "weights = attend(q, k, eye).detach()  # after dropout",
+        "p = (q @ k.mT * 24**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)",
+        f"torch.testing.assert_close(weights, p * (weights != 0) / {1 - RATE}, rtol=1e-4, atol=1e-5)",
+        "(dv,) = torch.autograd.grad(attend(q, k, v), v, do)",
+        "torch.testing.assert_close(dv, weights.mT @ do, rtol=1e-3, atol=1e-4)",
+    ]
+    return Failure(failure.what, case, "\n".join(lines))

@@ -1,0 +1,218 @@
+"""Attention written out once more, its backward pass, and the rounding to expect of each result.
+
+    s   = c tanh(scale q k^T / c) + shift,  -inf where the query does not see the key        raw = scale q k^T
+    p   = exp(s) / (exp(sink) + sum of exp(s))                         out = dropout(p) v
+    dS  = P (dP - delta),  delta = rowsum(dP P)                        Dao 2023, "FlashAttention-2", algorithm 2
+
+Nothing here calls an implementation. In fp64 the formula is what implementations are measured against; in their
+precision it shows how far rounding alone leads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+# Where the formula rounds a sum once, an implementation may round several times: it rescales, or adds tile by tile.
+SEVERAL = 64.0
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What one call computes besides its q, k and v.
+
+    scale       of the scores
+    seen        (B or 1, H or 1, T, S) bool: whether the query sees the key
+    soft_cap    c in c tanh(s / c), or None
+    shift       what is added to the scores, broadcast to (B, H, T, S): ALiBi; or None
+    bias        the same, with a gradient; or None
+    sinks       (H,), or None
+    keep        (B, H, T, S) bool: the weights that dropout keeps; None: all
+    keep_scale  the factor of kept weights
+    """
+
+    scale: float
+    seen: Tensor
+    soft_cap: float | None = None
+    shift: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    keep: Tensor | None = None
+    keep_scale: float = 1.0
+
+    def keys_reversed(self) -> Problem:
+        """The same with the keys in reverse order, which changes nothing but the order of sums."""
+
+        def flip(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.shape[-1] == 1 else x.flip(-1)
+
+        seen = flip(self.seen)
+        assert seen is not None
+        return replace(self, seen=seen, shift=flip(self.shift), bias=flip(self.bias), keep=flip(self.keep))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Intermediate and final results of one forward and backward pass; shapes (B, H, T, S) but for those noted.
+
+    tanh       of the raw scores over the soft cap, or None: the cap's derivative is 1 - tanh^2
+    p, kept    the weights before and after dropout
+    p_sink     (B, H, T, 1) the sink's share, or None
+    dp, delta  the gradient of p, and sum(dp p), (B, H, T, 1)
+    ds, draw   gradients of the changed and of the raw scores
+    parts      dk and dv of each query head, (B, H, S, D)
+    results    by the names of RESULTS: out, dq (B, H, T, D); dk, dv (B, H_kv, S, D); lse (B, H, T); dsinks (H,); dbias
+    """
+
+    raw: Tensor
+    s: Tensor
+    tanh: Tensor | None
+    p: Tensor
+    kept: Tensor
+    p_sink: Tensor | None
+    dp: Tensor
+    delta: Tensor
+    ds: Tensor
+    draw: Tensor
+    parts: dict[str, Tensor]
+    results: dict[str, Tensor]
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which sums of `dtype` are made."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def evaluate(q: Tensor, k: Tensor, v: Tensor, do: Tensor, problem: Problem) -> Passes:
+    """Both passes in the precision of the inputs: q, do (B, H, T, D) and k, v (B, H_kv, S, D).
+
+    Soft caps, shifts and sinks are fp32's or better, as in every implementation that has them.
+    """
+    H, H_kv, S = q.shape[1], k.shape[1], k.shape[2]
+    dtype, wide = q.dtype, accumulated(q.dtype)
+    k, v = (x.repeat_interleave(H // H_kv, dim=1) for x in (k, v))
+    raw = s = (q * problem.scale) @ k.mT  # scaled first: fp16 then holds every score it can
+    tanh = None
+    if problem.soft_cap is not None:
+        tanh = torch.tanh(s.to(wide) / problem.soft_cap)
+        s = problem.soft_cap * tanh
+    for shift in (problem.shift, problem.bias):
+        s = s if shift is None else s.to(wide) + shift.to(wide)
+    s = s.masked_fill(~problem.seen, -torch.inf)
+    joined = s
+    if problem.sinks is not None:
+        column = problem.sinks.to(wide)[:, None, None].expand(*s.shape[:3], 1)
+        joined = torch.cat([s.to(wide), column], dim=-1)
+    empty = ~problem.seen.any(dim=-1, keepdim=True)
+    weights = joined.softmax(dim=-1).masked_fill(empty, 0.0)
+    p, p_sink = weights[..., :S], None if problem.sinks is None else weights[..., S:]
+    kept = p if problem.keep is None else torch.where(problem.keep, p * problem.keep_scale, 0.0)
+    out = kept.to(dtype) @ v
+
+    dp = do @ v.mT
+    if problem.keep is not None:
+        dp = torch.where(problem.keep, dp * problem.keep_scale, 0.0)
+    delta = (dp * p).sum(dim=-1, keepdim=True)
+    ds = p * (dp - delta)
+    draw = (ds if tanh is None else ds * (1 - tanh * tanh)).to(dtype)
+    dk, dv = problem.scale * (draw.mT @ q), kept.to(dtype).mT @ do
+    results = {
+        "out": out,
+        "lse": joined.to(wide).logsumexp(dim=-1),
+        "dq": problem.scale * (draw @ k),
+        "dk": dk.unflatten(1, (H_kv, -1)).sum(dim=2),
+        "dv": dv.unflatten(1, (H_kv, -1)).sum(dim=2),
+    }
+    if p_sink is not None:
+        results["dsinks"] = -(p_sink * delta).sum(dim=(0, 2, 3))
+    if problem.bias is not None:
+        results["dbias"] = ds.sum_to_size(problem.bias.shape)
+    return Passes(raw, s, tanh, p, kept, p_sink, dp, delta, ds, draw, {"dk": dk, "dv": dv}, results)
+
+
+def expected_rounding(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    problem: Problem,
+    exact: Passes,
+    dtype: torch.dtype,
+    eps: float | None = None,
+) -> dict[str, Tensor]:
+    """The root mean square error that rounding to `dtype` brings to each row of each result, to first order.
+
+    q, k, v, do  in fp64, and `exact` computed from them
+    eps          of the products, where it is not that of dtype
+
+    Every intermediate result is taken to be stored with an independent relative error of one unit of rounding; delta is
+    taken from the rounded output, as FlashAttention does. Rows have the shape of their result less its last dimension.
+    """
+    u = (torch.finfo(dtype).eps if eps is None else eps) / 2
+    sums = SEVERAL * (torch.finfo(accumulated(dtype)).eps / 2 / u) ** 2  # in units of u^2
+    tiny = smallest(dtype, q.device) ** 2 / u**2
+    H, H_kv = q.shape[1], k.shape[1]
+    k, v = (x.repeat_interleave(H // H_kv, dim=1) for x in (k, v))
+    p, kept, ds, out = exact.p, exact.kept, exact.ds, exact.results["out"]
+    slope = torch.ones_like(p) if exact.tanh is None else 1 - exact.tanh**2
+    sees = problem.seen.any(dim=-1, keepdim=True)
+    scale2, k2, v2, q2, do2 = problem.scale**2, k * k, v * v, q * q, do * do
+
+    # Errors of scores are relative errors of exp(s); beyond 1 a weight is simply wrong.
+    chain = sums * (1 + q.shape[-1] / 8)  # a sum over D, term by term
+    terms, s2 = scale2 * (q2 @ k2.mT), exact.s.masked_fill(~problem.seen, 0.0) ** 2
+    var_raw = (1 + chain) * terms + exact.raw**2 + tiny
+    var_s = slope**2 * var_raw + sums * (1 + s2)
+    var_s = torch.where(problem.seen, var_s, 0.0).clamp(max=1 / u**2)
+    common = (p * p * var_s).sum(dim=-1, keepdim=True)  # of a row's sum of exponentials
+    var_p = (var_s * (1 - 2 * p) + common).clamp(min=0)  # relative
+    # The backward pass may compute p once more, from scores summed in another order and the rounded log of their sum.
+    lse2 = exact.results["lse"].masked_fill(~sees.squeeze(-1), 0.0).unsqueeze(-1) ** 2
+    var_p = (var_p + chain * terms + sums * (exact.raw**2 + s2 + lse2)).clamp(max=1 / u**2)
+    stored = tiny * problem.seen
+    var_out = (
+        ((kept * kept * (var_s + 1) + stored) @ v2)
+        - 2 * out * ((kept * p * var_s) @ v)
+        + out**2 * (common + 1 + sums * (1 + lse2))  # the weights may be exp(s - lse)
+        + tiny * sees
+    ).clamp(min=0)
+    # Where dp and delta nearly cancel, the order of their sums over D matters: the formula's may cancel exactly.
+    var_dp = exact.dp**2 + chain * problem.keep_scale**2 * (do2 @ v2.mT)
+    var_delta = (do2 * (var_out + chain * out * out)).sum(dim=-1, keepdim=True)
+    var_delta = var_delta + (p * exact.dp).square().sum(dim=-1, keepdim=True)
+    var_ds = ds * ds * (var_p + 1) + p * p * (var_dp + var_delta) + stored
+    var_draw = slope**2 * var_ds + stored
+    if exact.tanh is not None and problem.soft_cap is not None:  # 1 - tanh^2 of scores near the cap cancels
+        var_draw = var_draw + (2 * exact.tanh * ds) ** 2 * ((slope / problem.soft_cap) ** 2 * var_raw + sums)
+    variances = {
+        "out": var_out,
+        "lse": common + sums * (1 + lse2),
+        "dq": scale2 * (var_draw @ k2 + var_delta * ((p * slope) @ k) ** 2)
+        + exact.results["dq"] ** 2 * (common + 1 + sums)
+        + tiny * sees,
+    }
+    some = tiny * problem.seen.any(dim=-2).unsqueeze(-1)
+    per_head = {
+        "dk": scale2 * (var_draw.mT @ q2) + exact.parts["dk"] ** 2 + some,
+        "dv": (kept * kept * (var_p + 1) + stored).mT @ do2 + exact.parts["dv"] ** 2 + some,
+    }
+    for name, x in per_head.items():
+        variances[name] = x.unflatten(1, (H_kv, -1)).sum(dim=2) + exact.results[name] ** 2
+    if exact.p_sink is not None and problem.sinks is not None:
+        again = sums * (lse2 + problem.sinks.double()[:, None, None] ** 2)
+        of_rows = exact.p_sink**2 * (var_delta + exact.delta**2 * (common + 1 + again)) + tiny
+        variances["dsinks"] = (of_rows.sum(dim=(0, 2, 3)) + exact.results["dsinks"] ** 2).unsqueeze(-1)
+    if problem.bias is not None:
+        variances["dbias"] = var_ds.sum_to_size(problem.bias.shape) + exact.results["dbias"] ** 2
+    return {name: u * x.mean(dim=-1).sqrt() for name, x in variances.items()}
+
+
+def smallest(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The absolute error of numbers near zero, a scalar in fp64: what is lost below the smallest normal number, which
+    GPUs may take for zero in bf16 and fp32."""
+    limits = torch.finfo(dtype)
+    lost = limits.smallest_normal * (limits.eps / 2 if dtype is torch.float16 else 1.0)
+    return torch.tensor(max(lost, 1e-150), dtype=torch.float64, device=device)

@@ -1,0 +1,111 @@
+"""What only a GPU shows: CUDA graphs, and calls on two streams at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .cases import Case, Inputs, draw
+from .program import calling
+from .run import Failure, Line, Refused, Session, judged, results, short
+
+SECTION = "on a GPU"
+ROUNDS = 20
+
+
+def gpu(session: Session) -> Iterator[Line]:
+    """A line for each."""
+    for name, check in (("CUDA graph", graph), ("two streams", streams)):
+        session.progress(name, 0.5)
+        if session.device.type != "cuda":
+            yield Line(SECTION, name, "skip", "needs a CUDA GPU")
+        else:
+            yield check(session)
+
+
+def common(session: Session) -> Case:
+    """A case of usual sizes in the last of the precisions, of which 16 bits come last."""
+    causal = "causal" in session.subject.features
+    return Case(T=256, S=256, D=64, B=2, H=4, H_kv=4, dtype=session.dtypes[-1], seed=session.seed, causal=causal)
+
+
+def graph(session: Session) -> Line:
+    """A call that is captured, and replayed with other numbers in the same tensors."""
+    name, subject, case = "CUDA graph", session.subject, common(session)
+    inputs, other = draw(case, session.device), draw(replace(case, seed=case.seed + 1), session.device)
+    leaves = [x.detach().clone().requires_grad_(session.gradients) for x in (inputs.q, inputs.k, inputs.v)]
+    call = subject.prepared(case, inputs)
+
+    def both() -> list[Tensor]:
+        out = call(*leaves)[0]
+        return [out, *(torch.autograd.grad(out, leaves, inputs.do) if session.gradients else ())]
+
+    try:
+        expected = results(subject, case, other.changed(do=inputs.do), session.gradients)
+        side = torch.cuda.Stream(session.device)
+        side.wait_stream(torch.cuda.current_stream(session.device))
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                both()
+        torch.cuda.current_stream(session.device).wait_stream(side)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            made = both()
+        with torch.no_grad():
+            for leaf, x in zip(leaves, (other.q, other.k, other.v), strict=True):
+                leaf.copy_(x)
+        captured.replay()
+        torch.cuda.synchronize(session.device)
+    except Exception as error:
+        what = f"cannot be captured: {short(error)}"
+        lines = calling(subject, case, session.device)
+        lines += ["attend(q, k, v)", "with torch.cuda.graph(torch.cuda.CUDAGraph()):", "    attend(q, k, v)"]
+        return Line(SECTION, name, "FAIL", what, 1, None, [Failure(what, case, "\n".join(lines))])
+    got: dict[str, Tensor | None] = {key: x.detach() for key, x in zip(("out", "dq", "dk", "dv"), made, strict=False)}
+    return compared(session, name, case, other.changed(do=inputs.do), expected, [got])
+
+
+def streams(session: Session) -> Line:
+    """Calls on two streams at once give what they give one after the other."""
+    subject, case = session.subject, common(session)
+    inputs = [draw(replace(case, seed=case.seed + n), session.device) for n in range(2)]
+    try:
+        expected = [results(subject, case, x, session.gradients) for x in inputs]
+        torch.cuda.synchronize(session.device)
+        both = [torch.cuda.Stream(session.device) for _ in range(2)]
+        made: list[list[dict[str, Tensor | None]]] = [[], []]
+        for _ in range(ROUNDS):
+            for n in range(2):
+                with torch.cuda.stream(both[n]):
+                    made[n].append(results(subject, case, inputs[n], session.gradients))
+        torch.cuda.synchronize(session.device)
+    except Refused as error:
+        return Line(SECTION, "two streams", "skip", f"refused: {error}")
+    lines = [compared(session, "two streams", case, inputs[n], expected[n], made[n]) for n in range(2)]
+    return max(lines, key=lambda line: line.status == "FAIL")
+
+
+def compared(
+    session: Session,
+    name: str,
+    case: Case,
+    inputs: Inputs,
+    expected: dict[str, Tensor | None],
+    made: list[dict[str, Tensor | None]],
+) -> Line:
+    """The line that compares results with those of an ordinary call."""
+    bitwise = True
+    for got in made:
+        for key, x in got.items():
+            right = expected.get(key)
+            if x is not None and right is not None and torch.equal(x, right):
+                continue
+            bitwise = False
+            (found,) = judged(case, inputs, {key: x})
+            if not found.passes:
+                what = f"{key} of {found.place()} is {found.error:.3g} off ({case.words()})"
+                return Line(SECTION, name, "FAIL", what, len(made), found.share, [Failure(what, case)])
+    return Line(SECTION, name, "ok", "bit for bit" if bitwise else "within rounding, not bit for bit", len(made))

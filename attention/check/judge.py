@@ -1,0 +1,188 @@
+"""Is a difference rounding? Errors against fp64, row by row, beside those of the same-precision formula.
+
+A row is what one query or key receives: the last dimension of out, dq, dk and dv, a number of lse, a head's sink. Its
+error is measured in units of the rounding to expect of that row (formula.py), so that a row of small numbers counts as
+much as one of large ones. An implementation's worst row may be LIMITS times as far from fp64 as the worst row of the
+formula in the same precision: twice for out and lse, three times for gradients, as FlashAttention's tests have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .formula import Problem, evaluate, expected_rounding
+
+LIMITS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsinks": 3.0, "dbias": 3.0}
+
+
+def least(n: int) -> float:
+    """The worst of n rounding errors, in units of the expected one: the formula counts as at least this far off.
+
+    Where little is computed the formula may be exact by accident. Of n normal numbers the largest is about
+    sqrt(2 log n) deviations away.
+    """
+    return max(1.5, 0.7 * math.sqrt(1 + math.log(n)))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worst row of one result.
+
+    share    of the error that is allowed: above 1 the difference is not rounding
+    row      its indices: (sequence, head, query or key); (head,) for a sink
+    error    its largest element's, `formula` that of the same-precision formula in this row, and `allowed` the most
+             that passes
+    """
+
+    name: str
+    share: float
+    row: tuple[int, ...] = ()
+    error: float = 0.0
+    formula: float = 0.0
+    allowed: float = 0.0
+
+    @property
+    def passes(self) -> bool:
+        return self.share <= 1
+
+    def place(self) -> str:
+        """The row in words."""
+        if self.name == "dsinks":
+            return f"head {self.row[0]}"
+        of = "key" if self.name in ("dk", "dv") else "query"
+        return f"sequence {self.row[0]}, head {self.row[1]}, {of} {self.row[2]}"
+
+
+class Errors(NamedTuple):
+    """Of each row of one result: the error, the same-precision formula's, and the expected rounding; and how many
+    elements the rows have in all."""
+
+    got: Tensor
+    formula: Tensor
+    expected: Tensor
+    elements: int
+
+    def verdict(self, name: str) -> Verdict:
+        """The judgement of the result with that name."""
+        if self.got.numel() == 0:
+            return Verdict(name, 0.0)
+        # A row without rounding, such as one that sees nothing, may have no error: 0 / 0 is 0, the rest infinite.
+        units = (self.got / self.expected).masked_fill(self.got == 0, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+        # Nor is a row judged in which the formula overflows.
+        overflows = ~self.formula.isfinite()
+        units, formula = units.masked_fill(overflows, 0.0), self.formula.masked_fill(overflows, 0.0)
+        formula = (formula / self.expected).masked_fill(formula == 0, 0.0)
+        allowed = LIMITS[name] * max(least(self.elements), formula.max().item())
+        at = int(units.argmax())
+        row = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), self.got.shape))
+        share, error, its, unit = (x.flatten()[at].item() for x in (units, self.got, self.formula, self.expected))
+        return Verdict(name, share / allowed, row, error, its, unit * allowed)
+
+
+def judge(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    problem: Problem | Callable[[slice], Problem],
+    got: Mapping[str, Tensor | None],
+    eps: float | None = None,
+) -> list[Verdict]:
+    """Judge what an implementation computed from q, do (B, H, T, D) and k, v (B, H_kv, S, D), in the precision of q.
+
+    problem  of the call, or a function that gives it for some query heads: then the scores of one key/value head are in
+             memory at a time
+    got      some of formula.RESULTS, in the shapes that `evaluate` gives them; None: missing, which fails
+    eps      of the products, where it is not that of q's precision, as with TF32
+
+    Returns a verdict for each of `got`.
+    """
+    if isinstance(problem, Problem):
+        found = [errors(q, k, v, do, problem, got, eps)]
+    else:
+        group, found = q.shape[1] // k.shape[1], []
+        for g in range(k.shape[1]):
+            one, heads = slice(g, g + 1), slice(g * group, (g + 1) * group)
+            part = {name: None if x is None else cut(name, x, heads, one) for name, x in got.items()}
+            found.append(errors(q[:, heads], k[:, one], v[:, one], do[:, heads], problem(heads), part, eps))
+    verdicts = []
+    for name in got:
+        parts, dim = [part[name] for part in found], 0 if name == "dsinks" else 1
+        whole = Errors(
+            torch.cat([part.got for part in parts], dim),
+            torch.cat([part.formula for part in parts], dim),
+            torch.cat([part.expected for part in parts], dim),
+            sum(part.elements for part in parts),
+        )
+        verdicts.append(whole.verdict(name))
+    return verdicts
+
+
+def cut(name: str, x: Tensor, heads: slice, kv_heads: slice) -> Tensor:
+    """The part of a result that belongs to some heads."""
+    if name == "dsinks":
+        return x[heads]
+    return x[:, kv_heads if name in ("dk", "dv") else heads]
+
+
+def errors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    problem: Problem,
+    got: Mapping[str, Tensor | None],
+    eps: float | None = None,
+) -> dict[str, Errors]:
+    """The errors of each result's rows."""
+    inputs, found = (q, k, v, do), {}
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False), full_precision_products():
+        doubles = q.double(), k.double(), v.double(), do.double()
+        exact = evaluate(*doubles, problem)
+        expected = expected_rounding(*doubles, problem, exact, q.dtype, eps)
+        # The order of sums is arbitrary too: the formula counts with the worse of two.
+        backwards = evaluate(q, k.flip(2), v.flip(2), do, problem.keys_reversed()).results
+        backwards |= {name: backwards[name].flip(2) for name in ("dk", "dv")}
+        if "dbias" in backwards and backwards["dbias"].shape[-1] > 1:
+            backwards["dbias"] = backwards["dbias"].flip(-1)
+        formulas = [backwards] if q.dtype is torch.float64 else [backwards, evaluate(*inputs, problem).results]
+        for name, x in got.items():
+            right = exact.results[name]
+            if name in ("lse", "dsinks") and x is not None and x.dtype is torch.float32:  # of calls in fp64 too
+                rounded = torch.finfo(torch.float32).eps * right.nan_to_num(neginf=0.0).abs()
+                expected[name] = expected[name] + rounded
+            mine = distance(
+                name,
+                x.double() if x is not None and x.shape == right.shape else torch.full_like(right, math.nan),
+                right,
+            )
+            theirs = [distance(name, formula[name].double(), right) for formula in formulas]
+            found[name] = Errors(mine, torch.stack(theirs).amax(dim=0), expected[name], right.numel())
+    return found
+
+
+def distance(name: str, x: Tensor, exact: Tensor) -> Tensor:
+    """The largest error of each row; NaN where one is not a number and the other is."""
+    same = (x == exact) | (x.isnan() & exact.isnan())
+    if name == "lse":  # of a row that sees nothing, implementations return -inf, inf or the lowest number
+        same |= exact == -torch.inf
+    apart = (x - exact).abs().masked_fill(same, 0.0)
+    return apart if name in ("lse", "dsinks") else apart.nan_to_num(nan=math.inf).amax(dim=-1)
+
+
+@contextmanager
+def full_precision_products() -> Iterator[None]:
+    """fp32 matrix products without TF32, whatever the settings."""
+    allowed = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(allowed)

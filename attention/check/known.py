@@ -1,0 +1,162 @@
+"""Implementations that need no module of the user's: ours, torch's, transformers' and flash-attn's.
+
+A name stands for lines of imports and an expression, which a program that reproduces a failure shows as they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+PACKAGE = __package__.partition(".")[0]
+
+
+class Unavailable(ImportError):
+    """An implementation that is not installed, or does not run here."""
+
+
+class Known(NamedTuple):
+    """How to get an implementation.
+
+    style     one of styles.STYLES; None: its parameters decide
+    words     what it is
+    """
+
+    imports: str
+    expression: str
+    style: str | None
+    words: str
+
+
+def _ours(name: str, words: str, options: str = "") -> Known:
+    imports = f"from {PACKAGE} import AttentionConfig, build_attention"
+    return Known(imports, f"build_attention(AttentionConfig({name!r}{options}))", "ours", words)
+
+
+def _sdpa(backend: str, words: str) -> Known:
+    imports = "from torch.nn.functional import scaled_dot_product_attention"
+    if not backend:
+        return Known(imports, "scaled_dot_product_attention", "sdpa", words)
+    imports = f"from torch.nn.attention import SDPBackend, sdpa_kernel\n{imports}"
+    return Known(imports, f"sdpa_kernel(SDPBackend.{backend})(scaled_dot_product_attention)", "sdpa", words)
+
+
+def _transformers(name: str) -> Known:
+    imports = f"from {PACKAGE}.check.known import from_transformers"
+    return Known(imports, f"from_transformers({name!r})", "plain", f"transformers' attn_implementation={name}")
+
+
+KNOWN = {
+    "naive": _ours("naive", "the textbook formula of this library"),
+    "tiled": _ours("tiled", "FlashAttention-2 in plain PyTorch, of this library"),
+    "flash": _ours("flash", "the Triton kernels of this library"),
+    "flex": _ours("flex", "torch's FlexAttention, through this library's masks"),
+    "sdpa": _sdpa("", "torch's scaled_dot_product_attention, the backend of its choice"),
+    "sdpa-flash": _sdpa("FLASH_ATTENTION", "its FlashAttention"),
+    "sdpa-efficient": _sdpa("EFFICIENT_ATTENTION", "its memory-efficient attention"),
+    "sdpa-cudnn": _sdpa("CUDNN_ATTENTION", "its cuDNN attention"),
+    "sdpa-math": _sdpa("MATH", "its formula"),
+    "varlen": Known(
+        "from torch.nn.attention.varlen import AuxRequest, varlen_attn", "varlen_attn", "varlen", "torch's varlen_attn"
+    ),
+    "hf-eager": _transformers("eager"),
+    "hf-sdpa": _transformers("sdpa"),
+    "hf-flex": _transformers("flex_attention"),
+    "hf-fa2": _transformers("flash_attention_2"),
+    "hf-fa3": _transformers("flash_attention_3"),
+    "hf-fa4": _transformers("flash_attention_4"),
+    "fa2": Known("from flash_attn import flash_attn_func", "flash_attn_func", "flash", "flash-attn 2"),
+    "fa2-varlen": Known(
+        "from flash_attn import flash_attn_varlen_func", "flash_attn_varlen_func", "varlen", "flash-attn 2, packed"
+    ),
+    "fa3": Known("from flash_attn_interface import flash_attn_func", "flash_attn_func", "flash", "flash-attn 3"),
+    "fa3-varlen": Known(
+        "from flash_attn_interface import flash_attn_varlen_func",
+        "flash_attn_varlen_func",
+        "varlen",
+        "flash-attn 3, packed",
+    ),
+    "fa4": Known("from flash_attn.cute import flash_attn_func", "flash_attn_func", "flash", "flash-attn 4"),
+    "fa4-varlen": Known(
+        "from flash_attn.cute import flash_attn_varlen_func", "flash_attn_varlen_func", "varlen", "flash-attn 4, packed"
+    ),
+}
+
+
+def from_transformers(name: str) -> Callable[..., Tensor]:
+    """An attention function of transformers, by its attn_implementation, called like a plain function.
+
+    Raises Unavailable.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(name)
+    package = "flash_attn.cute" if name == "flash_attention_4" else package
+    if package is not None:
+        importlib.import_module(package)  # else transformers fetches kernels
+    if name == "eager":  # each model has its own; Gemma 2's is the one with a soft cap
+        return as_plain(eager_attention_forward, name)
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        raise Unavailable(f"transformers has no attn_implementation={name}")
+    return as_plain(ALL_ATTENTION_FUNCTIONS[name], name)
+
+
+def as_plain(function: Callable[..., Any], name: str = "sdpa") -> Callable[..., Tensor]:
+    """A function of a module, query, key, value and mask, called like a plain one.
+
+    name  the attn_implementation whose masks it takes
+    """
+    from transformers import masking_utils
+
+    accepted = set(inspect.signature(function).parameters)
+    if name.startswith("flash_attention"):
+        accepted = {"softcap", "s_aux", "dropout"}
+    optional = {"soft_cap": "softcap", "sinks": "s_aux", "dropout_p": "dropout"}
+    roles = [role for role, theirs in optional.items() if theirs in accepted]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        causal, window, scale = options["causal"], options.get("window"), options.get("scale", q.shape[-1] ** -0.5)
+        mask = masking_utils.bidirectional_mask_function
+        if causal:
+            mask = masking_utils.causal_mask_function
+        if window is not None:
+            mask = masking_utils.sliding_window_causal_mask_function(window)
+        T, S = q.shape[2], k.shape[2]
+        made = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name](
+            batch_size=q.shape[0],
+            q_length=T,
+            kv_length=S,
+            q_offset=S - T,
+            mask_function=mask,
+            dtype=q.dtype,
+            device=q.device,
+            allow_is_causal_skip=T == S,
+            local_size=window,
+        )
+        module = torch.nn.Module()
+        for attribute, value in {
+            "num_key_value_groups": q.shape[1] // k.shape[1],
+            "head_dim": q.shape[-1],
+            "is_causal": causal,
+            "layer_idx": 0,
+            "config": SimpleNamespace(_attn_implementation=name, dtype=q.dtype),
+        }.items():
+            setattr(module, attribute, value)
+        given = {optional[role]: options[role] for role in roles if role in options}
+        if window is not None:
+            given["sliding_window"] = window
+        return function(module, q, k, v, made, scaling=scale, **given)[0].transpose(1, 2)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in "qkv"]
+    parameters += [inspect.Parameter(x, keyword) for x in ("causal", "window", "scale", *roles)]
+    attend.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    attend.without = {"empty"}  # type: ignore[attr-defined]  # its masks leave no row without a key
+    return attend

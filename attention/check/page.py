@@ -1,0 +1,122 @@
+"""What a check found: one page of text, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .accuracy import SECTION as ACCURACY
+from .formula import RESULTS
+from .run import Failure, Line
+from .styles import FEATURES
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished check.
+
+    target, style, features  the implementation: as the user named it, how it was called, and what it declares
+    where                    versions and the device
+    dtypes                   precisions that it takes, and `refused` those that it does not, with the reason
+    unseen                   what the check could not see, in sentences
+    allowed                  names of lines that may fail
+    """
+
+    target: str
+    style: str
+    features: tuple[str, ...]
+    where: str
+    dtypes: tuple[str, ...]
+    refused: dict[str, str]
+    lines: list[Line]
+    unseen: list[str]
+    seconds: float
+    seed: int
+    allowed: frozenset[str] = frozenset()
+
+    def failed(self) -> list[Line]:
+        """The lines that count against the implementation."""
+        return [line for line in self.lines if line.status == "FAIL" and line.name not in self.allowed]
+
+    def compared(self) -> bool:
+        """Whether anything was compared with fp64."""
+        return any(line.section == ACCURACY and line.share is not None for line in self.lines)
+
+    def headline(self) -> str:
+        """The verdict in a sentence."""
+        checked = [line for line in self.lines if line.status in ("ok", "FAIL")]
+        if not self.compared():
+            return f"Nothing of {self.target} was compared with fp64."
+        if not self.failed():
+            return f"{self.target} is correct in all {len(checked)} checks, {sum(x.calls for x in checked):,} calls."
+        return f"{self.target} fails {len(self.failed())} of {len(checked)} checks."
+
+    def failures(self) -> list[tuple[Line, Failure]]:
+        """Those that can be shown, with their lines."""
+        return [(line, failure) for line in self.lines for failure in line.failures]
+
+
+def text(report: Report) -> str:
+    """The page."""
+    width = min(120, max(80, shutil.get_terminal_size((110, 0)).columns))
+    indent = " " * 36
+    page = [f"gpt-attention check {report.target}", f"{report.where}, {', '.join(report.dtypes)}, seed {report.seed}"]
+    page += [*textwrap.wrap(f"called as {report.style}; declares {', '.join(report.features)}", width), ""]
+    section = None
+    for line in report.lines:
+        if line.section != section:
+            page.append(line.section)
+            section = line.section
+        status = "allowed" if line.status == "FAIL" and line.name in report.allowed else line.status
+        head = f"  {status:<8}{line.name:<26}"
+        page += textwrap.wrap(head + line.detail, width, subsequent_indent=indent, break_long_words=False)
+    for line, failure in report.failures():
+        page += ["", *textwrap.wrap(f"{line.name}: {failure.what}", width)]
+        if failure.code:
+            page += ["", textwrap.indent(failure.code, "    ")]
+    if report.unseen:
+        page += ["", "Not seen:"]
+        for sentence in report.unseen:
+            page += textwrap.wrap(sentence, width, initial_indent="  - ", subsequent_indent="    ")
+    return "\n".join([*page, "", f"{report.headline()} ({report.seconds:.0f} s)"])
+
+
+def as_json(report: Report) -> str:
+    """The report as JSON; `correct` is the verdict."""
+    content: dict[str, Any] = {
+        "correct": report.compared() and not report.failed(),
+        "headline": report.headline(),
+    } | asdict(report)
+    content["allowed"] = sorted(report.allowed)
+    return json.dumps(content, indent=1, default=str)
+
+
+def unseen(
+    features: Sequence[str], dtypes: Sequence[str], refused: dict[str, str], lines: Sequence[Line], gradients: str
+) -> list[str]:
+    """What a check could not see, in sentences.
+
+    gradients  why there were none; empty where there were
+    """
+    found = []
+    missing = sorted(FEATURES - set(features) - {"top_left", "empty", "full", "causal", "lse", "document_rows"})
+    if missing:
+        found.append(f"{', '.join(missing)}: not declared by its parameters (--features adds some).")
+    if "lse" not in features:
+        found.append("The log-sum-exp: the call does not return it.")
+    if gradients:
+        found.append(f"Gradients ({', '.join(x for x in RESULTS if x[0] == 'd')}): {gradients}")
+    for dtype, reason in refused.items():
+        found.append(f"{dtype}: refused, {reason}")
+    if not {"fp32", "fp64"} & set(dtypes):
+        found.append("Errors below the rounding of 16 bits, such as a scale 0.1 % off: no higher precision is taken.")
+    short = [line.name for line in lines if "no time" in line.detail]
+    if short:
+        found.append(f"Some cases of {', '.join(short)}: time was up (--seconds).")
+    if any(line.section == "on a GPU" and line.status == "skip" for line in lines):
+        found.append("Races, CUDA graphs and streams: this check ran without a GPU.")
+    return found

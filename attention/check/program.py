@@ -1,0 +1,99 @@
+"""A failure as a program of about ten lines: it needs torch and the implementation, and ends in AssertionError."""
+
+from __future__ import annotations
+
+import torch
+
+from .cases import DTYPES, MEMORY, TRENDS, Case, draw
+from .judge import Verdict
+from .subject import Subject
+
+
+def inaccurate(subject: Subject, case: Case, verdict: Verdict, device: torch.device) -> str:
+    """The program for a result that is further from fp64 than rounding explains."""
+    names = ["q", "k", "v", *(["sinks"] if case.sinks else []), *(["bias"] if case.bias else [])]
+    lines = [*preamble(subject, case, device), *in_formula(case, names, verdict.name)]
+    call = subject.code(case, draw(case, device), lse=verdict.name == "lse")
+    if verdict.name in ("out", "lse"):
+        doubles = ", ".join(f"{name}.double()" for name in names)
+        lines += [f"got, exact = {call}, formula({doubles})"]
+    else:
+        at = names.index(verdict.name[1:])
+        lines += [
+            f"x = [t.requires_grad_() for t in ({', '.join(names)})]",
+            "y = [t.detach().double().requires_grad_() for t in x]",
+            f"got = torch.autograd.grad({call}, x[{at}], do)[0]",
+            f"exact = torch.autograd.grad(formula(*y), y[{at}], do.double())[0]",
+        ]
+    row = ", ".join(map(str, verdict.row))
+    lines += [f"assert (error := (got - exact)[{row}].abs().max()) <= {verdict.allowed:.3g}, error"]
+    return "\n".join(lines)
+
+
+def calling(
+    subject: Subject, case: Case, device: torch.device, result: str = "out", formula: bool = False
+) -> list[str]:
+    """The lines that define q, k, v, do, seen and `attend`, which calls the implementation as the case does.
+
+    result   lse: `attend` gives the log-sum-exp
+    formula  define `formula` too
+    """
+    call = subject.code(case, draw(case, device), lse=result == "lse")
+    lines = [*preamble(subject, case, device), "def attend(q, k, v):", f"    return {call}"]
+    return [*lines, *in_formula(case, ["q", "k", "v"])] if formula else lines
+
+
+def preamble(subject: Subject, case: Case, device: torch.device) -> list[str]:
+    """The lines that import and draw: q, k, v, do, seen, and of slopes, sinks, bias and starts those of the case."""
+    dtype, there = str(DTYPES[case.dtype]), "" if device.type == "cpu" else f"{device.type!r}, "
+    here = "" if device.type == "cpu" else f".to({device.type!r})"
+    root = (case.spread / (case.actual_scale() * case.D**0.5)) ** 0.5
+    sizes: list[float | str] = [root, root, case.size, min(case.size, 1.0)]
+    if case.trend != "none":
+        sizes[1] = f"{root!r} * ({TRENDS[case.trend].replace('S', str(case.S))})"
+    shapes = [(case.H, case.T), (case.H_kv, case.S), (case.H_kv, case.S), (case.H, case.T)]
+    x, each = f"torch.randn({case.B}, h, n, {case.D}, dtype=torch.float64)", f"h, n in {tuple(shapes)}"
+    if sizes != [1.0] * 4:
+        each = ", ".join(f"({h}, {n}, {size})" for (h, n), size in zip(shapes, sizes, strict=True))
+        x, each = f"(a * {x})", f"h, n, a in ({each})"
+    lines = ["import torch", *subject.import_lines(case, draw(case, device)), f"torch.manual_seed({case.seed})"]
+    lines += [f"q, k, v, do = ({x}.to({there}{dtype}) for {each})"]
+    if case.memory != "contiguous":
+        lines += [f"q, k, v, do = ({MEMORY[case.memory]} for x in (q, k, v, do))"]
+    if case.alibi:
+        lines += [f"slopes = torch.exp2(-8 * torch.arange(1, {case.H + 1}) / {case.H}){here}"]
+    if case.sinks:
+        lines += [f"sinks = torch.linspace(-1.5, 2.0, {case.H}){here}"]
+    if case.bias:
+        lines += [f"bias = torch.randn(1, {case.H}, {case.T}, {case.S}, dtype=torch.float64).to({there}{dtype})"]
+    offset = case.first_position()
+    seen = f"torch.ones({case.T}, {case.S}, dtype=torch.bool)" + (f".tril({offset})" if case.causal else "")
+    if case.window is not None:
+        seen += f".triu({offset - case.window + 1})"
+    if case.documents:
+        lines += [f"starts = torch.tensor({case.document_starts()}, dtype=torch.int32){here}"]
+        seen = f"{seen}{here} & (starts[:, None, None, :] == starts[:, None, :, None])"
+        return [*lines, f"seen = {seen}"]
+    return [*lines, f"seen = {seen}{here}"]
+
+
+def in_formula(case: Case, names: list[str], result: str = "out") -> list[str]:
+    """A function `formula` of tensors with these names, which gives the output or, where that is the result, the
+    log-sum-exp."""
+    group = case.H // case.H_kv
+    k, v = (f"{x}.repeat_interleave({group}, 1)" if group > 1 else x for x in "kv")
+    s = f"{case.actual_scale()!r} * q @ {k}.mT"
+    if case.soft_cap is not None:
+        s = f"{case.soft_cap!r} * torch.tanh({s} / {case.soft_cap!r})"
+    if case.alibi:
+        distance = f"torch.arange({case.T})[:, None] + {case.first_position()} - torch.arange({case.S})"
+        s += f" - slopes[:, None, None] * ({distance}).to(q)"
+    s += " + bias" if case.bias else ""
+    lines = [f"def formula({', '.join(names)}):", f"    s = ({s}).masked_fill(~seen, -torch.inf)"]
+    if case.sinks:
+        lines += ["    s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:3], 1)], -1)"]
+    if result == "lse":
+        return [*lines, "    return s.logsumexp(-1)"]
+    p = f"s.softmax(-1){f'[..., :{case.S}]' if case.sinks else ''}"
+    p += ".masked_fill(~seen.any(-1, keepdim=True), 0.0)" if "empty" in case.features() else ""
+    return [*lines, f"    return {p} @ {v}"]

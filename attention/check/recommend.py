@@ -1,0 +1,164 @@
+"""The fastest implementation that is correct, for given sizes: `gpt-attention check --recommend`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+import time
+import warnings
+from dataclasses import dataclass, replace
+
+import torch
+
+from .cases import Case, draw
+from .known import KNOWN
+from .run import Refused, results, short, verdicts
+from .subject import CheckError, Subject, find
+
+TRIALS, TRIAL_S = 50, 1.0
+JUDGED = {"cpu": 512, "cuda": 2048}  # at most so many queries and keys are compared with fp64
+
+
+@dataclass
+class Candidate:
+    """An implementation for the given sizes.
+
+    worst     the largest error as a share of what rounding explains; None where it was not compared
+    forward   milliseconds without gradients, `both` of forward and backward; None where it does not run
+    why       what keeps it from running
+    """
+
+    name: str
+    words: str
+    worst: float | None = None
+    forward: float | None = None
+    both: float | None = None
+    why: str = ""
+
+    @property
+    def correct(self) -> bool:
+        return self.worst is not None and self.worst <= 1
+
+    def row(self) -> list[str]:
+        """As a row of the table."""
+        times = [f"{ms:.3g}" if ms is not None else "-" for ms in (self.forward, self.both)]
+        judgement = self.why or ("yes" if self.correct else f"no, {self.worst:.3g} times what rounding explains")
+        return [self.name, *times, judgement]
+
+
+def recommend(asked: argparse.Namespace, device: torch.device) -> int:
+    """Print a table and the fastest; returns the exit status, 1 where none is correct."""
+    case = wanted(asked.shape, asked.dtypes.split(","), asked.window, not asked.full)
+    names = [asked.target] if asked.target else []
+    candidates = []
+    for n, name in enumerate([*names, *KNOWN]):
+        print(f"[{n + 1}/{len(KNOWN) + len(names)}] {name}", file=sys.stderr)
+        candidates.append(measured(name, case, device))
+    print(table(candidates, case, device))
+    fine = [x for x in candidates if x.correct and x.forward is not None]
+    if not fine:
+        print("No implementation is correct and runs here.")
+        return 1
+    first = min(fine, key=lambda x: x.forward or 0.0)
+    print(f"Fastest without gradients: {first.name}, {first.forward:.3g} ms.")
+    if trained := [x for x in fine if x.both is not None]:
+        first = min(trained, key=lambda x: x.both or 0.0)
+        print(f"Fastest forward and backward: {first.name}, {first.both:.3g} ms.")
+    return 0
+
+
+def wanted(shape: str, dtypes: list[str], window: int | None, causal: bool) -> Case:
+    """The case for a shape BxHxTxD or BxH/H_kvxTxD. Raises CheckError."""
+    found = re.fullmatch(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)", shape)
+    if found is None:
+        raise CheckError(
+            f"--shape {shape} must be BxHxTxD, such as 4x16x4096x64, or BxH/H_kvxTxD, such as 4x16/4x4096x64."
+        )
+    B, H, H_kv, T, D = (int(x) if x else int(found[2]) for x in found.groups())
+    if min(B, H, H_kv, T, D) < 1 or H % H_kv:
+        raise CheckError(f"--shape {shape} needs positive numbers, and query heads a multiple of key/value heads.")
+    dtype = next((x for x in ("bf16", "fp16") if x in dtypes), dtypes[0])
+    return Case(T=T, S=T, D=D, B=B, H=H, H_kv=H_kv, dtype=dtype, causal=causal, window=window)
+
+
+def measured(name: str, case: Case, device: torch.device) -> Candidate:
+    """Judge and time an implementation."""
+    found = Candidate(name, KNOWN[name].words if name in KNOWN else name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            subject = find(name)
+        except CheckError as error:
+            found.why = str(error)
+            return found
+        if not subject.supports(case):
+            found.why = f"lacks {', '.join(sorted(case.features() - subject.features))}"
+            return found
+        length = min(case.T, JUDGED[device.type])
+        small = replace(case, T=length, S=length, B=1)
+        try:
+            gradients = differentiable(subject, small, device)
+            found.worst = max(verdict.share for verdict in verdicts(subject, small, device, gradients))
+            found.forward = milliseconds(subject, case, device, gradients=False)
+            found.both = milliseconds(subject, case, device, gradients=True) if gradients else None
+        except Refused as error:
+            found.why = str(error)
+        except torch.OutOfMemoryError:
+            found.why = "out of memory"
+        except RuntimeError as error:
+            found.why = short(error)
+    return found
+
+
+def differentiable(subject: Subject, case: Case, device: torch.device) -> bool:
+    """Whether a case has a backward pass. Raises Refused where it has no forward."""
+    inputs = draw(case, device)
+    results(subject, case, inputs, gradients=False)
+    try:
+        results(subject, case, inputs)
+    except Refused:
+        return False
+    return True
+
+
+def milliseconds(subject: Subject, case: Case, device: torch.device, gradients: bool) -> float:
+    """The median time of a call, after two that are not counted."""
+    inputs = draw(case, device)
+    call = subject.prepared(case, inputs)
+    leaves = [x.requires_grad_(gradients) for x in (inputs.q, inputs.k, inputs.v)]
+
+    def once() -> float:
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(device)
+            start.record()
+        began = time.perf_counter()
+        with torch.set_grad_enabled(gradients):
+            out = call(*leaves)[0]
+            if gradients:
+                torch.autograd.grad(out, leaves, inputs.do)
+        if device.type == "cuda":
+            end.record()
+            torch.cuda.synchronize(device)
+            return start.elapsed_time(end)
+        return 1000 * (time.perf_counter() - began)
+
+    once()
+    once()
+    times = [once()]
+    while len(times) < TRIALS and sum(times) < 1000 * TRIAL_S:
+        times.append(once())
+    return statistics.median(times)
+
+
+def table(candidates: list[Candidate], case: Case, device: torch.device) -> str:
+    """All candidates, those that are correct first and the fastest of them at the top."""
+    order = sorted(candidates, key=lambda x: (not x.correct, x.both or x.forward or float("inf"), x.name))
+    rows = [["", "forward ms", "both ms", "correct"], *(x.row() for x in order)]
+    widths = [max(len(row[n]) for row in rows) for n in range(3)]
+    lines = [f"{case.words()} on {torch.cuda.get_device_name(device) if device.type == 'cuda' else device}", ""]
+    for name, forward, both, correct in rows:
+        lines.append(f"{name:<{widths[0]}}  {forward:>{widths[1]}}  {both:>{widths[2]}}  {correct[:100]}")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,178 @@
+"""One case through an implementation, and its results judged; and what the whole of a check shares."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TextIO, TypeVar
+
+import torch
+from torch import Tensor
+
+from .cases import Case, Inputs, draw, problem
+from .judge import Verdict, judge
+from .subject import Subject
+
+Item = TypeVar("Item")
+
+
+class Refused(Exception):
+    """The implementation raised an error instead of computing a case; the message is the error's."""
+
+
+def short(error: Exception) -> str:
+    """An error on one line."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return words if len(words) <= 160 else f"{words[:157]}..."
+
+
+def results(subject: Subject, case: Case, inputs: Inputs, gradients: bool = True) -> dict[str, Tensor | None]:
+    """out, lse and gradients, detached, by the names of formula.RESULTS; None for a gradient that autograd does not
+    give. Raises Refused."""
+    leaves = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks", "bias")}
+    leaves = {name: x.detach().requires_grad_(gradients) for name, x in leaves.items() if x is not None}
+    found: dict[str, Tensor | None] = {}
+    try:
+        with torch.set_grad_enabled(gradients):
+            out, lse = subject(case, inputs.changed(**leaves), lse=True)
+        found["out"] = out.detach()
+        if lse is not None:
+            found["lse"] = lse.detach()
+        if gradients:
+            given = torch.autograd.grad(out, list(leaves.values()), inputs.do, allow_unused=True)
+            found |= {f"d{name}": x for name, x in zip(leaves, given, strict=True)}
+    except Exception as error:
+        if str(error).startswith("CUDA error"):
+            raise  # nothing can be computed after it
+        raise Refused(short(error)) from error
+    if "dbias" in found and found["dbias"] is None:
+        del found["dbias"]  # a bias is often a constant; a sink is learned
+    return found
+
+
+def verdicts(subject: Subject, case: Case, device: torch.device, gradients: bool = True) -> list[Verdict]:
+    """The judgement of each result of a case. Raises Refused."""
+    inputs = draw(case, device)
+    return judged(case, inputs, results(subject, case, inputs, gradients))
+
+
+def judged(case: Case, inputs: Inputs, got: Mapping[str, Tensor | None], keep: Tensor | None = None) -> list[Verdict]:
+    """The judgement of some results; `keep` are the weights that dropout kept, where the case drops some."""
+    return judge(inputs.q, inputs.k, inputs.v, inputs.do, problem(case, inputs, keep), got)
+
+
+@dataclass
+class Failure:
+    """What went wrong, and the program that shows it.
+
+    what  in words, with numbers
+    case  the smallest that shows it
+    code  a program of about ten lines whose last one raises AssertionError; empty where nothing smaller could be shown
+    """
+
+    what: str
+    case: Case
+    code: str = ""
+
+
+@dataclass
+class Line:
+    """A verdict: a line of the page.
+
+    status  ok, FAIL, note (a property that is no fault) or skip (with the reason)
+    calls   cases or calls that it rests on
+    share   the largest error, as a share of what is allowed; None where nothing was compared
+    """
+
+    section: str
+    name: str
+    status: str
+    detail: str
+    calls: int = 0
+    share: float | None = None
+    failures: list[Failure] = field(default_factory=list)
+
+
+@dataclass
+class Session:
+    """What the parts of a check share.
+
+    dtypes     of Case, that the implementation takes; `refused` has the others with the reason
+    gradients  whether the implementation has a backward pass; else `no_gradients` has the reason
+    deadline   of time.monotonic(), after which no new case starts
+    quick      a fraction of the cases
+    threads    of torch on a CPU where threads may matter; elsewhere one, as small tensors are computed faster so
+    """
+
+    subject: Subject
+    device: torch.device
+    deadline: float
+    seed: int = 0
+    quick: bool = False
+    dtypes: tuple[str, ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)
+    gradients: bool = True
+    no_gradients: str = ""
+    stream: TextIO | None = field(default_factory=lambda: sys.stderr)
+    started: float = field(default_factory=time.monotonic)
+    threads: int = field(default_factory=torch.get_num_threads)
+    _shown: float = 0.0
+
+    @contextmanager
+    def with_threads(self, number: int) -> Iterator[None]:
+        """Within the block torch uses so many threads on a CPU."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(number)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def out_of_time(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def timely(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, until the time is up."""
+        for item in items:
+            if self.out_of_time():
+                return
+            yield item
+
+    def progress(self, name: str, share: float) -> None:
+        """Show how far the check is: on a terminal a line that changes, elsewhere a line every ten seconds."""
+        now = time.monotonic()
+        if self.stream is None or now - self._shown < (0.1 if self.stream.isatty() else 10.0):
+            return
+        self._shown = now
+        bar = "#" * round(20 * share)
+        line = f"[{bar:<20}] {share:4.0%}  {now - self.started:4.0f} s  {name}"
+        self.stream.write(f"\r{line:<79}" if self.stream.isatty() else f"{line}\n")
+        self.stream.flush()
+
+    def done(self) -> None:
+        """Clear the line of progress."""
+        if self.stream is not None and self.stream.isatty():
+            self.stream.write("\r" + " " * 79 + "\r")
+
+
+def prepare(session: Session, wanted: tuple[str, ...]) -> None:
+    """See which precisions the implementation takes, and whether it has gradients.
+
+    The case is a common one; an implementation with other head sizes or lengths may still refuse it.
+    """
+    for dtype in wanted:
+        case = Case(T=64, S=64, D=64, B=1, H=2, H_kv=2, dtype=dtype, causal="causal" in session.subject.features)
+        inputs = draw(case, session.device)
+        try:
+            results(session.subject, case, inputs, gradients=False)
+        except Refused as error:
+            session.refused[dtype] = str(error)
+            continue
+        session.dtypes += (dtype,)
+        try:
+            results(session.subject, case, inputs)
+        except Refused as error:
+            session.gradients, session.no_gradients = False, str(error)

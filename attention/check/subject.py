@@ -1,0 +1,249 @@
+"""The implementation under test: what it is, how it is called, and what it says it can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import Attention, AttentionConfig, AttentionError, DropoutKey, Score, documents, keep_mask
+from .cases import Case, Inputs
+from .known import KNOWN, PACKAGE, Unavailable
+from .styles import FEATURES, LAYOUTS, STYLES, Argument, Signature, arguments
+
+OUR_NAMES = ("AttentionConfig", "DropoutKey", "Score", "build_attention", "documents")
+
+
+class CheckError(AttentionError):
+    """A check that cannot start; the message says what to change."""
+
+
+def dropout_key(seed: int) -> DropoutKey:
+    """The key with which an implementation of ours drops weights."""
+    return DropoutKey(seed=seed, step=11, layer=3, first_sequence=5)
+
+
+@dataclass
+class Subject:
+    """A callable and how to call it.
+
+    name        as the user gave it
+    imports     lines of code that bring it, and `expression` the code that names it
+    function    the callable
+    style       one of styles.STYLES
+    features    what calls may ask of it, of styles.FEATURES
+    dropping    for an implementation of ours, the callable and its code at a rate of dropout
+    result      code that takes the output from what it returns, known after the first call
+    """
+
+    name: str
+    imports: str
+    expression: str
+    function: Callable[..., Any]
+    style: str
+    features: frozenset[str]
+    dropping: Callable[[float], tuple[Callable[..., Any], str]] | None = None
+    result: str = ""
+    signature: Signature = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.signature = Signature(self.function)
+
+    def __call__(self, case: Case, inputs: Inputs, lse: bool = False) -> tuple[Tensor, Tensor | None]:
+        """out (B, H, T, D), and where asked for and supported the log-sum-exp (B, H, T)."""
+        call = self.prepared(case, inputs, lse)
+        if not case.dropout:
+            return call(inputs.q, inputs.k, inputs.v)
+        with torch.random.fork_rng([inputs.q.device] if inputs.q.is_cuda else []):
+            torch.manual_seed(case.seed)
+            return call(inputs.q, inputs.k, inputs.v)
+
+    def prepared(
+        self, case: Case, inputs: Inputs, lse: bool = False
+    ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]:
+        """A function of q, k and v that calls as `__call__` does, with all other arguments made beforehand."""
+        positional, named = self.arguments(case, inputs, lse)
+        function = self.function if self.dropping is None else self.dropping(case.dropout)[0]
+        layout, rest = LAYOUTS[self.style], [x.value for x in positional[3:]]
+        options = {name: x.value for name, x in named.items()}
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+            returned = function(layout.put(q), layout.put(k), layout.put(v), *rest, **options)
+            if isinstance(returned, Tensor):
+                return layout.take(returned, case.B, case.T), None
+            self.result = ".out" if self.style == "ours" else "[0]"
+            out, log_sum = returned[0], returned[1] if lse and len(returned) > 1 else None
+            if log_sum is not None and log_sum.ndim == 2:  # of packed tokens, (H, total) or (total, H)
+                log_sum = log_sum if log_sum.shape[0] == case.H else log_sum.T
+                log_sum = log_sum.unflatten(1, (case.B, case.T)).transpose(0, 1)
+            return layout.take(out, case.B, case.T), log_sum
+
+        return call
+
+    def arguments(self, case: Case, inputs: Inputs, lse: bool) -> tuple[list[Argument], dict[str, Argument]]:
+        """What a call of the case passes."""
+        if self.style != "ours":
+            return arguments(self.style, self.signature, case, inputs, lse)
+        changed: dict[str, Any] = {
+            name: value
+            for name, value in (
+                ("causal", case.causal),
+                ("window", case.window),
+                ("soft_cap", case.soft_cap),
+                ("alibi", case.alibi),
+                ("sinks", case.sinks),
+            )
+            if value != getattr(Score(), name)
+        }
+        named = {}
+        if changed:
+            named["score"] = Argument(Score(**changed), f"Score({', '.join(f'{n}={v}' for n, v in changed.items())})")
+        if inputs.starts is not None:
+            named["layout"] = Argument(documents(inputs.starts), "documents(starts)")
+        if case.scale is not None:
+            named["scale"] = Argument(case.scale, repr(case.scale))
+        if case.alibi:
+            named["slopes"] = Argument(inputs.slopes, "slopes")
+        if case.sinks:
+            named["sinks"] = Argument(inputs.sinks, "sinks")
+        if case.dropout:
+            named["dropout_key"] = Argument(dropout_key(case.seed), f"DropoutKey({case.seed}, 11, 3, 5)")
+        if lse and "lse" in self.features:
+            named["return_lse"] = Argument(True, "True")
+        return [Argument(inputs.q, "q"), Argument(inputs.k, "k"), Argument(inputs.v, "v")], named
+
+    def import_lines(self, case: Case, inputs: Inputs) -> list[str]:
+        """The imports of a program that calls the case."""
+        code, lines = self.code(case, inputs), self.imports.splitlines()
+        names = [name for name in OUR_NAMES if f"{name}(" in code and not any(name in line for line in lines)]
+        lines += [f"from {PACKAGE} import {', '.join(names)}"] if names else []
+        return lines + (["import dataclasses"] if "dataclasses." in code else [])
+
+    def code(self, case: Case, inputs: Inputs, lse: bool = False) -> str:
+        """An expression for the output (B, H, T, D), in the names q, k, v, slopes, sinks, bias, seen and starts.
+
+        lse  the log-sum-exp instead
+        """
+        positional, named = self.arguments(case, inputs, lse)
+        given = ", ".join([x.code for x in positional] + [f"{name}={x.code}" for name, x in named.items()])
+        expression = self.expression if self.dropping is None else self.dropping(case.dropout)[1]
+        if lse:
+            return f"{expression}({given})[1]"
+        return f"{expression}({given}){self.result}{LAYOUTS[self.style].take_code.format(case.B, case.T)}"
+
+    def mask(self, case: Case, device: torch.device) -> Tensor | None:
+        """The weights that dropout keeps, (B, H, T, S), where the implementation has to draw our mask."""
+        if self.style != "ours":
+            return None
+        return keep_mask(dropout_key(case.seed), case.dropout, case.B, case.H, case.T, case.S, device=device)
+
+    def supports(self, case: Case) -> bool:
+        """Whether the case asks only for what is declared."""
+        return case.features() <= self.features
+
+
+def find(target: str, features: Iterable[str] = (), style: str | None = None) -> Subject:
+    """The implementation that a user names: one of known.KNOWN, or module:name.
+
+    features  to add to those that its parameters show
+    style     one of STYLES; None: the parameters decide
+
+    A module in the current folder is found too. Raises CheckError.
+    """
+    declared = frozenset(features)
+    for feature in declared:
+        if feature not in FEATURES:
+            raise CheckError(f"--features {feature} is not known; choose from {', '.join(sorted(FEATURES))}.")
+    if style is not None and style not in STYLES:
+        raise CheckError(f"--style {style} is not known; choose one of {', '.join(STYLES)}.")
+    imports, expression, function, style = load(target, style)
+    signature = Signature(function)
+    style = style or signature.style()
+    if style == "transformers":
+        imports += f"\nfrom {PACKAGE}.check.known import as_plain"
+        expression, style = f"as_plain({expression})", "plain"
+        function = eval(expression, namespace(imports))
+        signature = Signature(function)
+    if isinstance(function, Attention):
+        return ours(target, imports, expression, function, declared)
+    found = frozenset({"causal", "scale", "grouped", "empty"}) if style == "ours" else signature.features(style)
+    declared |= getattr(function, "features", frozenset())
+    if "full" in declared and style == "plain" and signature.name("causal") is None:
+        found -= {"causal"}  # without a parameter it computes one of the two
+    found = (found | declared) - getattr(function, "without", frozenset())
+    return Subject(target, imports, expression, function, style, found)
+
+
+def load(target: str, style: str | None) -> tuple[str, str, Any, str | None]:
+    """The imports, expression, callable and, where it is known, style of a target."""
+    if target in KNOWN:
+        known = KNOWN[target]
+        try:
+            return known.imports, known.expression, eval(known.expression, namespace(known.imports)), known.style
+        except (ImportError, Unavailable) as error:
+            raise CheckError(f"{target} is not available here: {error}.") from error
+    module, _, name = target.partition(":")
+    if not name:
+        raise CheckError(f"{target} is neither module:name nor one of {', '.join(KNOWN)}.")
+    imports = f"from {module} import {name.partition('.')[0]}"
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+    except ImportError as error:
+        raise CheckError(f"{target} cannot be imported: {error}.") from error
+    except AttributeError as error:
+        raise CheckError(f"{target} is not there: {error}.") from error
+    if isinstance(function, type) and issubclass(function, Attention):
+        imports += f"\nfrom {PACKAGE} import AttentionConfig"
+        name = f"{name}(AttentionConfig({function.name!r}))"
+        function = function(AttentionConfig(function.name))
+    if not callable(function):
+        raise CheckError(f"{target} is {type(function).__name__}, which cannot be called; name a function.")
+    return imports, name, function, style
+
+
+def ours(target: str, imports: str, expression: str, attend: Attention, declared: frozenset[str]) -> Subject:
+    """An implementation of this library's Attention."""
+    features = {"causal", "scale", "grouped", "empty", "dropout", "lse", *declared}
+    features |= attend.supports & {"full", "window", "soft_cap", "alibi", "sinks"}
+    features |= {"documents", "document_rows"} if "documents" in attend.supports else set()
+    one = torch.zeros(1, 1, 1, 8)
+    try:
+        attend(one, one, one, return_lse=True)
+    except AttentionError:
+        features -= {"lse"}
+    except Exception:
+        pass  # it may need a GPU
+    try:
+        type(attend)(dataclasses.replace(attend.config, dropout=0.125))
+    except AttentionError:
+        features -= {"dropout"}
+    built: dict[float, Attention] = {attend.dropout: attend}
+
+    def dropping(rate: float) -> tuple[Attention, str]:
+        if rate not in built:
+            built[rate] = type(attend)(dataclasses.replace(attend.config, dropout=rate))
+        if rate == attend.dropout:
+            return built[rate], expression
+        if "build_attention(AttentionConfig(" in expression:
+            return built[rate], expression.replace("))", f", dropout={rate}))")
+        return built[rate], f"type({expression})(dataclasses.replace({expression}.config, dropout={rate}))"
+
+    return Subject(target, imports, expression, attend, "ours", frozenset(features), dropping)
+
+
+def namespace(imports: str) -> dict[str, Any]:
+    """The names that lines of imports bring."""
+    names: dict[str, Any] = {}
+    exec(imports, names)
+    return names

@@ -1,0 +1,294 @@
+"""`gpt-attention check`: how it calls what it checks, its verdicts on wrong attention, its programs and its command."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attention
+from attention import AttentionConfig, build_attention
+from attention.check import accuracy, recommend, system
+from attention.check.accuracy import smallest_failure
+from attention.check.behaviour import behaviour
+from attention.check.cases import MEMORY, TRENDS, Case, draw
+from attention.check.cli import main
+from attention.check.dropout import dropout
+from attention.check.grid import groups
+from attention.check.judge import Verdict
+from attention.check.run import Refused, Session, prepare, verdicts
+from attention.check.subject import CheckError, Subject, find, ours
+from tests import right_attention, wrong_attention
+from tests.right_attention import RIGHT
+from tests.wrong_attention import FAULTS
+
+CPU = torch.device("cpu")
+PAGE = Path(__file__).parents[2] / "docs" / "check.md"
+# Of each kind of call one, small.
+CASES = {
+    "causal": Case(T=33, S=33, B=2, H=4, H_kv=2),
+    "full": Case(T=20, S=35, D=8, causal=False),
+    "more keys": Case(T=9, S=40, window=7, memory="channels not adjacent"),
+    "more queries": Case(T=40, S=9, sinks=True),
+    "changed": Case(T=36, S=36, soft_cap=2.0, alibi=True, sinks=True, spread=3.0),
+    "documents": Case(T=40, S=40, B=2, documents=(3, 20, 17)),
+}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cls in (*wrong_attention.CLASSES, *right_attention.CLASSES):
+        monkeypatch.setitem(attention.IMPLEMENTATIONS, cls.name, cls)
+
+
+def subject_of(config: AttentionConfig, expression: str = "under_test") -> Subject:
+    return ours(expression, "", expression, build_attention(replace(config, dropout=0.0)), frozenset())
+
+
+def session_of(subject: Subject, *dtypes: str) -> Session:
+    session = Session(subject, CPU, float("inf"), stream=None)
+    prepare(session, dtypes or ("fp32",))
+    return session
+
+
+def worst(subject: Subject, case: Case) -> Verdict:
+    return max(verdicts(subject, case, CPU), key=lambda verdict: verdict.share)
+
+
+def plain(q, k, v, causal=True, scale=None, window=None, softcap=None, alibi_slopes=None, s_aux=None, return_lse=False):
+    """An attention in one function, as users write it."""
+    T, S, D = q.shape[2], k.shape[2], q.shape[3]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    s = (q * (D**-0.5 if scale is None else scale)) @ k.mT
+    s = s if softcap is None else softcap * torch.tanh(s.float() / softcap)
+    i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
+    s = s if alibi_slopes is None else s.float() - alibi_slopes[:, None, None] * (i - j)
+    seen = torch.ones(T, S, dtype=torch.bool) if not causal else j <= i
+    seen = seen if window is None else seen & (i - j < window)
+    s = s.masked_fill(~seen, -torch.inf)
+    joined = s if s_aux is None else torch.cat([s, s_aux[:, None, None].expand(*s.shape[:3], 1)], dim=-1)
+    p = joined.softmax(dim=-1)[..., :S].masked_fill(~seen.any(dim=-1, keepdim=True), 0.0)
+    out = p.to(v.dtype) @ v
+    return (out, joined.float().logsumexp(dim=-1)) if return_lse else out
+
+
+def flash_like(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), return_attn_probs=False):
+    window = window_size[0] + 1 if window_size[0] >= 0 else None
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = plain(q, k, v, causal=causal, scale=softmax_scale, window=window, return_lse=True)
+    return (out.transpose(1, 2), lse, None) if return_attn_probs else out.transpose(1, 2)
+
+
+def varlen_like(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False):
+    outs = []
+    for n in range(len(cu_seqlens_q) - 1):
+        queries, keys = (slice(bounds[n], bounds[n + 1]) for bounds in (cu_seqlens_q, cu_seqlens_k))
+        one, its_k, its_v = (x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys]))
+        assert one.shape[2] <= max_seqlen_q
+        assert its_k.shape[2] <= max_seqlen_k
+        outs.append(plain(one, its_k, its_v, causal=causal)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def transformers_like(module, query, key, value, attention_mask, scaling=None, **others):
+    group = module.num_key_value_groups
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    s = query @ key.mT * scaling
+    if attention_mask is not None:
+        s = s.masked_fill(~attention_mask, -torch.inf)
+    elif query.shape[2] > 1 and module.is_causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return (s.softmax(dim=-1) @ value).transpose(1, 2), None
+
+
+STYLES: dict[str, tuple[Callable[..., Any], set[str]]] = {
+    "plain": (plain, {"window", "soft_cap", "alibi", "sinks", "lse", "full"}),
+    "sdpa": (torch.nn.functional.scaled_dot_product_attention, {"window", "documents", "bias", "top_left", "dropout"}),
+    "flash": (flash_like, {"window", "lse", "dropout", "full"}),
+    "varlen": (varlen_like, {"documents", "document_rows", "full"}),
+    "transformers": (transformers_like, {"window", "full"}),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_parameters_decide_how_a_function_is_called_and_what_it_declares(style: str, monkeypatch: pytest.MonkeyPatch):
+    function, features = STYLES[style]
+    if style == "transformers":
+        pytest.importorskip("transformers")
+    monkeypatch.setattr("tests.attention.reference.under_test", function, raising=False)
+    subject = find("tests.attention.reference:under_test")
+    assert features <= subject.features
+    tried = 0
+    for case in (*CASES.values(), Case(T=10, S=20, top_left=True), Case(bias=True)):
+        if subject.supports(case):
+            found = worst(subject, case)
+            assert found.passes, (case, found)
+            tried += 1
+    assert tried >= 3
+
+
+def test_a_class_of_this_library_is_built_and_an_attribute_declares_features(monkeypatch: pytest.MonkeyPatch):
+    subject = find("tests.right_attention:KeysBackwards")
+    assert {"dropout", "documents", "sinks", "lse"} <= subject.features
+    assert worst(subject, Case(T=20, S=20, window=5)).passes
+    monkeypatch.setattr(plain, "features", {"top_left"}, raising=False)
+    assert "top_left" in find("tests.attention.test_check:plain").features
+    monkeypatch.setattr("tests.attention.reference.under_test", lambda q, k, v: plain(q, k, v, False), raising=False)
+    subject = find("tests.attention.reference:under_test", iter(["full"]))
+    assert "causal" not in subject.features
+    assert worst(subject, Case(T=20, S=30, causal=False)).passes
+
+
+def test_what_cannot_be_found_or_called_is_refused_in_a_sentence():
+    for target, word in (
+        ("nowhere:f", "imported"),
+        ("math:nothing", "not there"),
+        ("math:pi", "cannot be called"),
+        ("nothing", "neither module:name nor one of naive"),
+    ):
+        with pytest.raises(CheckError, match=word):
+            find(target)
+    with pytest.raises(CheckError, match="choose from"):
+        find("naive", ["colour"])
+
+
+# What a call of a kind shows.
+SHOWN = {
+    "scale_off": Case(T=20, S=20),
+    "last_key_gradient": Case(T=40, S=40, B=2, H=4, H_kv=2, memory="every other token"),
+    "hidden_tile_edge": Case(T=70, S=70, trend="rising"),
+    "cap_without_derivative": Case(T=30, S=30, soft_cap=1.5, alibi=True),
+    "sink_without_gradient": Case(T=30, S=50, sinks=True, scale=0.5),
+    "document_off_by_one": Case(T=60, S=60, documents=(20, 40), H=4, H_kv=2),
+    "window_off_by_one": Case(T=30, S=60, window=17, size=1e-3),
+    "lse_in_base_two": Case(T=20, S=20, causal=False, spread=3.0),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_failure_is_shown_by_the_smallest_case_and_a_program_that_the_fault_alone_fails(name: str):
+    subject = subject_of(FAULTS[name].attention)
+    session = session_of(subject, "fp32", "bf16")
+    case = SHOWN[name]
+    found = worst(subject, case)
+    assert not found.passes
+    failure = smallest_failure(session, case, found)
+    assert failure.case.T * failure.case.S * failure.case.D * failure.case.H < case.T * case.S * case.D * case.H / 10
+    assert len(failure.code.splitlines()) <= 16
+    with pytest.raises(AssertionError):
+        exec(failure.code, {"under_test": subject.function})
+    exec(failure.code, {"under_test": build_attention(AttentionConfig("naive"))})
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("document_off_by_one", "hidden keys"),
+        ("backward_ignores_window", "hidden keys"),
+        ("rare_call", "the same again"),
+        ("evaluation_alone", "without gradients"),
+    ],
+)
+def test_behaviour_is_shown_by_a_program_too(name: str, line: str):
+    session = session_of(subject_of(FAULTS[name].attention))
+    found = next(found for found in behaviour(session) if found.name == line)
+    assert found.status == "FAIL"
+    with pytest.raises(AssertionError):
+        exec(found.failures[0].code, {"under_test": session.subject.function})
+    exec(found.failures[0].code, {"under_test": build_attention(AttentionConfig("naive"))})
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("keep_scale_off", {"replay"}),
+        ("dropout_shifted_in_backward", {"replay"}),
+        ("delta_ignores_dropout", {"replay"}),
+        ("mask_shared_by_heads", {"independence", "mask"}),
+        ("mask_ignores_step", {"mask"}),
+        ("in_steps", set()),
+    ],
+)
+def test_dropout_is_judged_by_the_mask_that_the_output_shows(name: str, lines: set[str]):
+    session = session_of(subject_of(FAULTS[name].attention if name in FAULTS else RIGHT[name]))
+    assert {found.name for found in dropout(session) if found.status == "FAIL"} == lines
+
+
+def test_every_layout_and_trend_is_tried_and_shown_in_a_program():
+    every = [case for cases in groups(0).values() for case in cases]
+    assert {case.memory for case in every} == set(MEMORY)
+    assert {case.trend for case in every} == set(TRENDS)
+    assert {1, 15, 16, 17, 63, 64, 65, 127, 128, 129} <= {case.S for case in every}
+    assert {1, 15, 16, 17, 63, 64, 65, 127, 128, 129} <= {case.D for case in every}
+    contiguous = draw(Case(B=2, T=5, S=5, D=3)).q
+    for memory in MEMORY:
+        x = draw(Case(B=2, T=5, S=5, D=3, memory=memory)).q
+        assert torch.equal(x, contiguous)
+        assert (x.stride(), x.storage_offset()) != (contiguous.stride(), 0) or memory == "contiguous"
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """With less to do: few cases in one precision, small shapes, short timings, few implementations to choose from."""
+    page = PAGE.read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "my_module.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(accuracy, "QUICK", 48)
+    monkeypatch.setattr(system, "DOUBLING", (32, 64))
+    monkeypatch.setattr(recommend, "TRIAL_S", 0.0)
+    monkeypatch.setattr(
+        recommend, "KNOWN", {name: recommend.KNOWN[name] for name in ("naive", "sdpa", "fa2", "hf-fa2")}
+    )
+    commands = re.findall(r"^    gpt-attention check (.*)$", page, flags=re.MULTILINE)
+    asked = [re.findall(r'"[^"]*"|\S+', command) for command in commands]
+    smaller = ["--quick", "--dtypes", "fp32", "--shape", "1x4/2x40x16", "--seconds", "60"]
+    status = [main([*(word.strip('"') for word in words), *smaller]) for words in asked]
+    printed = capsys.readouterr().out
+    assert status == [1, 0, 0, 0]
+    assert "FAIL    window" in printed
+    assert "fails" in printed
+    assert "tiled is correct in all" in printed
+    assert "Fastest forward and backward:" in printed
+    assert json.loads((tmp_path / "check.json").read_text())["correct"] is True
+    assert "sdpa is correct" in (tmp_path / "check.html").read_text()
+    programs = re.findall(r"^    import torch\n(?:    .*\n)+", printed, flags=re.MULTILINE)
+    with pytest.raises(AssertionError):
+        exec(re.sub("^    ", "", programs[0], flags=re.MULTILINE), {})
+    (shown,) = re.findall(r"^    import torch\n(?:    .*\n)+", page, flags=re.MULTILINE)
+    with pytest.raises(AssertionError):
+        exec(re.sub("^    ", "", shown, flags=re.MULTILINE), {})
+
+
+def test_a_check_that_cannot_start_says_why_and_exits_with_2(capsys):
+    assert main(["nowhere:f"]) == 2
+    assert main(["fa9"]) == 2
+    assert main(["naive", "--features", "colour"]) == 2
+    assert main(["naive", "--dtypes", "fp7"]) == 2
+    assert main(["--recommend", "--shape", "1x2x3"]) == 2
+    printed = capsys.readouterr()
+    assert [line.partition(" ")[0] for line in printed.err.splitlines()] == ["error:"] * 5
+
+
+def test_a_check_that_compared_nothing_does_not_call_an_attention_correct(capsys):
+    assert main(["naive", "--dtypes", "fp32", "--seconds", "0"]) == 2
+    assert "Nothing of naive was compared with fp64." in capsys.readouterr().out
+
+
+def test_what_an_attention_refuses_is_listed_and_not_held_against_it():
+    def picky(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+        if q.shape[-1] % 8:
+            raise ValueError("head sizes are multiples of 8")
+        return plain(q, k, v, causal)
+
+    subject = Subject("picky", "", "picky", picky, "plain", frozenset({"causal", "full", "grouped"}))
+    with pytest.raises(Refused, match="multiples of 8"):
+        verdicts(subject, Case(D=12), CPU)
+    assert worst(subject, Case(D=16)).passes

@@ -1,0 +1,18 @@
+"""Attention with the mistakes one makes, for tests that have to catch them.
+
+FAULTS has each of them by name. A class replaces one step of tests/attention_in_steps.py; its docstring says what is
+wrong.
+"""
+
+from attention import Ablation, AttentionConfig
+from tests.wrong_attention import backward, forward
+from tests.wrong_attention.registry import CLASSES, FAULTS, Fault
+
+__all__ = ["CLASSES", "FAULTS", "WRONG", "Fault", "backward", "forward"]
+
+FAULTS["no_rescaling"] = Fault(AttentionConfig("tiled", block_q=8, block_k=8, ablate=Ablation.no_rescaling))
+# Those that a run's losses show too.
+WRONG = {
+    name: FAULTS[name].attention
+    for name in ("mask_off_by_one", "scale_by_head_size", "no_rescaling", "mask_ignores_layer")
+}
