@@ -10,6 +10,9 @@ with the dropout masks of the training step. `run - reference` is the effect of 
 `reference - exact` is the effect of rounding alone, the floor below which a difference says nothing. Two correct
 implementations are about equally far from `exact`, so they differ by a small multiple of the floor at most.
 
+That floor is the whole model's. Each layer's attention is therefore also called alone, and compared with fp64 row by
+row (layers.py).
+
 The probe changes no weight, gradient or random-number generator.
 """
 
@@ -45,11 +48,13 @@ from recipe.parity.fwd_bwd import (
     fwd_bwd,
     memory_returned,
 )
+from recipe.parity.layers import check_layers, part
 
 log = logging.getLogger(__name__)
 
 # A probe takes at most this fraction of the memory that is free when it starts.
 MEMORY_SHARE = 0.8
+ALONE = ("attention_error", "attention_error_higher")  # of each layer's attention alone: see recipe/parity/layers.py
 
 
 @dataclass
@@ -155,7 +160,23 @@ class ParityProbe:
         found = beyond_rounding(measured)
         if found:
             log.warning(f"parity: attention={model.attend.name} is not {self.config.reference}: {found}.")
-        return measured | {"parity/tokens": [B, T]}
+        layers = self._layers(model, batch, key)
+        if found := wrong_alone(layers):
+            log.warning(f"parity: attention={model.attend.name} is wrong: {found}.")
+        return measured | layers | {"parity/tokens": [B, T]}
+
+    def _layers(self, model: GPT, batch: Batch, key: DropoutKey | None) -> dict[str, Any]:
+        """Each layer's attention alone, on as many sequences and tokens as layers.py compares and the memory holds."""
+        B, T = part(batch.inputs.shape[0], batch.inputs.shape[1], batch.inputs.device)
+        while True:
+            try:
+                with memory_returned(batch.inputs.device):
+                    found = check_layers(model, batch.beginning(B, T), key, self.shape.dtype)
+                return found.metrics() | {"parity/attention_tokens": [B, T]}
+            except torch.OutOfMemoryError:
+                if B * T == 1:
+                    raise
+            B, T = smaller(B, T)
 
     def _compare(self, model: GPT, batch: Batch, key: DropoutKey | None, loss_scale: float) -> dict[str, Any]:
         def run(attend: Attention, dtype: torch.dtype) -> FwdBwd:
@@ -215,6 +236,15 @@ def beyond_rounding(measured: Mapping[str, Any]) -> str | None:
     return None
 
 
+def wrong_alone(measured: Mapping[str, Any]) -> str | None:
+    """A sentence on a layer whose attention alone is further from fp64 than rounding explains, or None."""
+    names = [f"parity/{name}" for name in ALONE]
+    worst = max((float(measured[name]) for name in names if name in measured), default=0.0)
+    if worst <= 1:
+        return None
+    return f"{measured['parity/attention_worst']} is {worst:.3g} times as far from fp64 as rounding explains"
+
+
 def _rank(value: Any) -> float:
     """A sort key with NaN above all numbers. metrics.jsonl has "nan" and "inf" as text."""
     return math.inf if math.isnan(float(value)) else float(value)
@@ -228,7 +258,7 @@ def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
         return None
 
     def worst(name: str) -> float:
-        return max((check[f"parity/{name}"] for check in checks), key=_rank)
+        return max((check[f"parity/{name}"] for check in checks if f"parity/{name}" in check), key=_rank)
 
     measures = ("loss_diff", "logits_max_diff", "grad_rel_err")
     return {
@@ -237,6 +267,7 @@ def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
         "worst_parameter": max(checks, key=lambda check: _rank(check["parity/grad_rel_err"]))["parity/worst_parameter"],
         **{f"noise_{name}": worst(f"noise_{name}") for name in measures},
         "tokens": checks[-1]["parity/tokens"],
+        **{f"worst_{name}": worst(name) for name in ALONE if any(f"parity/{name}" in check for check in checks)},
     }
 
 

@@ -1,5 +1,7 @@
-"""Does an implementation equal the reference, up to rounding? Three measurements, and the verdict from them.
+"""Does an implementation equal the reference, up to rounding? Four measurements, and the verdict from them.
 
+Layers alone   The probe inside a run compares each layer's attention with fp64, row by row (recipe/report/layers.py).
+               Runs of older versions have no such measurement, and are judged by the others.
 Same weights   The probe inside a run compares logits and gradients of both on the run's weights, batch and dropout
                masks, beside the effect of rounding alone on the reference (parity/noise_*). Two correct implementations
                are about that far apart, a wrong one tens to thousands of times as far; PARITY_MARGIN is allowed.
@@ -10,7 +12,7 @@ Final losses   Their floor is what rounding does to the loss of one step, added 
                cancelled. Training may amplify rounding beyond it. A difference above the floor is accepted if the
                first losses agreed to rounding, and counts against an implementation if they did not.
 
-Parity holds when all three were measured and pass. It is broken when one fails, else it is open.
+Parity holds when the last three were measured and all pass. It is broken when one fails, else it is open.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipe.parity import PARITY_MARGIN
+from recipe.report.layers import Alone, alone_worst
 from recipe.report.pairing import difference, pairs_of
 from recipe.report.runs import Run, Series
 from recipe.report.sweeps import Cell
@@ -119,11 +122,12 @@ class Verdict(NamedTuple):
     final: Final | None = None
     not_finite: NotFinite | None = None
     gaps: tuple[Gap, ...] = ()
+    alone: Alone | None = None
 
     @property
     def outcome(self) -> Outcome:
         """Broken if one measurement disagrees, open if one is missing, else holds."""
-        measured = (self.probe, self.curve, self.final)
+        measured = (self.alone, self.probe, self.curve, self.final)
         if self.not_finite or any(m is not None and m.agrees is False for m in measured):
             return Outcome.broken
         return Outcome.open if self.gaps else Outcome.holds
@@ -131,7 +135,7 @@ class Verdict(NamedTuple):
     @property
     def decisive(self) -> bool:
         """Whether anything was measured that could decide: a probe, or a curve and the spread between seeds."""
-        return bool(self.not_finite or self.probe or (self.curve and self.curve.ratio is not None))
+        return bool(self.not_finite or self.alone or self.probe or (self.curve and self.curve.ratio is not None))
 
 
 def outcome_of(verdicts: Sequence[Verdict]) -> Outcome | None:
@@ -163,7 +167,8 @@ def _judge(cell: Cell, label: str, reference: str) -> Verdict:
         gaps.append(Gap.single_seed)
     elif curve is None or curve.ratio is None or final is None:
         gaps.append(Gap.no_shared_losses)
-    return Verdict(label, cell, probe, curve, final, stopped, tuple(gaps))
+    alone = alone_worst(list(runs.values()))
+    return Verdict(label, cell, probe, curve, final, stopped, tuple(gaps), alone)
 
 
 def _not_finite(run: Run, cell: Cell, reference: str) -> NotFinite | None:

@@ -75,6 +75,8 @@ def verdict_sentences(verdict: Verdict, reference: str) -> list[str]:
             f"At the same weights its {MEASURES[probe.measure]}{where} differ by {times(probe.ratio)} {reference}'s "
             f"rounding at step {probe.step:,}. Up to {PARITY_MARGIN:g} times is accepted."
         )
+    if verdict.alone:
+        text += verdict.alone.sentences()
     if curve and curve.largest == 0 and (not final or final.difference == 0):
         text.append(f"Its losses equal {reference}'s to the last bit.")
     else:

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 import attention
-from attention import AttentionConfig, AttentionOutput, AttentionShape, DropoutKey, DropoutRng, Score, build_attention
+from attention import (
+    Attention,
+    AttentionConfig,
+    AttentionOutput,
+    AttentionShape,
+    DropoutKey,
+    DropoutRng,
+    Score,
+    build_attention,
+)
 from attention.naive import NaiveAttention
 from data.batches import Batch
 from model.config import GPTConfig, Recompute
@@ -51,7 +60,8 @@ class TooLarge(NaiveAttention):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cls in (*CLASSES, KeysBackwards, TooLarge):
+    classes: list[type[Attention]] = [*CLASSES, KeysBackwards, TooLarge]
+    for cls in classes:
         monkeypatch.setitem(attention.IMPLEMENTATIONS, cls.name, cls)
 
 

@@ -145,6 +145,11 @@ def write_run(
                 "parity/noise_logits_max_diff": logit_noise * wobble[2],
                 "parity/noise_grad_rel_err": grad_noise * wobble[3],
                 "parity/tokens": [batch_size, seq_len],
+                "parity/attention_error": 0.9 if error else 0.5,
+                "parity/attention_error_higher": 40.0 if error else 0.3,
+                "parity/attention_precision": "fp64" if precision == "fp32" else "fp32",
+                "parity/attention_worst": "layer 3, training, fp32: dk of sequence 0, head 1, key 31",
+                "parity/attention_unseen": "the log-sum-exp (it is not returned)",
             }
         if line:
             lines.append(json.dumps({"step": step} | line))

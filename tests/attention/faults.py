@@ -1,0 +1,162 @@
+"""Who catches what: planted faults by the checker and by the probe of a run, and correct attention by neither.
+
+    python -m tests.attention.faults             every fault in three precisions: about half an hour on one core
+    python -m tests.attention.faults --right 5   ten kinds of correct attention with five seeds: about an hour
+
+Each writes rows of bench/results/attention-faults-<CPU>.json, and goes on where it stopped at the same commit.
+`make tables` prints them in docs/check.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import attention
+from attention import AttentionConfig, AttentionShape, DropoutKey, build_attention
+from attention.check.cli import check
+from attention.check.page import Report
+from attention.check.subject import ours
+from bench.record import Recorder, measurement, result_file
+from data.batches import Batch
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.score import ScoreConfig
+from recipe.parity.probe import ParityConfig, ParityProbe, beyond_rounding, wrong_alone
+from tests import right_attention, wrong_attention
+from tests.right_attention import RIGHT
+from tests.wrong_attention import FAULTS, Fault
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+VOCABULARY, B, T = 65, 3, 65
+PROBES = 3  # of a run
+
+Row = dict[str, Any]
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Within the block `build_attention` knows the tests' own implementations."""
+    before = dict(attention.IMPLEMENTATIONS)
+    attention.IMPLEMENTATIONS.update({cls.name: cls for cls in (*wrong_attention.CLASSES, *right_attention.CLASSES)})
+    try:
+        yield
+    finally:
+        attention.IMPLEMENTATIONS.clear()
+        attention.IMPLEMENTATIONS.update(before)
+
+
+def checked(config: AttentionConfig, dtypes: Sequence[str], seed: int = 0, quick: bool = False) -> Report:
+    """The checker on an implementation, without a limit of time."""
+    attend = build_attention(replace(config, dropout=0.0))
+    subject = ours(config.name, "", f"build_attention({config})", attend, frozenset())
+    return check(subject, dtypes=dtypes, seed=seed, quick=quick, seconds=3600)
+
+
+def failing(config: AttentionConfig, dtypes: Sequence[str]) -> list[str]:
+    """The lines that fail, of a quick check or, if that sees nothing, of a whole one."""
+    failed = checked(config, dtypes, quick=True).failed() or checked(config, dtypes).failed()
+    return [line.name for line in failed]
+
+
+def batches(seed: int, documents: bool, count: int) -> Iterator[tuple[Batch, DropoutKey]]:
+    """Random tokens, cut into documents at places that differ from sequence to sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(1, count + 1):
+        tokens = torch.randint(VOCABULARY, (B, T + 1), generator=generator)
+        cuts = torch.randint(1, T, (B, 3), generator=generator)
+        position = torch.arange(T)[:, None]
+        starts = torch.where(cuts[:, None] <= position, cuts[:, None], 0).amax(dim=-1).int()
+        batch = Batch(tokens[:, :-1], tokens[:, 1:], starts if documents else None)
+        yield batch, DropoutKey(seed=seed, step=step, layer=0, first_sequence=0)
+
+
+def probed(fault: Fault, dtype: str, seed: int = 0, count: int = PROBES) -> Row:
+    """What a run's probes say, on a small model with weights as they are at the start: of each layer alone, in the
+    run's precision and in a higher one, and of the whole model."""
+    torch.manual_seed(seed)
+    n_kv_heads = 2 if fault.grouped else 4
+    asked = fault.score
+    attend = build_attention(fault.attention)
+    model = GPT(
+        GPTConfig(n_layers=2, n_heads=4, n_kv_heads=n_kv_heads, n_embd=64),
+        VOCABULARY,
+        T,
+        attend,
+        score=ScoreConfig(window=asked.window, soft_cap=asked.soft_cap, alibi=asked.alibi, sinks=asked.sinks),
+        documents=fault.documents,
+    )
+    shape = AttentionShape(16, 4, n_kv_heads, DTYPES[dtype], torch.device("cpu"))
+    probe = ParityProbe(ParityConfig(every=1), fault.attention, shape)
+    found = [probe.measure(model, batch, key) for batch, key in batches(seed, fault.documents, count)]
+    return {
+        "layers": max(x["parity/attention_error"] for x in found),
+        "layers_higher": max(x.get("parity/attention_error_higher", 0.0) for x in found),
+        "warned": next((sentence for x in found if (sentence := wrong_alone(x))), None),
+        "whole_model": any(beyond_rounding(x) for x in found),
+    }
+
+
+def fault_row(name: str, dtype: str) -> Row:
+    """What catches a fault in a run of that precision: the lines of the check, in it alone or with the others."""
+    fault = FAULTS[name]
+    alone = failing(fault.attention, (dtype,))
+    return {"check": alone, "check_higher": alone or failing(fault.attention, tuple(DTYPES)), **probed(fault, dtype)}
+
+
+def right_rows(name: str, seed: int) -> Iterator[tuple[str, Row]]:
+    """What accuses correct attention, for each precision: the check of all of them stands at each."""
+    report = checked(RIGHT[name], tuple(DTYPES), seed)
+    share = max(line.share for line in report.lines if line.share is not None)
+    config = replace(RIGHT[name], dropout=0.0 if name == "sdpa" else 0.1)  # torch's masks cannot be replayed
+    for dtype in DTYPES:
+        failed = [line.name for line in report.failed()]
+        yield dtype, {"check": failed, "largest": share, **probed(Fault(config), dtype, seed)}
+
+
+def say(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--right", type=int, metavar="SEEDS", help="check correct attention instead of faults")
+    asked = parser.parse_args()
+    logging.disable(logging.WARNING)
+    words = ["tests.attention.faults", *(["--right", str(asked.right)] if asked.right else [])]
+    now = measurement(words, torch.device("cpu"))
+    path = result_file("attention-faults", now["device"])
+    torch.set_num_threads(1)
+    identity = ("kind", "name", "dtype", "seed")
+    with registered(), Recorder(path, identity, now) as recorder:
+
+        def is_done(row: Row) -> bool:
+            earlier = recorder.earlier(row)
+            return earlier is not None and earlier["measurement"]["commit"] == now["commit"]
+
+        if asked.right is None:
+            for name in FAULTS:
+                for dtype in DTYPES:
+                    row = {"kind": "wrong", "name": name, "dtype": dtype, "seed": 0}
+                    if not is_done(row):
+                        recorder.add(row | fault_row(name, dtype))
+                        say(f"{name} {dtype}: {recorder.rows[recorder.key(row)]}")
+            return
+        for name in RIGHT:
+            for seed in range(asked.right):
+                row = {"kind": "right", "name": name, "dtype": "fp16", "seed": seed}
+                if not is_done(row):
+                    recorder.add(*(row | {"dtype": dtype} | found for dtype, found in right_rows(name, seed)))
+                    say(f"{name}, seed {seed}: {recorder.rows[recorder.key(row)]}")
+
+
+if __name__ == "__main__":
+    main()
