@@ -148,6 +148,8 @@ def continue_prompts(trained: Trained, prompts: list[str] | None, sampling: Samp
         )
     elif reader is not model.attend:
         print(f"attention={model.attend.name} cannot decode; attention={reader.name} does it instead.", file=sys.stderr)
+    if config.compile:
+        print("compiling: the first tokens wait for it, half a minute or more", file=sys.stderr)
     if prompts is not None:
         write_texts(prompts, trained, sampling, config)
         return

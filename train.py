@@ -93,6 +93,8 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
                 return 0
             with run.record:
                 run.record.print(describe_run(config, run.trainer, run.meter))
+                if config.training.compile:
+                    run.record.print("compiling: the first steps and the first evaluation wait for it, some minutes")
                 done = fit(run)
                 finish(run, done, folder)
             run.trainer.release()

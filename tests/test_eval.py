@@ -24,6 +24,7 @@ from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from recipe.config import Config
 from recipe.errors import UserError, refusals, sentence_of
+from recipe.evaluation import scorer
 from recipe.evaluation.harness import run_tasks
 from recipe.evaluation.models import ExportedModel, TrainedModel
 from recipe.evaluation.scorer import Scorer, rolling_windows
@@ -110,6 +111,16 @@ def test_the_likeliest_choice_is_that_of_the_formula(run, tmp_path):
     assert (found["acc"], found["acc_norm"], found["n"]) == (sum(right) / 4, sum(by_length) / 4, 4)
     assert 0 < sum(right) < 4 or 0 < sum(by_length) < 4  # else a constant answer would pass
     assert found["checkpoint"] == "step-00000005"
+
+
+def test_where_there_is_no_terminal_lines_say_how_far_it_is(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(scorer, "SECONDS_BETWEEN_LINES", 0.0)
+    (tmp_path / "text.txt").write_text("x" * (5 * T + 2))
+    evaluated(run, "data=text", f"data.path={tmp_path / 'text.txt'}", "batch=2")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("windows")]
+    assert lines[0] == "windows: 6"
+    assert [line.partition(",")[0] for line in lines[1:]] == [f"windows: {done} of 6" for done in (2, 4, 6)]
+    assert all(re.fullmatch(r"windows: \d of 6, 0:\d\d left", line) for line in lines[1:])
 
 
 def test_windows_predict_each_token_once_after_as_much_as_fits():

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,26 @@ def test_one_command_trains_on_real_text_and_says_where_everything_is(tmp_path: 
     # A sample from the model is printed between the last step and the run folder.
     sample = done.stdout.split("tokens, ")[-1].split("run folder")[0]
     assert len(sample) > 100
+
+
+def test_compiling_is_said_before_it_begins(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ""
+
+    def compile_later(model: GPT, options: dict[str, Any]) -> Callable[..., torch.Tensor]:
+        def first(*arguments: Any, **named: Any) -> torch.Tensor:
+            nonlocal said
+            said += capsys.readouterr().out
+            return model(*arguments, **named)
+
+        return first
+
+    monkeypatch.setattr(torch, "compile", compile_later)
+    config.training = replace(config.training, steps=1, compile=True, sample_tokens=0)
+    run(config, "run")
+    assert "compiling: the first steps and the first evaluation wait for it" in said
+    assert "step 0/1" not in said.partition("compiling")[0]
 
 
 def test_the_summary_tells_how_the_run_went(config: Config) -> None:

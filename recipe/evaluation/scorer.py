@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -16,21 +17,35 @@ from model.loss import IGNORE_INDEX
 from recipe.config import ConfigError
 from recipe.evaluation.models import LanguageModel
 from recipe.generation.engine import Request
+from recipe.wording import duration
 
 T = TypeVar("T")
+
+SECONDS_BETWEEN_LINES = 10.0  # where there is no terminal
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, or a line at the start if that is not a terminal. Yields a function that takes how many
-    items are done since its last call."""
+    """A bar on standard error or, where that is not a terminal, a line every few seconds. Yields a function that takes
+    how many items are done since its last call."""
     console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
     if not console.is_terminal:
         console.print(f"{what}: {total:,}")
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda done: bar.advance(task, done)
+        printed = started = time.monotonic()
+
+        def advance(count: int) -> None:
+            nonlocal printed
+            bar.advance(task, count)
+            done, now = int(bar.tasks[task].completed), time.monotonic()
+            if not console.is_terminal and done and now - printed >= SECONDS_BETWEEN_LINES:
+                printed = now
+                left = (now - started) / done * (total - done)
+                console.print(f"{what}: {done:,} of {total:,}, {duration(left)} left")
+
+        yield advance
 
 
 class Scorer:
