@@ -113,7 +113,7 @@ def prepare(
         oom_guard(too_large_model(config.model, device)),
         cpu_memory_limit(config.training.cpu_memory_gib if device.type == "cpu" else None),
     ):
-        trainer = build_trainer(config, build_model(config, data.vocab_size, device), device, world)
+        trainer = build_trainer(config, build_model(config, data.vocab_size, device, world), device, world)
     start = restore(trainer, config, checkpoint, data)
     if start >= config.training.steps and (folder / "summary.json").exists():
         if world.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from recipe.config import Config, ConfigError, as_plain
 from recipe.device import resolve_precision
 from recipe.distributed.config import DataParallel
 from recipe.distributed.ranks import from_first_rank
-from recipe.distributed.sharing import Sharing
+from recipe.distributed.sharing import Sharing, shards_weights
 from recipe.distributed.world import World
 from recipe.parity.probe import ParityProbe
 from recipe.profiling.meters import StepMeter
@@ -70,14 +71,20 @@ def build_gpt(config: Config, vocab_size: int, device: torch.device) -> GPT:
     )
 
 
-def build_model(config: Config, vocab_size: int, device: torch.device) -> GPT:
-    """The model with its initial weights, drawn from the seed or loaded from `init_from`."""
+def build_model(config: Config, vocab_size: int, device: torch.device, world: World) -> GPT:
+    """The model with its initial weights, drawn from the seed or loaded from `init_from`.
+
+    Where ranks keep shards of it, only the first one builds it whole, and the others on the meta device.
+    """
+    shards = shards_weights(config.parallel, world)
     torch.manual_seed(config.seed)
-    model = build_gpt(config, vocab_size, device)
+    with torch.device("meta") if shards and world.rank > 0 else nullcontext():
+        model = build_gpt(config, vocab_size, device)
     if config.init_from is not None:
         from model.gpt2_weights import load_gpt2  # the hub's client takes a tenth of a second to import
 
-        load_gpt2(model, config.init_from)
+        load = partial(load_gpt2, model, config.init_from)
+        from_first_rank(load) if shards else load()
     return model
 
 

@@ -14,21 +14,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model.gpt import GPT
 from recipe.distributed.config import ParallelConfig
 from recipe.distributed.exchange import ALIGNMENT, FixedTree, add_shares, local
 
 
-def shard(model: GPT, device: torch.device, dtype: torch.dtype, config: ParallelConfig) -> GPT:
-    """Spread the parameters of `model` over all ranks, and return a description of the whole one for `gathered`: its
-    modules without their values.
+def without_values(model: GPT) -> GPT:
+    """A copy of the model on the meta device."""
+    empty: dict[int, object] = {id(x): torch.empty_like(x, device="meta") for x in model.buffers()}
+    for p in model.parameters():
+        empty[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    return copy.deepcopy(model, empty)
+
+
+def sharded(model: GPT, device: torch.device, dtype: torch.dtype, config: ParallelConfig) -> GPT:
+    """A copy of the first rank's model, spread over all ranks: none has more than its shards and one whole parameter
+    on its device. Only the first rank's values are read; the others' models may lie on the meta device.
 
     A block gathers its matrices when it needs them, in autocast's `dtype`, to which autocast would round them there.
     Everything else is gathered once a step.
     """
-    blueprint = copy.deepcopy(model).to("meta")
+    whole, model = model, without_values(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     matrices = {p for p in model.h.parameters() if p.ndim == 2}
     rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -49,7 +57,23 @@ def shard(model: GPT, device: torch.device, dtype: torch.dtype, config: Parallel
         module.set_force_sum_reduction_for_comms(True)
         if config.exact:
             module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
-    return blueprint
+    model.to_empty(device=device)
+    fill(model, whole)
+    return model
+
+
+@torch.no_grad()
+def fill(model: GPT, whole: GPT) -> None:
+    """Give a sharded model the values that the first rank's `whole` one has, one tensor at a time."""
+    targets, sources = (*model.parameters(), *model.buffers()), (*whole.parameters(), *whole.buffers())
+    for target, source in zip(targets, sources, strict=True):
+        own = local(target)
+        value = source.to(own.device) if dist.get_rank() == 0 else torch.empty(source.shape, device=own.device)
+        if isinstance(target, DTensor):
+            own.copy_(distribute_tensor(value, target.device_mesh, target.placements).to_local())
+        else:
+            dist.broadcast(value, src=0)
+            own.copy_(value)
 
 
 def keep_shards(model: GPT) -> None:

@@ -17,9 +17,14 @@ from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of
 from recipe.distributed.exchange import AnyOrder, Exchange, FixedTree, add_losses
 from recipe.distributed.ranks import patience
-from recipe.distributed.sharding import ShardedTree, gathered, keep_shards, shard
+from recipe.distributed.sharding import ShardedTree, gathered, keep_shards, sharded, without_values
 from recipe.distributed.shared_update import SharedAdamW, SharedSum
 from recipe.distributed.world import World
+
+
+def shards_weights(config: ParallelConfig, world: World) -> bool:
+    """Whether each rank keeps a part of the weights alone."""
+    return config.data is DataParallel.shard and world.size > 1
 
 
 class Sharing:
@@ -33,12 +38,12 @@ class Sharing:
     def __init__(
         self, model: GPT, world: World, config: ParallelConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Move `model` to `device`, and shard it if the configuration says so; `dtype` is autocast's."""
+        """Move `model` to `device`, or the shards of it that this rank keeps; `dtype` is autocast's."""
         self.world, self.config, self.device = world, config, device
-        self.model = model.to(device)
+        self.sharded = shards_weights(config, world)
+        self.blueprint = without_values(model) if self.sharded else None
+        self.model = sharded(model, device, dtype, config) if self.sharded else model.to(device)
         self.context = self._share_sequences() if world.context > 1 else None
-        self.sharded = config.data is DataParallel.shard and world.size > 1
-        self.blueprint = shard(self.model, device, dtype, config) if self.sharded else None
 
     def share_update(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer, or one like it whose update the ranks share.

@@ -34,6 +34,14 @@ def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(tmp_path: Path) -
     assert ranks[0]["replicate, eager"] == ranks[0]["shard, eager"]
 
 
+def test_no_gpu_has_the_whole_model_that_it_shards(tmp_path: Path) -> None:
+    command = [sys.executable, *TORCHRUN, "-m", "tests.recipe.distributed.building", "cuda", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    ranks = [json.loads((tmp_path / f"{rank}-of-2.json").read_text()) for rank in range(2)]
+    assert ranks[0]["digest"] == ranks[1]["digest"]
+    assert all(0.4 * rank["size"] < rank["taken"] < 0.75 * rank["size"] for rank in ranks), ranks
+
+
 @pytest.mark.parametrize("override", ["parallel.data=replicate", "parallel.data=shard", "parallel.exact=false"])
 def test_a_signal_to_one_rank_saves_and_ends_all_within_a_step_and_twenty_seconds(
     override: str, tmp_path: Path

@@ -30,6 +30,7 @@ from recipe.cli import compose
 from recipe.cli.launch import prepare
 from recipe.cli.resume import check_resumable
 from recipe.config import ConfigError, register
+from recipe.distributed.world import World
 from recipe.recorded import read_config
 from recipe.run_folder import StillRunning, locked
 from recipe.sweeps import launcher
@@ -313,7 +314,7 @@ def test_with_rotary_positions_a_resumed_run_may_have_longer_sequences(runs: Pat
     train(f"resume={run}", *longer, "training.steps=7")
     config = compose.to_config(compose.composed([*given, *longer]))
     data = prepare_data(config.data)
-    model = build_model(config, data.vocab_size, torch.device("cpu"))
+    model = build_model(config, data.vocab_size, torch.device("cpu"), World())
     model.load_state_dict(weights)
     inputs, targets, _ = Batches(data.train.tokens, 64, GlobalBatch(6), config.seed).batch(6)
     expected = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
