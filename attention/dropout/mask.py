@@ -112,11 +112,14 @@ class DropoutKey:
         )
 
 
+FIELDS = tuple(field.name for field in fields(DropoutKey))  # a constant: torch.compile cannot read a class's fields
+
+
 def moved(key: Tensor, **given: int) -> Tensor:
     """A packed key with other values of the fields `given`, on its device."""
     parts = list(key.split(1))
     for name, value in given.items():
-        i = [field.name for field in fields(DropoutKey)].index(name)
+        i = FIELDS.index(name)
         parts[i] = torch.full_like(parts[i], value)
     return torch.cat(parts)
 
