@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Tokenizer = tiktoken.Encoding | OwnTokenizer
 NAMES = ("bytes", "gpt2", "bpe")
+SIZES = {"bytes": 257, "gpt2": 50_257}  # end-of-text included, of those whose tokens are given
 FILE = "tokenizer.json"
 
 # How GPT-2 cuts text before it merges bytes (Radford et al. 2019), in tiktoken's form that never backtracks far.

@@ -7,17 +7,19 @@ transposed (its Conv1D computes x W + b), does not pad the vocabulary, and alway
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from attention import Score
 from data.untrusted import SETTINGS, UntrustedError, read_json
-from model.config import ModelError, Positions
+from model.config import GPTConfig, ModelError, Positions
 from model.gpt import GPT
 
 PREFIX = "transformer."
@@ -53,7 +55,8 @@ def load_gpt2(model: GPT, source: str, download: Callable[..., str] = snapshot_d
     """
     folder = find(source, download)
     config = read_config(folder, source)
-    require_same_model(model, config, source)
+    if flaws := list(unlike(model.config, model.scores, model.seq_len, model.vocab_size, config, source)):
+        raise WeightsError("\n".join(flaws))
     tensors = {
         name.removeprefix(PREFIX): tensor
         for name, tensor in read_tensors(folder, source).items()
@@ -115,43 +118,94 @@ def read_tensors(folder: Path, source: str) -> dict[str, Tensor]:
     """Every tensor of model.safetensors."""
     path = folder / WEIGHTS
     if not path.is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".safetensors", ".pt")))
-        raise WeightsError(
-            f"init_from={source} needs one {WEIGHTS} in {folder}, which has {found or 'no weights'}; sharded or "
-            "pickled weights can be rewritten with transformers' save_pretrained(folder, max_shard_size='100GB')."
-        )
+        raise WeightsError(no_weights(folder, source))
     try:
         return load_file(path)
     except Exception as error:  # safetensors raises its own type for a damaged file
         raise WeightsError(f"init_from={source}: {path} cannot be read ({error}); copy or fetch it again.") from error
 
 
-def require_same_model(model: GPT, config: dict[str, Any], source: str) -> None:
-    """Raise WeightsError unless the model is the GPT-2 that config.json describes."""
+def no_weights(folder: Path, source: str) -> str:
+    """The sentence for a folder without model.safetensors."""
+    found = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".safetensors", ".pt")))
+    return (
+        f"init_from={source} needs one {WEIGHTS} in {folder}, which has {found or 'no weights'}; sharded or "
+        "pickled weights can be rewritten with transformers' save_pretrained(folder, max_shard_size='100GB')."
+    )
+
+
+def as_typed(value: object) -> object:
+    """A value as an override has it: true and false for what Python calls True and False."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def unlike(
+    ours: GPTConfig, scores: Sequence[Score], seq_len: int, vocab_size: int | None, config: dict[str, Any], source: str
+) -> Iterator[str]:
+    """A sentence for each way in which a model is not the GPT-2 that config.json describes.
+
+    vocab_size  None: not known yet
+    """
+    if (kind := config.get("model_type", "gpt2")) not in FIXED["model_type"]:
+        yield f"init_from={source} is a model of type {kind}, and only the weights of GPT-2 can be loaded; name those."
+        return
     for key, accepted in FIXED.items():
         if (value := config.get(key, accepted[0])) not in accepted:
-            raise WeightsError(f"init_from={source} has {key}={value}; this model computes {key}={accepted[0]}.")
-    ours = model.config
+            yield f"init_from={source} has {key}={value}; this model computes {key}={accepted[0]}."
     n_embd, n_positions = config.get("n_embd", 768), config.get("n_positions", 1024)
     if (n_inner := config.get("n_inner") or 4 * n_embd) != 4 * n_embd:
-        raise WeightsError(f"init_from={source} has n_inner={n_inner}; this model's is 4 n_embd = {4 * n_embd}.")
+        yield f"init_from={source} has n_inner={n_inner}; this model's is 4 n_embd = {4 * n_embd}."
     for name, mine, theirs in (
         ("model.n_layers", ours.n_layers, config.get("n_layer", 12)),
         ("model.n_heads", ours.n_heads, config.get("n_head", 12)),
-        ("model.n_kv_heads", ours.n_kv_heads or ours.n_heads, config.get("n_head", 12)),
+        ("model.n_kv_heads", ours.n_kv_heads or config.get("n_head", 12), config.get("n_head", 12)),
         ("model.n_embd", ours.n_embd, n_embd),
         ("model.positions", ours.positions.value, Positions.learned.value),
         ("model.qk_norm", ours.qk_norm, False),
-        ("score.sinks", any(score.sinks for score in model.scores), False),
+        ("score.sinks", any(score.sinks for score in scores), False),
     ):
         if mine != theirs:
-            raise WeightsError(f"init_from={source} has {name}={theirs}, and the model {mine}; set {name}={theirs}.")
-    if model.vocab_size != (vocab_size := config.get("vocab_size", 50257)):
-        raise WeightsError(
-            f"init_from={source} has a vocabulary of {vocab_size} tokens, and the data's tokenizer {model.vocab_size}; "
+            need = f"{name}={as_typed(theirs)}"
+            yield f"init_from={source} has {need}, and the model {as_typed(mine)}; set {need}."
+    if vocab_size not in (None, theirs := config.get("vocab_size", 50257)):
+        yield (
+            f"init_from={source} has a vocabulary of {theirs} tokens, and the data's tokenizer {vocab_size}; "
             "GPT-2's own is data.tokenizer=gpt2."
         )
-    if model.seq_len > n_positions:
-        raise WeightsError(
-            f"init_from={source} has {n_positions} positions, fewer than seq_len={model.seq_len}; lower it."
-        )
+    if seq_len > n_positions:
+        yield f"init_from={source} has {n_positions} positions, fewer than seq_len={seq_len}; lower it."
+
+
+def has_biases(path: Path) -> bool:
+    """Whether a file of weights has a bias that is not zero; reads the biases alone."""
+    with safe_open(path, framework="pt") as file:
+        names = [name for name in file.keys() if name.endswith(".bias") and not NOT_WEIGHTS.search(name)]  # noqa: SIM118
+        return any(bool(file.get_tensor(name).any()) for name in names)
+
+
+def folder_mistakes(
+    source: str, ours: GPTConfig, scores: Sequence[Score], seq_len: int, vocab_size: int | None
+) -> Iterator[str]:
+    """A sentence for each reason why a model cannot start from the weights in a folder, before any are loaded."""
+    folder = Path(source)
+    if not folder.is_dir():
+        if folder.is_file():
+            yield f"init_from={source} is a file; name the folder that holds it and config.json."
+        elif folder.is_absolute() or source.startswith("."):
+            yield f"init_from={source} is no folder; name one with config.json and {WEIGHTS}, or a model such as gpt2."
+        return
+    try:
+        yield from unlike(ours, scores, seq_len, vocab_size, read_config(folder, source), source)
+    except WeightsError as error:
+        yield str(error)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        yield no_weights(folder, source)
+        return
+    try:
+        biased = not ours.bias and has_biases(path)
+    except Exception as error:  # safetensors raises its own type for a damaged file
+        yield f"init_from={source}: {path} cannot be read ({error}); copy or fetch it again."
+        return
+    if biased:
+        yield f"init_from={source} has biases and the model has none; set model.bias=true."

@@ -331,6 +331,11 @@ def test_a_folder_in_hugging_faces_format_runs_no_code(run, tmp_path, monkeypatc
         with pytest.raises(UserError, match=rf"{name} has |{name} cannot be read|is an adapter of another model"):
             eval.main([f"run={folder}", f"tasks={quiz}", "device=cpu"])
         path.unlink() if content is None else path.write_text(content)
+    tokenizer = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"has no tokenizer; put the model's own tokenizer\.json there"):
+        eval.main([f"run={folder}", f"tasks={quiz}", "device=cpu"])
+    (folder / "tokenizer.json").write_bytes(tokenizer)
     weights = load_file(folder / "model.safetensors")
     torch.save(weights, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()

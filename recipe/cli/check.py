@@ -10,8 +10,9 @@ from attention import build_attention
 from data.check import data_mistakes
 from data.config import Documents
 from data.corpora import CORPORA
+from data.tokenizers import SIZES
 from model.config import model_mistakes
-from model.score import score_mistakes
+from model.score import layer_scores, score_mistakes
 from recipe.build import attention_shape, one_document
 from recipe.config import Config, ConfigError, as_plain
 from recipe.device import Precision, resolve_device, resolve_precision
@@ -55,6 +56,8 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
     of_score = map(sentence_of, score_mistakes(config.score, config.model.n_layers))
     of_model = list(model_mistakes(config.model)) or list(of_score)
     yield from of_model
+    if config.init_from is not None and not of_model:
+        yield from init_mistakes(config)
     if not of_ranks and not of_model:
         heads = config.model.n_heads, config.model.n_kv_heads or config.model.n_heads
         yield from refusal(check_context, config.parallel, config.seq_len, *heads)
@@ -73,6 +76,15 @@ def check_ranks_agree(config: Config) -> None:
                     f"Rank {rank} has another {part} than rank 0 ({theirs} instead of {ours}); start every rank with "
                     "the same overrides."
                 )
+
+
+def init_mistakes(config: Config) -> Iterator[str]:
+    """A sentence for each reason why the model cannot start from `init_from`, as far as that needs no network."""
+    from model.gpt2_weights import folder_mistakes  # the hub's client takes a tenth of a second to import
+
+    scores = layer_scores(config.score, config.model.n_layers)
+    known = SIZES.get(config.data.tokenizer)
+    yield from folder_mistakes(str(config.init_from), config.model, scores, config.seq_len, known)
 
 
 def check_corpus(config: Config) -> None:

@@ -25,6 +25,7 @@ GREEDY = Sampling(temperature=0)
 # Rows of logits in fp32 that exist at once: 0.8 GB with GPT-2's vocabulary.
 ROWS = 4096
 # Keys of Hugging Face's files that name code: classes in the folder, kernels of the hub.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 RUNS_CODE = {"auto_map", "attn_implementation", "experts_implementation", "quantization_config", "custom_generate"}
 
 # Logarithms of the probabilities of some targets, (N,) fp32, and whether each is the likeliest token, (N,) bool.
@@ -177,7 +178,7 @@ class ExportedModel:
 
 def check_data_alone(folder: Path) -> None:
     """Raise ConfigError for a folder in Hugging Face's format with which transformers would run code that lies in it
-    or that it names."""
+    or that it names, and for one without a tokenizer, which transformers would make up or ask other packages for."""
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json"):
         path = folder / name
         try:
@@ -195,6 +196,8 @@ def check_data_alone(folder: Path) -> None:
                     "folder without it, such as sample.py exports."
                 )
             content = [child for item in content for child in children(item)]
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise ConfigError(f"run={folder} has no tokenizer; put the model's own tokenizer.json there.")
 
 
 def scores_of(logits: Tensor, targets: Tensor) -> Scores:

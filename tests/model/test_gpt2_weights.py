@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from attention import AttentionConfig, build_attention
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
-from model.gpt2_weights import WeightsError, load_gpt2
+from model.gpt2_weights import WeightsError, folder_mistakes, load_gpt2
+from model.score import ScoreConfig, layer_scores
 
 transformers = pytest.importorskip("transformers")
 
@@ -80,6 +82,35 @@ def test_a_shorter_model_takes_the_first_positions(gpt2, folder):
 def test_weights_of_another_model_are_refused_with_the_override_that_fits(folder, model, sentence):
     with pytest.raises(WeightsError, match=sentence):
         load_gpt2(build(**model), str(folder))
+
+
+def test_all_that_does_not_fit_is_said_at_once(folder):
+    wrong = replace(CONFIG, n_layers=2, n_heads=8, bias=False, qk_norm=True)
+    found = list(folder_mistakes(str(folder), wrong, layer_scores(ScoreConfig(sinks=True), 2), 64, 257))
+    for named in ("model.n_layers=3", "model.n_heads=4", "model.qk_norm=false", "score.sinks=false", "model.bias=true"):
+        assert sum(f"set {named}." in sentence for sentence in found) == 1
+    assert len(found) == 7  # and the tokenizer, and the positions
+    with pytest.raises(WeightsError) as raised:
+        load_gpt2(build(config=replace(wrong, bias=True), seq_len=64), str(folder))
+    assert len(str(raised.value).splitlines()) == 5
+    assert not list(folder_mistakes(str(folder), CONFIG, layer_scores(ScoreConfig(), 3), 16, None))
+    assert not list(folder_mistakes("gpt2", wrong, layer_scores(ScoreConfig(), 2), 64, 257))  # of the hub: later
+
+
+def test_weights_of_another_architecture_are_called_so(folder, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    (sentence,) = folder_mistakes(str(tmp_path), CONFIG, (), 16, None)
+    assert "is a model of type llama, and only the weights of GPT-2 can be loaded" in sentence
+
+
+def test_a_file_and_a_folder_that_is_not_there_are_named(folder, tmp_path):
+    for source, named in (
+        (folder / "model.safetensors", "is a file; name the folder"),
+        (tmp_path / "no", "is no folder"),
+    ):
+        (sentence,) = folder_mistakes(str(source), CONFIG, (), 16, None)
+        assert named in sentence
 
 
 def test_a_gpt2_that_computes_something_else_is_refused(folder, tmp_path):
