@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -20,7 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 from recipe import CONF
 from recipe.cli.arguments import suggestion
 from recipe.cli.wording import expected, explain, misses_list
-from recipe.config import Config, keys
+from recipe.config import Config, ConfigError, keys
+
+MOST_JOBS = 10_000  # of a sweep: each is composed and checked before the first one starts
 
 
 def composed(overrides: list[str]) -> DictConfig:
@@ -99,6 +103,11 @@ def mistakes(line: str) -> Iterator[str]:
         namesakes = [name for name in known if "." in name and name.rpartition(".")[2] == key]
         hint = f"; did you mean {' or '.join(namesakes)}?" if namesakes else suggestion(key, known)
         yield f"{line} overrides nothing, as there is no {key}{hint or '; python train.py --help lists all overrides.'}"
+    elif override.is_interval_sweep():
+        yield f"{line} is all numbers of an interval, and a sweep has single ones: {key}=range(1,9,2), or {key}=1,3,5."
+    elif isinstance(override.value(), Glob) and not globbed(override):
+        files = f"conf/{key}/ has {', '.join(sorted(choices()[key]))}" if key in groups() else f"{key} names no file"
+        yield f"{line} finds nothing: glob() names files of a folder in conf/, and {files}."
     elif key in groups() and not override.is_sweep_override() and not isinstance(override.value(), str):
         yield f"{line} has to name a file of conf/{key}/; single values are {key}.<name>=..."
     elif key in keys() and not override.is_sweep_override() and misses_list(key, override.value()):
@@ -122,14 +131,34 @@ def as_hydra_reads(argument: str) -> str:
 def jobs(overrides: list[str]) -> list[list[str]]:
     """The overrides of each job of a sweep: every combination of the command line's and the experiment's values."""
     params = composed(unswept(overrides)).hydra.sweeper.params or {}
-    choices = {
-        o.get_key_element(): list(o.sweep_string_iterator())
-        if o.is_sweep_override()
-        else [o.get_value_element_as_str()]
+    values = {
+        o.get_key_element(): swept_values(o) if o.is_sweep_override() else [o.get_value_element_as_str()]
         for o in parsed([f"{key}={value}" for key, value in params.items()] + overrides)
         if not o.is_hydra_override()
     }
-    return [[f"{key}={v}" for key, v in zip(choices, job, strict=True)] for job in itertools.product(*choices.values())]
+    if math.prod(map(len, values.values())) > MOST_JOBS:
+        raise ConfigError(f"The sweep has more than {MOST_JOBS:,} jobs; take fewer values, or several sweeps.")
+    return [[f"{key}={v}" for key, v in zip(values, job, strict=True)] for job in itertools.product(*values.values())]
+
+
+def swept_values(override: Override) -> list[str]:
+    """The values of an override with several, at most one more than a sweep may have jobs."""
+    if isinstance(override.value(), Glob):
+        return globbed(override)
+    return list(itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1))
+
+
+def globbed(override: Override) -> list[str]:
+    """The files of conf/ that a pattern matches, such as attention=glob(*)."""
+    pattern: Any = override.value()
+    return list(pattern.filter(sorted(choices().get(override.key_or_group, ()))))
+
+
+def replaced(overrides: list[str]) -> list[str]:
+    """A sentence for each override that a later one of the same key replaces."""
+    last = {override.key_or_group: line for line, override in zip(overrides, parsed(overrides), strict=True)}
+    lost = [(line, last[o.key_or_group]) for line, o in zip(overrides, parsed(overrides), strict=True)]
+    return [f"{line} is replaced by {later}, which stands after it." for line, later in lost if line != later]
 
 
 def swept_mistakes(overrides: list[str]) -> list[str]:

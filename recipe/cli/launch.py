@@ -23,6 +23,7 @@ from recipe.cli.compose import (
     compose_right,
     jobs,
     lines,
+    replaced,
     swept_mistakes,
     to_config,
 )
@@ -34,6 +35,8 @@ from recipe.run_folder import check_not_running
 from recipe.sweeps import arena, launcher
 from recipe.sweeps.jobs import without
 from recipe.sweeps.submitit_jobs import share_checkout
+
+MANY_JOBS = 50  # take seconds to compose
 
 
 def launch(main: Callable[[], None]) -> None:
@@ -66,6 +69,9 @@ def prepare(arguments: list[str]) -> list[str]:
         return arguments
     try:
         found = compose_right(args.overrides)
+        if not found.wrong and World.from_environment().rank == 0:
+            for sentence in replaced(args.overrides):
+                print(f"note: {sentence}", file=sys.stderr)
         if args.multirun or found.multirun:
             cfg = check_sweep(found)
             if (ranks := World.from_environment().size) > 1:
@@ -94,7 +100,10 @@ def check_sweep(found: Composition) -> DictConfig:
     if found.cfg is not None and is_arena(found.cfg):
         sentences += arena_sweep_mistakes(found, mistakes_of)
     elif found.cfg is not None:
-        composed = [(job, compose_right(job)) for job in jobs(found.right)]
+        swept = jobs(found.right)
+        if len(swept) > MANY_JOBS:
+            print(f"checking {len(swept):,} jobs", file=sys.stderr)
+        composed = [(job, compose_right(job)) for job in swept]
         for _, job in composed:
             sentences += job.wrong + mistakes_of(job)
     refuse(sentences)

@@ -24,8 +24,8 @@ from recipe.trained import Trained
 GREEDY = Sampling(temperature=0)
 # Rows of logits in fp32 that exist at once: 0.8 GB with GPT-2's vocabulary.
 ROWS = 4096
-# Keys of Hugging Face's files that name code: classes in the folder, kernels of the hub.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+# Keys of Hugging Face's files that name code: classes in the folder, kernels of the hub.
 RUNS_CODE = {"auto_map", "attn_implementation", "experts_implementation", "quantization_config", "custom_generate"}
 
 # Logarithms of the probabilities of some targets, (N,) fp32, and whether each is the likeliest token, (N,) bool.

@@ -172,6 +172,10 @@ MISTAKES = {
     "-m attention=naive,flesh": "attention=flesh is not known",
     "-m model.n_heads=4,7": "not a multiple of model.n_heads=7",
     "-m seq_len=128,abc": "seq_len=abc is not a whole number",
+    "-m optimizer.lr=interval(0.001,0.01)": r"^optimizer.lr=interval\(.* all numbers of an interval, .*range\(1,9,2\)",
+    "-m attention=glob(no*)": r"^attention=glob\(no\*\) finds nothing: .*conf/attention/ has flash, .*naive",
+    "-m seed=glob(*)": r"^seed=glob\(\*\) finds nothing: .* seed names no file",
+    "-m seed=range(0,1000000000)": "^The sweep has more than 10,000 jobs; take fewer values",
     "experiment=parity model.n_heads=7": "not a multiple of model.n_heads=7",
 }
 
@@ -218,6 +222,27 @@ def test_all_mistakes_are_reported_together(tmp_path: Path, monkeypatch: pytest.
     assert len(sentences) == len(wrong) + 1
     for override in [*wrong, "attention=tiled,naive"]:
         assert sum(sentence.startswith(override) for sentence in sentences) == 1
+
+
+def test_a_pattern_names_files_of_conf(tmp_path: Path) -> None:
+    jobs = compose.jobs(["score=glob(*,exclude=[documents,g*])", "seed=1"])
+    assert [job[0] for job in jobs] == [f"score={n}" for n in ("alibi", "causal", "sinks", "soft_cap", "window")]
+
+
+def test_an_override_that_a_later_one_replaces_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare(["seed=1", "attention=naive", "seed=2", "seed=2", "attention=tiled"])
+    assert capsys.readouterr().err.splitlines() == [
+        "note: seed=1 is replaced by seed=2, which stands after it.",
+        "note: attention=naive is replaced by attention=tiled, which stands after it.",
+    ]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    prepare(["seed=1", "seed=2", "device=cpu"])
+    assert capsys.readouterr().err == ""
 
 
 def test_flags_may_stand_among_the_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
