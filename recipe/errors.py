@@ -20,6 +20,7 @@ class UserError(Exception):
     """
 
 
+SECONDS_FOR_THE_FIRST_RANK = 5.0
 # The packages below the recipe, and the base class of their errors.
 OF_LIBRARIES = {"attention.errors": "AttentionError", "data.errors": "DataError", "model.config": "ModelError"}
 
@@ -50,11 +51,15 @@ def as_override(option: tuple[str, object]) -> str:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Print each line of the error as a separate sentence, for torchrun too, and exit with status 1."""
+    """Print each line of the error as a separate sentence, or have torchrun print it, and exit with status 1."""
     sentences = "\n".join(f"error: {sentence}" for sentence in sentence_of(error).splitlines())
-    print(sentences, file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # When a rank fails, torchrun prints its own traceback, and below it what the rank wrote to this file.
+        # When a rank fails, torchrun prints its own traceback, and below it what each rank wrote to this file. Most
+        # errors are those of all ranks: then it ends the others while they wait here, and the sentence stands once.
+        if int(os.environ.get("RANK", "0")) > 0:
+            time.sleep(SECONDS_FOR_THE_FIRST_RANK)
         written = {"message": {"message": sentences, "extraInfo": {"timestamp": str(int(time.time()))}}}
         Path(file).write_text(json.dumps(written), encoding="utf-8")
+    else:
+        print(sentences, file=sys.stderr)
     sys.exit(1)
