@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -114,6 +115,7 @@ class Profiler:
         if self.memory_snapshot:
             torch.cuda.memory._record_memory_history()
         if self.profile:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the library says when it starts and stops
             on_gpu = self.device.type == "cuda"
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
             self.profiler = self.recording.enter_context(profile(activities=activities))

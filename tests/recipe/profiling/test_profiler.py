@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,3 +174,24 @@ def test_nothing_is_recorded_unasked(tmp_path):
 def test_a_memory_snapshot_without_a_gpu_is_refused():
     with pytest.raises(ProfileError, match=r"training\.memory_snapshot=true records a GPU's allocator"):
         check_profile(CPU, memory_snapshot=True)
+
+
+def test_a_profile_prints_nothing_but_its_table(tmp_path: Path) -> None:
+    script = """
+import sys, torch
+from pathlib import Path
+from recipe.profiling.profiler import Profiler
+cpu = torch.device("cpu")
+profiler = Profiler(Path(sys.argv[1]), cpu, profile=True, memory_snapshot=False, start=0, steps=1, print=lambda line: None)
+profiler.start()
+torch.ones(9).sum()
+profiler.stop()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout + done.stderr == ""
