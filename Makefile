@@ -19,6 +19,11 @@ help: ## show this list
 	@echo "To use the environment:    source $(BIN)/activate"
 	@echo "Training takes overrides:  python train.py attention=tiled seq_len=512"
 	@echo "All overrides:             python train.py --help"
+	@echo
+	@echo "Libraries keep files outside this folder, which make clean leaves:"
+	@echo "  /tmp/torchinductor_<you>, ~/.triton            compiled code"
+	@echo "  /tmp/torchelastic_*, /tmp/pytorch-errorfile-*  reports of ranks that failed"
+	@echo "  ~/.cache/matplotlib, ~/.cache/huggingface      a list of fonts; data sets and models"
 
 # What to install of pyproject.toml's extras. The stamp is newer than that file when the environment is up to date.
 # The pip that comes with Python 3.11 takes three times as long as today's.

@@ -182,16 +182,12 @@ import sys, torch
 from pathlib import Path
 from recipe.profiling.profiler import Profiler
 cpu = torch.device("cpu")
-profiler = Profiler(Path(sys.argv[1]), cpu, profile=True, memory_snapshot=False, start=0, steps=1, print=lambda line: None)
+wanted = dict(profile=True, memory_snapshot=False, start=0, steps=1)
+profiler = Profiler(Path(sys.argv[1]), cpu, print=lambda line: None, **wanted)
 profiler.start()
 torch.ones(9).sum()
 profiler.stop()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command, root = [sys.executable, "-c", script, tmp_path], Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
