@@ -7,14 +7,15 @@ python sample.py run=outputs/2026-11-21/10-00-00-flash export=my-model
 run          the run folder to take the model from
 prompt       the text to continue; a fresh text if empty
 prompts      a file of texts to continue instead, one a line; a .jsonl file has {"prompt": ...} in each line
-batch        how many prompts at a time; a prompt's text does not depend on those beside it
-out          a new file for the texts of prompts=, a JSON object in each line; without it they are printed
+samples      texts for each prompt, from random numbers of their own
+batch        how many texts at a time; a text does not depend on those beside it
+out          a new file for the texts of prompts= or samples=, a JSON object in each line; without it they are printed
 tokens       how many to add at most; an end-of-text token ends the text earlier
 stop         text that ends the continuation earlier, and is not part of it
 temperature  divides the logits: 0 always takes the likeliest token, 1 keeps the model's probabilities
 top_k        draw among the k likeliest tokens; null: among all
 top_p        draw among the likeliest tokens that together have this probability; null: among all
-seed         of the draws, for each prompt alike
+seed         of the draws; each prompt of a file and each sample has its own part of them
 compile      compile the work of a token: it takes half a minute on a GPU, and pays off for many tokens
 checkpoint   best (by validation loss, if it was measured) or newest
 weights      trained, or ema: their moving average, if training.ema kept one
@@ -30,6 +31,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from attention import ProductPrecision
@@ -37,8 +39,16 @@ from recipe.cli.arguments import parse as key_values
 from recipe.cli.wording import one_sentence
 from recipe.config import ConfigError, as_plain
 from recipe.device import resolve_device
-from recipe.generation.engine import Engine, Request
-from recipe.generation.prompts import continuations, open_new, read_prompts, write
+from recipe.generation.engine import Engine
+from recipe.generation.prompts import (
+    Continuation,
+    continuations,
+    in_order,
+    open_new,
+    read_prompts,
+    requests_of,
+    write,
+)
 from recipe.generation.sampling import Sampling
 from recipe.generation.steps import decoding_attention
 from recipe.generation.text import stream
@@ -55,6 +65,7 @@ class SampleConfig:
     run: str = ""
     prompt: str = ""
     prompts: str | None = None
+    samples: int = 1
     batch: int = 32
     out: str | None = None
     tokens: int = 200
@@ -84,18 +95,26 @@ def parse(arguments: list[str]) -> SampleConfig:
         raise ConfigError("run=<folder> is missing; name the run folder that train.py printed.")
     if config.tokens < 0:
         raise ConfigError(f"tokens={config.tokens} must be at least 0, the number of tokens to add.")
+    if config.samples < 1:
+        raise ConfigError(f"samples={config.samples} must be at least 1: it is how many texts each prompt gets.")
+    if config.samples > 1 and config.temperature == 0:
+        raise ConfigError(
+            f"samples={config.samples} would be the same text each time, as temperature=0 takes the likeliest token; "
+            "leave one of them out."
+        )
     if config.batch < 1:
         raise ConfigError(f"batch={config.batch} must be at least 1: it is how many prompts are continued at a time.")
-    if config.prompts is None and config.out is not None:
+    many = config.prompts is not None or config.samples > 1
+    if config.out is not None and not many:
         raise ConfigError(f"out={config.out} takes the texts of many prompts; name their file with prompts=.")
     if config.prompts is not None and config.prompt:
         raise ConfigError(f"prompt={config.prompt} and prompts={config.prompts} are both given; leave one of them out.")
-    if config.export is not None and (config.prompt or config.prompts is not None):
+    if config.export is not None and (config.prompt or many):
         raise ConfigError(f"export={config.export} writes the model and no texts; leave the prompts out.")
-    if config.prompts is not None and config.tokens == 0:
+    if many and config.tokens == 0:
         raise ConfigError("tokens=0 adds nothing to the prompts; ask for at least 1.")
     precision = config.attention_precision
-    if precision is not ProductPrecision.inputs and config.prompts is not None and config.batch > 1:
+    if precision is not ProductPrecision.inputs and many and config.batch > 1:
         raise ConfigError(
             f"attention.precision={precision.value} does not tell documents apart, and batch={config.batch} prompts "
             "share a row as documents; set batch=1, or leave the precision out."
@@ -114,7 +133,9 @@ def main(arguments: list[str]) -> None:
         write_export(run, config.checkpoint, config.weights, Path(config.export).expanduser())
         return
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
-    prompts = None if config.prompts is None else read_prompts(Path(config.prompts).expanduser())
+    prompts = [config.prompt] if config.samples > 1 else None
+    if config.prompts is not None:
+        prompts = read_prompts(Path(config.prompts).expanduser())
     batch = "" if prompts is None else f" with batch={config.batch}"
     too_large = (
         f"The model{batch} does not fit the memory of {resolve_device(config.device)}; use a smaller batch, fewer "
@@ -172,12 +193,22 @@ def write_export(run: Path, which: CheckpointChoice, weights: WeightsChoice, fol
 
 
 def write_texts(prompts: list[str], trained: Trained, sampling: Sampling, config: SampleConfig) -> None:
-    """Continue many prompts, and print or write their texts. Raises UserError before anything is written."""
-    requests = [Request(trained.tokenizer.encode_ordinary(prompt), config.tokens) for prompt in prompts]
+    """Continue many prompts, or one many times, and print or write it all. Raises UserError before anything is
+    written."""
+    requests = requests_of(prompts, trained.tokenizer, config.tokens, config.samples)
     engine = Engine(trained.model, requests, sampling, slots=config.batch, dtype=trained.dtype, compile=config.compile)
     found = continuations(engine, prompts, trained.tokenizer, config.stop)
-    put = print if config.out is None else open_new(Path(config.out).expanduser())
-    write(found, len(prompts), put)
+    if config.out is not None:
+        write(found, len(requests), open_new(Path(config.out).expanduser()))
+    elif config.prompts is not None:
+        write(found, len(requests), lambda continuation: print(continuation.as_json()))
+    else:
+        write(in_order(found), len(requests), partial(print_sample, config.samples))
+
+
+def print_sample(samples: int, continuation: Continuation) -> None:
+    """A text for people, below a line with its number."""
+    print(f"--- sample {continuation.sample + 1} of {samples}\n{continuation.prompt}{continuation.text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def test_the_stop_text_ends_the_continuation(run, capsys):
 
 
 @pytest.mark.parametrize(("suffix", "encoding"), [("txt", "utf-8-sig"), ("jsonl", "utf-8")])
-def test_many_prompts_are_continued_as_each_alone(run, tmp_path, capsys, suffix, encoding):
+def test_a_text_of_many_depends_on_its_prompt_and_number_alone(run, tmp_path, capsys, suffix, encoding):
     prompts = ["def ", "a", "class", "if x:", "\u2028b"]
     lines = prompts if suffix == "txt" else [json.dumps({"prompt": prompt, "id": 7}) for prompt in prompts]
     (tmp_path / f"prompts.{suffix}").write_text("\n".join(lines) + "\n", encoding=encoding)
@@ -214,12 +214,50 @@ def test_many_prompts_are_continued_as_each_alone(run, tmp_path, capsys, suffix,
     assert sorted(line["index"] for line in found) == list(range(5))
     for line in found:
         assert line["prompt"] == prompts[line["index"]]
-        assert line["text"] == continuation(5, list(line["prompt"].encode()), 12)
+        if line["index"] == 0:
+            assert line["text"] == continuation(5, list(line["prompt"].encode()), 12)
         assert 0 < line["tokens"] <= 12
         assert line["seconds"] >= 0
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "5 of 5 prompts" in captured.err
+    others = ["x" * n for n in range(1, 5)]
+    for line in found:  # at the same place, among others
+        beside = [*others[: line["index"]], line["prompt"], *others[line["index"] :]]
+        (tmp_path / "beside.txt").write_text("\n".join(beside), encoding="utf-8")
+        main([f"run={run}", f"prompts={tmp_path / 'beside.txt'}", "batch=5", "tokens=12", *SAMPLED])
+        again = [json.loads(text) for text in capsys.readouterr().out.removesuffix("\n").split("\n")]
+        assert [text["text"] for text in again if text["index"] == line["index"]] == [line["text"]]
+
+
+SAMPLED = ["temperature=0.5", "top_k=20", "seed=3"]
+
+
+def test_equal_prompts_of_a_file_get_texts_of_their_own(run, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("def \n" * 4)
+    main([f"run={run}", f"prompts={tmp_path / 'prompts.txt'}", "tokens=12", *SAMPLED])
+    texts = {line["index"]: line["text"] for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert texts[0] == continuation(5, list(b"def "), 12)
+    assert len(set(texts.values())) == 4
+
+
+def test_samples_of_a_prompt_are_texts_of_their_own_in_order(run, tmp_path, capsys):
+    main([f"run={run}", "prompt=def ", "samples=3", "batch=2", "tokens=12", *SAMPLED])
+    printed = capsys.readouterr().out
+    first, *others = printed.split("--- sample ")[1:]
+    assert first == f"1 of 3\ndef {continuation(5, list(b'def '), 12)}\n"
+    assert [text.splitlines()[0] for text in others] == ["2 of 3", "3 of 3"]
+    assert len({text.partition("\n")[2] for text in (first, *others)}) == 3
+    out = tmp_path / "texts.jsonl"
+    main([f"run={run}", "prompt=def ", "samples=3", "tokens=12", *SAMPLED, f"out={out}"])
+    lines = {line["sample"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert all(f"{line['prompt']}{line['text']}\n" in printed for line in lines.values())
+    assert sorted(lines) == [0, 1, 2]
+
+
+def test_an_empty_prompt_has_samples_too(run, capsys):
+    main([f"run={run}", "samples=2", "tokens=5", *SAMPLED])
+    assert f"1 of 2\n{continuation(5, [TOKENIZER.eot_token], 5)}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -239,6 +277,8 @@ def test_many_prompts_are_continued_as_each_alone(run, tmp_path, capsys, suffix,
         ('{"prompt": "a"}', ["prompt=b"], "prompt=b and prompts=.* are both given"),
         ('{"prompt": "a"}', ["batch=0"], "batch=0 must be at least 1"),
         ('{"prompt": "a"}', ["tokens=0"], "tokens=0 adds nothing"),
+        ('{"prompt": "a"}', ["samples=0"], "samples=0 must be at least 1"),
+        ('{"prompt": "a"}', ["samples=2", "temperature=0"], "samples=2 would be the same text each time"),
         ('{"prompt": "a"}\n' * 2, ["tokens=10000000000"], r"random numbers of batch=2 .* ask for fewer tokens"),
         (None, [], r"prompts=.*prompts.jsonl cannot be read \(No such file"),
         ("a\udcff", [], r"prompts=.*prompts.txt cannot be read \(it is not UTF-8"),

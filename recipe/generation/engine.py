@@ -30,7 +30,7 @@ from model.gpt import GPT
 from recipe.generation.errors import GenerationError
 from recipe.generation.memory import check_memory
 from recipe.generation.rows import lay_out, padded
-from recipe.generation.sampling import Sampling
+from recipe.generation.sampling import FIRST_STREAM, Sampling, Stream
 from recipe.generation.steps import Steps, decoding_attention
 
 # Tokens of a prefill on a GPU. Fewer leave it idle; more take memory, and keep running sequences waiting.
@@ -44,12 +44,14 @@ class Request:
 
     prompt    its tokens, at least one
     limit     tokens to add at most
+    stream    of random numbers that decide between them
     tokens    those that have been added
     finished  no more will be. Set it to have none after those received
     """
 
     prompt: Sequence[int]
     limit: int
+    stream: Stream = FIRST_STREAM
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
 
@@ -113,7 +115,8 @@ class Engine:
         if row is None:
             row = ROW if device.type == "cuda" and slots > 1 and "documents" in model.attend.supports else 0
         self.row = row and max(row, *(padded(len(request.prompt)) for request in requests))
-        self.steps = Steps(model, sampling, size, noise_rows, dtype, compile)
+        streams = any(request.stream != FIRST_STREAM for request in requests)
+        self.steps = Steps(model, sampling, size, noise_rows, streams, dtype, compile)
         self.owners: list[Request | None] = [None] * slots  # the request that each slot belongs to
         self.owners_changed = False  # since the device was told which slots have sequences
 
@@ -177,6 +180,7 @@ class Engine:
             if not self.steps.cache.reserve(slot, P, self.kept[waiting[0]], self.window):
                 break
             self.owners[slot] = new[slot] = waiting.popleft()
+            self.steps.begin_stream(slot, new[slot].stream)
             self.owners_changed = True
             room -= padded(P)
         return new
@@ -209,7 +213,7 @@ class Engine:
     def from_scratch(self, request: Request) -> int:
         """The next token, computed from the last seq_len."""
         tokens = [*request.prompt, *request.tokens][-self.seq_len :]
-        return self.steps.from_scratch(torch.tensor([tokens]), len(request.tokens))
+        return self.steps.from_scratch(torch.tensor([tokens]), len(request.tokens), request.stream)
 
 
 def generate(

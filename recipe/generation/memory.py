@@ -13,7 +13,7 @@ from recipe.device import free_memory
 from recipe.generation.errors import GenerationError
 
 SHARE = 0.9  # of the free memory; the rest is for the model's work
-ROWS_OF_LOGITS = 4  # fp32, for each sequence, while a token is chosen
+ROWS_OF_LOGITS = 10  # fp32, for each sequence, with its random numbers, while a token is chosen
 
 
 def check_memory(
@@ -22,9 +22,9 @@ def check_memory(
     """Raise GenerationError where a cache, the logits and the random numbers take more memory than is free.
 
     pages       of each sequence, of which `size.slots` are there at a time
-    noise_rows  of the random numbers that all sequences share, fp32
+    noise_rows  of the random numbers that all sequences share, fp64
     """
-    free, logits, noise = free_memory(device), ROWS_OF_LOGITS * 4 * model.vocab_size, noise_rows * 4 * model.vocab_size
+    free, logits, noise = free_memory(device), ROWS_OF_LOGITS * 4 * model.vocab_size, noise_rows * 8 * model.vocab_size
     needed = size.bytes(model.config, dtype) + size.slots * logits + noise
     if needed <= SHARE * free:
         return

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.tokenizers import Tokenizer
 from recipe.files import to_json
-from recipe.generation.engine import Engine
+from recipe.generation.engine import Engine, Request
 from recipe.generation.errors import GenerationError
 from recipe.generation.text import Text
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt's text: what was added to prompt number `index`, in how many tokens, and after how many seconds."""
+    """A prompt's text: what was added to prompt number `index`, in how many tokens, and after how many seconds.
+
+    sample  the number of this text among those of its prompt
+    """
 
     index: int
+    sample: int
     prompt: str
     text: str
     tokens: int
@@ -66,43 +70,62 @@ def prompt_of_json(line: str) -> str | None:
         return None
 
 
+def requests_of(prompts: Sequence[str], tokenizer: Tokenizer, tokens: int, samples: int = 1) -> list[Request]:
+    """A request for each text: `samples` of each prompt, with random numbers of their own. An empty prompt begins a
+    text."""
+    return [
+        Request(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token], tokens, (index, sample))
+        for index, prompt in enumerate(prompts)
+        for sample in range(samples)
+    ]
+
+
 def continuations(
     engine: Engine, prompts: Sequence[str], tokenizer: Tokenizer, stop: str | None = None
 ) -> Iterator[Continuation]:
-    """The continuation of each of an engine's requests, whose texts are `prompts`, at its end.
+    """The continuation of each of an engine's requests for `prompts`, at its end.
 
     stop  text that ends a continuation, and is not part of it
     """
-    texts = [Text(tokenizer, stop, request.prompt) for request in engine.requests]
-    begin = time.perf_counter()
-    indices = {request: index for index, request in enumerate(engine.requests)}
-    added = [""] * len(prompts)
+    begin, before = time.perf_counter(), [tokenizer.encode_ordinary(prompt) for prompt in prompts]
+    texts = {request: Text(tokenizer, stop, before[request.stream[0]]) for request in engine.requests}
+    added = dict.fromkeys(engine.requests, "")
     for request, token in engine.run():
-        index = indices[request]
-        added[index] += texts[index].add(token)
-        request.finished |= texts[index].ended
+        text = texts[request]
+        added[request] += text.add(token)
+        request.finished |= text.ended
         if request.finished:
-            added[index] += "" if texts[index].ended else texts[index].rest()
-            seconds = round(time.perf_counter() - begin, 3)
-            yield Continuation(index, prompts[index], added[index], len(request.tokens), seconds)
+            added[request] += "" if text.ended else text.rest()
+            (index, sample), seconds = request.stream, round(time.perf_counter() - begin, 3)
+            yield Continuation(index, sample, prompts[index], added[request], len(request.tokens), seconds)
 
 
-def open_new(path: Path) -> Callable[[str], object]:
-    """What appends a line to a new file, on the disk at once. Raises GenerationError for a file that is there."""
+def open_new(path: Path) -> Callable[[Continuation], object]:
+    """What appends a line of JSON to a new file, on the disk at once. Raises GenerationError where there is one."""
     try:
         file = path.open("x", encoding="utf-8", buffering=1)
     except FileExistsError as error:
         raise GenerationError(f"out={path} exists, and is not overwritten; name another file.") from error
     except OSError as error:
         raise GenerationError(f"out={path} cannot be written ({error.strerror}); name another file.") from error
-    return lambda line: file.write(line + "\n")
+    return lambda continuation: file.write(continuation.as_json() + "\n")
 
 
-def write(found: Iterator[Continuation], count: int, put: Callable[[str], object]) -> None:
-    """Put each continuation as a line of JSON, and tell on stderr how many of `count` are done."""
+def in_order(found: Iterable[Continuation]) -> Iterator[Continuation]:
+    """Continuations of one prompt in the order of their samples, each as soon as those before it are there."""
+    waiting, following = dict[int, Continuation](), 0
+    for continuation in found:
+        waiting[continuation.sample] = continuation
+        while following in waiting:
+            yield waiting.pop(following)
+            following += 1
+
+
+def write(found: Iterable[Continuation], count: int, put: Callable[[Continuation], object]) -> None:
+    """Put each continuation, and tell on stderr how many of `count` are done."""
     begin, tokens = time.perf_counter(), 0
     for done, continuation in enumerate(found, 1):
-        put(continuation.as_json())
+        put(continuation)
         tokens += continuation.tokens
         if done == count or sys.stderr.isatty():
             rate = tokens / (time.perf_counter() - begin)

@@ -3,8 +3,11 @@
     token = argmax_j p_j / e_j,      e_j ~ Exp(1),      p = softmax(logits / temperature)
 
 takes token j with probability p_j: it is the exponential race that torch.multinomial runs on a CPU, with the same
-numbers e. They are drawn on the CPU from the seed, for the first token, the second and so on, and depend on nothing
-else: a prompt's tokens depend neither on the prompts beside it nor on the device, up to rounding of the logits.
+numbers e = -log(1 - u). The uniform numbers u are drawn on the CPU from the seed, for the first token, the second and
+so on. Further prompts and samples have streams of their own, which cost one row of numbers each: stream n uses the
+fractional part of u + s_n (Cranley and Patterson 1976), with s_n uniform. At each step the numbers of two streams are
+independent. So a prompt's tokens depend on the seed and its number, neither on the prompts beside it nor on the device,
+up to rounding of the logits.
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from model.cache import upload
 from recipe.generation.errors import GenerationError
 
+Stream = tuple[int, int]  # the number of a prompt, and of its sample
+FIRST_STREAM = (0, 0)
 MANTISSA = 53  # random bits of a double in [0, 1)
 SMALLEST_TEMPERATURE = 1e-6  # logits divided by it stay finite in fp32
 
@@ -74,15 +80,35 @@ class Sampling:
 
 
 class Noise:
-    """Exponential random numbers for each token of the vocabulary; row t decides the choice after t generated tokens.
+    """Random numbers for each token of the vocabulary; row t decides the choice after t generated tokens.
 
-    rows  how many are kept, on the device: `table` (rows, V) fp32. Row t lies at t modulo rows
+    table   (rows, V) fp64, uniform, on the device: the last rows that were drawn. Row t lies at t modulo rows
+    shifts  (slots, V) fp64, s_n of the stream in each slot; None where all slots have the first stream
     """
 
-    def __init__(self, seed: int, vocab_size: int, rows: int, device: torch.device) -> None:
+    def __init__(self, seed: int, vocab_size: int, rows: int, slots: int | None, device: torch.device) -> None:
+        """slots  with streams of their own; None: all have the first"""
         self.seed, self.generator = seed, torch.Generator().manual_seed(seed)
-        self.table = torch.ones(rows, vocab_size, device=device)
+        self.table = torch.zeros(rows, vocab_size, dtype=torch.float64, device=device)
+        self.shifts = None if slots is None else torch.zeros(slots, vocab_size, dtype=torch.float64, device=device)
         self.drawn = 0
+
+    def begin(self, slot: int, stream: Stream) -> None:
+        """Give a slot the stream of its next sequence."""
+        if self.shifts is None:
+            return
+        if stream == FIRST_STREAM:
+            self.shifts[slot].zero_()
+            return
+        seed = np.random.SeedSequence((self.seed % 2**64, *stream)).generate_state(1, np.uint64)[0]
+        self.shifts[slot].copy_(self._uniform(torch.Generator().manual_seed(int(seed))))
+
+    def of(self, steps: Tensor) -> Tensor:
+        """(slots, V) fp32: the numbers e of each slot for its next token, after `steps` (slots,) generated ones."""
+        uniform = self.table[steps % len(self.table)]
+        if self.shifts is not None:
+            uniform = (uniform + self.shifts).frac()
+        return -torch.log1p(-uniform).float()
 
     def draw(self, count: int) -> None:
         """Draw the first `count` rows, of which the last are kept. Does not wait for the device."""
@@ -90,8 +116,10 @@ class Noise:
             self.generator.manual_seed(self.seed)
             self.drawn = 0
         while self.drawn < count:
-            # Tensor.exponential_ draws these bits, and then takes the logarithm of one number after the other.
-            bits = torch.empty(self.table.shape[1], dtype=torch.int64).random_(generator=self.generator)
-            uniform = (upload(bits, self.table.device) & ((1 << MANTISSA) - 1)).double() * 2.0**-MANTISSA
-            self.table[self.drawn % len(self.table)] = -torch.log1p(-uniform)
+            self.table[self.drawn % len(self.table)] = self._uniform(self.generator)
             self.drawn += 1
+
+    def _uniform(self, generator: torch.Generator) -> Tensor:
+        """The next (V,) numbers in [0, 1), as Tensor.exponential_ draws them before it takes their logarithms."""
+        bits = torch.empty(self.table.shape[1], dtype=torch.int64).random_(generator=generator)
+        return (upload(bits, self.table.device) & ((1 << MANTISSA) - 1)).double() * 2.0**-MANTISSA

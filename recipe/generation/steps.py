@@ -31,7 +31,7 @@ from model.cache import CacheSize, Decode, KVCache, Prefill, upload
 from model.config import Positions
 from model.gpt import GPT
 from recipe.generation.rows import Row
-from recipe.generation.sampling import Noise, Sampling
+from recipe.generation.sampling import Noise, Sampling, Stream
 
 WARMUP_CALLS = 3  # before a CUDA graph is captured, which must not contain compilation
 
@@ -50,10 +50,15 @@ class Steps:
         sampling: Sampling,
         size: CacheSize,
         noise_rows: int,
+        streams: bool = False,
         dtype: torch.dtype = torch.float32,
         compile: bool = False,
     ) -> None:
-        """See Engine for the arguments; noise_rows are those of Noise."""
+        """See Engine for the arguments.
+
+        noise_rows  rows of Noise
+        streams     whether sequences have streams of random numbers of their own
+        """
         self.device, self.dtype, self.sampling = model.wte.weight.device, dtype, sampling
         by_column = self.device.type == "cpu" and size.slots == 1
         self.model = copied(model, dtype, by_column)
@@ -67,7 +72,8 @@ class Steps:
             self.rotation = (cos.to(self.device), sin.to(self.device))
         self.noise = None
         if sampling.temperature > 0:
-            self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, self.device)
+            slots = size.slots if streams else None
+            self.noise = Noise(sampling.seed, model.vocab_size, noise_rows, slots, self.device)
         self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
         self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
         # Functions, not this object's methods: a cycle with them would keep the cache until Python collects garbage.
@@ -83,6 +89,11 @@ class Steps:
         """Tell the device which slots have sequences, and where these are, for what is launched from now on."""
         self.cache.publish()
         self.active.copy_(upload(torch.tensor(active, dtype=torch.int32), self.device))
+
+    def begin_stream(self, slot: int, stream: Stream) -> None:
+        """Give the next sequence in a slot its stream of random numbers."""
+        if self.noise is not None:
+            self.noise.begin(slot, stream)
 
     def draw_noise(self, count: int) -> None:
         """Draw the random numbers for tokens up to number `count` of a sequence."""
@@ -133,9 +144,10 @@ class Steps:
         self.steps.add_(1)
 
     @torch.no_grad()
-    def from_scratch(self, tokens: Tensor, step: int) -> int:
+    def from_scratch(self, tokens: Tensor, step: int, stream: Stream) -> int:
         """The token after tokens (1, n), the last `step` of which were generated, once no sequence uses the cache."""
         self.draw_noise(step + 1)
+        self.begin_stream(0, stream)
         self.steps.fill_(step)
         with self.on_device(), self.autocast():
             hidden = self.model.hidden(upload(tokens, self.device))[:, -1]  # (1, C)
@@ -147,7 +159,7 @@ class Steps:
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next tokens (slots,)."""
-        noise = None if self.noise is None else self.noise.table[self.steps % len(self.noise.table)]
+        noise = None if self.noise is None else self.noise.of(self.steps)
         return self.sampling.pick(logits.float(), noise)
 
     def copy_to_host(self) -> tuple[Tensor, torch.cuda.Event | None]:

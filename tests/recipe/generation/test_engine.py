@@ -18,6 +18,7 @@ from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.score import ScoreConfig
 from recipe.generation import Engine, GenerationError, Request, Sampling, generate, memory
+from recipe.generation.sampling import Noise
 from tests.own_attention import ScalableSoftmax
 from tests.recipe.generation.from_scratch import expected, logits_of
 
@@ -174,6 +175,44 @@ def test_draws_are_a_function_of_the_seed():
     drawn = [list(generate(model, [1, 2, 3], 12, Sampling(seed=seed))) for seed in (4, 4, 5)]
     assert drawn[0] == drawn[1] == expected(model, [1, 2, 3], drawn[0], 1.0, seed=4)
     assert drawn[0] != drawn[2]
+
+
+def test_streams_of_random_numbers_are_exponential_and_independent():
+    V, steps, slots = 500, 40, 4
+    noise = Noise(seed=7, vocab_size=V, rows=steps, slots=slots, device=torch.device("cpu"))
+    for slot, stream in enumerate([(0, 0), (0, 1), (1, 0), (2**40, 3)]):
+        noise.begin(slot, stream)
+    noise.draw(steps)
+    e = torch.stack([noise.of(torch.full((slots,), t)) for t in range(steps)], dim=1).double()  # (slots, steps, V)
+    n = steps * V
+    generator = torch.Generator().manual_seed(7)
+    alone = torch.stack([torch.empty(V).exponential_(generator=generator) for _ in range(steps)])
+    torch.testing.assert_close(e[0].float(), alone)
+    for slot in range(slots):
+        cdf, _ = (1 - torch.exp(-e[slot].flatten())).sort()
+        apart = (cdf - torch.linspace(0, 1, n, dtype=torch.float64)).abs().max()
+        assert apart < 1.95 / math.sqrt(n)  # Kolmogorov-Smirnov, p = 0.001
+    uniform = 1 - torch.exp(-e)
+    for a in range(slots):
+        for b in range(a):
+            for t in range(steps):
+                (_, r), _ = torch.corrcoef(torch.stack([uniform[a, t], uniform[b, t]]))
+                assert abs(r) < 4.5 / math.sqrt(V)
+                assert not torch.equal(uniform[a, t], uniform[b, t])
+    noise.begin(1, (0, 0))
+    torch.testing.assert_close(noise.of(torch.zeros(slots, dtype=torch.int64))[1].double(), e[0, 0])
+
+
+def test_equal_prompts_with_streams_of_their_own_get_the_tokens_they_get_alone():
+    model = build(seq_len=24)
+    (prompt,) = prompts(10)
+    streams = [(0, 0), (0, 1), (3, 0), (0, 2)]
+    sampling = Sampling(0.9, seed=5)
+    together = drained(Engine(model, [Request(prompt, 20, stream) for stream in streams], sampling, slots=2))
+    alone = [drained(Engine(model, [Request(prompt, 20, stream)], sampling))[0] for stream in streams]
+    assert together == alone
+    assert len({tuple(tokens) for tokens in together}) == 4
+    assert together[0] == expected(model, prompt, together[0], 0.9, seed=5)
 
 
 def test_draws_come_from_the_tempered_top_k():

@@ -188,6 +188,6 @@ profiler.start()
 torch.ones(9).sum()
 profiler.stop()
 """
-    command, root = [sys.executable, "-c", script, tmp_path], Path(__file__).parents[3]
+    command, root = [sys.executable, "-c", script, str(tmp_path)], Path(__file__).parents[3]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
