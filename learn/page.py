@@ -25,6 +25,7 @@ from learn.flash import block_sizes, lowest
 from learn.ladder import Measured, furthest_apart, silent_error
 from learn.problem import Problem, solve
 from learn.tracing import Recording, record
+from learn.why import reasons
 
 TEMPLATES = Path(__file__).parent / "templates"
 # What the page's controls offer. A window is causal.
@@ -94,8 +95,9 @@ def texts(now: dict[str, Tensor], before: dict[str, Tensor], shown_before: Texts
     }
 
 
-def packed(recording: Recording, problem: Problem) -> dict[str, Any]:
-    """A recording for the page: after each step only what changed."""
+def packed(recording: Recording, choice: dict[str, Any]) -> dict[str, Any]:
+    """The recording of a setting for the page: after each step only what changed."""
+    problem = problem_of(choice)
     steps: list[dict[str, Any]] = []
     fast_before: dict[str, Tensor] = {}
     slow_before: dict[str, Tensor] = {}
@@ -118,6 +120,7 @@ def packed(recording: Recording, problem: Problem) -> dict[str, Any]:
     B_r, B_c = block_sizes(problem.d, problem.M)
     return {
         "source": recording.source,
+        "why": reasons(f"{choice['algorithm']}_{choice['direction']}", recording.source),
         "steps": steps,
         "B_r": B_r,
         "B_c": B_c,
@@ -134,7 +137,7 @@ def compressed(value: Any) -> str:
 
 def render(ladder: list[Measured]) -> str:
     """The page as HTML."""
-    recordings = {key_of(choice): packed(record_choice(choice), problem_of(choice)) for choice in choices()}
+    recordings = {key_of(choice): packed(record_choice(choice), choice) for choice in choices()}
     line, wrong, right = silent_error()
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),

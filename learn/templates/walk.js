@@ -47,11 +47,13 @@ function show(n) {
   byId("source").replaceChildren(...recording.source.map((text, line) => {
     const span = document.createElement("span");
     span.textContent = text || " ";
+    span.style.setProperty("--indent", text.length - text.trimStart().length);
     if (line === now.line) span.className = "now";
     return span;
   }));
   const moved = (now.moves || []).map(([name, from, to, kind]) => `${kind}s ${name}[${from}:${to}]`);
-  byId("told").textContent = recording.source[now.line].trim() + (moved.length ? `  →  ${moved.join(", ")}` : "");
+  byId("line").textContent = recording.source[now.line].trim();
+  byId("told").textContent = recording.why[now.line] + (moved.length ? `  →  ${moved.join(", ")}` : "");
   const fast = Object.entries(state.fast), idle = new Set(now.idle), changed = (name) => (state.changed.has(name) ? ["changed"] : []);
   byId("fast").replaceChildren(...fast.map(([name, rows]) => matrix(name, rows, () => "", idle.has(name) ? ["idle"] : changed("fast" + name))));
   byId("slow").replaceChildren(...Object.entries(state.slow).map(([name, rows]) => matrix(name, rows, (r) => {

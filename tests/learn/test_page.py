@@ -20,6 +20,7 @@ from learn.flash import block_sizes
 from learn.page import CHOICES, FIRST, key_of, packed, problem_of, record_choice, shown
 from learn.problem import solve
 from learn.tracing import Recording
+from learn.why import OF_FUNCTIONS
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -53,7 +54,7 @@ def test_every_number_of_every_step_is_the_tensors(algorithm: str, direction: st
     choice = CHOICE | {"algorithm": algorithm, "direction": direction}
     recording = record_choice(choice)
     seen: dict[str, list[list[str]]] = {}
-    for step, entry in zip(recording.steps, packed(recording, problem_of(choice))["steps"], strict=True):
+    for step, entry in zip(recording.steps, packed(recording, choice)["steps"], strict=True):
         seen |= {f"fast {name}": rows for name, rows in entry.get("fast", {}).items()}
         seen |= {f"slow {name}": rows for name, rows in entry.get("slow", {}).items()}
         for kind, tensors in (("fast", step.fast), ("slow", step.slow)):
@@ -64,6 +65,20 @@ def test_every_number_of_every_step_is_the_tensors(algorithm: str, direction: st
                         assert abs(float(text.replace("−", "-")) - value) <= 0.005001, (step.line, name)
                     else:
                         assert value <= torch.finfo(torch.float32).min
+
+
+def test_every_line_that_runs_has_a_reason_and_every_reason_a_line() -> None:
+    for algorithm, direction in itertools.product(("flash_1", "flash_2"), ("forward", "backward")):
+        of_lines = OF_FUNCTIONS[f"{algorithm}_{direction}"]
+        run = set()
+        for mask in CHOICES["mask"]:
+            choice = CHOICE | {"algorithm": algorithm, "direction": direction, "mask": mask, "N": 8}
+            recording = record_choice(choice)
+            run |= {recording.source[step.line].strip() for step in recording.steps}
+            why = packed(recording, choice)["why"]
+            assert all(why[step.line].endswith(".") for step in recording.steps)
+        assert run == of_lines.keys()
+        assert all(reason.count(".") == 1 and line not in reason for line, reason in of_lines.items())
 
 
 def test_the_recorded_end_is_that_of_an_unrecorded_run() -> None:
@@ -124,7 +139,8 @@ def expected(recording: Recording, choice: dict[str, Any], n: int) -> dict[str, 
     return {
         "counter": f"{n + 1} of {len(recording.steps)}",
         "line": line,
-        "told": line.strip() + (f"  →  {moves}" if moves else ""),
+        "told": OF_FUNCTIONS[f"{choice['algorithm']}_{choice['direction']}"][line.strip()]
+        + (f"  →  {moves}" if moves else ""),
         "sizes": f"B_r = {B_r} rows of queries, B_c = {B_c} rows of keys",
         "held": f"{held} numbers" + (f", {unused} of them not needed any more (pale)" if unused else ""),
         "moved": f"{size * step.read} bytes read, {size * step.written} written",
@@ -231,6 +247,38 @@ DRIVE = """const wait = (ms) => new Promise((done) => setTimeout(done, ms));
   seen.wider = document.documentElement.scrollWidth - innerWidth;
   seen.memories = top("fast") < top("slow") && top("slow") < top("source");
   seen.colours = [colours.backgroundColor, colours.color].map((rgb) => rgb.match(/\\d+/g).map(Number));"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_of_the_walk_is_cut_off_and_a_phone_shows_it_at_once(page: Path, tmp_path: Path, width: int) -> None:
+    """At every step of both algorithms; below 844 pixels from the buttons on, all but the program."""
+    measure = """
+  const seen = [], change = (on, type) => on.dispatchEvent(new Event(type, { bubbles: true }));
+  for (const algorithm of ["flash_1", "flash_2"]) for (const direction of ["forward", "backward"]) {
+    document.querySelector("select[name=algorithm]").value = algorithm;
+    document.querySelector("select[name=direction]").value = direction;
+    change($("controls"), "change");
+    for (let n = 0; n <= $("slider").max; n += 4) {
+      $("slider").value = n; change($("slider"), "input");
+      const bar = $("bar").getBoundingClientRect().top, bottom = (id) => $(id).getBoundingClientRect().bottom - bar;
+      seen.push({ cut: $("source").scrollWidth - $("source").clientWidth,
+        sideways: document.documentElement.scrollWidth - innerWidth, line: $("line").textContent,
+        ends: Math.max(bottom("fast"), bottom("slow"), bottom("map")),
+        shown: getComputedStyle($("line")).display, now: document.querySelector(".now").textContent.trim() });
+    }
+  }"""
+    small = f"--window-size={width},844"
+    seen = driven(page, tmp_path, DISPLAYED.partition("\n")[0] + measure, small)
+    assert len(seen) > 40
+    for step in seen:
+        assert step["cut"] <= 0
+        assert step["sideways"] <= 0
+        assert step["line"] == step["now"]
+        assert step["shown"] == ("block" if width == 390 else "none")
+        if width == 390:
+            assert step["ends"] <= 844
 
 
 @pytest.mark.slow
