@@ -36,6 +36,7 @@ from data.check import check_data
 from data.config import DataConfig, Documents
 from data.corpora import CORPORA
 from data.prepare import prepare
+from data.tasks import TASKS
 from data.untrusted import UntrustedError
 from recipe.cli.arguments import parse as key_values
 from recipe.cli.compose import compose_right, expand_home, to_config
@@ -128,6 +129,10 @@ def corpus_config(overrides: list[str]) -> DataConfig:
     assert found.cfg is not None
     data = to_config(found.cfg).data
     check_data(data)
+    if data.name in TASKS:
+        raise ConfigError(
+            f"data={data.name} is a task, whose accuracy train.py measures (probes=[{data.name}]); name a text."
+        )
     CORPORA[data.name](data)  # finds the files before a model is loaded, and reads none
     return data
 

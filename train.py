@@ -30,6 +30,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from data.config import Documents
 from data.prepare import prepare as prepare_data
+from data.tasks import TASKS, TaskData
+from data.tasks.batches import TaskBatches
 from data.tokenizers import load_tokenizer
 from model.score import ScoreConfig, describe_score
 from recipe import CONF
@@ -107,7 +109,8 @@ def prepare(
 ) -> Run | None:
     """The run of a configuration, ready to train from a checkpoint; None if it is complete already."""
     torch.compiler.reset()  # drops what an earlier job of a sweep compiled in this process
-    data = prepare_data(config.data, announce_wait=world.rank == 0)
+    task = TASKS.get(config.data.name)
+    data = TaskData(task) if task else prepare_data(config.data, announce_wait=world.rank == 0)
     with (
         recorded_out_of_memory(folder, as_plain(config), overrides, device, world),
         oom_guard(too_large_model(config.model, device)),
@@ -123,11 +126,11 @@ def prepare(
 
 
 def finish(run: Run, done: int, folder: Path) -> None:
-    """Say how a run that was stopped goes on; of a complete one, show a text that its model generates."""
+    """Say how a run that was stopped goes on; of a complete one on a text, show what its model generates."""
     trainer, training = run.trainer, run.trainer.training
     if done < training.steps:
         run.record.print(describe_stop(run.interruption, done, training, folder))
-    elif training.sample_tokens:
+    elif training.sample_tokens and not isinstance(run.batches, TaskBatches):
         model = trainer.whole_model()
         if trainer.world.rank == 0:
             sampling = Sampling(temperature=0.8, top_k=50, seed=trainer.seed)

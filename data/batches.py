@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -53,6 +53,29 @@ class Batch(NamedTuple):
         return tuple(tensor for tensor in self if tensor is not None)
 
 
+class Stored(NamedTuple):
+    """A micro-batch in the small types in which it is stored.
+
+    window           (B, T + 1): the inputs and, shifted by one, the targets; (B, T) where targets are given
+    targets          (B, T), or None: the token after each input
+    document_starts  as in a Batch
+    """
+
+    window: np.ndarray
+    targets: np.ndarray | None = None
+    document_starts: np.ndarray | None = None
+
+    def batch(self, move: Callable[[Tensor], Tensor] = lambda x: x) -> Batch:
+        """The batch, whose parts `move` takes to the device before they become int64."""
+        window = move(torch.from_numpy(self.window))
+        parts = (window[:, :-1], window[:, 1:])
+        if self.targets is not None:
+            parts = window, move(torch.from_numpy(self.targets))
+        inputs, targets = (part.to(torch.int64, copy=True, memory_format=torch.contiguous_format) for part in parts)
+        starts = self.document_starts
+        return Batch(inputs, targets, None if starts is None else move(torch.from_numpy(starts)))
+
+
 @dataclass(frozen=True)
 class GlobalBatch:
     """The sequences of a step, and those that one rank takes of them in each micro-step.
@@ -81,8 +104,22 @@ class GlobalBatch:
         return (micro_step * self.ranks + self.rank) * self.batch_size
 
 
+class Source(Protocol):
+    """The training batches of one rank, whatever they are made of."""
+
+    @property
+    def global_batch(self) -> GlobalBatch:
+        """The sequences of a step, and this rank's."""
+
+    def stored(self, step: int, micro_step: int = 0) -> Stored:
+        """A micro-batch."""
+
+    def pieces(self) -> list[int]:
+        """The lengths of the pieces into which documents cut the rows of the first micro-batch."""
+
+
 class Batches:
-    """The training batches of one rank.
+    """The training batches of one rank, from a text.
 
     tokens        1-D unsigned
     seq_len       tokens of a sequence, T
@@ -129,9 +166,17 @@ class Batches:
         """The position in its row at which each input's document begins, (B, T) int32."""
         return document_starts(self.documents, self.starts(step, micro_step), self.seq_len)
 
+    def stored(self, step: int, micro_step: int = 0) -> Stored:
+        """The micro-batch as it is stored."""
+        return Stored(self.window(step, micro_step), document_starts=self.document_starts(step, micro_step))
+
     def batch(self, step: int, micro_step: int = 0) -> Batch:
         """The micro-batch on the CPU."""
-        return _batch(self.window(step, micro_step), self.document_starts(step, micro_step))
+        return self.stored(step, micro_step).batch()
+
+    def pieces(self) -> list[int]:
+        """The lengths of the pieces into which documents cut the rows of the first micro-batch."""
+        return piece_lengths(self.documents, self.starts(0), self.seq_len)
 
     def _draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
         # Philox's raw output is the same on every platform and in every version of numpy, which shuffle() is not.
@@ -197,7 +242,10 @@ def eval_batches(
     first = np.arange(pieces) * (len(tokens) - span - 1) // max(pieces - 1, 1)
     starts = (first[:, None] + seq_len * np.arange(windows_in_piece)).ravel()[:n]
     of_batches = [starts[i : i + batch_size] for i in range(0, n, batch_size)]
-    return [_batch(windows[starts], document_starts(documents, starts, seq_len)) for starts in of_batches]
+    return [
+        Stored(windows[starts], document_starts=document_starts(documents, starts, seq_len)).batch()
+        for starts in of_batches
+    ]
 
 
 class Prefetcher:
@@ -209,7 +257,7 @@ class Prefetcher:
     torch's DataLoader prefetches in worker processes, which take seconds to start, and does not copy to the device.
     """
 
-    def __init__(self, batches: Batches, device: torch.device | str, start_step: int = 0, depth: int = 3):
+    def __init__(self, batches: Source, device: torch.device | str, start_step: int = 0, depth: int = 3):
         self._batches, self._device, self._step = batches, torch.device(device), start_step
         if self._device.type == "cuda" and self._device.index is None:  # the thread has its own current device
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -262,19 +310,15 @@ class Prefetcher:
                     self._room.acquire()
                     if self._closed:
                         return
-                    window = self._batches.window(step, micro_step)
-                    starts = self._batches.document_starts(step, micro_step)
-                    self._ready.put(self._move(window, starts, stream))
+                    self._ready.put(self._move(self._batches.stored(step, micro_step), stream))
         except BaseException as error:
             self._ready.put(error)
 
-    def _move(
-        self, window: np.ndarray, starts: np.ndarray | None, stream: torch.cuda.Stream | None
-    ) -> tuple[Batch, torch.cuda.Event | None]:
+    def _move(self, stored: Stored, stream: torch.cuda.Stream | None) -> tuple[Batch, torch.cuda.Event | None]:
         if stream is None:
-            return _batch(window, starts, lambda x: x.to(self._device)), None
+            return stored.batch(lambda x: x.to(self._device)), None
         with torch.cuda.stream(stream):
-            batch = _batch(window, starts, lambda x: x.pin_memory().to(self._device, non_blocking=True))
+            batch = stored.batch(lambda x: x.pin_memory().to(self._device, non_blocking=True))
             arrived = torch.cuda.Event()
             arrived.record(stream)
         return batch, arrived
@@ -288,12 +332,3 @@ def _windows(tokens: np.ndarray, seq_len: int, split: str) -> np.ndarray:
             "lower seq_len, give more text, or change data.val_fraction."
         )
     return sliding_window_view(tokens, seq_len + 1)
-
-
-def _batch(window: np.ndarray, starts: np.ndarray | None, move: Callable[[Tensor], Tensor] = lambda x: x) -> Batch:
-    """The batch of a window (B, T + 1) of any integer type and its document starts, each moved to the device first."""
-    moved = move(torch.from_numpy(window))
-    inputs, targets = (
-        part.to(torch.int64, copy=True, memory_format=torch.contiguous_format) for part in (moved[:, :-1], moved[:, 1:])
-    )
-    return Batch(inputs, targets, None if starts is None else move(torch.from_numpy(starts)))

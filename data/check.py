@@ -10,6 +10,7 @@ from data.config import DataConfig
 from data.corpora import CORPORA, HUB_CORPORA
 from data.errors import DataError
 from data.own_tokenizer import read
+from data.tasks import TASKS
 from data.tokenizers import NAMES
 
 # The corpora that read an option, for options that not all corpora read.
@@ -20,6 +21,8 @@ READERS = {
     "hub_revision": HUB_CORPORA,
     "hub_subset": HUB_CORPORA,
     "hub_split": HUB_CORPORA,
+    "name": (*CORPORA, *TASKS),
+    "cache": (*CORPORA, *TASKS),  # for a sweep over texts and tasks
 }
 
 
@@ -31,8 +34,8 @@ def check_data(config: DataConfig) -> None:
 
 def data_mistakes(config: DataConfig) -> Iterator[str]:
     """A sentence for each option that no corpus or tokenizer accepts, with what to change."""
-    if config.name not in CORPORA:
-        yield f"data.name={config.name} is not a corpus; choose data={' or '.join(CORPORA)}."
+    if config.name not in CORPORA and config.name not in TASKS:
+        yield f"data.name={config.name} is not a corpus; choose data={' or '.join([*CORPORA, *TASKS])}."
         return
     for option in fields(config):
         value, readers = getattr(config, option.name), READERS.get(option.name, tuple(CORPORA))

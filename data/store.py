@@ -52,6 +52,11 @@ class PreparedData:
     manifest: dict[str, Any]
     folder: Path
 
+    @property
+    def identity(self) -> str:
+        """Equal for equal tokens."""
+        return self.manifest["identity"]
+
 
 class TokenWriter:
     """Appends to one split, with end-of-text between its documents.

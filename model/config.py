@@ -14,6 +14,7 @@ class Positions(Enum):
 
     learned = "learned"  # a vector added to each embedding
     rotary = "rotary"  # queries and keys turned by an angle that grows with the position
+    none = "none"  # not at all: order shows in the causal mask and in the score, such as ALiBi's
 
 
 class Recompute(Enum):
@@ -36,7 +37,7 @@ class GPTConfig:
     dropout     rate for the embedding and each sub-layer's output, in steps of 1/256; attention.dropout is the rate for
                 attention weights
     bias        biases in linear layers and norms, as GPT-2 has them
-    positions   learned or rotary
+    positions   learned, rotary or none
     qk_norm     normalise each head's queries and keys before the scores, with a learned scale
     """
 

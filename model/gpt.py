@@ -99,7 +99,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(-(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, config.n_embd)
         if config.positions is Positions.learned:
             self.wpe = nn.Embedding(seq_len, config.n_embd)
-        else:
+        elif config.positions is Positions.rotary:
             cos, sin = rotation_table(seq_len, head_dim)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
@@ -221,7 +221,7 @@ class GPT(nn.Module):
         x, angles = lookup(self.wte.weight, tokens), None
         if self.config.positions is Positions.learned:
             x = x + rows_at(self.wpe.weight, places)
-        else:
+        elif self.config.positions is Positions.rotary:
             cos, sin = rotation or (self.cos, self.sin)
             angles = rows_at(cos, places), rows_at(sin, places)
         return self.narrowed(drop(x, mask)), angles

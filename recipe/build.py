@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from attention import AttentionShape, build_attention
-from data.batches import Batch, Batches, eval_batches, piece_lengths
+from data.batches import Batch, Batches, Source, eval_batches
 from data.config import Documents
 from data.store import PreparedData
+from data.tasks import TASKS, TaskData
+from data.tasks.batches import TaskBatches, validation_batches
 from data.tokenizers import save_tokenizer
 from model.config import Recompute
 from model.gpt import GPT, Computation
@@ -27,6 +29,9 @@ from recipe.distributed.ranks import from_first_rank
 from recipe.distributed.sharing import Sharing, shards_weights
 from recipe.distributed.world import World
 from recipe.parity.probe import ParityProbe
+from recipe.probes.position_loss import PositionLoss
+from recipe.probes.probe import Probe
+from recipe.probes.recall import TaskProbe
 from recipe.profiling.meters import StepMeter
 from recipe.profiling.peaks import product_precision
 from recipe.profiling.profiler import Profiler
@@ -37,6 +42,7 @@ from recipe.training.optimizer import build_optimizer, learning_rate
 from recipe.training.record import NullRecord, Record, RunMetadata
 from recipe.training.step import Trainer
 
+Data = PreparedData | TaskData
 # Without this the compiler times several orders of a sum and takes the fastest, which differs between ranks and runs.
 COMPILER_OPTIONS: dict[str, Any] = {"deterministic": True}
 
@@ -126,12 +132,15 @@ def can_replay(config: Config) -> bool:
     return training.compile and training.cuda_graph and not (recomputes or training.profile)
 
 
-def build_batches(config: Config, data: PreparedData, trainer: Trainer) -> tuple[Batches, list[Batch]]:
+def build_batches(config: Config, data: Data, trainer: Trainer) -> tuple[Source, list[Batch]]:
     """The training batches of this rank, and those of the validation loss.
 
     Raises ConfigError where documents are to be told apart and there is only one.
     """
     T, training, documents = config.seq_len, config.training, config.data.documents is not Documents.ignore
+    if isinstance(data, TaskData):
+        windows = validation_batches(data.task, T, training.batch_size, training.eval_batches)
+        return TaskBatches(data.task, T, trainer.global_batch, config.seed), windows
     if documents and len(data.train.documents) < 2:
         raise one_document(config)
     of_train, of_val = (split.documents if documents else None for split in (data.train, data.val))
@@ -149,17 +158,16 @@ def one_document(config: Config) -> ConfigError:
     )
 
 
-def build_run(
-    config: Config, folder: Path, overrides: list[str], data: PreparedData, trainer: Trainer, start: int
-) -> Run:
+def build_run(config: Config, folder: Path, overrides: list[str], data: Data, trainer: Trainer, start: int) -> Run:
     """The run of a trainer, in its folder, that continues after `start` updates. Raises ConfigError, TrackingError."""
     batches, windows = build_batches(config, data, trainer)
-    meter = build_meter(trainer, piece_lengths(batches.documents, batches.starts(0), config.seq_len))
+    meter = build_meter(trainer, batches.pieces())
     shape, first = attention_shape(config, trainer.device), trainer.world.rank == 0
     record = NullRecord(trainer)
     if first:  # which keeps the run folder
-        save_tokenizer(data.tokenizer, folder)
-        origin = RunMetadata(as_plain(config), overrides, data.manifest["identity"], shape)
+        if not isinstance(data, TaskData):
+            save_tokenizer(data.tokenizer, folder)
+        origin = RunMetadata(as_plain(config), overrides, data.identity, shape)
         record = Record(folder, config.tracking, trainer, meter, origin, start, again=config.resume is not None)
     profiler = Profiler(
         folder,
@@ -172,7 +180,27 @@ def build_run(
     )
     probe = ParityProbe(config.parity, config.attention, shape) if config.parity.every else None
     interruption = Interruption(config.parallel.timeout_s)
-    return Run(trainer, batches, windows, meter, probe, profiler, record, interruption, start)
+    probes = build_probes(config, data)
+    return Run(trainer, batches, windows, meter, probe, profiler, record, interruption, start, probes)
+
+
+def build_probes(config: Config, data: Data) -> list[Probe]:
+    """The probes of `probes=[...]`. Raises ConfigError for one that does not fit the data."""
+    probes: list[Probe] = []
+    for name in config.probes:
+        if name == PositionLoss.name and isinstance(data, TaskData):
+            raise ConfigError(f"probes={name} measures a text, and data={data.task.name} is none; leave it out.")
+        if name == PositionLoss.name:
+            assert isinstance(data, PreparedData)
+            probes.append(PositionLoss(data.val.tokens, config.seq_len))
+        elif TASKS[name].vocab_size > data.vocab_size:
+            raise ConfigError(
+                f"probes={name} needs a vocabulary of {TASKS[name].vocab_size} tokens, and that of data="
+                f"{config.data.name} has {data.vocab_size}; leave it out."
+            )
+        else:
+            probes.append(TaskProbe(TASKS[name], config.seq_len))
+    return probes
 
 
 def build_meter(trainer: Trainer, pieces: Sequence[int]) -> StepMeter:
@@ -208,12 +236,12 @@ def cpu_threads(config: Config, checkpoint: Path | None) -> int:
     return config.training.cpu_threads or recorded or from_first_rank(torch.get_num_threads)
 
 
-def restore(trainer: Trainer, config: Config, path: Path | None, data: PreparedData) -> int:
+def restore(trainer: Trainer, config: Config, path: Path | None, data: Data) -> int:
     """Load a checkpoint, if there is one. Returns the updates done. Raises ConfigError or CheckpointError."""
     if path is None:
         return 0
     manifest = read_manifest(path)
-    if manifest.metadata["data"] != data.manifest["identity"]:
+    if manifest.metadata["data"] != data.identity:
         raise ConfigError(
             f"The text of data={config.data.name} has changed since {path}; start a new run without resume."
         )

@@ -37,6 +37,7 @@ class Config:
     device     auto, cpu, cuda or cuda:N
     resume     auto or a run folder: continue from its newest checkpoint
     init_from  a folder or name of GPT-2 weights to start from
+    probes     what is measured with every evaluation: tasks of data/tasks/, and position_loss
     """
 
     seed: int = 1337
@@ -44,6 +45,7 @@ class Config:
     device: str = "auto"
     resume: str | None = None
     init_from: str | None = None
+    probes: list[str] = field(default_factory=list)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
     model: GPTConfig = field(default_factory=GPTConfig)

@@ -11,6 +11,7 @@ import torch
 
 from attention import IMPLEMENTATIONS, Ablation, AttentionConfig, ProductPrecision
 from data.config import Documents
+from data.tasks import TASKS
 from data.tokenizers import Tokenizer, load_tokenizer
 from model.config import Positions, Recompute
 from model.gpt import GPT
@@ -80,6 +81,8 @@ def load_trained(
     Raises UserError.
     """
     config = read_config(run)
+    if config.data.name in TASKS:
+        raise ConfigError(f"run={run} was trained on data={config.data.name}, a task without text; name another run.")
     on = resolve_device(device)
     dtype = resolve_precision(config.training.precision, on).dtype
     longest = max(config.seq_len, seq_len or 0)

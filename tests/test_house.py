@@ -25,7 +25,7 @@ ROOMS = (
     ("files", "drawing"),
     ("run_folder", "distributed", "profiling", "arena"),
     ("device",),
-    ("tracking", "parity"),
+    ("tracking", "parity", "probes"),
     ("training",),
     ("config",),
     ("recorded", "build", "generation"),

@@ -20,7 +20,7 @@ import train as train_module
 from attention import AttentionConfig, build_attention
 from data.config import DataConfig, Documents
 from data.tokenizers import bytes_tokenizer
-from model.config import GPTConfig
+from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.score import ScoreConfig
 from recipe.build import build_trainer, check_step_size
@@ -32,6 +32,7 @@ from recipe.huggingface import Origin, export
 from recipe.parity.probe import ParityConfig
 from recipe.tracking.metrics import read_metrics
 from recipe.tracking.tracker import TrackingConfig, TrackingMode
+from recipe.trained import load_trained
 from recipe.training.config import TrainingConfig
 from recipe.training.memory import OutOfMemory
 from recipe.training.optimizer import ScheduleConfig
@@ -243,6 +244,43 @@ def test_a_window_as_long_as_the_sequences_is_said_to_hide_nothing(config: Confi
     told = capsys.readouterr().out
     assert "window=32 hides nothing at seq_len=32" in told
     assert "window=31 hides nothing" not in told
+
+
+def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(config: Config) -> None:
+    task = replace(
+        config,
+        data=DataConfig(name="needle"),
+        model=replace(config.model, positions=Positions.rotary),
+        probes=["needle", "mqar"],
+    )
+    with pytest.raises(ConfigError, match=r"probes=counting needs a vocabulary of 160 tokens, and that of data=needle"):
+        run(replace(task, probes=["counting"]), "small")
+    folder = run(replace(task, training=replace(task.training, checkpoint_every=4)), "run")
+    assert not (folder / "tokenizer.json").exists()
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines if "probe/needle" in line] == [0, 4, 8]
+    found = summary(folder)["probes"]
+    assert found.keys() == {"needle", "mqar"}
+    assert found["needle"]["lengths"] == [32, 64, 128, 256]
+    assert [len(row) for row in found["needle"]["accuracy"]] == [9] * 4
+    for path in (folder / "checkpoints").glob("step-00000008*"):
+        shutil.rmtree(path)
+    (folder / "summary.json").unlink()
+    before = losses(folder)
+    assert train_module.train(replace(task, resume="run"), folder, []) == 0
+    assert losses(folder) == before
+    with pytest.raises(UserError, match="run=run was trained on data=needle, a task without text"):
+        load_trained(folder)
+
+
+def test_the_loss_by_position_of_a_text_is_measured_beyond_the_trained_length(config: Config) -> None:
+    text = replace(config, model=replace(config.model, positions=Positions.none), probes=["position_loss", "induction"])
+    found = summary(run(text, "run"))["probes"]
+    assert found["position_loss"]["trained"] == 32
+    assert found["position_loss"]["positions"][0] == 0
+    assert found["position_loss"]["positions"][-1] > 4 * 32
+    with pytest.raises(ConfigError, match="probes=position_loss measures a text, and data=mqar is none"):
+        run(replace(text, data=DataConfig(name="mqar")), "task")
 
 
 def test_documents_need_a_text_that_has_several(config: Config) -> None:

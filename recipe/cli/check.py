@@ -10,6 +10,8 @@ from attention import build_attention
 from data.check import data_mistakes
 from data.config import Documents
 from data.corpora import CORPORA
+from data.tasks import TASKS
+from data.tasks.batches import check_length
 from data.tokenizers import SIZES
 from model.config import model_mistakes
 from model.score import layer_scores, score_mistakes
@@ -21,6 +23,7 @@ from recipe.distributed.ranks import from_every_rank
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
 from recipe.parity.probe import check_parity
+from recipe.probes.position_loss import PositionLoss
 from recipe.profiling.profiler import check_profile
 from recipe.tracking.tracker import tracking_mistakes
 from recipe.training.config import training_mistakes
@@ -50,6 +53,7 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
             "parallel.data=replicate or optimizer=adamw."
         )
     yield from tracking_mistakes(config.tracking)
+    yield from probe_mistakes(config)
     yield from (of_data := list(data_mistakes(config.data)))
     if not of_data:
         yield from refusal(check_corpus, config)
@@ -64,6 +68,16 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
     yield from (of_device := list(refusal(resolve_device, config.device)))
     if not of_model and not of_device:
         yield from device_mistakes(config)
+
+
+def probe_mistakes(config: Config) -> Iterator[str]:
+    """A sentence for each probe that is not known, and for those without an evaluation."""
+    known = [*TASKS, PositionLoss.name]
+    yield from (
+        f"probes={name} is not known; choose among {', '.join(known)}." for name in config.probes if name not in known
+    )
+    if config.probes and not config.training.eval_every:
+        yield "probes are measured with every evaluation, and training.eval_every=0 has none; set it, or drop them."
 
 
 def check_ranks_agree(config: Config) -> None:
@@ -89,6 +103,9 @@ def init_mistakes(config: Config) -> Iterator[str]:
 
 def check_corpus(config: Config) -> None:
     """Raise UserError where there is no text, or a single document that attention is to keep apart from others."""
+    if task := TASKS.get(config.data.name):
+        check_length(task, config.seq_len)
+        return
     corpus = CORPORA[config.data.name](config.data)  # finds the files, and reads none
     if config.data.documents is not Documents.ignore and corpus.one_document():
         raise one_document(config)

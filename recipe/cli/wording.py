@@ -19,6 +19,11 @@ from recipe.errors import UserError, fail, refusals
 from recipe.sweeps.submitit_jobs import failed_job
 from recipe.wording import as_typed
 
+LISTS: dict[Any, str] = {
+    list[float]: "a list of numbers, such as [0.5,1,2]",
+    list[str]: "a list of names, such as [mqar,position_loss]",
+}
+
 
 @contextlib.contextmanager
 def one_sentence() -> Iterator[None]:
@@ -75,8 +80,8 @@ def expected(key: str) -> str:
             return "a whole number or auto"
     if get_origin(kind) is tuple:
         return "a list of numbers, such as [0.9,0.99]"
-    if kind == list[float]:
-        return "a list of numbers, such as [0.5,1,2]"
+    if kind in LISTS:
+        return LISTS[kind]
     if get_origin(kind) is list:
         return "a list with an entry for each layer, such as [{window:1024},{}]"
     if issubclass(kind, Enum):
@@ -95,7 +100,7 @@ def declared(key: str) -> Any:
 def misses_list(key: str, value: Any) -> bool:
     """Whether `key` holds lists of mappings and `value` is none: OmegaConf's error then does not name the key."""
     kinds = (declared(key), *get_args(declared(key)))
-    of_mappings = any(get_origin(kind) is list and kind != list[float] for kind in kinds)
+    of_mappings = any(get_origin(kind) is list and kind not in LISTS for kind in kinds)
     fits = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
     return of_mappings and value is not None and not fits
 

@@ -57,6 +57,8 @@ def unmatched(model: GPT) -> Iterator[str]:
     config, scores = model.config, list(dict.fromkeys(model.scores))
     if config.qk_norm:
         yield "model.qk_norm=true"
+    if config.positions is Positions.none:
+        yield "model.positions=none"
     if len(scores) > 1:
         yield "score.layers with layers that differ"
     features = {name: asked for score in scores for name, asked in score.features().items()}

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.profiler import record_function
 
-from data.batches import Batch, Batches, Prefetcher
+from data.batches import Batch, Prefetcher, Source
 from recipe.parity.probe import ParityProbe
+from recipe.probes.probe import Probe
 from recipe.profiling.attention_memory import cpu_memory_limit
 from recipe.profiling.meters import StepMeter
 from recipe.profiling.profiler import Profiler
@@ -28,10 +30,11 @@ class Run:
     record        of metrics and checkpoints
     interruption  by a signal
     start         updates done already
+    probes        of what the model can do, measured with every evaluation
     """
 
     trainer: Trainer
-    batches: Batches
+    batches: Source
     windows: Sequence[Batch]
     meter: StepMeter
     probe: ParityProbe | None
@@ -39,6 +42,7 @@ class Run:
     record: NullRecord
     interruption: Interruption
     start: int = 0
+    probes: Sequence[Probe] = ()
 
 
 def fit(run: Run) -> int:
@@ -66,7 +70,7 @@ def train_steps(run: Run, batches: Iterator[Batch]) -> int:
     config = trainer.training
     if run.start == 0 and config.eval_every:
         with meter.paused():
-            measured = trainer.measure(run.windows)
+            measured = evaluate(run, final=False)
         run.record.log(0, measured)
     for step in range(run.start, config.steps):
         n = step + 1  # updates done when this one is
@@ -97,7 +101,7 @@ def train_steps(run: Run, batches: Iterator[Batch]) -> int:
         metrics |= meter.interval(trainer.replay.peak_bytes if trainer.replay else 0)
         if evaluates:
             with meter.paused():
-                metrics |= trainer.measure(run.windows)
+                metrics |= evaluate(run, final=n == config.steps)
         run.record.log(n, metrics)  # counts as training time: frequent logging slows training
         if saves or (stopping and config.checkpoint_every):
             with meter.paused():
@@ -105,6 +109,25 @@ def train_steps(run: Run, batches: Iterator[Batch]) -> int:
         if stopping:
             return n
     return config.steps
+
+
+def evaluate(run: Run, final: bool) -> dict[str, float]:
+    """The validation loss and what the probes measure; after the `final` step, their details too."""
+    trainer = run.trainer
+    metrics = trainer.measure(run.windows)
+    if not run.probes:
+        return metrics
+    model = trainer.whole_model()  # every rank calls this, and the first measures
+    if trainer.world.rank == 0:
+        model.eval()
+        with torch.no_grad(), trainer.autocast():
+            for probe in run.probes:
+                metrics |= probe.measure(model)
+                if final:
+                    beyond, run.record.details[probe.name] = probe.details(model)
+                    metrics |= beyond
+        model.train()
+    return metrics
 
 
 def compare(probe: ParityProbe, trainer: Trainer, step: int, batch: Batch) -> dict[str, Any]:

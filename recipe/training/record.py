@@ -36,6 +36,7 @@ class NullRecord:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self.details: dict[str, Any] = {}  # of each probe, for the summary
 
     def print(self, text: str) -> None:
         """A line for the user."""
@@ -174,6 +175,7 @@ class Record(NullRecord):
             "attention_ms": self._attention_ms() if status == "completed" else None,
             "flops_per_token": self.meter.flops_per_token["causal"],
             "parity": summarise(lines),
+            "probes": self.details,
             "ablation": measure_ablation(trainer.model.attend.config),
             "wall_time_s": self.elapsed,
             "tokens": self.tokens,

@@ -12,7 +12,7 @@ from recipe.arena.statistics import ALPHA
 from recipe.files import to_json
 from recipe.report.arena.figures import arena_charts, forest
 from recipe.report.arena.results import Arena, Comparison, Reading, compare_arms
-from recipe.report.arena.tables import cost_table, lr_table, plan_table, verdict_table
+from recipe.report.arena.tables import cost_table, lr_table, plan_table, probe_table, verdict_table
 from recipe.report.arena.text import arena_answer, departures, go_on, lr_warnings
 from recipe.report.page import Report, Section, draw, sources_of, subtitle, write_page
 from recipe.report.runs import RunSet
@@ -32,15 +32,14 @@ def write_arena_report(found: RunSet, plan: Plan, folder: Path, out: Path) -> Re
     (out / "figures").mkdir(parents=True, exist_ok=True)
     answer, command = arena_answer(arena), go_on(arena, folder)
     run = found.runs[0]
+    tables = verdict_table(arena), cost_table(arena), probe_table(arena), lr_table(arena), plan_table(arena)
     section = Section(
         "",
         f"{len(plan.arms)} arms, {run.option('model.name', 'model')} on {run.option('data.name', 'data')}",
         subtitle(found.runs),
         answer,
         tuple(draw(chart, out) for chart in arena_charts(arena)),
-        tuple(
-            table for table in (verdict_table(arena), cost_table(arena), lr_table(arena), plan_table(arena)) if table
-        ),
+        tuple(table for table in tables if table),
     )
     planned = {str(one.number): one for one in [*plan.lr_runs(), *plan.seed_runs()]}
     labels = {run.name: planned[run.name].arm if run.name in planned else "not in the plan" for run in found.runs}

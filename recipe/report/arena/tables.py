@@ -6,11 +6,13 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from recipe.arena.statistics import ALPHA
+from recipe.arena.statistics import ALPHA, Paired, paired
 from recipe.report.arena.results import Arena, ArmRuns
 from recipe.report.costs import attention_alone, median_of
 from recipe.report.tables import DASH, Table, count, loss, memory, table
 from recipe.wording import percent
+
+PROBE = "probe/"
 
 
 def verdict_table(arena: Arena) -> Table:
@@ -110,6 +112,39 @@ def lr_table(arena: Arena) -> Table | None:
     columns = ["arm", "learning rate", "seeds", "val loss", "choice", "warning"]
     caption = "Tried on seeds of their own, on which no arm is judged."
     return table("lr-sweep", "Learning rates", columns, rows, caption) if rows else None
+
+
+def probe_table(arena: Arena) -> Table | None:
+    """What the probes measured at the end of the runs: means over the seeds, and paired differences."""
+    names = sorted({name for run in arena.runs.values() for name in run.metrics if name.startswith(PROBE)})
+    rows = []
+    for name in names:
+        theirs = _finals(arena.baseline, name)
+        for arm in arena.arms.values():
+            ours = _finals(arm, name)
+            if not ours:
+                continue
+            apart = [value - theirs[seed] for seed, value in ours.items() if seed in theirs]
+            test = paired(apart) if len(apart) > 1 and arm is not arena.baseline else None
+            mean = f"{statistics.fmean(ours.values()):.4g}"
+            rows.append([name.removeprefix(PROBE), arm.name, mean, bounds_of(test)])
+    caption = (
+        "Tasks: the accuracy at the end of the run, and at 2, 4 and 8 times the trained length. in_context_score: the "
+        "loss at the end of the window less that after a tenth of it. Differences are paired by seed, with 95 % "
+        "intervals of one arm."
+    )
+    columns = ["probe", "arm", "mean", "difference"]
+    return table("probes", "Probes", columns, rows, caption) if rows else None
+
+
+def _finals(arm: ArmRuns, metric: str) -> dict[int, float]:
+    """The last value of each seed whose run completed."""
+    values = {seed: run.series(metric).finite().last() for seed, run in arm.runs.items() if run.status == "completed"}
+    return {seed: value for seed, value in values.items() if value is not None}
+
+
+def bounds_of(test: Paired | None) -> str:
+    return DASH if test is None else plus_minus(test.mean, test.interval(ALPHA))
 
 
 def plan_table(arena: Arena) -> Table:

@@ -23,6 +23,7 @@ from tests.own_attention import ScalableSoftmax
 from tests.recipe.generation.from_scratch import expected, logits_of
 
 LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=32, bias=True)
+UNPLACED = replace(LEARNED, positions=Positions.none)
 GROUPED = replace(LEARNED, n_kv_heads=2, positions=Positions.rotary, qk_norm=True)
 WINDOWS = ScoreConfig(layers=[{"window": 20}, {"window": 70}])
 VOCABULARY = 100
@@ -87,8 +88,9 @@ def prompts(*lengths: int) -> list[list[int]]:
         (LEARNED, ScoreConfig(layers=[{"window": 20}, {}])),
         (GROUPED, ScoreConfig(window=70, soft_cap=5.0, sinks=True)),
         (LEARNED, ScoreConfig(alibi=True)),
+        (UNPLACED, ScoreConfig(alibi=True)),
     ],
-    ids=["learned", "rotary-grouped", "window", "capped-sinks", "alibi"],
+    ids=["learned", "rotary-grouped", "window", "capped-sinks", "alibi", "no-positions"],
 )
 def test_greedy_tokens_and_logits_are_those_of_the_whole_text_through_the_model(name, config, score, monkeypatch):
     if name == "sdpa" and (score.soft_cap or score.alibi):

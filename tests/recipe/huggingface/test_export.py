@@ -179,6 +179,7 @@ def test_a_changed_block_is_refused_and_nothing_is_left(config, change, tmp_path
         (SMALL, WINDOW, r"score.window=5 with learned positions\."),
         (replace(SMALL, n_kv_heads=2), None, "model.n_kv_heads=2 with learned positions"),
         (replace(SMALL, qk_norm=True), None, r"model.qk_norm=true\."),
+        (replace(SMALL, positions=Positions.none), None, r"model.positions=none\."),
         (ROTARY, ScoreConfig(soft_cap=30.0), r"score.soft_cap=30.0\."),
         (ROTARY, ScoreConfig(alibi=True, sinks=True), "score.alibi=true and score.sinks=true"),
         (ROTARY, ScoreConfig(layers=[{"window": 5}, {}]), "score.layers with layers that differ"),

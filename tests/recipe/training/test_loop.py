@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from attention import AttentionConfig, AttentionShape, DropoutRng, build_attention
 from data.batches import Batch, Batches
-from model.config import GPTConfig
+from data.tasks import TASKS
+from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from recipe.build import build_trainer
 from recipe.config import Config
@@ -26,6 +28,9 @@ from recipe.distributed.world import World
 from recipe.parity import probe as parity
 from recipe.parity.fwd_bwd import FwdBwd, fwd_bwd
 from recipe.parity.probe import ParityConfig, ParityProbe
+from recipe.probes.position_loss import PositionLoss
+from recipe.probes.probe import Probe
+from recipe.probes.recall import TaskProbe
 from recipe.profiling.meters import StepMeter
 from recipe.profiling.profiler import Profiler
 from recipe.training.config import TrainingConfig
@@ -219,7 +224,7 @@ class Recorder(NullRecord):
         return [n for event, n, content in self.events if event == kind and (not metric or metric in content)]
 
 
-def run(recorder: Recorder, interruption: Interruption | None = None) -> int:
+def run(recorder: Recorder, interruption: Interruption | None = None, probes: Sequence[Probe] = ()) -> int:
     trainer = recorder.trainer
     profiler = Profiler(Path(), CPU, profile=False, memory_snapshot=False, start=0, steps=trainer.training.steps)
     return fit(
@@ -234,6 +239,7 @@ def run(recorder: Recorder, interruption: Interruption | None = None) -> int:
             profiler,
             recorder,
             interruption or Interruption(TIMEOUT_S),
+            probes=probes,
         )
     )
 
@@ -251,6 +257,23 @@ def test_lines_evaluations_and_checkpoints_come_when_they_are_due() -> None:
     val_loss = {n: content for event, n, content in recorder.events if event == "save"}
     assert val_loss[5] is None
     assert val_loss[11] == recorder.events[-2][2]["val/loss"]
+
+
+def test_probes_come_with_every_evaluation_and_change_no_bit_of_the_training() -> None:
+    training = replace(TRAINING, steps=6, log_every=1, eval_every=3)
+    model = replace(MODEL, positions=Positions.rotary, dropout=0.1)
+    plain, probed = (Recorder(build(model=model, training=training)) for _ in range(2))
+    run(plain)
+    run(probed, probes=[TaskProbe(TASKS["needle"], T), PositionLoss(TEXT[:4000], T)])
+    assert probed.steps("log", "probe/needle") == probed.steps("log", "probe/in_context_score") == [0, 3, 6]
+    assert probed.steps("log", "probe/needle_x8") == probed.steps("log", "probe/loss_beyond_x8") == [6]
+    assert probed.details.keys() == {"needle", "position_loss"}
+    first, second = (
+        [found.get("train/loss") for event, _, found in recorder.events if event == "log"]
+        for recorder in (plain, probed)
+    )
+    assert first == second
+    assert equal(weights(plain.trainer), weights(probed.trainer))
 
 
 def test_the_time_of_logging_counts_as_training_and_that_of_saving_does_not() -> None:

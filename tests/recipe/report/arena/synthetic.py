@@ -120,5 +120,6 @@ def write(
         **change,
     }
     folder.mkdir(parents=True)
+    lines[-1] |= {"probe/mqar": 1 - loss / 10, "probe/mqar_x2": 0.25}
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps(summary))

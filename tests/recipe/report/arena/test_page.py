@@ -88,6 +88,16 @@ def test_markdown_has_the_same_answer(folder: Path, report: Report) -> None:
     assert "## The plan" not in text.split("### The plan")[0]
 
 
+def test_probes_are_columns_with_paired_differences(report: Report) -> None:
+    (table,) = (table for table in report.sections[0].tables if table.name == "probes")
+    rows = {(probe, arm): (mean, apart) for probe, arm, mean, apart in table.rows}
+    assert rows["mqar", "causal"][1] == "-"
+    mean, half = (float(number) for number in rows["mqar", "alibi"][1].split(" ± "))
+    assert mean == pytest.approx(0.1018 / 10, abs=2e-4)  # a tenth of the difference in loss, the other way round
+    assert half == pytest.approx(0.0070 / 10, abs=1e-4)
+    assert rows["mqar_x2", "window"] == ("0.25", "+0.0000 ± 0.0000")
+
+
 def test_an_undecided_arm_comes_with_the_command_that_adds_its_seeds(tmp_path: Path) -> None:
     arguments = ("experiment=arena", "arena.seeds=6", 'arena.arms="base | near: x=1"', "hydra.sweep.dir=old")
     folder = write_arena(tmp_path / "s", {"base": 0.0, "near": -0.011}, deviation=0.012, looks=2, arguments=arguments)

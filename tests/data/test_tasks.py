@@ -1,0 +1,177 @@
+"""Tasks: right answers found again from the inputs alone, and sequences that are a function of their number."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from data.batches import GlobalBatch, Prefetcher
+from data.errors import DataError
+from data.tasks import TASKS
+from data.tasks.batches import TRAINING, VALIDATION, TaskBatches, drawn, validation_batches
+from data.tasks.counting import Counting
+from data.tasks.mqar import AssociativeRecall
+from data.tasks.needle import Needle
+from data.tasks.regression import LinearRegression
+from data.tasks.task import IGNORED, Sequence
+
+LENGTHS = (32, 64, 200)
+
+
+def solve_mqar(inputs: list[int], i: int) -> tuple[int, int]:
+    """The value after the first occurrence of the key, and where it stands."""
+    first = inputs.index(inputs[i])
+    return inputs[first + 1], first + 1
+
+
+def solve_induction(inputs: list[int], i: int) -> tuple[int, int]:
+    """The token after the last occurrence of the longest run of tokens that ends here."""
+    for n in range(i, 0, -1):
+        for end in range(i - 1, n - 2, -1):
+            if inputs[end - n + 1 : end + 1] == inputs[i - n + 1 : i + 1]:
+                return inputs[end + 1], end + 1
+    raise AssertionError
+
+
+def solve_selective_copy(inputs: list[int], i: int) -> tuple[int, int]:
+    """The letter whose number is that of the question."""
+    places = [at for at, token in enumerate(inputs) if token > 1]
+    number = inputs[: i + 1].count(1) - 1
+    return inputs[places[number]], places[number]
+
+
+def solve_needle(inputs: list[int], i: int) -> tuple[int, int]:
+    (place,) = [at for at, token in enumerate(inputs) if 0 < token <= Needle.NEEDLES]
+    return inputs[place], place
+
+
+def solve_counting(inputs: list[int], i: int) -> tuple[int, int]:
+    count = Counter(inputs[: i + 1])[inputs[i]]
+    return Counting.LETTERS + min(count, Counting.COUNTS) - 1, inputs.index(inputs[i])
+
+
+SOLVERS = {
+    "mqar": solve_mqar,
+    "induction": solve_induction,
+    "selective_copy": solve_selective_copy,
+    "needle": solve_needle,
+    "counting": solve_counting,
+}
+
+
+def sequences(name: str, T: int, n: int = 40, seed: int = 3) -> list[Sequence]:
+    return drawn(TASKS[name], T, seed, TRAINING, range(n))
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_the_answers_follow_from_the_inputs_and_the_distance_leads_to_what_decides_them(name: str, T: int) -> None:
+    for inputs, targets, distance in sequences(name, T, n=8):
+        asked = np.flatnonzero(targets != IGNORED)
+        assert len(asked)
+        assert not distance[targets == IGNORED].any()
+        for i in asked:
+            answer, place = SOLVERS[name](inputs.tolist(), int(i))
+            assert (targets[i], i - distance[i]) == (answer, place)
+
+
+def test_the_line_through_the_points_so_far_gives_the_answers() -> None:
+    """Least squares on rounded points is right to one step of the rounding."""
+    bins, errors = LinearRegression.BINS, []
+    for inputs, targets, _ in sequences("regression", 128, n=100):
+        for i in np.flatnonzero(targets != IGNORED):
+            x, y = inputs[:i:2], inputs[1:i:2] - bins
+            line = np.polyfit(x, y, 1)
+            errors.append(abs(np.polyval(line, inputs[i]) - (targets[i] - bins)))
+    assert np.mean(np.array(errors) <= 0.75) > 0.95
+
+
+def test_the_distance_of_a_point_is_that_to_the_nearest_x_before_it() -> None:
+    for inputs, targets, distance in sequences("regression", 64):
+        for i in np.flatnonzero(targets != IGNORED):
+            place = i - distance[i]
+            gaps = [abs(inputs[j] - inputs[i]) for j in range(0, i, 2)]
+            assert place % 2 == 1
+            assert abs(inputs[place - 1] - inputs[i]) == min(gaps)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tokens_fit_the_vocabulary_and_every_row_has_as_many_answers(name: str) -> None:
+    task = TASKS[name]
+    for T in LENGTHS:
+        found = sequences(name, T)
+        assert len({int((s.targets != IGNORED).sum()) for s in found}) == 1
+        for s in found:
+            assert s.inputs.shape == s.targets.shape == s.distance.shape == (T,)
+            assert 0 <= s.inputs.min() <= s.inputs.max() < task.vocab_size
+            assert s.targets.max() < task.vocab_size
+            assert (s.distance[s.targets != IGNORED] >= 0).all()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_always_giving_the_commonest_answer_is_about_chance(name: str) -> None:
+    answers = np.concatenate([s.targets[s.targets != IGNORED] for s in sequences(name, 64, n=400)])
+    commonest = np.bincount(answers).max() / len(answers)
+    assert commonest < 2.5 * TASKS[name].chance
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_sequence_is_a_function_of_its_number_seed_and_split(name: str) -> None:
+    def inputs(seed: int, split: int, number: int) -> list[int]:
+        (one,) = drawn(TASKS[name], 64, seed, split, range(number, number + 1))
+        return one.inputs.tolist()
+
+    assert inputs(1, TRAINING, 5) == inputs(1, TRAINING, 5)
+    others = [inputs(1, TRAINING, 6), inputs(2, TRAINING, 5), inputs(1, VALIDATION, 5)]
+    assert inputs(1, TRAINING, 5) not in others
+
+
+def test_the_sequences_are_the_same_on_every_platform() -> None:
+    (one,) = drawn(AssociativeRecall(), 32, 7, TRAINING, range(1))
+    assert one.inputs.tolist()[:8] == EXPECTED
+
+
+EXPECTED = [50, 87, 31, 98, 31, 98, 0, 0]
+
+
+@pytest.mark.parametrize("cut", [{"batch_size": 2, "ranks": 3}, {"batch_size": 3, "micro_steps": 2}])
+def test_the_cut_into_ranks_and_micro_batches_does_not_change_a_step(cut: dict) -> None:
+    task = AssociativeRecall()
+    whole = TaskBatches(task, 32, GlobalBatch(6), seed=1)
+    parts = [
+        TaskBatches(task, 32, GlobalBatch(rank=rank, **cut), seed=1).stored(4, micro_step)
+        for micro_step in range(cut.get("micro_steps", 1))
+        for rank in range(cut.get("ranks", 1))
+    ]
+    assert np.array_equal(np.concatenate([part.window for part in parts]), whole.stored(4).window)
+    targets = [part.targets for part in parts if part.targets is not None]
+    expected = whole.stored(4).targets
+    assert expected is not None
+    assert np.array_equal(np.concatenate(targets), expected)
+
+
+def test_the_prefetcher_yields_inputs_and_targets_of_the_task() -> None:
+    batches = TaskBatches(AssociativeRecall(), 32, GlobalBatch(4), seed=1)
+    with Prefetcher(batches, "cpu", start_step=2) as prefetched:
+        batch = next(prefetched)
+    (first, *_) = drawn(AssociativeRecall(), 32, 1, TRAINING, range(8, 12))
+    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+    assert batch.inputs[0].tolist() == first.inputs.tolist()
+    assert batch.targets[0].tolist() == first.targets.tolist()
+    assert batch.document_starts is None
+
+
+def test_validation_is_the_same_in_every_run_and_never_trained_on() -> None:
+    task = AssociativeRecall()
+    (first, _), (again, _) = (validation_batches(task, 32, 4, 2) for _ in range(2))
+    assert torch.equal(first.inputs, again.inputs)
+    trained = TaskBatches(task, 32, GlobalBatch(4), seed=0).stored(0).batch()
+    assert not torch.equal(first.inputs, trained.inputs)
+
+
+def test_a_sequence_that_is_too_short_is_refused() -> None:
+    with pytest.raises(DataError, match="data=mqar needs seq_len=32 or more, and seq_len=16 is less"):
+        TaskBatches(AssociativeRecall(), 16, GlobalBatch(1), seed=1)
