@@ -126,7 +126,11 @@ def leak_program(session: Session, case: Case, keys: str, found: str) -> str:
 
 
 def not_finite(session: Session) -> Line:
-    """NaN and infinity reach the rows that the formula gives them to, and no others."""
+    """NaN and infinity reach the rows that see them, and no row that the formula keeps finite.
+
+    Between the two are rows that do not see the key: the formula multiplies its value by a weight of zero, which gives
+    NaN, and an implementation may skip it.
+    """
     subject, calls, wrong = session.subject, 0, list[Failure]()
     case = Case(T=70, S=70, B=2, H=4, H_kv=2, seed=session.seed, causal="causal" in subject.features)
     for dtype in session.timely(session.dtypes):
@@ -138,7 +142,8 @@ def not_finite(session: Session) -> Line:
                 x[0, 0, 33, 2] = value
                 bad = inputs.changed(**{name: x})
                 doubles = bad.q.double(), bad.k.double(), bad.v.double(), bad.do.double()
-                exact = evaluate(*doubles, problem(here, bad)).results
+                asked = problem(here, bad)
+                exact, sees = evaluate(*doubles, asked).results, asked.seen[..., 33].unsqueeze(-1)
                 try:
                     got = results(subject, here, bad, session.gradients)
                 except Refused:
@@ -150,24 +155,27 @@ def not_finite(session: Session) -> Line:
                     right = exact[result].isfinite()
                     spread, lost = (right & ~y.isfinite()).any().item(), False
                     if result == "out":
-                        lost = bool((~right & y.isfinite()).any())
+                        lost = bool((~right & sees & y.isfinite()).any())
                     if spread or lost:
                         verb = "does not reach" if lost else "spreads into"
-                        what = f"{value} in {name}[0, 0, 33, 2] {verb} {result} where the formula has it"
-                        what = what if lost else what.replace("where the formula has it", "where the formula is finite")
-                        code = not_finite_program(session, here, name, value) if result == "out" else ""
-                        wrong.append(Failure(f"{what} ({here.words()})", here, code))
+                        where = "rows that see it" if lost else "where the formula is finite"
+                        what = f"{value} in {name}[0, 0, 33, 2] {verb} {result} {where} ({here.words()})"
+                        code = not_finite_program(session, here, name, value, lost) if result == "out" else ""
+                        wrong.append(Failure(what, here, code))
     return line(session, "NaN and infinity", calls, wrong, "reach what the formula gives them to, and nothing else")
 
 
-def not_finite_program(session: Session, case: Case, name: str, value: float) -> str:
-    """The program that puts a value into q, k or v."""
+def not_finite_program(session: Session, case: Case, name: str, value: float, lost: bool) -> str:
+    """The program that puts a value into q, k or v, which then is lost or spreads."""
+    shown = "assert got.isfinite()[exact.isfinite()].all()"
+    if lost:
+        shown = "assert not got.isfinite()[~exact.isfinite() & seen[:, 33, None]].any()"
     return "\n".join(
         [
             *calling(session.subject, case, session.device, formula=True),
             f"{name}[0, 0, 33, 2] = float('{value}')",
             "got, exact = attend(q, k, v), formula(q.double(), k.double(), v.double())",
-            "assert torch.equal(got.isfinite(), exact.isfinite())",
+            shown,
         ]
     )
 

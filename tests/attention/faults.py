@@ -1,10 +1,11 @@
 """Who catches what: planted faults by the checker and by the probe of a run, and correct attention by neither.
 
-    python -m tests.attention.faults             every fault in three precisions: about half an hour on one core
-    python -m tests.attention.faults --right 5   ten kinds of correct attention with five seeds: about an hour
+    python -m tests.attention.faults                     every fault in three precisions: half an hour on one core
+    python -m tests.attention.faults --right 5 --quick   ten kinds of correct attention with five seeds: half an hour
+    python -m tests.attention.faults --right 5           the same with all inputs of the check: two hours
 
-Each writes rows of bench/results/attention-faults-<CPU>.json, and goes on where it stopped at the same commit.
-`make tables` prints them in docs/check.md.
+The first writes bench/results/attention-faults-<CPU>.json and the others attention-right-<CPU>.json, and each goes on
+where it stopped at the same commit. `make tables` prints them in docs/check.md.
 """
 
 from __future__ import annotations
@@ -112,50 +113,65 @@ def fault_row(name: str, dtype: str) -> Row:
     return {"check": alone, "check_higher": alone or failing(fault.attention, tuple(DTYPES)), **probed(fault, dtype)}
 
 
-def right_rows(name: str, seed: int) -> Iterator[tuple[str, Row]]:
+def right_rows(name: str, seed: int, quick: bool) -> Iterator[tuple[str, Row]]:
     """What accuses correct attention, for each precision: the check of all of them stands at each."""
-    report = checked(RIGHT[name], tuple(DTYPES), seed)
+    report = checked(RIGHT[name], tuple(DTYPES), seed, quick)
     share = max(line.share for line in report.lines if line.share is not None)
+    calls = sum(line.calls for line in report.lines)
     config = replace(RIGHT[name], dropout=0.0 if name == "sdpa" else 0.1)  # torch's masks cannot be replayed
     for dtype in DTYPES:
         failed = [line.name for line in report.failed()]
-        yield dtype, {"check": failed, "largest": share, **probed(Fault(config), dtype, seed)}
+        yield (
+            dtype,
+            {"check": failed, "largest": share, "calls": calls, "quick": quick, **probed(Fault(config), dtype, seed)},
+        )
 
 
 def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
+def measure_faults(recorder: Recorder) -> None:
+    """The rows of wrong attention that this commit has not measured yet."""
+    for name in FAULTS:
+        for dtype in DTYPES:
+            row = {"name": name, "dtype": dtype, "seed": 0}
+            if not same_commit(recorder, row):
+                recorder.add(row | fault_row(name, dtype))
+                say(f"{name} {dtype}: {recorder.rows[recorder.key(row)]}")
+
+
+def measure_right(recorder: Recorder, seeds: int, quick: bool) -> None:
+    """The rows of correct attention that this commit has not measured yet, or only with --quick."""
+    for seed in range(seeds):
+        for name in RIGHT:
+            row = {"name": name, "dtype": "fp16", "seed": seed}
+            if (earlier := same_commit(recorder, row)) and (quick or not earlier["quick"]):
+                continue
+            recorder.add(*(row | {"dtype": dtype} | found for dtype, found in right_rows(name, seed, quick)))
+            say(f"{name}, seed {seed}: {recorder.rows[recorder.key(row)]}")
+
+
+def same_commit(recorder: Recorder, row: Row) -> Row | None:
+    """The row as this commit has measured it before."""
+    earlier = recorder.earlier(row)
+    return earlier if earlier and earlier["measurement"]["commit"] == recorder.measurement["commit"] else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--right", type=int, metavar="SEEDS", help="check correct attention instead of faults")
+    parser.add_argument("--quick", action="store_true", help="with --right: a twelfth of the inputs")
     asked = parser.parse_args()
     logging.disable(logging.WARNING)
-    words = ["tests.attention.faults", *(["--right", str(asked.right)] if asked.right else [])]
-    now = measurement(words, torch.device("cpu"))
-    path = result_file("attention-faults", now["device"])
+    now = measurement(["tests.attention.faults", *sys.argv[1:]], torch.device("cpu"))
+    path = result_file("attention-faults" if asked.right is None else "attention-right", now["device"])
     torch.set_num_threads(1)
-    identity = ("kind", "name", "dtype", "seed")
-    with registered(), Recorder(path, identity, now) as recorder:
-
-        def is_done(row: Row) -> bool:
-            earlier = recorder.earlier(row)
-            return earlier is not None and earlier["measurement"]["commit"] == now["commit"]
-
+    with registered(), Recorder(path, ("name", "dtype", "seed"), now) as recorder:
         if asked.right is None:
-            for name in FAULTS:
-                for dtype in DTYPES:
-                    row = {"kind": "wrong", "name": name, "dtype": dtype, "seed": 0}
-                    if not is_done(row):
-                        recorder.add(row | fault_row(name, dtype))
-                        say(f"{name} {dtype}: {recorder.rows[recorder.key(row)]}")
-            return
-        for name in RIGHT:
-            for seed in range(asked.right):
-                row = {"kind": "right", "name": name, "dtype": "fp16", "seed": seed}
-                if not is_done(row):
-                    recorder.add(*(row | {"dtype": dtype} | found for dtype, found in right_rows(name, seed)))
-                    say(f"{name}, seed {seed}: {recorder.rows[recorder.key(row)]}")
+            measure_faults(recorder)
+        else:
+            measure_right(recorder, asked.right, asked.quick)
 
 
 if __name__ == "__main__":

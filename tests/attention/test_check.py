@@ -17,7 +17,7 @@ import attention
 from attention import AttentionConfig, build_attention
 from attention.check import accuracy, recommend, system
 from attention.check.accuracy import smallest_failure
-from attention.check.behaviour import behaviour
+from attention.check.behaviour import behaviour, not_finite
 from attention.check.cases import MEMORY, TRENDS, Case, draw
 from attention.check.cli import main
 from attention.check.dropout import dropout
@@ -203,6 +203,22 @@ def test_behaviour_is_shown_by_a_program_too(name: str, line: str):
     with pytest.raises(AssertionError):
         exec(found.failures[0].code, {"under_test": session.subject.function})
     exec(found.failures[0].code, {"under_test": build_attention(AttentionConfig("naive"))})
+
+
+def test_nan_reaches_the_rows_that_see_it_and_rows_that_do_not_may_skip_it():
+    in_small_tiles = session_of(subject_of(AttentionConfig("tiled", block_q=16, block_k=16)))
+    assert not_finite(in_small_tiles).status == "ok"
+    for lossy, verb in (
+        (lambda q, k, v: plain(q, k, v).nan_to_num(), "does not reach out rows that see it"),
+        (lambda q, k, v: plain(q, k, v) + 0 * v.sum(), "spreads into out where the formula is finite"),
+    ):
+        function = Subject("under_test", "", "under_test", lossy, "plain", frozenset({"causal", "grouped"}))
+        found = not_finite(session_of(function))
+        assert found.status == "FAIL"
+        assert verb in found.detail
+        with pytest.raises(AssertionError):
+            exec(found.failures[0].code, {"under_test": lossy})
+        exec(found.failures[0].code, {"under_test": plain})
 
 
 @pytest.mark.parametrize(
