@@ -54,7 +54,7 @@ from recipe.run_folder import SUMMARY, StillRunning, locked, read_summary
 from recipe.sweeps import launcher
 from recipe.tracking.summary import write_summary
 from recipe.tracking.tracker import mirror_again
-from recipe.trained import CheckpointChoice, Trained, WeightsChoice, load_trained
+from recipe.trained import ModelChoice, Trained, load_trained
 from recipe.training.checkpoint import read_manifest
 from recipe.training.memory import oom_guard
 
@@ -66,7 +66,7 @@ SETTINGS = ("shots", "limit", "seq_len", "checkpoint", "weights", "attention", "
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(ModelChoice):
     """The arguments; the module's docstring says what each does. Those of data are read apart."""
 
     run: str = ""
@@ -75,11 +75,6 @@ class EvaluateConfig:
     limit: int | None = None
     seq_len: int | None = None
     batch: int = 16
-    checkpoint: CheckpointChoice = CheckpointChoice.best
-    weights: WeightsChoice = WeightsChoice.trained
-    attention: str | None = None
-    attention_precision: ProductPrecision = ProductPrecision.inputs
-    device: str = "auto"
 
 
 def parse(arguments: list[str]) -> tuple[EvaluateConfig, DataConfig | None]:
@@ -150,16 +145,7 @@ def open_model(config: EvaluateConfig, run: Path, data: DataConfig | None) -> tu
                 f"attention.precision={precision.value} has no effect on a model of transformers; leave it out."
             )
         return ExportedModel(run, device, resolve_precision(Precision.auto, device).dtype, config.seq_len), None
-    trained = load_trained(
-        run,
-        config.checkpoint,
-        config.weights,
-        attention=config.attention,
-        precision=config.attention_precision,
-        device=config.device,
-        seq_len=config.seq_len,
-        documents=data is not None or config.tasks is None,
-    )
+    trained = load_trained(run, config, config.seq_len, documents=data is not None or config.tasks is None)
     return TrainedModel(trained, config.seq_len), trained
 
 

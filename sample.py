@@ -54,12 +54,12 @@ from recipe.generation.steps import decoding_attention
 from recipe.generation.text import stream
 from recipe.huggingface import check_folder, export, read_origin
 from recipe.recorded import read_config
-from recipe.trained import CheckpointChoice, Trained, WeightsChoice, inexact, load_trained
+from recipe.trained import ModelChoice, Trained, WeightsChoice, inexact, load_trained
 from recipe.training.memory import oom_guard
 
 
 @dataclass
-class SampleConfig:
+class SampleConfig(ModelChoice):
     """The arguments; the module's docstring says what each does."""
 
     run: str = ""
@@ -75,11 +75,6 @@ class SampleConfig:
     top_p: float | None = None
     seed: int = 1337
     compile: bool = False
-    checkpoint: CheckpointChoice = CheckpointChoice.best
-    weights: WeightsChoice = WeightsChoice.trained
-    attention: str | None = None
-    attention_precision: ProductPrecision = ProductPrecision.inputs
-    device: str = "auto"
     export: str | None = None
 
 
@@ -130,7 +125,7 @@ def main(arguments: list[str]) -> None:
     config = parse(arguments)
     run = Path(config.run).expanduser()
     if config.export is not None:
-        write_export(run, config.checkpoint, config.weights, Path(config.export).expanduser())
+        write_export(run, config, Path(config.export).expanduser())
         return
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
     prompts = [config.prompt] if config.samples > 1 else None
@@ -142,15 +137,7 @@ def main(arguments: list[str]) -> None:
         "tokens or another device."
     )
     with oom_guard(too_large):
-        trained = load_trained(
-            run,
-            config.checkpoint,
-            config.weights,
-            attention=config.attention,
-            precision=config.attention_precision,
-            device=config.device,
-        )
-        continue_prompts(trained, prompts, sampling, config)
+        continue_prompts(load_trained(run, config), prompts, sampling, config)
 
 
 def continue_prompts(trained: Trained, prompts: list[str] | None, sampling: Sampling, config: SampleConfig) -> None:
@@ -181,13 +168,14 @@ def continue_prompts(trained: Trained, prompts: list[str] | None, sampling: Samp
     print()
 
 
-def write_export(run: Path, which: CheckpointChoice, weights: WeightsChoice, folder: Path) -> None:
+def write_export(run: Path, choice: ModelChoice, folder: Path) -> None:
     """Write a run's model for transformers, on any machine. Raises UserError before anything is written."""
     check_folder(folder)  # before the weights are read
     if reason := inexact(read_config(run).attention):
         raise ConfigError(f"{reason}, and transformers would compute another; only exact ones can be exported.")
-    trained = load_trained(run, which, weights, attention="naive", device="cpu")
-    origin = read_origin(run, trained.checkpoint, as_plain(trained.config), weights is WeightsChoice.ema)
+    on_any_machine = ModelChoice(choice.checkpoint, choice.weights, attention="naive", device="cpu")
+    trained = load_trained(run, on_any_machine)
+    origin = read_origin(run, trained.checkpoint, as_plain(trained.config), choice.weights is WeightsChoice.ema)
     export(trained.model, trained.tokenizer, folder, origin)
     print(f"wrote {folder}", file=sys.stderr)
 

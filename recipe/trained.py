@@ -38,6 +38,21 @@ class WeightsChoice(Enum):
     ema = "ema"  # their moving average (training.ema)
 
 
+@dataclass
+class ModelChoice:
+    """The arguments of sample.py and eval.py that choose a run's model, and how it computes.
+
+    attention            an implementation other than the run's
+    attention_precision  of attention's products
+    """
+
+    checkpoint: CheckpointChoice = CheckpointChoice.best
+    weights: WeightsChoice = WeightsChoice.trained
+    attention: str | None = None
+    attention_precision: ProductPrecision = ProductPrecision.inputs
+    device: str = "auto"
+
+
 @dataclass(frozen=True)
 class Trained:
     """A run's model, ready for use.
@@ -60,21 +75,9 @@ class Trained:
         return torch.autocast(device, self.dtype, enabled=self.dtype is not torch.float32)
 
 
-def load_trained(
-    run: Path,
-    which: CheckpointChoice = CheckpointChoice.best,
-    weights: WeightsChoice = WeightsChoice.trained,
-    *,
-    attention: str | None = None,
-    precision: ProductPrecision = ProductPrecision.inputs,
-    device: str = "auto",
-    seq_len: int | None = None,
-    documents: bool = False,
-) -> Trained:
-    """The model of a run, with the weights of its best or newest checkpoint.
+def load_trained(run: Path, choice: ModelChoice, seq_len: int | None = None, documents: bool = False) -> Trained:
+    """The model of a run.
 
-    attention  an implementation other than the run's, where both compute the same function
-    precision  of attention's products
     seq_len    the longest input, which rotary positions allow to exceed the run's; None: the run's
     documents  whether the model will tell packed documents apart, if the run does
 
@@ -83,7 +86,7 @@ def load_trained(
     config = read_config(run)
     if config.data.name in TASKS:
         raise ConfigError(f"run={run} was trained on data={config.data.name}, a task without text; name another run.")
-    on = resolve_device(device)
+    on, attention = resolve_device(choice.device), choice.attention
     dtype = resolve_precision(config.training.precision, on).dtype
     longest = max(config.seq_len, seq_len or 0)
     if longest > config.seq_len and config.model.positions is Positions.learned:
@@ -103,12 +106,12 @@ def load_trained(
     used = replace(
         config,
         seq_len=longest,
-        attention=replace(chosen, precision=precision),
+        attention=replace(chosen, precision=choice.attention_precision),
         data=config.data if documents else replace(config.data, documents=Documents.ignore),
         training=replace(config.training, recompute=Recompute.none),
     )
     model = build_gpt(used, tokenizer.n_vocab, on)
-    checkpoint = load_weights(model, run, which, weights)
+    checkpoint = load_weights(model, run, choice)
     return Trained(config, model.eval().to(on), tokenizer, dtype, checkpoint)
 
 
@@ -121,11 +124,11 @@ def inexact(attention: AttentionConfig) -> str | None:
     return None if exact else f"attention={attention.name} does not declare that it is exact (docs/add-an-attention.md)"
 
 
-def load_weights(model: GPT, run: Path, which: CheckpointChoice, weights: WeightsChoice) -> Path:
+def load_weights(model: GPT, run: Path, choice: ModelChoice) -> Path:
     """Load a checkpoint of the run and print which; if the best is damaged, say so and load the newest intact one."""
-    folder, average = run / "checkpoints", weights is WeightsChoice.ema
+    folder, average = run / "checkpoints", choice.weights is WeightsChoice.ema
     part, prefix = ("training", AVERAGE) if average else ("model", "")
-    path = best_checkpoint(folder) if which is CheckpointChoice.best else None
+    path = best_checkpoint(folder) if choice.checkpoint is CheckpointChoice.best else None
     chosen, damaged = None, list[str]()
     if path is not None:
         try:

@@ -32,7 +32,7 @@ from recipe.evaluation.tasks import run_file
 from recipe.profiling.attention_memory import cpu_memory_limit
 from recipe.run_folder import locked
 from recipe.tracking.tracker import TrackingConfig, TrackingMode
-from recipe.trained import load_trained
+from recipe.trained import ModelChoice, load_trained
 from recipe.training.checkpoint import save_checkpoint
 
 TOKENIZER, T = bytes_tokenizer(), 24
@@ -256,7 +256,7 @@ def test_lm_evals_own_implementation_of_a_task_gives_the_same_metrics(run, tmp_p
         task("texts", "texts", "loglikelihood_rolling", "", "text", *perplexities),
         task("written", "quiz", "generate_until", "question", "answer", "exact_match", generation_kwargs=stop),
     ]
-    scorer = Scorer(TrainedModel(load_trained(run, device="cpu")), batch=3)
+    scorer = Scorer(TrainedModel(load_trained(run, ModelChoice(device="cpu"))), batch=3)
     theirs = run_tasks(tasks, scorer, shots=None, limit=None)
     for name, path in paths.items():
         ours = run_file(path, scorer, limit=None)
@@ -265,7 +265,7 @@ def test_lm_evals_own_implementation_of_a_task_gives_the_same_metrics(run, tmp_p
 
 
 def test_generation_is_greedy_up_to_a_stop_text_or_an_end_of_text(run):
-    model, prompts = TrainedModel(load_trained(run, device="cpu")), ["The sun", "", "x" * 40]
+    model, prompts = TrainedModel(load_trained(run, ModelChoice(device="cpu"))), ["The sun", "", "x" * 40]
     found = Scorer(model, batch=2).generate_until([(prompt, [], 6) for prompt in prompts])
     reference = fresh("learned")
     for prompt, text in zip(prompts, found, strict=True):
@@ -294,7 +294,7 @@ def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, seq_l
     assert lines[0] == lines[1]  # six digits of every metric
     stories = [("The sun", ["\n"], 5), ("A", [], 3)]
     ours, theirs = (
-        TrainedModel(load_trained(run, device="cpu", seq_len=seq_len), seq_len),
+        TrainedModel(load_trained(run, ModelChoice(device="cpu"), seq_len), seq_len),
         ExportedModel(folder, torch.device("cpu"), torch.float32, seq_len),
     )
     logs = Scorer(ours, 2).loglikelihood_rolling(TEXTS)
@@ -358,7 +358,7 @@ def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tm
     (run / "summary.json").unlink()
     sample.main([f"run={run}", f"export={tmp_path / 'exported'}"])
     theirs = HFLM(pretrained=str(tmp_path / "exported"), device="cpu", dtype="float32", batch_size=3)
-    ours = Scorer(TrainedModel(load_trained(run, device="cpu")), batch=3)
+    ours = Scorer(TrainedModel(load_trained(run, ModelChoice(device="cpu"))), batch=3)
     pairs = [(line["question"], f" {choice}") for line in QUESTIONS for choice in line["choices"]]
     asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
     for (log, greedy), (their_log, their_greedy) in zip(
