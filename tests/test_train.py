@@ -32,7 +32,7 @@ from recipe.huggingface import Origin, export
 from recipe.parity.probe import ParityConfig
 from recipe.tracking.metrics import read_metrics
 from recipe.tracking.tracker import TrackingConfig, TrackingMode
-from recipe.trained import load_trained
+from recipe.trained import ModelChoice, load_trained
 from recipe.training.config import TrainingConfig
 from recipe.training.memory import OutOfMemory
 from recipe.training.optimizer import ScheduleConfig
@@ -270,7 +270,7 @@ def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(confi
     assert train_module.train(replace(task, resume="run"), folder, []) == 0
     assert losses(folder) == before
     with pytest.raises(UserError, match="run=run was trained on data=needle, a task without text"):
-        load_trained(folder)
+        load_trained(folder, ModelChoice())
 
 
 def test_the_loss_by_position_of_a_text_is_measured_beyond_the_trained_length(config: Config) -> None:
