@@ -16,6 +16,7 @@ from attention.interface import AttentionOutput
 from attention.score import Layout, Score, alibi_slopes
 from model.config import GPTConfig
 from model.dropout import Mask, drop
+from model.fused_mlp import can_fuse, fused_mlp
 
 ROTARY_BASE = 10_000.0
 
@@ -111,6 +112,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., C) to (..., C)."""
+        if can_fuse(x, self.c_fc.out_features):
+            return fused_mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)
         return self.c_proj(gelu(self.c_fc(x)))
 
 

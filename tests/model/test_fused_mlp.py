@@ -1,0 +1,78 @@
+"""The MLP whose GELU is applied by its matrix products, beside PyTorch's layers one after another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from model.blocks import MLP
+from model.config import GPTConfig
+from model.fused_mlp import fused_mlp, gelu_gradient, linear_gelu
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")),
+]
+
+
+def plain(x, w1, b1, w2, b2):
+    return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
+
+
+def inputs(bias: bool, dtype: torch.dtype, device: str, C: int = 16):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 5, C), (4 * C, C), (4 * C,) if bias else None, (C, 4 * C), (C,) if bias else None]
+    return [
+        None if shape is None else torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        for shape in shapes
+    ]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_its_gradients_are_those_of_finite_differences(bias):
+    given = [None if x is None else x.requires_grad_() for x in inputs(bias, torch.float64, "cpu", C=4)]
+    assert torch.autograd.gradcheck(fused_mlp, given)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_in_bf16_it_is_as_near_fp64_as_the_layers_one_after_another(bias, device):
+    exact = inputs(bias, torch.float64, device)
+    upstream = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)).to(device, torch.float64)
+
+    def run(function, dtype):
+        given = [None if x is None else x.to(dtype, copy=True).requires_grad_() for x in exact]
+        y = function(*given)
+        y.backward(upstream.to(dtype))
+        return [y, *(x.grad for x in given if x is not None)]
+
+    reference = run(plain, torch.float64)
+    for ours, theirs, right in zip(run(fused_mlp, torch.bfloat16), run(plain, torch.bfloat16), reference, strict=True):
+        error, allowed = ((x.double() - right).norm() for x in (ours, theirs))
+        assert error <= 1.5 * allowed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_its_operators_keep_the_rules_of_torch(device):
+    x, w1, b1, w2, _ = inputs(True, torch.bfloat16, device)
+    torch.library.opcheck(linear_gelu, (x.flatten(0, 1), w1, b1))
+    torch.library.opcheck(gelu_gradient, (x.flatten(0, 1), w2, torch.ones(10, 64, device=device).bfloat16()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_under_autocast_it_is_one_graph_with_gradients_of_the_weights_dtype(device):
+    given = [x.requires_grad_() for x in inputs(True, torch.float32, device)]
+    with torch.autocast(device, torch.bfloat16):
+        y = torch.compile(fused_mlp, fullgraph=True, backend="aot_eager")(*given)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert all(x.grad.dtype == torch.float32 for x in given)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_mlp_compiles_to_one_graph_whichever_way_it_takes(device):
+    mlp = MLP(GPTConfig(n_layers=1, n_heads=1, n_embd=64)).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        torch.compile(mlp, fullgraph=True, backend="aot_eager")(torch.ones(2, 8, 64, device=device)).sum().backward()
+    assert mlp.c_fc.weight.grad.abs().sum() > 0
