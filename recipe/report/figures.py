@@ -26,6 +26,7 @@ from recipe.report.parity import (
     rounding_of_a_step,
     seed_spread,
 )
+from recipe.report.probes import probe_charts
 from recipe.report.runs import Run
 from recipe.report.sweeps import Cell, Sweep
 from recipe.wording import memory_unit, short_length, short_number
@@ -47,7 +48,7 @@ def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", 
     judged = [verdict for verdict in verdicts if verdict.decisive]
     worst = sorted(judged, key=lambda v: (v.outcome is not Outcome.broken, -(v.probe.ratio if v.probe else 0.0)))
     cells = list({id(verdict.cell): verdict.cell for verdict in worst}.values())[:MOST_CELLS]
-    found = []
+    found, curves = list[Chart](), dict[str, list[Run]]()
     if sweep.axis is None and len(sweep.cells) > 1:
         labels, where = sweep.labels(), ""
         agree = judged and all(verdict.outcome is not Outcome.broken for verdict in judged)
@@ -65,12 +66,24 @@ def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", 
         cell = cells[0] if cells else sweep.cells[0]
         curves = {label: list(cell.of(label).values()) for label in cell.labels()}
         found += _step_charts(curves, f", {cell.short}" if len(sweep.cells) > 1 else "", coincide=True)
+    found += probe_charts(curves)
     for n, cell in enumerate(cells):
         where = f", {cell.short}" if len(sweep.cells) > 1 else ""
         found += _parity_charts([v for v in judged if v.cell is cell], cell, reference, where, f"-{n + 1}" if n else "")
     first = ["memory"] if any(run.out_of_memory for run in sweep.runs) else []
     found = [chart for chart in found if not (sweep.axis and chart.name == "throughput")]  # it is over the axis
-    order = ["loss", "difference", "probe", *first, "crossover", "context", "memory", "throughput"]
+    order = [
+        "loss",
+        "difference",
+        "recall",
+        "position",
+        "probe",
+        *first,
+        "crossover",
+        "context",
+        "memory",
+        "throughput",
+    ]
     found += _axis_charts(sweep, reference) if sweep.axis else []
     found.sort(key=lambda chart: order.index(chart.name.split("-")[0]))
     return [Chart(prefix + c.name, c.title, c.caption, c.draw, c.height) for c in found]

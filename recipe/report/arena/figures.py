@@ -17,6 +17,7 @@ from recipe.drawing import Chart, Palette, Style, finish_steps, height_for, labe
 from recipe.report.arena.results import Arena, Comparison, difference_curves
 from recipe.report.costs import attention_alone
 from recipe.report.figures import loss_chart
+from recipe.report.probes import probe_charts
 from recipe.wording import memory_unit, percent, short_number
 
 ROW = 0.46  # inches of an arm
@@ -47,6 +48,7 @@ def arena_charts(arena: Arena) -> list[Chart]:
         caption = "On seeds of their own. A ring marks the learning rate that an arm was judged with."
         draw = partial(draw_lr, arena=arena)
         found.append(Chart("lr-sweep", "Learning rates", caption, draw, height_for(names)))
+    found += probe_charts(curves)
     panels = _cost_panels(arena)
     if panels:
         alone = attention_alone(list(arena.runs.values()))

@@ -12,6 +12,15 @@ import numpy as np
 STEPS = 300
 TOKENS = 1024  # of a step
 BATCH = 8
+PROBES = {
+    "mqar": {
+        "chance": 1 / 64,
+        "lengths": [64, 128],
+        "distances": [1, 2, 4, 8, 16, 32, 64],
+        "accuracy": [[None, 1.0, 1.0, 0.97, 0.5, 0.25, None], [None, None, 1.0, 0.9, 0.4, 0.2, 0.0]],
+    },
+    "position_loss": {"trained": 64, "positions": [0, 1, 3, 9, 63, 127], "loss": [4.0, 3.0, 2.5, 2.2, 2.0, 2.4]},
+}
 
 
 def losses_of(seed: int, effect: float, deviation: float, arm: str) -> float:
@@ -117,6 +126,7 @@ def write(
         "device": {"type": "cpu", "name": "cpu", "count": 1},
         "git": {"commit": "0123456789abcdef", "dirty": False},
         "started": "2026-11-20T10:00:00+00:00",
+        "probes": PROBES,
         **change,
     }
     folder.mkdir(parents=True)

@@ -12,6 +12,8 @@ import pytest
 
 from recipe.arena.plan import read_plan
 from recipe.report.arena.page import write_arena_report
+from recipe.report.arena.results import Arena, compare_arms
+from recipe.report.arena.text import arena_answer, departures, go_on, lr_warnings
 from recipe.report.page import Report
 from recipe.report.runs import find_runs
 from tests.recipe.report.arena.synthetic import write_arena
@@ -26,6 +28,12 @@ def report_of(folder: Path) -> Report:
     plan = read_plan(folder)
     assert plan is not None
     return write_arena_report(find_runs([folder]), plan, folder, folder / "report")
+
+
+def arena_of(folder: Path) -> Arena:
+    plan = read_plan(folder)
+    assert plan is not None
+    return compare_arms(plan, find_runs([folder]).runs)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +74,9 @@ def test_the_files_are_complete(folder: Path, report: Report) -> None:
     assert {path.name for path in out.iterdir()} == {"index.html", "report.md", "runs.csv", "arena.json", "figures"}
     names = {path.stem for path in (out / "figures").glob("*.png")}
     assert names == {
-        f"{name}{dark}" for name in ("forest", "difference", "loss", "lr-sweep", "costs") for dark in ("", "-dark")
+        f"{name}{dark}"
+        for name in ("forest", "difference", "loss", "lr-sweep", "recall-mqar", "position-loss", "costs")
+        for dark in ("", "-dark")
     }
     page = (out / "index.html").read_text()
     assert "<b>&|" not in page.replace("&lt;b&gt;&amp;|", "")
@@ -101,20 +111,19 @@ def test_probes_are_columns_with_paired_differences(report: Report) -> None:
 def test_an_undecided_arm_comes_with_the_command_that_adds_its_seeds(tmp_path: Path) -> None:
     arguments = ("experiment=arena", "arena.seeds=6", 'arena.arms="base | near: x=1"', "hydra.sweep.dir=old")
     folder = write_arena(tmp_path / "s", {"base": 0.0, "near": -0.011}, deviation=0.012, looks=2, arguments=arguments)
-    report = report_of(folder)
-    ((title, command),) = report.commands
+    arena = arena_of(folder)
+    title, command = go_on(arena, folder) or ("", "")
     more = int(title.split()[1])
-    assert f"{more} more seeds would find 0.5 % with a power of 90 %." in report.sections[0].answer.bullets[0][1]
+    assert f"{more} more seeds would find 0.5 % with a power of 90 %." in arena_answer(arena).bullets[0][1]
     assert command == (
         f"python train.py experiment=arena 'arena.arms=\"base | near: x=1\"' arena.seeds={6 + more} "
         f"hydra.sweep.dir={folder}"
     )
-    assert f"    {command}\n" in (folder / "report" / "report.md").read_text()
 
 
 def test_when_the_looks_are_used_up_the_way_on_is_other_seeds(tmp_path: Path) -> None:
     folder = write_arena(tmp_path / "s", {"base": 0.0, "near": -0.011}, deviation=0.012, looks=1)
-    ((title, command),) = report_of(folder).commands
+    title, command = go_on(arena_of(folder), folder) or ("", "")
     assert title.startswith("The planned looks are used up; start anew with")
     assert "arena.first_seed=7 arena.looks=1" in command
     assert "hydra.sweep.dir" not in command
@@ -134,8 +143,9 @@ def test_when_the_looks_are_used_up_the_way_on_is_other_seeds(tmp_path: Path) ->
     ],
 )
 def test_what_departs_from_the_plan_is_said(tmp_path: Path, options: dict, note: str) -> None:
-    report = report_of(write_arena(tmp_path / "s", {"base": 0.0, "arm": -0.1}, **options))
-    assert any(note in said for said in report.notes), report.notes
+    arena = arena_of(write_arena(tmp_path / "s", {"base": 0.0, "arm": -0.1}, **options))
+    notes = [*lr_warnings(arena), *departures(arena)]
+    assert any(note in said for said in notes), notes
 
 
 def test_a_run_with_other_settings_than_its_arm_is_a_departure(tmp_path: Path) -> None:
@@ -145,13 +155,13 @@ def test_a_run_with_other_settings_than_its_arm_is_a_departure(tmp_path: Path) -
     summary["config"]["training"]["steps"] = 900
     summary["config"]["seed"] = 17
     path.write_text(json.dumps(summary))
-    notes = report_of(folder).notes
+    notes = departures(arena_of(folder))
     assert "run 3 has seed=17; the plan says 2." in notes
     assert "The runs of arm are not all the same configuration: they differ in training.steps." in notes
 
 
 def test_compare_recognises_an_arena_and_keeps_it_alone(tmp_path: Path) -> None:
-    folder = write_arena(tmp_path / "s", {"base": 0.0, "arm": -0.1})
+    folder = write_arena(tmp_path / "s", {"base": 0.0, "arm": -0.1, "near": -0.011}, deviation=0.012, looks=2)
 
     def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "compare.py", *arguments]
@@ -159,7 +169,9 @@ def test_compare_recognises_an_arena_and_keeps_it_alone(tmp_path: Path) -> None:
 
     done = compare(str(folder))
     assert done.returncode == 0
-    assert "arm is better than base (6 seeds)." in done.stdout
+    assert "arm is better than base; near is undecided (6 seeds)." in done.stdout
+    (command,) = [line for line in done.stdout.splitlines() if line.startswith("  python train.py")]
+    assert f"\n    {command.strip()}\n" in (folder / "report" / "report.md").read_text()
     other = write_arena(tmp_path / "t", {"base": 0.0, "arm": -0.1})
     refused = compare(str(folder), str(other))
     assert (refused.returncode, "give it alone" in refused.stderr) == (1, True)
