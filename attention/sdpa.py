@@ -88,7 +88,9 @@ class SDPAAttention(Attention):
         # torch aligns its causal mask to the top left, which is ours where T = S; with fewer queries it needs a mask.
         masked = seen.begins or (score.causal and 1 < T < S)
         mask = seen.mask((n_masked, T), (0, S)) if masked else None
-        q = q[:, :, n_masked:]
+        q, scale = q[:, :, n_masked:], call.spec.scale
+        if scale <= 0:  # on a CPU torch takes a row's maximum before it scales, which only a positive scale allows
+            q, scale = q * scale, 1.0
         if masked and self.config.backend is SDPABackend.flash and q.is_cuda:
             raise UnsupportedAttention(
                 f"{{}} takes no mask, and {T} queries and {S} keys with {score} need one; use {{}}.",
@@ -103,7 +105,7 @@ class SDPAAttention(Attention):
                 attn_mask=mask,
                 dropout_p=self.dropout if dropout else 0.0,
                 is_causal=score.causal and not masked and T >= S,
-                scale=call.spec.scale,
+                scale=scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         return AttentionOutput(F.pad(out, (0, 0, n_masked, 0)) if n_masked else out)

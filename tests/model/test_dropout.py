@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention.dropout import DropoutKey, keep_mask
 from model.dropout import LAYER, draw_masks, drop
-from tests.interpreted import run_interpreted
+from tests.interpreter import run_interpreted
 
 CPU = torch.device("cpu")
 KEY = DropoutKey(seed=1337, step=2, layer=0, first_sequence=5)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from model.loss import LARGE_VOCABULARY, LossKind, chunked_cross_entropy, cross_entropy
-from tests.interpreted import run_interpreted
+from tests.interpreter import run_interpreted
 
 VOCAB, PADDED, C = 100, 128, 24
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden, weight, targets

@@ -1,0 +1,43 @@
+"""The interpreter that the tests hasten computes the bits of Triton's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+
+from tests.interpreter import ROOT
+
+# Attention with everything, in 16 bits, forward and backward, whose kernels call most of what kernels call.
+SCRIPT = """
+import sys
+import torch
+from attention import AttentionConfig, build_attention
+from tests.attention.reference import KEY, Case, gradients
+
+case = Case(1, 2, 1, 70, 70, 24, window=40, soft_cap=2.0, alibi=True, sinks=True, documents=(30, 40))
+attend = build_attention(AttentionConfig("flash", dropout=0.3))
+
+def run(q, k, v, sinks):
+    return attend(q, k, v, score=case.score, layout=case.layout(), sinks=sinks, dropout_key=KEY)
+
+results = gradients(run, *case.tensors(torch.bfloat16), sinks=case.sink_logits())
+"""
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled for the GPU")
+def test_the_interpreter_as_it_is_gives_the_same_bits(tmp_path):
+    path = tmp_path / "results.pt"
+    script = f"{SCRIPT}\ntorch.save(results, {str(path)!r})"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, check=True, timeout=200)
+    here: dict = {}
+    exec(SCRIPT, here)
+    expected = torch.load(path)
+    assert expected.keys() == here["results"].keys() == {"out", "dq", "dk", "dv", "dsinks"}
+    for name, x in expected.items():
+        assert torch.equal(here["results"][name], x), name
