@@ -13,6 +13,7 @@ from .flash import FlashAttention
 from .flex import FlexAttention
 from .interface import Attention, AttentionOutput, AttentionShape
 from .naive import NaiveAttention
+from .peers import FA4Attention, VarlenAttention
 from .score import Layout, Score, ScoreError, documents, packed
 from .sdpa import SDPAAttention
 from .tiled import TiledAttention
@@ -46,7 +47,16 @@ __all__ = [
 ]
 
 IMPLEMENTATIONS: dict[str, type[Attention]] = {
-    cls.name: cls for cls in (NaiveAttention, TiledAttention, SDPAAttention, FlashAttention, FlexAttention)
+    cls.name: cls
+    for cls in (
+        NaiveAttention,
+        TiledAttention,
+        SDPAAttention,
+        FlashAttention,
+        FlexAttention,
+        VarlenAttention,
+        FA4Attention,
+    )
 }
 
 

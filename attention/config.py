@@ -24,7 +24,10 @@ class DropoutRng(Enum):
 
 
 class SDPABackend(Enum):
-    """The backend of torch's scaled_dot_product_attention; `auto` leaves the choice to torch."""
+    """The backend of torch's scaled_dot_product_attention; `auto` leaves the choice to torch.
+
+    FlexAttention takes `auto`, its own kernels, or `flash`, those of flash-attn 4.
+    """
 
     auto = "auto"
     flash = "flash"
@@ -58,7 +61,7 @@ class AttentionConfig:
     block_q    rows of a score tile: queries (tiled)
     block_k    columns of a score tile: keys (tiled)
     ablate     leave out one line of the online softmax (tiled)
-    backend    which of torch's kernels to use (sdpa)
+    backend    which of torch's kernels to use (sdpa); auto or flash (flex)
     allow_tf32 let fp32 matrix products round their inputs to TF32 (flash)
     path       whose kernels to use: plain Triton for every GPU, or those for Hopper (flash)
     precision  of the products: that of q, k and v, or fp8, for evaluation and inference on a Hopper GPU (flash)

@@ -44,6 +44,17 @@ class UnsupportedAttention(AttentionError):
     """A combination the chosen implementation does not support; the message says what to change."""
 
 
+def no_dropout(name: str, rate: float) -> UnsupportedAttention:
+    """The refusal of dropout by an implementation that has none."""
+    template, names = listed(["naive", "tiled", "flash"])
+    return UnsupportedAttention(
+        f"{{}} has no dropout; set {{}} instead of {rate}, or choose {template}.",
+        Option("attention", name),
+        Option("attention.dropout", 0),
+        *names,
+    )
+
+
 # What asks for a feature that is no field with a value.
 PHRASES = {
     "layout.documents": "document bounds",

@@ -1,7 +1,8 @@
 """torch's FlexAttention, compiled: the yardstick for windows, documents, biases, caps and sinks.
 
 Its mask and score functions, and the block masks that skip invisible tiles, come from the same Score and Layout that
-the other implementations read. It has no dropout, and no backward pass on a CPU.
+the other implementations read. It has no dropout, and no backward pass on a CPU. `attention.backend=flash` compiles
+them into the kernels of flash-attn 4 in place of torch's own.
 
 Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels".
 """
@@ -15,33 +16,44 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from .config import AttentionConfig
-from .errors import Option, UnsupportedAttention, listed
+from .config import AttentionConfig, SDPABackend
+from .errors import Option, UnsupportedAttention, listed, no_dropout
 from .interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
+from .peers import check_kernels, flash_attn_4
 from .score import Layout, Score
+from .trial import attend_once
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of sequence, head, query and key
 
 MASKS_KEPT = 16
+AUTO, FLASH = (Option("attention.backend", backend.value) for backend in (SDPABackend.auto, SDPABackend.flash))
 
 
 class FlexAttention(Attention):
     """Attention by torch's compiler, for a CUDA GPU. Caches the most recent block masks."""
 
     name = "flex"
+    options = frozenset({"backend"})
     supports = FEATURES - {"cache"}
     exact = True
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
         if config.dropout > 0:
-            template, names = listed(["naive", "tiled", "flash"])
+            raise no_dropout("flex", config.dropout)
+        if config.backend not in (SDPABackend.auto, SDPABackend.flash):
             raise UnsupportedAttention(
-                f"{{}} has no dropout; set {{}} instead of {config.dropout}, or choose {template}.",
+                "{} is a backend of {}; with {} choose {} or {}.",
+                Option("attention.backend", config.backend.value),
+                Option("attention", "sdpa"),
                 Option("attention", "flex"),
-                Option("attention.dropout", 0),
-                *names,
+                AUTO,
+                FLASH,
             )
+        self.kernel_options = None
+        if config.backend is SDPABackend.flash:
+            flash_attn_4(FLASH, AUTO)
+            self.kernel_options = {"BACKEND": "FLASH"}
         self.compiled = torch.compile(flex_attention, dynamic=False)
         # By what determines a mask: the tensor of documents, its version (it may change in place), and the mask.
         self.block_masks: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
@@ -50,9 +62,14 @@ class FlexAttention(Attention):
         super().check(shape)
         if shape.device.type == "cpu" and shape.training:
             raise no_backward_on_a_cpu()
+        if self.kernel_options is not None:
+            check_kernels(FLASH, shape.head_dim, shape.dtype, shape.device, (9, 10, 11), AUTO)
+            attend_once(self, shape, FLASH, AUTO)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         on_cpu = q.device.type == "cpu"
+        if self.kernel_options is not None and not torch.compiler.is_compiling():
+            check_kernels(FLASH, q.shape[-1], q.dtype, q.device, (9, 10, 11), AUTO)
         if on_cpu and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise no_backward_on_a_cpu()
         (T, S), score, layout = (q.shape[2], k.shape[2]), call.spec.score, call.layout
@@ -66,6 +83,7 @@ class FlexAttention(Attention):
             block_mask=self.block_mask(score, layout, q.shape[0], T, S, q.device),
             scale=call.spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
+            kernel_options=self.kernel_options,
             return_aux=AuxRequest(lse=True),
         )
         lse = aux.lse

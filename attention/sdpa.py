@@ -11,18 +11,16 @@ soft caps and sinks are not supported.
 from __future__ import annotations
 
 import contextlib
-import warnings
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import AttentionConfig, DropoutRng, SDPABackend
-from .dropout import DropoutKey
 from .errors import Option, UnsupportedAttention
 from .interface import Attention, AttentionOutput, AttentionShape, Call
-from .score import Layout, documents, key_intervals
+from .score import key_intervals
+from .trial import attend_once
 
 TORCH_BACKENDS = {
     SDPABackend.flash: SDPBackend.FLASH_ATTENTION,
@@ -57,29 +55,8 @@ class SDPAAttention(Attention):
         super().check(shape)
         if self.config.backend is SDPABackend.auto:
             return
-        devices = [shape.device] if shape.device.type == "cuda" else []
-        q, k = (
-            torch.zeros(1, n, 2, shape.head_dim, dtype=shape.dtype, device=shape.device, requires_grad=True)
-            for n in (shape.n_heads, shape.n_kv_heads)
-        )
-        key = DropoutKey(0, 0, 0, 0)
-        one_document = documents(torch.zeros(1, 2, dtype=torch.int32, device=shape.device))
-        layout = one_document if shape.documents else Layout()
-        with warnings.catch_warnings(record=True) as reasons, torch.random.fork_rng(devices):
-            warnings.simplefilter("always")
-            try:
-                for score in set(shape.scores):
-                    self(q, k, k, score=score, layout=layout, dropout_key=key).out.sum().backward()
-            except RuntimeError as error:
-                messages = [str(reason.message).split(" (Triggered")[0].rstrip(". ") for reason in reasons]
-                why = "; ".join(reason for reason in messages if not reason.endswith(":"))  # less the headings
-                raise UnsupportedAttention(
-                    f"{{}} does not support {shape.n_heads} heads ({shape.n_kv_heads} for keys) of size "
-                    f"{shape.head_dim} in {shape.dtype} on {shape.device} ({{}}); use {{}}.",
-                    Option("attention.backend", self.config.backend.value),
-                    why or error,
-                    Option("attention.backend", SDPABackend.auto.value),
-                ) from None
+        chosen, auto = (Option("attention.backend", x.value) for x in (self.config.backend, SDPABackend.auto))
+        attend_once(self, shape, chosen, auto)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         (T, S), score, dropout = (q.shape[2], k.shape[2]), call.spec.score, call.spec.threshold > 0

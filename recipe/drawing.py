@@ -34,6 +34,8 @@ COLOURS: dict[str, tuple[str, str]] = {
     "sdpa": ("#1f9a8a", "#4fc9b7"),
     "flash": ("#5b5bd6", "#9a9bff"),
     "flex": ("#3f8f3a", "#7fce78"),
+    "varlen": ("#8b5a3c", "#c99a7c"),
+    "fa4": ("#c0568b", "#ec9fc4"),
     "bad": ("#cf3f3f", "#ff7b7b"),
     "other-0": ("#2f6fd0", "#7fb0ff"),
     "other-1": ("#b8327f", "#ef86bd"),
@@ -42,7 +44,7 @@ COLOURS: dict[str, tuple[str, str]] = {
     "other-4": ("#96720c", "#dfb850"),
     "other-5": ("#5a6980", "#aab8cc"),
 }
-IMPLEMENTATIONS = ("naive", "tiled", "sdpa", "flash", "flex")
+IMPLEMENTATIONS = ("naive", "tiled", "sdpa", "flash", "flex", "varlen", "fa4")
 OTHERS = sum(role.startswith("other-") for role in COLOURS)
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
 # Inches at 72 to the inch make the units of the SVG: about a phone's width, so that 9.5 is a readable size there.

@@ -95,6 +95,11 @@ def test_the_library_call_of_the_variants_page_runs():
     assert names["lse"].shape == (8, 1031)
 
 
+def test_the_call_of_the_peers_page_runs_or_is_refused_with_the_reason(capsys):
+    names = run_code_of("peers.md")
+    assert "out" in names or 'name="fa4" needs' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda path: path.name)
 def test_a_page_is_short_and_without_history(page):
     text = page.read_text()

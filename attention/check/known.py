@@ -57,6 +57,7 @@ KNOWN = {
     "tiled": _ours("tiled", "FlashAttention-2 in plain PyTorch, of this library"),
     "flash": _ours("flash", "the Triton kernels of this library"),
     "flex": _ours("flex", "torch's FlexAttention, through this library's masks"),
+    "flex-flash": _ours("flex", "the same in the kernels of flash-attn 4", ", backend='flash'"),
     "sdpa": _sdpa("", "torch's scaled_dot_product_attention, the backend of its choice"),
     "sdpa-flash": _sdpa("FLASH_ATTENTION", "its FlashAttention"),
     "sdpa-efficient": _sdpa("EFFICIENT_ATTENTION", "its memory-efficient attention"),

@@ -151,10 +151,14 @@ def from_registry(config: AttentionConfig) -> Callable[[Problem], Attend]:
     return build
 
 
-def build_flex(problem: Problem) -> Attend:
-    """FlexAttention, compiled for the shape of the problem."""
-    torch._dynamo.reset()  # after some shapes dynamo stops compiling new ones, and flex would run unfused
-    return from_registry(AttentionConfig("flex"))(problem)
+def flex(config: AttentionConfig) -> Callable[[Problem], Attend]:
+    """FlexAttention, compiled for the shape of each problem."""
+
+    def build(problem: Problem) -> Attend:
+        torch._dynamo.reset()  # after some shapes dynamo stops compiling new ones, and flex would run unfused
+        return from_registry(config)(problem)
+
+    return build
 
 
 def from_package(module: str, has_dropout: bool, deterministic: bool = False) -> Callable[[Problem], Attend]:
@@ -206,10 +210,16 @@ def candidates() -> dict[str, Candidate]:
     for backend in (SDPABackend.flash, SDPABackend.efficient, SDPABackend.cudnn, SDPABackend.math):
         build = from_registry(AttentionConfig("sdpa", backend=backend))
         found[f"sdpa-{backend.value}"] = Candidate(f"sdpa {backend.value}", build)
-    found["flex"] = Candidate("FlexAttention", build_flex)
+    found["flex"] = Candidate("FlexAttention", flex(AttentionConfig("flex")))
+    found["varlen"] = Candidate("torch's varlen_attn", from_registry(AttentionConfig("varlen")))
     for name, (label, module, _, has_dropout, deterministic) in PACKAGES.items():
         if installed(module):
             found[name] = Candidate(label, from_package(module, has_dropout, deterministic))
+    if "fa4" in found:
+        found["flex-flash"] = Candidate(
+            "FlexAttention, FlashAttention-4", flex(AttentionConfig("flex", backend=SDPABackend.flash))
+        )
+        found["fa4"] = Candidate(found["fa4"].label, from_registry(AttentionConfig("fa4")))
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from recipe.drawing import IMPLEMENTATIONS
 from recipe.report.labels import among, comparison_key, places
 from recipe.report.pairing import by_seed
 from recipe.report.runs import UNKNOWN, Run
@@ -19,7 +20,6 @@ from recipe.report.runs import UNKNOWN, Run
 _BATCH = ("training.batch_size", "training.batch_tokens")
 _WITH_LENGTH = ("seq_len", *_BATCH, "training.steps", "training.eval_batches", "schedule.warmup_steps")
 _WITH_DEVICES = ("devices", *_BATCH, "parallel")
-_ORDER = ("naive", "tiled", "sdpa", "flash", "flex")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Sweep:
 def label_order(label: str) -> tuple[int, list[tuple[int, str]]]:
     """Sorts implementations as readers expect them, and 8x8 before 16x16."""
     name, words = label.split(" ")[0], label.replace("=", " ").replace("x", " ").split()
-    order = _ORDER.index(name) if name in _ORDER else len(_ORDER)
+    order = IMPLEMENTATIONS.index(name) if name in IMPLEMENTATIONS else len(IMPLEMENTATIONS)
     return order, [(int(word), "") if word.isdigit() else (-1, word) for word in words]
 
 

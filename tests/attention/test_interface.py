@@ -41,7 +41,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
         ("sdpa", "block_k", 128, "leave it at 64 or choose attention=tiled"),
         ("naive", "ablate", Ablation.no_rescaling, "leave it at none or choose attention=tiled"),
         ("sdpa", "ablate", Ablation.no_max_subtraction, "leave it at none or choose attention=tiled"),
-        ("tiled", "backend", SDPABackend.math, "leave it at auto or choose attention=sdpa"),
+        ("tiled", "backend", SDPABackend.math, "leave it at auto or choose attention=flex or attention=sdpa"),
         ("naive", "rng", DropoutRng.torch, "leave it at replay or choose attention=sdpa"),
         ("tiled", "rng", DropoutRng.torch, "leave it at replay or choose attention=sdpa"),
     ],

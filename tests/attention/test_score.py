@@ -23,6 +23,7 @@ from attention import (
 )
 from attention.flex import FlexAttention
 from attention.score import alibi_slopes, key_intervals, visible_pairs
+from tests import flash_attn_stand_in
 from tests.attention.reference import Case, flops_of_tiles, gradients, published_slopes
 
 EVERYTHING: Any = {"window": 30, "soft_cap": 3.0, "alibi": True, "sinks": True}
@@ -142,7 +143,9 @@ FEATURES = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_what_an_implementation_does_not_support_is_refused_when_the_model_is_built(name, feature):
+def test_what_an_implementation_does_not_support_is_refused_when_the_model_is_built(name, feature, monkeypatch):
+    if name in ("varlen", "fa4"):
+        flash_attn_stand_in.install(monkeypatch)
     score, has_documents, asked_by = FEATURES[feature]
     attend = build_attention(AttentionConfig(name))
     device = torch.device("cuda" if name == "flex" else "cpu")

@@ -1,0 +1,53 @@
+"""One small call of an implementation, to learn before training whether another library's kernels take a shape."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from .dropout import DropoutKey
+from .errors import Option, UnsupportedAttention
+from .interface import Attention, AttentionShape
+from .score import Layout, documents
+
+REFUSALS = (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError)  # as libraries raise them
+
+
+def attend_once(attend: Attention, shape: AttentionShape, chosen: Option, instead: Option) -> None:
+    """Attend, forward and backward, on two tokens of this shape, dtype and device.
+
+    chosen   what the user chose, and `instead` what helps where the kernels refuse
+
+    Raises UnsupportedAttention with the reason that the library gives in its error or in warnings.
+    """
+    devices = [shape.device] if shape.device.type == "cuda" else []
+    q, k = (
+        torch.zeros(1, n, 2, shape.head_dim, dtype=shape.dtype, device=shape.device, requires_grad=True)
+        for n in (shape.n_heads, shape.n_kv_heads)
+    )
+    one_document = documents(torch.zeros(1, 2, dtype=torch.int32, device=shape.device))
+    layout = one_document if shape.documents else Layout()
+    sinks = torch.zeros(shape.n_heads, device=shape.device)
+    with warnings.catch_warnings(record=True) as reasons, torch.random.fork_rng(devices):
+        warnings.simplefilter("always")
+        try:
+            for score in set(shape.scores):
+                needed: dict[str, Any] = {"sinks": sinks} if score.sinks else {}
+                out = attend(q, k, k, score=score, layout=layout, dropout_key=DropoutKey(0, 0, 0, 0), **needed).out
+                out.sum().backward()
+        except UnsupportedAttention:
+            raise
+        except torch.OutOfMemoryError:
+            raise
+        except REFUSALS as error:
+            messages = [str(reason.message).split(" (Triggered")[0].rstrip(". ") for reason in reasons]
+            why = "; ".join(reason for reason in messages if not reason.endswith(":"))  # less the headings
+            raise UnsupportedAttention(
+                f"{{}} does not support {shape.n_heads} heads ({shape.n_kv_heads} for keys) of size "
+                f"{shape.head_dim} in {shape.dtype} on {shape.device} ({{}}); use {{}}.",
+                chosen,
+                why or str(error).partition("\n")[0].rstrip(". "),
+                instead,
+            ) from None

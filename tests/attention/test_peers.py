@@ -1,0 +1,151 @@
+"""Attention by other libraries: that they get what was asked for, and refuse by name what they lack.
+
+Where there is no GPU, tests/flash_attn_stand_in.py takes the place of the libraries; tests/gpu/test_peers.py has them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from attention import (
+    AttentionConfig,
+    AttentionShape,
+    Score,
+    SDPABackend,
+    UnsupportedAttention,
+    build_attention,
+    documents,
+    gpu,
+)
+from attention.check.cases import Case
+from attention.check.run import verdicts
+from attention.check.subject import ours
+from attention.peers import Peer
+from tests import flash_attn_stand_in
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CASES = {
+    "causal": Case(T=33, S=33, B=2, H=4, H_kv=2),
+    "full": Case(T=20, S=35, D=8, causal=False, scale=0.7),
+    "fewer queries": Case(T=9, S=40, B=2, window=7),
+    "more queries": Case(T=40, S=9, B=2),
+    "window": Case(T=40, S=40, window=5, memory="every other token"),
+    "documents": Case(T=40, S=40, B=3, documents=(3, 20, 17)),
+    "documents, full": Case(T=40, S=40, B=2, documents=(1, 39), causal=False),
+    "soft cap": Case(T=30, S=30, soft_cap=2.0, spread=3.0),
+    "sinks": Case(T=30, S=20, B=2, H=3, H_kv=1, sinks=True),
+}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash_attn_stand_in.install(monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["varlen", "fa4"])
+def test_the_library_computes_what_was_asked_for(name: str, installed: None):
+    subject = ours(name, "", name, build_attention(AttentionConfig(name)), frozenset())
+    assert "lse" in subject.features
+    tried = [case for case in CASES.values() if subject.supports(case)]
+    assert len(tried) == {"varlen": 7, "fa4": 9}[name]
+    for case in tried:
+        for found in verdicts(subject, case, CPU):
+            assert found.passes, (case, found)
+
+
+def test_new_documents_are_cut_anew_also_in_the_same_tensor(installed: None):
+    attend = build_attention(AttentionConfig("varlen"))
+    assert isinstance(attend, Peer)
+    starts = torch.tensor([[0, 0, 2, 2, 2], [0, 1, 1, 1, 1]], dtype=torch.int32)
+    bounds, longest = attend.sequences(starts, 5)
+    assert (bounds.tolist(), longest) == ([0, 2, 5, 6, 10], 4)
+    assert attend.sequences(starts, 5).bounds is bounds
+    starts[1] = 0
+    assert attend.sequences(starts, 5).bounds.tolist() == [0, 2, 5, 10]
+
+
+def shape(device: torch.device = CUDA, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, **more: Any):
+    return AttentionShape(head_dim, 4, 2, dtype, device, **more)
+
+
+@pytest.mark.parametrize("name", ["varlen", "fa4"])
+def test_what_the_kernels_lack_is_refused_by_name_when_the_model_is_built(name: str, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as context:
+        flash_attn_stand_in.install(context)
+        attend = build_attention(AttentionConfig(name))
+        with pytest.raises(UnsupportedAttention, match=f'"{name}" has no dropout; set dropout=0 instead of 0.1, or'):
+            build_attention(AttentionConfig(name, dropout=0.1))
+    monkeypatch.setattr(gpu, "capability", lambda device: (7, 5))
+    refused: dict[str, AttentionShape] = {
+        f'name="{name}" takes bf16 or fp16, not torch.float32; .*name="flash"': shape(dtype=torch.float32),
+        "takes head sizes up to 256 that are multiples of 8, not 60": shape(head_dim=60),
+        'needs an NVIDIA GPU and the device is cpu; choose name="tiled"': shape(CPU),
+        "needs a GPU of compute capability .* and cuda has 7.5": shape(),
+        f'name="{name}" does not support alibi=True; leave it out or choose name="flash"': shape(
+            scores=(Score(alibi=True),)
+        ),
+    }
+    for sentence, asked in refused.items():
+        with pytest.raises(UnsupportedAttention, match=sentence):
+            attend.check(asked)
+    q = torch.zeros(1, 2, 8, 64)
+    with pytest.raises(UnsupportedAttention, match=r"takes bf16 or fp16, not torch\.float32"):
+        attend(q, q, q)
+
+
+def test_what_the_library_refuses_itself_is_a_refusal_with_its_reason(installed: None, monkeypatch: pytest.MonkeyPatch):
+    def no_kernel(*_: Any, **options: Any):
+        assert not options["softcap"], "softcap is not supported with head_dim=256"
+        raise RuntimeError("no kernel image is available")
+
+    attend = build_attention(AttentionConfig("fa4"))
+    monkeypatch.setattr(attend, "dense", no_kernel)
+    for score, why in ((Score(), "no kernel image is available"), (Score(soft_cap=3.0), "softcap is not supported")):
+        with pytest.raises(UnsupportedAttention, match=rf'"fa4" does not support 4 heads .*\({why}.*use name="flash"'):
+            attend.check(shape(CPU, scores=(score,)))
+
+
+def test_documents_need_as_many_queries_as_keys(installed: None):
+    q, layout = torch.zeros(1, 2, 8, 16), documents(torch.zeros(1, 8, dtype=torch.int32))
+    with pytest.raises(UnsupportedAttention, match="as many queries as keys, not for 4 and 8"):
+        build_attention(AttentionConfig("varlen"))(q[:, :, 4:], q, q, layout=layout)
+
+
+def test_a_package_that_is_missing_is_named_in_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    for config, sentence in (
+        (
+            AttentionConfig("fa4"),
+            r'name="fa4" needs the package flash-attn-4, which .*flash_attn.*, or choose name="flash"\.$',
+        ),
+        (
+            AttentionConfig("flex", backend=SDPABackend.flash),
+            r'backend="flash" needs the package flash-attn-4, .*, or choose backend="auto"\.$',
+        ),
+    ):
+        with pytest.raises(UnsupportedAttention, match=sentence):
+            build_attention(config)
+
+
+def test_flex_has_two_backends_and_hands_the_second_to_torch(installed: None, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UnsupportedAttention, match='backend="cudnn" is a backend of name="sdpa"; with name="flex"'):
+        build_attention(AttentionConfig("flex", backend=SDPABackend.cudnn))
+    attend: Any = build_attention(AttentionConfig("flex", backend=SDPABackend.flash))
+    with pytest.raises(UnsupportedAttention, match=r'backend="flash" takes bf16 or fp16, not torch\.float32'):
+        attend.check(shape(dtype=torch.float32))
+    given = {}
+
+    def flex_attention(q: Any, *_: Any, **options: Any):
+        given.update(options)
+        raise RuntimeError("stop here")
+
+    monkeypatch.setattr("attention.flex.flex_attention", flex_attention)
+    monkeypatch.setattr("attention.flex.check_kernels", lambda *_: None)
+    q = torch.zeros(1, 2, 8, 16)
+    with pytest.raises(RuntimeError, match="stop here"):
+        attend(q, q, q, score=Score(causal=False))
+    assert given["kernel_options"] == {"BACKEND": "FLASH"}

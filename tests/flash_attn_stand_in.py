@@ -1,0 +1,105 @@
+"""flash-attn 4 and torch's varlen_attn as their documentation describes them, computed by the formula on any device."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+def formula(q, k, v, scale, left, right, softcap=0.0, sink=None) -> tuple[Tensor, Tensor]:
+    """One sequence: q (T, H, D), k and v (S, H_kv, D) to out (T, H, D) and lse (H, T).
+
+    left, right  keys that a query sees before and after its own, which for the last query is the last; None: all
+    """
+    (T, H, _), S = q.shape, k.shape[0]
+    k, v = (x.repeat_interleave(H // x.shape[1], dim=1).transpose(0, 1) for x in (k, v))
+    s = scale * q.transpose(0, 1) @ k.mT
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    after = torch.arange(S) - (torch.arange(T)[:, None] + S - T)
+    hidden = torch.zeros(T, S, dtype=torch.bool)
+    if left is not None:
+        hidden |= after < -left
+    if right is not None:
+        hidden |= after > right
+    s = s.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        s = torch.cat([s, sink.to(s.dtype)[:, None, None].expand(-1, T, 1)], dim=-1)
+    p = s.softmax(dim=-1)[..., :S]
+    return (p @ v).transpose(0, 1), s.logsumexp(dim=-1)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    learnable_sink=None,
+    softcap=0.0,
+    deterministic=False,
+    return_lse=False,
+):
+    left, right = window_size
+    outs, lses = [], []
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert (bounds_q[-1], bounds_k[-1]) == (len(q), len(k))
+    for n in range(len(bounds_q) - 1):
+        queries, keys = slice(*bounds_q[n : n + 2]), slice(*bounds_k[n : n + 2])
+        assert 0 < len(q[queries]) <= max_seqlen_q
+        assert 0 < len(k[keys]) <= max_seqlen_k
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        of_one = formula(q[queries], k[keys], v[keys], scale, left, 0 if causal else right, softcap, learnable_sink)
+        outs.append(of_one[0])
+        lses.append(of_one[1])
+    return torch.cat(outs), torch.cat(lses, dim=1) if return_lse else None
+
+
+def flash_attn_func(q, k, v, **options):
+    (B, T), S = q.shape[:2], k.shape[1]
+    bounds_q, bounds_k = (torch.arange(B + 1, dtype=torch.int32) * n for n in (T, S))
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out, lse = flash_attn_varlen_func(q, k, v, bounds_q, bounds_k, T, S, **options)
+    return out.unflatten(0, (B, T)), lse if lse is None else lse.unflatten(1, (B, T)).transpose(0, 1)
+
+
+def varlen_attn(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+):
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    window: Any = tuple(None if n == -1 else n for n in window_size)
+    out, lse = flash_attn_varlen_func(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale, window_size=window, return_lse=True
+    )
+    return (out, lse) if return_aux is not None and return_aux.lse else out
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put them in the place of the libraries, for any device and precision."""
+    package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    cute.flash_attn_func, cute.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr("attention.peers.check_kernels", lambda *_: None)
