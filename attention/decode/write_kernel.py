@@ -108,4 +108,5 @@ def write(
                 None if cu_seqlens is None else triton.next_power_of_2(B),
             ),
             num_warps=4,
+            enable_fp_fusion=True,
         )

@@ -81,7 +81,9 @@ class Mode(NamedTuple):
     precision of the products of fp32 numbers, "ieee" or "tf32"
     columns   of a tile: the head size, rounded up
 
-    Kernels assign the fields that they pass on to local names: to Triton 3.6 a member is not a constant.
+    Kernels assign the fields that they pass on to local names: to Triton 3.6 a member is not a constant. A constexpr
+    function takes a field that it compares with None as an argument: from Triton 3.9 on, one that takes MODE reads
+    members that are wrapped, and a wrapped None is not None.
     """
 
     causal: bool

@@ -96,6 +96,7 @@ def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tenso
             ),
             MODE=mode,
             num_warps=blocks.warps,
+            enable_fp_fusion=True,
         )
         if partial is not None:
             join_kernel[(B * H * T, triton.cdiv(D, JOINED_COLUMNS.value))](
@@ -106,6 +107,7 @@ def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tenso
                 EARLY=early,
                 num_warps=1,
                 launch_pdl=early,
+                enable_fp_fusion=True,
             )
     return out, lse
 

@@ -69,7 +69,9 @@ def largest_squares(x: Tensor) -> Tensor:
     columns = max(16, triton.next_power_of_2(D))
     rows = min(256, ELEMENTS // columns)
     squares = x.new_empty(B, H, triton.cdiv(T, rows), dtype=torch.float32)
-    norms_kernel[(squares.numel(),)](tiles(x, rows, columns), squares, ROWS=rows, COLUMNS=columns, num_warps=8)
+    norms_kernel[(squares.numel(),)](
+        tiles(x, rows, columns), squares, ROWS=rows, COLUMNS=columns, num_warps=8, enable_fp_fusion=True
+    )
     return squares
 
 
@@ -90,5 +92,6 @@ def find_horizons(q: Tensor, k: Tensor, slopes: Tensor, spec: Spec) -> Tensor:
         k_squares.shape[2],
         spec.scale * LOG2_E.value,
         cap * LOG2_E.value,
+        enable_fp_fusion=True,
     )
     return horizons

@@ -175,6 +175,7 @@ def reports(name: str) -> Iterator[dict[str, Any]]:
             "spilled": sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
             "serialised": re.findall(r"\(C75\d+\)[^\n]*", said),
             "shared": kernel.metadata.shared,
+            "fused": kernel.metadata.enable_fp_fusion,
             "shared_barriers": shared_barriers(kernel.asm["ptx"]),
         }
 

@@ -108,7 +108,10 @@ class NoGPU:
 
 
 def resources(kernel: Any) -> dict[str, int]:
-    """Registers per thread, bytes of registers spilled per thread, and bytes of shared memory per program."""
+    """Registers per thread, bytes of registers spilled per thread, and bytes of shared memory per program.
+
+    And whether products and sums are fused.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
@@ -116,7 +119,12 @@ def resources(kernel: Any) -> dict[str, int]:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found, said
-    return {"registers": int(found[1]), "spilled": int(found[2]), "shared": kernel.metadata.shared}
+    return {
+        "registers": int(found[1]),
+        "spilled": int(found[2]),
+        "shared": kernel.metadata.shared,
+        "fused": kernel.metadata.enable_fp_fusion,
+    }
 
 
 class Compiled(NamedTuple):

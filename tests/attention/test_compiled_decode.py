@@ -14,3 +14,4 @@ def test_kernels_compile_and_neither_spill_nor_outgrow_the_chip():
     for name, found in kernels.items():
         assert found["spilled"] == 0, name
         assert found["shared"] <= SHARED[name.split("-")[0]], name
+        assert found["fused"], name

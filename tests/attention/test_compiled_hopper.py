@@ -128,6 +128,7 @@ def assert_as_lean_as_today(*names: str) -> None:
         assert report["serialised"] == [], report
         assert report["shared_barriers"] == [], report
         assert report["shared"] <= SHARED["hopper"], report
+        assert report["fused"], report
 
 
 def test_the_kernels_compile_for_hopper():

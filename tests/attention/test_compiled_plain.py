@@ -34,6 +34,7 @@ def test_kernels_compile_and_take_no_more_registers_than_today_nor_outgrow_the_c
         if any(now > most for now, most in zip((found["registers"], found["spilled"]), MOST[name], strict=True))
         or found["shared"] > SHARED[name.split("-")[0]]
         or (found["serialised"] and name not in SERIALISED)
+        or not found["fused"]
     }
     assert not too_much
 

@@ -310,6 +310,7 @@ def backward(
         n_m,
         BLOCKS=blocks,
         KEEP=(256 - call.spec.threshold) / 256,
+        enable_fp_fusion=True,
     )
     n_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     scalars = plain.launch_scalars(call, heads_together(B * H_kv, n_programs, blocks.columns))
@@ -331,5 +332,6 @@ def backward(
         KernelArguments(counters, call.inputs, scalars),
         CONFIG=Config(blocks, plain.mode_of(call, q)),
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return None if sinks is None else sinks_gradient(sinks, lse2, rows.delta, T, call.spec.threshold)

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .backward_pipeline import HALF, half_of, hand_out, next_tile, place
+from .compat import reinterpret, tma_load, tma_store
 from .dropout import draw_transposed, load_key
 from .stages import stage_of, wait_empty, wait_full
 
@@ -30,30 +31,30 @@ def producer(q, k, v, do, rows, delta, p_work, program, BLOCKS: gl.constexpr, MO
         stage = stage_of(i_round, KEY_STAGES)
         full = barriers.kv_full.index(stage.index)
         position = [tile.i_b, tile.i_h // sizes.G, tile.i_tile * BN, 0]
-        b_k = buffers.k.index(stage.index)._reinterpret(dtype, [1, 1, BN, BD], k.layout)
-        b_v = buffers.v.index(stage.index)._reinterpret(dtype, [1, 1, BN, BD], v.layout)
+        b_k = reinterpret(buffers.k.index(stage.index), dtype, [1, 1, BN, BD], k.layout)
+        b_v = reinterpret(buffers.v.index(stage.index), dtype, [1, 1, BN, BD], v.layout)
         wait_empty(barriers.kv_empty, stage)
         mbarrier.expect(full, 2 * k.block_type.nbytes)
-        tma.async_copy_global_to_shared(k, position, full, b_k)
-        tma.async_copy_global_to_shared(v, position, full, b_v)
+        tma_load(k, position, full, b_k)
+        tma_load(v, position, full, b_v)
         for i in range((tile.end - tile.start) * sizes.G):
             i_h, i_tile_m = place(i, tile)
             i_bh, i_m = tile.i_b * sizes.H + i_h, i_tile_m * BM
             stage = stage_of(i_step, STAGES)
             full = barriers.full.index(stage.index)
-            b_q = buffers.q.index(stage.index)._reinterpret(dtype, [1, 1, BM, BD], q.layout)
-            b_do = buffers.do.index(stage.index)._reinterpret(dtype, [1, 1, BM, BD], do.layout)
+            b_q = reinterpret(buffers.q.index(stage.index), dtype, [1, 1, BM, BD], q.layout)
+            b_do = reinterpret(buffers.do.index(stage.index), dtype, [1, 1, BM, BD], do.layout)
             wait_empty(barriers.empty, stage)
             if BLOCKS.rows_in_products:
                 mbarrier.expect(full, 2 * q.block_type.nbytes + rows.block_type.nbytes)
                 i_row = (i_bh * gl.cdiv(sizes.T, BM) + i_tile_m) * BM
-                tma.async_copy_global_to_shared(rows, [i_row, 0], full, buffers.parts.index(stage.index))
+                tma_load(rows, [i_row, 0], full, buffers.parts.index(stage.index))
             else:
                 mbarrier.expect(full, 2 * q.block_type.nbytes + 2 * rows.block_type.nbytes)
-                tma.async_copy_global_to_shared(rows, [i_bh, i_m], full, buffers.lse2.index(stage.index))
-                tma.async_copy_global_to_shared(delta, [i_bh, i_m], full, buffers.delta.index(stage.index))
-            tma.async_copy_global_to_shared(q, [tile.i_b, i_h, i_m, 0], full, b_q)
-            tma.async_copy_global_to_shared(do, [tile.i_b, i_h, i_m, 0], full, b_do)
+                tma_load(rows, [i_bh, i_m], full, buffers.lse2.index(stage.index))
+                tma_load(delta, [i_bh, i_m], full, buffers.delta.index(stage.index))
+            tma_load(q, [tile.i_b, i_h, i_m, 0], full, b_q)
+            tma_load(do, [tile.i_b, i_h, i_m, 0], full, b_do)
             i_step += 1
         i_round += 1
         tile = hand_out(p_work, i_round, program, BLOCKS, MODE)
@@ -72,11 +73,11 @@ def writer(dk, dv, program, BLOCKS: gl.constexpr):
     while tile.i_tile >= 0:
         stage = stage_of(i_round, KEY_STAGES)
         position = [tile.i_b, tile.i_h // sizes.G, tile.i_tile * BN, 0]
-        b_dk = buffers.k.index(stage.index)._reinterpret(dk.dtype, [1, 1, BN, BD], dk.layout)
-        b_dv = buffers.v.index(stage.index)._reinterpret(dv.dtype, [1, 1, BN, BD], dv.layout)
+        b_dk = reinterpret(buffers.k.index(stage.index), dk.dtype, [1, 1, BN, BD], dk.layout)
+        b_dv = reinterpret(buffers.v.index(stage.index), dv.dtype, [1, 1, BN, BD], dv.layout)
         wait_full(barriers.dkdv_full, stage)
-        tma.async_copy_shared_to_global(dk, position, b_dk)
-        tma.async_copy_shared_to_global(dv, position, b_dv)
+        tma_store(dk, position, b_dk)
+        tma_store(dv, position, b_dv)
         tma.store_wait(0)
         mbarrier.arrive(barriers.kv_empty.index(stage.index))
         i_round += 1

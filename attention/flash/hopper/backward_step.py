@@ -24,7 +24,7 @@ from ..score import (
     times_derivative,
 )
 from .backward_pipeline import HALF, SLOTS, WIDTH, half_of, piece_of
-from .compat import barrier
+from .compat import barrier, reinterpret
 from .dropout import draw_transposed, drop_transposed, load_key, word_layout
 from .stages import stage_of, wait_full
 
@@ -237,7 +237,7 @@ def give_dq(b_dq, slot, is_first, is_last, scalars, buffers, BLOCKS: gl.constexp
     if is_last:
         b_dq16 = (b_dq * (scalars.scale * KEEP_SCALE)).to(dtype).reshape([DN // 8, WN, WM, 8, 4, 2, 2])
         b_dq16 = gl.convert_layout(b_dq16.permute((2, 5, 3, 1, 0, 4, 6)).reshape([BM, BD]), LAYOUT)
-        slot._reinterpret(dtype, [BM, BD], buffers.q.layout).store(b_dq16)
+        reinterpret(slot, dtype, [BM, BD], buffers.q.layout).store(b_dq16)
     else:
         slot.store(b_dq)
 

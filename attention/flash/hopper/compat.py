@@ -1,4 +1,4 @@
-"""Names that differ between the releases of Gluon (Triton 3.6 and 3.7), and those that it does not export.
+"""Names that differ between the releases of Gluon (Triton 3.6 to 3.9), and those that it does not export.
 
 Gluon is Triton's lower level: layouts, shared memory and barriers are written out. It is experimental, so what another
 release may rename stands here, and the kernels take it from here.
@@ -7,9 +7,21 @@ release may rename stands here, and the kernels take it from here.
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Waits for the threads of this partition, and orders their shared memory; Triton 3.6 calls it thread_barrier.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+# Tiles between device and shared memory by the copy engine; these are the names since Triton 3.8.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """A tile in shared memory as one of another dtype, shape or layout; before Triton 3.9 its method is private."""
+    method = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 @builtin

@@ -133,5 +133,6 @@ def forward(
         MODE=mode_of(call, q),
         num_warps=4,
         maxnreg=blocks.registers if alone else None,
+        enable_fp_fusion=True,
     )
     return lse, lse2

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..score import locate
 from ..tiles import swizzle
-from .compat import barrier
+from .compat import barrier, reinterpret, tma_load
 from .schedule import key_tiles
 from .softmax import ROWS, SLOPE_PARTS, bias_in_product, column_numbers
 from .stages import Stage, stage_of, wait_empty, wait_full
@@ -96,7 +96,7 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     if CONSUMERS > 1:
         work = gl.allocate_shared_memory(gl.int32, [Q_TILES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     columns = 0
-    if bias_in_product(MODE):
+    if bias_in_product(MODE.alibi, MODE.soft_cap):
         COLUMNS: gl.constexpr = gl.BlockedLayout([1, SLOPE_PARTS], [32, 1], [4, 1], [1, 0])
         columns_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, SLOPE_PARTS], gl.bfloat16)
         b_numbers = column_numbers(BN, COLUMNS)
@@ -181,8 +181,8 @@ def fetch_queries(q, i_b, i_h, i_m, i_q, buffers, barriers, BLOCKS: gl.constexpr
     """Have the queries from i_m brought to stage i_q."""
     q_full = barriers.q_full.index(i_q)
     mbarrier.expect(q_full, q.block_type.nbytes)
-    b_q = buffers.q.index(i_q)._reinterpret(q.dtype, [1, 1, ROWS, BLOCKS.columns], q.layout)
-    tma.async_copy_global_to_shared(q, [i_b, i_h, i_m, 0], q_full, b_q)
+    b_q = reinterpret(buffers.q.index(i_q), q.dtype, [1, 1, ROWS, BLOCKS.columns], q.layout)
+    tma_load(q, [i_b, i_h, i_m, 0], q_full, b_q)
 
 
 @gluon.jit
@@ -196,11 +196,11 @@ def fetch(j, i_s, keys, buffers, barriers, BLOCKS: gl.constexpr):
     kv_full = barriers.kv_full.index(i_s)
     mbarrier.expect(kv_full, 2 * k.block_type.nbytes, pred=has_k & has_v)
     mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
-    b_k = buffers.k.index(i_s)._reinterpret(k.dtype, [1, 1, BN, BD], k.layout)
-    b_v = buffers.v.index(i_s)._reinterpret(v.dtype, v.block_shape, v.layout)
+    b_k = reinterpret(buffers.k.index(i_s), k.dtype, [1, 1, BN, BD], k.layout)
+    b_v = reinterpret(buffers.v.index(i_s), v.dtype, v.block_shape, v.layout)
     v_position = [keys.i_b, keys.i_kv, 0, i_n + BN] if BLOCKS.v_columns else [keys.i_b, keys.i_kv, i_n + BN, 0]
-    tma.async_copy_global_to_shared(k, [keys.i_b, keys.i_kv, i_n, 0], kv_full, b_k, pred=has_k)
-    tma.async_copy_global_to_shared(v, v_position, kv_full, b_v, pred=has_v)
+    tma_load(k, [keys.i_b, keys.i_kv, i_n, 0], kv_full, b_k, pred=has_k)
+    tma_load(v, v_position, kv_full, b_v, pred=has_v)
 
 
 @gluon.jit

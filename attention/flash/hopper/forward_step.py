@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..score import LEAST_MAXIMUM, LOG2_E
 from ..tiles import store_lse
+from .compat import reinterpret, tma_store
 from .forward_pipeline import release_stage, skip
 from .schedule import key_tiles
 from .softmax import (
@@ -282,8 +283,8 @@ def write(out, rows, result, i_bh, queries, work, program, c: gl.constexpr, BLOC
     tma.store_wait(0)
     b_out.store(o.to(dtype))
     fence_async_shared()
-    b_out = b_out._reinterpret(dtype, [1, 1, ROWS, BD], out.layout)
-    tma.async_copy_shared_to_global(out, [work.i_b, work.i_h, i_m, 0], b_out)
+    b_out = reinterpret(b_out, dtype, [1, 1, ROWS, BD], out.layout)
+    tma_store(out, [work.i_b, work.i_h, i_m, 0], b_out)
     if BLOCKS.out_in_q and BLOCKS.consumers > 1:
         tma.store_wait(0)
         mbarrier.arrive(barriers.q_empty.index(work.stage.index))

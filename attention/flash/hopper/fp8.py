@@ -177,5 +177,6 @@ def quantise(k: Tensor, v: Tensor, blocks: ForwardBlocks) -> Quantised:
         COLUMNS=columns,
         STAGES=STAGES,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return x

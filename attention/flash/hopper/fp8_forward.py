@@ -31,6 +31,7 @@ from ..call import KernelCall
 from ..forward import without_keys
 from ..score import locate, sees_key
 from ..tiles import Rows, head_group_size, launch_scalars, mode_of, rows_like, store_lse
+from .compat import reinterpret, tma_store
 from .configs import ForwardBlocks, fp8_blocks
 from .forward_pipeline import allocate, next_work, producer, skip
 from .fp8 import HALF, Quantised, quantise, rotation
@@ -228,8 +229,8 @@ def consumer(out, rows, p_kv, constants, program, c: gl.constexpr, BLOCKS: gl.co
         tma.store_wait(0)
         b_out.store(o.to(out.dtype))
         fence_async_shared()
-        b_out = b_out._reinterpret(out.dtype, [1, 1, ROWS, BD], out.layout)
-        tma.async_copy_shared_to_global(out, [work.i_b, work.i_h, i_m, 0], b_out)
+        b_out = reinterpret(b_out, out.dtype, [1, 1, ROWS, BD], out.layout)
+        tma_store(out, [work.i_b, work.i_h, i_m, 0], b_out)
         store_lse(rows, lse2, i_bh, sizes.T, i_m + gl.arange(0, ROWS, S_ROWS))
         work = following
     tma.store_wait(0)
@@ -297,5 +298,6 @@ def attend(q: Tensor, x: Quantised, out: Tensor, call: KernelCall, blocks: Forwa
         MODE=mode_of(call, out),
         num_warps=4,
         launch_pdl=True,  # see gdc_wait
+        enable_fp_fusion=True,
     )
     return lse, lse2

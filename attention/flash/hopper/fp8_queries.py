@@ -5,11 +5,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from .compat import reinterpret, tma_load
 from .fp8 import HALF, LARGEST, SMALLEST
 from .fp8_weights import approximate, in_operand_order
 from .softmax import ROWS
@@ -26,8 +26,8 @@ def load_rotation(r, COLUMNS: gl.constexpr):
     fence_async_shared()
     mbarrier.expect(full, N * r.block_type.nbytes)
     for i in gl.static_range(N):
-        b_half = b_r.index(i)._reinterpret(r.dtype, [1, 1, HALF, HALF], r.layout)
-        tma.async_copy_global_to_shared(r, [0, 0, i * HALF, 0], full, b_half)
+        b_half = reinterpret(b_r.index(i), r.dtype, [1, 1, HALF, HALF], r.layout)
+        tma_load(r, [0, 0, i * HALF, 0], full, b_half)
     return b_r, full
 
 
@@ -41,7 +41,7 @@ def rotated_queries(b_q, rotation, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
     N: gl.constexpr = COLUMNS // HALF
     X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], b_q.dtype)
-    b_halves = b_q._reinterpret(b_q.dtype, [N, ROWS, HALF], half_layout)
+    b_halves = reinterpret(b_q, b_q.dtype, [N, ROWS, HALF], half_layout)
     zeros = gl.zeros([ROWS, HALF], gl.float32, X_LAYOUT)
     x_flight = warpgroup_mma(b_halves.index(0), rotation.index(0), zeros, use_acc=False, is_async=True)
     if N == 1:

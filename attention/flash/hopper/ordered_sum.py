@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .backward_pipeline import SLOTS, next_tile, place
-from .compat import tma_add
+from .compat import reinterpret, tma_add, tma_load, tma_store
 
 
 @gluon.jit
@@ -61,7 +61,7 @@ def offer_slot(dq_sum, slot, ready, p_next, i_sum, i_tile, has_sum):
     if has_sum:
         await_order(p_next + i_sum, i_tile)
         mbarrier.expect(ready, dq_sum.block_type.nbytes)
-        tma.async_copy_global_to_shared(dq_sum, [i_sum * dq_sum.block_shape[0], 0], ready, slot)
+        tma_load(dq_sum, [i_sum * dq_sum.block_shape[0], 0], ready, slot)
     else:
         mbarrier.arrive(ready)
 
@@ -95,10 +95,10 @@ def adder(dq, dq_sum, p_next, program, i_slot: gl.constexpr, BLOCKS: gl.constexp
             next_waits = (next_m < tile.last) & (next_m < tile.first)
             mbarrier.wait(barriers.dq_full.index(i_slot), ((before + i_step) // SLOTS) & 1)
             if i_m < tile.last:
-                b_dq = slot._reinterpret(dq.dtype, [1, 1, BM, BD], dq.layout)
-                tma.async_copy_shared_to_global(dq, [tile.i_b, i_h, i_m * BM, 0], b_dq)
+                b_dq = reinterpret(slot, dq.dtype, [1, 1, BM, BD], dq.layout)
+                tma_store(dq, [tile.i_b, i_h, i_m * BM, 0], b_dq)
             elif i_m >= tile.first:  # the first stores, so that nobody has to set the workspace to zero
-                tma.async_copy_shared_to_global(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
+                tma_store(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
             else:
                 await_order(p_next + i_sum, tile.i_tile)
                 tma_add(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)

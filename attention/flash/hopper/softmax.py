@@ -55,20 +55,16 @@ def load_queries(b_q, program, i_m, i_b, i_h, LAYOUT: gl.constexpr, MODE: gl.con
         interval = key_interval(i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), pos, MODE)
     slope2 = gl.load(inputs.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
     key = load_key(inputs.key, i_b, i_h) if MODE.threshold else 0
-    slopes = split_slope(slope2 / scalars.scale_log2, gl.DotOperandLayout(0, LAYOUT, 2)) if bias_in_product(MODE) else 0
+    slopes = 0
+    if bias_in_product(MODE.alibi, MODE.soft_cap):
+        slopes = split_slope(slope2 / scalars.scale_log2, gl.DotOperandLayout(0, LAYOUT, 2))
     return Queries(b_q, i_m, pos, interval, scalars.scale_log2, slope2, slopes, key)
 
 
 @gluon.constexpr_function
-def bias_in_product(MODE):
+def bias_in_product(ALIBI, SOFT_CAP):
     """Whether ALiBi's biases come with the product q k^T: unless a soft cap stands between the two."""
-    return MODE.alibi and MODE.soft_cap is None
-
-
-@gluon.constexpr_function
-def after_product(MODE):
-    """MODE for what changes the scores that a product leaves."""
-    return MODE._replace(alibi=MODE.alibi and MODE.soft_cap is not None)
+    return ALIBI and SOFT_CAP is None
 
 
 @gluon.jit
@@ -104,7 +100,7 @@ def start_scores(b_k, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.constexpr
     for j in gl.static_range(n_pieces(MODE)):
         b_columns = b_k.slice(j * N, N).permute((1, 0))
         s_piece = gl.zeros([ROWS, N], gl.float32, LAYOUT)
-        if bias_in_product(MODE):
+        if bias_in_product(MODE.alibi, MODE.soft_cap):
             b_numbers = buffers.columns.permute((1, 0))
             s_piece = warpgroup_mma(queries.slopes, b_numbers, s_piece, use_acc=False, is_async=True)
             s_piece = warpgroup_mma(queries.b_q, b_columns, s_piece, is_async=True)
@@ -118,14 +114,14 @@ def start_scores(b_k, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.constexpr
 def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr):
     """q k^T (ROWS, N) changed as `change_scores` says, and -inf where a query does not see a key."""
     LAYOUT: gl.constexpr = b_s.type.layout
-    LEFT: gl.constexpr = after_product(MODE)
     pos, i_m, scale_log2 = queries.pos, queries.i_m, queries.scale_log2
     o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     o_columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))[None, :]
-    b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
-    # ALiBi's bias of a column, whatever the tile: registers that stay. `alibi_shift` is what a tile has besides.
-    b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, pos, LEFT) if LEFT.alibi else None
-    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, LEFT)
+    if not bias_in_product(MODE.alibi, MODE.soft_cap):  # else the product has left the changed scores
+        b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
+        # ALiBi's bias of a column, whatever the tile: registers that stay. `alibi_shift` is what a tile has besides.
+        b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, pos, MODE) if MODE.alibi else None
+        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     if is_cut:
         b_s = gl.where(sees_key(o_m, i_n + o_columns, queries.interval, pos, MODE), b_s, -float("inf"))
     return b_s
@@ -134,8 +130,7 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
 @gluon.jit
 def exponent_factor(scale_log2, MODE: gl.constexpr):
     """The factor that turns the result of `finish_scores` into scores times log2(e)."""
-    LEFT: gl.constexpr = after_product(MODE)
-    return log2_factor(scale_log2, LEFT)
+    return scale_log2 if bias_in_product(MODE.alibi, MODE.soft_cap) else log2_factor(scale_log2, MODE)
 
 
 @gluon.jit
