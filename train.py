@@ -6,6 +6,7 @@ python train.py --help
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -174,5 +175,6 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
 
 if __name__ == "__main__":
     gc.freeze()  # else every later run of the collector visits all that has been imported
+    atexit.register(gc.unfreeze)  # Triton 3.9 complains of what is never collected
     gc.enable()
     launch(main)

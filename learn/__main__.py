@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import math
 import sys
@@ -54,6 +55,7 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     gc.freeze()  # else every run of the collector visits all that has been imported
+    atexit.register(gc.unfreeze)  # Triton 3.9 complains of what is never collected
     try:
         main(sys.argv[1:])
     except ArgumentError as error:

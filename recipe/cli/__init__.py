@@ -8,5 +8,12 @@ wording.py     turns errors of Hydra into one sentence
 completion.py  tab completion
 arguments.py   key=value arguments of the programs without Hydra
 
-This file imports nothing, so completion.py can answer before torch is loaded.
+This file imports nothing slow, so completion.py can answer before torch is loaded.
 """
+
+import argparse
+import sys
+
+if sys.version_info >= (3, 14):
+    # Python 3.14 formats a help text when it is added. One of Hydra 1.3 becomes text only when it is shown.
+    argparse.ArgumentParser._check_help = lambda self, action: None
