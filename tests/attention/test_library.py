@@ -82,12 +82,25 @@ def test_the_wheel_brings_the_command(installed):
     assert command.value == "gpt_attention.__main__:main"
 
 
+def code_of(page: str) -> dict[str, Any]:
+    """The names that the Python blocks of a page define."""
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL):
+        exec(code, names)
+    return names
+
+
 def test_the_code_of_the_library_page_runs(installed, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(installed)
-    page = (ROOT / "docs" / "use-as-a-library.md").read_text()
-    names: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
-        exec(code, names)
+    names = code_of("use-as-a-library.md")
     assert names["out"].shape == (2, 8, 300, 64)
     assert torch.equal(names["first"], names["second"])
+
+
+def test_the_code_of_the_page_on_torchs_switch_runs(installed, monkeypatch):
+    monkeypatch.syspath_prepend(installed)
+    names = code_of("torch-sdpa.md")
+    exact = names["F"].scaled_dot_product_attention(*(names[x].double() for x in "qkv"), is_causal=True)
+    assert (names["out"] - exact).abs().max() < 0.02
+    assert torch.nn.attention.current_flash_attention_impl() is None

@@ -1,0 +1,118 @@
+"""Our kernels in the place of torch's FlashAttention: the switch, and torch's operators in Triton's interpreter.
+
+torch has no such operators for a CPU, so that those tested here are ours. tests/gpu/test_torch_sdpa.py uses the switch
+on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn, varlen_attn_out
+
+from attention import UnsupportedAttention, torch_sdpa
+from attention.check.cases import Case
+from attention.check.run import verdicts
+from attention.check.subject import Subject, find
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def active() -> Iterator[None]:
+    """The kernels under torch's operators for a CPU."""
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("kernels run on the GPU here: tests/gpu/test_torch_sdpa.py")
+    handle = torch_sdpa.activate("CPU")
+    yield
+    handle.remove()
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+
+
+def test_the_switch_makes_the_kernels_active_and_gives_torchs_back():
+    def is_there() -> list[bool]:
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        return [has(f"aten::{name}", "CUDA") for name in torch_sdpa.KERNELS]
+
+    before = is_there()
+    torch_sdpa.register()
+    assert torch_sdpa.NAME in nn.attention.list_flash_attention_impls()
+    assert is_there() == before
+    nn.attention.activate_flash_attention_impl(torch_sdpa.NAME)
+    assert nn.attention.current_flash_attention_impl() == "gpt_attention_flash"
+    assert all(is_there())
+    nn.attention.restore_flash_attention_impl()
+    assert is_there() == before
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=40, S=40, B=2, H=4, H_kv=2, memory="channels not adjacent"),
+        Case(T=20, S=35, D=12, causal=False, scale=0.7, dtype="bf16"),
+        Case(T=35, S=20, D=16),
+    ],
+)
+def test_sdpa_computes_the_formula_and_its_gradients(case: Case, active: None):
+    features = frozenset({"causal", "full", "scale", "grouped", "empty", "lse"})
+    subject = Subject("sdpa", "", "sdpa", sdpa, "plain", features)
+    for found in verdicts(subject, case, CPU):
+        assert found.passes, found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=40, S=40, H=4, H_kv=2, documents=(3, 20, 17)),
+        Case(T=40, S=40, B=2, window=7),
+        Case(T=33, S=33, causal=False),
+    ],
+)
+def test_varlen_attn_computes_the_formula_and_its_gradients(case: Case, active: None):
+    for found in verdicts(find("varlen"), case, CPU):
+        assert found.passes, found
+
+
+def test_varlen_attn_out_fills_the_tensor_that_it_is_given(active: None):
+    q, bounds = torch.randn(12, 2, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
+    out = torch.empty_like(q)
+    varlen_attn_out(out, q, q, q, bounds, bounds, 7, 7, window_size=(-1, 0))
+    expected = varlen_attn(q, q, q, bounds, bounds, 7, 7, window_size=(-1, 0))
+    assert isinstance(expected, Tensor)
+    assert torch.equal(out, expected)
+
+
+def test_what_torch_returns_beside_out_has_the_shapes_that_torch_expects(active: None):
+    q = torch.randn(2, 3, 20, 16)
+    with torch.device("meta"):
+        expected = torch.ops.aten._scaled_dot_product_flash_attention(torch.empty_like(q), *2 * [torch.empty_like(q)])
+    got = aten._scaled_dot_product_flash_attention(q, q, q)
+    for x, y in zip(got, expected, strict=True):
+        assert type(x) is type(y)
+        if isinstance(x, Tensor):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+        else:
+            assert x == y
+
+
+def test_what_the_kernels_lack_is_refused_in_a_sentence_that_says_what_to_change(active: None):
+    q = torch.randn(1, 2, 8, 16)
+    packed = q[0].transpose(0, 1)
+    bounds, others = torch.tensor([0, 8], dtype=torch.int32), torch.tensor([0, 4, 8], dtype=torch.int32)
+    for call, why in (
+        (lambda: aten._scaled_dot_product_flash_attention(q, q, q, 0.1), "set dropout_p to 0, not 0.1"),
+        (lambda: sdpa(q, q, q, scale=-1.0), "takes positive scales, not -1.0"),
+        (lambda: varlen_attn(packed, packed, packed, bounds, others, 8, 8), "cu_seq_q and cu_seq_k must be equal"),
+        (lambda: varlen_attn(packed, packed, packed, bounds, bounds, 8, 8, window_size=(3, 2)), r"\(3, 2\)"),
+        (lambda: varlen_attn(packed, packed, packed, bounds, bounds, 8, 8, seqused_k=bounds[1:]), "seqused_k"),
+    ):
+        with pytest.raises(UnsupportedAttention, match=f"gpt_attention_flash, which is active .*{why}.*sdpa_kernel"):
+            call()

@@ -1,0 +1,56 @@
+"""attention=varlen, attention=fa4 and attention=flex with the kernels of flash-attn 4, where they are installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention import AttentionConfig, AttentionShape, SDPABackend, UnsupportedAttention, build_attention
+from attention.check.cases import Case
+from attention.check.run import verdicts
+from attention.check.subject import ours
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+CUDA = torch.device("cuda")
+CONFIGS = {
+    "varlen": AttentionConfig("varlen"),
+    "fa4": AttentionConfig("fa4"),
+    "flex in flash-attn 4": AttentionConfig("flex", backend=SDPABackend.flash),
+}
+CASES = {
+    "causal": Case(T=515, S=515, D=64, B=2, H=4, H_kv=2),
+    "full": Case(T=129, S=300, D=128, causal=False),
+    "fewer queries": Case(T=100, S=300, D=64, scale=0.3),
+    "more queries": Case(T=300, S=100, D=64),
+    "window": Case(T=300, S=300, D=64, B=2, window=70),
+    "documents": Case(T=300, S=300, D=64, B=2, documents=(3, 200, 97)),
+    "soft cap": Case(T=300, S=300, D=64, soft_cap=2.0, spread=3.0),
+    "sinks": Case(T=300, S=300, D=64, H=4, H_kv=2, sinks=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_peer_computes_the_formula_and_its_gradients(name: str, case: Case):
+    try:
+        attend = build_attention(CONFIGS[name])
+    except UnsupportedAttention as reason:
+        pytest.skip(str(reason))
+    subject = ours(name, "", name, attend, frozenset())
+    if not subject.supports(case):
+        pytest.skip(f"{name} lacks {case.features() - subject.features}")
+    for dtype in ("bf16", "fp16"):
+        for found in verdicts(subject, Case(**(vars(case) | {"dtype": dtype})), CUDA):
+            assert found.passes, found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_is_told_before_training_whether_the_kernels_take_its_shape(name: str):
+    try:
+        attend = build_attention(CONFIGS[name])
+    except UnsupportedAttention as reason:
+        pytest.skip(str(reason))
+    attend.check(AttentionShape(64, 4, 2, torch.bfloat16, CUDA, documents=True, training=True))
+    with pytest.raises(UnsupportedAttention, match="takes bf16 or fp16"):
+        attend.check(AttentionShape(64, 4, 2, torch.float32, CUDA))
