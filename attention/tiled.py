@@ -15,6 +15,7 @@ k and v (B, H_kv, 1, block_k, D), where G = H // H_kv query heads share a key/va
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,9 @@ class Tiled(torch.autograd.Function):
     """Keeps its inputs, out and lse from forward to backward, and nothing of the size of the scores."""
 
     @staticmethod
-    def forward(ctx, spec, positions, q, k, v, *inputs):
+    def forward(
+        ctx: Any, spec: Spec, positions: tuple[int | None, int], q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         # One operation for torch.compile: unrolled, the loops would be a graph of thousands.
         if torch.compiler.is_compiling():
             out, lse = forward_op(q, k, v, inputs, spec.text(), *positions)
@@ -76,7 +79,7 @@ class Tiled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do, _):
+    def backward(ctx: Any, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
         spec, positions, saved = ctx.spec, ctx.positions, ctx.saved_tensors
         with torch.autocast(do.device.type, enabled=False):
             if torch.compiler.is_compiling():
@@ -232,13 +235,13 @@ def backward_op(
 
 
 @forward_op.register_fake
-def _(q, *_):
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accum_dtype(q.dtype))
 
 
 @backward_op.register_fake
-def _(do, saved, spec, *_):
-    q, k, v, _, _, *inputs = saved
+def _(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> tuple[Tensor, ...]:
+    q, k, v, _out, _lse, *inputs = saved
     sinks = Inputs.of(Spec.read(spec), inputs).sinks
     dsinks = q.new_empty(0, dtype=accum_dtype(q.dtype)) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks

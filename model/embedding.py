@@ -6,6 +6,8 @@ than once. torch's own kernel sorts the tokens and adds in order; as a custom op
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,13 +28,13 @@ class Lookup(torch.autograd.Function):
     """weight[tokens]"""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, tokens: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.rows = len(weight)
         return F.embedding(tokens, weight)
 
     @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
         (tokens,) = ctx.saved_tensors
         return lookup_gradient(d_out, tokens, ctx.rows), None
 

@@ -13,6 +13,7 @@ of Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024).
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,14 +102,14 @@ def _(
     return hidden.new_empty((), dtype=torch.float32), d_hidden, d_weight
 
 
-def _keep_gradients(ctx, inputs, output) -> None:
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     _, d_hidden, d_weight = output
     ctx.mark_non_differentiable(d_hidden, d_weight)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(d_hidden, d_weight)
 
 
-def _scale_gradients(ctx, upstream: Tensor, *_: None) -> tuple[Tensor, Tensor, None, None, None, None]:
+def _scale_gradients(ctx: Any, upstream: Tensor, *_: None) -> tuple[Tensor, Tensor, None, None, None, None]:
     d_hidden, d_weight = ctx.saved_tensors
     return (d_hidden * upstream).to(d_hidden.dtype), d_weight * upstream, None, None, None, None
 

@@ -11,6 +11,7 @@ tiles; here they come one after the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,5 +75,5 @@ def decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], 
 
 
 @decode.register_fake
-def _(q, *_):
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accum_dtype(q.dtype))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ cache_write = torch.library.custom_op(f"{NAMESPACE}::cache_write", write, mutate
 
 
 @cache_write.register_fake
-def _(k, v, *_):
+def _(k: Tensor, v: Tensor, *_: Any) -> None:
     if k.storage_offset() or v.storage_offset():
         raise ValueError(
             "torch.compile (2.11) writes to the wrong place of a view; allocate a cache's k and v separately, or write "

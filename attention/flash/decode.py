@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -116,5 +116,5 @@ flash_decode = torch.library.custom_op(f"{NAMESPACE}::flash_decode", run_decode,
 
 
 @flash_decode.register_fake
-def _(q, *_):
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)

@@ -90,7 +90,7 @@ flash_horizons = torch.library.custom_op(f"{NAMESPACE}::flash_horizons", run_hor
 
 
 @flash_horizons.register_fake
-def _(q, *_):
+def _(q: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape[:2], dtype=torch.int32)
 
 
@@ -111,7 +111,7 @@ flash_forward = torch.library.custom_op(f"{NAMESPACE}::flash_forward", run_forwa
 
 
 @flash_forward.register_fake
-def _(q, k, v, *_):
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32), rows_like(q)
 
 
@@ -135,8 +135,8 @@ flash_backward = torch.library.custom_op(f"{NAMESPACE}::flash_backward", run_bac
 
 
 @flash_backward.register_fake
-def _(do, saved, spec, *_):
-    q, k, v, _, _, *inputs = saved
+def _(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> list[Tensor]:
+    q, k, v, _out, _lse, *inputs = saved
     sinks = Inputs.of(Spec.read(spec), inputs).sinks
     return [*empty_gradients(q, k, v), *([] if sinks is None else [torch.empty_like(sinks)])]
 
@@ -161,7 +161,9 @@ def split_qkv_grad(gradients: list[Tensor], q: Tensor, k: Tensor) -> tuple[Tenso
     return dq, dk, dv
 
 
-def _save(ctx, output, q, k, v, inputs, *rest):
+def _save(
+    ctx: Any, output: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], *rest: Any
+) -> None:
     out, lse, lse2 = output
     ctx.save_for_backward(q, k, v, out, lse2, *inputs)
     ctx.rest = rest  # spec and positions
@@ -169,7 +171,7 @@ def _save(ctx, output, q, k, v, inputs, *rest):
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, do: Tensor | None, run: Callable[..., list[Tensor]]) -> tuple[list[Any], list[Any]]:
+def _gradients(ctx: Any, do: Tensor | None, run: Callable[..., list[Tensor]]) -> tuple[list[Any], list[Any]]:
     """The gradients of q, k and v, and those of the inputs that are present."""
     q, k, _, _, _, *inputs = ctx.saved_tensors
     none: list[Any] = [None] * len(inputs)
@@ -182,7 +184,7 @@ def _gradients(ctx, do: Tensor | None, run: Callable[..., list[Tensor]]) -> tupl
     return [*split_qkv_grad(gradients, q, k)], none
 
 
-def _backward(ctx, do, *_):
+def _backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Any, ...]:
     qkv, inputs = _gradients(ctx, do, flash_backward)
     return *qkv, inputs, None, None, None
 
@@ -194,13 +196,15 @@ class Eager(torch.autograd.Function):
     """The operators without torch's dispatcher, which takes longer for so many arguments than short kernels run."""
 
     @staticmethod
-    def forward(ctx, spec, q_start, k_start, q, k, v, *inputs):
+    def forward(
+        ctx: Any, spec: str, q_start: int, k_start: int, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         output = run_forward(q, k, v, inputs, spec, q_start, k_start)
         _save(ctx, output, q, k, v, inputs, spec, q_start, k_start)
         return output
 
     @staticmethod
-    def backward(ctx, do, *_):
+    def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Any, ...]:
         qkv, inputs = _gradients(ctx, do, run_backward)
         return None, None, None, *qkv, *inputs
 

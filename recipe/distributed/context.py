@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -193,7 +193,7 @@ class GatherKeys(torch.autograd.Function):
     """Every rank's keys and values in the order of positions, up to two reaches; their gradients added in fp32."""
 
     @staticmethod
-    def forward(ctx, kv: Tensor, group: dist.ProcessGroup, near: int, far: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, kv: Tensor, group: dist.ProcessGroup, near: int, far: int) -> tuple[Tensor, Tensor]:
         """kv (2, B, H_kv, T / W, D) to (2, B, H_kv, near, D) and (2, B, H_kv, far, D)."""
         W = group.size()
         ctx.group, ctx.shape, ctx.dtype = group, kv.shape, kv.dtype
@@ -205,7 +205,7 @@ class GatherKeys(torch.autograd.Function):
         return whole[..., :near, :].clone(), whole[..., :far, :].clone()
 
     @staticmethod
-    def backward(ctx, d_near: Tensor, d_far: Tensor):
+    def backward(ctx: Any, d_near: Tensor, d_far: Tensor) -> tuple[Tensor, None, None, None]:
         W = ctx.group.size()
         *outer, rows, D = ctx.shape
         total = d_near.new_zeros(*outer, W * rows, D, dtype=accum_dtype(ctx.dtype))

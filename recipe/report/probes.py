@@ -38,6 +38,8 @@ def _heats(runs: Sequence[Run], name: str) -> list[Mapping[str, Any]]:
 
 
 def _fits(details: Mapping[str, Any]) -> bool:
+    lengths: Any
+    distances: Any
     lengths, distances, rows = (details.get(field) for field in ("lengths", "distances", "accuracy"))
     return (
         _numbers(lengths)
