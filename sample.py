@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> None:
 def continue_prompts(trained: Trained, prompts: list[str] | None, sampling: Sampling, config: SampleConfig) -> None:
     """Continue the prompts, or stream the continuation of the only one. Raises UserError before anything is written."""
     model, tokenizer = trained.model, trained.tokenizer
-    reader = decoding_attention(model.attend, model.wte.weight.device)
+    reader = decoding_attention(model, model.wte.weight.device)
     if (precision := config.attention_precision) is not ProductPrecision.inputs:
         print(
             f"attention.precision={precision.value} cannot decode; attention.precision=inputs does it instead.",

@@ -10,7 +10,7 @@ class Option(NamedTuple):
     """A choice of the caller's that a refusal names, such as Option("attention.path", "hopper").
 
     name   attention for the implementation, attention.<field> and score.<field> for the fields of AttentionConfig and
-           Score, layout.<field> for those of Layout, or cache
+           Score, layout.<field> for those of Layout, cache, or formula for the text itself
     """
 
     name: str
@@ -40,6 +40,14 @@ class AttentionError(ValueError):
         return self.template.format(*(word(part) if isinstance(part, Option) else part for part in self.parts))
 
 
+class ScoreError(AttentionError):
+    """An invalid score or layout; the message says what is valid."""
+
+
+class FormulaError(ScoreError):
+    """An invalid formula; the message shows the place where it has one."""
+
+
 class UnsupportedAttention(AttentionError):
     """A combination the chosen implementation does not support; the message says what to change."""
 
@@ -61,6 +69,7 @@ PHRASES = {
     "layout.offsets": "q_start or k_start",
     "layout.lengths": "a layout's lengths",
     "cache": "a cache",
+    "formula": "the formula",
 }
 
 

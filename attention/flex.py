@@ -18,6 +18,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from .config import AttentionConfig, SDPABackend
 from .errors import Option, UnsupportedAttention, listed, no_dropout
+from .formula.call import visible_distances
+from .formula.evaluate import Given, full_index, run
 from .interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
 from .peers import check_kernels, flash_attn_4
 from .score import Layout, Score
@@ -79,7 +81,7 @@ class FlexAttention(Attention):
             q,
             k,
             v,
-            score_mod=score_function(score, layout, call.tensors.get("slopes"), T, S),
+            score_mod=score_function(call, T, S),
             block_mask=self.block_mask(score, layout, q.shape[0], T, S, q.device),
             scale=call.spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -141,19 +143,24 @@ def mask_function(score: Score, layout: Layout, T: int, S: int) -> Mask | None:
     return mask
 
 
-def score_function(
-    score: Score, layout: Layout, slopes: Tensor | None, T: int, S: int
-) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+def score_function(call: Call, T: int, S: int) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
     """The changed score of query i and key j in head h; None where scores stay as they are."""
-    if score.soft_cap is None and slopes is None:
+    layout, steps = call.layout, call.spec.score.steps()
+    if steps is None or steps.is_identity:
         return None
-    offset = layout.query_start(T, S) - layout.k_start
+    first, low = layout.query_start(T, S), visible_distances(call.spec.score, layout, T, S)[0]
+    hoisted, tables = call.formula[: len(steps.hoisted)], call.formula[len(steps.hoisted) :]
 
-    def change(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if score.soft_cap is not None:
-            s = score.soft_cap * torch.tanh(s / score.soft_cap)
-        if slopes is not None:
-            s = s - slopes[h] * (i + offset - j)
-        return s
+    def change(s: Tensor, b: Tensor, h: Tensor, t: Tensor, c: Tensor) -> Tensor:
+        i, j = t + first, c + layout.k_start
+        places = {"head": 0 * t, "row": t, "column": c}
+        given = Given({"s": s, "i": i, "j": j, "h": h, "b": b}, s.dtype, [], [])
+        for (stage, *_), x in zip(steps.hoisted, hoisted, strict=True):
+            place = places[stage] if stage in places else (i - j - low).clamp(0, x.shape[-1] - 1)
+            at = (t, c) if stage == "pair" else (place,)
+            given.hoisted.append(x[(b if x.shape[0] > 1 else 0 * b, h if x.shape[1] > 1 else 0 * h, *at)])
+        for (_, index), x in zip(steps.tables, tables, strict=True):
+            given.tables.append(x[tuple(full_index(x, run(index, given), b))].to(s.dtype))
+        return run(steps.value, given)[0]
 
     return change

@@ -26,11 +26,13 @@ from .config import AttentionConfig
 from .decode.cache import Cache
 from .dropout import RATES, DropoutKey, drop_threshold, is_valid_rate
 from .errors import Option, UnsupportedAttention, listed
-from .score import Layout, Score, alibi_slopes
+from .formula.call import prepared
+from .score import Layout, Score
+from .scores.alibi import alibi_slopes
 from .spec import Spec
 
 # What an implementation may not support: see Score.features, Layout.features and Attention.decode.
-FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "sinks", "documents", "offsets", "cache"})
+FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "formula", "sinks", "documents", "offsets", "cache"})
 CAUSAL, ONE_DOCUMENT = Score(), Layout()
 
 
@@ -71,12 +73,14 @@ class Call(NamedTuple):
     layout       positions and documents
     dropout_key  (7,) int64, as `DropoutKey.pack` gives it; None where nothing is to be dropped
     tensors      of the score, by name: see Score.tensors
+    formula      what the formula's scores are computed from (formula/hoist.py); set by `Attention.prepare`
     """
 
     spec: Spec
     layout: Layout
     dropout_key: Tensor | None
     tensors: dict[str, Tensor]
+    formula: tuple[Tensor, ...] = ()
 
 
 class Attention(ABC):
@@ -168,6 +172,7 @@ class Attention(ABC):
         call = self.call(q, score, layout, scale, dropout_key, tensors)
         # q, k and v set the precision; autocast must not change what an implementation computes in fp32.
         with torch.autocast(q.device.type, enabled=False):
+            q, call = self.prepare(q, call, k.shape[2])
             out, lse = self.attend(q, k, v, call)
             if not return_lse:
                 return AttentionOutput(out)
@@ -202,6 +207,7 @@ class Attention(ABC):
         self.check_features(score.features() | {"cache": Option("cache")})
         call = self.call(q, score, Layout(lengths=cache.lengths), scale, None, tensors)
         with torch.autocast(q.device.type, enabled=False):
+            q, call = self.prepare(q, call, cache.longest())
             out, lse = self.attend_cache(q, cache, call)
             if not return_lse:
                 return AttentionOutput(out)
@@ -235,6 +241,20 @@ class Attention(ABC):
             dropout_key = dropout_key.pack(q.device) if drops else None
         return Call(spec, layout, dropout_key if drops else None, score_tensors(score, tensors, q))
 
+    def prepare(self, q: Tensor, call: Call, S: int) -> tuple[Tensor, Call]:
+        """A call with its formula, for q (B, H, T, D) and S keys.
+
+        A factor of s that is the same along a row multiplies q, and all else that is not computed for every score is
+        computed here. Raises FormulaError for tensors that do not fit.
+        """
+        spec = call.spec
+        if spec.score.expression is None or (spec.score.formula is None and "formula" not in self.supports):
+            return q, call
+        q, scale, inputs = prepared(spec.score, call.layout, q, S, call.tensors)
+        learned = [k for k, x in enumerate(inputs) if x.requires_grad] if torch.is_grad_enabled() else []
+        spec = spec._replace(scale=spec.scale * scale, computed=len(inputs), learned=tuple(learned))
+        return q, call._replace(spec=spec, formula=inputs)
+
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:
         """The implementation's part of `decode`; call.layout has the cache's lengths. lse as in `attend`."""
         raise NotImplementedError  # for implementations whose `supports` has no "cache"
@@ -262,19 +282,22 @@ def readers(option: str) -> list[str]:
 
 
 def score_tensors(score: Score, given: dict[str, Any], q: Tensor) -> dict[str, Tensor]:
-    """The tensors of a score, by name, those that the caller left out included. Raises ValueError."""
+    """The tensors of a score, by name, those that the caller left out included. Raises ValueError.
+
+    `prepare` checks the shapes of those that belong to a formula.
+    """
     given = (given.pop("tensors", None) or {}) | given
-    H = q.shape[1]
+    H, wanted = q.shape[1], score.tensors()
     tensors = {name: x for name, x in given.items() if x is not None}
     for name, x in tensors.items():
-        if name not in score.tensors() or x.shape != (H,):
-            wanted = f"one for each of {H} query heads" if name in score.tensors() else f"{score} has none"
-            raise ValueError(f"{name} of shape {tuple(x.shape)} do not fit: {wanted}.")
+        of_heads = name == "sinks" or (name == "slopes" and score.alibi)
+        if name not in wanted or (of_heads and x.shape != (H,)):
+            fits = f"one for each of {H} query heads" if name in wanted else f"{score} has none"
+            raise ValueError(f"{name} of shape {tuple(x.shape)} do not fit: {fits}.")
     if score.alibi and "slopes" not in tensors:
         tensors["slopes"] = alibi_slopes(H, q.device)
-    for name in score.tensors():
-        if name not in tensors:
-            raise ValueError(f"{score} needs {name}, (H,): one logit for each of {H} query heads.")
+    if "sinks" in wanted and "sinks" not in tensors:
+        raise ValueError(f"{score} needs sinks, (H,): one logit for each of {H} query heads.")
     return tensors
 
 

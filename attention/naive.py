@@ -7,16 +7,15 @@ Memory grows with T x S for each head, forward and backward; gradients are autog
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from .decode.cache import Cache, host_sees
 from .dropout import keep_mask, keep_scale
+from .formula.call import tile_formula
 from .interface import FEATURES, Attention, AttentionOutput, Call
 from .precision import accum_dtype
-from .score import Layout, change_scores, key_intervals
+from .score import Layout, Range, Score, key_intervals
 
 
 class NaiveAttention(Attention):
@@ -42,13 +41,15 @@ class NaiveAttention(Attention):
         return p.to(v.dtype) @ shared(v, H)
 
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:
-        first, score = 0, call.spec.score
+        longest = cache.longest()
         if q.shape[0] == q.shape[2] == 1 and host_sees(cache.lengths):
             # One query of one sequence, whose length the host knows: it gets only the keys it sees, and needs no mask.
-            first = max(0, cache.longest() - (score.window or cache.longest()))
-            score = replace(score, causal=score.alibi, window=None)
-            call = call._replace(spec=call.spec._replace(score=score), layout=Layout())
-        k, v = cache.read(first, cache.longest())
+            first = max(0, longest - (call.spec.score.window or longest))
+            k, v = cache.read(first, longest)
+            scores = with_sinks(changed_scores(q, k, call, (first, longest)), call)
+            call = call._replace(spec=call.spec._replace(score=Score(causal=False)), layout=Layout())
+            return AttentionOutput(self.weigh(scores, v, call))
+        k, v = cache.read(0, longest)
         return AttentionOutput(self.weigh(masked_scores(q, k, call), v, call))
 
     def lse(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
@@ -56,25 +57,29 @@ class NaiveAttention(Attention):
 
 
 def masked_scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
-    """scale * q k^T, changed as the score says, (B, H, T, S), -inf where the query does not see the key.
-
-    With sinks (B, H, T, S + 1): they stand in the last column.
-    """
-    (B, H, T, _), S = q.shape, k.shape[2]
-    score, layout = call.spec.score, call.layout
-    # Scaled before the product: q k^T alone overflows fp16 where the scores do not.
-    scores = (q * call.spec.scale) @ shared(k, H).mT
-    if score.soft_cap is not None or score.alibi:
-        slopes = call.tensors["slopes"][:, None, None] if score.alibi else None
-        scores = scores.to(accum_dtype(q.dtype))
-        scores = change_scores(scores, score, layout, slopes, (0, T), (0, S), T, S)
-    mask = key_intervals(score, layout, T, S, q.device).mask((0, T), (0, S))
+    """`changed_scores`, (B, H, T, S), -inf where the query does not see the key; with sinks as in `with_sinks`."""
+    T, S = q.shape[2], k.shape[2]
+    scores = changed_scores(q, k, call, (0, S))
+    mask = key_intervals(call.spec.score, call.layout, T, S, q.device).mask((0, T), (0, S))
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    if score.sinks:
-        sinks = call.tensors["sinks"].to(accum_dtype(q.dtype))[:, None, None].expand(B, H, T, 1)
-        scores = torch.cat([scores.to(sinks.dtype), sinks], dim=-1)
-    return scores
+    return with_sinks(scores, call)
+
+
+def changed_scores(q: Tensor, k: Tensor, call: Call, columns: Range) -> Tensor:
+    """scale * q k^T, changed as the score says, (B, H, T, S), for the keys k that are these columns of the call's."""
+    # Scaled before the product: q k^T alone overflows fp16 where the scores do not.
+    scores, T = (q * call.spec.scale) @ shared(k, q.shape[1]).mT, q.shape[2]
+    formula = tile_formula(call.spec.score, call.layout, call.formula, T, columns[1], q.device)
+    return scores if formula is None else formula.value(scores.to(accum_dtype(q.dtype)), (0, T), columns)
+
+
+def with_sinks(scores: Tensor, call: Call) -> Tensor:
+    """Scores (B, H, T, S) with sinks, where there are any, in one more column."""
+    if not call.spec.score.sinks:
+        return scores
+    sinks = call.tensors["sinks"].to(accum_dtype(scores.dtype))[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores.to(sinks.dtype), sinks], dim=-1)
 
 
 def shared(x: Tensor, H: int) -> Tensor:

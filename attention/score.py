@@ -6,13 +6,14 @@
 The visible keys of a query are always one interval, also when everything is combined. `key_intervals` computes it;
 masks, the tiles to visit and the rows that see nothing all follow from it.
 
-    s = c tanh(scale q k^T / c) - slope_h (i - j)          soft cap, then ALiBi; i and j are positions
+    s = formula(scale q k^T, i, j, ...)          i and j are positions; attention/formula reads formulas
     p = exp(s) / (exp(sink_h) + sum over visible keys of exp(s))
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,7 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import AttentionError, Option
+from .errors import Option, ScoreError
+from .formula.check import check
+from .formula.hoist import Steps, steps_of
+from .formula.trace import trace
+from .scores.alibi import formula as alibi_formula
+from .scores.soft_cap import formula as soft_cap_formula
 
 Range = tuple[int, int]  # start, stop
 # The types of Score's fields, in Python and in words. To Python a bool is an int; here it is not.
@@ -30,11 +36,8 @@ KINDS = {
     "soft_cap": (int | float | None, "a number"),
     "alibi": (bool, "true or false"),
     "sinks": (bool, "true or false"),
+    "formula": (str | None, "text such as s * log(n)"),
 }
-
-
-class ScoreError(AttentionError):
-    """An invalid score or layout; the message says what is valid."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Score:
     alibi     subtract slope_h (i - j) from the score of query i and key j. Press et al. 2022, "Train Short, Test Long"
     sinks     a learned logit for each head joins the softmax's sum. Xiao et al. 2023, "Efficient Streaming Language
               Models with Attention Sinks"; gpt-oss
+    formula   what the score becomes, instead of a soft cap and ALiBi: text such as "s - slope[h] * (i - j)", of which
+              attention/formula/ knows the language, or a Python function of s, i, j, h, n and tensors. None: s
 
     Raises ScoreError.
     """
@@ -57,8 +62,11 @@ class Score:
     soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
+    formula: str | Callable | None = None
 
     def __post_init__(self) -> None:
+        if callable(self.formula):
+            object.__setattr__(self, "formula", trace(self.formula))
         for name, (kind, words) in KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
@@ -71,6 +79,27 @@ class Score:
             raise ScoreError("{} must be positive and finite; leave it out for no cap.", soft_cap)
         if not self.causal and (self.window is not None or self.alibi):
             raise ScoreError("A window and ALiBi look back from the query: they need causal=True.")
+        if self.formula is not None:
+            for option in (Option("score.soft_cap", self.soft_cap), Option("score.alibi", self.alibi)):
+                if option.value not in (None, False):
+                    raise ScoreError(
+                        "{} and {} both change the score; write the formula of both, or leave one out.",
+                        *(Option("score.formula", self.formula), option),
+                    )
+            check(self.formula, self.causal, self.window)
+
+    @property
+    def expression(self) -> str | None:
+        """The formula of the score, whichever option gives it; None where the score is s."""
+        if self.formula is not None:
+            return str(self.formula)
+        text = None if self.soft_cap is None else soft_cap_formula(self.soft_cap)
+        return alibi_formula(text or "s") if self.alibi else text
+
+    def steps(self) -> Steps | None:
+        """How the formula is computed; None where the score is s."""
+        expression = self.expression
+        return None if expression is None else steps_of(expression, self.causal, self.window)
 
     def features(self) -> dict[str, Option]:
         """The features beyond plain causal attention: name -> the choice that asks for it."""
@@ -81,15 +110,20 @@ class Score:
             "alibi": Option("score.alibi") if self.alibi else None,
             "sinks": Option("score.sinks") if self.sinks else None,
         }
+        if self.formula is not None and (steps := self.steps()) is not None and not steps.is_identity:
+            asked["formula"] = Option("score.formula", self.formula)
         return {name: option for name, option in asked.items() if option is not None}
 
-    def tensors(self) -> tuple[str, ...]:
-        """The names of the tensors that a call needs for this score.
+    def tensors(self) -> dict[str, tuple[str, ...]]:
+        """The tensors that a call needs for this score, by name, with the meaning of each axis (formula/axes.py).
 
-        slopes  (H,) fp32, of ALiBi; those of Press et al. where a call gives none. No gradient
-        sinks   (H,) fp32, logits that join the softmax's sum
+        slopes  (H,), of ALiBi; those of Press et al. where a call gives none
+        sinks   (H,), logits that join the softmax's sum
+
+        and those that the formula names, which can have a batch before these axes.
         """
-        return ("slopes",) * self.alibi + ("sinks",) * self.sinks
+        steps = self.steps()
+        return ({} if steps is None else dict(steps.axes)) | ({"sinks": ("head",)} if self.sinks else {})
 
 
 class Layout(NamedTuple):
@@ -259,34 +293,3 @@ def visible_pairs(score: Score, T: int) -> float:
         return float(T * T)
     window = min(score.window or T, T)
     return window * T - window**2 / 2
-
-
-def change_scores(
-    s: Tensor, score: Score, layout: Layout, slopes: Tensor | None, rows: Range, columns: Range, T: int, S: int
-) -> Tensor:
-    """c tanh(s / c) - slope_h (i - j) for a tile of scaled scores, (..., rows, columns), where `score` asks for it.
-
-    slopes  (..., 1, 1), to broadcast over the heads of s; None: no ALiBi
-    """
-    if score.soft_cap is not None:
-        s = score.soft_cap * torch.tanh(s / score.soft_cap)
-    if slopes is not None:
-        own = layout.own_keys(T, S, s.device)[..., slice(*rows), None]
-        distance = own - torch.arange(*columns, device=s.device)
-        if distance.ndim == 3:  # of each sequence, for all heads
-            distance = distance.view(len(distance), *[1] * (s.ndim - 3), *distance.shape[1:])
-        s = s - slopes.to(s.dtype) * distance
-    return s
-
-
-def change_derivative(s: Tensor, score: Score) -> Tensor | None:
-    """The derivative of `change_scores` at scaled scores s; None where it is 1."""
-    return None if score.soft_cap is None else 1 - torch.tanh(s / score.soft_cap) ** 2
-
-
-def alibi_slopes(n_heads: int, device: torch.device | str | None = None) -> Tensor:
-    """(H,) fp32, Press et al.'s: 2^(-8 h / H) for h = 1 ... H where H is a power of two; else those of the power of two
-    below, then every other one of that above."""
-    below = 1 << n_heads.bit_length() - 1
-    h = torch.arange(1, n_heads + 1, dtype=torch.float32, device=device)
-    return torch.where(h <= below, torch.exp2(-8 * h / below), torch.exp2(-4 * (2 * (h - below) - 1) / below))

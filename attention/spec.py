@@ -21,6 +21,8 @@ class Spec(NamedTuple):
     offsets           whether q_start and k_start are given
     threshold         dropout drops this many of the 256 values of a byte; 0: nothing
     tf32, path, precision, block_q, block_k, ablate  as AttentionConfig has them (tf32 as allow_tf32)
+    computed          how many tensors a formula's scores are computed from, see formula/hoist.py
+    learned           the numbers of those that need a gradient
     """
 
     score: Score
@@ -34,6 +36,8 @@ class Spec(NamedTuple):
     block_q: int = 64
     block_k: int = 64
     ablate: str = "none"
+    computed: int = 0
+    learned: tuple[int, ...] = ()
 
     @property
     def bounded(self) -> bool:
@@ -49,7 +53,7 @@ class Spec(NamedTuple):
         """The names of the tensors that a call has besides q, k and v, of those that `Inputs` describes."""
         asked = {
             "key": self.threshold > 0,
-            "slopes": self.score.alibi,
+            "slopes": self.score.alibi and not self.computed,
             "sinks": self.score.sinks,
             "starts": self.documents,
             "ends": self.documents,
@@ -62,10 +66,10 @@ class Spec(NamedTuple):
         torch.compile follows this function, so it prints field by field.
         """
         s = self.score
-        score = f"{s.causal!r},{s.window!r},{s.soft_cap!r},{s.alibi!r},{s.sinks!r}"
+        score = f"{s.causal!r},{s.window!r},{s.soft_cap!r},{s.alibi!r},{s.sinks!r},{s.formula!r}"
         call = f"{self.scale!r},{self.documents!r},{self.offsets!r},{self.threshold!r}"
         options = f"{self.tf32!r},{self.path!r},{self.precision!r},{self.block_q!r},{self.block_k!r},{self.ablate!r}"
-        return f"({score}),{call},{options}"
+        return f"({score}),{call},{options},{self.computed!r},{self.learned!r}"
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -83,6 +87,7 @@ class Inputs(NamedTuple):
     sinks         (H,) fp32
     starts, ends  (B, L) int32, contiguous: document_starts and document_ends of Layout
     horizons      (B, H) int32, of ALiBi: keys at that distance or further away have no weight; None: not known
+    formula       a tuple: what a formula's scores are computed from, as `Spec.computed` counts it
     """
 
     key: Any = None
@@ -91,12 +96,15 @@ class Inputs(NamedTuple):
     starts: Any = None
     ends: Any = None
     horizons: Any = None
+    formula: Any = None
 
     @classmethod
     def of(cls, spec: Spec, tensors: Sequence[Tensor]) -> Inputs:
         """From the list of a custom operator: `present` of these inputs."""
-        return cls(**dict(zip((*spec.inputs(), "horizons"), tensors, strict=False)))
+        formula, rest = tuple(tensors[: spec.computed]), tensors[spec.computed :]
+        named = dict(zip((*spec.inputs(), "horizons"), rest, strict=False))
+        return cls(**named, formula=formula or None)
 
     def present(self) -> list[Tensor]:
-        """Those that are there, for a custom operator."""
-        return [x for x in self if x is not None]
+        """Those that are there, for a custom operator: the formula's first."""
+        return [*(self.formula or ()), *(x for x in self[:-1] if x is not None)]

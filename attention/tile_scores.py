@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .score import Layout, Range, change_scores, key_intervals
+from .formula.call import tile_formula
+from .formula.tile import Tile
+from .score import Layout, Range, key_intervals
 from .spec import Inputs, Spec
 
 
@@ -18,8 +21,8 @@ class TileScores:
         """q (B, H, T, D) and k (B, H_kv, S, D); q_start and k_start as Layout has them."""
         self.T, self.S, self.spec = q.shape[2], k.shape[2], spec
         self.layout = Layout(q_start, k_start, inputs.starts, inputs.ends)
-        self.slopes = None if inputs.slopes is None else inputs.slopes.view(k.shape[1], -1, 1, 1)  # (H_kv, G, 1, 1)
         self.seen = key_intervals(spec.score, self.layout, self.T, self.S, q.device)
+        self.formula = tile_formula(spec.score, self.layout, inputs.formula or (), self.T, self.S, q.device)
         # Python decides which tiles to visit. On a GPU it would have to wait for the documents' bounds, which a CUDA
         # graph cannot: there tiles of other documents are visited, and masked whole.
         self.host_knows_all = inputs.starts is None or inputs.starts.device.type == "cpu"
@@ -41,16 +44,57 @@ class TileScores:
 
     def change(self, b_s: Tensor, rows: Range, columns: Range) -> Tensor:
         """A tile of scaled scores (B, H_kv, G, block_q, block_k), changed; -inf where a query does not see a key."""
-        b_s = change_scores(b_s, self.spec.score, self.layout, self.slopes, rows, columns, self.T, self.S)
-        if not (self.host_knows_all and self.known.cover(rows, columns)):
-            mask = self.seen.mask(rows, columns)
-            if mask is not None:
-                b_s = b_s.masked_fill_(~over_groups(mask), -torch.inf)
-        return b_s
+        if self.formula is not None:
+            b_s = self.formula.value(b_s.flatten(1, 2), rows, columns).view(b_s.shape)
+        return hide(b_s, self.hidden(rows, columns), -torch.inf)
+
+    def change_with_gradients(self, b_s: Tensor, rows: Range, columns: Range) -> tuple[Tensor, TileGradients]:
+        """`change`, and what takes a tile's gradient back to what the formula is computed from."""
+        tile, slopes = None, [1.0]
+        if self.formula is not None:
+            tile = Tile(self.formula, b_s.flatten(1, 2), rows, columns)
+            value, *slopes = tile.value_and_gradients()
+            b_s = value.view(b_s.shape)
+        hidden = self.hidden(rows, columns)
+        return hide(b_s, hidden, -torch.inf), TileGradients(tile, slopes, hidden)
+
+    def hidden(self, rows: Range, columns: Range) -> Tensor | None:
+        """True where a query does not see a key, to broadcast over a tile; None where all see all."""
+        if self.host_knows_all and self.known.cover(rows, columns):
+            return None
+        mask = self.seen.mask(rows, columns)
+        return None if mask is None else over_groups(~mask)
 
     def fully_masked(self, rows: Range) -> Tensor | None:
         """The rows that see nothing, to broadcast over a tile; None where there cannot be any."""
         return None if self.seen.never_empty else over_groups(self.seen.fully_masked(rows))
+
+
+class TileGradients:
+    """The derivatives of a tile's scores by s and by all else that a formula computes them from."""
+
+    def __init__(self, tile: Tile | None, slopes: list[Any], hidden: Tensor | None) -> None:
+        """slopes: by s, then by each input of the formula: tensors, or numbers where they are the same everywhere."""
+        self.tile, self.slopes, self.hidden = tile, slopes, hidden
+
+    def back(self, b_ds: Tensor) -> Tensor:
+        """The gradient of the scaled scores, of that of the changed ones; those of the formula's inputs are summed."""
+        if self.tile is not None and self.tile.formula.sums:
+            learned = self.tile.formula.sums
+            self.tile.add_to_sums({k: self.times(b_ds, self.slopes[k + 1]).flatten(1, 2) for k in learned})
+        return self.times(b_ds, self.slopes[0])
+
+    def times(self, b_ds: Tensor, slope: Any) -> Tensor:
+        """b_ds times a derivative, which may have no value where a query does not see a key."""
+        if not isinstance(slope, Tensor):
+            return b_ds if slope == 1 else b_ds * slope
+        flat = b_ds.flatten(1, 2) * slope
+        return hide(flat.view(b_ds.shape), self.hidden, 0.0)
+
+
+def hide(b_x: Tensor, hidden: Tensor | None, value: float) -> Tensor:
+    """A tile with `value` in place of what is hidden."""
+    return b_x if hidden is None else b_x.masked_fill_(hidden, value)
 
 
 def tiles(start: int, stop: int, block: int) -> Iterator[Range]:

@@ -29,7 +29,7 @@ from .errors import Option, UnsupportedAttention
 from .gpu import NAMESPACE
 from .interface import FEATURES, Attention, AttentionOutput, Call
 from .precision import accum_dtype
-from .score import Range, change_derivative
+from .score import Range
 from .spec import Inputs, Spec
 from .tile_scores import TileScores, tiles
 
@@ -52,12 +52,17 @@ class TiledAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         layout = call.layout
         inputs = Inputs(
-            call.dropout_key, **call.tensors, starts=layout.document_starts, ends=layout.document_ends
+            call.dropout_key,
+            sinks=call.tensors.get("sinks"),
+            starts=layout.document_starts,
+            ends=layout.document_ends,
+            formula=call.formula,
         ).present()
         return AttentionOutput(*Tiled.apply(call.spec, (layout.q_start, layout.k_start), q, k, v, *inputs))
 
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:
-        return AttentionOutput(*decode(q, [*cache], Inputs(**call.tensors).present(), call.spec.text()))
+        inputs = Inputs(sinks=call.tensors.get("sinks"), formula=call.formula).present()
+        return AttentionOutput(*decode(q, [*cache], inputs, call.spec.text()))
 
 
 class Tiled(torch.autograd.Function):
@@ -83,10 +88,13 @@ class Tiled(torch.autograd.Function):
         spec, positions, saved = ctx.spec, ctx.positions, ctx.saved_tensors
         with torch.autocast(do.device.type, enabled=False):
             if torch.compiler.is_compiling():
-                dq, dk, dv, dsinks = backward_op(do, saved, spec.text(), *positions)
+                gradients = backward_op(do, saved, spec.text(), *positions)
             else:
-                dq, dk, dv, dsinks = backward(do, saved, spec, *positions)
-        return None, None, dq, dk, dv, *(dsinks if name == "sinks" else None for name in spec.inputs())
+                gradients = backward(do, saved, spec, *positions)
+        dq, dk, dv, *rest = gradients
+        learned = {k: rest.pop(0) for k in spec.learned}
+        formula = [learned.get(k) for k in range(spec.computed)]
+        return None, None, dq, dk, dv, *formula, *(rest[0] if name == "sinks" else None for name in spec.inputs())
 
 
 def forward(
@@ -140,10 +148,8 @@ def forward(
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
-def backward(
-    do: Tensor, saved: Sequence[Tensor], spec: Spec, q_start: int | None, k_start: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Algorithm 2: the gradients of q, k, v and the sinks from that of out. Without sinks theirs is empty.
+def backward(do: Tensor, saved: Sequence[Tensor], spec: Spec, q_start: int | None, k_start: int) -> list[Tensor]:
+    """Algorithm 2: the gradients of q, k, v, of what the formula learns and of the sinks, if any, from that of out.
 
     saved  q, k, v, out, lse and the inputs that are present, with the shapes of `forward`
     """
@@ -162,10 +168,12 @@ def backward(
     delta = (do.to(dtype) * out.to(dtype)).sum(dim=-1, keepdim=True)  # (B, H_kv, G, T, 1)
     # Where a row sees nothing every score is -inf, and exp(-inf - lse) is the zero it should be for a finite lse.
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)  # (B, H_kv, G, T, 1)
-    dsinks = q.new_empty(0, dtype=dtype)
+    dsinks = []
     if sinks is not None:  # dS = P (dP - delta) with dP = 0, as a sink has no value
         p_sink = torch.exp(sinks.view(H_kv, -1, 1, 1) - lse)
-        dsinks = -(p_sink * delta).sum(dim=(0, 3, 4)).flatten().to(sinks.dtype)
+        dsinks.append(-(p_sink * delta).sum(dim=(0, 3, 4)).flatten().to(sinks.dtype))
+    if scores.formula is not None:
+        scores.formula.start_sums(spec.learned)
 
     for columns in tiles(0, S, spec.block_k):
         b_k, b_v = cut(k, columns), cut(v, columns)
@@ -173,26 +181,23 @@ def backward(
 
         for rows in scores.query_tiles(columns):
             b_q, b_do = cut(q, rows), cut(do, rows)
-            b_s = spec.scale * dot(b_q, b_k.mT)
-            derivative = change_derivative(b_s, spec.score)
-            b_p = torch.exp(scores.change(b_s, rows, columns) - cut(lse, rows))
+            b_s, gradients = scores.change_with_gradients(spec.scale * dot(b_q, b_k.mT), rows, columns)
+            b_p = torch.exp(b_s - cut(lse, rows))
             b_dp = dot(b_do, b_v.mT)
             b_p_kept = b_p  # the probabilities that met v
             if key is not None:
                 b_keep = keep_tile(key, dropout, q, S, rows, columns)
                 b_p_kept = torch.where(b_keep, b_p * keep_scale(dropout), 0.0)
                 b_dp = torch.where(b_keep, b_dp * keep_scale(dropout), 0.0)
-            b_ds = b_p * (b_dp - cut(delta, rows))
-            if derivative is not None:
-                b_ds *= derivative
-            b_ds = b_ds.to(q.dtype)
+            b_ds = gradients.back(b_p * (b_dp - cut(delta, rows))).to(q.dtype)
             b_dv += dot(b_p_kept.to(v.dtype).mT, b_do).sum(dim=2, keepdim=True)  # over the group that shares v
             b_dk += dot(b_ds.mT, b_q).sum(dim=2, keepdim=True)
             cut(dq, rows).add_(dot(b_ds, b_k))
 
         cut(dk, columns).copy_(b_dk * spec.scale)
         cut(dv, columns).copy_(b_dv)
-    return (dq * spec.scale).to(q.dtype).flatten(1, 2), dk.squeeze(2), dv.squeeze(2), dsinks
+    learned = [] if scores.formula is None else scores.formula.gradients()
+    return [(dq * spec.scale).to(q.dtype).flatten(1, 2), dk.squeeze(2), dv.squeeze(2), *learned, *dsinks]
 
 
 def keep_tile(key: Tensor, dropout: float, q: Tensor, S: int, rows: Range, columns: Range) -> Tensor:
@@ -227,9 +232,7 @@ def forward_op(
 
 
 @torch.library.custom_op(f"{NAMESPACE}::tiled_backward", mutates_args=())
-def backward_op(
-    do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int | None, k_start: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward_op(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int | None, k_start: int) -> list[Tensor]:
     """`backward`, with its Spec as text."""
     return backward(do, saved, Spec.read(spec), q_start, k_start)
 
@@ -240,8 +243,9 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @backward_op.register_fake
-def _(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> tuple[Tensor, ...]:
-    q, k, v, _out, _lse, *inputs = saved
-    sinks = Inputs.of(Spec.read(spec), inputs).sinks
-    dsinks = q.new_empty(0, dtype=accum_dtype(q.dtype)) if sinks is None else torch.empty_like(sinks)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+def _(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> list[Tensor]:
+    q, k, v, _out, _lse, *rest = saved
+    known = Spec.read(spec)
+    inputs = Inputs.of(known, rest)
+    learned = [inputs.formula[number] for number in known.learned]
+    return [x.new_empty(x.shape) for x in (q, k, v, *learned, *([] if inputs.sinks is None else [inputs.sinks]))]

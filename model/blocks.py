@@ -13,10 +13,13 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from attention.interface import AttentionOutput
-from attention.score import Layout, Score, alibi_slopes
+from attention.score import Layout, Score
+from attention.scores.alibi import alibi_slopes
 from model.config import GPTConfig
 from model.dropout import Mask, drop
 from model.fused_mlp import can_fuse, fused_mlp
+from model.score import ScoreConfig
+from model.score_tensors import ScoreTensors
 
 ROTARY_BASE = 10_000.0
 
@@ -66,7 +69,8 @@ class SelfAttention(nn.Module):
     slopes: Tensor | None  # (H,), with ALiBi only
     sinks: Tensor | None  # (H,), learned, with sinks only
 
-    def __init__(self, config: GPTConfig, score: Score) -> None:
+    def __init__(self, config: GPTConfig, score: Score, options: ScoreConfig) -> None:
+        """options: where the tensors of the score's formula come from."""
         super().__init__()
         self.score = score
         self.n_heads = config.n_heads
@@ -80,6 +84,9 @@ class SelfAttention(nn.Module):
             self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=1e-6) for _ in range(2))
         self.register_buffer("slopes", alibi_slopes(self.n_heads) if score.alibi else None, persistent=False)
         self.register_parameter("sinks", nn.Parameter(torch.zeros(self.n_heads)) if score.sinks else None)
+        self.formula: ScoreTensors | None = None
+        if score.formula is not None:
+            self.formula = ScoreTensors(score, options.learned, options.tensors, config.n_embd, self.n_heads)
 
     def forward(
         self, x: Tensor, rotation: Rotation | None, layout: Layout, attend: Attend, key: Tensor | None
@@ -95,10 +102,11 @@ class SelfAttention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         # Views: an attention takes any strides, so nothing is copied on the way in.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, H_kv, T, D) twice
+        tensors = {"slopes": self.slopes, "sinks": self.sinks}
+        if self.formula is not None:
+            tensors |= self.formula(x)
         with labelled("attention"):
-            out = attend(
-                q, k, v, score=self.score, layout=layout, dropout_key=key, slopes=self.slopes, sinks=self.sinks
-            ).out  # (B, H, T, D)
+            out = attend(q, k, v, score=self.score, layout=layout, dropout_key=key, **tensors).out  # (B, H, T, D)
         return self.c_proj(out.transpose(1, 2).reshape(B, T, C))
 
 
@@ -120,11 +128,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Two sub-layers, each with a norm before and dropout after, added to the stream."""
 
-    def __init__(self, config: GPTConfig, score: Score, recompute_attention: bool) -> None:
+    def __init__(self, config: GPTConfig, score: Score, options: ScoreConfig, recompute_attention: bool) -> None:
         super().__init__()
         self.recompute_attention = recompute_attention
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.attn = SelfAttention(config, score)
+        self.attn = SelfAttention(config, score, options)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,13 +142,12 @@ class Decode:
         v: Tensor,
         *,
         score: Score,
-        slopes: Tensor | None,
-        sinks: Tensor | None,
         layout: Layout,
         dropout_key: None,
+        **tensors: Any,
     ) -> AttentionOutput:
         self.cache.write(k, v)
-        return self.attend.decode(q, self.cache, score=score, slopes=slopes, sinks=sinks)
+        return self.attend.decode(q, self.cache, score=score, **tensors)
 
 
 def longest_window(scores: Sequence[Score]) -> int | None:

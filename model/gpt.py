@@ -27,6 +27,7 @@ from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
 from model.loss import LossKind, cross_entropy
 from model.score import ScoreConfig, layer_scores
+from model.score_tensors import ScoreTensors
 
 # Matrix products over the vocabulary are fastest when its rows fill whole tiles.
 VOCAB_MULTIPLE = 64
@@ -88,7 +89,8 @@ class GPT(nn.Module):
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
         self.attend, self.computation = attend, computation or Computation()
         self.restart_positions = restart_positions
-        self.scores = layer_scores(score or ScoreConfig(), config.n_layers)
+        options = score or ScoreConfig()
+        self.scores = layer_scores(options, config.n_layers)
         n_kv_heads = config.n_kv_heads or config.n_heads
         head_dim = config.n_embd // config.n_heads
         device, dtype = torch.device(self.computation.device), self.computation.dtype
@@ -104,7 +106,7 @@ class GPT(nn.Module):
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
         recompute_attention = self.computation.recompute is Recompute.attention
-        self.h = nn.ModuleList(Block(config, score, recompute_attention) for score in self.scores)
+        self.h = nn.ModuleList(Block(config, score, options, recompute_attention) for score in self.scores)
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.apply(self.initialise)
 
@@ -236,6 +238,10 @@ class GPT(nn.Module):
         """The residual stream x in the precision in which it is accumulated."""
         narrow = not self.computation.residual_in_fp32 and torch.is_autocast_enabled(x.device.type)
         return x.to(torch.get_autocast_dtype(x.device.type)) if narrow else x
+
+    def made_tensors(self) -> list[str]:
+        """The names of the tensors that layers make from their input for their scores."""
+        return [name for module in self.modules() if isinstance(module, ScoreTensors) for name in module.made]
 
     def num_parameters(self) -> int:
         """Number of trained values; the tied embedding counts once, without its padding."""

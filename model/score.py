@@ -22,6 +22,11 @@ class ScoreConfig:
     soft_cap  bound of the scores; None: no bound
     alibi     subtract a distance from the scores
     sinks     a learned logit for each head in the softmax's sum
+    formula   what the score becomes, such as "s * log(n)"; None: s (docs/formulas.md)
+    learned   shapes of the formula's learned tensors by name, such as {bias: [h, 128]} for h heads, or with a first
+              value {bias: {shape: [h, 128], init: 0.5}}
+    tensors   the formula's other tensors by name: model.forget_gate, alibi_slopes, or numbers in lists
+    show      write the code that is made of the formula beside the run
     layers    what layers have instead of the values above; the list is repeated over the layers:
               [{window: 1024}, {}] is a window in every other layer. None: all alike
     """
@@ -31,6 +36,10 @@ class ScoreConfig:
     soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
+    formula: str | None = None
+    learned: dict[str, Any] | None = None
+    tensors: dict[str, Any] | None = None
+    show: bool = False
     layers: list[dict[str, Any]] | None = None
 
 
@@ -52,7 +61,8 @@ def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[ScoreError]:
             "each layer, a pattern that fits, or score.layers=null."
         )
     base = {name: getattr(config, name) for name in NAMES}
-    reported = set()
+    reported: set[str] = set()
+    read: set[str] = set()
     for entry in pattern:
         if unknown := [name for name in entry if name not in NAMES]:
             yield ScoreError(
@@ -67,6 +77,18 @@ def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[ScoreError]:
                 if str(error) not in reported:  # a value that layers share is reported once
                     yield error
                 reported.add(str(error))
+        try:
+            if not reported:
+                read |= Score(**(base | entry)).tensors().keys()
+        except ScoreError as error:  # values that no layer can have together
+            yield error
+            reported.add(str(error))
+    learned, given = config.learned or {}, config.tensors or {}
+    for name in [] if reported else {**learned, **given}:
+        if name in learned and name in given:
+            yield ScoreError(f"score.learned and score.tensors both give {name}; leave one out.")
+        elif name not in read:
+            yield ScoreError(f"score.{'learned' if name in learned else 'tensors'} has {name}, which no formula reads.")
 
 
 def describe_score(config: ScoreConfig) -> str:

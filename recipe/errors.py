@@ -35,7 +35,7 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 # The overrides that ask for what attention/ calls otherwise.
-OVERRIDES = {"layout.documents": "data.documents=mask"}
+OVERRIDES = {"layout.documents": "data.documents=mask", "formula": "score.formula"}
 
 
 def sentence_of(error: Exception) -> str:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formula.call import tile_formula
 from ..gpu import NAMESPACE
 from ..precision import accum_dtype
-from ..score import Layout, change_scores, key_intervals
+from ..score import Layout, key_intervals
 from ..spec import Inputs, Spec
 from .cache import Cache, host_sees
 
@@ -28,7 +29,7 @@ def decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], 
     """q (B, H, T, D) against a Cache to out (B, H, T, D) and lse (B, H, T).
 
     cache   k, v, lengths and pages, as Cache has them
-    inputs  slopes and sinks, (H,), where the score has them
+    inputs  what the formula's scores are computed from, and sinks (H,), where the score has them
     spec    the text of a Spec
 
     One operation for torch.compile: unrolled, the loop would be a graph of thousands.
@@ -38,12 +39,12 @@ def decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], 
     known, layout = Spec.read(spec), Layout(lengths=lengths)
     score, scale, block_k = known.score, known.scale, known.block_k
     given = Inputs.of(known, inputs)
-    slopes, sinks = given.slopes, given.sinks
+    sinks = given.sinks
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], kept.longest()
     dtype = accum_dtype(q.dtype)
     b_q = q.unflatten(1, (H_kv, H // H_kv)).to(dtype)  # (B, H_kv, G, T, D)
     seen = key_intervals(score, layout, T, S, q.device)
-    b_slopes = None if slopes is None else slopes.view(H_kv, -1, 1, 1)
+    formula = tile_formula(score, layout, given.formula or (), T, S, q.device)
     # The maximum starts at the lowest finite number, not at -inf, so that rows that see nothing compute
     # exp(-inf - m) = 0 and never a NaN.
     m = torch.full_like(b_q[..., :1], torch.finfo(dtype).min)
@@ -58,7 +59,9 @@ def decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], 
         if host_sees(lengths) and not seen.meet((0, T), columns):
             continue
         b_k, b_v = (x.unsqueeze(2).to(dtype) for x in kept.read(*columns))  # (B, H_kv, 1, block_k, D)
-        b_s = change_scores(scale * (b_q @ b_k.mT), score, layout, b_slopes, (0, T), columns, T, S)
+        b_s = scale * (b_q @ b_k.mT)
+        if formula is not None:
+            b_s = formula.value(b_s.flatten(1, 2), (0, T), columns).view(b_s.shape)
         mask = seen.mask((0, T), columns)
         if mask is not None:
             b_s = b_s.masked_fill(~mask.unsqueeze(1), -torch.inf)

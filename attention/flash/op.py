@@ -214,7 +214,7 @@ class FlashAttention(Attention):
 
     name = "flash"
     options = frozenset({"allow_tf32", "path", "precision"})
-    supports = FEATURES
+    supports = FEATURES - {"formula"}
     exact = True
 
     def check(self, shape: AttentionShape) -> None:
@@ -251,6 +251,10 @@ class FlashAttention(Attention):
         ]
         return [Problem(spec, shape.head_dim, shape.dtype, T, T, capability) for spec in specs]
 
+    def prepare(self, q: Tensor, call: Call, S: int) -> tuple[Tensor, Call]:
+        """A formula alone: the kernels know the soft cap and ALiBi."""
+        return (q, call) if call.spec.score.formula is None else super().prepare(q, call, S)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         compiling = torch.compiler.is_compiling()
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
@@ -266,7 +270,7 @@ class FlashAttention(Attention):
         positions = (layout.query_start(q.shape[2], k.shape[2]), layout.k_start) if spec.offsets else (0, 0)
         inputs = Inputs(
             key=call.dropout_key,
-            **{name: fp32(x) for name, x in call.tensors.items()},
+            **of_kernels(call),
             starts=bounds(layout.document_starts),
             ends=bounds(layout.document_ends),
         )
@@ -292,10 +296,15 @@ class FlashAttention(Attention):
         out, lse = (flash_decode if compiling else run_decode)(
             q if q.stride(-1) == 1 else q.contiguous(),
             [*cache],
-            Inputs(**{name: fp32(x) for name, x in call.tensors.items()}).present(),
+            Inputs(**of_kernels(call)).present(),
             call.spec.text(),
         )
         return AttentionOutput(out, lse)
+
+
+def of_kernels(call: Call) -> dict[str, Tensor]:
+    """The tensors of the score that kernels read."""
+    return {name: fp32(x) for name, x in call.tensors.items() if name in ("slopes", "sinks")}
 
 
 def fp32(x: Tensor) -> Tensor:

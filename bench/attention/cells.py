@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention import AttentionConfig, UnsupportedAttention, build_attention
-from attention.score import alibi_slopes
+from attention.scores.alibi import alibi_slopes
 from bench.attention.peers import KEY, Attend, Candidate, Problem
 from bench.attention.time_budget import TimeBudget, TooSlow
 from bench.measure import interleaved, peak_bytes, release, synchronise

@@ -36,7 +36,8 @@ from attention.flash.call import KernelCall
 from attention.flash.configs import Blocks
 from attention.flash.forward import forward
 from attention.flash.tiles import rows_like
-from attention.score import alibi_slopes, visible_pairs
+from attention.score import visible_pairs
+from attention.scores.alibi import alibi_slopes
 from attention.spec import Inputs, Spec
 from bench.attention.__main__ import positive, rate
 from bench.attention.peers import VARIANTS

@@ -26,9 +26,10 @@ from torch.distributed import _functional_collectives as collectives
 
 from attention.dropout import moved
 from attention.errors import Option, UnsupportedAttention
+from attention.formula.check import computes_with_heads
 from attention.interface import Attention, AttentionOutput, AttentionShape, Call
 from attention.precision import accum_dtype
-from attention.score import Range
+from attention.score import Range, Score
 
 # Its name from torch 2.13 on, else the earlier one.
 all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
@@ -83,6 +84,19 @@ class ContextAttention(Attention):
     def check(self, shape: AttentionShape) -> None:
         self.inner.check(shape)
 
+    def check_score(self, score: Score) -> None:
+        """Raise UnsupportedAttention for a formula whose scores a rank cannot compute from its part."""
+        names = {axis for axes in score.tensors().values() for axis in axes}
+        if "batch" in names or (score.expression is not None and computes_with_heads(score.expression)):
+            raise UnsupportedAttention(
+                "Ranks that share a sequence do not support {}, which computes with h or b; use parallel.context=1.",
+                Option("score.formula", score.formula),
+            )
+
+    def prepare(self, q: Tensor, call: Call, S: int) -> tuple[Tensor, Call]:
+        """Nothing: the wrapped attention does it, where it knows the positions."""
+        return q, call
+
     def check_features(self, features: Mapping[str, Option]) -> None:
         self.inner.check_features(features)
         for feature, asked_by in features.items():
@@ -120,19 +134,24 @@ class HeadParallel(ContextAttention):
         received = exchanged(packed, self.group)  # from rank r its rows
         qkv = received.transpose(0, 1).reshape(B, W * T, heads + 2 * kv_heads, D)
         q, k, v = (x.transpose(1, 2) for x in qkv.split([heads, kv_heads, kv_heads], dim=2))
-        own = slice(self.rank * heads, (self.rank + 1) * heads)
-        key = call.dropout_key
+        key, score = call.dropout_key, call.spec.score
         return self.inner(
             q,
             k,
             v,
-            score=call.spec.score,
+            score=score,
             layout=call.layout,
             scale=call.spec.scale,
             dropout_key=None if key is None else moved(key, first_head=self.rank * heads),
-            tensors={name: x[own] for name, x in call.tensors.items()},
+            tensors={name: self._of_heads(x, score.tensors()[name], heads) for name, x in call.tensors.items()},
             return_lse=return_lse,
         )
+
+    def _of_heads(self, x: Tensor, axes: tuple[str, ...], heads: int) -> Tensor:
+        """The part of a score's tensor that belongs to this rank's heads."""
+        if "head" not in axes:
+            return x
+        return x.narrow(x.ndim - len(axes) + axes.index("head"), self.rank * heads, heads)
 
     def _spread(self, out: Tensor) -> Tensor:
         """(B, H / W, T, D) of this rank's heads to (B, H, T / W, D) of its rows."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from attention.errors import UnsupportedAttention
 from attention.score import Range, take_rows
 from data.batches import Batch
 from model.gpt import GPT
@@ -108,4 +109,11 @@ class Sharing:
             group, _ = dist.new_subgroups(world.context, timeout=patience(self.device, self.config.timeout_s))
         assert group is not None
         attend = WRAPPERS[by](model.attend, group)
+        for score in model.scores:
+            attend.check_score(score)
+        if made := model.made_tensors():
+            raise UnsupportedAttention(
+                f"parallel.context={world.context} does not support tensors that are made from the input, such as "
+                f"score.tensors.{made[0]}; use parallel.context=1."
+            )
         return attend, rows_of(world.context_rank, world.context, model.seq_len, by)

@@ -102,7 +102,7 @@ class Engine:
             slots = min(slots, len(requests))
         self.requests, self.slots, self.seq_len = requests, slots, model.seq_len
         self.window = longest_window(model.scores) if model.config.positions is not Positions.learned else None
-        self.cached = decoding_attention(model.attend, device) is not None
+        self.cached = decoding_attention(model, device) is not None
         self.kept = {request: self.tokens_kept(request) for request in requests}
         pages = [pages_of(kept, self.window) for kept in self.kept.values()]
         longest = max(self.kept.values())

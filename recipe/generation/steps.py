@@ -63,7 +63,7 @@ class Steps:
         by_column = self.device.type == "cpu" and size.slots == 1
         self.model = copied(model, dtype, by_column)
         self.head = laid_out(model.wte.weight.detach().to(dtype), by_column)
-        self.decoder = decoding_attention(model.attend, self.device)
+        self.decoder = decoding_attention(model, self.device)
         self.cache = KVCache(model.config, size, self.device, dtype)
         self.rotation = None
         if model.config.positions is Positions.rotary:
@@ -200,19 +200,23 @@ class Steps:
         return torch.autocast(self.device.type, self.dtype, enabled=narrow, cache_enabled=False)
 
 
-def decoding_attention(attend: Attention, device: torch.device) -> Attention | None:
-    """The attention that reads the cache: `attend` if it supports one, else flash on a GPU and naive on a CPU.
+def decoding_attention(model: GPT, device: torch.device) -> Attention | None:
+    """The attention that reads the cache: the model's if it supports one, else flash on a GPU and naive on a CPU.
 
-    Its products are in the precision of q, k and v. None where none computes what `attend` does: tokens are then
-    computed without a cache.
+    Its products are in the precision of q, k and v. None where none computes what the model's does, or its scores read
+    numbers of each token: tokens are then computed without a cache.
     """
+    attend = model.attend
+    if model.made_tensors():
+        return None
     ablated = attend.config.ablate is not Ablation.none
     if ablated or ("cache" not in attend.supports and not attend.exact):
         return None
     if "cache" in attend.supports:
         narrow = attend.config.precision is not ProductPrecision.inputs
         return build_attention(replace(attend.config, precision=ProductPrecision.inputs)) if narrow else attend
-    name = "flash" if device.type == "cuda" and "cache" in IMPLEMENTATIONS["flash"].supports else "naive"
+    asked = {"cache"}.union(*(score.features() for score in model.scores))
+    name = "flash" if device.type == "cuda" and asked <= IMPLEMENTATIONS["flash"].supports else "naive"
     return build_attention(AttentionConfig(name))
 
 

@@ -22,7 +22,8 @@ from attention import (
     packed,
 )
 from attention.flex import FlexAttention
-from attention.score import alibi_slopes, key_intervals, visible_pairs
+from attention.score import key_intervals, visible_pairs
+from attention.scores.alibi import alibi_slopes
 from tests import flash_attn_stand_in
 from tests.attention.reference import Case, flops_of_tiles, gradients, published_slopes
 

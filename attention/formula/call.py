@@ -1,0 +1,77 @@
+"""The formula of one call: where its queries and keys stand, what is computed before the scores, and their tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..precision import accum_dtype
+from ..score import Layout, Score, key_intervals
+from .check import check_tensors
+from .hoist import Place, hoisted, scaled_queries
+from .ranges import Reach
+from .tile import TileFormula
+
+
+def reach_of(score: Score, layout: Layout, T: int, S: int, H: int) -> Reach:
+    """The positions of T queries and S keys."""
+    first, keys = layout.query_start(T, S), (layout.k_start, layout.k_start + S - 1)
+    queries = (0, S - 1) if layout.lengths is not None else (first, first + T - 1)
+    return Reach(queries, keys, score.causal, score.window, H)
+
+
+def visible_distances(score: Score, layout: Layout, T: int, S: int) -> tuple[int, int]:
+    """The lowest and the highest i - j of pairs that can see each other."""
+    low, high = reach_of(score, layout, T, S, 1).distance()
+    return low, max(high, low)  # type: ignore[return-value]
+
+
+def positions(layout: Layout, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """i, (T,) or with lengths (B, T), of which those before the first position are 0; and j (S,)."""
+    i = (layout.own_keys(T, S, device) + layout.k_start).clamp(min=0)
+    return i, torch.arange(layout.k_start, layout.k_start + S, device=device)
+
+
+def place_of(score: Score, layout: Layout, q: Tensor, S: int, counts: bool) -> Place:
+    """Where queries q (B, H, T, D) and S keys stand; `counts`: also how many keys each query sees."""
+    B, H, T, _ = q.shape
+    i, j = positions(layout, T, S, q.device)
+    n, first = None, layout.query_start(T, S)
+    if counts:
+        seen = key_intervals(score, layout, T, S, q.device)
+        n = (seen.end - seen.first).clamp(min=1)
+    ordered = layout.lengths is None and first >= 0
+    distances = visible_distances(score, layout, T, S)
+    return Place(B, H, i, j, n, first if ordered else None, layout.k_start, distances)
+
+
+def prepared(
+    score: Score, layout: Layout, q: Tensor, S: int, tensors: dict[str, Tensor]
+) -> tuple[Tensor, float, tuple[Tensor, ...]]:
+    """q times the factor of s, the number that scales s besides, and what the scores are computed from.
+
+    Raises FormulaError for tensors that do not fit.
+    """
+    steps = score.steps()
+    assert steps is not None
+    assert score.expression is not None
+    B, H, T, _ = q.shape
+    if not torch.compiler.is_compiling():
+        check_tensors(score.expression, tensors, B, reach_of(score, layout, T, S, H))
+    place = place_of(score, layout, q, S, steps.counts)
+    if steps.factor is not None:
+        q = scaled_queries(q, steps, tensors, place)
+    inputs = hoisted(steps, tensors, place, accum_dtype(q.dtype))
+    return q, steps.scale, (*inputs, *(tensors[name] for name, _ in steps.tables))
+
+
+def tile_formula(
+    score: Score, layout: Layout, inputs: Sequence[Tensor], T: int, S: int, device: torch.device
+) -> TileFormula | None:
+    """The formula of a call of T queries and S keys, for tiles of its scores; None where the score is s."""
+    steps = score.steps()
+    if steps is None or steps.is_identity:
+        return None
+    return TileFormula(steps, inputs, *positions(layout, T, S, device), visible_distances(score, layout, T, S))

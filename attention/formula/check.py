@@ -1,0 +1,128 @@
+"""What a formula asks of its tensors, and the mistakes that show before a call: in indices, sizes and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..errors import FormulaError, Option
+from .axes import axes, loads
+from .graph import Node, leaf, topological
+from .hoist import Place, hoisted, scaled_queries, steps_of
+from .parse import parse, show
+from .plan import plan, stage
+from .ranges import INF, Reach, intervals
+from .tile import TileFormula
+
+MOST_TENSORS = 8
+MOST_OPERATIONS = 64  # for each score
+PROBED = 16  # tokens
+FORMULA = Option("formula")
+
+
+def computes_with_heads(text: str) -> bool:
+    """Whether a formula uses a head's number other than as an index by itself into an axis of heads."""
+    used = axes(text)
+    for x in topological([parse(text)]):
+        for k, y in enumerate(x.args):
+            if y is leaf("h") and not (x.op == "load" and used[x.value][k] == "head"):
+                return True
+    return False
+
+
+@lru_cache(maxsize=1024)
+def check(text: str, causal: bool, window: int | None) -> None:
+    """Raise FormulaError for a formula that no call can compute."""
+    names = axes(text)
+    if len(names) > MOST_TENSORS:
+        raise FormulaError(f"{{}} has {len(names)} tensors, of which there may be {MOST_TENSORS}.", FORMULA)
+    for x in loads(text):
+        check_index(x, Reach(causal=causal, window=window), None)
+    p = plan(text, causal, window)
+    count = sum(bool(x.args) and stage(x) in ("score", "pair") for x in topological([p.value, p.derivative]))
+    if count > MOST_OPERATIONS:
+        raise FormulaError(
+            f"{{}} and its derivative take {count} operations for each score, of which there may be {MOST_OPERATIONS}.",
+            FORMULA,
+        )
+    probe(text, causal, window)
+
+
+def check_index(x: Node, reach: Reach, sizes: tuple[int, ...] | None) -> None:
+    """Raise FormulaError where an index of a load can be negative, or reach a tensor's size where `sizes` are given."""
+    ranges = intervals(list(x.args), reach)
+    for k, y in enumerate(x.args):
+        low, high = ranges[y]
+        if low < 0:
+            lowest = "negative" if low == -INF else f"as low as {low:.0f}"
+            raise FormulaError(
+                "{} reads {}, whose index {} can be {}; write max({}, 0).", FORMULA, show(x), show(y), lowest, show(y)
+            )
+        if sizes is not None and high >= sizes[k] and y is not leaf("b"):
+            instead = f"write min({show(y)}, {sizes[k] - 1})" if y.op != "leaf" else "give it more"
+            raise FormulaError(
+                "{} reads {}, whose index {} reaches {}, and {} has {} entries there; {}.",
+                *(FORMULA, show(x), show(y), f"{high:.0f}", x.value, sizes[k], instead),
+            )
+
+
+def check_tensors(text: str, tensors: Mapping[str, Tensor], B: int, reach: Reach) -> None:
+    """Raise FormulaError unless each tensor of the formula is there and has a size for every index of the call."""
+    for name, names in axes(text).items():
+        x, wanted = tensors.get(name), f"({', '.join(names)}{',' * (len(names) == 1)})"
+        if x is None:
+            raise FormulaError(f"{{}} needs the tensor {name} {wanted}.", FORMULA)
+        batches = x.ndim - len(names)
+        if batches not in (0, 1) or not x.is_floating_point():
+            raise FormulaError(
+                f"{{}} takes {name} {wanted}, perhaps with a batch before; got {tuple(x.shape)} of {x.dtype}.", FORMULA
+            )
+        sizes = dict(zip(("batch", *names)[1 - batches :], x.shape, strict=True))
+        for axis, size in (("batch", B), ("head", int(reach.heads))):
+            if axis in sizes and sizes[axis] != size and not (axis == "batch" and sizes[axis] == 1):
+                raise FormulaError(
+                    f"{{}} takes {name} {wanted} with {size} along {axis}; got {tuple(x.shape)}.", FORMULA
+                )
+        for y in loads(text):
+            if y.value == name:
+                check_index(y, reach, tuple(x.shape[batches:]))
+
+
+def probe(text: str, causal: bool, window: int | None) -> None:
+    """Raise FormulaError for a formula that has no finite value for some query and key, whatever its tensors hold.
+
+    It is computed for a few tokens, scores from -8 to 8, and tensors of several constants.
+    """
+    reach = Reach((0, PROBED - 1), (0, PROBED - 1), causal, window, heads=2)
+    sizes: dict[str, list[int]] = {}
+    for x in loads(text):
+        least = [1 if y is leaf("b") else int(intervals([y], reach)[y][1]) + 1 for y in x.args]
+        sizes[x.value] = [max(pair) for pair in zip(sizes.get(x.value, least), least, strict=True)]
+    steps, positions = steps_of(text, causal, window), torch.arange(PROBED)
+    n = (positions + 1).clamp(max=window or PROBED) if causal else torch.full_like(positions, PROBED)
+    place = Place(1, 2, positions, positions, n, 0, 0, reach_of(reach))
+    distance = positions[:, None] - positions
+    seen = (distance >= place.distances[0]) & (distance <= place.distances[1])
+    s = torch.linspace(-8, 8, 2 * PROBED**2, dtype=torch.float64).view(1, 2, PROBED, PROBED) * steps.scale
+    worst = None
+    for fill in (0.5, -0.5, 1.5):
+        tensors = {name: torch.full(size, fill, dtype=torch.float64) for name, size in sizes.items()}
+        scaled = s if steps.factor is None else scaled_queries(s, steps, tensors, place)
+        inputs = [*hoisted(steps, tensors, place, s.dtype), *(tensors[name] for name, _ in steps.tables)]
+        tile = TileFormula(steps, inputs, positions, positions, place.distances)
+        value = tile.value(scaled, (0, PROBED), (0, PROBED)).expand_as(s)
+        worst = (~value.isfinite() & seen).any(1)[0].nonzero()
+        if not len(worst):
+            return
+    assert worst is not None
+    i, j = worst[0].tolist()
+    raise FormulaError(f"{{}} has no finite value for the query at position {i} and the key at {j}.", FORMULA)
+
+
+def reach_of(reach: Reach) -> tuple[int, int]:
+    """The lowest and the highest distance of a call, whose positions are known."""
+    low, high = reach.distance()
+    return int(low), int(high)

@@ -1,0 +1,155 @@
+"""What a formula computes beforehand, in torch: vectors along heads, rows, columns and distances."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..precision import accum_dtype
+from .axes import axes
+from .evaluate import Given, Program, entries, full_index, program, run
+from .graph import Node, is_number, leaf, topological
+from .plan import plan
+
+
+class Steps(NamedTuple):
+    """A plan as programs: only tuples, numbers and text, which torch.compile takes for constants.
+
+    factor       of s, where it is no number; `scale` is the number otherwise
+    hoisted      (stage, far, program) of each
+    value        the score
+    gradients    the score, and its derivatives by s, by each of the hoisted numbers and by each table's entry
+    tables       (name, program of the indices) of each
+    axes         (name, meaning of each axis) of the tensors, see check.py
+    by_position  whether a score's computation asks for the positions of its query and key, or for its head
+    counts       whether n is used
+    is_identity  whether nothing is left to do to s but the factor
+    """
+
+    factor: Program | None
+    scale: float
+    hoisted: tuple[tuple[str, int | None, Program], ...]
+    value: Program
+    gradients: Program
+    tables: tuple[tuple[str, Program], ...]
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+    by_position: bool
+    counts: bool
+    is_identity: bool
+
+
+@torch.compiler.assume_constant_result
+def steps_of(text: str, causal: bool, window: int | None) -> Steps:
+    """The programs of a formula. Raises FormulaError."""
+    p = plan(text, causal, window)
+    nodes = [x.node for x in p.hoisted]
+
+    def late(*outputs: Node) -> Program:
+        return program(outputs, nodes, p.tables)
+
+    known = is_number(p.factor)
+    return Steps(
+        factor=None if known else program([p.factor]),
+        scale=p.factor.value if known else 1.0,
+        hoisted=tuple((x.stage, x.far, program([x.node])) for x in p.hoisted),
+        value=late(p.value),
+        gradients=late(p.value, p.derivative, *p.weights),
+        tables=tuple((x.value, program(x.args, nodes)) for x in p.tables),
+        by_position=any(x.op == "leaf" and x is not leaf("s") for x in topological([p.value, *p.tables]))
+        or any(x.stage == "distance" for x in p.hoisted),
+        axes=tuple(axes(text).items()),
+        counts="n" in p.formula.deps,
+        is_identity=p.value is leaf("s"),
+    )
+
+
+class Place(NamedTuple):
+    """Where the queries and keys of a call stand.
+
+    B, H       sequences and query heads
+    i          positions of the queries, (T,) or, with lengths, (B, T); those before the first as 0
+    j          positions of the keys, (S,)
+    n          how many keys each query sees, at least 1, (T,) or (B, T); None where nothing asks for it
+    q_start    position of the first query, where the others follow it; None: with lengths, or before the first
+    k_start    position of the first key
+    distances  the lowest and the highest i - j of pairs that see each other
+    """
+
+    B: int
+    H: int
+    i: Tensor
+    j: Tensor
+    n: Tensor | None
+    q_start: int | None
+    k_start: int
+    distances: tuple[int, int]
+
+    def leaves(self, stage: str, far: int | None) -> dict[str, Tensor]:
+        """The leaves of a program of this stage, to broadcast to (B, H, length), or for pairs to (B, H, T, S)."""
+        device, last = self.i.device, (1, 1) if stage == "pair" else (1,)
+        h = torch.arange(self.H, device=device).view(-1, *last)
+        b = torch.arange(self.B, device=device).view(-1, 1, *last)
+        if stage == "distance":
+            d = distances(self.distances, far, device)
+            return {"h": h, "b": b, "i": d, "j": torch.zeros_like(d[0])}
+        leaves = {"h": h, "b": b, "j": self.j}
+        for name, x in (("i", self.i), ("n", self.n)):
+            if x is not None:
+                x = x.unsqueeze(1) if x.ndim == 2 else x  # (B, 1, T)
+                leaves[name] = x.unsqueeze(-1) if stage == "pair" else x
+        return leaves
+
+
+def distances(reach: tuple[int, int], far: int | None, device: torch.device) -> Tensor:
+    """The distances of a hoisted vector, the last of them that stands for all further ones."""
+    low, high = reach
+    return torch.arange(low, max(low, high if far is None else min(high, far)) + 1, device=device)
+
+
+def scaled_queries(q: Tensor, steps: Steps, tensors: dict[str, Tensor], place: Place) -> Tensor:
+    """q (B, H, T, D) times the factor of s that is the same along a row."""
+    assert steps.factor is not None
+    dtype = accum_dtype(q.dtype)
+    factor = evaluated("row", None, steps.factor, tensors, place, dtype)
+    return (q.to(dtype) * factor.unsqueeze(-1)).to(q.dtype)
+
+
+def hoisted(steps: Steps, tensors: dict[str, Tensor], place: Place, dtype: torch.dtype) -> list[Tensor]:
+    """The hoisted numbers, (B or 1, H or 1, length) each, of length 1 for a head; for pairs (B or 1, H or 1, T, S)."""
+    return [evaluated(stage, far, steps, tensors, place, dtype) for stage, far, steps in steps.hoisted]
+
+
+def evaluated(
+    stage: str, far: int | None, steps: Program, tensors: dict[str, Tensor], place: Place, dtype: torch.dtype
+) -> Tensor:
+    leaves = place.leaves(stage, far)
+
+    def load(name: str, names: tuple[str, ...] | None, index: Sequence[Any]) -> Tensor:
+        x = tensors[name].to(dtype)
+        ordered = names is not None and stage != "distance" and ("i" not in names or place.q_start is not None)
+        if ordered and names is not None:
+            return spread(x, names, place, stage)
+        return entries(x, full_index(x, index, leaves["b"]))
+
+    (x,) = run(steps, Given(leaves, dtype, [], [], load))
+    ndim = 4 if stage == "pair" else 3
+    if not isinstance(x, Tensor):
+        x = torch.full((), x, dtype=dtype, device=place.i.device)
+    return x.reshape(*[1] * (ndim - x.ndim), *x.shape)
+
+
+def spread(x: Tensor, names: tuple[str, ...], place: Place, stage: str) -> Tensor:
+    """A view of the entries x[h, i], or whatever other order its indices `names` have, as (B or 1, H, T)."""
+    names = ("b", *names) if x.ndim == len(names) + 1 else names
+    for name, start, length in (("i", place.q_start, len(place.i)), ("j", place.k_start, len(place.j))):
+        if name in names and start is not None:
+            x = x.narrow(names.index(name), start, length)
+    order = ("b", "h", "i", "j") if stage == "pair" else ("b", "h", "j" if "j" in names else "i")
+    x = x.permute([names.index(name) for name in order if name in names])
+    for k, name in enumerate(order):
+        if name not in names:
+            x = x.unsqueeze(k)
+    return x

@@ -1,0 +1,331 @@
+"""What formulas are made of: arithmetic on nodes.
+
+Constants are folded, a constant factor comes first, and sums of whole numbers have one normal form, so that i - j is
+the same node however it is written. Nothing else changes: what is evaluated is what was written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from .graph import (
+    Mistake,
+    Node,
+    Number,
+    Operand,
+    as_node,
+    fold,
+    is_number,
+    leaf,
+    make,
+    matched,
+    number,
+    real,
+    topological,
+    truth,
+)
+
+LARGEST_POWER = 8
+
+
+def load(name: str, *index: Operand) -> Node:
+    """An entry of the tensor `name`, by whole numbers."""
+    nodes = tuple(map(as_node, index))
+    for x in nodes:
+        if x.kind != "whole":
+            raise Mistake(f"an index of {name} must be a whole number; floor(x) makes one of x")
+        if "s" in x.deps:
+            raise Mistake(f"an index of {name} cannot depend on s")
+        if "b" in x.deps and x is not leaf("b"):
+            raise Mistake(f"b is an index by itself, as in {name}[b, i]")
+    return make("load", nodes, name)
+
+
+def linear(x: Node) -> tuple[dict[Node, int], int]:
+    """A whole number as a sum: how often it has each term that is no sum itself, and its constant."""
+    if x.op == "number":
+        return {}, x.value
+    if x.op in ("add", "sub"):
+        terms, constant = linear(x.args[0])
+        sign = 1 if x.op == "add" else -1
+        others, other = linear(x.args[1])
+        for term, times in others.items():
+            terms[term] = terms.get(term, 0) + sign * times
+        return {term: times for term, times in terms.items() if times}, constant + sign * other
+    if x.op == "neg" or (x.op == "mul" and is_number(x.args[0])):
+        by = -1 if x.op == "neg" else x.args[0].value
+        terms, constant = linear(x.args[-1])
+        return {term: by * times for term, times in terms.items()}, by * constant
+    return {x: 1}, 0
+
+
+def from_linear(terms: dict[Node, int], constant: int) -> Node:
+    """The whole number that `linear` took apart; i and j as one term, i - j, where it depends on no more."""
+    i, j = leaf("i"), leaf("j")
+    if terms.get(i) and terms.get(j) == -terms[i]:
+        distance = make("sub", (i, j) if terms[i] > 0 else (j, i), kind="whole")
+        terms = {distance: abs(terms[i]), **{x: times for x, times in terms.items() if x not in (i, j)}}
+    parts = [(times, x if abs(times) == 1 else scaled(abs(times), x)) for x, times in terms.items() if times]
+    added, taken = [x for times, x in parts if times > 0], [x for times, x in parts if times < 0]
+    if constant > 0 or not parts:
+        added.append(number(constant))
+    elif constant < 0:
+        taken.append(number(-constant))
+    result = added.pop(0) if added else make("neg", (taken.pop(0),), kind="whole")
+    for x in added:
+        result = make("add", (result, x), kind="whole")
+    for x in taken:
+        result = make("sub", (result, x), kind="whole")
+    return result
+
+
+def scaled(times: int, x: Node) -> Node:
+    """A whole number several times."""
+    return make("mul", (number(times), x), kind="whole")
+
+
+def add(a: Operand, b: Operand) -> Node:
+    x, y = matched(a, b)
+    if x.kind == "whole":
+        terms, constant = linear(x)
+        others, other = linear(y)
+        return from_linear({t: terms.get(t, 0) + others.get(t, 0) for t in {**terms, **others}}, constant + other)
+    if (folded := fold(lambda p, q: p + q, x, y)) is not None:
+        return folded
+    if is_number(x, 0):
+        return y
+    if is_number(y, 0):
+        return x
+    return make("sub", (x, y.args[0])) if y.op == "neg" else make("add", (x, y))
+
+
+def subtract(a: Operand, b: Operand) -> Node:
+    x, y = matched(a, b)
+    if x.kind == "whole":
+        return add(x, negate(y))
+    if (folded := fold(lambda p, q: p - q, x, y)) is not None:
+        return folded
+    if is_number(y, 0):
+        return x
+    if is_number(x, 0):
+        return negate(y)
+    if x is y:
+        return number(0.0)
+    return make("add", (x, y.args[0])) if y.op == "neg" else make("sub", (x, y))
+
+
+def negate(a: Operand) -> Node:
+    x = as_node(a)
+    if x.kind == "whole":
+        terms, constant = linear(x)
+        return from_linear({term: -times for term, times in terms.items()}, -constant)
+    x = real(x)
+    if (folded := fold(lambda p: -p, x)) is not None:
+        return folded
+    if x.op == "real":
+        return real(negate(x.args[0]))
+    if x.op == "neg":
+        return x.args[0]
+    if x.op == "mul" and is_number(x.args[0]):
+        return multiply(-x.args[0].value, x.args[1])
+    return make("neg", (x,))
+
+
+def multiply(a: Operand, b: Operand) -> Node:
+    """A constant factor comes first. A product of two whole numbers that vary is real: it could overflow 32 bits."""
+    x, y = as_node(a), as_node(b)
+    if y.op == "number":
+        x, y = y, x
+    if x.kind == y.kind == "whole" and x.op == "number":
+        terms, constant = linear(y)
+        return from_linear({term: x.value * times for term, times in terms.items()}, x.value * constant)
+    x, y = real(x), real(y)
+    if (folded := fold(lambda p, q: p * q, x, y)) is not None:
+        return folded
+    if x.op == "number":
+        if x.value in (0, 1, -1):
+            return number(0.0) if x.value == 0 else y if x.value == 1 else negate(y)
+        if y.op == "neg":
+            return multiply(-x.value, y.args[0])
+        if y.op == "mul" and is_number(y.args[0]):
+            return multiply(x.value * y.args[0].value, y.args[1])
+        return make("mul", (x, y))
+    for one, other in ((x, y), (y, x)):
+        if one.op == "neg":
+            return negate(multiply(one.args[0], other))
+    for one, other in ((x, y), (y, x)):
+        if one.op == "mul" and is_number(one.args[0]):
+            return multiply(one.args[0].value, multiply(one.args[1], other))
+    return make("mul", (x, y))
+
+
+def divide(a: Operand, b: Operand) -> Node:
+    x, y = real(as_node(a)), real(as_node(b))
+    if is_number(y, 0):
+        raise Mistake("it divides by zero")
+    if (folded := fold(lambda p, q: p / q, x, y)) is not None:
+        return folded
+    if is_number(x, 0) or is_number(y, 1):
+        return x
+    if x.op == "neg":
+        return negate(divide(x.args[0], y))
+    if x is y:
+        return number(1.0)
+    if y.op == "number" and x.op == "mul" and is_number(x.args[0]):
+        return multiply(x.args[0].value / y.value, x.args[1])
+    return make("div", (x, y))
+
+
+def power(a: Operand, b: Operand) -> Node:
+    """x ** n by multiplication for whole n; exp(y log x) where the exponent varies."""
+    x, y = real(as_node(a)), as_node(b)
+    if y.op == "number" and float(y.value).is_integer():
+        n = int(y.value)
+        if abs(n) > LARGEST_POWER:
+            raise Mistake(f"a whole exponent lies between -{LARGEST_POWER} and {LARGEST_POWER}")
+        if n < 0:
+            return divide(1.0, power(x, -n))
+        if (folded := fold(lambda p: p**n, x)) is not None:
+            return folded
+        return number(1.0) if n == 0 else x if n == 1 else make("pow", (x,), n)
+    y = real(y)
+    if is_number(y, 0.5):
+        return unary("sqrt", x)
+    if (folded := fold(lambda p, q: math.pow(p, q), x, y)) is not None:
+        return folded
+    return unary("exp", multiply(y, unary("log", x)))
+
+
+def whole_division(op: str, a: Operand, b: Operand) -> Node:
+    """Floor division or its remainder, as Python has them."""
+    x, y = as_node(a), as_node(b)
+    if x.kind != "whole" or y.kind != "whole" or y.op != "number" or y.value < 1:
+        raise Mistake("// and % take a whole number and a positive whole constant, as in i // 64")
+    folded = fold((lambda p, q: p // q) if op == "floordiv" else (lambda p, q: p % q), x, y)
+    if folded is not None:
+        return folded
+    if y.value == 1:
+        return x if op == "floordiv" else number(0)
+    return make(op, (x, y), kind="whole")
+
+
+def extreme(op: str, a: Operand, b: Operand) -> Node:
+    """The smaller or the larger of two numbers."""
+    x, y = matched(a, b)
+    if (folded := fold(min if op == "min" else max, x, y)) is not None:
+        return folded
+    return x if x is y else make(op, (x, y), kind=x.kind)
+
+
+COMPARISONS: dict[str, Callable[[Number, Number], bool]] = {
+    "lt": lambda p, q: p < q,
+    "le": lambda p, q: p <= q,
+    "eq": lambda p, q: p == q,
+    "ne": lambda p, q: p != q,
+}
+
+
+def compare(op: str, a: Operand, b: Operand) -> Node:
+    """Whether a < b ("lt"), a <= b ("le"), a == b ("eq") or a != b ("ne")."""
+    x, y = matched(a, b)
+    if is_number(x) and is_number(y):
+        return truth(COMPARISONS[op](x.value, y.value))
+    return make(op, (x, y), kind="truth")
+
+
+def both(op: str, a: Node, b: Node) -> Node:
+    """Whether both ("and") or one of ("or") two comparisons hold."""
+    for x, other in ((a, b), (b, a)):
+        condition(x)
+        if x.op == "number":
+            return other if x.value is (op == "and") else x
+    return a if a is b else make(op, (a, b), kind="truth")
+
+
+def invert(a: Node) -> Node:
+    """Whether a comparison does not hold."""
+    condition(a)
+    if a.op == "number":
+        return truth(not a.value)
+    return a.args[0] if a.op == "not" else make("not", (a,), kind="truth")
+
+
+def condition(x: Any) -> Node:
+    """x, if it is a comparison."""
+    if not isinstance(x, Node) or x.kind != "truth":
+        raise Mistake("a condition is a comparison, as in i - j < 8")
+    return x
+
+
+def where(test: Node, a: Operand, b: Operand) -> Node:
+    """a where a comparison holds, else b."""
+    condition(test)
+    x, y = matched(a, b)
+    if test.op == "number":
+        return x if test.value else y
+    return x if x is y else make("where", (test, x, y), kind=x.kind)
+
+
+FUNCTIONS: dict[str, Callable[[float], Number]] = {
+    "exp": math.exp,
+    "log": math.log,
+    "sqrt": math.sqrt,
+    "tanh": math.tanh,
+    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+    "sin": math.sin,
+    "cos": math.cos,
+    "abs": abs,
+    "floor": math.floor,
+}
+
+
+def unary(op: str, a: Operand) -> Node:
+    """A name of FUNCTIONS, of a real number; abs also of a whole one, and floor(x) is whole."""
+    x = as_node(a)
+    if op == "floor" and x.kind == "whole":
+        return x
+    if op != "abs":
+        x = real(x)
+    if (folded := fold(FUNCTIONS[op], x)) is not None:
+        return folded
+    kind = "whole" if op == "floor" or x.kind == "whole" else "real"
+    return make(op, (x,), kind=kind)
+
+
+def rebuild(x: Node, change: dict[Node, Node]) -> Node:
+    """x with nodes replaced, simplified again. `change` collects the result of every node."""
+    for y in topological([x]):
+        if y not in change:
+            args = tuple(change[z] for z in y.args)
+            change[y] = y if args == y.args else combine(y, args)
+    return change[x]
+
+
+def combine(x: Node, args: tuple[Node, ...]) -> Node:
+    """The operation of x, of other arguments."""
+    match x.op:
+        case "load":
+            return load(x.value, *args)
+        case "real":
+            return real(*args)
+        case "pow":
+            return power(args[0], x.value)
+        case "not":
+            return invert(*args)
+        case "where":
+            return where(*args)
+        case "floordiv" | "mod":
+            return whole_division(x.op, *args)
+        case "min" | "max":
+            return extreme(x.op, *args)
+        case "and" | "or":
+            return both(x.op, *args)
+        case op if op in COMPARISONS:
+            return compare(op, *args)
+        case op if op in FUNCTIONS:
+            return unary(op, *args)
+        case "neg":
+            return negate(*args)
+    return {"add": add, "sub": subtract, "mul": multiply, "div": divide}[x.op](*args)

@@ -1,0 +1,198 @@
+"""A formula as text: read by a white list over Python's syntax tree, so that nothing is ever evaluated, and written."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NoReturn
+
+from ..errors import FormulaError, Option
+from . import operations as ops
+from .graph import LEAVES, Mistake, Node, leaf, number, real, topological
+
+LONGEST = 500  # characters
+MOST_NODES = 200  # of a graph
+DEEPEST = 60  # expressions within each other
+# Names of a call's other arguments, and of its other tensors: no tensor of a formula can have them.
+TAKEN = {"q", "k", "v", "cache", "score", "layout", "scale", "dropout_key", "return_lse", "tensors", "sinks"}
+
+CALLS: dict[str, tuple[int, Callable[..., Node]]] = {
+    **{name: (1, lambda x, name=name: ops.unary(name, x)) for name in ops.FUNCTIONS},
+    "min": (2, lambda a, b: ops.extreme("min", a, b)),
+    "max": (2, lambda a, b: ops.extreme("max", a, b)),
+    "where": (3, ops.where),
+}
+BINARY: dict[type[ast.AST], Callable[[Node, Node], Node]] = {
+    ast.Add: ops.add,
+    ast.Sub: ops.subtract,
+    ast.Mult: ops.multiply,
+    ast.Div: ops.divide,
+    ast.Pow: ops.power,
+    ast.FloorDiv: lambda a, b: ops.whole_division("floordiv", a, b),
+    ast.Mod: lambda a, b: ops.whole_division("mod", a, b),
+}
+COMPARE: dict[type[ast.AST], Callable[[Node, Node], Node]] = {
+    ast.Lt: lambda a, b: ops.compare("lt", a, b),
+    ast.LtE: lambda a, b: ops.compare("le", a, b),
+    ast.Gt: lambda a, b: ops.compare("lt", b, a),
+    ast.GtE: lambda a, b: ops.compare("le", b, a),
+    ast.Eq: lambda a, b: ops.compare("eq", a, b),
+    ast.NotEq: lambda a, b: ops.compare("ne", a, b),
+}
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> Node:
+    """The graph of a formula, a real number. Raises FormulaError, which shows the place."""
+    if not text.isascii() or len(text) > LONGEST or not text.strip():
+        raise FormulaError(
+            f"{{}} must be text of 1 to {LONGEST} characters of ASCII, such as s * log(n).", Option("formula")
+        )
+    text = " ".join(text.split())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's about odd code
+            tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        column = (getattr(error, "offset", 0) or 1) - 1
+        raise refusal("is not an expression", text, column, column + 1) from None
+    return finished(Reader(text).read(tree, DEEPEST))
+
+
+def finished(x: Node) -> Node:
+    """A whole formula, checked. Raises FormulaError."""
+    formula = Option("formula")
+    if x.kind == "truth":
+        raise FormulaError("{} is a comparison and not a number; write where(condition, a, b).", formula)
+    x = real(x)
+    if "s" not in x.deps:
+        raise FormulaError("{} does not depend on s, the score that it is to change.", formula)
+    nodes = topological([x])
+    if any(leaf("b") in y.args and y.op != "load" for y in nodes):
+        raise FormulaError("{} computes with b, the number of a sequence, which is an index by itself.", formula)
+    count = len(nodes)
+    if count > MOST_NODES:
+        raise FormulaError(f"{{}} has {count} operations and operands, of which there may be {MOST_NODES}.", formula)
+    return x
+
+
+def refusal(what: str, text: str, start: int, end: int) -> FormulaError:
+    """{formula} `what`, and below it the text with the place marked."""
+    marks = " " * start + "^" * max(1, end - start)
+    return FormulaError("{} {}:\n    {}\n    {}", Option("formula"), what, text, marks)
+
+
+class Reader:
+    """Makes nodes of a syntax tree."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def refuse(self, what: str, x: ast.AST) -> NoReturn:
+        raise refusal(what, self.text, x.col_offset, x.end_col_offset)  # type: ignore[attr-defined]
+
+    def read(self, x: ast.AST, depth: int) -> Node:
+        """The node of an expression."""
+        if depth == 0:
+            self.refuse(f"is nested more than {DEEPEST} deep", x)
+        try:
+            return self.node(x, depth - 1)
+        except Mistake as mistake:
+            self.refuse(f"cannot be computed, as {mistake}", x)
+
+    def node(self, x: ast.AST, depth: int) -> Node:
+        match x:
+            case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+                return number(value)
+            case ast.Name(id=name) if name in LEAVES:
+                return leaf(name)
+            case ast.Name():  # a tensor without dimensions
+                return ops.load(self.tensor(x))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
+                return BINARY[type(op)](self.read(left, depth), self.read(right, depth))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return ops.negate(self.read(operand, depth))
+            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+                return self.read(operand, depth)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return ops.invert(self.read(operand, depth))
+            case ast.BoolOp(op=op, values=values):
+                name = "and" if isinstance(op, ast.And) else "or"
+                return self.joined(name, [self.read(y, depth) for y in values])
+            case ast.Compare(left=left, ops=signs, comparators=rights) if all(type(y) in COMPARE for y in signs):
+                sides = [self.read(y, depth) for y in (left, *rights)]
+                return self.joined("and", [COMPARE[type(sign)](*sides[n : n + 2]) for n, sign in enumerate(signs)])
+            case ast.IfExp(test=test, body=body, orelse=other):
+                return ops.where(self.read(test, depth), self.read(body, depth), self.read(other, depth))
+            case ast.Call(func=ast.Name() as called, args=args, keywords=[]):
+                return self.call(x, called, [self.read(y, depth) for y in args])
+            case ast.Subscript(value=ast.Name() as named, slice=index):
+                entries = index.elts if isinstance(index, ast.Tuple) else [index]
+                return ops.load(self.tensor(named), *(self.read(y, depth) for y in entries))
+        self.refuse(
+            "is made of + - * / // % **, comparisons, numbers, functions and tensors by name, and not of this", x
+        )
+
+    @staticmethod
+    def joined(name: str, parts: list[Node]) -> Node:
+        result = ops.condition(parts[0])
+        for part in parts[1:]:
+            result = ops.both(name, result, part)
+        return result
+
+    def call(self, x: ast.Call, called: ast.Name, args: list[Node]) -> Node:
+        if called.id not in CALLS:
+            self.refuse(f"has no function {called.id}; there are {', '.join(sorted(CALLS))}", called)
+        count, function = CALLS[called.id]
+        if len(args) != count:
+            self.refuse(f"calls {called.id} with {len(args)} arguments instead of {count}", x)
+        return function(*args)
+
+    def tensor(self, named: ast.Name) -> str:
+        """The name of a tensor, if it can be one."""
+        if named.id in CALLS:
+            self.refuse(f"uses the function {named.id} as a number", named)
+        if named.id in LEAVES or named.id in TAKEN or named.id.startswith("_"):
+            self.refuse(f"cannot call a tensor {named.id}", named)
+        return named.id
+
+
+INFIX = {"add": ("+", 5), "sub": ("-", 5), "mul": ("*", 6), "div": ("/", 6), "floordiv": ("//", 6), "mod": ("%", 6)}
+INFIX |= {"lt": ("<", 3), "le": ("<=", 3), "eq": ("==", 3), "ne": ("!=", 3), "and": ("and", 1), "or": ("or", 0)}
+
+
+def show(x: Node) -> str:
+    """The formula as text that `parse` reads as the same node."""
+    written: dict[Node, tuple[str, int]] = {}  # with how tightly its operation binds
+    for y in topological([x]):
+        written[y] = written_as(y, [written[z] for z in y.args])
+    return written[x][0]
+
+
+def written_as(x: Node, args: list[tuple[str, int]]) -> tuple[str, int]:
+    def argument(k: int, tightness: int) -> str:
+        text, binds = args[k]
+        return text if binds >= tightness else f"({text})"
+
+    if x.op in INFIX:
+        sign, binds = INFIX[x.op]
+        left = binds + 1 if binds == 3 else binds
+        return f"{argument(0, left)} {sign} {argument(1, binds + 1)}", binds
+    match x.op:
+        case "number":
+            return repr(x.value), 9 if x.kind == "truth" or x.value >= 0 else 7
+        case "leaf":
+            return x.value, 9
+        case "load":
+            return f"{x.value}[{', '.join(text for text, _ in args)}]" if args else x.value, 9
+        case "real":
+            return args[0]
+        case "neg":
+            return f"-{argument(0, 7)}", 7
+        case "not":
+            return f"not {argument(0, 2)}", 2
+        case "pow":
+            return f"{argument(0, 9)} ** {x.value}", 8
+    return f"{x.op}({', '.join(text for text, _ in args)})", 9

@@ -1,0 +1,119 @@
+"""The scores of a tile by a formula, and the gradients of all that they are computed from, in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .evaluate import Given, entries, full_index, run, sum_of_entries
+from .hoist import Steps
+
+Range = tuple[int, int]
+
+
+class TileFormula:
+    """A call's formula, for tiles of its scores.
+
+    i         (T,) or (B, T)   positions of the queries
+    j         (S,)             positions of the keys
+    visible   the lowest and the highest i - j of pairs that can see each other
+    inputs    what the formula is computed from besides s: hoisted numbers, then tables as they were given
+    """
+
+    def __init__(self, steps: Steps, inputs: Sequence[Tensor], i: Tensor, j: Tensor, visible: Range) -> None:
+        self.steps, self.i, self.j, self.visible = steps, i, j, visible
+        self.hoisted, self.tables = inputs[: len(steps.hoisted)], inputs[len(steps.hoisted) :]
+        self.sums: dict[int, Tensor] = {}
+
+    def value(self, s: Tensor, rows: Range, columns: Range) -> Tensor:
+        """The scores of a tile, (B, H, rows, columns), of its scaled scores s."""
+        return run(self.steps.value, Tile(self, s, rows, columns).given)[0]
+
+    def start_sums(self, wanted: Collection[int]) -> None:
+        """Begin to add up the gradients of the inputs with these numbers; `Tile.add_to_sums` adds a tile's."""
+        for k in wanted:
+            x = (*self.hoisted, *self.tables)[k]
+            many = k >= len(self.hoisted) or self.steps.hoisted[k][0] in ("head", "distance")
+            self.sums[k] = torch.zeros(x.shape, dtype=torch.float64 if many else x.dtype, device=x.device)
+
+    def gradients(self) -> list[Tensor]:
+        """The sums, in the dtypes of their inputs."""
+        inputs = (*self.hoisted, *self.tables)
+        return [total.to(inputs[k].dtype) for k, total in self.sums.items()]
+
+
+class Tile:
+    """One tile of the scores of a `TileFormula`, (B, H, rows, columns).
+
+    i, j  positions that broadcast over the tile. For a pair that cannot see each other, j is one that i can see: so
+          nothing is computed where it may have no value, such as log(i - j + 1) before the diagonal
+    """
+
+    def __init__(self, formula: TileFormula, s: Tensor, rows: Range, columns: Range) -> None:
+        """s: the scaled scores."""
+        self.formula, self.rows, self.columns = formula, slice(*rows), slice(*columns)
+        leaves = {"s": s}
+        if formula.steps.by_position:
+            i, j = formula.i[..., self.rows, None], formula.j[self.columns]
+            j = torch.minimum(torch.maximum(j, i - formula.visible[1]), i - formula.visible[0])
+            if i.ndim == 3:
+                i, j = i.unsqueeze(1), j.unsqueeze(1)  # (B, 1, rows, ...)
+            b, h = (torch.arange(size, device=s.device) for size in s.shape[:2])
+            leaves |= {"i": i, "j": j, "h": h.view(-1, 1, 1), "b": b.view(-1, 1, 1, 1)}
+        self.given = Given(leaves, s.dtype, [], [])
+        for (stage, *_), x in zip(formula.steps.hoisted, formula.hoisted, strict=True):
+            self.given.hoisted.append(self.cut(x, stage))
+        self.indices = [
+            full_index(x, run(steps, self.given), leaves["b"])
+            for (_, steps), x in zip(formula.steps.tables, formula.tables, strict=True)
+        ]
+        for x, index in zip(formula.tables, self.indices, strict=True):
+            self.given.tables.append(entries(x.to(s.dtype), index))
+
+    def value_and_gradients(self) -> list[Any]:
+        """The scores, and their derivatives by s and by each of the inputs: tensors, or numbers where they are one."""
+        return run(self.formula.steps.gradients, self.given)
+
+    def cut(self, x: Tensor, stage: str) -> Tensor:
+        """The tile's part of hoisted numbers, to broadcast over it."""
+        match stage:
+            case "head":
+                return x.unsqueeze(-1)
+            case "row":
+                return x[..., self.rows].unsqueeze(-1)
+            case "column":
+                return x[..., self.columns].unsqueeze(-2)
+            case "pair":
+                return x[..., self.rows, self.columns]
+        return entries(x, self.distance_index(x))
+
+    def distance_index(self, x: Tensor) -> list[Tensor]:
+        """The index of the tile's entries in a hoisted vector of distances, (B or 1, H or 1, length)."""
+        b, h = (torch.arange(size, device=x.device) for size in x.shape[:2])
+        d = self.given.leaves["i"] - self.given.leaves["j"] - self.formula.visible[0]
+        return [b.view(-1, 1, 1, 1), h.view(-1, 1, 1), d.clamp(max=x.shape[2] - 1)]
+
+    def add_to_sums(self, terms: dict[int, Tensor]) -> None:
+        """Add gradients of the tile, (B, H, rows, columns) for the number of each input, to those of the inputs."""
+        count = len(self.formula.hoisted)
+        for k, x in terms.items():
+            total = self.formula.sums[k]
+            if k >= count:
+                total += sum_of_entries(x, self.indices[k - count], total.shape)
+                continue
+            for axis in (0, 1):
+                x = x.sum(axis, keepdim=True) if total.shape[axis] == 1 else x
+            match self.formula.steps.hoisted[k][0]:
+                case "head":
+                    total += x.sum((2, 3), dtype=total.dtype).unsqueeze(-1)
+                case "row":
+                    total[..., self.rows] += x.sum(3)
+                case "column":
+                    total[..., self.columns] += x.sum(2)
+                case "pair":
+                    total[..., self.rows, self.columns] += x
+                case "distance":
+                    total += sum_of_entries(x, self.distance_index(total), total.shape)

@@ -1,0 +1,107 @@
+"""A Python function as a formula: it is called once, with objects that write down what is done to them.
+
+>>> def score(s, i, j, h, slope):
+...     return where(i - j < 64, s, s - slope[h] * (i - j))
+
+The function's arguments are named: s, i, j, h, b and n are what they are in a formula, and all others are tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import FormulaError, Option
+from . import operations as ops
+from .graph import LEAVES, Mistake, Node, as_node, leaf
+from .parse import CALLS, TAKEN, finished, show
+
+
+class Traced:
+    """An expression under construction. torch's functions take it too: torch.tanh(s)."""
+
+    __slots__ = ("node",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def __bool__(self) -> bool:
+        raise Mistake("it cannot branch with if, and, or, not; write where(condition, a, b), &, | and ~")
+
+    def __float__(self) -> float:
+        raise Mistake("Python's math takes no expressions; use the functions of attention.formula, or torch's")
+
+    __index__ = __int__ = __float__
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Traced:
+        name = {"minimum": "min", "maximum": "max"}.get(function.__name__, function.__name__)
+        if name not in CALLS or kwargs:
+            raise Mistake(f"torch.{function.__name__} is no function of formulas, which are {', '.join(sorted(CALLS))}")
+        return called(name, *args)
+
+
+def of(x: Any) -> Node:
+    return x.node if isinstance(x, Traced) else as_node(x)
+
+
+def called(name: str, *args: Any) -> Traced:
+    """A function of formulas, of traced expressions and numbers."""
+    count, function = CALLS[name]
+    if len(args) != count:
+        raise Mistake(f"{name} takes {count} arguments, not {len(args)}")
+    return Traced(function(*map(of, args)))
+
+
+def _operator(function: Callable[..., Node], swapped: bool = False) -> Callable[..., Traced]:
+    def method(self: Traced, *others: Any) -> Traced:
+        nodes = [self.node, *map(of, others)]
+        return Traced(function(*(nodes[::-1] if swapped else nodes)))
+
+    return method
+
+
+for _name, _function in {
+    "add": ops.add,
+    "sub": ops.subtract,
+    "mul": ops.multiply,
+    "truediv": ops.divide,
+    "pow": ops.power,
+    "floordiv": lambda a, b: ops.whole_division("floordiv", a, b),
+    "mod": lambda a, b: ops.whole_division("mod", a, b),
+    "and": lambda a, b: ops.both("and", a, b),
+    "or": lambda a, b: ops.both("or", a, b),
+}.items():
+    setattr(Traced, f"__{_name}__", _operator(_function))
+    setattr(Traced, f"__r{_name}__", _operator(_function, swapped=True))
+for _name in ("lt", "le", "eq", "ne"):
+    setattr(Traced, f"__{_name}__", _operator(lambda a, b, name=_name: ops.compare(name, a, b)))
+for _name, _same in {"gt": "lt", "ge": "le"}.items():
+    setattr(Traced, f"__{_name}__", _operator(lambda a, b, name=_same: ops.compare(name, b, a)))
+for _name, _unary in {"neg": ops.negate, "invert": ops.invert, "abs": lambda x: ops.unary("abs", x)}.items():
+    setattr(Traced, f"__{_name}__", _operator(_unary))
+
+
+class Tensor:
+    """A tensor under construction of a formula: an index gives an entry; by itself it is a number."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getitem__(self, index: Any) -> Traced:
+        return Traced(ops.load(self.name, *map(of, index if isinstance(index, tuple) else (index,))))
+
+
+def trace(function: Callable) -> str:
+    """The formula, as text, that a function computes. Raises FormulaError."""
+    arguments: dict[str, Any] = {}
+    for name in inspect.signature(function).parameters:
+        if name in TAKEN or name in CALLS or name.startswith("_"):
+            raise FormulaError(f"{{}} cannot call a tensor {name}.", Option("formula"))
+        arguments[name] = Traced(leaf(name)) if name in LEAVES else Tensor(name)
+    try:
+        return show(finished(of(function(**arguments))))
+    except Mistake as mistake:
+        raise FormulaError(f"{{}} cannot be computed, as {mistake}.", Option("formula")) from None

@@ -1,0 +1,1 @@
+"""Published scores, one file each: the formula, its tensors, and where it comes from."""

@@ -1,0 +1,105 @@
+"""The tensors that the scores of a layer read by name: learned, fixed, or made from the layer's input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.errors import Option
+from attention.score import Score, ScoreError
+from attention.scores.alibi import alibi_slopes
+
+FORGET_GATE = "model.forget_gate"
+SLOPES = "alibi_slopes"
+OF_CALLS = {"sinks"}  # the score's other option asks for them
+
+
+class ForgetGate(nn.Module):
+    """Sums of the logarithms of gates between 0 and 1, one gate a head and token, up to each token.
+
+    Their differences are what the Forgetting Transformer adds to the scores: Lin et al. 2025, "Forgetting Transformer:
+    Softmax Attention with a Forget Gate", equation 6.
+    """
+
+    def __init__(self, channels: int, n_heads: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(channels, n_heads, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual stream, normalised, (B, T, C) to (B, H, T) fp32."""
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.linear.weight.float(), self.linear.bias.float())
+            return F.logsigmoid(logits).cumsum(1).transpose(1, 2)
+
+
+class ScoreTensors(nn.Module):
+    """The tensors of one layer's score: what `score.learned` and `score.tensors` say of those that it reads."""
+
+    def __init__(
+        self, score: Score, learned: dict[str, Any] | None, given: dict[str, Any] | None, channels: int, n_heads: int
+    ) -> None:
+        """Raises ScoreError for a tensor that nothing gives, and for a shape or value that is none."""
+        super().__init__()
+        learned, given = learned or {}, given or {}
+        wanted = {name: axes for name, axes in score.tensors().items() if name not in OF_CALLS}
+        self.learned, self.made = nn.ParameterDict(), nn.ModuleDict()
+        self.fixed: list[str] = []
+        for name, axes in wanted.items():
+            if name in learned:
+                self.learned[name] = nn.Parameter(initial(name, learned[name], n_heads))
+            elif given.get(name) == FORGET_GATE:
+                if axes not in (("head", "row"), ("head", "column"), ("head", "position")):
+                    raise ScoreError(
+                        f"score.tensors.{name}={FORGET_GATE} has an entry for each head and token; write {name}[h, i] "
+                        f"and {name}[h, j]."
+                    )
+                self.made[name] = ForgetGate(channels, n_heads)
+            elif name in given:
+                self.register_buffer(f"fixed_{name}", constant(name, given[name], n_heads), persistent=False)
+                self.fixed.append(name)
+            else:
+                raise ScoreError(
+                    f"{{}} reads {name} ({', '.join(axes)}), which nothing gives; write score.learned.{name}=[h,128] "
+                    f"or score.tensors.{name}={FORGET_GATE}, {SLOPES} or numbers.",
+                    Option("score.formula", score.formula),
+                )
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """The tensors by name, for the residual stream x (B, T, C) that the layer's queries are made of."""
+        fixed = {name: getattr(self, f"fixed_{name}") for name in self.fixed}
+        return {**self.learned, **fixed, **{name: module(x) for name, module in self.made.items()}}
+
+
+def initial(name: str, asked: Any, n_heads: int) -> Tensor:
+    """The first value of a learned tensor: {shape: [h, 128], init: 0}, or the shape alone for zeros."""
+    asked = asked if isinstance(asked, dict) else {"shape": asked}
+    shape, init = asked.get("shape", []), asked.get("init", 0)
+    shape = shape if isinstance(shape, list | tuple) else [shape]
+    sizes = [n_heads if size == "h" else size for size in shape]
+    if {*asked} - {"shape", "init"} or any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in sizes):
+        raise ScoreError(
+            f"score.learned.{name}={asked} must be a shape such as [h,128], where h is the number of heads, or "
+            "{shape: [h,128], init: 0}."
+        )
+    if init == SLOPES and sizes == [n_heads]:
+        return alibi_slopes(n_heads)
+    if isinstance(init, bool) or not isinstance(init, int | float):
+        raise ScoreError(
+            f"score.learned.{name} has init={init}, which must be a number, or {SLOPES} for a shape of [h]."
+        )
+    return torch.full(sizes, float(init))
+
+
+def constant(name: str, asked: Any, n_heads: int) -> Tensor:
+    """A fixed tensor: ALiBi's slopes, or numbers in lists."""
+    if asked == SLOPES:
+        return alibi_slopes(n_heads)
+    try:
+        return torch.tensor(asked, dtype=torch.float32)
+    except (TypeError, ValueError):
+        raise ScoreError(
+            f"score.tensors.{name}={asked} must be {FORGET_GATE}, {SLOPES}, or numbers in lists of equal lengths."
+        ) from None

@@ -1,0 +1,146 @@
+"""Scores by formula: the language and its refusals, derivatives, and the implementations in torch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention import AttentionConfig, Cache, Score, UnsupportedAttention, build_attention
+from attention.errors import FormulaError
+from attention.formula import tanh, where
+from attention.formula.parse import parse, show
+from attention.formula.trace import trace
+from tests.attention.formulas import FORMULAS, KINDS, assert_right, draw
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled"])
+def test_a_formula_gives_what_python_gives_of_its_text_with_all_gradients(name):
+    rng, options = random.Random(name), AttentionConfig(name)
+    if name == "tiled":
+        options = replace(options, block_q=32, block_k=32)
+    for number, text in enumerate(FORMULAS):
+        problem = draw(rng, text, KINDS[number % len(KINDS)], longest=33)
+        assert_right(problem, build_attention(replace(options, dropout=problem.dropout)))
+
+
+def test_flex_takes_a_formula_as_its_function_of_the_scores():
+    text = "s + bias[h, min(abs(i - j), 31)]"
+    problem = replace(draw(random.Random(0), text, "more keys", longest=19), dropout=0.0, sinks=None)
+    problem = replace(problem, score=replace(problem.score, sinks=False))
+    assert_right(problem, build_attention(AttentionConfig("flex")), backward=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_formula_is_as_accurate_in_every_precision(dtype):
+    rng = random.Random(1)
+    for text in ("s * log(n + 1)", "s + bias[h, min(abs(i - j), 31)]", "s + g[h, j] * tanh(s) + row[h, i]"):
+        problem = draw(rng, text, "square", longest=33)
+        assert_right(problem, build_attention(AttentionConfig("naive", dropout=problem.dropout)), dtype)
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_a_formula_is_written_as_it_is_read(text):
+    assert parse(show(parse(text))) is parse(text)
+
+
+def test_a_function_is_the_formula_that_it_computes():
+    def near(s, i, j, h, slope):
+        distance = i - j
+        return where(distance < 64, tanh(s), s - slope[h] * distance)
+
+    assert parse(trace(near)) is parse("where(i - j < 64, tanh(s), s - slope[h] * (i - j))")
+    assert Score(formula=near) == Score(formula=trace(near))
+    with pytest.raises(FormulaError, match=r"cannot branch with if"):
+        Score(formula=lambda s, i, j: s if i > j else 2 * s)
+
+
+REFUSED = {
+    "s + bias[h, i - j": r"the formula is not an expression:\n    s \+ bias\[h, i - j\n",
+    "s + cosh(i)": r"has no function cosh; .*:\n    s \+ cosh\(i\)\n        \^\^\^\^$",
+    "s.real": r"\^\^\^\^\^\^",
+    "__import__('os')": r"is made of",
+    "s + (lambda: 1)()": r"is made of",
+    "[s for s in (1,)][0]": r"is made of",
+    "s + 9 ** 9 ** 9": r"a whole exponent lies between",
+    "s ** 9": r"exponent",
+    "((((s ** 8) ** 8 + s) ** 8 + s) ** 8 + s) ** 8": r"no finite value",
+    "i + j": r"does not depend on s",
+    "i < j": r"is a comparison",
+    "s + t[s]": r"an index of t must be a whole number",
+    "s + t[i - j - 1]": r"reads t\[.*can be as low as -1; write max\(",
+    "s / (i - j)": r"no finite value for the query at position 0 and the key at 0",
+    "s * log(i)": r"no finite value for the query at position 0",
+    "s + q[i]": r"cannot call a tensor q",
+    "s + 1 / 0": r"divides by zero",
+    "-".join(["s"] * 300): r"1 to 500 characters",
+    "+".join(f"sin(s+{x})" for x in range(40)): r"take \d+ operations for each score, of which there may be 64",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_no_formula_is_refused_where_it_stands(text):
+    with pytest.raises(FormulaError, match=REFUSED[text]):
+        Score(formula=text)
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    q, attend = torch.zeros(1, 2, 9, 8), build_attention(AttentionConfig("naive"))
+    for text, given, complaint in (
+        ("s + bias[h, min(i - j, 7)]", {}, r"needs the tensor bias \(head, table\)"),
+        ("s + bias[h, min(i - j, 7)]", {"bias": torch.zeros(2, 7)}, r"reaches 7, and bias has 7 entries there"),
+        ("s + bias[h, min(i - j, 7)]", {"bias": torch.zeros(3, 8)}, r"with 2 along head; got \(3, 8\)"),
+        ("s + c[h, j]", {"c": torch.zeros(2, 8)}, r"index j reaches 8, and c has 8 entries"),
+        ("s + c[h, j]", {"c": torch.zeros(2, 9, dtype=torch.int64)}, r"torch.int64"),
+        ("s + c[h, j]", {"c": torch.zeros(4, 2, 9)}, r"with 1 along batch"),
+    ):
+        with pytest.raises(FormulaError, match=complaint):
+            attend(q, q, q, score=Score(formula=text), tensors=given)
+
+
+def test_a_formula_beside_an_option_that_it_replaces_is_refused():
+    with pytest.raises(ValueError, match=r"formula=.* and alibi=True both change the score"):
+        Score(formula="2 * s", alibi=True)
+    q, attend = torch.zeros(1, 1, 3, 8), build_attention(AttentionConfig("sdpa"))
+    with pytest.raises(UnsupportedAttention, match=r"sdpa.* does not support .*choose"):
+        attend(q, q, q, score=Score(formula="s + 1 / (1 + i - j)"))
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled"])
+@pytest.mark.parametrize("text", ["s * log(n + 1)", "s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]"])
+def test_a_cache_gives_what_whole_sequences_give(name, text):
+    torch.manual_seed(0)
+    B, H, T, D = 2, 2, 20, 16
+    q, k, v = torch.randn(3, B, H, T, D)
+    tensors = {name: x[:1] if x.ndim == 3 else x for name, x in FORMULAS[text](B, H, T).items()}
+    attend, score = build_attention(AttentionConfig(name)), Score(formula=text, window=13)
+    lengths = torch.tensor([T, 9], dtype=torch.int32)
+    got = attend.decode(q[:, :, -3:], Cache(k, v, lengths), score=score, tensors=tensors).out
+    for b, length in enumerate(lengths.tolist()):
+        last = slice(length - 3, length)
+        part = (x[b : b + 1, :, :length] for x in (q, k, v))
+        whole = attend(*part, score=score, tensors=tensors).out
+        alone = attend.decode(
+            q[b : b + 1, :, -3:], Cache(k[b : b + 1], v[b : b + 1], lengths[b : b + 1]), score=score, tensors=tensors
+        )
+        torch.testing.assert_close(got[b : b + 1], alone.out)
+        if b == 0:
+            torch.testing.assert_close(got[:1], whole[:, :, last])
+
+
+def test_gradients_of_learned_tensors_are_the_same_in_every_repeat():
+    problem = draw(random.Random(0), "s + bias[h, min(abs(i - j), 31)]", "square")
+    attend = build_attention(AttentionConfig("tiled", dropout=problem.dropout))
+    first, second = (problem.computed(attend, torch.float32) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_compiled_call_has_no_break_and_gives_the_same():
+    problem = replace(draw(random.Random(3), "s + g[h, j] * tanh(s) + row[h, i]", "square"), dropout=0.0)
+    attend = build_attention(AttentionConfig("tiled"))
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    want, got = problem.computed(attend, torch.float32), problem.computed(compiled, torch.float32)
+    for key in want:
+        torch.testing.assert_close(got[key], want[key], rtol=1e-5, atol=1e-5)
