@@ -44,8 +44,8 @@ def main(arguments: list[str]) -> None:
         print(__doc__)
         return
     folders, config = parse(arguments)
-    plan = arena_of(folders, config)
     found = find_runs(folders)
+    plan = arena_of(folders, config)
     reference = config.reference or "naive"
     labels = sorted(set(labels_of(found.runs).values()), key=label_order)
     if config.reference and reference not in labels:

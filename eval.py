@@ -93,6 +93,8 @@ def parse(arguments: list[str]) -> tuple[EvaluateConfig, DataConfig | None]:
     files = [Path(name).stem for name in names if name.endswith(".jsonl")]
     if config.tasks is not None and not names:
         raise ConfigError(f"tasks={config.tasks} names no task; name one, or leave it out to measure a text.")
+    if stray := [name for name in names if not name.endswith(".jsonl") and Path(name).expanduser().is_file()]:
+        raise ConfigError(f"tasks={stray[0]} is a file that does not end in .jsonl; convert or rename it.")
     if config.limit is not None and not names:
         raise ConfigError(f"limit={config.limit} has no effect without tasks; leave it out, or use data.max_tokens.")
     if config.shots is not None and len(files) == len(names):

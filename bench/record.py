@@ -72,8 +72,13 @@ def read(path: Path) -> list[Row]:
     """The rows of a result file, each with its measurement in full; none where there is no such file."""
     if not path.exists():
         return []
-    content = json.loads(path.read_text())
-    return [row | {"measurement": content["measurements"][row["measurement"]]} for row in content["rows"]]
+    try:
+        content = json.loads(path.read_text())
+        return [row | {"measurement": content["measurements"][row["measurement"]]} for row in content["rows"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise SystemExit(
+            f"error: {path} is no result of a benchmark ({type(error).__name__}); restore the file."
+        ) from error
 
 
 class Recorder:

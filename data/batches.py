@@ -329,6 +329,6 @@ def _windows(tokens: np.ndarray, seq_len: int, split: str) -> np.ndarray:
     if len(tokens) <= seq_len:
         raise DataError(
             f"the {split} split has {len(tokens)} tokens and a window takes seq_len + 1 = {seq_len + 1}; "
-            "lower seq_len, give more text, or change data.val_fraction."
+            "lower seq_len, give more text, raise data.max_tokens if it is set, or change data.val_fraction."
         )
     return sliding_window_view(tokens, seq_len + 1)

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError, brief, first_few, unreadable
+from data.untrusted import LINE
 
 Row = dict[str, Any]
 BLOCK = 1 << 22  # bytes of plain text read at a time
 TABLES = (".jsonl", ".parquet")
-KINDS: dict[type, str] = {list: "list", str: "string", int: "number", float: "number", bool: "truth value"}
+KINDS: dict[type, str] = {
+    list: "list", dict: "mapping", str: "string", int: "number", float: "number", bool: "truth value"
+}  # fmt: skip
 TEXT_SUFFIXES = (".txt", *TABLES)
 # UTF-32's byte-order mark begins with UTF-16's, so it is checked first.
 BYTE_ORDER_MARKS = (
@@ -79,7 +82,9 @@ def table_rows(path: Path) -> Iterator[Row]:
 def json_rows(path: Path) -> Iterator[Row]:
     """The object in each line that is not empty."""
     with reading(path), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b""), start=1):
+            if len(line) > LINE:
+                raise DataError(f"{path} has more than {LINE >> 20} MiB in line {number}; cut it into several texts.")
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             try:
@@ -117,7 +122,8 @@ def text_of(row: Row, field: str, where: str) -> str:
     text = row[field]
     if text is not None and not isinstance(text, str):
         raise DataError(
-            f"{where} holds a {type(text).__name__} in {field!r}; choose a field of text with data.text_field=..."
+            f"{where} holds a {KINDS.get(type(text), 'value')} in {field!r}; choose a field of text with "
+            "data.text_field=..."
         )
     return text or ""
 

@@ -25,6 +25,7 @@ import numpy as np
 from data.atomic import sync, write_atomically
 from data.errors import DataError
 from data.tokenizers import Tokenizer, load_tokenizer
+from data.untrusted import read_json
 
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
@@ -144,7 +145,7 @@ def save_position(partial: Path, recipe: dict[str, Any], position: Position) -> 
 def load_position(partial: Path, recipe: dict[str, Any]) -> Position | None:
     """The point where a preparation with this recipe was interrupted; None without one, or with incomplete files."""
     try:
-        content = json.loads((partial / POSITION).read_text())
+        content = read_json(partial / POSITION)
         if content.pop("recipe") != recipe:
             return None
         position = Position(**content)
@@ -180,7 +181,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 def find_damage(folder: Path, recipe: dict[str, Any]) -> str | None:
     """Why the folder does not match the recipe; None if it does and every byte matches its manifest."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = read_json(folder / MANIFEST)
         if manifest["recipe"] != recipe:
             return "the text or the format of the tokens has changed"
         for name, file in manifest["files"].items():
@@ -196,7 +197,7 @@ def find_damage(folder: Path, recipe: dict[str, Any]) -> str | None:
 
 def open_prepared(folder: Path) -> PreparedData:
     """Map an intact folder into memory."""
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = read_json(folder / MANIFEST)
     tokenizer = load_tokenizer(folder)
     train, val = (
         TokenFile(

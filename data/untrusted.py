@@ -21,6 +21,7 @@ SETTINGS = MIB // 4  # a configuration, a list of overrides
 RECORD = 64 * MIB  # a summary, a manifest
 TOKENIZER = 256 * MIB
 METRICS = 1024 * MIB
+LINE = 256 * MIB  # of a text or of a list of tasks
 CONSOLE_END = MIB // 4  # of a console's output, which may be longer
 DEEPEST = 64
 LARGEST_INTEGER = 2**64
@@ -31,11 +32,14 @@ class UntrustedError(ValueError):
     """A file that is not read; the message completes the sentence "<file> ..."."""
 
 
-def read_bytes(path: Path, limit: int) -> bytes:
-    """The content of a regular file. Raises OSError, and UntrustedError beyond `limit` bytes."""
-    # A pipe would wait for a writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+def read_bytes(path: Path, limit: int, *, pipe: bool = False) -> bytes:
+    """The content of a regular file. Raises OSError, and UntrustedError beyond `limit` bytes.
+
+    pipe  whether it may be a pipe, such as <(command) in a shell, which waits for its writer
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipe else os.O_NONBLOCK)), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not (stat.S_ISREG(mode) or (pipe and stat.S_ISFIFO(mode))):
             raise UntrustedError("is not a regular file")
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -53,10 +57,10 @@ def read_end(path: Path, limit: int = CONSOLE_END) -> str:
         return file.read(limit).decode("utf-8", errors="replace")
 
 
-def read_text(path: Path, limit: int = SETTINGS) -> str:
-    """The content of a regular file in UTF-8. Raises OSError, UntrustedError."""
+def read_text(path: Path, limit: int = SETTINGS, *, pipe: bool = False) -> str:
+    """The content of a file in UTF-8, as `read_bytes` has it. Raises OSError, UntrustedError."""
     try:
-        return read_bytes(path, limit).decode("utf-8")
+        return read_bytes(path, limit, pipe=pipe).decode("utf-8")
     except UnicodeDecodeError:
         raise UntrustedError("is not UTF-8") from None
 

@@ -36,6 +36,13 @@ def main(arguments: list[str]) -> None:
     if arguments and not (len(arguments) == 1 and arguments[0].startswith("out=")):
         raise ArgumentError(f"python -m learn takes out=<file> and nothing else; got {' '.join(arguments)}.")
     out = Path(arguments[0].removeprefix("out=")) if arguments else DEFAULT
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ArgumentError(
+            f"{out} cannot be written ({error.strerror}); name another file with out=<file>."
+        ) from error
     ladder = measure()
     print(f"Attention over the scores and values {', '.join(f'{x:g}' for x in EXAMPLE.tolist())}, step by step\n")
     print(table(ladder))
@@ -43,13 +50,7 @@ def main(arguments: list[str]) -> None:
     line, wrong, right = silent_error()
     print(f"\nWithout this line the output is {wrong:.4f} instead of {right:.4f}, and nothing complains:\n    {line}\n")
     print("recording FlashAttention-1 and -2 ...", flush=True)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(render(ladder), encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(
-            f"{out} cannot be written ({error.strerror}); name another file with out=<file>."
-        ) from error
+    out.write_text(render(ladder), encoding="utf-8")
     print(f"page: {out}")
 
 

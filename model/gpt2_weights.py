@@ -194,6 +194,12 @@ def folder_mistakes(
         elif folder.is_absolute() or source.startswith("."):
             yield f"init_from={source} is no folder; name one with config.json and {WEIGHTS}, or a model such as gpt2."
         return
+    if (folder / ".hydra").is_dir():
+        yield (
+            f"init_from={source} is a run folder; continue it with resume={source}, or export its model with: "
+            f"python sample.py run={source} export=<folder>"
+        )
+        return
     try:
         yield from unlike(ours, scores, seq_len, vocab_size, read_config(folder, source), source)
     except WeightsError as error:

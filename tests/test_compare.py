@@ -89,6 +89,7 @@ def test_failures_are_one_sentence_and_a_status(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["missing"], "missing is not a folder"),
+        (["/dev/null"], "/dev/null is not a folder"),
         (["."], "no runs found"),
         (["outt=x"], "outt=x is not an argument; did you mean out?"),
         (["out=x"], "needs a folder of runs"),

@@ -394,7 +394,9 @@ def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tm
         (["tasks=nowhere.jsonl"], r"tasks=nowhere.jsonl cannot be read \(No such file"),
         (["tasks=wrong.jsonl"], r"tasks=wrong.jsonl: line 2 has answer=2, which is none of its 2 choices; write"),
         (["tasks=mixed.jsonl"], "line 2 is of another kind than the first"),
-        (["tasks=half.jsonl"], r"tasks=half.jsonl: line 1 is not JSON \(.*surrogates not allowed\); write"),
+        (["tasks=half.jsonl"], r"tasks=half.jsonl: line 1 holds half a character; write"),
+        (["tasks=deep.jsonl"], "tasks=deep.jsonl: line 1 is not JSON; write"),
+        (["tasks=deep.json"], "tasks=deep.json is a file that does not end in .jsonl"),
         (["data.max_tokens=9"], "data.max_tokens=9 does not say which text to measure; name it with data="),
         (["tasks=long.jsonl"], r"The continuation ' xxxx.* has 31 tokens, and the model takes 1 to 24"),
     ],
@@ -403,6 +405,8 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(run, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "wrong.jsonl", [QUESTIONS[0], QUESTIONS[0] | {"answer": 2}])
     write(tmp_path / "mixed.jsonl", [{"text": "a"}, QUESTIONS[0]])
+    for name in ("deep.json", "deep.jsonl"):
+        (tmp_path / name).write_text('{"text": ' + "[" * 100_000)
     (tmp_path / "half.jsonl").write_text(r'{"text": "a\ud800"}')
     write(tmp_path / "long.jsonl", [{"question": "a", "choices": ["x" * 30], "answer": 0}])
     before = (run / "summary.json").read_bytes()

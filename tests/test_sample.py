@@ -282,6 +282,8 @@ def test_an_empty_prompt_has_samples_too(run, capsys):
         ('{"prompt": "a"}\n' * 2, ["tokens=10000000000"], r"random numbers of batch=2 .* ask for fewer tokens"),
         (None, [], r"prompts=.*prompts.jsonl cannot be read \(No such file"),
         ("a\udcff", [], r"prompts=.*prompts.txt cannot be read \(it is not UTF-8"),
+        ('{"prompt": ' + "[" * 100_000, [], "Line 1 of prompts=.* is not a JSON object"),
+        ("a", ["prompts=/dev/zero"], r"prompts=/dev/zero cannot be read \(it is not a regular file\)"),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_refused_in_one_sentence(run, tmp_path, content, arguments, sentence):

@@ -122,6 +122,13 @@ def main(arguments: Sequence[str]) -> int:
         for dtype in asked.dtypes.split(","):
             if dtype not in DTYPES:
                 raise CheckError(f"--dtypes {dtype} is not known; choose from {', '.join(DTYPES)}.")
+        if asked.seconds is not None and not asked.seconds >= 0:
+            raise CheckError(f"--seconds {asked.seconds:g} must not be negative.")
+        for path in filter(None, (asked.json, asked.html)):
+            try:
+                path.open("a").close()
+            except OSError as error:
+                raise CheckError(f"{path} cannot be written ({error.strerror}); name another file.") from error
         try:
             device = torch.device(asked.device)
             torch.zeros(1, device=device)
@@ -146,6 +153,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(text(report))
+    for name in sorted(report.allowed - {line.name for line in report.lines}):
+        print(f"note: --allow {name} names none of these lines.", file=sys.stderr)
     for path, content in ((asked.json, as_json), (asked.html, html)):
         if path is not None:
             path.write_text(content(report), encoding="utf-8")

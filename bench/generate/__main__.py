@@ -19,6 +19,7 @@ Results go to bench/results/generate-<device>.json.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import re
 import statistics
@@ -119,11 +120,19 @@ def candidates(case: str, device: torch.device) -> dict[str, Callable[[], Run]]:
     }
 
 
-def measure(case: str, device: torch.device, rounds: int, only: str | None) -> Iterator[Row]:
+def expression(text: str) -> re.Pattern[str]:
+    """A regular expression of the command line."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a regular expression ({error})") from error
+
+
+def measure(case: str, device: torch.device, rounds: int, only: re.Pattern[str] | None) -> Iterator[Row]:
     """Time each candidate `rounds` times, in turns: its row comes with its last time."""
     prepared: dict[str, Run] = {}
     for label, prepare in candidates(case, device).items():
-        if only is None or re.search(only, label):
+        if only is None or only.search(label):
             begin = time.perf_counter()
             prepared[label] = prepare()
             print(f"{case}: {label} ready after {time.perf_counter() - begin:.0f} s", flush=True)
@@ -154,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", choices=["one", "many"], help="both on a GPU, one on a CPU")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", default=5, type=int, help="runs with one prompt")
-    parser.add_argument("--only", help="a regular expression for the names of candidates")
+    parser.add_argument("--only", type=expression, help="a regular expression for the names of candidates")
     args = parser.parse_args(arguments)
     device = torch.device(args.device)
     if args.device == "cuda":

@@ -99,8 +99,10 @@ def mistakes(line: str) -> Iterator[str]:
         return
     if override.is_delete():
         yield f"{line} would leave {key} without a value; write {key}=<value>."
+    elif not key:
+        yield f"{line} is not an override; write key=value without blanks."
     elif key not in known:
-        namesakes = [name for name in known if "." in name and name.rpartition(".")[2] == key]
+        namesakes = [name for name in known if "." in name and name.rpartition(".")[2] == key.rpartition(".")[2]]
         hint = f"; did you mean {' or '.join(namesakes)}?" if namesakes else suggestion(key, known)
         yield f"{line} overrides nothing, as there is no {key}{hint or '; python train.py --help lists all overrides.'}"
     elif override.is_interval_sweep():

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from data.untrusted import LINE, UntrustedError, parse_json, read_text
 from recipe.config import ConfigError
 from recipe.evaluation.scorer import Scorer
 
@@ -64,20 +65,22 @@ def standard_error(values: Sequence[float]) -> float:
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a task's file. Raises ConfigError for the first that does not fit."""
     try:
-        content = path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        content = read_text(path, LINE, pipe=True).removeprefix("\ufeff")  # a byte order mark is no text
+    except (OSError, UntrustedError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it {error}"
         raise ConfigError(f"tasks={path} cannot be read ({reason}); name a .jsonl file of tasks.") from error
     lines: list[dict[str, Any]] = []
     for number, text in enumerate(content.split("\n"), start=1):
         if not text.strip():
             continue
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             json.dumps(line, ensure_ascii=False).encode()  # fails for half a character, such as \ud800
             flaw = mistake(line, lines[0] if lines else line)
-        except ValueError as error:
-            flaw = f"is not JSON ({error})"
+        except UnicodeEncodeError:
+            flaw = "holds half a character"
+        except UntrustedError as error:
+            flaw = str(error)
         if flaw:
             raise ConfigError(
                 f'tasks={path}: line {number} {flaw}; write {{"question": ..., "choices": [...], "answer": 0}} or '

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.tokenizers import Tokenizer
+from data.untrusted import LINE, UntrustedError, parse_json, read_text
 from recipe.files import to_json
 from recipe.generation.engine import Engine, Request
 from recipe.generation.errors import GenerationError
@@ -41,9 +41,9 @@ def read_prompts(path: Path) -> list[str]:
     Raises GenerationError where the file cannot be read or is empty, and for a line without a prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        lines = read_text(path, LINE, pipe=True).removeprefix("\ufeff").removesuffix("\n").split("\n")
+    except (OSError, UntrustedError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it {error}"
         raise GenerationError(
             f"prompts={path} cannot be read ({reason}); name a file with one prompt per line."
         ) from error
@@ -63,10 +63,10 @@ def read_prompts(path: Path) -> list[str]:
 def prompt_of_json(line: str) -> str | None:
     """The prompt of a line of JSON, if there is one."""
     try:
-        content = json.loads(line)
+        content = parse_json(line)
         prompt = content.get("prompt") if isinstance(content, dict) else None
         return prompt if isinstance(prompt, str) and prompt.encode() else None
-    except ValueError:  # also of half a character, such as \ud800, which no file can hold
+    except ValueError:  # UntrustedError, also of half a character, such as \ud800, which no file can hold
         return None
 
 

@@ -288,9 +288,11 @@ def test_a_check_that_cannot_start_says_why_and_exits_with_2(capsys):
     assert main(["fa9"]) == 2
     assert main(["naive", "--features", "colour"]) == 2
     assert main(["naive", "--dtypes", "fp7"]) == 2
+    assert main(["naive", "--seconds", "-1"]) == 2
+    assert main(["naive", "--json", "/proc/nowhere.json"]) == 2
     assert main(["--recommend", "--shape", "1x2x3"]) == 2
     printed = capsys.readouterr()
-    assert [line.partition(" ")[0] for line in printed.err.splitlines()] == ["error:"] * 5
+    assert [line.partition(" ")[0] for line in printed.err.splitlines()] == ["error:"] * 7
 
 
 def test_a_check_that_compared_nothing_does_not_call_an_attention_correct(capsys):

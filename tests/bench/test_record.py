@@ -110,3 +110,10 @@ def test_the_digest_of_a_group_changes_with_its_sources_alone(tmp_path: Path) ->
     (tmp_path / "model/softmax_kernel.py").write_text("kernel = 2\n")
     after = kernel_digests(tmp_path)
     assert {group for group in GROUPS if before[group] != after[group]} == {"model"}
+
+
+def test_a_file_that_is_no_result_ends_in_a_sentence(tmp_path: Path) -> None:
+    for content in ("", "{}", "[]", '{"rows": [{"measurement": 3}], "measurements": []}'):
+        (tmp_path / "x.json").write_text(content)
+        with pytest.raises(SystemExit, match=r"^error: .*x\.json is no result of a benchmark .*; restore the file\.$"):
+            read(tmp_path / "x.json")

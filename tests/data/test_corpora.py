@@ -321,7 +321,7 @@ def test_a_bad_byte_is_named_by_its_place_in_the_file(tmp_path):
         ('[{"text": "a"}]\n', r"\(line 1 is a list and not an object such as {\"text\": \.\.\.}\); repair it"),
         ("\n[1, 2]\n", r"\(line 2 is a list and not an object"),
         ('{"body": "a", "title": "b"}\n' * 9, r"no field 'text' but body, title; choose one with data\.text_field"),
-        ('{"text": 17}\n' * 9, r"holds a int in 'text'"),
+        ('{"text": 17}\n' * 9, r"holds a number in 'text'"),
     ],
 )
 def test_unreadable_rows_are_named(tmp_path, lines, sentence):

@@ -104,10 +104,12 @@ def test_weights_of_another_architecture_are_called_so(folder, tmp_path):
     assert "is a model of type llama, and only the weights of GPT-2 can be loaded" in sentence
 
 
-def test_a_file_and_a_folder_that_is_not_there_are_named(folder, tmp_path):
+def test_a_file_a_run_and_a_folder_that_is_not_there_are_named(folder, tmp_path):
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
     for source, named in (
         (folder / "model.safetensors", "is a file; name the folder"),
         (tmp_path / "no", "is no folder"),
+        (tmp_path / "run", "is a run folder; continue it with resume="),
     ):
         (sentence,) = folder_mistakes(str(source), CONFIG, (), 16, None)
         assert named in sentence

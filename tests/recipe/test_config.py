@@ -96,6 +96,8 @@ MISTAKES = {
     "+training.step=4": "did you mean training.steps?",
     "training=4": "no training",
     "lr=3": "did you mean optimizer.lr?",
+    "attention.window=8": "there is no attention.window; did you mean score.window",
+    "=4": "^=4 is not an override",
     "dropout=0.1": "did you mean attention.dropout or model.dropout?",
     "--attention=flash": "--attention=flash is not a flag of train.py; overrides have no dashes: key=value",
     "~attention": "~attention would leave attention without a value",
