@@ -51,6 +51,8 @@ class Peer(Attention):
             raise no_dropout(self.name, config.dropout)
         # The most recent documents: the tensor, its version (it may change in place), and the sequences.
         self.kept: tuple[Tensor, int, Sequences] | None = None
+        # It reads values. Not as a decorator: that loads torch's compiler, which doubles the time to import attention.
+        self.sequences: Callable[[Tensor, int], Sequences] = torch.compiler.disable(self.find_sequences)
 
     def check(self, shape: AttentionShape) -> None:
         """Also let the kernels attend once, forward and backward, on two tokens."""
@@ -87,8 +89,7 @@ class Peer(Attention):
     ) -> tuple[Tensor, Tensor]:
         """out (B, H, T, D) and lse (B, H, T); each query sees a key."""
 
-    @torch.compiler.disable  # it reads values
-    def sequences(self, starts: Tensor, T: int) -> Sequences:
+    def find_sequences(self, starts: Tensor, T: int) -> Sequences:
         """The sequences of a batch with document_starts (B, T or more). Waits for the device, once for all layers."""
         if self.kept is None or self.kept[0] is not starts or self.kept[1] != starts._version:
             B, device = len(starts), starts.device

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from model.blocks import MLP
 from model.config import GPTConfig
+from model.cublaslt import has_gelu_products
 from model.fused_mlp import fused_mlp, gelu_gradient, linear_gelu
 
 DEVICES = [
@@ -79,3 +80,8 @@ def test_an_mlp_compiles_to_one_graph_whichever_way_it_takes(device):
         torch.compile(mlp, fullgraph=True, backend="aot_eager")(torch.ones(2, 8, 64, device=device)).sum().backward()
     assert mlp.c_fc.weight.grad is not None
     assert mlp.c_fc.weight.grad.abs().sum() > 0
+
+
+def test_the_compiler_takes_the_choice_for_a_constant():
+    marked = torch.compiler.assume_constant_result(lambda: True)
+    assert vars(has_gelu_products) == vars(marked) != {}
