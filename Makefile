@@ -10,7 +10,7 @@ PIP    := PYTHONWARNINGS='ignore:Editable installation' \
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test learn tables docs check format clean
+.PHONY: help setup train test learn tables stack docs check format clean
 
 help: ## show this list
 	@awk 'BEGIN { FS = ":.*## "; print "make <target>\n" } \
@@ -51,6 +51,10 @@ learn: setup ## from softmax to FlashAttention in checked steps, and a page to w
 tables: setup ## print the tables of README and docs/ from bench/results/, and draw their figures
 	$(BIN)/python -m bench.tables
 
+stack: setup ## test every supported torch and Python, each in a temporary environment of 6 GB (two hours; ONLY="3.14")
+	@test -x $(BIN)/nox || $(PIP) --editable '.[stack]'
+	$(BIN)/nox $(if $(ONLY),-k "$(ONLY)")
+
 docs: setup ## build the documentation site in docs/_build/html (half a minute)
 	@test -x $(BIN)/sphinx-build || $(PIP) --editable '.[docs]'
 	$(BIN)/python -m learn out=docs/_build/extra/walk.html
@@ -67,5 +71,5 @@ format: setup ## fix format and lint
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environment, caches and prepared data; keep the runs in outputs/ and multirun/
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache build docs/_build *.egg-info
+	rm -rf $(VENV) .cache .nox .pytest_cache .ruff_cache .mypy_cache build docs/_build *.egg-info
 	find . -name __pycache__ -type d -not -path './outputs/*' -prune -exec rm -rf {} +

@@ -1,0 +1,93 @@
+"""Check this checkout with the torch, Triton and Python of this environment, and record the result.
+
+    python -m bench.stack
+
+Runs a selection of the tests, in Triton's interpreter, then compiles attention's kernels for several GPUs, none of
+which this machine needs to have. Adds a row to bench/results/stack-<CPU>.json. Fails if a test does, or if a kernel
+compiles for none or not for a GPU that every supported Triton knows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from bench.machine import ROOT, device_name, version
+from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
+from bench.stack import NVIDIA, OTHERS
+
+# Each part once: the kernels and their operator, the interface, compiled models, the program and Hydra.
+TESTS = (
+    "tests/attention/test_flash.py",
+    "tests/attention/test_interface.py",
+    "tests/model/test_gpt.py",
+    "tests/model/test_score.py",
+    "tests/recipe/test_config.py",
+    "tests/test_train.py::test_one_command_trains_on_real_text_and_says_where_everything_is",
+)
+
+
+def run_tests() -> dict[str, int]:
+    """How many of TESTS passed, failed and were skipped, with their progress on the terminal."""
+    command = [sys.executable, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", *TESTS]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines.append(line)
+    process.wait()
+    counts = {
+        word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", lines[-1] if lines else "")
+    }
+    failed = counts.get("failed", 0) + counts.get("error", 0) + counts.get("errors", 0)
+    return {
+        "passed": counts.get("passed", 0),
+        "failed": failed or int(process.returncode != 0),
+        "skipped": counts.get("skipped", 0),
+    }
+
+
+def compile_kernels() -> dict[str, str]:
+    """GPU -> how many kernels compiled for it, or why one did not."""
+    found = {}
+    for name in (*NVIDIA, *OTHERS):
+        run = subprocess.run(
+            [sys.executable, "-m", "bench.stack.kernels", name],
+            cwd=ROOT,
+            env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1", "TRITON_ALWAYS_COMPILE": "1"},
+            capture_output=True,
+            text=True,
+        )
+        report = json.loads(run.stdout) if run.returncode == 0 else {"refusal": run.stderr.strip().splitlines()[-1]}
+        found[name] = report["refusal"] or f"{report['kernels']} kernels"
+        print(f"{name}: {found[name]}", flush=True)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if a test failed or a kernel did not compile."""
+    parser = command_line("bench.stack", __doc__, "stack")
+    args = parser.parse_args(arguments)
+    cpu = torch.device("cpu")
+    head: Row = measurement(command_of(parser, arguments), cpu) | {"versions": {}}  # a row's: they are what is compared
+    versions = {"python": platform.python_version(), "torch": version("torch"), "triton": version("triton")}
+    print(f"Python {versions['python']}, torch {versions['torch']}, Triton {versions['triton']}", flush=True)
+    with Recorder(result_file(args.name, device_name(cpu), args.results), ("python", "torch"), head) as recorder:
+        start = time.monotonic()
+        tests, kernels = run_tests(), compile_kernels()
+        seconds = round(time.monotonic() - start)
+        recorder.add({**versions, **tests, "kernels": kernels, "seconds": seconds})
+    return int(tests["failed"] > 0 or not all(kernels[name].endswith(" kernels") for name in NVIDIA))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

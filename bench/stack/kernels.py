@@ -1,0 +1,99 @@
+"""Compiles attention's kernels for GPUs that this machine need not have, and prints a JSON line for each GPU.
+
+TRITON_INTERPRET=0 python -m bench.stack.kernels sm_80 sm_90a
+
+    {"gpu": "sm_80", "kernels": 7, "refusal": null}
+
+A launch on tensors in the CPU's memory compiles its kernel to the GPU's machine code and leaves it there. `refusal` is
+the first error of Triton, where one of them does not compile.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from attention import DropoutKey, Score, gpu
+from attention.dropout import drop_threshold
+from attention.flash.call import KernelCall
+from attention.flash.paths import PATHS
+from attention.flash.tiles import rows_like
+from attention.spec import Inputs, Spec
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90a": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+B, H, T, D = 1, 2, 4096, 128
+
+
+def calls(nvidia: bool) -> Iterator[KernelCall]:
+    """A causal call, and one with every score option and dropout: on AMD without the two that are written in PTX."""
+    yield KernelCall(Spec(Score(), D**-0.5), Inputs())
+    documents, per_head = torch.zeros(B, T, dtype=torch.int32), torch.zeros(H)
+    score = Score(window=1024, soft_cap=50.0 if nvidia else None, alibi=True, sinks=True)
+    spec = Spec(score, D**-0.5, documents=True, offsets=True, threshold=drop_threshold(0.1 if nvidia else 0.0))
+    key = DropoutKey(1, 2, 3, 4).pack(torch.device("cpu")) if nvidia else None
+    yield KernelCall(spec, Inputs(key, per_head, per_head, documents, documents), q_start=3, k_start=2)
+
+
+@contextmanager
+def compiling(target: GPUTarget) -> Iterator[list[str]]:
+    """Within this context a launch compiles its kernel for the GPU; the list grows by the kernel's name."""
+    compiled: list[str] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if target.backend == "hip":
+            options.pop("maxnreg", None)  # ptxas's
+        run(self, *args, grid=grid, warmup=True, **options)
+        compiled.append(self.fn.__name__)
+
+    driver = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: str(target.arch),  # kernels are kept by device
+        get_current_stream=lambda device: 0,
+    )
+    # Tiles by addresses, as for 8.0, spill less for gfx942 than by descriptors.
+    capability = divmod(target.arch, 10) if target.backend == "cuda" else (8, 0)
+    triton.runtime.driver.set_active(driver)
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(gpu, "capability", return_value=capability),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
+    ):
+        yield compiled
+
+
+def compile_for(name: str) -> dict[str, Any]:
+    """The forward and the backward of each call, on every path that the GPU has, and their count."""
+    target = TARGETS[name]
+    refusal = None
+    with compiling(target) as compiled:
+        try:
+            for path in ("plain", "hopper") if name == "sm_90a" else ("plain",):
+                for call in calls(target.backend == "cuda"):
+                    q, k, v, out, do, *gradients = (torch.zeros(B, H, T, D, dtype=torch.bfloat16) for _ in range(8))
+                    PATHS[path].forward(q, k, v, out, call)
+                    PATHS[path].backward(do, q, k, v, out, rows_like(q), tuple(gradients), call)
+        except Exception as error:  # of Triton's compiler, whose errors have no common class
+            refusal = f"{type(error).__name__}: {error}".strip().splitlines()[-1]
+    return {"gpu": name, "kernels": len(compiled), "refusal": refusal}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or TARGETS:
+        print(json.dumps(compile_for(name)), flush=True)
