@@ -121,10 +121,10 @@ def corpus_config(overrides: list[str]) -> DataConfig:
             raise ConfigError(
                 f"{override} has no effect here: the whole text is read, with the run's tokenizer; leave it out."
             )
-    found = compose_right(overrides)
-    refuse(found.wrong)
-    assert found.cfg is not None
-    data = to_config(found.cfg).data
+    composition = compose_right(overrides)
+    refuse(composition.wrong)
+    assert composition.cfg is not None
+    data = to_config(composition.cfg).data
     check_data(data)
     if data.name in TASKS:
         raise ConfigError(
@@ -205,7 +205,7 @@ def settings(config: EvaluateConfig, data: DataConfig | None) -> list[str]:
     return [f"{name}={getattr(value, 'value', value)}" for name, value in given.items()]
 
 
-def record(run: Path, trained: Trained, found: Results) -> None:
+def record(run: Path, trained: Trained, results: Results) -> None:
     """Add the results to summary.json and to the run in W&B, if the run is over."""
     path = run / SUMMARY
     try:
@@ -219,7 +219,7 @@ def record(run: Path, trained: Trained, found: Results) -> None:
                 print(f"{path} {error}: the results are only printed.", file=sys.stderr)
                 return
             earlier = summary.get("eval")
-            summary["eval"] = (earlier if isinstance(earlier, dict) else {}) | found
+            summary["eval"] = (earlier if isinstance(earlier, dict) else {}) | results
             write_summary(path, summary)
             for warning in mirror_again(run, trained.config.tracking):
                 print(f"warning: {warning}", file=sys.stderr)
@@ -238,7 +238,7 @@ def main(arguments: list[str]) -> None:
     run = Path(config.run).expanduser()
     with oom_guard(too_large(config)):
         model, trained = open_model(config, run, data)
-        found: Results = {}
+        measured: Results = {}
         given = settings(config, data)
         try:
             for task, metrics in results(config, data, model, trained):
@@ -246,11 +246,11 @@ def main(arguments: list[str]) -> None:
                 print(
                     name, *(f"{metric} {formatted(value)}" for metric, value in metrics.items()), sep="  ", flush=True
                 )
-                found[name] = metrics
+                measured[name] = metrics
         finally:  # if a task fails, the results of those before it are kept
-            if trained is not None and found:
+            if trained is not None and measured:
                 origin = {"checkpoint": trained.checkpoint.name}
-                record(run, trained, {name: metrics | origin for name, metrics in found.items()})
+                record(run, trained, {name: metrics | origin for name, metrics in measured.items()})
 
 
 def too_large(config: EvaluateConfig) -> str:

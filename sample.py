@@ -185,13 +185,13 @@ def write_texts(prompts: list[str], trained: Trained, sampling: Sampling, config
     written."""
     requests = requests_of(prompts, trained.tokenizer, config.tokens, config.samples)
     engine = Engine(trained.model, requests, sampling, slots=config.batch, dtype=trained.dtype, compile=config.compile)
-    found = continuations(engine, prompts, trained.tokenizer, config.stop)
+    texts = continuations(engine, prompts, trained.tokenizer, config.stop)
     if config.out is not None:
-        write(found, len(requests), open_new(Path(config.out).expanduser()))
+        write(texts, len(requests), open_new(Path(config.out).expanduser()))
     elif config.prompts is not None:
-        write(found, len(requests), lambda continuation: print(continuation.as_json()))
+        write(texts, len(requests), lambda continuation: print(continuation.as_json()))
     else:
-        write(in_order(found), len(requests), partial(print_sample, config.samples))
+        write(in_order(texts), len(requests), partial(print_sample, config.samples))
 
 
 def print_sample(samples: int, continuation: Continuation) -> None:

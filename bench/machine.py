@@ -56,10 +56,10 @@ def git(*arguments: str) -> str | None:
 def cpu_name() -> str:
     """The processor as the system calls it, and how many threads torch uses of it."""
     try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        match = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:
-        found = None
-    return f"{found[1] if found else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        match = None
+    return f"{match[1] if match else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def version(package: str) -> str | None:

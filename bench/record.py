@@ -39,8 +39,8 @@ def measurement(command: Sequence[str], device: torch.device, packages: Sequence
     packages  further packages whose versions matter, where they are installed
     sizes     what else rows must share to be compared, such as the tokens of a batch
     """
-    found = environment(device, packages)
-    return {"command": shlex.join(["python", "-m", *command]), **found, "sizes": sizes, "kernels": kernel_digests()}
+    described = environment(device, packages)
+    return {"command": shlex.join(["python", "-m", *command]), **described, "sizes": sizes, "kernels": kernel_digests()}
 
 
 def command_line(module: str, description: str | None, name: str) -> argparse.ArgumentParser:

@@ -255,9 +255,9 @@ def text(config: DataConfig) -> Corpus:
             raise DataError(f"data.path={config.path} must end in one of {accepted}; rename or convert the file.")
         files, others = [path], list[Path]()
     elif path.is_dir():
-        found = _files_below(path, ("",), lambda name: name.startswith("."))
-        files = [file for file in found if file.suffix in TEXT_SUFFIXES]
-        others = sorted(set(found) - set(files))
+        everything = _files_below(path, ("",), lambda name: name.startswith("."))
+        files = [file for file in everything if file.suffix in TEXT_SUFFIXES]
+        others = sorted(set(everything) - set(files))
     else:
         raise DataError(f"data.path={config.path} is neither a file nor a folder; set it to one of text ({accepted}).")
     if not files:

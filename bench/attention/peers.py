@@ -205,22 +205,22 @@ PACKAGES = {
 
 def candidates() -> dict[str, Candidate]:
     """All candidates on this machine, by their name on the command line."""
-    found = {name: ours(name, AttentionConfig(name)) for name in ("naive", "tiled", "flash")}
-    found[PLAIN] = ours("flash, plain kernels", AttentionConfig("flash", path=KernelPath.plain))
+    named = {name: ours(name, AttentionConfig(name)) for name in ("naive", "tiled", "flash")}
+    named[PLAIN] = ours("flash, plain kernels", AttentionConfig("flash", path=KernelPath.plain))
     for backend in (SDPABackend.flash, SDPABackend.efficient, SDPABackend.cudnn, SDPABackend.math):
         build = from_registry(AttentionConfig("sdpa", backend=backend))
-        found[f"sdpa-{backend.value}"] = Candidate(f"sdpa {backend.value}", build)
-    found["flex"] = Candidate("FlexAttention", flex(AttentionConfig("flex")))
-    found["varlen"] = Candidate("torch's varlen_attn", from_registry(AttentionConfig("varlen")))
+        named[f"sdpa-{backend.value}"] = Candidate(f"sdpa {backend.value}", build)
+    named["flex"] = Candidate("FlexAttention", flex(AttentionConfig("flex")))
+    named["varlen"] = Candidate("torch's varlen_attn", from_registry(AttentionConfig("varlen")))
     for name, (label, module, _, has_dropout, deterministic) in PACKAGES.items():
         if installed(module):
-            found[name] = Candidate(label, from_package(module, has_dropout, deterministic))
-    if "fa4" in found:
-        found["flex-flash"] = Candidate(
+            named[name] = Candidate(label, from_package(module, has_dropout, deterministic))
+    if "fa4" in named:
+        named["flex-flash"] = Candidate(
             "FlexAttention, FlashAttention-4", flex(AttentionConfig("flex", backend=SDPABackend.flash))
         )
-        found["fa4"] = Candidate(found["fa4"].label, from_registry(AttentionConfig("fa4")))
-    return found
+        named["fa4"] = Candidate(named["fa4"].label, from_registry(AttentionConfig("fa4")))
+    return named
 
 
 def installed(module: str) -> bool:

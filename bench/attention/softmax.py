@@ -103,13 +103,13 @@ def measure(rows: int, length: int, seconds: float) -> list[Row]:
     functions["torch"] = partial(torch.softmax, x, -1)
     exact = torch.softmax(x[:10].double(), -1)
     prepared: dict[str, Callable[[], Call]] = {name: lambda call=call: call for name, call in functions.items()}  # type: ignore[misc]
-    found: list[Row] = []
+    results: list[Row] = []
     for name, timing in interleaved(prepared, x.device, seconds).items():
         if not isinstance(timing, Timing):
             raise timing
         error = float(((functions[name]()[:10] - exact).abs() / exact).max())
-        found.append({"name": name, "rows": rows, "length": length, "error": error, **timing.as_dict()})
-    return found
+        results.append({"name": name, "rows": rows, "length": length, "error": error, **timing.as_dict()})
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -37,10 +37,10 @@ Value = Callable[[Row], float | None]
 
 def series(rows: Iterable[Row]) -> dict[tuple[int, str, float], list[Row]]:
     """(head size, variant, dropout) -> rows."""
-    found: dict[tuple[int, str, float], list[Row]] = {}
+    groups: dict[tuple[int, str, float], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["head_size"], row["variant"], row["dropout"]), []).append(row)
-    return found
+        groups.setdefault((row["head_size"], row["variant"], row["dropout"]), []).append(row)
+    return groups
 
 
 def named(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -56,14 +56,14 @@ def lengths(rows: Iterable[Row]) -> list[int]:
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
     """Markdown for each head size, mask and dropout: speed and its ratio to the fastest peer, memory and error."""
-    for (head_size, variant, dropout), found in series(rows).items():
-        cells = [row for label in named(found).values() for row in label]
+    for (head_size, variant, dropout), rows_of_table in series(rows).items():
+        cells = [row for label in named(rows_of_table).values() for row in label]
         title = f"head size {head_size}, {variant}, dropout {dropout:g}"
         for content, cell in {
             "TFLOP/s forward/backward (times the fastest peer)": speed_cell,
             "MiB above the inputs, largest relative error": cost_cell,
         }.items():
-            columns = [short_length(length) for length in lengths(found)]
+            columns = [short_length(length) for length in lengths(rows_of_table)]
             yield f"\n{title}: {content}\n\n{pivot(cells, label_of, length_of, cell, columns=columns)}"
 
 

@@ -56,8 +56,8 @@ def measure(run: Run, further: Sequence[str], folder: Path) -> Row:
 def whole_validation(folder: Path, length: int) -> Row:
     """The loss and perplexity of a run's model on its whole validation split, in windows of a length."""
     python(["eval.py", f"run={folder}", f"seq_len={length}"])
-    found = json.loads((folder / "summary.json").read_text())["eval"]
-    values = next(value for value in found.values() if value["seq_len"] == length)
+    results = json.loads((folder / "summary.json").read_text())["eval"]
+    values = next(value for value in results.values() if value["seq_len"] == length)
     return {"seq_len": length, "loss": values["loss"], "perplexity": values["perplexity"]}
 
 

@@ -20,8 +20,8 @@ Losses = NDArray[np.float64]  # (steps, 2): step, loss
 
 def runs(rows: Sequence[Row]) -> dict[str, Losses]:
     """The training losses of the figure's three runs, by name."""
-    found = {(row["case"]["attention"], row["case"]["seed"]): np.array(row["losses"]) for row in rows}
-    return {"naive": found["naive", 1], "flash": found["flash", 1], "another seed": found["naive", 2]}
+    losses = {(row["case"]["attention"], row["case"]["seed"]): np.array(row["losses"]) for row in rows}
+    return {"naive": losses["naive", 1], "flash": losses["flash", 1], "another seed": losses["naive", 2]}
 
 
 def smooth(run: Losses) -> Losses:

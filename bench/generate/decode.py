@@ -78,19 +78,19 @@ def measure(sequences: int, keys: int, seconds: float) -> list[Row]:
     target = torch.empty_like(source)
     calls = {"copy": lambda: target.copy_(source), **calls}
     prepared: dict[str, Callable[[], Call]] = {name: lambda call=call: call for name, call in calls.items()}  # type: ignore[misc]
-    found: list[Row] = []
+    measured: list[Row] = []
     for name, timing in interleaved(prepared, q.device, seconds).items():
         row: Row = {"name": name, "sequences": sequences, "keys": keys}
         if isinstance(timing, Timing):
             moved = 2 * COPIED if name == "copy" else 2 * k.nbytes
             row |= {**timing.as_dict(), "gb_s": moved / timing.ms / 1e6}
             if name != "copy":
-                row["of_copy"] = row["gb_s"] / found[0]["gb_s"]
+                row["of_copy"] = row["gb_s"] / measured[0]["gb_s"]
                 row["difference"] = float((calls[name]() - expected).norm() / expected.norm())
         else:
             row["message"] = str(timing)[:300]
-        found.append(row)
-    return found
+        measured.append(row)
+    return measured
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -44,24 +44,24 @@ def states(folder: Path) -> dict[str, Status]:
     }
 
 
-def show_status(console: Console, found: dict[str, Status]) -> None:
+def show_status(console: Console, statuses: dict[str, Status]) -> None:
     """A line for each part: its state, the measurement it has, and what this machine lacks for a new one."""
     view = Table("part", "state", "measured", "commit", "this machine lacks", title=f"{len(PARTS)} parts")
     for part in PARTS:
-        state, head = found[part.name]
+        state, head = statuses[part.name]
         when = (head["date"][:10], str(head["commit"] or "")[:7]) if head else ("", "")
         view.add_row(part.name, state, *when, missing(part, torch.cuda.device_count()))
     console.print(view)
-    done = sum(state.state == UP_TO_DATE for state in found.values())
-    minutes = sum(part.minutes for part in PARTS if found[part.name].state != UP_TO_DATE)
+    done = sum(state.state == UP_TO_DATE for state in statuses.values())
+    minutes = sum(part.minutes for part in PARTS if statuses[part.name].state != UP_TO_DATE)
     console.print(f"{done} of {len(PARTS)} parts are up to date; the others take about {minutes:.0f} minutes")
 
 
-def show_list(console: Console, found: dict[str, Status]) -> None:
+def show_list(console: Console, statuses: dict[str, Status]) -> None:
     """A line for each part: estimated minutes, those it took, and its command."""
     view = Table("part", "minutes", "took", "GPUs", "command")
     for part in PARTS:
-        took = found[part.name].minutes
+        took = statuses[part.name].minutes
         view.add_row(
             part.name, f"{part.minutes:g}", f"{took:.1f}" if took else "", str(part.gpus or "CPU"), part.command
         )
@@ -104,9 +104,9 @@ def main(arguments: Sequence[str] | None = None, runner: Runner = run, folder: P
     parser.add_argument("--minutes", type=float, help="begin only parts that fit in this time")
     args = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    found = states(folder)
+    statuses = states(folder)
     if args.status or args.list:
-        (show_status if args.status else show_list)(console, found)
+        (show_status if args.status else show_list)(console, statuses)
         return 0
     gpus = torch.cuda.device_count()
     if args.part:
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None, runner: Runner = run, folder: P
             if lacking := missing(part, gpus):
                 parser.error(f"--part {part.name} needs {lacking}, which this machine lacks")
     else:
-        chosen = [part for part in PARTS if found[part.name].state != UP_TO_DATE and not missing(part, gpus)]
+        chosen = [part for part in PARTS if statuses[part.name].state != UP_TO_DATE and not missing(part, gpus)]
     failed = measure(chosen, runner, args.minutes)
     if not chosen:
         print("every part that this machine can measure is up to date; --status shows the others")

@@ -168,7 +168,7 @@ def missing(part: Part, gpus_here: int) -> str:
     if not part.needs or shutil.which(part.needs) or Path(part.needs).is_dir():
         return ""
     try:
-        found = importlib.util.find_spec(part.needs)
+        module = importlib.util.find_spec(part.needs)
     except (ModuleNotFoundError, ValueError):
-        found = None
-    return "" if found else part.needs
+        module = None
+    return "" if module else part.needs

@@ -78,15 +78,17 @@ def path_ratios(rows: Rows) -> str:
 @block("attention-variants", "attention-variants")
 def variants(rows: Rows) -> str:
     """What each score and layout costs at 16,384 tokens, and how many times as fast as FlexAttention it is."""
-    found = {(row["name"], row["head_size"], row["variant"], row["dropout"]): row for row in rows if "backward" in row}
+    by_case = {
+        (row["name"], row["head_size"], row["variant"], row["dropout"]): row for row in rows if "backward" in row
+    }
     lines = []
     for variant in ("causal", "alibi", "sinks", "soft_cap", "window", "documents"):
         line = [VARIANTS[variant]]
         for head_size in (64, 128):
-            ours, flex = (found[name, head_size, variant, 0.0] for name in ("flash", "flex"))
+            ours, flex = (by_case[name, head_size, variant, 0.0] for name in ("flash", "flex"))
             ratios = (flex[way]["ms"] / ours[way]["ms"] for way in ("forward", "backward"))
             line += [both(ours, "ms", 2), "/".join(f"{ratio:.2f}" for ratio in ratios)]
-            line.append(both(found["flash", head_size, variant, 0.1], "ms", 2))
+            line.append(both(by_case["flash", head_size, variant, 0.1], "ms", 2))
         lines.append(line)
     heads = [
         heading
@@ -213,9 +215,9 @@ def bytes_figure(rows: Rows) -> Chart:
 
 def chart(rows: Rows, kind: str, head_size: int) -> Chart:
     """One of the figures of bench.attention for a head size, causal."""
-    found = chart_of(rows, kind, head_size, "causal")
-    assert found is not None, f"no row has a value for {kind} at head size {head_size}"
-    return found
+    chosen = chart_of(rows, kind, head_size, "causal")
+    assert chosen is not None, f"no row has a value for {kind} at head size {head_size}"
+    return chosen
 
 
 @figure("attention-speed", "attention")

@@ -92,7 +92,7 @@ def pages() -> list[Path]:
 def written(text: str, page: Path) -> str:
     """The text of a page with all of its blocks up to date. Raises TableError."""
     names = [name for _, name, _ in BLOCK.findall(text)]
-    return BLOCK.sub(lambda found: f"{found[1]}{content(found[2], names, page)}\n{found[3]}", text)
+    return BLOCK.sub(lambda match: f"{match[1]}{content(match[2], names, page)}\n{match[3]}", text)
 
 
 def content(name: str, names: Sequence[str], page: Path) -> str:

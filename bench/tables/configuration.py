@@ -24,22 +24,22 @@ CONTINUED = re.compile(r"^     +(\S.*)$")
 
 def meanings(config_type: type) -> dict[str, str]:
     """The option's name -> its meaning, from a dataclass's docstring in columns. Raises TableError for a gap."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     names, last = [f.name for f in fields(config_type)], list[str]()
     for line in (config_type.__doc__ or "").splitlines():
         option, continued = OPTION.match(line), CONTINUED.match(line)
         if option and set(option[1].split(", ")) <= set(names):
             last = option[1].split(", ")
-            found |= dict.fromkeys(last, option[2])
+            texts |= dict.fromkeys(last, option[2])
         elif continued:
-            found |= {name: f"{found[name]} {continued[1]}" for name in last}
+            texts |= {name: f"{texts[name]} {continued[1]}" for name in last}
         elif last:
             break  # the columns are one paragraph
     hints = type_hints(config_type)
     for name in names:
-        if name not in found and not is_dataclass(hints[name]):
+        if name not in texts and not is_dataclass(hints[name]):
             raise TableError(f"the docstring of {config_type.__name__} does not describe {name}.")
-    return {name: re.sub(r"\bNone\b", "null", text) for name, text in found.items()}
+    return {name: re.sub(r"\bNone\b", "null", text) for name, text in texts.items()}
 
 
 def type_name(hint: Any) -> str:

@@ -74,8 +74,8 @@ def parity(rows: Rows) -> str:
     for row in rows:
         attention, seed = case(row, "attention"), row["case"]["seed"]
         label = TILED if attention == "tiled" else attention
-        apart = "" if attention == "naive" else f"{distance(losses[attention, seed], naive) / spread:.2f}"
-        lines.append([label, str(seed), f"{row['val_loss']:.4f}", apart])
+        distances = "" if attention == "naive" else f"{distance(losses[attention, seed], naive) / spread:.2f}"
+        lines.append([label, str(seed), f"{row['val_loss']:.4f}", distances])
     return table(["", "seed", "validation loss", "distance from naive's training loss, two seeds = 1"], lines)
 
 
@@ -129,13 +129,13 @@ def variants(rows: Rows) -> str:
 @block("break-it", "break-it")
 def break_it(rows: Rows) -> str:
     """What leaving out a line does, in each precision."""
-    found = {(case(row, "ablate"), case(row, "precision")): row for row in rows}
+    by_case = {(case(row, "ablate"), case(row, "precision")): row for row in rows}
     precisions = ["fp32", "bf16", "fp16"]
 
     def line(label: str, ablate: str, value: str) -> list[str]:
         cells = []
         for precision in precisions:
-            row = found[ablate, precision]
+            row = by_case[ablate, precision]
             shown = {
                 "loss": f"{row.get('val_loss', 0):.3f}",
                 "step": str(row.get("non_finite_step")),

@@ -106,10 +106,10 @@ def speeds(rows: Rows) -> dict[tuple[str, str, int], float]:
     return {(row["kind"], row["name"], row["gpus"]): row["tokens_per_s"] for row in rows if not row["compiles"]}
 
 
-def of_one(found: dict[tuple[str, str, int], float], kind: str, name: str, gpus: int) -> float | None:
+def of_one(rates: dict[tuple[str, str, int], float], kind: str, name: str, gpus: int) -> float | None:
     """The speed on several GPUs as a multiple of one GPU's; None where either was not measured."""
-    together = found.get((kind, name, gpus))
-    one = found.get((kind, "alone", gpus)) or found.get((kind, name, 1))
+    together = rates.get((kind, name, gpus))
+    one = rates.get((kind, "alone", gpus)) or rates.get((kind, name, 1))
     return together / one if together and one else None
 
 
@@ -124,11 +124,11 @@ def two_gpus(rows: Rows) -> str:
 @block("several-gpus", "several-gpus")
 def several(rows: Rows) -> str:
     """Tokens/s on two and four GPUs, and as multiples of one."""
-    found, lines = speeds(rows), []
+    rates, lines = speeds(rows), []
     for (kind, name), label in SEVERAL.items():
         line = [label]
         for gpus in (2, 4):
-            rate, times = found.get((kind, name, gpus)), of_one(found, kind, name, gpus)
+            rate, times = rates.get((kind, name, gpus)), of_one(rates, kind, name, gpus)
             line += [f"{float(f'{rate:.4g}'):,.0f}" if rate else "", f"{times:.2f}" if times else ""]
         lines.append(line)
     return table(["tokens/s", "two H200s", "times one", "four H200s", "times one"], lines)

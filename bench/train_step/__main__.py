@@ -56,8 +56,8 @@ def measure(wanted: Row, steps: int) -> Row:
     """Run one cell and return it with its measurements."""
     given = overrides(wanted["attention"], wanted["shape"], wanted["dropout"], wanted["recompute"], steps)
     with tempfile.TemporaryDirectory() as folder:
-        found = train([*given, *wanted["extra"]], Path(folder), gpus(wanted))
-        row = wanted | {name: found[name] for name in SHOWN if name in found}
+        summary = train([*given, *wanted["extra"]], Path(folder), gpus(wanted))
+        row = wanted | {name: summary[name] for name in SHOWN if name in summary}
         profile = Path(folder) / "profile" / "table.txt"
         return row | ({"profile": profile.read_text()} if profile.exists() else {})
 

@@ -62,8 +62,8 @@ def table(rows: Sequence[Row], theirs: Sequence[Row]) -> str:
         return ", ".join([row["shape"].replace("x", " x "), *dropout, *recompute])
 
     everything.sort(key=lambda row: (row["dropout"], length(row), row.get("recompute", "none") != "none"))
-    found = pivot(everything, line, column, result, corner="batch x seq_len", columns=columns(everything))
-    return f"tokens/s (GiB at the peak)\n\n{found}"
+    cells = pivot(everything, line, column, result, corner="batch x seq_len", columns=columns(everything))
+    return f"tokens/s (GiB at the peak)\n\n{cells}"
 
 
 def length(row: Row) -> int:

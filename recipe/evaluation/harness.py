@@ -60,7 +60,7 @@ def run_tasks(
     manager = TaskManager()
     check_names([name for name in names if isinstance(name, str)], manager.all_tasks)
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             Adapter(), tasks=list(names), num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
         )
     except ConfigError:
@@ -70,8 +70,8 @@ def run_tasks(
             f"tasks={wanted} could not be run ({brief(error)}); a task's data comes from the Hugging Face hub, so "
             "connect to the network once, or name a .jsonl file of your own."
         ) from error
-    assert found is not None
-    return metrics_of(found)
+    assert results is not None
+    return metrics_of(results)
 
 
 def check_names(names: Sequence[str], known: Sequence[str]) -> None:
@@ -87,15 +87,15 @@ def check_names(names: Sequence[str], known: Sequence[str]) -> None:
             raise ConfigError(f"tasks={name} is not a task of lm-eval; {hint}")
 
 
-def metrics_of(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def metrics_of(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The metrics and the number of questions of each task, from the result of lm-eval's `simple_evaluate`."""
-    counts = found["n-samples"]
+    counts = results["n-samples"]
     return {
         name: {
             **{re.sub(",none$", "", metric): value for metric, value in metrics.items() if is_number(value)},
             **({"n": counts[name]["effective"]} if name in counts else {}),
         }
-        for name, metrics in found["results"].items()
+        for name, metrics in results["results"].items()
     }
 
 

@@ -131,7 +131,7 @@ class Scorer:
                     context, wanted = requests[i]
                     self.cut += len(context) + len(wanted) > longest + 1
                     rows.append(((context + wanted)[-longest - 1 :], len(wanted)))
-                logs, likeliest = (found.cpu() for found in self.model.scores(*padded(rows)))
+                logs, likeliest = (part.cpu() for part in self.model.scores(*padded(rows)))
                 counts = [count for _, count in rows]
                 for i, log, hit in zip(chosen, logs.split(counts), likeliest.split(counts), strict=True):
                     results[i] = float(log.sum()), bool(hit.all())

@@ -111,20 +111,20 @@ def open_new(path: Path) -> Callable[[Continuation], object]:
     return lambda continuation: file.write(continuation.as_json() + "\n")
 
 
-def in_order(found: Iterable[Continuation]) -> Iterator[Continuation]:
+def in_order(continuations: Iterable[Continuation]) -> Iterator[Continuation]:
     """Continuations of one prompt in the order of their samples, each as soon as those before it are there."""
     waiting, following = dict[int, Continuation](), 0
-    for continuation in found:
+    for continuation in continuations:
         waiting[continuation.sample] = continuation
         while following in waiting:
             yield waiting.pop(following)
             following += 1
 
 
-def write(found: Iterable[Continuation], count: int, put: Callable[[Continuation], object]) -> None:
+def write(continuations: Iterable[Continuation], count: int, put: Callable[[Continuation], object]) -> None:
     """Put each continuation, and tell on stderr how many of `count` are done."""
     begin, tokens = time.perf_counter(), 0
-    for done, continuation in enumerate(found, 1):
+    for done, continuation in enumerate(continuations, 1):
         put(continuation)
         tokens += continuation.tokens
         if done == count or sys.stderr.isatty():

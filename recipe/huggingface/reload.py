@@ -63,11 +63,11 @@ def check_reloaded(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
                 f"transformers reads other weights than this model has ({kind}: {', '.join(map(str, names))[:200]}); "
                 f"{REMEDY}"
             )
-    apart, largest = difference(opened.model, model)
-    if not apart <= TOLERANCE * largest:
+    gap, largest = difference(opened.model, model)
+    if not gap <= TOLERANCE * largest:
         raise WeightsError(
             f"With the exported weights {type(opened.model).__name__} computes other logits than this model: they are "
-            f"up to {apart:.3g} apart, where the largest is {largest:.3g}; {REMEDY}"
+            f"up to {gap:.3g} apart, where the largest is {largest:.3g}; {REMEDY}"
         )
     if opened.tokenizer(TEXT, verbose=False)["input_ids"] != tokenizer.encode_ordinary(TEXT):
         raise WeightsError("transformers reads other tokens than this tokenizer; export a run with another tokenizer.")

@@ -52,7 +52,7 @@ class Worst:
 
 @dataclass
 class Layers:
-    """What a check of all layers found.
+    """The results of a check of all layers.
 
     run     in the run's precision, `higher` in the one named by `precision`; None where the attention takes none
     unseen  what could not be compared, with the reason
@@ -65,16 +65,16 @@ class Layers:
 
     def metrics(self) -> dict[str, Any]:
         """As `parity/attention_*` in metrics.jsonl."""
-        found: dict[str, Any] = {"parity/attention_error": self.run.share}
+        metrics: dict[str, Any] = {"parity/attention_error": self.run.share}
         worst = self.run
         if self.higher is not None:
-            found["parity/attention_error_higher"] = self.higher.share
-            found["parity/attention_precision"] = self.precision
+            metrics["parity/attention_error_higher"] = self.higher.share
+            metrics["parity/attention_precision"] = self.precision
             worst = max(self.run, self.higher, key=lambda worst: worst.share)
-        found["parity/attention_worst"] = worst.where
+        metrics["parity/attention_worst"] = worst.where
         if self.unseen:
-            found["parity/attention_unseen"] = "; ".join(f"{what} ({why})" for what, why in self.unseen.items())
-        return found
+            metrics["parity/attention_unseen"] = "; ".join(f"{what} ({why})" for what, why in self.unseen.items())
+        return metrics
 
 
 def part(B: int, T: int, device: torch.device) -> tuple[int, int]:
@@ -91,12 +91,12 @@ def check_layers(model: GPT, batch: Batch, key: DropoutKey | None, dtype: torch.
     key    of the micro-batch's dropout
     dtype  of the run: half precisions use autocast, as in training
     """
-    found, half = Layers(), dtype in (torch.bfloat16, torch.float16)
+    layers, half = Layers(), dtype in (torch.bfloat16, torch.float16)
     for training in (True, False):
-        listener = cast(Attention, Listener(model.attend, training, found))
+        listener = cast(Attention, Listener(model.attend, training, layers))
         with mode(model, training), torch.no_grad(), torch.autocast(batch.inputs.device.type, dtype, enabled=half):
             model.hidden(batch.inputs, key if training else None, listener, batch.document_starts)
-    return found
+    return layers
 
 
 @contextmanager
@@ -113,8 +113,8 @@ def mode(model: GPT, training: bool) -> Iterator[None]:
 class Listener:
     """Stands in for a model's attention: judges each call, then answers it."""
 
-    def __init__(self, attend: Attention, training: bool, found: Layers) -> None:
-        self.attend, self.training, self.found, self.layer = attend, training, found, 0
+    def __init__(self, attend: Attention, training: bool, layers: Layers) -> None:
+        self.attend, self.training, self.layers, self.layer = attend, training, layers, 0
         self.name, self.dropout = attend.name, attend.dropout
 
     def __call__(
@@ -135,13 +135,13 @@ class Listener:
 
     def judge(self, called: Called) -> None:
         """Count the errors of one layer's attention in all the ways that the module's docstring lists."""
-        found, mode = self.found, "training" if self.training else "evaluation"
+        layers, mode = self.layers, "training" if self.training else "evaluation"
         where = f"layer {self.layer}, {mode}, {NAMES[called.q.dtype]}"
         try:
             for verdict in self.verdicts(called):
-                found.run.see(verdict, where)
+                layers.run.see(verdict, where)
         except NotImplementedError as error:
-            found.unseen[f"layer {self.layer}"] = str(error)
+            layers.unseen[f"layer {self.layer}"] = str(error)
             return
         higher = torch.float64 if called.q.dtype is torch.float32 else torch.float32
         try:
@@ -151,11 +151,11 @@ class Listener:
         except (AttentionError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            found.unseen[NAMES[higher]] = str(error)
+            layers.unseen[NAMES[higher]] = str(error)
             return
-        found.higher, found.precision = found.higher or Worst(), NAMES[higher]
+        layers.higher, layers.precision = layers.higher or Worst(), NAMES[higher]
         for verdict, how in verdicts:
-            found.higher.see(verdict, f"layer {self.layer}, {mode}, {NAMES[higher]}{how}")
+            layers.higher.see(verdict, f"layer {self.layer}, {mode}, {NAMES[higher]}{how}")
 
     def verdicts(self, called: Called) -> list[Verdict]:
         """The judgement of a call, with gradients in training."""
@@ -176,7 +176,7 @@ class Listener:
                 out, lse = self.attend(q, k, v, **called.options, **tensors, return_lse=True)
                 got["lse"] = lse
             except AttentionError:
-                self.found.unseen["the log-sum-exp"] = "it is not returned"
+                self.layers.unseen["the log-sum-exp"] = "it is not returned"
                 out = self.attend(q, k, v, **called.options, **tensors).out
             got["out"] = out.detach()
             if self.training:

@@ -171,8 +171,8 @@ class ParityProbe:
         while True:
             try:
                 with memory_returned(batch.inputs.device):
-                    found = check_layers(model, batch.beginning(B, T), key, self.shape.dtype)
-                return found.metrics() | {"parity/attention_tokens": [B, T]}
+                    checked = check_layers(model, batch.beginning(B, T), key, self.shape.dtype)
+                return checked.metrics() | {"parity/attention_tokens": [B, T]}
             except torch.OutOfMemoryError:
                 if B * T == 1:
                     raise

@@ -51,10 +51,10 @@ class TaskProbe(Probe):
         sequences = drawn(self.task, T, VALIDATION_SEED, VALIDATION, range(max(FEWEST, TOKENS // T)))
         rows, right, distance = max(1, AT_ONCE // T), [], []
         for first in range(0, len(sequences), rows):
-            inputs, targets, apart = (np.stack(x) for x in zip(*sequences[first : first + rows], strict=True))
+            inputs, targets, distances = (np.stack(x) for x in zip(*sequences[first : first + rows], strict=True))
             asked = targets != IGNORED
             right.append(self.predicted(model, inputs, asked) == targets[asked])
-            distance.append(apart[asked])
+            distance.append(distances[asked])
         return np.concatenate(right), np.concatenate(distance)
 
     def predicted(self, model: GPT, inputs: np.ndarray, asked: np.ndarray) -> np.ndarray:

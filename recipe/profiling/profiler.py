@@ -216,7 +216,7 @@ def label(host: list[dict[str, Any]], flows: list[dict[str, Any]]) -> None:
         if flow["ph"] == "f" and flow["id"] in begins:
             forward_of[flow["tid"], flow["ts"]] = begins[flow["id"]]
 
-    found: dict[tuple[int, float], str | None] = {}
+    labels: dict[tuple[int, float], str | None] = {}
     open_events: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for e in host:
         stack = open_events[e["tid"]]
@@ -226,13 +226,13 @@ def label(host: list[dict[str, Any]], flows: list[dict[str, Any]]) -> None:
         inherited = outer["category"] if outer else None
         here = (e["tid"], e["ts"])
         if inherited not in ENCLOSING:
-            inherited = found.get(forward_of.get(here, here)) or category_of(e["name"]) or inherited
+            inherited = labels.get(forward_of.get(here, here)) or category_of(e["name"]) or inherited
         e["category"] = inherited
         e["self"] = e["dur"]
         if outer:
             outer["self"] -= e["dur"]
         if e["cat"] == "cpu_op":
-            found[here] = inherited
+            labels[here] = inherited
         stack.append(e)
 
 

@@ -33,12 +33,12 @@ def over_lengths(sweep: Sweep, table: Table, reference: str) -> Answer:
 
 def _wall(sweep: Sweep, table: Table) -> Answer | None:
     bullets = []
-    fits = {label: max((p.at for p in found if p.trained), default=0) for label, found in table.items()}
-    for label, found in table.items():
-        failed = min((point.at for point in found if point.out_of_memory), default=None)
+    fits = {label: max((p.at for p in of_label if p.trained), default=0) for label, of_label in table.items()}
+    for label, of_label in table.items():
+        failed = min((point.at for point in of_label if point.out_of_memory), default=None)
         fit = f"It fits up to {fits[label]:,} tokens" if fits[label] else "It fits at no length that was tried"
         bullets.append((label, f"{fit}{f' and runs out of memory at {failed:,}' if failed else ''}."))
-    if not any(point.out_of_memory for found in table.values() for point in found):
+    if not any(point.out_of_memory for of_label in table.values() for point in of_label):
         return None
     limits = {limit for run in sweep.runs if (limit := number(run.option("training.cpu_memory_gib")))}
     if limits and attention_alone(sweep.runs):
@@ -53,9 +53,9 @@ def _wall(sweep: Sweep, table: Table) -> Answer | None:
 
 def _crossings(sweep: Sweep, reference: str) -> Answer | None:
     bullets: list[tuple[str, str]] = []
-    if not (found := crossovers(sweep, reference)):
+    if not (crossings := crossovers(sweep, reference)):
         return None
-    for crossing in found:
+    for crossing in crossings:
         if crossing.seq_len:
             where = f"It overtakes {reference} at about {crossing.seq_len:,.0f} tokens"
         elif crossing.first:
@@ -64,9 +64,9 @@ def _crossings(sweep: Sweep, reference: str) -> Answer | None:
             where = f"It does not overtake {reference} for good"
         speed = f"is {as_fast(crossing.speedup)}" if crossing.speedup else "the two cannot be told apart"
         bullets.append((crossing.label, f"{where} and {speed} at {crossing.longest:,}."))
-    ahead = [crossing for crossing in found if crossing.first]
+    ahead = [crossing for crossing in crossings if crossing.first]
     if not ahead:
-        longest = max(crossing.longest for crossing in found)
+        longest = max(crossing.longest for crossing in crossings)
         return Answer(f"Nothing overtakes {reference} for good up to {longest:,} tokens", "none", bullets)
     soonest = min(ahead, key=lambda crossing: crossing.seq_len or 0)
     at = f"at about {soonest.seq_len:,.0f} tokens" if soonest.seq_len else f"at {soonest.first:,} tokens or fewer"
@@ -75,19 +75,21 @@ def _crossings(sweep: Sweep, reference: str) -> Answer | None:
 
 def _context(table: Table) -> Answer:
     """The best context, by the implementation with the longest; others have the same losses or a broken parity."""
-    known = {label: [(point.at, point.val_loss) for point in found if point.val_loss] for label, found in table.items()}
-    label, found = max(known.items(), key=lambda item: len(item[1]))
-    best, _ = min(found, key=lambda at_loss: at_loss[1].mean)
-    (first, shortest), (last, longest) = found[0], found[-1]
+    known = {
+        label: [(point.at, point.val_loss) for point in losses if point.val_loss] for label, losses in table.items()
+    }
+    label, losses = max(known.items(), key=lambda item: len(item[1]))
+    best, _ = min(losses, key=lambda at_loss: at_loss[1].mean)
+    (first, shortest), (last, longest) = losses[0], losses[-1]
     words = f"{over_seeds(shortest)} with {first:,} tokens of context, {over_seeds(longest)} with {last:,}"
-    headline = f"The lowest validation loss: {best:,} tokens of context{seeds([loss for _, loss in found])}"
+    headline = f"The lowest validation loss: {best:,} tokens of context{seeds([loss for _, loss in losses])}"
     return Answer(headline, "none", [(label, f"Validation loss {words}.")])
 
 
 def scaling(table: Table) -> Answer:
     bullets, best = list[tuple[str, str]](), (0.0, "Throughput over devices")
-    for label, found in table.items():
-        known = [(point.at, point.speed) for point in found if point.speed]
+    for label, of_label in table.items():
+        known = [(point.at, point.speed) for point in of_label if point.speed]
         if len(known) < 2:
             continue
         (few, slow), (many, fast) = known[0], known[-1]
@@ -105,42 +107,42 @@ def ranking(sweep: Sweep, costs: Bullets) -> Answer | None:
 
     None where no run has completed with a loss.
     """
-    found = [(point, loss) for point in ranked(sweep) if (loss := point.loss)]
-    if not found:
+    losses = [(point, loss) for point in ranked(sweep) if (loss := point.loss)]
+    if not losses:
         return None
-    (first, lowest), others = found[0], found[1:]
+    (first, lowest), others = losses[0], losses[1:]
     kind = "training" if first.val_loss is None else "validation"
-    names = [", ".join(point.cell.where) or point.label for point, _ in found]
-    told = seeds([loss for _, loss in found])
+    names = [", ".join(point.cell.where) or point.label for point, _ in losses]
+    of_seeds = seeds([loss for _, loss in losses])
     if len(sweep.cells) == 1:
-        return Answer(f"{names[0]}: {kind} loss {over_seeds(lowest)}{told}", "none", costs)
+        return Answer(f"{names[0]}: {kind} loss {over_seeds(lowest)}{of_seeds}", "none", costs)
     bullets = [(names[0], f"{kind.capitalize()} loss {over_seeds(lowest)}.")]
     if n := next((n for n, (point, _) in enumerate(others, start=1) if point.cell is not first.cell), 0):
-        apart, spread = found[n][1].mean - lowest.mean, max(found[n][1].deviation or 0.0, lowest.deviation or 0.0)
-        less = ", less than the spread between seeds" if apart < spread else ""
-        bullets.append((names[n], f"Next, {apart:.4f} higher{less}."))
-    return Answer(f"The lowest {kind} loss: {names[0]}{told}", "none", bullets)
+        higher, spread = losses[n][1].mean - lowest.mean, max(losses[n][1].deviation or 0.0, lowest.deviation or 0.0)
+        less = ", less than the spread between seeds" if higher < spread else ""
+        bullets.append((names[n], f"Next, {higher:.4f} higher{less}."))
+    return Answer(f"The lowest {kind} loss: {names[0]}{of_seeds}", "none", bullets)
 
 
 def costs(sweep: Sweep, table: Table, reference: str) -> Bullets:
     """The speed and memory of each implementation relative to the reference."""
-    theirs = next((found[0] for label, found in table.items() if label == reference), None)
+    theirs = next((of_label[0] for label, of_label in table.items() if label == reference), None)
     subject = "Its attention takes" if attention_alone(sweep.runs) else "It takes"
     bullets = []
     for label, (ours,) in table.items():
         if theirs is None or label == reference:
             continue
-        said = []
+        sentences = []
         if ours.speed and theirs.speed:
             gain = ours.speed.times(theirs.speed)
-            apart = f"Its speed cannot be told from {reference}'s: steps vary by more than the two differ."
-            said.append(f"It trains {as_fast(gain)} as {reference}." if gain else apart)
+            too_close = f"Its speed cannot be told from {reference}'s: steps vary by more than the two differ."
+            sentences.append(f"It trains {as_fast(gain)} as {reference}." if gain else too_close)
         elif ours.tokens_per_s and theirs.tokens_per_s:
-            said.append("Its speed is not compared: on a CPU one run of each says little; train several seeds.")
+            sentences.append("Its speed is not compared: on a CPU one run of each says little; train several seeds.")
         if ours.memory_gib and theirs.memory_gib:
-            said.append(f"{subject} {percent(ours.memory_gib / theirs.memory_gib)} of the memory.")
-        if said:
-            bullets.append((label, " ".join(said)))
+            sentences.append(f"{subject} {percent(ours.memory_gib / theirs.memory_gib)} of the memory.")
+        if sentences:
+            bullets.append((label, " ".join(sentences)))
     return bullets
 
 

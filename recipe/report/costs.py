@@ -84,8 +84,8 @@ class Crossover(NamedTuple):
 
 def points(sweep: Sweep) -> dict[str, list[Point]]:
     """The measurements of each label, cell by cell."""
-    found = [_point(label, cell, sweep) for cell in sweep.cells for label in cell.labels()]
-    return {label: [point for point in found if point.label == label] for label in sweep.labels()}
+    every = [_point(label, cell, sweep) for cell in sweep.cells for label in cell.labels()]
+    return {label: [point for point in every if point.label == label] for label in sweep.labels()}
 
 
 def _point(label: str, cell: Cell, sweep: Sweep) -> Point:
@@ -111,7 +111,7 @@ def _point(label: str, cell: Cell, sweep: Sweep) -> Point:
 
 def ranked(sweep: Sweep) -> list[Point]:
     """Every implementation in every cell, the lowest loss first."""
-    every = [point for found in points(sweep).values() for point in found]
+    every = [point for of_label in points(sweep).values() for point in of_label]
     return sorted(every, key=lambda point: math.inf if point.loss is None else point.loss.mean)
 
 
@@ -208,6 +208,6 @@ def crossovers(sweep: Sweep, reference: str = "naive") -> list[Crossover]:
 
 def same_tokens(sweep: Sweep) -> bool:
     """Whether runs of several lengths were trained on equally many tokens, so that their losses compare contexts."""
-    trained = [point for found in points(sweep).values() for point in found if point.val_loss is not None]
+    trained = [point for of_label in points(sweep).values() for point in of_label if point.val_loss is not None]
     totals = [point.tokens or 0.0 for point in trained]
     return sweep.axis == "seq_len" and len({p.at for p in trained}) > 1 and 0 < max(totals) <= 1.02 * min(totals)

@@ -48,7 +48,7 @@ def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", 
     judged = [verdict for verdict in verdicts if verdict.decisive]
     worst = sorted(judged, key=lambda v: (v.outcome is not Outcome.broken, -(v.probe.ratio if v.probe else 0.0)))
     cells = list({id(verdict.cell): verdict.cell for verdict in worst}.values())[:MOST_CELLS]
-    found, curves = list[Chart](), dict[str, list[Run]]()
+    result, curves = list[Chart](), dict[str, list[Run]]()
     if sweep.axis is None and len(sweep.cells) > 1:
         labels, where = sweep.labels(), ""
         agree = judged and all(verdict.outcome is not Outcome.broken for verdict in judged)
@@ -61,17 +61,19 @@ def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", 
             for label in labels
             if label in cell.labels()
         }
-        found += _step_charts(curves, where, coincide=False)
+        result += _step_charts(curves, where, coincide=False)
     elif sweep.axis is None or cells:
         cell = cells[0] if cells else sweep.cells[0]
         curves = {label: list(cell.of(label).values()) for label in cell.labels()}
-        found += _step_charts(curves, f", {cell.short}" if len(sweep.cells) > 1 else "", coincide=True)
-    found += probe_charts(curves)
+        result += _step_charts(curves, f", {cell.short}" if len(sweep.cells) > 1 else "", coincide=True)
+    result += probe_charts(curves)
     for n, cell in enumerate(cells):
         where = f", {cell.short}" if len(sweep.cells) > 1 else ""
-        found += _parity_charts([v for v in judged if v.cell is cell], cell, reference, where, f"-{n + 1}" if n else "")
+        result += _parity_charts(
+            [v for v in judged if v.cell is cell], cell, reference, where, f"-{n + 1}" if n else ""
+        )
     first = ["memory"] if any(run.out_of_memory for run in sweep.runs) else []
-    found = [chart for chart in found if not (sweep.axis and chart.name == "throughput")]  # it is over the axis
+    result = [chart for chart in result if not (sweep.axis and chart.name == "throughput")]  # it is over the axis
     order = [
         "loss",
         "difference",
@@ -84,9 +86,9 @@ def charts(sweep: Sweep, verdicts: Sequence[Verdict], reference: str = "naive", 
         "memory",
         "throughput",
     ]
-    found += _axis_charts(sweep, reference) if sweep.axis else []
-    found.sort(key=lambda chart: order.index(chart.name.split("-")[0]))
-    return [Chart(prefix + c.name, c.title, c.caption, c.draw, c.height) for c in found]
+    result += _axis_charts(sweep, reference) if sweep.axis else []
+    result.sort(key=lambda chart: order.index(chart.name.split("-")[0]))
+    return [Chart(prefix + c.name, c.title, c.caption, c.draw, c.height) for c in result]
 
 
 def loss_chart(curves: Curves) -> list[Chart]:
@@ -96,7 +98,7 @@ def loss_chart(curves: Curves) -> list[Chart]:
 
 def _step_charts(curves: Curves, where: str, coincide: bool) -> list[Chart]:
     """Loss and speed over steps, by setting or by implementation."""
-    found, seeds = [], max((len(runs) for runs in curves.values()), default=0)
+    result, seeds = [], max((len(runs) for runs in curves.values()), default=0)
     for name, metric in (("loss", "train/loss"), ("throughput", "throughput/tokens_per_s")):
         shown = {  # a curve needs two points
             label: runs
@@ -111,12 +113,12 @@ def _step_charts(curves: Curves, where: str, coincide: bool) -> list[Chart]:
             caption += "Marks are the validation loss."
         draw = partial(draw_steps, curves=shown, metric=metric, coincide=coincide and loss)
         title = f"{'Training loss' if loss else 'Throughput'}{where}"
-        found += [Chart(name, title, caption, draw, height_for(list(shown)))] if shown else []
-    return found
+        result += [Chart(name, title, caption, draw, height_for(list(shown)))] if shown else []
+    return result
 
 
 def _parity_charts(judged: Sequence[Verdict], cell: Cell, reference: str, where: str, suffix: str) -> list[Chart]:
-    labels, found = [verdict.label for verdict in judged], []
+    labels, result = [verdict.label for verdict in judged], []
     if any(verdict.curve for verdict in judged):
         caption = f"Training loss against {reference}'s of the same seed, by step (thin) and over a tenth of the run."
         if seed_spread(list(cell.of(reference).values())) is not None:
@@ -125,25 +127,25 @@ def _parity_charts(judged: Sequence[Verdict], cell: Cell, reference: str, where:
             caption += " Dotted: what rounding adds up to."
         draw = partial(draw_difference, cell=cell, reference=reference)
         height = height_for([*labels, "spread between seeds", "rounding"])
-        found.append(Chart(f"difference{suffix}", f"Distance from {reference}{where}", caption, draw, height))
+        result.append(Chart(f"difference{suffix}", f"Distance from {reference}{where}", caption, draw, height))
     if any(verdict.probe for verdict in judged):
         caption = (
             f"Gradients (lines) and logits (dots) against {reference}'s on the same weights, batch and masks, worst "
             f"seed. Rounding alone gives about 1. Up to {PARITY_MARGIN:g} is accepted (shaded)."
         )
         draw = partial(draw_probe, cell=cell, reference=reference)
-        found.append(Chart(f"probe{suffix}", f"At the same weights{where}", caption, draw, height_for(labels)))
-    return found
+        result.append(Chart(f"probe{suffix}", f"At the same weights{where}", caption, draw, height_for(labels)))
+    return result
 
 
 def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
-    table, found = points(sweep), []
+    table, result = points(sweep), []
 
     def add(name: str, title: str, caption: str, unit: str, value: Value, **more: Any) -> None:
         dots = {label: [(p.at, y) for p in its if (y := value(p)) is not None] for label, its in table.items()}
         if any(dots.values()):
             draw = partial(draw_over_axis, sweep=sweep, dots=dots, unit=unit, **more)
-            found.append(Chart(name, title, caption, draw, height_for(list(table))))
+            result.append(Chart(name, title, caption, draw, height_for(list(table))))
 
     alone = attention_alone(sweep.runs)
     unit, factor = memory_unit([point.memory_gib for its in table.values() for point in its])
@@ -183,13 +185,13 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
             lambda p: p.val_loss and p.val_loss.mean,
             log=False,
         )
-    return found
+    return result
 
 
-def _until_out_of_memory(sweep: Sweep, found: Sequence[Point], factor: float) -> list[tuple[int, float]]:
-    end = min((point.at for point in found if point.out_of_memory), default=math.inf)
+def _until_out_of_memory(sweep: Sweep, of_label: Sequence[Point], factor: float) -> list[tuple[int, float]]:
+    end = min((point.at for point in of_label if point.out_of_memory), default=math.inf)
     highest = HIGHEST_PREDICTION * max([point.memory_gib or 0.0 for its in points(sweep).values() for point in its])
-    return [(T, factor * gib) for T, gib in predicted_memory(sweep, found[0].label) if end >= T and gib <= highest]
+    return [(T, factor * gib) for T, gib in predicted_memory(sweep, of_label[0].label) if end >= T and gib <= highest]
 
 
 def draw_steps(figure: Figure, palette: Palette, curves: Curves, metric: str, coincide: bool) -> None:
@@ -292,11 +294,11 @@ def draw_over_axis(
     """
     axes = figure.add_subplot()
     looks = styles(sweep.labels(), palette)
-    for label, found in dots.items():
+    for label, values in dots.items():
         look = looks[label]
-        if found:
+        if values:
             axes.plot(
-                *zip(*found, strict=True), color=look.colour, ls=look.line, marker=look.marker, markersize=4.8, lw=1.9,
+                *zip(*values, strict=True), color=look.colour, ls=look.line, marker=look.marker, markersize=4.8, lw=1.9,
                 label=label, zorder=3,
             )  # fmt: skip
         if expected := (dashes or {}).get(label):
@@ -330,8 +332,8 @@ def _mark_out_of_memory(axes: Axes, palette: Palette, sweep: Sweep) -> int:
     Returns how many rows the words take.
     """
     looks, rows = styles(sweep.labels(), palette), dict[int, int]()
-    for label, found in points(sweep).items():
-        failed = min((point.at for point in found if point.out_of_memory), default=None)
+    for label, of_label in points(sweep).items():
+        failed = min((point.at for point in of_label if point.out_of_memory), default=None)
         if failed is not None:
             row = rows[failed] = rows.get(failed, -1) + 1
             axes.annotate(

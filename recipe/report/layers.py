@@ -1,4 +1,4 @@
-"""What the probes of a run found of each layer's attention alone: recipe/parity/layers.py measured it against fp64."""
+"""Each layer's attention alone, as the probes of a run measured it against fp64: see recipe/parity/layers.py."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ class Alone(NamedTuple):
         shares = listed([f"{share:.2g} in {name}" for name, share in self.errors.items()])
         if self.agrees:
             checks = f"{self.checks} check{'s' if self.checks > 1 else ''} in training and evaluation"
-            found = [f"Each layer's attention alone is within rounding of fp64, row by row ({shares} of it; {checks})."]
+            verdict = [
+                f"Each layer's attention alone is within rounding of fp64, row by row ({shares} of it; {checks})."
+            ]
         else:
             times = "not finite" if largest == float("inf") else f"{largest:.3g} times what rounding explains"
-            found = [f"Its attention alone is wrong: {times} at step {self.step:,} ({self.where})."]
+            verdict = [f"Its attention alone is wrong: {times} at step {self.step:,} ({self.where})."]
         unseen = list(self.unseen)
         if not {"fp32", "fp64"} & set(self.errors):
             unseen.append(f"errors below the rounding of {precision}")
-        return [*found, f"Not seen: {listed(unseen)}."] if unseen else found
+        return [*verdict, f"Not seen: {listed(unseen)}."] if unseen else verdict
 
 
 def alone_worst(runs: Sequence[Run]) -> Alone | None:

@@ -59,21 +59,21 @@ class Report(NamedTuple):
     commands: tuple[tuple[str, str], ...] = ()  # what to do next, and how
 
 
-def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
+def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report:
     """Write index.html, report.md, runs.csv and figures/ into `out`.
 
     reference  the label of the implementation that the others are compared with
     """
-    runs, labels = found.runs, labels_of(found.runs)
+    runs, labels = run_set.runs, labels_of(run_set.runs)
     sweeps = sweeps_of(runs)
     cells = [cell for sweep in sweeps for cell in sweep.cells]
     found_at = places([cell.runs for cell in cells])
     where = {run.name: ", ".join(place) for cell, place in zip(cells, found_at, strict=True) for run in cell.runs}
-    apart = headings([[cell.runs for cell in sweep.cells] for sweep in sweeps])
+    differing = headings([[cell.runs for cell in sweep.cells] for sweep in sweeps])
     verdicts = judge(cells, reference)
     (out / "figures").mkdir(parents=True, exist_ok=True)
     sections = tuple(
-        _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", heading(apart[n]), out)
+        _section(sweep, verdicts, reference, f"{n + 1}-" if len(sweeps) > 1 else "", heading(differing[n]), out)
         for n, sweep in enumerate(sweeps)
     )
     spoken = next((s for s in sections if s.answer.tone == "broken"), sections[0])
@@ -83,7 +83,7 @@ def write_report(found: RunSet, out: Path, reference: str = "naive") -> Report:
         tone=spoken.answer.tone,
         outcome=outcome,
         sections=sections,
-        notes=tuple(notes_on(found, sweeps)),
+        notes=tuple(notes_on(run_set, sweeps)),
         runs=run_table(runs, labels, where),
         sources=sources_of(runs),
         method="method.j2" if outcome else None,
@@ -120,17 +120,19 @@ def escape_markdown(value: Any) -> str:
     return " ".join(text.split("\n"))
 
 
-def _section(sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: str, apart: str, out: Path) -> Section:
+def _section(
+    sweep: Sweep, verdicts: Sequence[Verdict], reference: str, prefix: str, settings: str, out: Path
+) -> Section:
     """Draw and describe a sweep.
 
     prefix  of its files and ids
-    apart   what sets it apart from other sweeps
+    settings  those that differ from other sweeps
     """
     own = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
     model, data = (_all_of(str(run.option(f"{part}.name", part)) for run in sweep.runs) for part in ("model", "data"))
     return Section(
         prefix,
-        f"{model} on {data}{f', {apart}' if apart else ''}",
+        f"{model} on {data}{f', {settings}' if settings else ''}",
         subtitle(sweep.runs),
         answer(sweep, own, reference),
         tuple(draw(chart, out) for chart in charts(sweep, own, reference, prefix)),

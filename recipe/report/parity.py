@@ -152,7 +152,7 @@ def judge(cells: Sequence[Cell], reference: str = "naive") -> list[Verdict]:
 
 def _judge(cell: Cell, label: str, reference: str) -> Verdict:
     runs, references = cell.of(label), cell.of(reference)
-    stopped = next((found for run in runs.values() if (found := _not_finite(run, cell, reference))), None)
+    stopped = next((reason for run in runs.values() if (reason := _not_finite(run, cell, reference))), None)
     own = next(iter(runs.values()))
     if own.option("attention.dropout") and own.option("attention.rng") == "torch":
         return Verdict(label, cell, not_finite=stopped, gaps=(Gap.own_masks,))
@@ -193,30 +193,30 @@ def seed_spread(references: Sequence[Run]) -> Series | None:
     """
     squares: dict[int, list[float]] = {}
     for pair in combinations(references, 2):
-        for step, apart in zip(*difference(*pair), strict=True):
-            squares.setdefault(int(step), []).append(apart**2)
+        for step, distance in zip(*difference(*pair), strict=True):
+            squares.setdefault(int(step), []).append(distance**2)
     steps = sorted(squares)
-    apart = np.sqrt([np.mean(squares[step]) for step in steps])
-    return Series(np.array(steps), rolling_rms(apart)) if steps else None
+    distance = np.sqrt([np.mean(squares[step]) for step in steps])
+    return Series(np.array(steps), rolling_rms(distance)) if steps else None
 
 
 def curve_worst(pairs: Sequence[tuple[Run, Run]], spread: Series | None) -> Curve | None:
     """The worst window of the worst seed; None where no pair has a step in common."""
-    found = []
+    curves = []
     for pair in pairs:
-        apart = difference(*pair)
-        if not len(apart.steps):
+        gap = difference(*pair)
+        if not len(gap.steps):
             continue
-        distance = rolling_rms(apart.values)
+        distance = rolling_rms(gap.values)
         at, ratio = int(np.argmax(distance)), None
         if spread is not None:
-            steps, here, there = np.intersect1d(apart.steps, spread.steps, return_indices=True)
+            steps, here, there = np.intersect1d(gap.steps, spread.steps, return_indices=True)
             if len(steps):
                 with np.errstate(divide="ignore", invalid="ignore"):  # nothing over nothing is nothing
                     shares = np.where(distance[here] == 0, 0.0, distance[here] / spread.values[there])
                 at, ratio = int(here[np.argmax(shares)]), float(np.max(shares))
-        found.append(Curve(float(distance[at]), ratio, int(apart.steps[at])))
-    return max(found, key=lambda curve: (curve.ratio or 0, curve.largest), default=None)
+        curves.append(Curve(float(distance[at]), ratio, int(gap.steps[at])))
+    return max(curves, key=lambda curve: (curve.ratio or 0, curve.largest), default=None)
 
 
 def final_worst(pairs: Sequence[tuple[Run, Run]], rounding: float | None) -> Final | None:
@@ -225,18 +225,18 @@ def final_worst(pairs: Sequence[tuple[Run, Run]], rounding: float | None) -> Fin
     rounding   effect of rounding on the loss of one step, from the probe
     """
     metric = "val/loss" if all(len(_trained(difference(*pair, "val/loss")).steps) for pair in pairs) else "train/loss"
-    found = []
+    finals = []
     for pair in pairs:
-        apart = _trained(difference(*pair, metric))
-        if not len(apart.steps):
+        gap = _trained(difference(*pair, metric))
+        if not len(gap.steps):
             continue
         # An evaluation covers many sequences, a step's training loss only its batch.
-        last = apart.values[-1:] if metric == "val/loss" else apart.values[-window_of(len(apart.values)) :]
-        step, size = int(apart.steps[-1]), abs(float(last.mean()))
+        last = gap.values[-1:] if metric == "val/loss" else gap.values[-window_of(len(gap.values)) :]
+        step, size = int(gap.steps[-1]), abs(float(last.mean()))
         floor = None if rounding is None else rounding * step
         amplified = rounding is not None and size > rounding * step and _began_within(pair, rounding)
-        found.append(Final(metric, step, size, floor, amplified))
-    return max(found, key=lambda final: (final.agrees is False, final.difference), default=None)
+        finals.append(Final(metric, step, size, floor, amplified))
+    return max(finals, key=lambda final: (final.agrees is False, final.difference), default=None)
 
 
 def _trained(series: Series) -> Series:
@@ -248,9 +248,9 @@ def _began_within(pair: tuple[Run, Run], rounding: float) -> bool:
     """Whether the first losses of two runs agree up to rounding; true without early losses."""
     starts = [difference(*pair, metric) for metric in ("val/loss", "train/loss")]
     return all(
-        abs(apart.values[0]) <= PARITY_MARGIN * rounding * max(1, apart.steps[0])
-        for apart in starts
-        if len(apart.steps) and apart.steps[0] <= EARLY * max(apart.steps[-1], 1)
+        abs(start.values[0]) <= PARITY_MARGIN * rounding * max(1, start.steps[0])
+        for start in starts
+        if len(start.steps) and start.steps[0] <= EARLY * max(start.steps[-1], 1)
     )
 
 
@@ -260,7 +260,7 @@ def probe_worst(runs: Sequence[Run], reference: str) -> Probe | None:
     The loss does not decide: the difference of two scalars is near zero by accident too often to be a floor.
     """
     probed = _probed(runs, reference)
-    found = []
+    probes = []
     checks = sum("parity/loss_diff" in record for run in probed for record in run.records)
     for name in MEASURES:
         noises = [run.series(f"parity/noise_{name}").finite().values for run in probed]
@@ -268,21 +268,21 @@ def probe_worst(runs: Sequence[Run], reference: str) -> Probe | None:
             continue
         least = max(float(np.median(pooled)), EPS)
         for run in probed:
-            steps, apart, noise = beside_rounding(run, name)
-            shares = np.nan_to_num(apart / np.maximum(noise, least), nan=np.inf, posinf=np.inf)
+            steps, values, noise = beside_rounding(run, name)
+            shares = np.nan_to_num(values / np.maximum(noise, least), nan=np.inf, posinf=np.inf)
             parameters = {record["step"]: record.get("parity/worst_parameter") for record in run.records}
-            found += [
+            probes += [
                 Probe(checks, float(share), name, int(step), parameters.get(int(step)))
                 for share, step in zip(shares, steps, strict=True)
             ]
-    return max(found, key=lambda probe: probe.ratio, default=None)
+    return max(probes, key=lambda probe: probe.ratio, default=None)
 
 
 def beside_rounding(run: Run, measure: str) -> tuple[NDArray[np.int64], Array, Array]:
     """The steps at which a probe took one of MEASURES, the differences there, and those of rounding alone."""
-    apart, noise = run.series(f"parity/{measure}"), run.series(f"parity/noise_{measure}").finite()
-    steps, here, there = np.intersect1d(apart.steps, noise.steps, return_indices=True)
-    return steps, apart.values[here], noise.values[there]
+    values, noise = run.series(f"parity/{measure}"), run.series(f"parity/noise_{measure}").finite()
+    steps, here, there = np.intersect1d(values.steps, noise.steps, return_indices=True)
+    return steps, values.values[here], noise.values[there]
 
 
 def _probed(runs: Sequence[Run], reference: str) -> list[Run]:

@@ -89,8 +89,8 @@ class Run:
                 if metric != "step" and (value := _float(logged)) is not None:
                     points.setdefault(metric, []).append((int(record["step"]), value))
         return {
-            name: Series(np.array([s for s, _ in found], np.int64), np.array([v for _, v in found]))
-            for name, found in points.items()
+            name: Series(np.array([s for s, _ in values], np.int64), np.array([v for _, v in values]))
+            for name, values in points.items()
         }
 
     def series(self, metric: str) -> Series:
@@ -203,13 +203,13 @@ def find_runs(folders: Sequence[Path]) -> RunSet:
     for folder in folders:
         if not folder.is_dir():
             raise ReportError(f"{folder} is not a folder; give run folders, or the folder of a sweep.")
-        found = sorted(_run_folders(folder, notes), key=lambda path: [_natural(part) for part in path.parts])
+        folders_of_runs = sorted(_run_folders(folder, notes), key=lambda path: [_natural(part) for part in path.parts])
         jobs = _jobs(folder)
-        if jobs is not None and len(found) < jobs:
-            notes.append(f"{folder.name} is a sweep of {jobs} jobs, of which {len(found)} have a run folder.")
-        elif not found:
+        if jobs is not None and len(folders_of_runs) < jobs:
+            notes.append(f"{folder.name} is a sweep of {jobs} jobs, of which {len(folders_of_runs)} have a run folder.")
+        elif not folders_of_runs:
             notes.append(f"{folder} holds no run and was left out.")
-        for path in found:
+        for path in folders_of_runs:
             name = path.relative_to(folder).as_posix() if path != folder else path.name
             full_name = name if len(folders) == 1 or path == folder else f"{folder.name}/{name}"
             runs.setdefault(path.resolve(), read_run(path, full_name))

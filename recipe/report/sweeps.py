@@ -150,34 +150,34 @@ def sweeps_of(runs: Sequence[Run]) -> list[Sweep]:
     rest: list[Cell] = []
     for cells in _partition(cells_of(runs), lambda name: name not in _WITH_LENGTH):
         one_batch = len({cell.seq_len for cell in cells}) == len(cells)
-        for found in [cells] if one_batch else _partition(cells, lambda name: name != "seq_len"):
-            if len(found) > 1:
-                sweeps.append(_along(found, "seq_len"))
+        for group in [cells] if one_batch else _partition(cells, lambda name: name != "seq_len"):
+            if len(group) > 1:
+                sweeps.append(_along(group, "seq_len"))
             else:
-                rest += found
-    for found in _partition(rest, lambda name: among(name, ("data", "device")) and name != "data.documents"):
-        keys = [comparison_key(cell.runs[0]) for cell in found]
+                rest += group
+    for group in _partition(rest, lambda name: among(name, ("data", "device")) and name != "data.documents"):
+        keys = [comparison_key(cell.runs[0]) for cell in group]
         names = {name for name in set().union(*keys) if len({key.get(name) for key in keys}) > 1}
         if "devices" in names and all(among(name, _WITH_DEVICES) for name in names):
-            sweeps.append(_along(found, "devices"))
+            sweeps.append(_along(group, "devices"))
         else:
-            sweeps.append(Sweep(_placed(found)))
+            sweeps.append(Sweep(_placed(group)))
     return sweeps
 
 
 def _partition(cells: Sequence[Cell], shared: Callable[[str], bool]) -> list[list[Cell]]:
     """Cells that agree in the settings whose names are `shared`."""
-    found: dict[str, list[Cell]] = {}
+    groups: dict[str, list[Cell]] = {}
     for cell in cells:
         key = {name: value for name, value in comparison_key(cell.runs[0]).items() if shared(name)}
-        found.setdefault(json.dumps(key), []).append(cell)
-    return list(found.values())
+        groups.setdefault(json.dumps(key), []).append(cell)
+    return list(groups.values())
 
 
 def _placed(cells: Sequence[Cell]) -> tuple[Cell, ...]:
     """The cells, each knowing what sets it apart."""
-    found = places([cell.runs for cell in cells])
-    return tuple(replace(cell, where=where) for cell, where in zip(cells, found, strict=True))
+    settings = places([cell.runs for cell in cells])
+    return tuple(replace(cell, where=where) for cell, where in zip(cells, settings, strict=True))
 
 
 def _along(cells: Sequence[Cell], axis: str) -> Sweep:

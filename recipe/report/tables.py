@@ -43,7 +43,7 @@ def table(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence
 
 def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
     """The measurements of each implementation under each setting: along the axis, or the lowest loss first."""
-    along = [point for found in points(sweep).values() for point in found]
+    along = [point for of_label in points(sweep).values() for point in of_label]
     predicted = {label: dict(predicted_memory(sweep, label)) for label in sweep.labels()}
     judged = {(verdict.label, sweep.at(verdict.cell)): verdict for verdict in verdicts if verdict.decisive}
     rows = []
@@ -75,9 +75,9 @@ def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
     return table("cells", title, columns, rows, caption_of(along)) if len(rows) > 1 else None
 
 
-def caption_of(found: Sequence[Point]) -> str:
+def caption_of(along: Sequence[Point]) -> str:
     """What the losses and the costs of a table stand for."""
-    losses = [kind for point in found for kind in (point.train_loss, point.val_loss) if kind]
+    losses = [kind for point in along for kind in (point.train_loss, point.val_loss) if kind]
     several = any(loss.seeds > 1 for loss in losses)
     words = "Losses: mean over seeds ± standard deviation of one." if several else "Losses: of one seed each."
     return f"{words} Costs: medians; tokens/s ± half the range of most steps, where it is known."
@@ -96,7 +96,13 @@ def _state(point: Point) -> str:
 def ablation_table(runs: Sequence[Run]) -> Table | None:
     """The errors without a line of the online softmax, their place and size: `ablation` of the summaries."""
     measured = [run.summary.get("ablation") for run in runs]
-    entries = [entry for found in measured if isinstance(found, list) for entry in found if isinstance(entry, Mapping)]
+    entries = [
+        entry
+        for entries_of_run in measured
+        if isinstance(entries_of_run, list)
+        for entry in entries_of_run
+        if isinstance(entry, Mapping)
+    ]
     rows = []
     for entry in entries:
         tile, row = entry.get("first_bad_tile"), entry.get("first_bad_row")

@@ -28,19 +28,19 @@ def answer(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Answer:
     if any(run.ablated for run in sweep.runs):
         return _ablations(sweep, reference)
     if sweep.axis == "devices":
-        found = scaling(table)
+        body = scaling(table)
     elif sweep.axis == "seq_len":
-        found = over_lengths(sweep, table, reference)
+        body = over_lengths(sweep, table, reference)
     else:
-        told = [] if len(sweep.cells) > 1 else costs(sweep, table, reference)
-        found = ranking(sweep, told) or _failures(sweep)
+        costs_of_axis = [] if len(sweep.cells) > 1 else costs(sweep, table, reference)
+        body = ranking(sweep, costs_of_axis) or _failures(sweep)
     if decisive or (verdicts and len(sweep.cells) == 1):
         headline, outcome, bullets = parity_answer(decisive or verdicts, reference)
-        found = Answer(headline, outcome, [*bullets, *found.bullets])
+        body = Answer(headline, outcome, [*bullets, *body.bullets])
     merged: dict[str, list[str]] = {}
-    for subject, sentences in found.bullets:
+    for subject, sentences in body.bullets:
         merged.setdefault(subject, []).append(sentences)
-    return Answer(found.headline, found.tone, [(subject, " ".join(said)) for subject, said in merged.items()])
+    return Answer(body.headline, body.tone, [(subject, " ".join(parts)) for subject, parts in merged.items()])
 
 
 def parity_answer(verdicts: Sequence[Verdict], reference: str) -> Answer:
@@ -51,11 +51,11 @@ def parity_answer(verdicts: Sequence[Verdict], reference: str) -> Answer:
     for verdict in verdicts:
         groups.setdefault((verdict.label, verdict.outcome), []).append(verdict)
     names, bullets = dict[Outcome, list[str]](), []
-    for (label, its), found in sorted(groups.items(), key=lambda group: group[0][1] is not Outcome.broken):
+    for (label, its), of_outcome in sorted(groups.items(), key=lambda group: group[0][1] is not Outcome.broken):
         mixed = any(other == label and o is not its for other, o in groups)
-        name = f"{label} ({first_few([verdict.cell.short for verdict in found])})" if mixed else label
+        name = f"{label} ({first_few([verdict.cell.short for verdict in of_outcome])})" if mixed else label
         names.setdefault(its, []).append(name)
-        worst = max(found, key=lambda v: (v.probe.ratio if v.probe else 0.0, v.curve.largest if v.curve else 0.0))
+        worst = max(of_outcome, key=lambda v: (v.probe.ratio if v.probe else 0.0, v.curve.largest if v.curve else 0.0))
         bullets.append((name, " ".join(verdict_sentences(worst, reference))))
     clauses = [f"{verbs[o]} {listed(names[o])}" for o in (outcome, *verbs) if o in names]
     return Answer(f"Parity {' and '.join(dict.fromkeys(clauses))}", outcome.value, bullets)
@@ -170,9 +170,9 @@ def ending(run: Run) -> str | None:
     return f"{run.called} failed after step {run.step:,}{message}."
 
 
-def notes_on(found: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
+def notes_on(run_set: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
     """Notes on the runs: where they lie, how they ended, which commit and machine they ran on."""
-    runs, notes = found.runs, list(found.notes)
+    runs, notes = run_set.runs, list(run_set.notes)
     if len(sweeps) > 1:
         names = names_apart([[cell.runs for cell in sweep.cells] for sweep in sweeps])
         what = first_few(names) or "settings that change how they train"

@@ -223,8 +223,8 @@ def _sha256(file: Path) -> str:
 
 def _sha256_once(file: Path) -> str:
     """The digest of a file, which may have many gigabytes: while it stays as it is, this process reads it once."""
-    found = file.stat()
-    version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    status = file.stat()
+    version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
     if version not in _digests:
         _digests[version] = _sha256(file)
     return _digests[version]

@@ -49,8 +49,8 @@ def remove(path: Path) -> None:
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """Step -> checkpoint, undamaged or not. One that was moved aside counts while nothing has taken its name."""
-    found = {}
+    by_step = {}
     for path in sorted(folder.glob("*step-*")):  # '.' sorts before 's', so the proper name wins
         if match := re.fullmatch(rf"(?:{re.escape(REPLACED)})?step-(\d+)", path.name):
-            found[int(match[1])] = path
-    return found
+            by_step[int(match[1])] = path
+    return by_step

@@ -45,9 +45,9 @@ def read_tensors(folder: Path, allocate: Allocate, prefix: str = "", *, together
     reader = dcp.HuggingFaceStorageReader(str(folder))
     known = reader.read_metadata().state_dict_metadata
     tensors = {
-        name: allocate(name, found.size, found.properties.dtype)
-        for name, found in known.items()
-        if isinstance(found, TensorStorageMetadata) and name.startswith(prefix)
+        name: allocate(name, stored.size, stored.properties.dtype)
+        for name, stored in known.items()
+        if isinstance(stored, TensorStorageMetadata) and name.startswith(prefix)
     }
     with _unwrapped():
         dcp.load(tensors, storage_reader=reader, no_dist=not (together and dist.is_initialized()))
