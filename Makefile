@@ -10,7 +10,7 @@ PIP    := PYTHONWARNINGS='ignore:Editable installation' \
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test learn tables stack docs check format clean
+.PHONY: help setup train test learn tables stack docs wheel check format clean
 
 help: ## show this list
 	@awk 'BEGIN { FS = ":.*## "; print "make <target>\n" } \
@@ -61,6 +61,10 @@ docs: setup ## build the documentation site in docs/_build/html (half a minute)
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
 	@echo "site: docs/_build/html/index.html"
 
+wheel: setup ## build the library's wheel in dist/, and test it away from the checkout (half a minute)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -m pytest tests/attention/test_library.py
+
 check: setup ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -71,5 +75,5 @@ format: setup ## fix format and lint
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environment, caches and prepared data; keep the runs in outputs/ and multirun/
-	rm -rf $(VENV) .cache .nox .pytest_cache .ruff_cache .mypy_cache build docs/_build *.egg-info
+	rm -rf dist $(VENV) .cache .nox .pytest_cache .ruff_cache .mypy_cache build docs/_build *.egg-info
 	find . -name __pycache__ -type d -not -path './outputs/*' -prune -exec rm -rf {} +

@@ -19,7 +19,7 @@ from .sdpa import SDPAAttention
 from .tiled import TiledAttention
 from .varlen import varlen
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "IMPLEMENTATIONS",
