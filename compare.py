@@ -1,5 +1,6 @@
 """Compare runs: is each attention implementation the reference, up to rounding, and what does it cost? And of an arena
-(experiment=arena): which arm is better, by how much, and how sure is that?
+(experiment=arena): which arm is better, by how much, and how sure is that? And of a ladder (experiment=ladder): does it
+hold when the model grows?
 
     python compare.py multirun/2026-11-20/10-00-00
     python compare.py outputs/2026-11-20/10-00-00-naive outputs/2026-11-20/10-05-00-flash out=comparison
@@ -23,6 +24,7 @@ from pathlib import Path
 from recipe.arena.plan import Plan, read_plan
 from recipe.cli.arguments import parse as key_values
 from recipe.errors import UserError, fail
+from recipe.ladder.plan import LadderPlan, read_ladder
 from recipe.report.page import write_report
 from recipe.report.publish import MODES, mode_of, publish
 from recipe.report.runs import ReportError, find_runs
@@ -45,7 +47,7 @@ def main(arguments: list[str]) -> None:
         return
     folders, config = parse(arguments)
     found = find_runs(folders)
-    plan = arena_of(folders, config)
+    plan, ladder = planned(folders, config)
     reference = config.reference or "naive"
     labels = sorted(set(labels_of(found.runs).values()), key=label_order)
     if config.reference and reference not in labels:
@@ -56,6 +58,10 @@ def main(arguments: list[str]) -> None:
             from recipe.report.arena.page import write_arena_report  # needs scipy, which takes a second to import
 
             report = write_arena_report(found, plan, folders[0], out)
+        elif ladder:
+            from recipe.report.ladder.page import write_ladder_report
+
+            report = write_ladder_report(found, ladder, out)
         else:
             report = write_report(found, out, reference)
     except OSError as error:
@@ -78,20 +84,20 @@ def main(arguments: list[str]) -> None:
         print(publish(found.runs, out, mode))
 
 
-def arena_of(folders: list[Path], config: CompareConfig) -> Plan | None:
-    """The plan of the arena in the given folder; None for other runs. Raises UserError."""
-    plans = [(folder, plan) for folder in folders if (plan := read_plan(folder))]
+def planned(folders: list[Path], config: CompareConfig) -> tuple[Plan | None, LadderPlan | None]:
+    """The plan of the arena or of the ladder in the given folder; None for other runs. Raises UserError."""
+    plans = [(folder, *found) for folder in folders if any(found := (read_plan(folder), read_ladder(folder)))]
     if not plans:
-        return None
+        return None, None
+    folder, plan, ladder = plans[0]
+    kind = "an arena" if plan else "a ladder"
     if len(folders) > 1:
-        raise ReportError(
-            f"{plans[0][0]} is an arena, and the arms of one are not compared with other runs; give it alone."
-        )
+        raise ReportError(f"{folder} is {kind}, and its arms are not compared with other runs; give it alone.")
     if config.reference:
         raise ReportError(
-            "reference= names an implementation; the baseline of an arena is in its plan (arena.baseline)."
+            f"reference= names an implementation; the baseline of {kind} is in its plan (arena.baseline)."
         )
-    return plans[0][1]
+    return plan, ladder
 
 
 def parse(arguments: list[str]) -> tuple[list[Path], CompareConfig]:

@@ -18,6 +18,7 @@ from model.score import ScoreConfig
 from recipe.arena.config import ArenaConfig
 from recipe.distributed.config import ParallelConfig
 from recipe.errors import UserError
+from recipe.ladder.config import LadderConfig
 from recipe.parity.probe import ParityConfig
 from recipe.tracking.tracker import TrackingConfig
 from recipe.training.config import TrainingConfig
@@ -57,6 +58,7 @@ class Config:
     parity: ParityConfig = field(default_factory=ParityConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     arena: ArenaConfig = field(default_factory=ArenaConfig)
+    ladder: LadderConfig = field(default_factory=LadderConfig)
 
 
 def register() -> None:

@@ -24,6 +24,7 @@ ROOMS = (
     ("errors",),
     ("files", "drawing"),
     ("run_folder", "distributed", "profiling", "arena"),
+    ("ladder",),
     ("device",),
     ("tracking", "parity", "probes"),
     ("training",),

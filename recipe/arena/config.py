@@ -95,9 +95,12 @@ def _words(overrides: str, name: str) -> list[str]:
         raise ValueError(f"the overrides of arm {name} ({overrides}) cannot be read: {error}.") from error
 
 
-def arena_mistakes(config: ArenaConfig, arms: Sequence[str]) -> Iterator[str]:
-    """A sentence for each value of `arena.*` with which nothing could be decided."""
-    if len(arms) < 2:
+def arena_mistakes(config: ArenaConfig, arms: Sequence[str], fewest: int = 2) -> Iterator[str]:
+    """A sentence for each value of `arena.*` with which nothing could be decided.
+
+    fewest  arms
+    """
+    if len(arms) < fewest:
         yield f"arena.arms has {len(arms)} arm, and a comparison takes two or more; separate them with |."
     if config.baseline is not None and config.baseline not in arms:
         yield f"arena.baseline={config.baseline} is not an arm; choose one of {', '.join(arms)}."

@@ -7,6 +7,7 @@ appended; so the report can tell what departed from it.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -142,14 +143,8 @@ def continued(plan: Plan, wanted: Plan, folder: Path) -> Plan:
 
     Raises PlanError where anything else differs.
     """
-    for name in ("arms", "baseline", "common", "first_seed", "margin", "planned_looks", "lr", "lr_seeds"):
-        then, new = _plain(getattr(plan, name)), _plain(getattr(wanted, name))
-        if then != new:
-            raise PlanError(
-                f"{folder / FILE} was written before the first run, and its {_override(name)} is {_shown(then)} "
-                f"instead of {_shown(new)}; repeat the sweep's own overrides, or name another folder with "
-                "hydra.sweep.dir."
-            )
+    same = ("arms", "baseline", "common", "first_seed", "margin", "planned_looks", "lr", "lr_seeds")
+    check_same(plan, wanted, same, folder / FILE)
     seeds = wanted.looks[-1].seeds
     if seeds < plan.looks[-1].seeds:
         raise PlanError(
@@ -161,42 +156,67 @@ def continued(plan: Plan, wanted: Plan, folder: Path) -> Plan:
     return replace(plan, looks=[*plan.looks, wanted.looks[-1]])
 
 
+def check_same(plan: Any, wanted: Any, names: Sequence[str], path: Path) -> None:
+    """Raise PlanError where the plan that was written to `path` differs in one of these fields."""
+    for name in names:
+        then, new = plain(getattr(plan, name)), plain(getattr(wanted, name))
+        if then != new:
+            raise PlanError(
+                f"{path} was written before the first run, and its {_override(name)} is {_shown(then)} instead of "
+                f"{_shown(new)}; repeat the sweep's own overrides, or name another folder with hydra.sweep.dir."
+            )
+
+
 def write_plan(plan: Plan, folder: Path) -> None:
     """Write arena.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {"format": FORMAT, **_plain(asdict(plan))}
-    write_atomically(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_content(asdict(plan), FORMAT, folder / FILE)
+
+
+def write_content(content: dict[str, Any], version: int, path: Path) -> None:
+    """Write a plan's file, with its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"format": version, **plain(content)}, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_plan(folder: Path) -> Plan | None:
     """The plan in a sweep's folder; None where there is none. Raises PlanError for one that cannot be read."""
-    path = folder / FILE
+    path, types = folder / FILE, get_type_hints(Plan) | {"looks": list[dict[str, Any]]}
+    content = read_content(path, FORMAT, types)
+    if content is None:
+        return None
+    looks = content["looks"]
+    if not looks or not all(
+        isinstance(look.get("seeds"), int) and isinstance(look.get("planned"), str) for look in looks
+    ):
+        raise damaged(path, "looks")
+    if content["baseline"] not in content["arms"] or content["lr"].keys() != content["arms"].keys():
+        raise damaged(path, "arms")
+    return Plan(**content | {"looks": [Look(look["seeds"], look["planned"]) for look in looks]})
+
+
+def read_content(path: Path, version: int, types: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The fields of a plan's file, of these types; None where there is no file. Raises PlanError."""
     try:
         content = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, UntrustedError) as error:
         raise PlanError(f"{path} cannot be read ({error}); put the file back, or start anew.") from error
-    version = content.pop("format", None) if isinstance(content, dict) else None
-    if version != FORMAT:
+    found = content.pop("format", None) if isinstance(content, dict) else None
+    if found != version:
         raise PlanError(
-            f"{path} has format {version}, and this version of the project reads format {FORMAT}; use the version that "
+            f"{path} has format {found}, and this version of the project reads format {version}; use the version that "
             "started the sweep, or start anew."
         )
-    types = get_type_hints(Plan) | {"looks": list[dict[str, Any]]}
-    wrong = [name for name, kind in types.items() if not _is(content.get(name), kind)]
-    if not wrong and not all(
-        isinstance(l.get("seeds"), int) and isinstance(l.get("planned"), str) for l in content["looks"]
-    ):
-        wrong = ["looks"]
-    if not wrong and not (
-        content["looks"] and content["baseline"] in content["arms"] and content["lr"].keys() == content["arms"].keys()
-    ):
-        wrong = ["arms"]
-    if wrong:
-        raise PlanError(f"{path} is damaged ({wrong[0]}); put the file back, or start anew.")
-    looks = [Look(look["seeds"], look["planned"]) for look in content["looks"]]
-    return Plan(**{name: content[name] for name in types} | {"looks": looks})
+    for name, kind in types.items():
+        if not _is(content.get(name), kind):
+            raise damaged(path, name)
+    return {name: content[name] for name in types}
+
+
+def damaged(path: Path, name: str) -> PlanError:
+    """The error of a plan with a field that cannot be."""
+    return PlanError(f"{path} is damaged ({name}); put the file back, or start anew.")
 
 
 def newest_like(wanted: Plan, beside: Path) -> Path | None:
@@ -225,7 +245,7 @@ def _is(value: Any, kind: Any) -> bool:
     return kind is Any or isinstance(value, int | float if kind is float else kind)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """As JSON reads it back."""
     return json.loads(json.dumps(value))
 

@@ -11,9 +11,11 @@ from recipe.arena.config import ArenaConfig, arena_mistakes, arm_mistakes
 from recipe.cli.compose import Composition, compose_right, parsed, to_config, unswept
 from recipe.config import Config, as_plain
 from recipe.files import flatten
+from recipe.ladder.config import LadderConfig, ladder_mistakes, rule, ruled
 from recipe.sweeps.arena import arms_of, common_overrides
 
-SWEEPER = ".ArenaSweeper"
+SWEEPER, LADDER = ".ArenaSweeper", ".LadderSweeper"
+UNREAD = ("margin", "looks", "lr", "lr_seeds")  # by a ladder
 
 
 def is_arena(cfg: DictConfig) -> bool:
@@ -21,21 +23,38 @@ def is_arena(cfg: DictConfig) -> bool:
     return str(cfg.hydra.sweeper._target_).endswith(SWEEPER)
 
 
+def is_ladder(cfg: DictConfig) -> bool:
+    """Whether it is a ladder."""
+    return str(cfg.hydra.sweeper._target_).endswith(LADDER)
+
+
+def has_arms(cfg: DictConfig) -> bool:
+    """Whether it is either."""
+    return is_arena(cfg) or is_ladder(cfg)
+
+
 def stray_options(config: Config, cfg: DictConfig) -> list[str]:
-    """A sentence where options under `arena.*` are set and nothing would read them."""
-    if config.arena == ArenaConfig() or is_arena(cfg):
-        return []
-    return ["arena.* has no effect on a single run or another sweep; add experiment=arena."]
+    """A sentence where options under `arena.*` or `ladder.*` are set and nothing would read them."""
+    found = []
+    if config.arena != ArenaConfig() and not has_arms(cfg):
+        found.append("arena.* has no effect on a single run or another sweep; add experiment=arena.")
+    if config.ladder != LadderConfig() and not is_ladder(cfg):
+        found.append("ladder.* has no effect on a single run or another sweep; add experiment=ladder.")
+    if is_ladder(cfg):
+        unread = [name for name in UNREAD if getattr(config.arena, name) != getattr(ArenaConfig(), name)]
+        found += [f"arena.{name} has no effect on a ladder; leave it out." for name in unread]
+    return found
 
 
 def arena_sweep_mistakes(found: Composition, mistakes_of: Callable[[Composition], list[str]]) -> list[str]:
-    """A sentence for each mistake in an arena: in its options, its arms, and the configuration of each arm.
+    """A sentence for each mistake in an arena or a ladder: in its options, its arms, and the configuration of each arm.
 
     found        what the command line composes
     mistakes_of  those of a run's configuration
     """
     assert found.cfg is not None
-    arena = to_config(found.cfg).arena
+    config, ladder = to_config(found.cfg), is_ladder(found.cfg)
+    arena = config.arena
     sentences = [
         f"{line} is more than one value, and the runs of an arena share one; give each an arm (arena.arms)."
         for line in found.right
@@ -50,10 +69,19 @@ def arena_sweep_mistakes(found: Composition, mistakes_of: Callable[[Composition]
         arms = arms_of(arena)
     except ValueError as error:
         return [*sentences, str(error)]
-    sentences += arena_mistakes(arena, list(arms))
+    sentences += arena_mistakes(arena, list(arms), fewest=1 if ladder else 2)
+    if ladder:
+        sentences += ladder_mistakes(config.ladder)
+        sentences += ruled([*common_overrides(found.right), *(line for lines in arms.values() for line in lines)])
+        sentences += stray_options(config, found.cfg)
     if sentences:
         return sentences
-    composed = {name: compose_right([*common_overrides(found.right), *overrides]) for name, overrides in arms.items()}
+    common = common_overrides(found.right)
+    composed = {name: compose_right([*common, *overrides]) for name, overrides in arms.items()}
+    if ladder:
+        for name, arm in composed.items():
+            largest = rule_of(config.ladder, config.ladder.next, arm)
+            composed[name] = compose_right([*common, *arms[name], *largest])
     wrong = {name: [*arm.wrong, *mistakes_of(arm)] for name, arm in composed.items()}
     for name, theirs in wrong.items():
         for sentence in theirs:
@@ -67,3 +95,11 @@ def arena_sweep_mistakes(found: Composition, mistakes_of: Callable[[Composition]
 def _settings(arm: Composition) -> dict[str, Any]:
     assert arm.cfg is not None
     return flatten(as_plain(to_config(arm.cfg)))
+
+
+def rule_of(ladder: LadderConfig, depth: int, arm: Composition) -> list[str]:
+    """The overrides of an arm at a depth; none where it does not compose."""
+    if arm.cfg is None:
+        return []
+    cfg = arm.cfg
+    return rule(ladder, depth, cfg.training.batch_size, cfg.seq_len, float(cfg.optimizer.lr), cfg.model.n_embd)

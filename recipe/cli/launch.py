@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe.cli.arena import arena_sweep_mistakes, is_arena, stray_options
+from recipe.cli.arena import arena_sweep_mistakes, has_arms, stray_options
 from recipe.cli.check import mistakes
 from recipe.cli.compose import (
     Composition,
@@ -32,7 +32,7 @@ from recipe.cli.wording import explain, one_sentence
 from recipe.config import ConfigError, register
 from recipe.distributed.world import World
 from recipe.run_folder import check_not_running
-from recipe.sweeps import arena, launcher
+from recipe.sweeps import arena, ladder, launcher
 from recipe.sweeps.jobs import without
 from recipe.sweeps.submitit_jobs import share_checkout
 
@@ -45,6 +45,7 @@ def launch(main: Callable[[], None]) -> None:
     register()
     launcher.register()
     arena.register()
+    ladder.register()
     with one_sentence():
         sys.argv[1:] = prepare(sys.argv[1:])
         main()
@@ -97,7 +98,7 @@ def prepare(arguments: list[str]) -> list[str]:
 def check_sweep(found: Composition) -> DictConfig:
     """The sweep's configuration. Raises ConfigError for mistakes in it, in any of its jobs or in its folder."""
     sentences, composed = list(found.wrong), list[tuple[list[str], Composition]]()
-    if found.cfg is not None and is_arena(found.cfg):
+    if found.cfg is not None and has_arms(found.cfg):
         sentences += arena_sweep_mistakes(found, mistakes_of)
     elif found.cfg is not None:
         swept = jobs(found.right)

@@ -20,6 +20,7 @@ from recipe.sweeps.submitit_jobs import failed_job
 from recipe.wording import as_typed
 
 LISTS: dict[Any, str] = {
+    list[int]: "a list of whole numbers, such as [1,2,3,4]",
     list[float]: "a list of numbers, such as [0.5,1,2]",
     list[str]: "a list of names, such as [mqar,position_loss]",
 }
@@ -65,6 +66,9 @@ def explain(error: Exception) -> UserError:
             f"{error.override} is not an override; write key=value, and quote a value with special characters twice: "
             "'key=\"a b\"'."
         )
+    listed_key, of_list, _ = str(getattr(cause, "full_key", "")).partition("[")
+    if isinstance(cause, ValidationError) and of_list and listed_key in keys():
+        return ConfigError(f"{listed_key} has {as_typed(cause.value)}; write {expected(listed_key)}.")
     if isinstance(cause, ValidationError) and cause.full_key is not None and cause.full_key in keys():
         key, value = cause.full_key, as_typed(cause.value)
         return ConfigError(f"{key}={value} is not {expected(key)}{whole_number_hint(key, value)}.")

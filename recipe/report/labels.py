@@ -16,7 +16,10 @@ from recipe.files import flatten
 from recipe.report.runs import Run
 
 # Settings in which runs may differ and still be compared step by step. Everything else has to be equal.
-_FREE = ("seed", "resume", "device", "model.name", "data.cache", "hydra", "parity", "tracking", "attention", "arena")
+_FREE = (
+    "seed", "resume", "device", "model.name", "data.cache", "hydra", "parity", "tracking", "attention", "arena",
+    "ladder",
+)  # fmt: skip
 _FREE_TRAINING = (
     "log_every", "eval_every", "checkpoint_every", "keep_last", "profile", "memory_snapshot", "sample_tokens",
     "cpu_memory_gib", "time_attention",

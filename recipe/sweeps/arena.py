@@ -45,7 +45,7 @@ def arms_of(config: ArenaConfig) -> dict[str, list[str]]:
 
 def common_overrides(arguments: Sequence[str]) -> list[str]:
     """The overrides of every run: those on the command line, without those that the plan decides."""
-    return [line for line in without(arguments, PLANNED) if not line.lstrip("+").startswith("arena.")]
+    return [line for line in without(arguments, PLANNED) if not line.lstrip("+").startswith(("arena.", "ladder."))]
 
 
 def merged(*lists: Sequence[str]) -> list[str]:

@@ -209,7 +209,8 @@ def job_of(composed: DictConfig, number: int, overrides: Sequence[str], folder: 
     composed.hydra.job.num, composed.hydra.job.id = number, str(number)
     arena = composed.arena
     may_diverge = composed.attention.ablate.name != "none" or arena.arm is not None
-    name = f"{arena.arm}, seed {composed.seed}" if arena.arm else ""
+    depth = f", depth {composed.ladder.depth}" if composed.ladder.depth else ""
+    name = f"{arena.arm}{depth}, seed {composed.seed}" if arena.arm else ""
     if arena.stage == LR:
         name += f", optimizer.lr={composed.optimizer.lr:g}"
     run_folder = folder / str(composed.hydra.sweep.subdir)

@@ -85,7 +85,7 @@ def test_a_plan_is_not_changed_afterwards(options: dict, sentence: str) -> None:
     [
         ({"format": 99}, "has format 99, and this version of the project reads format 1"),
         ({"arms": {"causal": "score=causal"}}, r"is damaged \(arms\)"),
-        ({"looks": []}, r"is damaged \(arms\)"),
+        ({"looks": []}, r"is damaged \(looks\)"),
         ({"margin": "wide"}, r"is damaged \(margin\)"),
         ({"baseline": "other"}, r"is damaged \(arms\)"),
     ],
