@@ -67,7 +67,7 @@ SETTINGS = ("shots", "limit", "seq_len", "checkpoint", "weights", "attention", "
 
 @dataclass
 class EvaluateConfig(ModelChoice):
-    """The arguments; the module's docstring says what each does. Those of data are read apart."""
+    """The arguments; the module's docstring says what each does. Those of data have a schema of their own."""
 
     run: str = ""
     tasks: str | None = None

@@ -111,7 +111,7 @@ def parse(arguments: list[str]) -> SampleConfig:
     precision = config.attention_precision
     if precision is not ProductPrecision.inputs and many and config.batch > 1:
         raise ConfigError(
-            f"attention.precision={precision.value} does not tell documents apart, and batch={config.batch} prompts "
+            f"attention.precision={precision.value} does not separate documents, and batch={config.batch} prompts "
             "share a row as documents; set batch=1, or leave the precision out."
         )
     return config

@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     inputs           (B, T) int64
     targets          (B, T) int64: the token after each input
     document_starts  (B, T) int32: for each input the position in its row at which its document begins; None where
-                     documents are not told apart
+                     attention does not separate documents
     """
 
     inputs: Tensor
@@ -125,7 +125,7 @@ class Batches:
     seq_len       tokens of a sequence, T
     global_batch  the sequences of a step, and this rank's
     seed          of the order
-    documents     where each document begins, 1-D, for batches that tell them apart; None: batches that do not
+    documents     where each document begins, 1-D, for attention that separates them; None: it does not
 
     Raises DataError when the tokens do not fill one window.
     """
@@ -187,7 +187,7 @@ class Batches:
 def document_starts(documents: np.ndarray | None, starts: np.ndarray, seq_len: int) -> np.ndarray | None:
     """For each token of windows that begin at `starts`, (B,): where in its window its document begins, (B, T) int32.
 
-    documents  where each document of the split begins; None: documents are not told apart, and the result is None
+    documents  where each document of the split begins; None, and so is the result: attention does not separate them
 
     A document that began before the window begins at 0 in it.
     """

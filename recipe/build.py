@@ -135,7 +135,7 @@ def can_replay(config: Config) -> bool:
 def build_batches(config: Config, data: Data, trainer: Trainer) -> tuple[Source, list[Batch]]:
     """The training batches of this rank, and those of the validation loss.
 
-    Raises ConfigError where documents are to be told apart and there is only one.
+    Raises ConfigError where documents are to be separated and there is only one.
     """
     T, training, documents = config.seq_len, config.training, config.data.documents is not Documents.ignore
     if isinstance(data, TaskData):
@@ -150,7 +150,7 @@ def build_batches(config: Config, data: Data, trainer: Trainer) -> tuple[Source,
 
 
 def one_document(config: Config) -> ConfigError:
-    """The error of a run that keeps documents apart where the training text is a single one."""
+    """The error of a run that separates documents where the training text is a single one."""
     remedy = "choose another score=" if config.score.name == "documents" else "use data.documents=ignore"
     return ConfigError(
         f"data.documents={config.data.documents.name} has no effect on data={config.data.name}, whose training text is "

@@ -79,7 +79,7 @@ def load_trained(run: Path, choice: ModelChoice, seq_len: int | None = None, doc
     """The model of a run.
 
     seq_len    the longest input, which rotary positions allow to exceed the run's; None: the run's
-    documents  whether the model will tell packed documents apart, if the run does
+    documents  whether the model separates packed documents, if the run does
 
     Raises UserError.
     """

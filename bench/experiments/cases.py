@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 class Run(NamedTuple):
     """One run of train.py.
 
-    case       what tells it from the others of its table
+    case       the settings in which it differs from the rest of its table
     overrides  of train.py, separated by spaces
     then       the overrides of a second part, which resumes the first; none for a single part
     windows    lengths of windows in which eval.py measures the whole validation split afterwards

@@ -102,7 +102,7 @@ def init_mistakes(config: Config) -> Iterator[str]:
 
 
 def check_corpus(config: Config) -> None:
-    """Raise UserError where there is no text, or a single document that attention is to keep apart from others."""
+    """Raise UserError where there is no text, or a single document where attention is to separate documents."""
     if task := TASKS.get(config.data.name):
         check_length(task, config.seq_len)
         return

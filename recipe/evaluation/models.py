@@ -148,9 +148,7 @@ class ExportedModel:
     @torch.inference_mode()
     def scores(self, inputs: Tensor, targets: Tensor, document_starts: Tensor | None = None) -> Scores:
         if document_starts is not None:
-            raise ConfigError(
-                "A model in Hugging Face's format cannot keep packed documents apart; name the run folder."
-            )
+            raise ConfigError("A model in Hugging Face's format cannot separate packed documents; name the run folder.")
         inputs, targets = inputs.to(self.model.device), targets.to(self.model.device)
         chosen = targets != IGNORE_INDEX
         with self.autocast():

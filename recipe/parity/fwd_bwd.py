@@ -116,14 +116,3 @@ def memory_returned(device: torch.device) -> Iterator[None]:
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def full_precision_products() -> Iterator[None]:
-    """fp32 matrix products without TF32, whatever the run's settings."""
-    allowed = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(allowed)

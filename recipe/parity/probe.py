@@ -36,18 +36,13 @@ from attention import (
     DropoutRng,
     build_attention,
 )
+from attention.check.judge import full_precision_products
 from data.batches import Batch
 from model.gpt import GPT
 from recipe.device import free_memory
 from recipe.errors import UserError, sentence_of
 from recipe.parity import PARITY_MARGIN
-from recipe.parity.fwd_bwd import (
-    FwdBwd,
-    differences,
-    full_precision_products,
-    fwd_bwd,
-    memory_returned,
-)
+from recipe.parity.fwd_bwd import FwdBwd, differences, fwd_bwd, memory_returned
 from recipe.parity.layers import check_layers, part
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,10 @@
 """Weights & Biases in a separate process, which copies metrics.jsonl into a W&B run.
 
-W&B's own process is not enough: when it stalls, `wandb.log` waits for it, and the training too. Here the run neither
-waits nor fails, whatever W&B does (import, start, raise, print, hang, get killed), and the next run of a sweep starts
-clean. The run only writes metrics.jsonl; the mirror reads new lines every second. The two exchange these messages:
+W&B's own process is not enough, even offline: once it is stopped, `wandb.log` takes 789 more lines and then waits
+without end, and the training with it; once it is killed, `wandb.log` raises (measured with wandb 0.31.0). Here the run
+neither waits nor fails, whatever W&B does (import, start, raise, print, hang, get killed), and the next run of a sweep
+starts clean. The run only writes metrics.jsonl, whose new lines the mirror reads every second. They exchange these
+messages:
 
     to the mirror    a line of JSON with the arguments of wandb.init; then "finish", once the run folder is complete
     from the mirror  {"location": ...} when the W&B run has started, with {"offline": reason} where its server could

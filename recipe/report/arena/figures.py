@@ -37,18 +37,18 @@ def forest(arena: Arena) -> Chart:
 
 def arena_charts(arena: Arena) -> list[Chart]:
     """The other figures."""
-    found, names = [], list(arena.arms)
+    result, names = [], list(arena.arms)
     if any(difference_curves(one)[0].size > 1 for one in arena.comparisons):
         caption = "Means over the seeds with pointwise 95 % intervals; below 0 the arm is ahead. Shaded: the margin."
         title = f"Difference from {arena.plan.baseline} over the run"
-        found.append(Chart("difference", title, caption, partial(draw_differences, arena=arena), height_for(names)))
+        result.append(Chart("difference", title, caption, partial(draw_differences, arena=arena), height_for(names)))
     curves = {name: list(arm.runs.values()) for name, arm in arena.arms.items() if arm.runs}
-    found += loss_chart(curves)
+    result += loss_chart(curves)
     if any(arm.tried for arm in arena.arms.values()):
         caption = "On seeds of their own. A ring marks the learning rate that an arm was judged with."
         draw = partial(draw_lr, arena=arena)
-        found.append(Chart("lr-sweep", "Learning rates", caption, draw, height_for(names)))
-    found += probe_charts(curves)
+        result.append(Chart("lr-sweep", "Learning rates", caption, draw, height_for(names)))
+    result += probe_charts(curves)
     panels = _cost_panels(arena)
     if panels:
         alone = attention_alone(list(arena.runs.values()))
@@ -57,20 +57,20 @@ def arena_charts(arena: Arena) -> list[Chart]:
             f"Memory: {'of one attention layer' if alone else 'the peak of the device'}."
         )
         draw = partial(draw_costs, panels=panels, names=names)
-        found.append(Chart("costs", "Speed and memory", caption, draw, 0.7 + 0.4 * len(names)))
-    return found
+        result.append(Chart("costs", "Speed and memory", caption, draw, 0.7 + 0.4 * len(names)))
+    return result
 
 
 def draw_forest(figure: Figure, palette: Palette, arena: Arena) -> None:
     """A row for each arm, the first on top."""
     axes = figure.add_subplot()
     looks = styles(list(arena.arms), palette)
-    for row, found in enumerate(arena.comparisons):
-        _draw_row(axes, palette, row, found, looks[found.arm.name])
+    for row, comparison in enumerate(arena.comparisons):
+        _draw_row(axes, palette, row, comparison, looks[comparison.arm.name])
     label_axes(axes, palette, "lower is better", f"validation loss less {arena.plan.baseline}'s, {LOSS}")
     axes.axvspan(-arena.comparisons[0].margin, arena.comparisons[0].margin, color=palette["band"], lw=0, zorder=0)
     axes.axvline(0, color=palette["naive"], lw=1.4, zorder=1)
-    axes.set_yticks(range(len(arena.comparisons)), [found.arm.name for found in arena.comparisons])
+    axes.set_yticks(range(len(arena.comparisons)), [comparison.arm.name for comparison in arena.comparisons])
     axes.set_ylim(len(arena.comparisons) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.06)
@@ -78,22 +78,22 @@ def draw_forest(figure: Figure, palette: Palette, arena: Arena) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
 
 
-def _draw_row(axes: Axes, palette: Palette, row: int, found: Comparison, look: Style) -> None:
-    finite = [value for value in found.differences.values() if math.isfinite(value)]
+def _draw_row(axes: Axes, palette: Palette, row: int, comparison: Comparison, look: Style) -> None:
+    finite = [value for value in comparison.differences.values() if math.isfinite(value)]
     axes.plot(finite, [row + 0.22] * len(finite), ls="", marker="o", ms=2.6, color=look.colour, alpha=0.6, zorder=2)
-    if found.test is None or found.interval is None:
+    if comparison.test is None or comparison.interval is None:
         axes.annotate(
             "no result", (0, row), xytext=(6, 0), textcoords="offset points", va="center", color=palette["muted"]
         )
         return
-    axes.plot(found.interval, [row, row], color=look.colour, lw=1.3, zorder=3)
-    axes.plot(found.test.interval(ALPHA), [row, row], color=look.colour, lw=3.6, zorder=3)
-    axes.plot(found.test.mean, row, marker="D", ms=6.5, color=look.colour, mec=palette["surface"], mew=1, zorder=4)
-    words = found.verdict.value
-    if found.diverged:
-        words += f", {len(found.diverged)} diverged"
+    axes.plot(comparison.interval, [row, row], color=look.colour, lw=1.3, zorder=3)
+    axes.plot(comparison.test.interval(ALPHA), [row, row], color=look.colour, lw=3.6, zorder=3)
+    axes.plot(comparison.test.mean, row, marker="D", ms=6.5, color=look.colour, mec=palette["surface"], mew=1, zorder=4)
+    words = comparison.verdict.value
+    if comparison.diverged:
+        words += f", {len(comparison.diverged)} diverged"
     axes.annotate(
-        f"{found.test.mean:+.4f}  {words}", (found.test.mean, row), xytext=(0, 9), textcoords="offset points",
+        f"{comparison.test.mean:+.4f}  {words}", (comparison.test.mean, row), xytext=(0, 9), textcoords="offset points",
         ha="center", color=palette["ink"], fontsize=8.5, zorder=5,
     )  # fmt: skip
 
@@ -102,12 +102,12 @@ def draw_differences(figure: Figure, palette: Palette, arena: Arena) -> None:
     """The mean difference of each arm over the steps, with a band."""
     axes = figure.add_subplot()
     looks, shown = styles(list(arena.arms), palette), [np.zeros(1)]
-    for found in arena.comparisons:
-        steps, values = difference_curves(found)
+    for comparison in arena.comparisons:
+        steps, values = difference_curves(comparison)
         if len(steps) < 2:
             continue
-        look = looks[found.arm.name]
-        axes.plot(steps, values.mean(0), color=look.colour, ls=look.line, lw=1.8, label=found.arm.name, zorder=3)
+        look = looks[comparison.arm.name]
+        axes.plot(steps, values.mean(0), color=look.colour, ls=look.line, lw=1.8, label=comparison.arm.name, zorder=3)
         bounds = paired(values.T).interval(ALPHA) if len(values) > 1 else (values[0], values[0])
         axes.fill_between(steps, *bounds, color=look.colour, alpha=0.2, lw=0, zorder=2)
         later = steps >= steps[-1] / 6  # early differences would flatten all the rest

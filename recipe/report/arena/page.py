@@ -23,45 +23,45 @@ from recipe.wording import percent
 RESULTS = "arena.json"
 
 
-def write_arena_report(found: RunSet, plan: Plan, folder: Path, out: Path) -> Report:
+def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> Report:
     """Write index.html, report.md, arena.json, runs.csv and figures/ into `out`.
 
     folder  of the sweep, which the command that goes on names
     """
-    arena = compare_arms(plan, found.runs)
+    arena = compare_arms(plan, run_set.runs)
     (out / "figures").mkdir(parents=True, exist_ok=True)
     answer, command = arena_answer(arena), go_on(arena, folder)
-    run = found.runs[0]
+    run = run_set.runs[0]
     tables = verdict_table(arena), cost_table(arena), probe_table(arena), lr_table(arena), plan_table(arena)
     section = Section(
         "",
         f"{len(plan.arms)} arms, {run.option('model.name', 'model')} on {run.option('data.name', 'data')}",
-        subtitle(found.runs),
+        subtitle(run_set.runs),
         answer,
         tuple(draw(chart, out) for chart in arena_charts(arena)),
         tuple(table for table in tables if table),
     )
     planned = {str(one.number): one for one in [*plan.lr_runs(), *plan.seed_runs()]}
-    labels = {run.name: planned[run.name].arm if run.name in planned else "not in the plan" for run in found.runs}
+    labels = {run.name: planned[run.name].arm if run.name in planned else "not in the plan" for run in run_set.runs}
     places = {
         run.name: f"optimizer.lr={planned[run.name].lr:g}"
         if run.name in planned and planned[run.name].stage == LR
         else ""
-        for run in found.runs
+        for run in run_set.runs
     }
     report = Report(
         headline=answer.headline,
         tone=answer.tone,
         outcome=None,
         sections=(section,),
-        notes=(*lr_warnings(arena), *departures(arena), *notes_on(found, [])),
-        runs=run_table(found.runs, labels, places, "arm"),
-        sources=sources_of(found.runs),
+        notes=(*lr_warnings(arena), *departures(arena), *notes_on(run_set, [])),
+        runs=run_table(run_set.runs, labels, places, "arm"),
+        sources=sources_of(run_set.runs),
         method="arena_method.j2",
         lead=draw(forest(arena), out),
         commands=() if command is None else (command,),
     )
-    csv = runs_csv(found.runs, labels, places, "arm")
+    csv = runs_csv(run_set.runs, labels, places, "arm")
     write_page(report, out, csv, margin=percent(plan.margin), looks=plan.planned_looks, alpha=percent(ALPHA))
     (out / RESULTS).write_text(to_json(as_json(arena), indent=2) + "\n", encoding="utf-8")
     return report
@@ -79,28 +79,28 @@ def as_json(arena: Arena) -> dict[str, Any]:
             name: {"chosen": arm.lr, "tried": {f"{tried.lr:g}": tried.losses for tried in arm.tried}}
             for name, arm in arena.arms.items()
         },
-        "arms": {found.arm.name: _comparison(found) for found in arena.comparisons},
+        "arms": {comparison.arm.name: _comparison(comparison) for comparison in arena.comparisons},
     }
 
 
-def _comparison(found: Comparison) -> dict[str, Any]:
+def _comparison(comparison: Comparison) -> dict[str, Any]:
     return {
-        "verdict": found.verdict.value,
-        "difference": found.test.mean if found.test else None,
-        "deviation": found.test.deviation if found.test else None,
-        "interval": found.test.interval(ALPHA) if found.test else None,
-        "level": found.level,
-        "interval_at_level": found.interval,
-        "p": found.p,
-        "p_sign_flip": found.p_sign_flip,
-        "margin": found.margin,
-        "differences": found.differences,
-        "diverged": [seed for seed, apart in found.differences.items() if math.isinf(apart)],
-        "missing": found.missing,
-        "more_seeds": found.more,
-        "parameters": found.arm.recorded("parameters"),
-        "at_equal_time": _reading(found.time),
-        "at_equal_flops": _reading(found.flops),
+        "verdict": comparison.verdict.value,
+        "difference": comparison.test.mean if comparison.test else None,
+        "deviation": comparison.test.deviation if comparison.test else None,
+        "interval": comparison.test.interval(ALPHA) if comparison.test else None,
+        "level": comparison.level,
+        "interval_at_level": comparison.interval,
+        "p": comparison.p,
+        "p_sign_flip": comparison.p_sign_flip,
+        "margin": comparison.margin,
+        "differences": comparison.differences,
+        "diverged": [seed for seed, difference in comparison.differences.items() if math.isinf(difference)],
+        "missing": comparison.missing,
+        "more_seeds": comparison.more,
+        "parameters": comparison.arm.recorded("parameters"),
+        "at_equal_time": _reading(comparison.time),
+        "at_equal_flops": _reading(comparison.flops),
     }
 
 

@@ -70,8 +70,8 @@ class ArmRuns:
     def losses(self) -> dict[int, float]:
         """The result of each seed: its final validation loss, infinite where it diverged. Runs without a result are
         left out."""
-        found = {seed: result(run) for seed, run in self.runs.items()}
-        return {seed: loss for seed, loss in found.items() if loss is not None}
+        losses = {seed: result(run) for seed, run in self.runs.items()}
+        return {seed: loss for seed, loss in losses.items() if loss is not None}
 
     @property
     def diverged(self) -> list[int]:
@@ -134,7 +134,7 @@ class Comparison:
     @property
     def diverged(self) -> list[int]:
         """The seeds in which the arm diverged, or the baseline."""
-        return [seed for seed, apart in self.differences.items() if not math.isfinite(apart)]
+        return [seed for seed, difference in self.differences.items() if not math.isfinite(difference)]
 
     @property
     def share(self) -> float | None:
@@ -188,7 +188,7 @@ def _arm_runs(plan: Plan, arm: str, runs: Mapping[int, Run]) -> ArmRuns:
         loss = result(run)
         if planned.lr is not None and (loss is not None or run.out_of_memory):
             losses[planned.lr].append(math.inf if loss is None else loss)
-    tried = tuple(Tried(lr, tuple(found)) for lr, found in losses.items())
+    tried = tuple(Tried(lr, tuple(of_rate)) for lr, of_rate in losses.items())
     seeds = plan.seed_runs()
     return ArmRuns(arm, by_seed(run for _, run in of(seeds)), tried, next(s.lr for s in seeds if s.arm == arm))
 
@@ -252,8 +252,8 @@ def _at_equal_cost(run: Run, other: Run, cost: str) -> float | None:
     if not ours or not theirs or not all(math.isfinite(result(one) or math.inf) for one in (run, other)):
         return None
     paid = min(ours * run.step, theirs * other.step)
-    apart = loss_at(run, paid / ours) - loss_at(other, paid / theirs)
-    return apart if math.isfinite(apart) else None
+    gap = loss_at(run, paid / ours) - loss_at(other, paid / theirs)
+    return gap if math.isfinite(gap) else None
 
 
 def loss_at(run: Run, step: float) -> float:
@@ -263,7 +263,7 @@ def loss_at(run: Run, step: float) -> float:
 
 
 def _reading(differences: Sequence[float | None]) -> Reading | None:
-    known = [apart for apart in differences if apart is not None]
+    known = [difference for difference in differences if difference is not None]
     if len(known) < 2 or len(known) < len(differences):
         return None
     test = paired(known)

@@ -18,19 +18,19 @@ PROBE = "probe/"
 def verdict_table(arena: Arena) -> Table:
     """Each arm: its verdict, its loss, its difference to the baseline, and two tests of it."""
     rows = [[arena.baseline.name, "baseline", *_of_arm(arena.baseline), *[DASH] * 5]]
-    for found in arena.comparisons:
-        test, interval = found.test, found.interval
+    for comparison in arena.comparisons:
+        test, interval = comparison.test, comparison.interval
         alone = test.interval(ALPHA) if test else None
         rows.append(
             [
-                found.arm.name,
-                found.verdict.value,
-                *_of_arm(found.arm),
-                f"{test.mean:+.4f} ({100 * (found.share or 0.0):+.2f} %)" if test else DASH,
+                comparison.arm.name,
+                comparison.verdict.value,
+                *_of_arm(comparison.arm),
+                f"{test.mean:+.4f} ({100 * (comparison.share or 0.0):+.2f} %)" if test else DASH,
                 bounds(alone),
                 bounds(interval),
-                f"{found.p:.2g}" if test else DASH,
-                DASH if found.p_sign_flip is None else f"{found.p_sign_flip:.2g}",
+                f"{comparison.p:.2g}" if test else DASH,
+                DASH if comparison.p_sign_flip is None else f"{comparison.p_sign_flip:.2g}",
             ]
         )
     columns = ["arm", "verdict", "seeds", "learning rate", "val loss", "difference", "95 % interval", "judged by"]
@@ -57,9 +57,9 @@ def bounds(interval: tuple[float, float] | None) -> str:
 def cost_table(arena: Arena) -> Table:
     """What each arm costs, and its difference to the baseline at equal tokens, time and operations."""
     rows = []
-    found = {comparison.arm.name: comparison for comparison in arena.comparisons}
+    by_arm = {comparison.arm.name: comparison for comparison in arena.comparisons}
     for name, arm in arena.arms.items():
-        one = found.get(name)
+        one = by_arm.get(name)
         rows.append(
             [
                 name,
@@ -124,8 +124,8 @@ def probe_table(arena: Arena) -> Table | None:
             ours = _finals(arm, name)
             if not ours:
                 continue
-            apart = [value - theirs[seed] for seed, value in ours.items() if seed in theirs]
-            test = paired(apart) if len(apart) > 1 and arm is not arena.baseline else None
+            differences = [value - theirs[seed] for seed, value in ours.items() if seed in theirs]
+            test = paired(differences) if len(differences) > 1 and arm is not arena.baseline else None
             mean = f"{statistics.fmean(ours.values()):.4g}"
             rows.append([name.removeprefix(PROBE), arm.name, mean, bounds_of(test)])
     caption = (

@@ -23,48 +23,52 @@ def arena_answer(arena: Arena) -> Answer:
     """The verdicts in a sentence, and one sentence or more on each arm."""
     clauses: list[str] = []
     for verdict, link in LINKS.items():
-        names = [found.arm.name for found in arena.comparisons if found.verdict is verdict]
+        names = [comparison.arm.name for comparison in arena.comparisons if comparison.verdict is verdict]
         if names:
             baseline = "" if clauses else f"{link} {arena.plan.baseline}"
             clauses.append(f"{listed(names)} {'is' if len(names) == 1 else 'are'} {verdict.value}{baseline}")
-    decided = any(found.verdict is not Verdict.undecided for found in arena.comparisons)
+    decided = any(comparison.verdict is not Verdict.undecided for comparison in arena.comparisons)
     tone = "none" if decided else "open"
     headline = f"{'; '.join(clauses)} ({len(arena.plan.seeds)} seeds)"
-    return Answer(headline, tone, [(found.arm.name, " ".join(sentences(found, arena))) for found in arena.comparisons])
+    return Answer(
+        headline,
+        tone,
+        [(comparison.arm.name, " ".join(sentences(comparison, arena))) for comparison in arena.comparisons],
+    )
 
 
-def sentences(found: Comparison, arena: Arena) -> list[str]:
+def sentences(comparison: Comparison, arena: Arena) -> list[str]:
     """What is known of one arm: its verdict with the interval, its costs, and what would decide it."""
-    said = [_verdict(found, arena)]
-    if found.missing:
-        said.append(f"{_of_seeds(len(found.missing), arena)} have no result yet, so there is no verdict.")
-    for who in (found.arm, found.baseline):
+    lines = [_verdict(comparison, arena)]
+    if comparison.missing:
+        lines.append(f"{_of_seeds(len(comparison.missing), arena)} have no result yet, so there is no verdict.")
+    for who in (comparison.arm, comparison.baseline):
         if who.diverged:
-            said.append(f"{who.name} diverged with {_seeds(who.diverged)}, which counts as an infinite loss.")
-    said += [sentence for sentence in (_equal_cost(found), _parameters(found)) if sentence]
-    if found.verdict is Verdict.undecided and not found.missing:
+            lines.append(f"{who.name} diverged with {_seeds(who.diverged)}, which counts as an infinite loss.")
+    lines += [sentence for sentence in (_equal_cost(comparison), _parameters(comparison)) if sentence]
+    if comparison.verdict is Verdict.undecided and not comparison.missing:
         share = percent(arena.plan.margin)
-        if found.more:
-            more = f"{found.more} more seed{'s' if found.more > 1 else ''}"
-            said.append(f"{more} would find {share} with a power of {percent(POWER)}.")
-        elif found.test and not found.diverged:
-            said.append(f"No thousand seeds would find {share}: raise arena.margin, or train longer.")
-    return said
+        if comparison.more:
+            more = f"{comparison.more} more seed{'s' if comparison.more > 1 else ''}"
+            lines.append(f"{more} would find {share} with a power of {percent(POWER)}.")
+        elif comparison.test and not comparison.diverged:
+            lines.append(f"No thousand seeds would find {share}: raise arena.margin, or train longer.")
+    return lines
 
 
-def _verdict(found: Comparison, arena: Arena) -> str:
-    name = found.verdict.value.capitalize()
-    if found.test is None or found.interval is None:
+def _verdict(comparison: Comparison, arena: Arena) -> str:
+    name = comparison.verdict.value.capitalize()
+    if comparison.test is None or comparison.interval is None:
         return f"{name}: fewer than two pairs of seeds have a finite loss."
-    mean, share = float(found.test.mean), found.share or 0.0
-    corrected = "" if found.level == ALPHA else "corrected "
-    bounds = f"{corrected}95 % interval {_bounds(found.interval)}"
-    if found.diverged:
+    mean, share = float(comparison.test.mean), comparison.share or 0.0
+    corrected = "" if comparison.level == ALPHA else "corrected "
+    bounds = f"{corrected}95 % interval {_bounds(comparison.interval)}"
+    if comparison.diverged:
         return f"{name}, by the ranks of the differences; where both are finite, the mean is {mean:+.4f}."
-    if found.verdict in (Verdict.better, Verdict.worse):
+    if comparison.verdict in (Verdict.better, Verdict.worse):
         side = "lower" if mean < 0 else "higher"
         return f"{name}: its loss is {abs(mean):.4f} {side} ({percent(abs(share))}; {bounds})."
-    inside = f", inside the margin of {percent(arena.plan.margin)}" if found.verdict is Verdict.equivalent else ""
+    inside = f", inside the margin of {percent(arena.plan.margin)}" if comparison.verdict is Verdict.equivalent else ""
     return f"{name}: its loss differs by {mean:+.4f} ({bounds}){inside}."
 
 
@@ -72,24 +76,26 @@ def _bounds(interval: Interval) -> str:
     return f"{interval[0]:+.4f} to {interval[1]:+.4f}"
 
 
-def _equal_cost(found: Comparison) -> str:
+def _equal_cost(comparison: Comparison) -> str:
     """How the arm stands where it may cost no more than the baseline, where that is not as at equal tokens."""
-    said = []
-    tokens = {Verdict.better: -1, Verdict.worse: 1}.get(found.verdict, 0)
-    for name, reading in (("time", found.time), ("FLOPs", found.flops)):
+    parts = []
+    tokens = {Verdict.better: -1, Verdict.worse: 1}.get(comparison.verdict, 0)
+    for name, reading in (("time", comparison.time), ("FLOPs", comparison.flops)):
         if reading is None or reading.sign == tokens:
             continue
         words = {-1: "better", 0: "no different", 1: "worse"}[reading.sign]
-        said.append(f"at equal {name} it is {words} ({reading.mean:+.4f}, 95 % interval {_bounds(reading.interval)})")
-    if not said:
-        same = [name for name, reading in (("time", found.time), ("FLOPs", found.flops)) if reading is not None]
+        parts.append(f"at equal {name} it is {words} ({reading.mean:+.4f}, 95 % interval {_bounds(reading.interval)})")
+    if not parts:
+        same = [
+            name for name, reading in (("time", comparison.time), ("FLOPs", comparison.flops)) if reading is not None
+        ]
         return f"The same holds at equal {listed(same)}." if same and tokens else ""
     start = {-1: "It wins at equal tokens, but", 0: "But", 1: "It loses at equal tokens, but"}[tokens]
-    return f"{start} {listed(said)}."
+    return f"{start} {listed(parts)}."
 
 
-def _parameters(found: Comparison) -> str:
-    ours, theirs = (arm.recorded("parameters") for arm in (found.arm, found.baseline))
+def _parameters(comparison: Comparison) -> str:
+    ours, theirs = (arm.recorded("parameters") for arm in (comparison.arm, comparison.baseline))
     if not ours or not theirs or abs(ours / theirs - 1) < ALIKE:
         return ""
     return f"It has {percent(abs(ours / theirs - 1))} {'more' if ours > theirs else 'fewer'} parameters."
@@ -105,41 +111,43 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 def departures(arena: Arena) -> list[str]:
     """What differs from the plan, a sentence each."""
-    plan, said = arena.plan, []
+    plan, lines = arena.plan, []
     if len(plan.looks) > plan.planned_looks:
-        said.append(
+        lines.append(
             f"Seeds were added {len(plan.looks) - 1} times, and the plan had {plan.planned_looks} looks (arena.looks), "
             f"so false verdicts are no longer limited to {percent(ALPHA)}."
         )
     planned = {run.number: run for run in [*plan.lr_runs(), *plan.seed_runs()]}
     absent = [str(number) for number in planned if number not in arena.runs]
     if absent:
-        said.append(f"{len(absent)} of {len(planned)} planned runs have no folder ({first_few(absent)}).")
+        lines.append(f"{len(absent)} of {len(planned)} planned runs have no folder ({first_few(absent)}).")
     failed = [run for number, run in arena.runs.items() if number in planned and _without_result(run)]
     for run in failed:
         reason = f": {run.summary['message']}".rstrip(" .") if run.summary.get("message") else ""
-        said.append(f"{run.called} ({planned[int(run.name)].arm}) has no result ({run.status}{reason}).")
+        lines.append(f"{run.called} ({planned[int(run.name)].arm}) has no result ({run.status}{reason}).")
     if extra := [str(number) for number in arena.runs if number not in planned]:
-        said.append(f"Runs that are not in the plan were left out: {first_few(extra)}.")
+        lines.append(f"Runs that are not in the plan were left out: {first_few(extra)}.")
     for number, run in arena.runs.items():
         one = planned.get(number)
         if one is None:
             continue
         expected = {"seed": one.seed, "arena.arm": one.arm} | ({} if one.lr is None else {"optimizer.lr": one.lr})
         wrong = {name: value for name, value in expected.items() if run.option(name, value) != value}
-        said += [f"{run.called} has {name}={run.option(name)}; the plan says {value}." for name, value in wrong.items()]
+        lines += [
+            f"{run.called} has {name}={run.option(name)}; the plan says {value}." for name, value in wrong.items()
+        ]
     for arm in arena.arms.values():
         keys = [_settings(run) for run in arm.runs.values()]
         differing = sorted({name for key in keys for name in key if key[name] != keys[0].get(name)})
         if differing:
-            said.append(
+            lines.append(
                 f"The runs of {arm.name} are not all the same configuration: they differ in {listed(differing)}."
             )
     commits = {str(run.recorded("git").get("commit")) for run in arena.runs.values() if run.recorded("git")}
     if plan.commit and commits - {plan.commit}:
         others = listed(sorted(commit[:7] for commit in commits - {plan.commit}))
-        said.append(f"The plan was written at commit {plan.commit[:7]}; there are runs of {others}.")
-    return said
+        lines.append(f"The plan was written at commit {plan.commit[:7]}; there are runs of {others}.")
+    return lines
 
 
 def _without_result(run: Run) -> bool:
@@ -167,10 +175,10 @@ def go_on(arena: Arena, folder: Path) -> tuple[str, str] | None:
     """What to do next and the command for it: the runs that are missing, or the seeds that would decide; else None."""
     plan = arena.plan
     again = [line for line in plan.arguments if not line.startswith(("hydra.sweep.dir=", "arena.seeds=", "resume="))]
-    if any(found.missing for found in arena.comparisons):
+    if any(comparison.missing for comparison in arena.comparisons):
         seeds = len(plan.seeds)
         return "Run what is missing", _command(again, f"arena.seeds={seeds}", f"hydra.sweep.dir={folder}")
-    more = max((found.more or 0 for found in arena.comparisons), default=0)
+    more = max((comparison.more or 0 for comparison in arena.comparisons), default=0)
     if not more:
         return None
     wanted = len(plan.seeds) + more
