@@ -1,8 +1,8 @@
 """Who catches what: planted faults by the checker and by the probe of a run, and correct attention by neither.
 
-    python -m tests.attention.faults                     every fault in three precisions: seven minutes on one core
-    python -m tests.attention.faults --right 5 --quick   ten kinds of correct attention with five seeds: nine minutes
-    python -m tests.attention.faults --right 5           the same with all inputs of the check: over an hour
+    python -m tests.attention.faults                     every fault in three precisions: five minutes on two cores
+    python -m tests.attention.faults --right 5 --quick   ten kinds of correct attention with five seeds: five minutes
+    python -m tests.attention.faults --right 5           the same with all inputs of the check: an hour
 
 The first writes bench/results/attention-faults-<CPU>.json and the others attention-right-<CPU>.json, and each goes on
 where it stopped at the same commit. `make tables` prints them in docs/check.md.
@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -42,6 +46,8 @@ PROBES = 3  # of a run
 NONE: frozenset[str] = frozenset()
 
 Row = dict[str, Any]
+Job = Callable[[], list[Row]]
+stack = ExitStack()  # of a process that measures
 
 
 @contextmanager
@@ -109,58 +115,63 @@ def probed(fault: Fault, dtype: str, seed: int = 0, count: int = PROBES) -> Row:
     }
 
 
-def fault_row(name: str, dtype: str) -> Row:
-    """What catches a fault in a run of that precision: the lines of the check, in it alone or with the others."""
-    fault = FAULTS[name]
+def fault_rows(row: Row) -> list[Row]:
+    """What catches the fault of a row in a run of that precision: the lines of the check, in it alone or with the
+    others, and the probe."""
+    fault, dtype = FAULTS[row["name"]], row["dtype"]
     alone = failing(fault.attention, (dtype,))
-    return {"check": alone, "check_higher": alone or failing(fault.attention, tuple(DTYPES)), **probed(fault, dtype)}
+    caught = {"check": alone, "check_higher": alone or failing(fault.attention, tuple(DTYPES))}
+    return [row | caught | probed(fault, dtype)]
 
 
-def right_rows(name: str, seed: int, quick: bool) -> Iterator[tuple[str, Row]]:
+def right_rows(name: str, seed: int, quick: bool) -> list[Row]:
     """What accuses correct attention, for each precision: the check of all of them stands at each."""
     allowed = ALLOWED.get(name, NONE)
     report = checked(RIGHT[name], tuple(DTYPES), seed, quick, allowed)
     share = max(line.share for line in report.lines if line.share is not None)
     calls = sum(line.calls for line in report.lines)
     config = replace(RIGHT[name], dropout=0.0 if name == "sdpa" else 0.1)  # torch's masks cannot be replayed
-    for dtype in DTYPES:
-        failed = [line.name for line in report.failed()]
-        yield (
-            dtype,
-            {
-                "check": failed,
-                "allowed": sorted(allowed),
-                "largest": share,
-                "calls": calls,
-                "quick": quick,
-                **probed(Fault(config), dtype, seed),
-            },
-        )
+    check = {"check": [line.name for line in report.failed()], "allowed": sorted(allowed), "largest": share}
+    check |= {"calls": calls, "quick": quick}
+    rows: list[Row] = [{"name": name, "dtype": dtype, "seed": seed} for dtype in DTYPES]
+    return [row | check | probed(Fault(config), row["dtype"], seed) for row in rows]
 
 
 def say(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
-def measure_faults(recorder: Recorder) -> None:
-    """The rows of wrong attention that this commit has not measured yet."""
-    for name in FAULTS:
-        for dtype in DTYPES:
-            row = {"name": name, "dtype": dtype, "seed": 0}
-            if not same_commit(recorder, row):
-                recorder.add(row | fault_row(name, dtype))
-                say(f"{name} {dtype}: {recorder.rows[recorder.key(row)]}")
+def prepare() -> None:
+    """Make a process ready to measure."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    stack.enter_context(registered())
 
 
-def measure_right(recorder: Recorder, seeds: int, quick: bool) -> None:
-    """The rows of correct attention that this commit has not measured yet, or only with --quick."""
+def measure(recorder: Recorder, jobs: list[Job]) -> None:
+    """Add the rows of all jobs, in several processes."""
+    workers = 2 * (os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, get_context("spawn"), prepare) as pool:
+        for done in as_completed([pool.submit(job) for job in jobs]):
+            recorder.add(*done.result())
+            say(f"{len(recorder.rows)} rows: {done.result()[-1]}")
+
+
+def faults_left(recorder: Recorder) -> list[Job]:
+    """The measurements of wrong attention that this commit has not made yet."""
+    rows = [{"name": name, "dtype": dtype, "seed": 0} for name in FAULTS for dtype in DTYPES]
+    return [partial(fault_rows, row) for row in rows if same_commit(recorder, row) is None]
+
+
+def right_left(recorder: Recorder, seeds: int, quick: bool) -> list[Job]:
+    """The measurements of correct attention that this commit has not made yet, or only with --quick."""
+    left: list[Job] = []
     for seed in range(seeds):
         for name in RIGHT:
-            row = {"name": name, "dtype": "fp16", "seed": seed}
-            if (earlier := same_commit(recorder, row)) and (quick or not earlier["quick"]):
-                continue
-            recorder.add(*(row | {"dtype": dtype} | found for dtype, found in right_rows(name, seed, quick)))
-            say(f"{name}, seed {seed}: {recorder.rows[recorder.key(row)]}")
+            earlier = same_commit(recorder, {"name": name, "dtype": "fp16", "seed": seed})
+            if earlier is None or (earlier["quick"] and not quick):
+                left.append(partial(right_rows, name, seed, quick))
+    return left
 
 
 def same_commit(recorder: Recorder, row: Row) -> Row | None:
@@ -174,15 +185,11 @@ def main() -> None:
     parser.add_argument("--right", type=int, metavar="SEEDS", help="check correct attention instead of faults")
     parser.add_argument("--quick", action="store_true", help="with --right: a twelfth of the inputs")
     asked = parser.parse_args()
-    logging.disable(logging.WARNING)
     now = measurement(["tests.attention.faults", *sys.argv[1:]], torch.device("cpu"))
     path = result_file("attention-faults" if asked.right is None else "attention-right", now["device"])
-    torch.set_num_threads(1)
-    with registered(), Recorder(path, ("name", "dtype", "seed"), now) as recorder:
-        if asked.right is None:
-            measure_faults(recorder)
-        else:
-            measure_right(recorder, asked.right, asked.quick)
+    with Recorder(path, ("name", "dtype", "seed"), now) as recorder:
+        jobs = faults_left(recorder) if asked.right is None else right_left(recorder, asked.right, asked.quick)
+        measure(recorder, jobs)
 
 
 if __name__ == "__main__":
