@@ -34,6 +34,7 @@ from data.prepare import prepare as prepare_data
 from data.tasks import TASKS, TaskData
 from data.tasks.batches import TaskBatches
 from data.tokenizers import load_tokenizer
+from model.counting import num_parameters
 from model.score import ScoreConfig, describe_score
 from recipe import CONF
 from recipe.build import (
@@ -156,7 +157,7 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
         *([] if config.score == ScoreConfig() else [f"score={describe_score(config.score)}"]),
         *(f"window={window} hides nothing at seq_len={config.seq_len}" for window in sorted(idle)),
         *([] if config.data.documents is Documents.ignore else [f"documents={config.data.documents.name}"]),
-        f"model={config.model.name}: {trainer.model.num_parameters():,} parameters",
+        f"model={config.model.name}: {num_parameters(trainer.model):,} parameters",
         f"{meter.tokens_per_step:,} tokens per step",
         f"device={device}{auto * (config.device == 'auto')}",
         f"precision={precision}{auto * (config.training.precision is Precision.auto)}",

@@ -45,8 +45,7 @@ class CacheSize:
 
 def bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> int:
     """Bytes of a token's keys and values in all layers."""
-    channels = (config.n_kv_heads or config.n_heads) * (config.n_embd // config.n_heads)
-    return 2 * config.n_layers * channels * dtype.itemsize
+    return 2 * config.n_layers * config.kv_heads * config.head_size * dtype.itemsize
 
 
 def pages_of(tokens: int, window: int | None = None) -> int:
@@ -73,7 +72,7 @@ class KVCache:
             self.table = self.host_table.to(device, copy=True)
         self.free = list(range(rows)) if size.pages is not None else []
         self.held: dict[int, list[int]] = {}  # slot -> its pages
-        shape = (rows, config.n_kv_heads or config.n_heads, tokens, config.n_embd // config.n_heads)
+        shape = (rows, config.kv_heads, tokens, config.head_size)
         # Zeros, because a key that nobody sees still takes part with a weight of 0, and 0 times NaN is NaN.
         zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
         self.layers = [Cache(zeros(), zeros(), self.lengths, self.table) for _ in range(config.n_layers)]
@@ -142,12 +141,13 @@ class Decode:
         v: Tensor,
         *,
         score: Score,
+        scale: float | None,
         layout: Layout,
         dropout_key: None,
         **tensors: Any,
     ) -> AttentionOutput:
         self.cache.write(k, v)
-        return self.attend.decode(q, self.cache, score=score, **tensors)
+        return self.attend.decode(q, self.cache, score=score, scale=scale, **tensors)
 
 
 def longest_window(scores: Sequence[Score]) -> int | None:

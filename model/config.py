@@ -1,12 +1,9 @@
-"""The sizes of a GPT, and their mistakes."""
+"""The options of a GPT. Each part of the model is one choice, and the default of each is GPT-2's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-
-from attention.dropout import RATES, is_valid_rate
 
 
 class Positions(Enum):
@@ -14,7 +11,71 @@ class Positions(Enum):
 
     learned = "learned"  # a vector added to each embedding
     rotary = "rotary"  # queries and keys turned by an angle that grows with the position
-    none = "none"  # not at all: order shows in the causal mask and in the score, such as ALiBi's
+    none = "none"  # only the causal mask, or a score such as ALiBi
+
+
+class Norm(Enum):
+    """The norm of the residual stream (model/norms.py)."""
+
+    layer = "layer"
+    rms = "rms"
+
+
+class NormPlace(Enum):
+    """Where a sub-layer has its norm (model/blocks.py)."""
+
+    before = "before"  # x + f(norm(x))
+    after = "after"  # x + norm(f(x)), as OLMo 2
+    both = "both"  # x + norm(f(norm(x))), as Gemma 2
+
+
+class NormScale(Enum):
+    """The learned factor of a norm's channels."""
+
+    learned = "learned"
+    plus_one = "plus_one"  # 1 + the weight, as Gemma
+    none = "none"  # no factor, as nanochat
+
+
+class NormOver(Enum):
+    """The channels that the norm of queries and keys takes together."""
+
+    head = "head"  # those of each head, as Qwen 3
+    width = "width"  # those of all heads, as OLMo 2
+
+
+class Activation(Enum):
+    """The MLP (model/mlps.py)."""
+
+    gelu = "gelu"
+    relu2 = "relu2"  # the square of ReLU
+    swiglu = "swiglu"  # a second projection, through SiLU, gates the first
+    geglu = "geglu"  # the same through GELU
+
+
+class AttentionBias(Enum):
+    """The biases that attention's projections have where the model has none."""
+
+    none = "none"
+    inputs = "inputs"  # of queries, keys and values, as Qwen 2
+    all = "all"  # of the output too, as gpt-oss
+
+
+class Gate(Enum):
+    """The sigmoid that multiplies attention's output (model/attention.py)."""
+
+    none = "none"
+    head = "head"  # one for each head
+    element = "element"  # one for each channel of each head
+
+
+class Scaling(Enum):
+    """How rotary positions reach beyond the length that they were trained for (model/positions.py)."""
+
+    none = "none"
+    linear = "linear"
+    yarn = "yarn"
+    llama3 = "llama3"
 
 
 class Recompute(Enum):
@@ -26,19 +87,68 @@ class Recompute(Enum):
 
 
 @dataclass
+class RopeScaling:
+    """The options under `model.rope_scaling.*`.
+
+    kind              none, linear, yarn or llama3
+    factor            how many times longer sequences get
+    original          the longest sequence before that (yarn, llama3)
+    fast              channels that turn more often than this over the original length stay as they are (yarn: 32,
+                      llama3: 4); None: the paper's
+    slow              those that turn less often than this are slowed by the factor (yarn, llama3: 1); None: the paper's
+    truncate          round the channels where these two lie to whole ones (yarn)
+    attention_factor  multiplies cosines and sines (yarn); None: 0.1 log(factor) + 1
+    """
+
+    kind: Scaling = Scaling.none
+    factor: float = 1.0
+    original: int | None = None
+    fast: float | None = None
+    slow: float | None = None
+    truncate: bool = True
+    attention_factor: float | None = None
+
+
+@dataclass
 class GPTConfig:
     """The options under `model.*`.
 
-    name        name of the preset, for tables and legends
-    n_layers    blocks
-    n_heads     query heads of n_embd / n_heads channels each
-    n_kv_heads  key/value heads, a divisor of n_heads; None: as many as n_heads
-    n_embd      channels of the residual stream
-    dropout     rate for the embedding and each sub-layer's output, in steps of 1/256; attention.dropout is the rate for
-                attention weights
-    bias        biases in linear layers and norms, as GPT-2 has them
-    positions   learned, rotary or none
-    qk_norm     normalise each head's queries and keys before the scores, with a learned scale
+    name            name of the preset, for tables and legends
+    n_layers        blocks
+    n_heads         query heads
+    n_kv_heads      key/value heads, a divisor of n_heads; None: as many as n_heads
+    n_embd          channels of the residual stream
+    dropout         rate for the embedding and each sub-layer's output, in steps of 1/256; attention.dropout is the rate
+                    for attention weights
+    bias            biases in linear layers and layer norms, as GPT-2 has them
+    positions       learned, rotary or none
+    qk_norm         normalise queries and keys before the scores
+    head_dim        channels of a head; None: n_embd / n_heads
+    vocab_size      tokens that the model has a logit for; None: those of the tokenizer
+    tied            the head's matrix is the embedding
+    attention_bias  biases in attention's projections where bias=false
+    norm            layer or rms
+    norm_place      before a sub-layer, after it, or both
+    norm_scale      the norms' factors: learned, 1 plus a learned one, or none
+    norm_eps        added under the norms' roots; None: 1e-5, and 1e-6 for queries and keys
+    qk_norm_over    channels that are normalised together: of a head, or the whole width
+    mlp             gelu, relu2, swiglu or geglu
+    mlp_width       channels within the MLP; None: 4 n_embd
+    rope_base       the slowest channels turn about once in 2 pi rope_base tokens
+    rope_fraction   share of a head's channels that turn, its first ones
+    rope_layers     which layers have rotary positions, such as [true,true,true,false]; the list is repeated over the
+                    layers. None: all
+    rope_scaling    for sequences longer than those of training
+    log_scale       multiply the query at position i by s log(i + 1), with a learned s for each head
+    scale_dim       divide scores by the root of this instead of head_dim's
+    gate            a sigmoid of the sub-layer's input on attention's output: none, for each head, for each element
+    value_residual  mix the first layer's values into those of all others
+    value_embeddings  embeddings of the tokens, which are mixed into the values of the first and of the last so many
+                    layers
+    embed_scale     multiply the embedding by sqrt(n_embd), as Gemma
+    embed_norm      normalise the embedding, as nanochat
+    logit_cap       c in c tanh(x / c), which keeps logits between -c and c; None: no cap
+    mtp             weight of the loss of a second head, which predicts the token after the next; 0: no such head
     """
 
     name: str = "tiny"
@@ -50,43 +160,51 @@ class GPTConfig:
     bias: bool = False
     positions: Positions = Positions.learned
     qk_norm: bool = False
+    head_dim: int | None = None
+    vocab_size: int | None = None
+    tied: bool = True
+    attention_bias: AttentionBias = AttentionBias.none
+    norm: Norm = Norm.layer
+    norm_place: NormPlace = NormPlace.before
+    norm_scale: NormScale = NormScale.learned
+    norm_eps: float | None = None
+    qk_norm_over: NormOver = NormOver.head
+    mlp: Activation = Activation.gelu
+    mlp_width: int | None = None
+    rope_base: float = 10_000.0
+    rope_fraction: float = 1.0
+    rope_layers: list[bool] | None = None
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    log_scale: bool = False
+    scale_dim: int | None = None
+    gate: Gate = Gate.none
+    value_residual: bool = False
+    value_embeddings: int = 0
+    embed_scale: bool = False
+    embed_norm: bool = False
+    logit_cap: float | None = None
+    mtp: float = 0.0
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a head."""
+        return self.head_dim or self.n_embd // self.n_heads
+
+    @property
+    def rotated(self) -> int:
+        """Channels of a head that rotary positions turn."""
+        return int(self.head_size * self.rope_fraction)
+
+    def value_table(self, layer: int) -> int | None:
+        """The number of a layer's value embedding, which a first and a last layer share; None: it has none."""
+        n, back = self.value_embeddings, layer - (self.n_layers - self.value_embeddings)
+        return layer if layer < n else back if back >= 0 else None
 
 
 class ModelError(ValueError):
     """A model or an input that does not fit; the message says what to change."""
-
-
-def check_config(config: GPTConfig) -> None:
-    """Raise ModelError where a model's sizes do not fit together."""
-    for sentence in model_mistakes(config):
-        raise ModelError(sentence)
-
-
-def model_mistakes(config: GPTConfig) -> Iterator[str]:
-    """A sentence for each value that no model can have, with the change that helps."""
-    if not is_valid_rate(config.dropout):
-        yield f"model.dropout={config.dropout} must be {RATES}."
-    too_small = [name for name in ("n_layers", "n_heads", "n_embd") if getattr(config, name) < 1]
-    yield from (f"model.{name}={getattr(config, name)} must be at least 1." for name in too_small)
-    if too_small:
-        return
-    if config.n_embd % config.n_heads:
-        yield (
-            f"model.n_embd={config.n_embd} is not a multiple of model.n_heads={config.n_heads}; "
-            f"choose model.n_heads among {divisors(config.n_embd)}."
-        )
-    if config.n_kv_heads is not None and (config.n_kv_heads < 1 or config.n_heads % config.n_kv_heads):
-        yield (
-            f"model.n_heads={config.n_heads} is not a multiple of model.n_kv_heads={config.n_kv_heads}; "
-            f"choose model.n_kv_heads among {divisors(config.n_heads)}."
-        )
-    if config.positions is Positions.rotary and config.n_embd // config.n_heads % 2:
-        yield (
-            f"model.positions=rotary turns pairs of channels, and heads of {config.n_embd // config.n_heads} channels "
-            f"(model.n_embd={config.n_embd} / model.n_heads={config.n_heads}) are odd; use model.positions=learned."
-        )
-
-
-def divisors(n: int) -> str:
-    """The divisors of n up to 64, for error messages."""
-    return ", ".join(str(d) for d in range(1, min(n, 64) + 1) if n % d == 0)

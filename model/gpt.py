@@ -1,18 +1,19 @@
-"""A GPT like GPT-2 and nanoGPT, which receives its attention as an argument.
+"""A GPT, which receives its attention as an argument. By default it is GPT-2, with nanoGPT's options:
 
     x = wte[tokens] + wpe[positions]
-    x = x + proj(attend(q, k, v)),      q, k, v = c_attn(ln_1(x))          for each of n_layers
-    x = x + c_proj(gelu(c_fc(ln_2(x))))
+    x = x + attention(ln_1(x))             for each of n_layers: model/blocks.py, model/attention.py
+    x = x + mlp(ln_2(x))                   model/mlps.py
     logits = ln_f(x) wte^T
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Submodules have GPT-2's names.
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Submodules have GPT-2's names. Every other
+choice of model/config.py changes one of these lines.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,20 +21,24 @@ from torch import Tensor, nn
 
 from attention.dropout import DropoutKey
 from attention.interface import Attention, AttentionShape
-from attention.score import Layout, Range, Score, documents, take_rows, visible_pairs
-from model.blocks import MLP, Attend, Block, Masks, Rotation, SelfAttention, call, labelled, rotation_table
-from model.config import GPTConfig, ModelError, Positions, Recompute, check_config
+from attention.score import Layout, Range, documents, take_rows
+from model.attention import Attend, SelfAttention, labelled
+from model.blocks import Block, Masks, call
+from model.check import check_config
+from model.config import GPTConfig, ModelError, Positions, Recompute
 from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
-from model.loss import LossKind, cross_entropy
+from model.forward import Embedded, Pass
+from model.further import Further, FurtherToken
+from model.loss import LossKind, capped, cross_entropy
+from model.mlps import MLP
+from model.norms import build_norm
+from model.positions import Places, PositionTables, position_tables, rows_at
 from model.score import ScoreConfig, layer_scores
 from model.score_tensors import ScoreTensors
 
 # Matrix products over the vocabulary are fastest when its rows fill whole tiles.
 VOCAB_MULTIPLE = 64
-
-# The positions of tokens (B, T): as many integers or, where all rows have the same ones, their ranges.
-Places = Tensor | tuple[Range, ...]
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,6 @@ class Computation:
 class GPT(nn.Module):
     """The model of the recipe: tokens in, logits or loss out."""
 
-    cos: Tensor  # (seq_len, D / 2), with rotary positions only
-    sin: Tensor
-
     def __init__(
         self,
         config: GPTConfig,
@@ -79,48 +81,84 @@ class GPT(nn.Module):
         computation    None: in fp32 on a CPU
         score          what the attention computes in each layer; None: causal attention
         documents      whether batches will have document bounds, which `attend` must then support
-        restart_positions  count learned and rotary positions from the start of each document
+        restart_positions  count positions from the start of each document
 
         Raises ModelError or ScoreError for values that do not fit together, UnsupportedAttention for what `attend`
         does not support.
         """
         super().__init__()
         check_config(config)
-        self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
+        if config.vocab_size is not None and config.vocab_size < vocab_size:
+            raise ModelError(
+                f"model.vocab_size={config.vocab_size} is fewer than the tokenizer's {vocab_size} tokens; raise it, "
+                "or use model.vocab_size=null."
+            )
+        self.config, self.vocab_size, self.seq_len = config, config.vocab_size or vocab_size, seq_len
         self.attend, self.computation = attend, computation or Computation()
         self.restart_positions = restart_positions
         options = score or ScoreConfig()
         self.scores = layer_scores(options, config.n_layers)
-        n_kv_heads = config.n_kv_heads or config.n_heads
-        head_dim = config.n_embd // config.n_heads
         device, dtype = torch.device(self.computation.device), self.computation.dtype
-        attend.check(
-            AttentionShape(head_dim, config.n_heads, n_kv_heads, dtype, device, self.scores, documents=documents)
-        )
+        shape = AttentionShape(config.head_size, config.n_heads, config.kv_heads, dtype, device, self.scores)
+        attend.check(replace(shape, documents=documents))
 
-        self.wte = nn.Embedding(-(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, config.n_embd)
+        rows, width = -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, config.n_embd
+        self.wte = nn.Embedding(rows, width)
         if config.positions is Positions.learned:
-            self.wpe = nn.Embedding(seq_len, config.n_embd)
-        elif config.positions is Positions.rotary:
-            cos, sin = rotation_table(seq_len, head_dim)
-            self.register_buffer("cos", cos, persistent=False)
-            self.register_buffer("sin", sin, persistent=False)
+            self.wpe = nn.Embedding(seq_len, width)
+        for name in PositionTables._fields:
+            self.register_buffer(name, None, persistent=False)
+        self.tables = position_tables(config, seq_len)
         recompute_attention = self.computation.recompute is Recompute.attention
-        self.h = nn.ModuleList(Block(config, score, options, recompute_attention) for score in self.scores)
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.h = nn.ModuleList(
+            Block(config, score, options, layer, recompute_attention) for layer, score in enumerate(self.scores)
+        )
+        self.ln_f = build_norm(config)
+        self.lm_head = None if config.tied else nn.Linear(width, rows, bias=False)
+        self.value_embeddings = nn.ModuleList(
+            nn.Embedding(rows, config.kv_heads * config.head_size) for _ in range(config.value_embeddings)
+        )
+        self.embed_norm = build_norm(config) if config.embed_norm else nn.Identity()
+        self.further = FurtherToken(config, self.scores[-1], options, recompute_attention) if config.mtp else None
         self.apply(self.initialise)
 
     @torch.no_grad()
     def initialise(self, module: nn.Module) -> None:
-        """GPT-2's: normal with deviation 0.02, smaller for the 2 n_layers projections into the residual stream."""
+        """GPT-2's: normal with deviation 0.02, smaller for the 2 n_layers projections into the residual stream.
+
+        Value embeddings are as large as the values that layers compute from a normalised stream.
+        """
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, SelfAttention | MLP):  # visited after its children
             module.c_proj.weight.div_(math.sqrt(2 * self.config.n_layers))
-        if module is self.wte:
-            self.wte.weight[self.vocab_size :].zero_()
+        if module is self:
+            for table in self.value_tables:
+                table.mul_(math.sqrt(self.config.n_embd))
+            for table in (self.wte.weight, self.head):
+                table[self.vocab_size :].zero_()
+
+    @property
+    def head(self) -> Tensor:
+        """The matrix (V, C) from the stream to logits, its rows padded."""
+        return self.wte.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def value_tables(self) -> list[Tensor]:
+        """The value embeddings (V, H_kv D), their rows padded."""
+        return list(self.value_embeddings.parameters())
+
+    @property
+    def tables(self) -> PositionTables:
+        """What depends on positions 0 to seq_len - 1."""
+        return PositionTables(*(getattr(self, name) for name in PositionTables._fields))
+
+    @tables.setter
+    def tables(self, tables: PositionTables) -> None:
+        for name, table in tables._asdict().items():
+            setattr(self, name, table)
 
     def hidden(
         self,
@@ -142,7 +180,18 @@ class GPT(nn.Module):
 
         Returns (B, T, C). Raises ModelError.
         """
-        attend = attend or self.attend
+        given = self.prepare(tokens, dropout_key, attend or self.attend, document_starts, rows)
+        return self.ln_f(self.through_blocks(given)[0])
+
+    def prepare(
+        self,
+        tokens: Tensor,
+        dropout_key: DropoutKey | None,
+        attend: Attention,
+        document_starts: Tensor | None,
+        rows: tuple[Range, ...] | None,
+    ) -> Pass:
+        """What goes through the blocks; `hidden` describes arguments and errors."""
         if tokens.shape[1] > self.seq_len:
             raise ModelError(
                 f"{tokens.shape[1]} tokens are more than seq_len={self.seq_len}; raise seq_len or cut them."
@@ -156,7 +205,8 @@ class GPT(nn.Module):
             )
 
         B, T = tokens.shape
-        masks: Masks = [None] * (2 * len(self.h) + 1)  # the embedding's, then two of each block
+        blocks = len(self.h) + (self.further is not None)
+        masks: Masks = [None] * (2 * blocks + 1)  # the embedding's, then two of each block
         if dropout_key is not None and self.config.dropout > 0:
             C = self.config.n_embd
             masks = draw_masks(dropout_key, self.config.dropout, len(masks), B, T, C, tokens.device, rows)
@@ -167,14 +217,8 @@ class GPT(nn.Module):
             if self.restart_positions:
                 positions = torch.arange(document_starts.shape[1], device=tokens.device) - document_starts
                 places = take_rows(positions, rows or ((0, T),), dim=1)  # (B, T)
-        x, rotation = self.embed(tokens, places, mask=masks[0])
-        recompute = self.computation.recompute is Recompute.block
-        keys = None if dropout_key is None else dropout_key.pack_layers(len(self.h), tokens.device)
-        for layer, block in enumerate(self.h):
-            key = None if keys is None else keys[layer]
-            site = 2 * layer + 1
-            x = call(recompute, block, x, rotation, layout, attend, key, masks[site : site + 2])
-        return self.ln_f(x)
+        keys = None if dropout_key is None else dropout_key.pack_layers(blocks, tokens.device)
+        return Pass(self.embed(tokens, places, mask=masks[0]), [attend] * blocks, layout, keys, masks[1:])
 
     def forward(
         self,
@@ -185,19 +229,51 @@ class GPT(nn.Module):
         attend: Attention | None = None,
         document_starts: Tensor | None = None,
         rows: tuple[Range, ...] | None = None,
+        further: Further | None = None,
     ) -> Tensor:
         """Logits (B, T, vocab_size) or, with targets (B, T), their mean cross-entropy: a scalar in fp32.
 
-        Targets of -100 are left out of the mean. `hidden` describes the other arguments and errors.
+        Targets of -100 are left out of the mean. With `further` the result is (2,): that loss, and the second head's.
+        `hidden` describes the other arguments and errors.
         """
-        hidden = self.hidden(tokens, dropout_key, attend, document_starts, rows)
+        given = self.prepare(tokens, dropout_key, attend or self.attend, document_starts, rows)
+        x, first = self.through_blocks(given)
+        hidden = self.ln_f(x)
         if targets is None:
-            return F.linear(hidden, self.wte.weight)[..., : self.vocab_size]
+            return self.logits(hidden)
+        loss = self.loss(hidden, targets)
+        if further is None or self.further is None:
+            return loss
+        recompute, last = self.computation.recompute is Recompute.block, len(self.h)
+        around, masks = given.around(last, self.config, first), given.masks_of(last)
+        hidden = self.further(x, self.embedding(further.tokens), around, masks, recompute)
+        return torch.stack([loss, self.loss(hidden, further.targets, further.known)])
+
+    def loss(self, hidden: Tensor, targets: Tensor, count: Tensor | None = None) -> Tensor:
+        """The mean cross-entropy of targets (B, T) for hidden (B, T, C) after a final norm; see `cross_entropy`."""
+        kind, cap = self.computation.loss, self.config.logit_cap
         with labelled("loss"):
-            return cross_entropy(hidden, self.wte.weight, targets, self.vocab_size, self.computation.loss)
+            return cross_entropy(hidden, self.head, targets, self.vocab_size, kind, cap=cap, count=count)
+
+    def objective(self, losses: Tensor) -> Tensor:
+        """What training minimises, of what `forward` returns for targets."""
+        return losses if losses.ndim == 0 else losses[0] + self.config.mtp * losses[1]
+
+    def logits(self, hidden: Tensor, head: Tensor | None = None) -> Tensor:
+        """(..., vocab_size) for hidden (..., C) after the final norm.
+
+        head  a copy of the model's in another precision; None: the model's
+        """
+        x = F.linear(hidden, self.head if head is None else head)[..., : self.vocab_size]
+        return capped(x, self.config.logit_cap)
 
     def extend(
-        self, tokens: Tensor, positions: Tensor, attends: Sequence[Attend], layout: Layout, rotation: Rotation | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attends: Sequence[Attend],
+        layout: Layout,
+        tables: PositionTables | None,
     ) -> Tensor:
         """The residual stream after the final norm, for tokens that continue sequences.
 
@@ -205,34 +281,41 @@ class GPT(nn.Module):
         positions  (B, T)   integers, each token's place in its sequence
         attends    what each layer calls for attention, which knows the tokens before these
         layout     for them
-        rotation   with rotary positions, the angles of all positions up to the highest (model.blocks.rotation_table)
+        tables     with a row for each position up to the highest (model.positions); None: up to seq_len
 
         Drops nothing, and never reads values on the host. Returns (B, T, C).
         """
-        x, rotation = self.embed(tokens, positions, rotation)
-        return self.ln_f(self.through_blocks(x, rotation, attends, layout))
+        given = Pass(self.embed(tokens, positions, tables), attends, layout)
+        return self.ln_f(self.through_blocks(given)[0])
 
     def embed(
-        self, tokens: Tensor, places: Places, rotation: Rotation | None = None, mask: Mask | None = None
-    ) -> tuple[Tensor, Rotation | None]:
-        """The residual stream (B, T, C) before the first block and, with rotary positions, their angles.
+        self, tokens: Tensor, places: Places, tables: PositionTables | None = None, mask: Mask | None = None
+    ) -> Embedded:
+        """What the first block is given.
 
-        rotation  with rotary positions, the angles of all of them; None: those up to seq_len
-        mask      of dropout
+        tables  with a row for each position; None: those up to seq_len
+        mask    of dropout
         """
-        x, angles = lookup(self.wte.weight, tokens), None
+        x = self.embedding(tokens)
         if self.config.positions is Positions.learned:
             x = x + rows_at(self.wpe.weight, places)
-        elif self.config.positions is Positions.rotary:
-            cos, sin = rotation or (self.cos, self.sin)
-            angles = rows_at(cos, places), rows_at(sin, places)
-        return self.narrowed(drop(x, mask)), angles
+        values = tuple(lookup(table, tokens) for table in self.value_tables)
+        rows = (tables or self.tables).at(places)
+        return Embedded(self.narrowed(drop(self.embed_norm(x), mask)), rows, values)
 
-    def through_blocks(self, x: Tensor, rotation: Rotation | None, attends: Sequence[Attend], layout: Layout) -> Tensor:
-        """The residual stream (B, T, C) after the last block, from what `embed` returns; see `extend`."""
-        for block, attend in zip(self.h, attends, strict=True):
-            x = block(x, rotation, layout, attend, None, (None, None))
-        return x
+    def embedding(self, tokens: Tensor) -> Tensor:
+        """The embedding (B, T, C) of tokens (B, T)."""
+        x = lookup(self.wte.weight, tokens)
+        return x * math.sqrt(self.config.n_embd) if self.config.embed_scale else x
+
+    def through_blocks(self, given: Pass) -> tuple[Tensor, Tensor | None]:
+        """The residual stream (B, T, C) after the last block and, with value_residual, the first layer's values."""
+        x, first = given.embedded.x, None
+        recompute = self.computation.recompute is Recompute.block and torch.is_grad_enabled()
+        for layer, block in enumerate(self.h):
+            x, values = call(recompute, block, x, given.around(layer, self.config, first), given.masks_of(layer))
+            first = values if layer == 0 else first
+        return x, first
 
     def narrowed(self, x: Tensor) -> Tensor:
         """The residual stream x in the precision in which it is accumulated."""
@@ -242,34 +325,3 @@ class GPT(nn.Module):
     def made_tensors(self) -> list[str]:
         """The names of the tensors that layers make from their input for their scores."""
         return [name for module in self.modules() if isinstance(module, ScoreTensors) for name in module.made]
-
-    def num_parameters(self) -> int:
-        """Number of trained values; the tied embedding counts once, without its padding."""
-        padding = self.wte.num_embeddings - self.vocab_size
-        return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
-
-    def flops_per_token(self, seq_len: int, causal: bool, pieces: Sequence[int] | None = None) -> float:
-        """Floating-point operations of training on one token, forward and backward.
-
-            6 N + 12 L C T         causal: 6 N + 6 L C T         with a window w: 6 N + 12 L C (w - w^2 / 2 T)
-
-        N is the number of parameters that enter matrix products: linear layers and the vocabulary's head, not
-        the lookup of tokens and positions, biases or norms. Each is one multiplication and one addition in the
-        forward and twice that in the backward pass. Attention's two products take 4 C T per layer and token in the
-        forward (scores over T keys, and their sum of values), and twice that backward: 12 L C T. A causal query
-        sees half of the keys on average. (PaLM, Chowdhery et al. 2022, appendix B.) Recomputation is not counted.
-
-        causal  count the keys that each layer's score leaves visible; else all of them
-        pieces  lengths of the documents that rows of seq_len tokens are cut into; None: one document a row
-        """
-        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        N = matrices + self.vocab_size * self.config.n_embd
-        scores = self.scores if causal else (Score(causal=False),) * self.config.n_layers
-        pieces = pieces if causal and pieces else [seq_len]
-        keys_per_query = sum(visible_pairs(score, n) for score in scores for n in pieces) / max(sum(pieces), 1)
-        return 6 * N + 12 * self.config.n_embd * keys_per_query
-
-
-def rows_at(table: Tensor, places: Places) -> Tensor:
-    """The rows of table (N, C) for the tokens at `places`: (B, T, C), or (T, C) where all rows have the same ones."""
-    return lookup(table, places) if isinstance(places, Tensor) else take_rows(table, places, dim=0)

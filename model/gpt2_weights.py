@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True,),
     "add_cross_attention": (False,),
 }
+
+
+# Options in which models differ that are GPT-2 otherwise.
+FREE = {"name", "n_layers", "n_heads", "n_kv_heads", "n_embd", "dropout", "bias", "positions", "vocab_size"}
 
 
 class WeightsError(ModelError):
@@ -83,6 +88,14 @@ def load_gpt2(model: GPT, source: str, download: Callable[..., str] = snapshot_d
                     f"{tuple(used.shape)}."
                 )
             used.copy_(tensor)
+
+
+def parts_unlike_gpt2(config: GPTConfig) -> Iterator[str]:
+    """The options of a model that chose a part which GPT-2's block does not have."""
+    default = GPTConfig()
+    for field in fields(config):
+        if field.name not in FREE and getattr(config, field.name) != getattr(default, field.name):
+            yield f"model.{field.name}"
 
 
 def find(source: str, download: Callable[..., str]) -> Path:
@@ -149,6 +162,8 @@ def unlike(
     if (kind := config.get("model_type", "gpt2")) not in FIXED["model_type"]:
         yield f"init_from={source} is a model of type {kind}, and only the weights of GPT-2 can be loaded; name those."
         return
+    for part in parts_unlike_gpt2(replace(ours, qk_norm=False)):
+        yield f"init_from={source} is a GPT-2, and {part} is of another model; leave it out."
     for key, accepted in FIXED.items():
         if (value := config.get(key, accepted[0])) not in accepted:
             yield f"init_from={source} has {key}={value}; this model computes {key}={accepted[0]}."

@@ -4,6 +4,8 @@
     x_ij = h_i w_j,      lse_i = log sum_j exp(x_ij),      j < vocab_size
     dx_ij = exp(x_ij - lse_i) - [j = target_i]
 
+A cap c replaces x by c tanh(x / c), and dx by dx (1 - tanh(x / c)^2): Gemma Team 2024, "Gemma 2".
+
 With 50,304 classes the logits x are the largest tensor of a step: 6 GiB in fp32 for 32,768 tokens, and autograd keeps
 several such tensors. `chunked` takes some rows of h at a time, turns their logits into dx in place, and keeps only
 dx w and dx^T h. No more than one chunk of logits ever exists. Computing the gradients in the forward pass is the idea
@@ -38,8 +40,20 @@ class LossKind(Enum):
     chunked = "chunked"  # the logits of 5,632 tokens at a time, in the precision of the matrix products
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """c tanh(x / c) of logits x; x without a cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, kind: LossKind, chunk_rows: int = CHUNK_ROWS
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    kind: LossKind,
+    chunk_rows: int = CHUNK_ROWS,
+    cap: float | None = None,
+    count: Tensor | None = None,
 ) -> Tensor:
     """Mean cross-entropy of the next token, a scalar in fp32.
 
@@ -47,25 +61,35 @@ def cross_entropy(
     weight      (V, C)     V >= vocab_size rows; those beyond it never enter the softmax
     targets     (...)      int64; -100 is left out of the mean
     chunk_rows  rows of logits that `chunked` holds at once
+    cap         of the logits; None: no cap
+    count       0-dim, divides the sum instead of the number of targets
     """
     if kind is LossKind.auto:
         kind = LossKind.chunked if hidden.is_cuda and vocab_size >= LARGE_VOCABULARY else LossKind.plain
     if kind is LossKind.plain:
-        logits = F.linear(hidden, weight)[..., :vocab_size]
-        return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX)
+        logits = capped(F.linear(hidden, weight)[..., :vocab_size].float(), cap)
+        reduction = "mean" if count is None else "sum"
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+        return loss if count is None else loss / count
 
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total, _, _ = chunked_cross_entropy(
-        hidden.flatten(0, -2), weight, targets.flatten(), vocab_size, with_gradients, chunk_rows
+        hidden.flatten(0, -2), weight, targets.flatten(), vocab_size, with_gradients, chunk_rows, cap
     )
-    return total / (targets != IGNORE_INDEX).sum()
+    return total / ((targets != IGNORE_INDEX).sum() if count is None else count)
 
 
 @torch.library.custom_op("gpt::chunked_cross_entropy", mutates_args=())
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool, chunk_rows: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    with_gradients: bool,
+    chunk_rows: int,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed cross-entropy of hidden (N, C), in whose dtype the products are taken, and its gradients.
 
@@ -86,7 +110,7 @@ def chunked_cross_entropy(
             chunk = slice(start, min(start + rows, N))
             h = hidden[chunk]
             x = torch.mm(h, w.T, out=buffer[: len(h)])
-            losses[chunk] = softmax_gradient_(x, targets[chunk], vocab_size)
+            losses[chunk] = softmax_gradient_(x, targets[chunk], vocab_size, cap)
             if with_gradients:
                 torch.mm(x, w, out=d_hidden[chunk])
                 add_product_(d_weight, x.T, h)
@@ -95,7 +119,13 @@ def chunked_cross_entropy(
 
 @chunked_cross_entropy.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool, chunk_rows: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    with_gradients: bool,
+    chunk_rows: int,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_hidden = torch.empty_like(hidden) if with_gradients else hidden.new_empty(0)
     d_weight = weight.new_empty(weight.shape if with_gradients else 0, dtype=torch.float32)
@@ -109,26 +139,31 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
     ctx.save_for_backward(d_hidden, d_weight)
 
 
-def _scale_gradients(ctx: Any, upstream: Tensor, *_: None) -> tuple[Tensor, Tensor, None, None, None, None]:
+def _scale_gradients(ctx: Any, upstream: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     d_hidden, d_weight = ctx.saved_tensors
-    return (d_hidden * upstream).to(d_hidden.dtype), d_weight * upstream, None, None, None, None
+    return (d_hidden * upstream).to(d_hidden.dtype), d_weight * upstream, None, None, None, None, None
 
 
 chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 
 
-def softmax_gradient_(x: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Turn logits (rows, V) into the gradient of their summed loss, in place; returns the losses (rows,) in fp32."""
+def softmax_gradient_(x: Tensor, targets: Tensor, vocab_size: int, cap: float | None = None) -> Tensor:
+    """Turn logits (rows, V) into the gradient of their summed loss, in place; returns the losses (rows,) in fp32.
+
+    cap  of the logits, which are given without it
+    """
     if x.is_cuda and HAS_TRITON:
         from model.softmax_kernel import launch_softmax_gradient
 
-        return launch_softmax_gradient(x, targets, vocab_size)
-    logits = x[:, :vocab_size].float()
+        return launch_softmax_gradient(x, targets, vocab_size, cap)
+    logits = capped(x[:, :vocab_size].float(), cap)
     kept = (targets != IGNORE_INDEX)[:, None]  # (rows, 1)
     target = targets[:, None].clamp(min=0)
     lse = logits.logsumexp(dim=-1, keepdim=True)
     losses = (lse - logits.gather(1, target)) * kept
     dx = (logits - lse).exp_().scatter_add_(1, target, -torch.ones_like(lse)) * kept
+    if cap is not None:
+        dx *= 1 - (logits / cap).square()
     x[:, :vocab_size] = dx.to(x.dtype)
     x[:, vocab_size:] = 0
     return losses[:, 0]

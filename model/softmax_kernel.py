@@ -2,6 +2,8 @@
 
     loss_i = lse_i - x_{i, target_i},      dx_ij = exp(x_ij - lse_i) - [j = target_i]
 
+or, with a cap c, the same of c tanh(x / c), and dx times 1 - tanh(x / c)^2.
+
 Each row is read twice, the second time from the L2 cache, and written once: a third of the traffic of separate
 softmax, loss and gradient kernels. Each thread accumulates its own log-sum-exp online (Milakov and Gimelshein 2018),
 eight columns at a time, which one load fetches in 16 bits. The threads' results are joined at the end of the row. A row
@@ -31,14 +33,30 @@ def accumulate(m, s, b_x):
 
 
 @triton.jit
-def softmax_gradient_kernel(p_x, p_targets, p_losses, stride, vocab_size, V, LANES: tl.constexpr):
+def capped(b_x, CAP: tl.constexpr):
+    """c tanh(x / c) of logits, or x where there is no cap c."""
+    if CAP is not None:
+        b_x = CAP - 2.0 * CAP / (tl.exp2(b_x * (2.0 * LOG2_E / CAP)) + 1.0)
+    return b_x
+
+
+@triton.jit
+def uncapped_gradient(b_dx, b_x, CAP: tl.constexpr):
+    """The gradient of logits from that of the capped ones, b_x."""
+    if CAP is not None:
+        b_dx = b_dx * (1.0 - (b_x / CAP) * (b_x / CAP))
+    return b_dx
+
+
+@triton.jit
+def softmax_gradient_kernel(p_x, p_targets, p_losses, stride, vocab_size, V, LANES: tl.constexpr, CAP: tl.constexpr):
     """One row of logits, which becomes its gradient, and its loss. Grid: rows."""
     i = tl.program_id(0).to(tl.int64)
     p_row = p_x + i * stride
     target = tl.load(p_targets + i)
     # Read before it is overwritten. A target outside the vocabulary makes the loss NaN.
     known = (target >= 0) & (target < vocab_size)
-    x_target = tl.load(p_row + target, mask=known, other=float("nan")).to(tl.float32)
+    x_target = capped(tl.load(p_row + target, mask=known, other=float("nan")).to(tl.float32), CAP)
 
     BLOCK: tl.constexpr = 8 * LANES
     o_x = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -49,8 +67,8 @@ def softmax_gradient_kernel(p_x, p_targets, p_losses, stride, vocab_size, V, LAN
     m = tl.full((LANES,), float("-inf"), tl.float32)
     s = tl.full((LANES,), 0.0, tl.float32)
     for start in range(0, whole, BLOCK):
-        m, s = accumulate(m, s, tl.load(p_row + start + o_x).to(tl.float32))
-    b_x = tl.load(p_row + whole + o_x, mask=in_row, other=0.0).to(tl.float32)
+        m, s = accumulate(m, s, capped(tl.load(p_row + start + o_x).to(tl.float32), CAP))
+    b_x = capped(tl.load(p_row + whole + o_x, mask=in_row, other=0.0).to(tl.float32), CAP)
     m, s = accumulate(m, s, tl.where(in_vocabulary, b_x, float("-inf")))
     row_max = tl.max(m, axis=0)
     lse = row_max + tl.log(tl.sum(s * tl.exp2((m - row_max) * LOG2_E), axis=0))
@@ -58,20 +76,23 @@ def softmax_gradient_kernel(p_x, p_targets, p_losses, stride, vocab_size, V, LAN
     kept = target != IGNORE_INDEX
     lse2 = tl.where(kept, lse * LOG2_E, float("inf"))  # infinity makes the gradient of an ignored row zero
     for start in range(0, whole, BLOCK):
-        b_x = tl.load(p_row + start + o_x).to(tl.float32)
-        tl.store(p_row + start + o_x, tl.exp2(b_x * LOG2_E - lse2).to(p_x.dtype.element_ty))
-    b_x = tl.load(p_row + whole + o_x, mask=in_row, other=0.0).to(tl.float32)
-    b_dx = tl.where(in_vocabulary, tl.exp2(b_x * LOG2_E - lse2), 0.0)
+        b_x = capped(tl.load(p_row + start + o_x).to(tl.float32), CAP)
+        b_dx = uncapped_gradient(tl.exp2(b_x * LOG2_E - lse2), b_x, CAP)
+        tl.store(p_row + start + o_x, b_dx.to(p_x.dtype.element_ty))
+    b_x = capped(tl.load(p_row + whole + o_x, mask=in_row, other=0.0).to(tl.float32), CAP)
+    b_dx = tl.where(in_vocabulary, uncapped_gradient(tl.exp2(b_x * LOG2_E - lse2), b_x, CAP), 0.0)
     tl.store(p_row + whole + o_x, b_dx.to(p_x.dtype.element_ty), mask=in_row)
     tl.debug_barrier()  # the target's column was written by some other thread
-    tl.store(p_row + target, (tl.exp2(x_target * LOG2_E - lse2) - 1.0).to(p_x.dtype.element_ty), mask=known)
+    dx_target = uncapped_gradient(tl.exp2(x_target * LOG2_E - lse2) - 1.0, x_target, CAP)
+    tl.store(p_row + target, dx_target.to(p_x.dtype.element_ty), mask=known)
     tl.store(p_losses + i, tl.where(kept, lse - x_target, 0.0))
 
 
-def launch_softmax_gradient(x: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+def launch_softmax_gradient(x: Tensor, targets: Tensor, vocab_size: int, cap: float | None = None) -> Tensor:
     """Turn logits x (rows, V) into the gradient of their summed loss; returns the losses (rows,) in fp32.
 
     targets (rows,) int64, contiguous; -100 makes a row's loss and gradient zero. Columns from vocab_size on get zero.
+    cap     of the logits, which are given without it; None: no cap
     """
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
     written = (vocab_size // (8 * LANES) + 1) * 8 * LANES  # columns: the kernel ends with the vocabulary's last block
@@ -79,6 +100,6 @@ def launch_softmax_gradient(x: Tensor, targets: Tensor, vocab_size: int) -> Tens
         x[:, written:] = 0
     with torch.cuda.device_of(x):
         softmax_gradient_kernel[(len(x),)](
-            x, targets, losses, x.stride(0), vocab_size, x.shape[1], LANES=LANES, num_warps=WARPS
+            x, targets, losses, x.stride(0), vocab_size, x.shape[1], LANES=LANES, CAP=cap, num_warps=WARPS
         )
     return losses

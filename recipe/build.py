@@ -20,6 +20,7 @@ from data.tasks import TASKS, TaskData
 from data.tasks.batches import TaskBatches, validation_batches
 from data.tokenizers import save_tokenizer
 from model.config import Recompute
+from model.counting import flops_per_token
 from model.gpt import GPT, Computation
 from model.score import layer_scores
 from recipe.config import Config, ConfigError, as_plain
@@ -50,9 +51,9 @@ COMPILER_OPTIONS: dict[str, Any] = {"deterministic": True}
 def attention_shape(config: Config, device: torch.device) -> AttentionShape:
     """The requirements of the model, which is to be trained, for its attention."""
     return AttentionShape(
-        head_dim=config.model.n_embd // config.model.n_heads,
+        head_dim=config.model.head_size,
         n_heads=config.model.n_heads,
-        n_kv_heads=config.model.n_kv_heads or config.model.n_heads,
+        n_kv_heads=config.model.kv_heads,
         dtype=resolve_precision(config.training.precision, device).dtype,
         device=device,
         scores=layer_scores(config.score, config.model.n_layers),
@@ -117,7 +118,7 @@ def compiled(model: GPT, config: Config) -> Callable[..., Tensor]:
     if config.parallel.data is DataParallel.replicate:
         return torch.compile(model, options=COMPILER_OPTIONS)
     # FSDP2 gathers weights between blocks, so blocks are compiled one by one; also on one rank, for the same bits.
-    for block in model.h:
+    for block in (*model.h, *([] if model.further is None else [model.further.block])):
         # Without FSDP2's hooks, which block.compile() would trace.
         block.forward = torch.compile(block.forward, options=COMPILER_OPTIONS)
     return model
@@ -212,8 +213,8 @@ def build_meter(trainer: Trainer, pieces: Sequence[int]) -> StepMeter:
     return StepMeter(
         trainer.device,
         tokens_per_step=trainer.tokens_per_step,
-        flops_per_token_full=trainer.model.flops_per_token(T, causal=False),
-        flops_per_token_causal=trainer.model.flops_per_token(T, causal=True, pieces=pieces),
+        flops_per_token_full=flops_per_token(trainer.model, T, causal=False),
+        flops_per_token_causal=flops_per_token(trainer.model, T, causal=True, pieces=pieces),
         precision=product_precision(trainer.training.precision.value, trainer.model.attend.config.allow_tf32),
         device_count=trainer.world.size,
     )

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.untrusted import UntrustedError, children
-from model.config import model_mistakes
+from model.check import model_mistakes
 from model.score import score_mistakes
 from recipe.config import Config, ConfigError, keys, register
 from recipe.errors import sentence_of

@@ -68,14 +68,21 @@ def choices(group: str) -> list[str]:
 
 def section(config: Any, prefix: str) -> str:
     """The table of one dataclass."""
+    lines = rows(config, prefix)
+    return table(["override", "default", "type", "meaning"], [[cell.replace("|", "\\|") for cell in x] for x in lines])
+
+
+def rows(config: Any, prefix: str) -> Iterator[list[str]]:
+    """A row for each option of a part, those of dataclasses within it in their place; the root's parts have tables of
+    their own."""
     kind: type = type(config)
     hints, described = type_hints(kind), meanings(kind)
-    lines = [
-        [f"`{prefix}{f.name}`", value_name(getattr(config, f.name)), type_name(hints[f.name]), described[f.name]]
-        for f in fields(kind)
-        if not is_dataclass(hints[f.name])
-    ]
-    return table(["override", "default", "type", "meaning"], [[cell.replace("|", "\\|") for cell in x] for x in lines])
+    for f in fields(kind):
+        value = getattr(config, f.name)
+        if not is_dataclass(value):
+            yield [f"`{prefix}{f.name}`", value_name(value), type_name(hints[f.name]), described[f.name]]
+        elif prefix:
+            yield from rows(value, f"{prefix}{f.name}.")
 
 
 @block("configuration")

@@ -13,7 +13,7 @@ from data.corpora import CORPORA
 from data.tasks import TASKS
 from data.tasks.batches import check_length
 from data.tokenizers import SIZES
-from model.config import model_mistakes
+from model.check import model_mistakes
 from model.score import layer_scores, score_mistakes
 from recipe.build import attention_shape, one_document
 from recipe.config import Config, ConfigError, as_plain
@@ -63,7 +63,7 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
     if config.init_from is not None and not of_model:
         yield from init_mistakes(config)
     if not of_ranks and not of_model:
-        heads = config.model.n_heads, config.model.n_kv_heads or config.model.n_heads
+        heads = config.model.n_heads, config.model.kv_heads
         yield from refusal(check_context, config.parallel, config.seq_len, *heads)
     yield from (of_device := list(refusal(resolve_device, config.device)))
     if not of_model and not of_device:

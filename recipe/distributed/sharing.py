@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from attention.errors import UnsupportedAttention
 from attention.score import Range, take_rows
 from data.batches import Batch
+from model.further import further
 from model.gpt import GPT
 from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of
@@ -72,11 +73,13 @@ class Sharing:
     def part(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """The inputs and targets that this rank has of a micro-batch of whole sequences, and the model's options for
         them."""
+        predicts_further = self.model.further is not None and self.model.training
+        after = further(batch.inputs, batch.targets) if predicts_further else None
         if self.context is None:
-            return batch.inputs, batch.targets, {}
+            return batch.inputs, batch.targets, {"further": after}
         attend, rows = self.context
         inputs, targets = (take_rows(x, rows, dim=1) for x in (batch.inputs, batch.targets))
-        return inputs, targets, {"attend": attend, "rows": rows}
+        return inputs, targets, {"attend": attend, "rows": rows, "further": after and after.rows(rows)}
 
     def total_loss(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum of every rank's shares of a step's loss, one for each micro-step."""
@@ -102,8 +105,7 @@ class Sharing:
 
     def _share_sequences(self) -> tuple[ContextAttention, tuple[Range, ...]]:
         model, world = self.model, self.world
-        n_heads = model.config.n_heads
-        by = self.config.context_by.resolve(n_heads, model.config.n_kv_heads or n_heads, world.context)
+        by = self.config.context_by.resolve(model.config.n_heads, model.config.kv_heads, world.context)
         group = dist.group.WORLD
         if world.context < world.size:
             group, _ = dist.new_subgroups(world.context, timeout=patience(self.device, self.config.timeout_s))

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data.errors import brief
@@ -81,14 +80,14 @@ class TrainedModel:
 
     @torch.inference_mode()
     def scores(self, inputs: Tensor, targets: Tensor, document_starts: Tensor | None = None) -> Scores:
-        weight = self.model.wte.weight
-        inputs, targets = inputs.to(weight.device), targets.to(weight.device)
-        starts = None if document_starts is None else document_starts.to(weight.device)
+        device = self.model.wte.weight.device
+        inputs, targets = inputs.to(device), targets.to(device)
+        starts = None if document_starts is None else document_starts.to(device)
         with self.trained.autocast():
             chosen = targets != IGNORE_INDEX
             hidden = self.model.hidden(inputs, document_starts=starts)[chosen]  # (N, C)
             pieces = [
-                scores_of(F.linear(rows, weight)[:, : self.model.vocab_size], wanted)
+                scores_of(self.model.logits(rows), wanted)
                 for rows, wanted in zip(hidden.split(ROWS), targets[chosen].split(ROWS), strict=True)
             ]
         return joined(pieces)

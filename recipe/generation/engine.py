@@ -9,7 +9,7 @@ Matrix products then have the same shapes. On a GPU all rows of prompts have the
 a tile of attention.
 
 The model's positions end at seq_len. Beyond it no cache helps, because every step moves all tokens to other positions:
-a token is computed from scratch from the last seq_len tokens. But where positions are rotary and every layer has a
+a token is computed from scratch from the last seq_len tokens. But where positions are not learned and every layer has a
 window, sequences simply continue, and the pages before the window are reused. With an attention that reads no cache,
 and that no other may replace, every token but a sequence's first is computed from scratch.
 """
@@ -101,7 +101,7 @@ class Engine:
         if device.type == "cpu":
             slots = min(slots, len(requests))
         self.requests, self.slots, self.seq_len = requests, slots, model.seq_len
-        self.window = longest_window(model.scores) if model.config.positions is not Positions.learned else None
+        self.window = None if model.config.positions is Positions.learned else longest_window(model.scores)
         self.cached = decoding_attention(model, device) is not None
         self.kept = {request: self.tokens_kept(request) for request in requests}
         pages = [pages_of(kept, self.window) for kept in self.kept.values()]

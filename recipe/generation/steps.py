@@ -26,10 +26,10 @@ from attention import (
     documents,
 )
 from attention.gpu import capturing
-from model.blocks import Rotation, rotation_table
 from model.cache import CacheSize, Decode, KVCache, Prefill, upload
-from model.config import Positions
+from model.forward import Embedded, Pass
 from model.gpt import GPT
+from model.positions import position_tables
 from recipe.generation.rows import Row
 from recipe.generation.sampling import Noise, Sampling, Stream
 
@@ -62,14 +62,10 @@ class Steps:
         self.device, self.dtype, self.sampling = model.wte.weight.device, dtype, sampling
         by_column = self.device.type == "cpu" and size.slots == 1
         self.model = copied(model, dtype, by_column)
-        self.head = laid_out(model.wte.weight.detach().to(dtype), by_column)
+        self.head = laid_out(model.head.detach().to(dtype), by_column)
         self.decoder = decoding_attention(model, self.device)
         self.cache = KVCache(model.config, size, self.device, dtype)
-        self.rotation = None
-        if model.config.positions is Positions.rotary:
-            head_dim = model.config.n_embd // model.config.n_heads
-            cos, sin = rotation_table(max(size.longest, model.seq_len), head_dim)
-            self.rotation = (cos.to(self.device), sin.to(self.device))
+        self.tables = position_tables(model.config, max(size.longest, model.seq_len)).to(self.device)
         self.noise = None
         if sampling.temperature > 0:
             slots = size.slots if streams else None
@@ -111,7 +107,7 @@ class Steps:
         self.steps.masked_fill_(fresh, 0)
         attends = [Prefill(self.model.attend, layer, cu_seqlens) for layer in self.cache.layers]
         with self.on_device(), self.autocast():
-            hidden = self.model.extend(tokens, positions, attends, layout, self.rotation)[0, last]  # (slots, C)
+            hidden = self.model.extend(tokens, positions, attends, layout, self.tables)[0, last]  # (slots, C)
             picked = self.choose(self.logits(hidden))
         self.tokens.copy_(torch.where(fresh, picked, self.tokens))
         self.steps.masked_fill_(fresh, 1)
@@ -128,15 +124,15 @@ class Steps:
         assert self.decoder is not None
         attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
         with self.autocast():
-            x, rotation = self.begin(self)
-            self.end(self, self.decoding.through_blocks(x, rotation, attends, Layout()))
+            given = Pass(self.begin(self), attends, Layout())
+            self.end(self, self.decoding.through_blocks(given)[0])
 
-    def begin_token(self) -> tuple[Tensor, Rotation | None]:
+    def begin_token(self) -> Embedded:
         """The part before the blocks: all sequences grow by their newest token, which is embedded."""
         lengths = self.cache.lengths
         lengths.add_(1).mul_(self.active)
         positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)
-        return self.model.embed(self.tokens[:, None], positions, self.rotation)
+        return self.model.embed(self.tokens[:, None], positions, self.tables)
 
     def end_token(self, x: Tensor) -> None:
         """The part after the blocks, whose result is x (slots, 1, C): the choice of the next tokens."""
@@ -155,7 +151,7 @@ class Steps:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(slots, V) after hidden (slots, C), in the precision of products."""
-        return F.linear(hidden, self.head)[:, : self.model.vocab_size]
+        return self.model.logits(hidden, self.head)
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next tokens (slots,)."""
@@ -224,11 +220,15 @@ def copied(model: GPT, dtype: torch.dtype, by_column: bool = False) -> GPT:
     """The model in evaluation mode, with the weights of its matrix products in `dtype`; all else is shared.
 
     by_column  lay these weights out for products with a single row on a CPU
+
+    It has no second head, and a separate first one stays as it is: `Steps` has a copy of that.
     """
-    shared: dict[int, object] = {id(model.attend): model.attend}
-    for module in model.modules():
+    shared: dict[int, object] = {id(model.attend): model.attend, id(model.further): None}
+    unused = set() if model.further is None else set(model.further.modules())
+    for module in set(model.modules()) - unused:
         for x in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            own = laid_out(x.detach().to(dtype), by_column) if isinstance(module, nn.Linear) else x
+            narrow = isinstance(module, nn.Linear) and module is not model.lm_head
+            own = laid_out(x.detach().to(dtype), by_column) if narrow else x
             shared[id(x)] = x if own.data_ptr() == x.data_ptr() else nn.Parameter(own, requires_grad=False)
     return copy.deepcopy(model, shared).eval()
 

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.blocks import ROTARY_BASE
 from model.config import Positions
 from model.gpt import GPT
-from model.gpt2_weights import FIXED, PREFIX, TRANSPOSED, WeightsError
+from model.gpt2_weights import FIXED, PREFIX, TRANSPOSED, WeightsError, parts_unlike_gpt2
 from recipe.errors import as_override
 
 REMEDY = "describe a changed model in recipe/huggingface/weights.py, or export one that is not."
@@ -55,8 +54,7 @@ def describe(model: GPT, attention_dropout: float) -> Described:
 def unmatched(model: GPT) -> Iterator[str]:
     """The options that neither architecture has, as the user writes them."""
     config, scores = model.config, list(dict.fromkeys(model.scores))
-    if config.qk_norm:
-        yield "model.qk_norm=true"
+    yield from (part for part in parts_unlike_gpt2(config) if part != "model.rope_base")
     if config.positions is Positions.none:
         yield "model.positions=none"
     if len(scores) > 1:
@@ -140,8 +138,8 @@ def starcoder2(model: GPT, attention_dropout: float) -> Described:
         "num_attention_heads": config.n_heads,
         "num_key_value_heads": n_kv_heads,
         "sliding_window": score.window,
-        "rope_theta": ROTARY_BASE,  # for transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
+        "rope_theta": config.rope_base,  # for transformers 4
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
         "hidden_act": "gelu_pytorch_tanh",
         "norm_epsilon": 1e-5,
         "use_bias": config.bias,

@@ -83,7 +83,10 @@ class FwdBwdModule(nn.Module):
         logits = self.model(batch.inputs, **options)  # (B, T, vocab_size)
         x = logits.to(accum_dtype(logits.dtype)).flatten(0, 1)  # (B * T, vocab_size)
         loss = F.cross_entropy(x, batch.targets.flatten(), ignore_index=IGNORE_INDEX)
-        gradients = torch.autograd.grad(loss * loss_scale, list(parameters.values()))
+        # A second head has no part in these logits.
+        gradients = torch.autograd.grad(
+            loss * loss_scale, list(parameters.values()), allow_unused=True, materialize_grads=True
+        )
         unscaled = {name: g / loss_scale for name, g in zip(parameters, gradients, strict=True)}
         return FwdBwd(loss.detach(), logits.detach(), unscaled)
 

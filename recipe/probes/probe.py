@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from model.blocks import rotation_table
 from model.config import Positions
 from model.gpt import GPT
+from model.positions import position_tables
 
 BEYOND = (1, 2, 4, 8)  # times the trained length
 
@@ -35,20 +35,14 @@ def lengths_for(model: GPT, trained: int) -> list[int]:
 
 @contextmanager
 def stretched(model: GPT, seq_len: int) -> Iterator[GPT]:
-    """Within the block, the model takes inputs of `seq_len` tokens, with the angles of their rotary positions.
+    """Within the block, the model takes inputs of `seq_len` tokens, such as with the angles of their rotary positions.
 
     Learned positions have no weights beyond the trained length.
     """
-    before = model.seq_len
-    rotary = model.config.positions is Positions.rotary and seq_len > before
-    if rotary:
-        kept = model.cos, model.sin
-        table = rotation_table(seq_len, model.config.n_embd // model.config.n_heads)
-        model.cos, model.sin = (angles.to(kept[0]) for angles in table)
-    model.seq_len = max(before, seq_len)
+    before, tables = model.seq_len, model.tables
+    if seq_len > before:
+        model.seq_len, model.tables = seq_len, position_tables(model.config, seq_len).to(model.wte.weight.device)
     try:
         yield model
     finally:
-        model.seq_len = before
-        if rotary:
-            model.cos, model.sin = kept
+        model.seq_len, model.tables = before, tables

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from data.tasks.batches import VALIDATION, VALIDATION_SEED, drawn
 from data.tasks.task import IGNORED, Task
@@ -61,5 +60,5 @@ class TaskProbe(Probe):
         """The most probable token of the task after each input that is `asked`."""
         device = model.wte.weight.device
         hidden = model.hidden(torch.from_numpy(inputs).to(device))[torch.from_numpy(asked).to(device)]
-        logits: Tensor = hidden @ model.wte.weight[: self.task.vocab_size].to(hidden.dtype).T
+        logits = model.logits(hidden)[:, : self.task.vocab_size]
         return logits.argmax(-1).cpu().numpy()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.blocks import SelfAttention
+from model.attention import SelfAttention
 
 MOMENTUM = "momentum_buffer"
 
@@ -89,8 +89,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[tuple[Tensor, list[int]]]:
-    """The weights of the linear layers, each with the row counts of the matrices in it."""
+    """The weights of the linear layers but the head, each with the row counts of the matrices in it."""
     attentions = [m for m in model.modules() if isinstance(m, SelfAttention)]
     fused = {m.c_attn: [n * m.head_dim for n in (m.n_heads, m.n_kv_heads, m.n_kv_heads)] for m in attentions}
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
-    return [(m.weight, fused.get(m, [len(m.weight)])) for m in linear]
+    head = getattr(model, "lm_head", None)
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    return [(m.weight, fused.get(m, [len(m.weight)])) for m in linear if m.weight.requires_grad]

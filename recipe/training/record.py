@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from attention import AttentionShape
+from model.counting import num_parameters
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
 from recipe.parity.ablation import measure as measure_ablation
@@ -179,7 +180,7 @@ class Record(NullRecord):
             "ablation": measure_ablation(trainer.model.attend.config),
             "wall_time_s": self.elapsed,
             "tokens": self.tokens,
-            "parameters": trainer.model.num_parameters(),
+            "parameters": num_parameters(trainer.model),
             "precision": trainer.training.precision.value,
             **self.environment,
             "started": self.started.isoformat(timespec="seconds"),

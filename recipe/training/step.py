@@ -136,10 +136,10 @@ class Trainer:
         return metrics | self._apply(losses)
 
     def _gradients(self, batch: Batch) -> Tensor:
-        """Add a micro-batch's gradients to the step's; returns its share of the step's loss."""
+        """Add a micro-batch's gradients to the step's; returns its share of the step's losses (`GPT.forward`)."""
         with self.autocast():
             loss = self._loss(batch, self.key) / (self.micro_steps * self.world.size)
-        (loss * self.scale).backward()
+        (self.model.objective(loss) * self.scale).backward()
         self.exchange.add()
         return loss.detach()
 
@@ -151,10 +151,11 @@ class Trainer:
     def _apply(self, losses: list[Tensor]) -> dict[str, Tensor]:
         """Update the weights from the step's gradients, then clear the gradients. Returns the step's metrics."""
         norm = self.exchange.finish() / self.scale
-        loss = self.sharing.total_loss(losses)
+        # A second head has a loss of its own.
+        loss, *further = (self.sharing.total_loss(part) for part in zip(*(x.reshape(-1) for x in losses), strict=True))
         overflow = ~norm.isfinite()
         # An overflow in fp16 is no failure as long as the scale can be reduced.
-        failed = ~loss.isfinite() | (overflow & (self.scale <= 1))
+        failed = ~torch.stack([loss, *further]).isfinite().all() | (overflow & (self.scale <= 1))
         now = torch.stack([self.step.double(), loss.double(), norm.double()])
         self.failure.copy_(torch.where(failed & (self.failure[0] < 0), now, self.failure))
         divisor = self.scale * (norm / self.clip).clamp(min=1) if self.clip else self.scale
@@ -165,7 +166,7 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.dtype is torch.float16:
             self._move_scale(overflow)
-        return {"train/loss": loss, "optim/grad_norm": norm}
+        return {"train/loss": loss, "optim/grad_norm": norm} | dict(zip(["train/loss_mtp"], further, strict=False))
 
     def _whole_step(self, *batch: Tensor) -> dict[str, Tensor]:
         """The device work of a step of one micro-batch."""

@@ -122,7 +122,7 @@ def test_a_step_that_is_not_finite_changes_no_weight_in_a_replay_either(optimize
     for step in range(WARMUP_CALLS + 1):
         trained.update(step, batch(step))
     with torch.no_grad():
-        trained.model.ln_f.weight[0] = torch.inf
+        trained.model.get_parameter("ln_f.weight")[0] = torch.inf
     before = [p.clone() for p in trained.model.parameters()]
     trained.update(WARMUP_CALLS + 1, batch(WARMUP_CALLS + 1))
     assert trained.failure[0] == WARMUP_CALLS + 1

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model.blocks import MLP
 from model.config import GPTConfig
 from model.cublaslt import has_gelu_products
 from model.fused_mlp import fused_mlp, gelu_gradient, linear_gelu
+from model.mlps import MLP
 
 DEVICES = [
     "cpu",

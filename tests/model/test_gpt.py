@@ -18,11 +18,13 @@ from attention import AttentionConfig, Score, build_attention
 from attention.dropout import DropoutKey, keep_mask
 from attention.interface import AttentionShape, UnsupportedAttention
 from attention.naive import NaiveAttention
-from model.blocks import gelu, rotate, rotation_table
 from model.config import GPTConfig, ModelError, Positions, Recompute
+from model.counting import flops_per_token, num_parameters
 from model.embedding import Lookup, lookup_gradient
 from model.gpt import GPT, Computation
 from model.loss import LossKind
+from model.mlps import gelu
+from model.positions import position_tables
 
 SMALL = GPTConfig(n_layers=2, n_heads=4, n_embd=32)
 KEY = DropoutKey(seed=1, step=2, layer=0, first_sequence=3)
@@ -58,7 +60,7 @@ def test_number_of_parameters_is_gpt2s():
     config = GPTConfig(n_layers=12, n_heads=12, n_embd=768, bias=True)
     with torch.device("meta"):
         model = build(config, vocab_size=50257, seq_len=1024)
-    assert model.num_parameters() == 124_439_808  # transformers' GPT2LMHeadModel("gpt2").num_parameters()
+    assert num_parameters(model) == 124_439_808  # transformers' GPT2LMHeadModel("gpt2").num_parameters()
 
 
 @pytest.mark.parametrize("n_kv_heads", [None, 2])
@@ -67,9 +69,9 @@ def test_flops_per_token_are_those_that_torch_counts(n_kv_heads):
     tokens, targets = window(B=3)
     with FlopCounterMode(display=False) as counter:
         model(tokens, targets).backward()
-    assert counter.get_total_flops() == tokens.numel() * model.flops_per_token(16, causal=False)
-    attention = model.flops_per_token(16, causal=False) - model.flops_per_token(0, causal=False)
-    assert model.flops_per_token(16, causal=True) == model.flops_per_token(0, causal=True) + attention / 2
+    assert counter.get_total_flops() == tokens.numel() * flops_per_token(model, 16, causal=False)
+    attention = flops_per_token(model, 16, causal=False) - flops_per_token(model, 0, causal=False)
+    assert flops_per_token(model, 16, causal=True) == flops_per_token(model, 0, causal=True) + attention / 2
 
 
 @pytest.mark.parametrize("positions", Positions)
@@ -109,7 +111,8 @@ def test_rotation_is_multiplication_by_a_unit_complex_number():
     angle = torch.arange(T)[:, None] * 10_000.0 ** (-torch.arange(0, D, 2) / D)
     turned = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     expected = torch.cat([turned.real, turned.imag], dim=-1)
-    torch.testing.assert_close(rotate(x, rotation_table(T, D)), expected)
+    tables = position_tables(GPTConfig(n_heads=1, n_embd=D, positions=Positions.rotary), T)
+    torch.testing.assert_close(tables.turn(x), expected)
 
 
 class Spy(NaiveAttention):
@@ -184,8 +187,8 @@ def test_each_site_of_the_residual_stream_drops_by_a_mask_of_its_own(recompute):
     model = build(replace(SMALL, dropout=0.25), computation=Computation(recompute))
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def remember(name: str, _: Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-        seen[name] = (given[0].detach(), out.detach())
+    def remember(name: str, _: Module, given: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
+        seen[name] = (given[0].detach(), (out[0] if isinstance(out, tuple) else out).detach())
 
     for name, module in model.named_modules():
         if re.fullmatch(r"h\.\d+(\.attn|\.mlp)?", name):
@@ -234,7 +237,7 @@ def test_residual_stream_has_the_precision_that_was_asked_for(in_fp32, expected)
     model = build(computation=Computation(residual_in_fp32=in_fp32))
     seen: list[torch.dtype] = []
     for block in model.h:
-        block.register_forward_hook(lambda module, inputs, output: seen.extend([inputs[0].dtype, output.dtype]))
+        block.register_forward_hook(lambda module, inputs, output: seen.extend([inputs[0].dtype, output[0].dtype]))
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(*window())
     assert seen == [expected] * 2 * SMALL.n_layers

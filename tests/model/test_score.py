@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from attention import AttentionConfig, Layout, Score, ScoreError, build_attention
+from model.attention import Surroundings
 from model.config import GPTConfig, Positions
+from model.counting import flops_per_token
 from model.gpt import GPT
 from model.score import ScoreConfig, describe_score, layer_scores, score_mistakes
 from recipe.errors import sentence_of
@@ -80,7 +82,7 @@ def test_queries_and_keys_are_normalised_with_a_learned_scale():
         seen["q"], seen["k"] = q, k
         return model.attend(q, k, v, **options)
 
-    model.h[0](torch.randn(2, 16, 32), (model.cos, model.sin), Layout(), spy, None, [None, None])
+    model.h[0](torch.randn(2, 16, 32), Surroundings(model.tables, Layout(), spy))
     # A rotation leaves the length of a vector as it is: sqrt(D) times the scale.
     torch.testing.assert_close(seen["q"].norm(dim=-1), torch.full((2, 4, 16), 3.0 * 8**0.5), rtol=1e-3, atol=0)
     torch.testing.assert_close(seen["k"].norm(dim=-1), torch.full((2, 2, 16), 8**0.5), rtol=1e-3, atol=0)
@@ -96,7 +98,7 @@ def test_queries_are_normalised_in_the_precision_of_the_weights(dtype, half):
         return model.attend(q, k, v, **options)
 
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        model.h[0](x, None, Layout(), spy, None, [None, None])
+        model.h[0](x, Surroundings(model.tables, Layout(), spy))
         norm, projection = (model.get_submodule(f"h.0.{name}") for name in ("ln_1", "attn.c_attn"))
         projected = projection(norm(x))[..., :32]
     q = projected.unflatten(-1, (4, 8)).transpose(1, 2).to(dtype)
@@ -133,8 +135,8 @@ def test_documents_of_a_row_are_what_they_are_alone(name, positions):
 
 def test_flops_count_what_the_layers_see():
     causal, windowed = build(seq_len=64), build(seq_len=64, score=WINDOW_AND_FULL)
-    none, full = causal.flops_per_token(0, causal=True), causal.flops_per_token(64, causal=False)
-    assert windowed.flops_per_token(64, causal=False) == full
+    none, full = flops_per_token(causal, 0, causal=True), flops_per_token(causal, 64, causal=False)
+    assert flops_per_token(windowed, 64, causal=False) == full
     # One of the two layers sees half of the keys, the other a band of three.
     band = (3 * 64 - 3**2 / 2) / 64**2
-    assert windowed.flops_per_token(64, causal=True) == pytest.approx(none + (full - none) * (0.5 + band) / 2)
+    assert flops_per_token(windowed, 64, causal=True) == pytest.approx(none + (full - none) * (0.5 + band) / 2)

@@ -11,7 +11,9 @@ import pytest
 import torch
 import yaml
 
-from attention import IMPLEMENTATIONS, Score
+from attention import IMPLEMENTATIONS, AttentionConfig, Score, build_attention
+from model.counting import num_parameters
+from model.gpt import GPT
 from model.score import layer_scores
 from recipe import CONF
 from recipe.cli import compose
@@ -88,6 +90,22 @@ def test_gpt2_presets_have_the_sizes_of_the_paper() -> None:
         assert not model.bias
         assert 2e-4 <= lr <= 6e-4
         assert composed("optimizer.lr=1e-3", f"model={name}").optimizer.lr == 1e-3
+
+
+def test_presets_have_as_many_parameters_as_their_originals() -> None:
+    # Of the published weights, with the tokenizer's tokens; nanochat's by its formula, 2 V C + 12 L C^2.
+    published = {
+        "llama": (32_000, 162_417_408),
+        "llama-1b": (128_256, 1_235_814_400),
+        "qwen3": (151_936, 596_049_920),
+        "gemma2": (256_000, 2_614_341_888),
+        "olmo2": (100_352, 1_484_916_736),
+        "nanochat": (65_536, 2 * 65_536 * 768 + 12 * 12 * 768**2),
+    }
+    for name, (tokens, parameters) in published.items():
+        with torch.device("meta"):
+            model = GPT(composed(f"model={name}").model, tokens, 16, build_attention(AttentionConfig()))
+        assert (name, num_parameters(model)) == (name, parameters)
 
 
 MISTAKES = {

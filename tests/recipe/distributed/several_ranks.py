@@ -25,7 +25,7 @@ from attention.dropout import keep_mask
 from attention.score import take_rows
 from data.batches import Batches, GlobalBatch
 from data.config import DataConfig
-from model.config import GPTConfig, Recompute
+from model.config import AttentionBias, GPTConfig, Recompute
 from model.gpt import GPT
 from recipe.build import build_trainer
 from recipe.cli.check import check_ranks_agree
@@ -42,13 +42,14 @@ from recipe.training.checkpoint import newest_valid, save_checkpoint
 from recipe.training.config import TrainingConfig
 from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 from recipe.training.step import Trainer
+from tests.parts import EVERYTHING
 from train import train as train_run
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 200.0
 T, B, MICRO_BATCHES, SEED = 64, 2, 4, 7
 TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)
-MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1)
+MODEL = replace(EVERYTHING, n_layers=2, n_heads=2, n_kv_heads=2, n_embd=32, dropout=0.1)
 
 
 PARALLEL = {
@@ -70,7 +71,9 @@ def build(
     world: World, parallel: ParallelConfig, micro_batches: int = MICRO_BATCHES, precision: Precision = Precision.fp32
 ) -> Trainer:
     torch.manual_seed(SEED)
-    model = replace(MODEL, bias=precision is not Precision.fp32)  # autocast rounds weights and biases
+    model = MODEL
+    if precision is not Precision.fp32:
+        model = replace(MODEL, bias=True, attention_bias=AttentionBias.none)  # autocast rounds weights and biases
     gpt = GPT(model, 256, T, build_attention(AttentionConfig(dropout=0.1)))
     settings = TrainingConfig(steps=20, batch_size=B, batch_tokens=B * T * micro_batches, precision=precision, ema=0.9)
     # At this learning rate a difference in the last bit soon shows.
@@ -175,7 +178,7 @@ def masks(world: World) -> tuple[dict[str, bool], list[bool]]:
             if world.size % context:
                 continue
             torch.manual_seed(SEED)
-            gpt = GPT(replace(MODEL, n_heads=H), 256, T, build_attention(AttentionConfig(dropout=0.1)))
+            gpt = GPT(replace(MODEL, n_heads=H, n_kv_heads=H), 256, T, build_attention(AttentionConfig(dropout=0.1)))
             settings = TrainingConfig(batch_size=B, batch_tokens=B * T * MICRO_BATCHES, precision=Precision.fp32)
             parallel = ParallelConfig(context=context, context_by=by, timeout_s=TIMEOUT_S)
             config = Config(SEED, training=settings, parallel=parallel)
@@ -214,7 +217,7 @@ def whole_run(world: World, folder: Path, parallel: ParallelConfig) -> None:
         seq_len=32,
         device="cpu",
         attention=AttentionConfig(dropout=0.1),
-        model=replace(MODEL, n_layers=1),
+        model=GPTConfig(n_layers=1, n_heads=2, n_embd=32, dropout=0.1),
         data=DataConfig("text", path=str(folder.parent / "text.txt"), cache=str(folder.parent / "cache")),
         training=TrainingConfig(
             steps=3, batch_size=1, batch_tokens=4 * 32, recompute=Recompute.block, log_every=1, eval_every=3,

@@ -20,6 +20,7 @@ from model.score import ScoreConfig
 from recipe.generation import Engine, GenerationError, Request, Sampling, generate, memory
 from recipe.generation.sampling import Noise
 from tests.own_attention import ScalableSoftmax
+from tests.parts import EVERYTHING, LLAMA
 from tests.recipe.generation.from_scratch import expected, logits_of
 
 LEARNED = GPTConfig(n_layers=2, n_heads=4, n_embd=32, bias=True)
@@ -84,13 +85,13 @@ def prompts(*lengths: int) -> list[list[int]]:
     ("config", "score"),
     [
         (LEARNED, ScoreConfig()),
-        (GROUPED, ScoreConfig()),
+        (LLAMA, ScoreConfig()),
         (LEARNED, ScoreConfig(layers=[{"window": 20}, {}])),
         (GROUPED, ScoreConfig(window=70, soft_cap=5.0, sinks=True)),
         (LEARNED, ScoreConfig(alibi=True)),
         (UNPLACED, ScoreConfig(alibi=True)),
     ],
-    ids=["learned", "rotary-grouped", "window", "capped-sinks", "alibi", "no-positions"],
+    ids=["learned", "llama", "window", "capped-sinks", "alibi", "no-positions"],
 )
 def test_greedy_tokens_and_logits_are_those_of_the_whole_text_through_the_model(name, config, score, monkeypatch):
     if name == "sdpa" and (score.soft_cap or score.alibi):
@@ -129,7 +130,7 @@ def test_beyond_seq_len_a_token_is_computed_from_the_last_seq_len_tokens(config)
         assert found == expected(model, request.prompt, found, 0.7, seed=5)
 
 
-@pytest.mark.parametrize(("config", "score"), [(LEARNED, None), (GROUPED, WINDOWS)], ids=["learned", "sliding"])
+@pytest.mark.parametrize(("config", "score"), [(EVERYTHING, None), (GROUPED, WINDOWS)], ids=["parts", "sliding"])
 @pytest.mark.parametrize("row", [0, 256], ids=["alone", "packed"])
 def test_prompts_that_share_slots_and_pages_get_the_tokens_they_get_alone(config, score, row):
     model = build(config, score)

@@ -72,7 +72,8 @@ def build(config: GPTConfig, score: ScoreConfig | None = None, vocab_size: int =
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-        model.ln_f.weight.normal_()  # else the tied embedding makes the last token the likeliest again and again
+        # Else the tied embedding makes the last token the likeliest again and again.
+        model.get_parameter("ln_f.weight").normal_()
         model.wte.weight[vocab_size:] = 0
     return model
 
@@ -178,7 +179,7 @@ def test_a_changed_block_is_refused_and_nothing_is_left(config, change, tmp_path
     [
         (SMALL, WINDOW, r"score.window=5 with learned positions\."),
         (replace(SMALL, n_kv_heads=2), None, "model.n_kv_heads=2 with learned positions"),
-        (replace(SMALL, qk_norm=True), None, r"model.qk_norm=true\."),
+        (replace(SMALL, qk_norm=True), None, r"model.qk_norm\."),
         (replace(SMALL, positions=Positions.none), None, r"model.positions=none\."),
         (ROTARY, ScoreConfig(soft_cap=30.0), r"score.soft_cap=30.0\."),
         (ROTARY, ScoreConfig(alibi=True, sinks=True), "score.alibi=true and score.sinks=true"),

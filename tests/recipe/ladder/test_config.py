@@ -7,6 +7,7 @@ import torch
 
 from attention import AttentionConfig, build_attention
 from model.config import GPTConfig
+from model.counting import flops_per_token
 from model.gpt import GPT
 from recipe.cli.launch import prepare
 from recipe.config import ConfigError, register
@@ -34,7 +35,8 @@ def test_the_operations_of_the_next_size_follow_from_those_of_four() -> None:
     def flops(depth: int) -> float:
         with torch.device("meta"):
             config = GPTConfig(n_layers=depth, n_heads=depth, n_embd=32 * depth)
-            return GPT(config, 256, 128, build_attention(AttentionConfig())).flops_per_token(128, causal=True)
+            model = GPT(config, 256, 128, build_attention(AttentionConfig()))
+        return flops_per_token(model, 128, causal=True)
 
     assert at_depth(6, [1, 2, 3, 4], [flops(n) for n in (1, 2, 3, 4)]) == pytest.approx(flops(6), rel=1e-9)
 

@@ -19,6 +19,7 @@ from data.tasks.batches import VALIDATION, VALIDATION_SEED, drawn
 from data.tasks.needle import Needle
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
+from model.positions import PositionTables
 from recipe.probes.position_loss import PositionLoss, in_context_score
 from recipe.probes.probe import lengths_for, stretched
 from recipe.probes.recall import TaskProbe
@@ -32,9 +33,9 @@ class ShortSighted:
 
     def __init__(self, reach: int, positions: Positions) -> None:
         self.reach, self.seq_len = reach, T
-        self.config = SimpleNamespace(positions=positions, n_embd=Needle.vocab_size, n_heads=1)
+        self.config = GPTConfig(positions=positions, n_embd=Needle.vocab_size, n_heads=1)
         self.wte = SimpleNamespace(weight=torch.eye(Needle.vocab_size))
-        self.cos = self.sin = torch.zeros(T, 1)
+        self.tables = PositionTables()
 
     def hidden(self, tokens: Tensor) -> Tensor:
         assert tokens.shape[1] <= self.seq_len
@@ -45,6 +46,9 @@ class ShortSighted:
                 right = line[place]
                 answers[row, i] = right if i - place <= self.reach else right % Needle.NEEDLES + 1
         return F.one_hot(answers, Needle.vocab_size).float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 def test_accuracy_by_length_and_distance_shows_how_far_a_model_sees() -> None:
@@ -93,7 +97,8 @@ def test_a_stretched_model_is_the_model_of_that_length_and_then_itself_again(pos
 class LossByPosition:
     """Gives the right token a logit that makes its loss log(256) at position 0, and 1 / (1 + i) of that at i."""
 
-    config = SimpleNamespace(positions=Positions.none, n_embd=1, n_heads=1)
+    config = GPTConfig(positions=Positions.none, n_embd=1, n_heads=1)
+    tables = PositionTables()
     wte = SimpleNamespace(weight=torch.zeros(1))
     seq_len = T
 

@@ -1,0 +1,147 @@
+"""The attention sub-layer: what lies between the residual stream and the attention that the model is given.
+
+    q, k, v = c_attn(x)
+    q, k = norm(q), norm(k)                              qk_norm
+    q, k = turned by the angles of their positions       positions=rotary
+    q = s log(i + 1) q                                   log_scale
+    v = w_0 v + w_1 v_first + w_2 embedding              value_residual, value_embeddings
+    out = attend(q, k, v)
+    out = sigmoid(c_gate(x)) out                         gate
+    c_proj(out)
+
+QK norm: Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters". Gate: Qiu et al. 2025, "Gated
+Attention for Large Language Models". v_first are the first layer's values: Zhou et al. 2024, "Value Residual Learning";
+the embedding of the token for this layer's values: modded-nanogpt (Jordan et al. 2024). The weights w begin equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from attention.interface import AttentionOutput
+from attention.score import Layout, Score
+from attention.scores.alibi import alibi_slopes
+from model.config import AttentionBias, Gate, GPTConfig, NormOver
+from model.norms import build_qk_norm
+from model.positions import PositionTables, has_rotation
+from model.score import ScoreConfig
+from model.score_tensors import ScoreTensors
+
+LOG_SCALE = 0.43  # the first s: that of Nakanishi 2025, section 2
+
+Attend = Callable[..., AttentionOutput]  # an Attention, or what calls one with a cache
+
+
+class Surroundings(NamedTuple):
+    """What a layer is given besides the residual stream.
+
+    positions     rows of the tokens
+    layout        of the documents
+    attend        called with q (B, H, T, D) and k, v (B, H_kv, T, D)
+    key           packed, of dropout on attention weights; None drops nothing
+    first_values  (B, T, H_kv, D) of the first layer, for those after it in a model with value_residual
+    embedding     (B, T, H_kv D) of the tokens, for layers with value embeddings
+    """
+
+    positions: PositionTables
+    layout: Layout
+    attend: Attend
+    key: Tensor | None = None
+    first_values: Tensor | None = None
+    embedding: Tensor | None = None
+
+
+def labelled(name: str) -> AbstractContextManager[object]:
+    """Name a part of the step for a profiler. The compiler does not see it, as it fuses across such borders."""
+    return nullcontext() if torch.compiler.is_compiling() else record_function(name)
+
+
+class SelfAttention(nn.Module):
+    """Fused projection to queries, keys and values; the given attention; projection back."""
+
+    slopes: Tensor | None  # (H,), with ALiBi only
+    sinks: Tensor | None  # (H,), learned, with sinks only
+    log_scale: Tensor | None  # (H,), learned
+    value_weights: Tensor | None  # of this layer's values, the first layer's and the embedding, as far as there are
+
+    def __init__(self, config: GPTConfig, score: Score, options: ScoreConfig, layer: int) -> None:
+        """options: where the tensors of the score's formula come from."""
+        super().__init__()
+        self.score, self.rotates = score, has_rotation(config, layer)
+        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.kv_heads, config.head_size
+        self.scale = None if config.scale_dim is None else config.scale_dim**-0.5
+        width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        of_inputs = config.bias or config.attention_bias is not AttentionBias.none
+        of_output = config.bias or config.attention_bias is AttentionBias.all
+        self.c_attn = nn.Linear(config.n_embd, width + 2 * kv_width, bias=of_inputs)
+        self.c_proj = nn.Linear(width, config.n_embd, bias=of_output)
+        self.qk_norm, self.over_width = config.qk_norm, config.qk_norm_over is NormOver.width
+        if self.qk_norm:
+            widths = (width, kv_width) if self.over_width else (self.head_dim, self.head_dim)
+            self.q_norm, self.k_norm = (build_qk_norm(config, width) for width in widths)
+        self.register_parameter("log_scale", None)
+        if config.log_scale:
+            self.log_scale = nn.Parameter(torch.full((self.n_heads,), LOG_SCALE))
+        self.mixes_first = config.value_residual and layer > 0
+        mixed = 1 + self.mixes_first + (config.value_table(layer) is not None)
+        self.register_parameter("value_weights", None)
+        if mixed > 1:
+            self.value_weights = nn.Parameter(torch.full((mixed,), 1 / mixed))
+        self.c_gate = None
+        if config.gate is not Gate.none:
+            gates = self.n_heads if config.gate is Gate.head else width
+            self.c_gate = nn.Linear(config.n_embd, gates, bias=config.bias)
+        self.register_buffer("slopes", alibi_slopes(self.n_heads) if score.alibi else None, persistent=False)
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(self.n_heads)) if score.sinks else None)
+        self.formula: ScoreTensors | None = None
+        if score.formula is not None:
+            self.formula = ScoreTensors(score, options.learned, options.tensors, config.n_embd, self.n_heads)
+
+    def forward(self, x: Tensor, around: Surroundings) -> tuple[Tensor, Tensor]:
+        """x (B, T, C) to (B, T, C); and this layer's values (B, T, H_kv, D), before others are mixed in."""
+        B, T, _ = x.shape
+        heads = self.c_attn(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2 H_kv, D)
+        q, k, values = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
+        if self.qk_norm:
+            q, k = self.normalised(q, self.q_norm), self.normalised(k, self.k_norm)
+        if self.rotates:
+            q, k = around.positions.turn(q), around.positions.turn(k)
+        if self.log_scale is not None:
+            assert around.positions.log_n is not None
+            q = (q * (around.positions.log_n * self.log_scale)[..., None]).to(values.dtype)
+        v = self.mixed(values, around)
+        # Views: an attention takes any strides, so nothing is copied on the way in.
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, H_kv, T, D) twice
+        tensors = {"slopes": self.slopes, "sinks": self.sinks}
+        if self.formula is not None:
+            tensors |= self.formula(x)
+        given = {"score": self.score, "layout": around.layout, "scale": self.scale, "dropout_key": around.key}
+        with labelled("attention"):
+            out = around.attend(q, k, v, **given, **tensors).out  # (B, H, T, D)
+        out = out.transpose(1, 2)
+        if self.c_gate is not None:
+            out = out * torch.sigmoid(self.c_gate(x)).view(B, T, self.n_heads, -1).to(out.dtype)
+        return self.c_proj(out.reshape(B, T, -1)), values
+
+    def normalised(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Queries or keys x (B, T, heads, D), each head's or all channels together."""
+        return (norm(x.flatten(-2)).view_as(x) if self.over_width else norm(x)).to(x.dtype)
+
+    def mixed(self, v: Tensor, around: Surroundings) -> Tensor:
+        """The values (B, T, H_kv, D) that this layer attends to."""
+        if self.value_weights is None:
+            return v
+        weights = self.value_weights.to(v.dtype)
+        others: list[Tensor] = []
+        if self.mixes_first:
+            assert around.first_values is not None
+            others.append(around.first_values)
+        if around.embedding is not None:
+            others.append(around.embedding.view_as(v).to(v.dtype))
+        return sum((w * x for w, x in zip(weights[1:], others, strict=True)), weights[0] * v)

@@ -1,0 +1,289 @@
+"""Every part of the model against the textbook, transformers' frequencies, torch's own counts, and itself compiled."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+from enum import Enum
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from attention import AttentionConfig, build_attention
+from attention.dropout import DropoutKey
+from model.config import (
+    AttentionBias,
+    GPTConfig,
+    ModelError,
+    Norm,
+    NormPlace,
+    NormScale,
+    Positions,
+    Recompute,
+    RopeScaling,
+    Scaling,
+)
+from model.counting import flops_per_token, num_parameters
+from model.further import further
+from model.gpt import GPT, Computation
+from model.loss import LossKind
+from model.positions import attention_factor, frequencies
+from recipe.training.muon import hidden_matrices
+from tests.model.textbook import Textbook
+from tests.parts import EVERYTHING, GEMMA, LLAMA, PARTS
+
+VOCAB, T = 50, 12
+KEY = DropoutKey(torch.tensor(1), torch.tensor(2), 0, torch.tensor(3))
+
+
+def build(config: GPTConfig, *, vocab_size: int = VOCAB, name: str = "naive", **options: Any) -> GPT:
+    """With every parameter random, norms and mixing weights too."""
+    torch.manual_seed(0)
+    attend = build_attention(AttentionConfig(name, dropout=options.pop("dropout", 0.0)))
+    model = GPT(config, vocab_size, T, attend, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def tokens(B: int = 2, vocab_size: int = VOCAB) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(vocab_size, (B, T + 1), generator=torch.Generator().manual_seed(0))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def random_config(seed: int) -> GPTConfig:
+    """A value for each option, drawn independently but for what cannot be combined."""
+    draw, hints = random.Random(seed), get_type_hints(GPTConfig)
+    chosen: dict[str, Any] = {"n_layers": 4, "n_embd": 16, "n_heads": 4}
+    for field in fields(GPTConfig):
+        kind = hints[field.name]
+        if kind is bool:
+            chosen[field.name] = draw.random() < 0.5
+        elif isinstance(kind, type) and issubclass(kind, Enum):
+            chosen[field.name] = draw.choice(list(kind))
+    few = {"n_kv_heads": (None, 1, 2), "head_dim": (None, 6), "scale_dim": (None, 3), "logit_cap": (None, 2.0)}
+    few |= {"value_embeddings": (0, 2), "mlp_width": (None, 20), "norm_eps": (None, 1e-3), "mtp": (0.0, 0.5)}
+    chosen |= {name: draw.choice(values) for name, values in few.items()}
+    if chosen["positions"] is Positions.rotary:
+        chosen["rope_fraction"] = draw.choice((1.0, 0.7))
+        chosen["rope_layers"] = draw.choice((None, [False, True]))
+        kinds = [RopeScaling(), RopeScaling(Scaling.linear, 2.0), RopeScaling(Scaling.llama3, 8.0, original=30)]
+        chosen["rope_scaling"] = draw.choice([*kinds, RopeScaling(Scaling.yarn, 4.0, original=40, fast=6.0)])
+    if chosen["norm"] is Norm.layer and chosen["norm_scale"] is NormScale.plus_one:
+        chosen["norm_scale"] = NormScale.learned
+    if chosen["bias"]:
+        chosen["attention_bias"] = AttentionBias.none
+    return GPTConfig(**chosen | ({} if chosen["qk_norm"] else {"qk_norm_over": GPTConfig.qk_norm_over}))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_choice_of_parts_is_the_textbooks_model(seed):
+    config = random_config(seed)
+    model = build(config).double()
+    book = Textbook(config, model.state_dict(), VOCAB)
+    inputs, targets = tokens()
+    expected = torch.stack([book.logits(row) for row in inputs])
+    torch.testing.assert_close(model(inputs), expected, rtol=1e-5, atol=1e-5)
+    losses = model(inputs, targets, further=further(inputs, targets)).double()
+    loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten())
+    if not config.mtp:
+        return torch.testing.assert_close(losses, loss, rtol=1e-5, atol=1e-5)
+    logits = torch.cat([book.further_logits(row) for row in inputs])
+    second = F.cross_entropy(logits, targets[:, 1:].flatten())
+    torch.testing.assert_close(losses, torch.stack([loss, second]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.objective(losses), loss + config.mtp * second, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        RopeScaling(Scaling.linear, 4.0),
+        RopeScaling(Scaling.llama3, 8.0, original=8192),
+        RopeScaling(Scaling.llama3, 32.0, original=4096, fast=6.0, slow=2.0),
+        RopeScaling(Scaling.yarn, 4.0, original=32768),
+        RopeScaling(Scaling.yarn, 32.0, original=4096, truncate=False),
+        RopeScaling(Scaling.yarn, 8.0, original=2048, fast=16.0, slow=2.0, attention_factor=1.5),
+    ],
+    ids=str,
+)
+def test_longer_sequences_turn_by_the_angles_of_transformers(scaling):
+    rope = pytest.importorskip("transformers.modeling_rope_utils")
+    transformers = pytest.importorskip("transformers")
+    theirs: dict[str, Any] = {"rope_type": scaling.kind.value, "rope_theta": 5e5, "factor": scaling.factor}
+    if scaling.kind is Scaling.yarn:
+        theirs |= {"beta_fast": scaling.fast or 32, "beta_slow": scaling.slow or 1, "truncate": scaling.truncate}
+        theirs |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+    if scaling.kind is Scaling.llama3:
+        theirs |= {"low_freq_factor": scaling.slow or 1.0, "high_freq_factor": scaling.fast or 4.0}
+    if scaling.original:
+        theirs["original_max_position_embeddings"] = scaling.original
+    config = transformers.LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=theirs)
+    expected, factor = rope.ROPE_INIT_FUNCTIONS[scaling.kind.value](config)
+    ours = GPTConfig(n_heads=2, n_embd=256, positions=Positions.rotary, rope_base=5e5, rope_scaling=scaling)
+    torch.testing.assert_close(frequencies(ours), expected, rtol=1e-6, atol=0)
+    assert attention_factor(scaling) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("config", PARTS.values(), ids=PARTS)
+def test_compiled_into_one_graph_a_step_is_the_same(config):
+    torch._dynamo.reset()
+    model = build(replace(config, dropout=0.1), dropout=0.1, computation=Computation(Recompute.block, LossKind.chunked))
+    inputs, targets = tokens()
+    after = further(inputs, targets) if config.mtp else None
+    results = []
+    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        losses = function(inputs, targets, dropout_key=KEY, further=after)
+        model.objective(losses).backward()
+        results.append([losses.detach(), *(p.grad for p in model.parameters())])
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain)
+
+
+@pytest.mark.parametrize("config", PARTS.values(), ids=PARTS)
+def test_recomputation_changes_no_bit(config):
+    inputs, targets = tokens()
+    after = further(inputs, targets) if config.mtp else None
+    results = []
+    for recompute in Recompute:
+        model = build(replace(config, dropout=0.1), dropout=0.1, computation=Computation(recompute))
+        losses = model(inputs, targets, dropout_key=KEY, further=after)
+        model.objective(losses).backward()
+        results.append([losses.detach(), *(p.grad for p in model.parameters())])
+    for other in results[1:]:
+        assert all(a is not None and torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", PARTS.values(), ids=PARTS)
+def test_a_narrow_residual_stream_stays_narrow(config, half):
+    model = build(config, computation=Computation(residual_in_fp32=False))
+    seen: list[torch.dtype] = []
+    for block in model.h:
+        block.register_forward_hook(lambda module, inputs, output: seen.extend([inputs[0].dtype, output[0].dtype]))
+    inputs, targets = tokens()
+    with torch.autocast("cpu", half):
+        loss = model(inputs, targets)
+    assert seen == [half] * 2 * config.n_layers
+    torch.testing.assert_close(loss, model(inputs, targets), rtol=0.03, atol=0)
+
+
+@pytest.mark.parametrize("config", PARTS.values(), ids=PARTS)
+def test_flops_per_token_are_those_that_torch_counts(config):
+    model = build(config, vocab_size=64, computation=Computation(loss=LossKind.plain))
+    inputs, targets = tokens(3, 64)
+    after = further(inputs, targets) if config.mtp else None
+    with FlopCounterMode(display=False) as counter:
+        model.objective(model(inputs, targets, further=after)).backward()
+    assert counter.get_total_flops() == inputs.numel() * flops_per_token(model, T, causal=False)
+
+
+def test_number_of_parameters_is_transformers():
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**shape, num_key_value_heads=2, vocab_size=VOCAB, tie_word_embeddings=False)
+    )
+    assert num_parameters(build(LLAMA)) == theirs.num_parameters()
+    padding = 14 * (2 * 24 + 16)  # of embedding, head and a value embedding of two heads
+    everything = build(EVERYTHING)
+    assert num_parameters(everything) == sum(p.numel() for p in everything.parameters()) - padding
+
+
+@pytest.mark.parametrize("loss", [LossKind.plain, LossKind.chunked])
+def test_padding_rows_stay_zero_in_embedding_and_head(loss):
+    torch.manual_seed(0)
+    model = GPT(EVERYTHING, VOCAB, T, build_attention(AttentionConfig()), Computation(loss=loss))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    inputs, targets = tokens()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.objective(model(inputs, targets, further=further(inputs, targets))).backward()
+        optimizer.step()
+    assert model.wte.weight.shape == model.head.shape == (64, 24)
+    assert not model.wte.weight[VOCAB:].any()
+    assert not model.head[VOCAB:].any()
+    assert model(inputs).shape == (2, T, VOCAB)
+
+
+def test_muon_takes_the_matrices_of_blocks_and_leaves_head_and_embeddings_to_adamw():
+    model = build(EVERYTHING)
+    names = {id(p): name for name, p in model.named_parameters()}
+    hidden = {names[id(matrix)]: rows for matrix, rows in hidden_matrices(model)}
+    blocks = [f"h.{layer}" for layer in range(4)] + ["further.block"]
+    kinds = ("attn.c_attn", "attn.c_gate", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert set(hidden) == {f"{block}.{kind}.weight" for block in blocks for kind in kinds} | {"further.c_join.weight"}
+    assert all(hidden[f"{block}.attn.c_attn.weight"] == [32, 16, 16] for block in blocks)
+
+
+def test_the_second_head_learns_nothing_from_the_end_of_a_row():
+    inputs, targets = tokens()
+    after = further(inputs, targets)
+    assert torch.equal(after.tokens[:, :-1], inputs[:, 1:])
+    assert torch.equal(after.targets[:, :-1], inputs[:, 2:].new_tensor(targets[:, 1:]))
+    assert (after.targets[:, -1] == -100).all()
+    assert after.known == inputs.numel() - len(inputs)
+    part = after.rows(((0, 4), (8, 12)))
+    assert part.tokens.shape == (2, 8)
+    assert part.known == pytest.approx(after.known.item() * 8 / 12)
+
+
+def test_a_vocabulary_may_be_larger_than_the_tokenizers():
+    model = build(replace(GEMMA, vocab_size=70))
+    assert model.vocab_size == 70
+    assert model(tokens()[0]).shape == (2, T, 70)
+    with pytest.raises(ModelError, match=r"model.vocab_size=40 is fewer than the tokenizer's 50 tokens"):
+        build(replace(GEMMA, vocab_size=40))
+
+
+ROTARY = GPTConfig(n_layers=4, n_heads=4, n_embd=32, positions=Positions.rotary)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "sentence"),
+    [
+        (LLAMA, {"mlp_width": 0}, r"model.mlp_width=0 must be at least 1\."),
+        (LLAMA, {"head_dim": 7}, r"heads of 7 channels \(model.head_dim=7\) are odd"),
+        (LLAMA, {"logit_cap": -1.0}, r"model.logit_cap=-1.0 must be above 0, or null\."),
+        (LLAMA, {"norm": Norm.layer, "norm_scale": NormScale.plus_one}, r"set model.norm=rms, or leave it out"),
+        (LLAMA, {"value_embeddings": 2}, r"between 0 and half of model.n_layers=2"),
+        (LLAMA, {"value_residual": True, "n_layers": 1}, r"needs at least two layers"),
+        (LLAMA, {"mtp": -0.1}, r"model.mtp=-0.1 must not be negative"),
+        (EVERYTHING, {"qk_norm": False}, r"model.qk_norm_over=width has no effect without norms; set model.qk_norm=t"),
+        (EVERYTHING, {"bias": True}, r"model.attention_bias=all has no effect with model.bias=true"),
+        (EVERYTHING, {"rope_fraction": 0.3}, None),
+        (EVERYTHING, {"rope_fraction": 0.4}, r"0.4 of heads of 8 channels are no even number; use another"),
+        (EVERYTHING, {"rope_fraction": 1.5}, r"model.rope_fraction=1.5 must be above 0 and at most 1"),
+        (EVERYTHING, {"rope_layers": [True, False, True]}, r"has 3 entries, which do not divide model.n_layers=4"),
+        (EVERYTHING, {"rope_layers": [False]}, r"leaves no layer with positions; use model.positions=none"),
+        (EVERYTHING, {"positions": Positions.none}, r"model.rope_fraction has no effect with model.positions=none"),
+        (ROTARY, {"rope_base": 0.5}, r"model.rope_base=0.5 must be above 1"),
+        (ROTARY, {"rope_scaling": RopeScaling(factor=4.0)}, r"has values and no kind; set model.rope_scaling.kind"),
+        (ROTARY, {"rope_scaling": RopeScaling(Scaling.linear, 0.5)}, r"factor=0.5 must be at least 1"),
+        (ROTARY, {"rope_scaling": RopeScaling(Scaling.linear, 2.0, original=8)}, r"original=8 has no effect with"),
+        (ROTARY, {"rope_scaling": RopeScaling(Scaling.yarn, 2.0)}, r"kind=yarn needs model.rope_scaling.original"),
+        (
+            ROTARY,
+            {"rope_scaling": RopeScaling(Scaling.yarn, 2.0, original=9, fast=1.0, slow=2.0)},
+            r"fast=1.0 must be above model.rope_scaling.slow=2.0",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused_in_one_sentence(config, change, sentence):
+    if sentence is None:
+        build(replace(config, **change))
+    else:
+        with pytest.raises(ModelError, match=sentence):
+            build(replace(config, **change))
+
+
+def test_norms_may_come_after_or_on_both_sides_of_a_sub_layer_under_gpt2s_names():
+    names = {place: {n for n, _ in build(replace(LLAMA, norm_place=place)).named_parameters()} for place in NormPlace}
+    before, after = ({f"h.{i}.ln_{n}{out}.weight" for i in (0, 1) for n in (1, 2)} for out in ("", "_out"))
+    assert names[NormPlace.both] - names[NormPlace.before] == after
+    assert names[NormPlace.both] - names[NormPlace.after] == before
