@@ -55,6 +55,12 @@ stack: setup ## test every supported torch and Python, each in a temporary envir
 	@test -x $(BIN)/nox || $(PIP) --editable '.[stack]'
 	$(BIN)/nox $(if $(ONLY),-k "$(ONLY)")
 
+# For continuous integration, whose other checks use the Triton of a newer torch.
+.PHONY: oldest-triton
+oldest-triton: setup
+	$(PIP) --no-deps --upgrade --target .cache/oldest-triton 'triton==3.6.*'
+	TRITON_INTERPRET=0 PYTHONPATH=.cache/oldest-triton $(BIN)/python -m bench.stack.kernels sm_80 sm_90a
+
 docs: setup ## build the documentation site in docs/_build/html (half a minute)
 	@test -x $(BIN)/sphinx-build || $(PIP) --editable '.[docs]'
 	$(BIN)/python -m learn out=docs/_build/extra/walk.html

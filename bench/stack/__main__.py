@@ -67,7 +67,8 @@ def compile_kernels() -> dict[str, str]:
             capture_output=True,
             text=True,
         )
-        report = json.loads(run.stdout) if run.returncode == 0 else {"refusal": run.stderr.strip().splitlines()[-1]}
+        # LLVM may end the process.
+        report = json.loads(run.stdout) if run.stdout else {"refusal": run.stderr.strip().splitlines()[-1]}
         found[name] = report["refusal"] or f"{report['kernels']} kernels"
         print(f"{name}: {found[name]}", flush=True)
     return found
