@@ -254,10 +254,10 @@ def main(arguments: list[str]) -> None:
 
 
 def too_large(config: EvaluateConfig) -> str:
-    """The sentence for a model or a forward pass that does not fit the memory."""
+    """The sentence for a model or a forward pass that does not fit in memory."""
     length = "" if config.seq_len is None else f" and seq_len={config.seq_len}"
     return (
-        f"The model with batch={config.batch}{length} does not fit the memory of {resolve_device(config.device)}; "
+        f"The model with batch={config.batch}{length} does not fit in the memory of {resolve_device(config.device)}; "
         "use a smaller batch or seq_len, or attention=tiled (on a GPU flash), whose memory is linear in seq_len."
     )
 

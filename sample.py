@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> None:
         prompts = read_prompts(Path(config.prompts).expanduser())
     batch = "" if prompts is None else f" with batch={config.batch}"
     too_large = (
-        f"The model{batch} does not fit the memory of {resolve_device(config.device)}; use a smaller batch, fewer "
+        f"The model{batch} does not fit in the memory of {resolve_device(config.device)}; use a smaller batch, fewer "
         "tokens or another device."
     )
     with oom_guard(too_large):

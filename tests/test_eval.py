@@ -172,7 +172,7 @@ def test_results_are_kept_where_what_comes_after_does_not_fit_the_memory(tmp_pat
     )
     text.write_text("A line of text.\n" * 3_000)
     arguments = ["data=text", f"data.path={text}", "batch=1", "seq_len=50_000"]
-    with cpu_memory_limit(2.0), pytest.raises(UserError, match=r"batch=1 and seq_len=50000 does not fit the memory"):
+    with cpu_memory_limit(2.0), pytest.raises(UserError, match=r"batch=1 and seq_len=50000 does not fit in the memory"):
         evaluated(run, f"tasks={tasks}", *arguments)  # naive attention's scores: 9 GiB a head
     assert list(json.loads((run / "summary.json").read_text())["eval"]) == ["a seq_len=50000"]
     found = evaluated(run, "data=text", f"data.path={text}", "data.max_tokens=9", "seq_len=1_000_000")

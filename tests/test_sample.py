@@ -299,7 +299,7 @@ def test_prompts_that_cannot_be_continued_are_refused_in_one_sentence(run, tmp_p
 
 def test_what_does_not_fit_the_memory_ends_in_one_sentence(run, tmp_path):
     (tmp_path / "prompts.txt").write_text("a\nb\n")
-    with cpu_memory_limit(2.0), pytest.raises(UserError, match="model with batch=9 does not fit the memory of cpu"):
+    with cpu_memory_limit(2.0), pytest.raises(UserError, match="model with batch=9 does not fit in the memory of cpu"):
         main([f"run={run}", f"prompts={tmp_path / 'prompts.txt'}", "batch=9", "tokens=2000000", "device=cpu"])
 
 

@@ -158,7 +158,7 @@ def used_gib() -> float:
 def test_running_out_of_memory_is_in_the_summary(config: Config) -> None:
     config.seq_len = 2048  # whose scores of 16 sequences take 0.5 GiB
     config.training = replace(config.training, batch_size=16, cpu_memory_gib=used_gib() + 0.3)
-    with pytest.raises(OutOfMemory, match=r"attention=naive with seq_len=2048 .* does not fit the memory of cpu"):
+    with pytest.raises(OutOfMemory, match=r"attention=naive with seq_len=2048 .* does not fit in the memory of cpu"):
         run(config, "run")
     stored = summary(Path("run"))
     assert (stored["status"], stored["step"]) == ("out_of_memory", 0)
@@ -169,7 +169,7 @@ def test_running_out_of_memory_is_in_the_summary(config: Config) -> None:
 def test_a_model_that_does_not_fit_is_in_the_summary(config: Config) -> None:
     config.model.n_embd = 4096
     config.training = replace(config.training, cpu_memory_gib=used_gib() + 0.1)
-    with pytest.raises(OutOfMemory, match=r"model\.n_embd=4096 does not fit the memory of cpu"):
+    with pytest.raises(OutOfMemory, match=r"model\.n_embd=4096 does not fit in the memory of cpu"):
         run(config, "run")
     stored = summary(Path("run"))
     assert (stored["status"], stored["attention"], stored["step"], stored["steps"]) == ("out_of_memory", "naive", 0, 8)

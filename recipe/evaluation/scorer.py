@@ -106,7 +106,8 @@ class Scorer:
         return self.model.encode(text).tolist()
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of the two, cut where those of the context alone end. Spaces at its end belong to the continuation."""
+        """Encode both as one text, and split it after as many tokens as the context alone has. Spaces at the end of the
+        context belong to the continuation."""
         kept = context.rstrip()
         whole, first = self._encode(context + continuation), self._encode(kept)
         if not first:
@@ -122,7 +123,7 @@ class Scorer:
         """The score of each (context, continuation) in tokens."""
         longest = self.model.max_length
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        # The longest first: a batch that does not fit the memory is known at once.
+        # The longest first: a batch that does not fit in memory is known at once.
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
         with progress(what, len(order)) as advance:
             for chosen in batched(order, self.batch):

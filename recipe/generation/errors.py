@@ -6,5 +6,5 @@ from recipe.errors import UserError
 
 
 class GenerationError(UserError, ValueError):
-    """Prompts, sampling options or files that cannot be used, or text that does not fit the memory; the message says
+    """Prompts, sampling options or files that cannot be used, or text that does not fit in memory; the message says
     what to change."""

@@ -94,7 +94,7 @@ class FwdBwdModule(nn.Module):
 def differences(a: FwdBwd, b: FwdBwd) -> Differences:
     """The differences of a and b."""
     dtype = accum_dtype(torch.promote_types(a.logits.dtype, b.logits.dtype))
-    # One sequence at a time: copies of all logits in `dtype` may not fit the memory.
+    # One sequence at a time: copies of all logits in `dtype` may not fit in memory.
     logits = torch.stack([(x.to(dtype) - y.to(dtype)).abs().max() for x, y in zip(a.logits, b.logits, strict=True)])
     errors = torch.stack([relative_error(a.gradients[name], b.gradients[name]) for name in b.gradients])
     return Differences(

@@ -135,7 +135,7 @@ class ParityProbe:
         key         of the micro-batch's dropout
         loss_scale  multiplies the loss before the backward pass (fp16), and is divided out again
 
-        Returns `parity/*` as docs/probe.md lists them. If three passes do not fit the memory, it compares fewer
+        Returns `parity/*` as docs/probe.md lists them. If three passes do not fit in memory, it compares fewer
         sequences or fewer tokens, logs that, and reports the size in parity/tokens.
         """
         of = batch.inputs.shape
@@ -210,7 +210,7 @@ class ParityProbe:
     def _reduce_window(self, B: int, T: int, of_B: int, of_T: int) -> None:
         self.window = (B, T)
         log.warning(
-            f"parity: attention={self.config.reference} on {of_B} sequences of {of_T} tokens does not fit the memory; "
+            f"parity: attention={self.config.reference} on {of_B} sequences of {of_T} tokens does not fit in memory; "
             f"comparing {B} of {T}."
         )
 

@@ -196,7 +196,7 @@ def notes_on(run_set: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
         if isinstance(probed, list) and math.prod(probed) < math.prod(whole):  # older runs wrote text
             notes.append(
                 f"{run.called}: the probe compared {probed[0]} x {probed[1]} of {whole[0]} x {whole[1]} tokens, "
-                "because the reference's scores of all did not fit the memory."
+                "because the reference's scores of all did not fit in memory."
             )
         notes += [sentence] if (sentence := ending(run)) else []
     return notes

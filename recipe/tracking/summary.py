@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ENVIRONMENT = ("device", "versions", "git")
-TRAIN_COLOUR, VAL_COLOUR, INK, GRID = "#8da9c4", "#c8553d", "#333333", "#e6e6e6"
 
 
 def environment(device: torch.device, device_count: int = 1) -> dict[str, Any]:
@@ -66,15 +66,18 @@ def draw_loss_curve(records: list[dict[str, Any]], path: Path, title: str) -> No
     """Draw train and validation loss over steps as PNG. Values that are not finite leave a gap."""
     from matplotlib.figure import Figure  # half a second to import, too long for the start of a run
 
+    from recipe.drawing import COLOURS
+
+    colours = {role: light for role, (light, _) in COLOURS.items()}
     train, val = _series(records, "train/loss"), _series(records, "val/loss")
     figure = Figure(figsize=(7.2, 4.2), dpi=144, layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(*train, color=TRAIN_COLOUR, linewidth=1.0, label="training")
-    axes.plot(*val, color=VAL_COLOUR, linewidth=1.8, marker="o", markersize=3.5, label="validation")
+    axes.plot(*train, color=colours["muted"], linewidth=1.0, label="training")
+    axes.plot(*val, color=colours["other-0"], linewidth=1.8, marker="o", markersize=3.5, label="validation")
     finite = [(loss, step) for step, loss in zip(*val, strict=True) if math.isfinite(loss)]
     if finite:
-        _note_lowest(axes, *min(finite))
-    _style(axes, title)
+        _note_lowest(axes, *min(finite), colours["other-0"])
+    _style(axes, title, colours)
     temporary = path.with_name(f".{path.name}.partial")
     figure.savefig(temporary, format="png")
     temporary.replace(path)
@@ -85,22 +88,22 @@ def _series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[f
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _note_lowest(axes: Axes, loss: float, step: int) -> None:
+def _note_lowest(axes: Axes, loss: float, step: int, colour: str) -> None:
     # A validation curve leaves the space above its lowest point free.
-    axes.annotate(f"{loss:.4f}", (step, loss), xytext=(0, 8), textcoords="offset points", ha="center", color=VAL_COLOUR)
+    axes.annotate(f"{loss:.4f}", (step, loss), xytext=(0, 8), textcoords="offset points", ha="center", color=colour)
 
 
-def _style(axes: Axes, title: str) -> None:
+def _style(axes: Axes, title: str, colours: Mapping[str, str]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_title(title, loc="left", fontsize=10, color=INK)
-    axes.set_xlabel("step", color=INK)
-    axes.set_ylabel("loss (nats per token)", color=INK)
+    axes.set_title(title, loc="left", fontsize=10, color=colours["ink"])
+    axes.set_xlabel("step", color=colours["ink"])
+    axes.set_ylabel("loss (nats per token)", color=colours["ink"])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.grid(color=GRID, linewidth=0.8)
+    axes.grid(color=colours["grid"], linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#999999")
-    axes.tick_params(colors=INK, length=0)
+    axes.spines[["left", "bottom"]].set_color(colours["muted"])
+    axes.tick_params(colors=colours["ink"], length=0)
     axes.margins(x=0.02, y=0.1)
     axes.legend(frameon=False, loc="upper right")

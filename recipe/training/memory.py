@@ -33,8 +33,8 @@ def oom_guard(sentence: str) -> Iterator[None]:
 def too_large_model(model: GPTConfig, device: torch.device) -> str:
     """The sentence for a model that does not fit even without training."""
     return (
-        f"A model with model.n_layers={model.n_layers} and model.n_embd={model.n_embd} does not fit the memory of "
-        f"{device} with its gradients and moments; choose smaller ones, or a device with more memory."
+        f"A model with model.n_layers={model.n_layers} and model.n_embd={model.n_embd} does not fit in the memory of "
+        f"{device} with gradients and optimizer state; choose smaller ones, or a device with more memory."
     )
 
 
@@ -44,7 +44,7 @@ def too_large_step(trainer: Trainer) -> str:
     linear = "an attention whose memory is linear in seq_len (attention=flash on a GPU, tiled or sdpa), "
     return (
         f"attention={model.attend.name} with seq_len={model.seq_len} and training.batch_size={training.batch_size} "
-        f"does not fit the memory of {trainer.device}; use {linear if model.attend.name == 'naive' else ''}"
+        f"does not fit in the memory of {trainer.device}; use {linear if model.attend.name == 'naive' else ''}"
         "training.recompute=block, or a smaller training.batch_size with training.batch_tokens to keep the tokens of a "
         "step."
     )
