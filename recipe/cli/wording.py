@@ -88,6 +88,8 @@ def expected(key: str) -> str:
         return LISTS[kind]
     if get_origin(kind) is list:
         return "a list with an entry for each layer, such as [{window:1024},{}]"
+    if get_origin(kind) is dict:
+        return "a mapping, such as {name:value}"
     if issubclass(kind, Enum):
         return "one of " + ", ".join(member.name for member in kind)
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
