@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.arena.cases import SEEDS, SWEEPS
+
 MOST_MINUTES = 9.0
 NANOGPT = Path(".cache/nanoGPT")
 
@@ -157,6 +159,7 @@ PARTS = (
     runs("default", 5, count=0),
     runs("optimizers:cpu", 7, count=0),
     runs("first-ablation", 5, count=0),
+    *(Part(f"arena-{case}", f"bench.arena {case}", "arena", MOST_MINUTES, 0, kernels=()) for case in (*SEEDS, *SWEEPS)),
     Part("generate-cpu", "bench.generate --device cpu", "generate", 1, 0, kernels=()),
 )
 

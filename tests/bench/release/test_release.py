@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.arena.cases import SEEDS, SWEEPS
 from bench.experiments.cases import EXPERIMENTS
 from bench.kernels import GROUPS, kernel_digests
 from bench.machine import ROOT, device_name
@@ -44,7 +45,7 @@ def test_the_command_of_a_part_is_accepted_and_writes_its_result_file(part: Part
     if torch.cuda.is_available():
         pytest.skip("it would measure")
     if part.gpus == 0:
-        assert module == "bench.generate" or arguments[0] in EXPERIMENTS
+        assert module == "bench.generate" or arguments[0] in {*EXPERIMENTS, *SEEDS, *SWEEPS}
         return
     if part.needs.endswith("nanoGPT"):
         monkeypatch.setattr(Path, "is_file", lambda path: True)

@@ -1,0 +1,171 @@
+"""How often the arena is right, and what its sweeps say at toy size, recorded in bench/results/arena-<device>.json.
+
+    python -m bench.arena itself                     400 runs of one configuration, as sweeps of an arm against itself
+    python -m bench.arena planted                    a learning rate that is a little worse, with the same seeds
+    python -m bench.arena ladder -- data=text data.path=input.txt
+    python -m bench.arena rankings --folder multirun/2026-11-20/10-00-00 --record
+
+Each trains in .cache/arena/<case>, or in --folder, what is not done there yet, and then records a row: the losses or
+the verdicts, the overrides, and the commits of the runs. --record trains nothing. Words after -- are further overrides
+of all runs. bench/arena/cases.py lists the cases.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.arena.cases import SEEDS, SWEEPS
+from bench.arena.sweeps import Losses, against_itself, drawn_against_itself, drawn_pairs, verdicts
+from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
+from bench.runs import python
+from recipe.arena.plan import read_plan
+from recipe.ladder.plan import read_ladder
+from recipe.report.arena.page import as_json as arena_json
+from recipe.report.arena.results import compare_arms
+from recipe.report.ladder.page import as_json as ladder_json
+from recipe.report.ladder.results import rungs_of
+from recipe.report.runs import Run, find_runs
+
+MARGIN = 0.005
+SEEDS_ITSELF, SEEDS_PLANTED = 5, 8
+SIMULATED = 100_000
+CACHE = Path(".cache/arena")
+
+
+def train_seeds(folder: Path, last: int, overrides: Sequence[str]) -> None:
+    """Train a configuration in folder/<seed> with each seed, from 1 on, that is not done yet."""
+    from recipe.cli.compose import composed, to_config
+    from recipe.config import register
+    from recipe.sweeps import launcher
+    from recipe.sweeps.jobs import Job
+    from train import train
+
+    register()
+    launcher.register()
+    for seed in range(1, last + 1):
+        run, given = folder / str(seed), [*overrides, f"seed={seed}"]
+        if Job(seed, (), run, 0).status == "completed":
+            continue
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "metrics.jsonl").unlink(missing_ok=True)
+        train(to_config(composed(given)), run, given)
+
+
+def completed(folder: Path) -> dict[int, Run]:
+    """The completed runs in a folder by their seed."""
+    return {run.seed: run for run in find_runs([folder]).runs if run.status == "completed"}
+
+
+def losses_of(runs: dict[int, Run], seeds: Sequence[int]) -> Losses:
+    return np.array([runs[seed].final("val/loss") for seed in seeds], np.float64)
+
+
+def origin(runs: Sequence[Run]) -> Row:
+    """The overrides without the seed, and the commits, of runs."""
+    overrides = [word for word in runs[0].overrides if word.split("=")[0] not in ("seed", "data.path", "data.cache")]
+    return {"overrides": overrides, "commits": sorted({run.commit for run in runs})}
+
+
+def itself(folder: Path) -> Row:
+    """Sweeps of an arm against itself: those that were run, and those that are drawn from their losses."""
+    runs = completed(folder)
+    seeds = sorted(runs)
+    losses = losses_of(runs, seeds)
+    return {
+        "case": "itself",
+        **origin(list(runs.values())),
+        "seeds": SEEDS_ITSELF,
+        "run": verdicts(*against_itself(losses, SEEDS_ITSELF), MARGIN)._asdict(),
+        "drawn": verdicts(*drawn_against_itself(losses, SEEDS_ITSELF, SIMULATED), MARGIN)._asdict(),
+        "losses": [round(loss, 5) for loss in losses.tolist()],
+    }
+
+
+def planted(folder: Path) -> Row:
+    """An arm with a known effect: sweeps that were run, each pair used once, and sweeps of drawn pairs."""
+    theirs, ours = completed(folder / "0"), completed(folder / "1")
+    seeds = sorted(ours.keys() & theirs.keys())
+    arm, base = losses_of(ours, seeds), losses_of(theirs, seeds)
+    whole = len(seeds) // SEEDS_PLANTED * SEEDS_PLANTED
+    run = verdicts(arm[:whole].reshape(-1, SEEDS_PLANTED), base[:whole].reshape(-1, SEEDS_PLANTED), MARGIN)
+    return {
+        "case": "planted",
+        **origin(list(ours.values())),
+        "baseline": origin(list(theirs.values()))["overrides"],
+        "seeds": SEEDS_PLANTED,
+        "effect": float((arm - base).mean() / base.mean()),
+        "deviation": float((arm - base).std(ddof=1) / base.mean()),
+        "pairs": len(seeds),
+        "run": run._asdict(),
+        "drawn": verdicts(*drawn_pairs(arm, base, SEEDS_PLANTED, SIMULATED), MARGIN)._asdict(),
+    }
+
+
+def sweep(name: str, folder: Path) -> Row:
+    """The results of an arena or a ladder, as its report has them. Raises SystemExit for another folder."""
+    runs = find_runs([folder]).runs
+    plan, ladder = read_plan(folder), read_ladder(folder)
+    row: Row = {"case": name, **origin(runs), "runs": len(runs)}
+    row["wall_s"] = sum(float(run.summary.get("wall_time_s") or 0.0) for run in runs)
+    if plan:
+        arena = compare_arms(plan, runs)
+        probes = {arm: last_of_probes(list(found.runs.values())) for arm, found in arena.arms.items()}
+        return row | {"arms": plan.arms, "arena": plain(arena_json(arena)), "probes": probes}
+    if ladder:
+        return row | {"arms": ladder.arms, "ladder": plain(ladder_json(ladder, rungs_of(ladder, runs)))}
+    raise SystemExit(f"error: {folder} is neither an arena nor a ladder; name the folder of one.")
+
+
+def last_of_probes(runs: Sequence[Run]) -> dict[str, float]:
+    """The means over the runs of what their probes measured at the end."""
+    names = sorted({name for run in runs for name in run.metrics if name.startswith("probe/")})
+    ends = {name: [run.series(name).last() for run in runs] for name in names}
+    return {name: float(np.mean([value for value in values if value is not None])) for name, values in ends.items()}
+
+
+def plain(value: Any) -> Any:
+    """As a report's JSON has it."""
+    from recipe.files import to_json
+
+    return json.loads(to_json(value))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is not done of a case, and record its row."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    words, further = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    parser = command_line("bench.arena", __doc__, "arena")
+    parser.add_argument("case", choices=(*SEEDS, *SWEEPS))
+    parser.add_argument("--folder", type=Path, help=".cache/arena/<case>")
+    parser.add_argument("--record", action="store_true", help="train nothing")
+    args = parser.parse_args(words)
+    folder = args.folder or CACHE / args.case
+    if not args.record:
+        measure(args.case, folder, further)
+    row = {"itself": itself, "planted": planted}[args.case](folder) if args.case in SEEDS else sweep(args.case, folder)
+    head = measurement(command_of(parser, given), torch.device("cpu"))
+    with Recorder(result_file(args.name, head["device"], args.results), ("case",), head) as recorder:
+        recorder.add(row)
+    print(json.dumps({key: value for key, value in row.items() if key != "losses"}, indent=1))
+
+
+def measure(case: str, folder: Path, further: Sequence[str]) -> None:
+    """Train what is not done of a case. Exits where its sweep fails."""
+    if case in SEEDS:
+        for n, overrides in enumerate(SEEDS[case].configurations):
+            place = folder / str(n) if len(SEEDS[case].configurations) > 1 else folder
+            train_seeds(place, SEEDS[case].seeds, [*overrides.split(), *further])
+    elif python(["train.py", *shlex.split(SWEEPS[case]), *further, f"hydra.sweep.dir={folder}"]):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

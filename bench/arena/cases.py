@@ -1,0 +1,45 @@
+"""The sweeps that bench.arena measures, by name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+QUIET = (
+    "tracking=disabled device=cpu training.checkpoint_every=0 training.sample_tokens=0 schedule.warmup_steps=20 "
+    "training.log_every=10"
+)
+TOY = "model.n_layers=2 model.n_embd=64 model.n_heads=4 seq_len=64 training.batch_size=8 training.steps=300"
+TINY = (
+    "model.n_layers=2 model.n_embd=32 model.n_heads=2 seq_len=32 training.batch_size=16 training.steps=100 "
+    "training.eval_every=100"
+)
+
+
+class Seeds(NamedTuple):
+    """One configuration, or two, trained with many seeds in one process."""
+
+    seeds: int
+    configurations: tuple[str, ...]
+
+
+SEEDS = {
+    "itself": Seeds(400, (f"{QUIET} {TOY} training.eval_every=50",)),
+    "planted": Seeds(24, (f"{QUIET} {TINY} optimizer.lr=1e-3", f"{QUIET} {TINY} optimizer.lr=9.75e-4")),
+}
+SWEEPS = {
+    "equivalents": (
+        "experiment=arena 'arena.arms=naive: attention=naive | tiled: attention=tiled | flash: attention=flash | "
+        "window: score=window score.window=32' arena.seeds=2 arena.looks=1 arena.lr=[] seq_len=32 model.n_layers=1 "
+        "model.n_embd=32 model.n_heads=2 training.batch_size=2 training.steps=20 training.eval_every=20 "
+        "training.eval_batches=4 training.time_attention=false"
+    ),
+    "rankings": (
+        "experiment=arena 'arena.arms=causal | alibi | sinks | qk_norm | soft_cap: score=soft_cap score.soft_cap=15' "
+        "arena.seeds=4 arena.looks=1 arena.lr=[] seq_len=64 model.n_layers=2 model.n_embd=64 training.batch_size=8"
+    ),
+    "recall-needle": "experiment=recall data=needle arena.seeds=2 training.steps=300",
+    "ladder": (
+        "experiment=ladder arena.seeds=2 ladder.width=16 ladder.head=16 seq_len=64 training.batch_size=4 "
+        "training.steps=150"
+    ),
+}

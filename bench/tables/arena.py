@@ -1,0 +1,114 @@
+"""docs/arena.md: how often the arena is right, and what its sweeps say at toy size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bench.markdown import table
+from bench.record import Row
+from bench.tables.blocks import Rows, block
+from recipe.wording import percent
+
+
+def of_case(rows: Rows, case: str) -> Row | None:
+    return next((row for row in rows if row["case"] == case), None)
+
+
+@block("arena-checks", "cpu:arena")
+def checks(rows: Rows) -> str:
+    """Sweeps of an arm against itself, a planted effect, and implementations of one score."""
+    lines = []
+    if row := of_case(rows, "itself"):
+        for name, how in (("run", "run"), ("drawn", "drawn from their losses")):
+            counts = row[name]
+            wrong = counts["better"] + counts["worse"]
+            lines.append([
+                f"an arm against itself, {row['seeds']} seeds: {counts['sweeps']:,} sweeps, {how}",
+                f"{wrong:,} *better* or *worse* ({100 * wrong / counts['sweeps']:.1f} %)", "at most 5 %",
+            ])  # fmt: skip
+    if row := of_case(rows, "planted"):
+        for name, how in (("run", "run"), ("drawn", "drawn from their pairs")):
+            counts = row[name]
+            lines.append([
+                f"a learning rate that is {percent(row['effect'])} worse, {row['seeds']} seeds: {counts['sweeps']:,} "
+                f"sweeps, {how}", f"{counts['worse']:,} *worse* ({100 * counts['worse'] / counts['sweeps']:.1f} %)",
+                "90 %",
+            ])  # fmt: skip
+    if row := of_case(rows, "equivalents"):
+        for arm, verdict in row["arena"]["arms"].items():
+            label = "a window as long as the row" if arm == "window" else f"{arm}, the same score"
+            lines.append([
+                f"{label}, against naive: 1 sweep of {len(row['arena']['seeds'])} seeds",
+                f"*{verdict['verdict']}* ({signed(verdict['difference'])})", "*equivalent*",
+            ])  # fmt: skip
+    return table(["", "measured", "wanted"], lines)
+
+
+def signed(value: float) -> str:
+    return "0" if value == 0 else f"{value:+.1g}" if abs(value) < 1e-4 else f"{value:+.4f}"
+
+
+def interval(bounds: Any) -> str:
+    return f"{bounds[0]:+.4f} to {bounds[1]:+.4f}"
+
+
+PUBLISHED = {
+    "alibi": "better at short lengths (Press et al. 2022)",
+    "sinks": "no worse (Xiao et al. 2024; gpt-oss)",
+    "qk_norm": "as good or better, at higher learning rates (Henry et al. 2020)",
+    "soft_cap": "as good (Gemma 2)",
+}
+
+
+@block("arena-rankings", "cpu:arena")
+def rankings(rows: Rows) -> str:
+    """The verdicts on published changes beside what their papers say."""
+    row = of_case(rows, "rankings")
+    if row is None:
+        return "Not measured yet."
+    arena = row["arena"]
+    lines = [
+        [
+            f"`{arm}`", PUBLISHED.get(arm, ""), f"*{one['verdict']}*", signed(one["difference"]),
+            interval(one["interval_at_level"]),
+        ]
+        for arm, one in arena["arms"].items()
+    ]  # fmt: skip
+    return table(["arm", "published", "verdict here", "difference", "corrected 95 % interval"], lines)
+
+
+@block("arena-recall", "cpu:arena")
+def recall(rows: Rows) -> str:
+    """The accuracy on the needle at the trained length and beyond it."""
+    row = of_case(rows, "recall-needle")
+    if row is None:
+        return "Not measured yet."
+    probes: Mapping[str, Mapping[str, float]] = row["probes"]
+    names = ["probe/needle", *(f"probe/needle_x{n}" for n in (2, 4, 8))]
+    lines = [
+        [f"`{arm}`", *(f"{100 * values[name]:.0f} %" if name in values else "" for name in names)]
+        for arm, values in probes.items()
+    ]
+    return table(["right answers", "64 tokens, as trained", "128", "256", "512"], lines)
+
+
+@block("arena-ladder", "cpu:arena")
+def ladder(rows: Rows) -> str:
+    """The prediction of the next size beside what was measured."""
+    row = of_case(rows, "ladder")
+    if row is None:
+        return "Not measured yet."
+    lines = []
+    for arm, one in row["ladder"]["arms"].items():
+        largest, last = one["sizes"][-1], one["measured"]
+        if not one["predicted"] or not last:
+            continue
+        loss, low, high, _ = one["predicted"]
+        mean = sum(last["losses"].values()) / len(last["losses"])
+        lines.append([
+            f"`{arm}`", f"{one['sizes'][0]['parameters']:,.0f} to {largest['parameters']:,.0f}",
+            f"{last['parameters']:,.0f}", f"{loss:.4f} ({low:.4f} to {high:.4f})", f"{mean:.4f}",
+            f"{mean - loss:+.4f}, {'inside' if one['inside'] else 'outside'}",
+        ])  # fmt: skip
+    return table(["arm", "parameters, fitted", "predicted size", "predicted loss", "measured", "difference"], lines)
