@@ -15,7 +15,7 @@ def test_verdicts_of_many_sweeps_are_those_of_each() -> None:
     rng = np.random.default_rng(3)
     baseline = 2.0 + rng.normal(0, 0.01, (60, 6))
     arm = baseline + rng.normal(0, 0.004, (60, 6)) + rng.choice([-0.03, 0.0, 0.03], (60, 1))
-    each = Counter()
+    each = Counter[str]()
     for ours, theirs in zip(arm, baseline, strict=True):
         low, high = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
         margin = 0.005 * theirs.mean()
