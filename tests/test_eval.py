@@ -348,6 +348,13 @@ def test_a_folder_in_hugging_faces_format_runs_no_code(run, tmp_path, monkeypatc
     assert not Path("ran.txt").exists()
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_folder_without_a_tokenizer_is_called_so_whatever_its_model(tmp_path, kind):
+    write(tmp_path / "config.json", [{"model_type": kind}])
+    with pytest.raises(UserError, match=r"has no tokenizer; put the model's own tokenizer\.json there"):
+        eval.main([f"run={tmp_path}", "tasks=questions.jsonl", "device=cpu"])
+
+
 def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tmp_path):
     pytest.importorskip("lm_eval")
     pytest.importorskip("transformers")
