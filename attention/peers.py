@@ -219,6 +219,10 @@ def check_kernels(
     instead: Option,
 ) -> None:
     """Raise UnsupportedAttention unless FlashAttention's kernels support this head size and dtype on this device."""
+    if device.type != "cuda" or torch.version.hip:
+        raise UnsupportedAttention(
+            f"{{}} needs an NVIDIA GPU and the device is {device}; choose {{}}.", chosen, Option("attention", "tiled")
+        )
     if dtype not in (torch.bfloat16, torch.float16):
         raise UnsupportedAttention(
             f"{{}} takes bf16 or fp16, not {dtype}; choose one of these, or {{}}.", chosen, instead
@@ -226,10 +230,6 @@ def check_kernels(
     if head_dim > 256 or head_dim % 8:
         raise UnsupportedAttention(
             f"{{}} takes head sizes up to 256 that are multiples of 8, not {head_dim}; choose {{}}.", chosen, instead
-        )
-    if device.type != "cuda" or torch.version.hip:
-        raise UnsupportedAttention(
-            f"{{}} needs an NVIDIA GPU and the device is {device}; choose {{}}.", chosen, Option("attention", "tiled")
         )
     major, minor = gpu.capability(device)
     if major not in capabilities:
