@@ -19,6 +19,7 @@ from torch import Tensor
 from ..dropout.kernel import drop, dropped_tile, load_key
 from .call import KernelCall
 from .configs import Blocks, choose
+from .formula import Place, kernel_inputs
 from .score import (
     LOG2_E,
     alibi_bias,
@@ -84,6 +85,7 @@ class Scores(NamedTuple):
     """What turns q k^T into weights, for one head. Zeros stand for what MODE does not have.
 
     scale_log2, slope2  scale and slope times log2(e)
+    formula    a Terms
     pos        positions
     interval   of the keys that each query of the tile sees, or of the queries that see each key
     key        dropout's counters
@@ -94,14 +96,34 @@ class Scores(NamedTuple):
     pos: Any
     interval: Any
     key: Any
+    formula: Any
+
+
+class Terms(NamedTuple):
+    """What a formula's scores are computed from, for one head: `vectors` are those of the rows that a program keeps."""
+
+    given: Any
+    scale: Any
+    i_b: Any
+    i_h: Any
+    head: Any
+    vectors: Any
 
 
 @triton.jit
-def load_scores(scale_log2, pos, interval, inputs, i_b, i_h, MODE: tl.constexpr):
-    """The `Scores` of query head i_h of sequence i_b."""
+def load_scores(scalars, pos, interval, inputs, i_b, i_h, o_rows, OF_KEYS: tl.constexpr, MODE: tl.constexpr):
+    """The `Scores` of query head i_h of sequence i_b, for a program that keeps the queries, or keys, o_rows."""
     slope2 = tl.load(inputs.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
     key = load_key(inputs.key, i_b, i_h) if MODE.threshold else 0
-    return Scores(scale_log2, slope2, pos, interval, key)
+    formula = 0
+    if MODE.formula is not None:
+        head = MODE.formula.head(inputs.formula, i_b, i_h)
+        if OF_KEYS:
+            vectors = MODE.formula.column(inputs.formula, i_b, i_h, o_rows[:, None], pos.S)
+        else:
+            vectors = MODE.formula.row(inputs.formula, i_b, i_h, o_rows[:, None], pos.T)
+        formula = Terms(inputs.formula, scalars.scale, i_b, i_h, head, vectors)  # type: ignore[assignment]
+    return Scores(scalars.scale_log2, slope2, pos, interval, key, formula)
 
 
 @triton.jit
@@ -122,7 +144,13 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, 
     b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
     o_m, o_columns = i_m + tl.arange(0, BM), tl.arange(0, BN)[None, :]
     b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_m + pos.offset, pos, MODE) if MODE.alibi else None
-    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+    if MODE.formula is not None:
+        f = scores.formula
+        place = Place(f.i_b, f.i_h, o_m[:, None], (i_n + tl.arange(0, BN))[None, :], pos)
+        column = MODE.formula.column(f.given, f.i_b, f.i_h, place.o_n, pos.S)
+        b_s, b_slope = MODE.formula.slope(b_s, f.scale, f.head, f.vectors, column, f.given, place, MODE.exact)
+    else:
+        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     b_p = tl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2[:, None])
     if MASKED:
         o_n = (i_n + tl.arange(0, BN))[None, :]
@@ -130,6 +158,11 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, 
     if THRESHOLD:
         b_dp = drop(b_dp, dropped_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, False))
     b_ds = times_derivative(b_p * (b_dp - b_delta[:, None]), b_tanh, MODE)
+    if MODE.formula is not None and MODE.formula.has_slope:
+        b_ds = b_ds * b_slope
+        if MASKED:  # a derivative may have no value where a query does not see a key
+            o_n = (i_n + tl.arange(0, BN))[None, :]
+            b_ds = tl.where(sees_key(o_m[:, None], o_n, scores.interval, pos, MODE), b_ds, 0.0)
     return dot(b_ds.to(b_k.dtype), b_k, b_dq, MODE)
 
 
@@ -161,7 +194,7 @@ def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, BLOCKS: tl.constexpr,
 
     pos = locate(T, S, inputs, scalars, i_b, i_bh, 1)
     interval = key_interval(o_m, pos, MODE) if MODE.bounded or MODE.offsets else 0
-    scores = load_scores(scalars.scale_log2, pos, interval, inputs, i_b, i_h, MODE)
+    scores = load_scores(scalars, pos, interval, inputs, i_b, i_h, o_m, False, MODE)
     if MODE.alibi:
         b_lse2 += alibi_row_bias(scores.slope2, o_m, i_m + pos.offset, pos, MODE)
     b_rows = (load_tile(q, i_b, i_h, i_m, BM, BD), b_do, b_lse2, b_delta)
@@ -204,7 +237,14 @@ def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.conste
     b_bias = alibi_bias(slope2, o_m[None, :], o_rows, i_n, i_n, pos, MODE) if MODE.alibi else None
     if MODE.alibi:
         b_lse2 += alibi_row_bias(slope2, o_m, i_n, pos, MODE)
-    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+    if MODE.formula is not None:
+        f = scores.formula
+        place = Place(f.i_b, f.i_h, o_m[None, :], o_n[:, None], pos)
+        row = MODE.formula.row(f.given, f.i_b, f.i_h, place.o_m, pos.T)
+        b_s, b_slope = MODE.formula.slope(b_s, f.scale, f.head, row, f.vectors, f.given, place, MODE.exact)
+        b_lse2 = tl.where(o_m < pos.T, b_lse2, float("inf"))  # beyond the end, scores may be anything
+    else:
+        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     b_p = tl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2[None, :])
     if MASKED:
         if MODE.bounded or MODE.offsets:
@@ -212,6 +252,8 @@ def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.conste
             b_p = tl.where((o_m[None, :] >= first[:, None]) & (o_m[None, :] < end[:, None]), b_p, 0.0)
         else:
             b_p = tl.where(o_n[:, None] <= o_m[None, :] + pos.offset, b_p, 0.0)
+    if MODE.formula is not None and MODE.formula.has_slope:
+        b_slope = tl.where(b_p > 0, b_slope, 0.0)  # it may have no value where a query does not see a key
     b_p_kept = b_p.to(b_q.dtype)
     if THRESHOLD:
         b_p_kept = drop(b_p_kept, b_drop)
@@ -221,9 +263,14 @@ def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.conste
     if THRESHOLD:
         # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
         b_ds = times_derivative(b_p_kept.to(tl.float32) * b_dp - b_p * b_delta[None, :], b_tanh, MODE)
+        if MODE.formula is not None and MODE.formula.has_slope:
+            b_ds = b_ds * b_slope
     else:
         # The derivative meets p and not ds, so that tanh leaves the registers before dp arrives.
-        b_ds = times_derivative(b_p, b_tanh, MODE) * (b_dp - b_delta[None, :])
+        b_p = times_derivative(b_p, b_tanh, MODE)
+        if MODE.formula is not None and MODE.formula.has_slope:
+            b_p = b_p * b_slope
+        b_ds = b_p * (b_dp - b_delta[None, :])
     b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, MODE)
     return b_dk, b_dv
 
@@ -255,7 +302,7 @@ def dkdv_kernel(
     # Beyond the last query, q and do read as zeros and add nothing.
     m_start, m_full_start, m_full_end, m_end = seeing_queries(i_n, pos, BLOCKS, MODE)
     for i_h in range(i_kv * G, i_kv * G + G):
-        scores = load_scores(scalars.scale_log2, pos, interval, inputs, i_b, i_h, MODE)
+        scores = load_scores(scalars, pos, interval, inputs, i_b, i_h, i_n + tl.arange(0, BN), True, MODE)
         queries = Queries(q, do, lse2, delta, i_b, i_h, i_b * H + i_h)
         # One loop with a branch for tiles that need a mask, or one loop for those and one for the others. With dropout
         # a second copy of the loop costs registers that the mask needs.
@@ -299,7 +346,7 @@ def launch_dq(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         tiles(x.do, blocks.q, mode.columns),
         tiles(x.dq, blocks.q, mode.columns),
         Rows(x.lse2, x.delta),
-        call.inputs,
+        kernel_inputs(call, T, x.k.shape[2]),
         launch_scalars(call, head_group_size(B * H, x.k[0, 0], H // x.k.shape[1])),
         BLOCKS=blocks,
         MODE=mode,
@@ -320,7 +367,7 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         tiles(x.dv, blocks.k, mode.columns),
         row_tiles(x.lse2, T, blocks.q),
         row_tiles(x.delta, T, blocks.q),
-        call.inputs,
+        kernel_inputs(call, T, x.k.shape[2]),
         launch_scalars(call, head_group_size(B * H_kv, x.q[0, : H // H_kv])),
         BLOCKS=blocks,
         MODE=mode,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,7 @@ class Mode(NamedTuple):
     horizon   whether tiles beyond ALiBi's horizon are skipped
     offsets   whether the last query stands elsewhere than at the last key
     fixed_max whether a row's maximum over one tile is used for all, as a soft cap keeps exp(s) from overflowing
+    formula   a Code of formula.py; None where scores are changed by no formula
     exact     whether scores are of fp32, and are changed without approximation
     precision of the products of fp32 numbers, "ieee" or "tf32"
     columns   of a tile: the head size, rounded up
@@ -94,6 +95,7 @@ class Mode(NamedTuple):
     offsets: bool
     soft_cap: float | None
     alibi: bool
+    formula: Any
     sinks: bool
     threshold: int
     fixed_max: bool

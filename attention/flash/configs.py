@@ -99,7 +99,7 @@ TABLES = {"hopper": HOPPER, "older": OLDER, "fp32": FP32, **HOPPER_SCORES}
 
 def kind_of_scores(spec: Spec) -> str:
     """The table of HOPPER_SCORES that a call's scores ask for, or "plain"."""
-    if spec.score.soft_cap is not None:
+    if spec.score.soft_cap is not None or spec.score.formula is not None:  # formulas were not timed
         return "soft_cap"
     if spec.bounded:
         return "bounded"

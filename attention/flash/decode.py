@@ -12,9 +12,11 @@ from torch import Tensor
 from .. import gpu
 from ..decode.cache import Cache
 from ..gpu import INTERPRET, NAMESPACE
+from ..score import Layout
 from ..spec import Inputs, Spec
-from .call import Mode
+from .call import KernelCall, Mode
 from .decode_kernel import JOINED_COLUMNS, UNIT, Given, Partial, Results, decode_kernel, join_kernel
+from .formula import kernel_inputs, with_row_terms
 from .score import LOG2_E
 from .tiles import kernel_mode, strided
 
@@ -62,12 +64,13 @@ def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tenso
     """q (B, H, T, D) against a Cache to out (B, H, T, D) and lse (B, H, T).
 
     cache   k, v, lengths and pages, as Cache has them
-    inputs  slopes and sinks, (H,) fp32, where the score has them
+    inputs  slopes and sinks, (H,) fp32, where the score has them, and a formula's numbers
     spec    the text of a Spec
     """
     k, v, lengths, pages = Cache(*cache)  # type: ignore[arg-type]
     (B, H, T, D), H_kv, known = q.shape, k.shape[1], Spec.read(spec)
     out, lse = q.new_empty(B, H, T, D), q.new_empty(B, H, T, dtype=torch.float32)
+    call = KernelCall(known, Inputs.of(known, inputs))
     mode, window = kernel_mode(known, D, q.dtype), known.score.window
     G = H // H_kv
     blocks = choose_blocks(G * T, D, mode)
@@ -85,7 +88,7 @@ def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tenso
         decode_kernel[(H_kv * n_m, n_splits, B)](
             *(strided(x) for x in (q, k, v)),
             Results(out, lse, partial),
-            Given(lengths, pages, Inputs.of(known, inputs)),
+            Given(lengths, pages, kernel_inputs(call, T, capacity, Layout(lengths=lengths))),
             known.scale * LOG2_E.value,
             G,
             T,
@@ -109,7 +112,7 @@ def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tenso
                 launch_pdl=early,
                 enable_fp_fusion=True,
             )
-    return out, lse
+    return out, with_row_terms(lse, call)
 
 
 flash_decode = torch.library.custom_op(f"{NAMESPACE}::flash_decode", run_decode, mutates_args=())

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .formula import Place
 from .score import (
     LOG2_E,
     Positions,
@@ -162,6 +163,9 @@ def decode_kernel(
     p_q = q.pointer + tl.cast(i_b, tl.int64) * q.stride_b + o_h.to(tl.int64) * q.stride_h + o_t * q.stride_t
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < q.shape[3])[None, :], other=0.0)
     slope2 = tl.load(given.inputs.slopes + o_h, mask=m_row, other=0.0)[:, None] * LOG2_E if MODE.alibi else None
+    if MODE.formula is not None:
+        head = MODE.formula.head(given.inputs.formula, i_b, o_h[:, None])
+        row = MODE.formula.row(given.inputs.formula, i_b, o_h[:, None], o_t[:, None], T)
     factor = log2_factor(scale_log2, MODE)
     p_pages = given.pages
     if PAGE is not None:
@@ -183,7 +187,14 @@ def decode_kernel(
         if MODE.alibi:
             o_own = (o_t + pos.offset)[:, None]
             b_bias = alibi_bias(slope2, o_t[:, None], tl.arange(0, BN)[None, :], i_n, o_own, pos, MODE)
-        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE) * factor
+        if MODE.formula is not None:
+            f_given, o_heads = given.inputs.formula, o_h[:, None]
+            place = Place(i_b, o_heads, o_t[:, None], (i_n + tl.arange(0, BN))[None, :], pos)
+            column = MODE.formula.column(f_given, i_b, o_heads, place.o_n, capacity)
+            scale = scale_log2 / LOG2_E
+            b_s = MODE.formula.value(b_s, scale, head, row, column, f_given, place, MODE.exact) * factor
+        else:
+            b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE) * factor
         if (i_n >= n_full_end) | (i_n < n_full_start):
             o_n = i_n + tl.arange(0, BN)
             b_s = tl.where((o_n[None, :] >= first[:, None]) & (o_n[None, :] < end[:, None]), b_s, -float("inf"))

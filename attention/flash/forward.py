@@ -19,6 +19,7 @@ from torch import Tensor
 from ..dropout.kernel import drop, dropped_tile, load_key
 from .call import KernelCall
 from .configs import Blocks, choose
+from .formula import Place, kernel_inputs
 from .score import (
     LEAST_MAXIMUM,
     LOG2_E,
@@ -81,6 +82,9 @@ def forward_kernel(q, k, v, out, rows, inputs, scalars, BLOCKS: tl.constexpr, MO
         l = tl.full([BM], 1.0, tl.float32)
         if MODE.alibi:
             m += b_row_bias
+    if MODE.formula is not None:
+        head = MODE.formula.head(inputs.formula, i_b, i_h)
+        row = MODE.formula.row(inputs.formula, i_b, i_h, o_m[:, None], T)
     scale_log2 = scalars.scale_log2
     factor = log2_factor(scale_log2, MODE)
     for i_n in tl.range(n_start, n_end, BN, num_stages=STAGES):
@@ -92,7 +96,12 @@ def forward_kernel(q, k, v, out, rows, inputs, scalars, BLOCKS: tl.constexpr, MO
         b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
         o_columns = tl.arange(0, BN)[None, :]
         b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_reference, pos, MODE) if MODE.alibi else None
-        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+        if MODE.formula is not None:
+            place = Place(i_b, i_h, o_m[:, None], (i_n + tl.arange(0, BN))[None, :], pos)
+            column = MODE.formula.column(inputs.formula, i_b, i_h, place.o_n, S)
+            b_s = MODE.formula.value(b_s, scalars.scale, head, row, column, inputs.formula, place, MODE.exact)
+        else:
+            b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
         if (i_n < n_full_start) | (i_n >= n_full_end) if MODE.bounded else i_n >= n_full_end:
             o_n = (i_n + tl.arange(0, BN))[None, :]
             b_s = tl.where(sees_key(o_m[:, None], o_n, interval, pos, MODE), b_s, -float("inf"))
@@ -158,7 +167,7 @@ def forward(
         tiles(v, blocks.k, mode.columns),
         tiles(out, blocks.q, mode.columns),
         Rows(lse, lse2),
-        call.inputs,
+        kernel_inputs(call, T, S),
         launch_scalars(call, head_group_size(B * H, k[0, 0], H // k.shape[1])),
         BLOCKS=blocks,
         MODE=mode,

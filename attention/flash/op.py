@@ -22,11 +22,14 @@ from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE
 from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
 from ..spec import Inputs, Spec
 from .call import KernelCall, Problem
+from .recognise import recognised, with_options
 
 if HAS_TRITON:
     import triton
 
     from .decode import flash_decode, run_decode
+    from .formula import readable, with_row_terms
+    from .formula_gradients import learned_gradients
     from .horizon import find_horizons
     from .paths import PATHS, choose_path, describe_path, no_fp8_gradients
     from .tiles import addressable, rows_like
@@ -104,6 +107,7 @@ def run_forward(
         q, k, v = addressable(q), addressable(k), addressable(v)
         path = PATHS[choose_path(call.problem(q, k), backward=False)]
         lse, lse2 = path.forward(q, k, v, out, call)
+        lse = with_row_terms(lse, call)
     return out, lse, lse2
 
 
@@ -116,7 +120,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
-    """The gradients of q, k and v, as `empty_gradients` lays them out, and where there are sinks theirs.
+    """The gradients of q, k and v, as `empty_gradients` lays them out, of what a formula learns, and of the sinks.
 
     saved  q, k, v, out, lse2 and the inputs of `run_forward`
     """
@@ -128,7 +132,8 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k
         q, k, v = addressable(q), addressable(k), addressable(v)
         path = PATHS[choose_path(call.problem(q, k), backward=True)]
         dsinks = path.backward(do, q, k, v, out, lse2, dq_dk_dv, call)
-    return gradients if dsinks is None else [*gradients, dsinks]
+        learned = learned_gradients((q, k, v, out, lse2), addressable(do), call)
+    return [*gradients, *learned, *([] if dsinks is None else [dsinks])]
 
 
 flash_backward = torch.library.custom_op(f"{NAMESPACE}::flash_backward", run_backward, mutates_args=())
@@ -137,8 +142,11 @@ flash_backward = torch.library.custom_op(f"{NAMESPACE}::flash_backward", run_bac
 @flash_backward.register_fake
 def _(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> list[Tensor]:
     q, k, v, _out, _lse, *inputs = saved
-    sinks = Inputs.of(Spec.read(spec), inputs).sinks
-    return [*empty_gradients(q, k, v), *([] if sinks is None else [torch.empty_like(sinks)])]
+    known = Spec.read(spec)
+    given = Inputs.of(known, inputs)
+    learned = [given.formula[number] for number in known.learned]
+    others = [*learned, *([] if given.sinks is None else [given.sinks])]
+    return [*empty_gradients(q, k, v), *(x.new_empty(x.shape) for x in others)]
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -177,10 +185,11 @@ def _gradients(ctx: Any, do: Tensor | None, run: Callable[..., list[Tensor]]) ->
     none: list[Any] = [None] * len(inputs)
     if do is None:
         return [None, None, None], none
-    gradients = run(do, ctx.saved_tensors, *ctx.rest)
-    names = Spec.read(ctx.rest[0]).inputs()
-    if "sinks" in names:
-        none[names.index("sinks")] = gradients.pop()
+    gradients, spec = run(do, ctx.saved_tensors, *ctx.rest), Spec.read(ctx.rest[0])
+    if "sinks" in spec.inputs():
+        none[spec.computed + spec.inputs().index("sinks")] = gradients.pop()
+    for number in reversed(spec.learned):
+        none[number] = gradients.pop()
     return [*split_qkv_grad(gradients, q, k)], none
 
 
@@ -214,7 +223,7 @@ class FlashAttention(Attention):
 
     name = "flash"
     options = frozenset({"allow_tf32", "path", "precision"})
-    supports = FEATURES - {"formula"}
+    supports = FEATURES
     exact = True
 
     def check(self, shape: AttentionShape) -> None:
@@ -240,7 +249,7 @@ class FlashAttention(Attention):
         drops = self.dropout > 0 and precision == "inputs"  # fp8 only evaluates
         specs = [
             Spec(
-                score,
+                with_options(score),
                 scale=1.0,
                 documents=shape.documents,
                 threshold=drop_threshold(self.dropout) if drops else 0,
@@ -252,8 +261,22 @@ class FlashAttention(Attention):
         return [Problem(spec, shape.head_dim, shape.dtype, T, T, capability) for spec in specs]
 
     def prepare(self, q: Tensor, call: Call, S: int) -> tuple[Tensor, Call]:
-        """A formula alone: the kernels know the soft cap and ALiBi."""
-        return (q, call) if call.spec.score.formula is None else super().prepare(q, call, S)
+        """A formula alone: the kernels know the soft cap and ALiBi, and recognise their formulas."""
+        score = call.spec.score
+        if score.formula is None:
+            return q, call
+        known, found = with_options(score), recognised(str(score.formula))
+        if found is None:
+            q, call = super().prepare(q, call, S)
+            return q, call._replace(spec=call.spec._replace(score=known))
+        if found.slopes is not None:
+            slopes = call.tensors[found.slopes]
+            if (
+                not score.causal or slopes.requires_grad or slopes.shape != (q.shape[1],)
+            ):  # the options' kernels give it no gradient
+                return super().prepare(q, call, S)
+            call = call._replace(tensors=call.tensors | {"slopes": slopes})
+        return q, call._replace(spec=call.spec._replace(score=known))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         compiling = torch.compiler.is_compiling()
@@ -273,6 +296,7 @@ class FlashAttention(Attention):
             **of_kernels(call),
             starts=bounds(layout.document_starts),
             ends=bounds(layout.document_ends),
+            formula=readable(spec, call.formula) if call.formula else None,
         )
         q, k, v = prepared(q), prepared(k), prepared(v)
         text = spec.text()
@@ -296,7 +320,7 @@ class FlashAttention(Attention):
         out, lse = (flash_decode if compiling else run_decode)(
             q if q.stride(-1) == 1 else q.contiguous(),
             [*cache],
-            Inputs(**of_kernels(call)).present(),
+            Inputs(**of_kernels(call), formula=readable(call.spec, call.formula) if call.formula else None).present(),
             call.spec.text(),
         )
         return AttentionOutput(out, lse)

@@ -203,7 +203,9 @@ def log2_factor(scale_log2, MODE: tl.constexpr):
 
     The kernels take the maximum before they multiply, and the product becomes part of the exponent's subtraction.
     """
-    if MODE.alibi:
+    if MODE.formula is not None:
+        factor = MODE.formula.factor * LOG2_E
+    elif MODE.alibi:
         factor = 1.0
     elif MODE.soft_cap is not None:
         factor = MODE.soft_cap * LOG2_E

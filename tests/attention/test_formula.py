@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from attention import AttentionConfig, Cache, Score, UnsupportedAttention, build_attention
+from attention import Attention, AttentionConfig, Cache, Score, UnsupportedAttention, build_attention
 from attention.errors import FormulaError
+from attention.flash.formula import written
 from attention.formula import tanh, where
 from attention.formula.parse import parse, show
 from attention.formula.trace import trace
-from tests.attention.formulas import FORMULAS, KINDS, assert_right, draw
+from attention.interface import Call
+from tests.attention.formulas import FORMULAS, KINDS, Problem, assert_right, draw
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled"])
@@ -24,6 +28,70 @@ def test_a_formula_gives_what_python_gives_of_its_text_with_all_gradients(name):
     for number, text in enumerate(FORMULAS):
         problem = draw(rng, text, KINDS[number % len(KINDS)], longest=33)
         assert_right(problem, build_attention(replace(options, dropout=problem.dropout)))
+
+
+def test_the_kernels_give_what_python_gives_of_a_formulas_text_with_all_gradients():
+    """One formula for each way in which its numbers are stored and their gradients summed."""
+    rng = random.Random(0)
+    kinds = {
+        "s + g[h, j] * tanh(s) + row[h, i]": "documents",
+        "s + bias[h, min(abs(i - j), 31)]": "full",
+        "s + grid[max(i // 7 - j // 7, -40) + 40, h]": "more queries",
+        "s + x[b, h, i] * y[b, h, j]": "offset",
+        "s + pair[h, i, j]": "window",
+        "s * sqrt(i + 1) - log(i - j + 1) * d[h]": "square",
+    }
+    for text, kind in kinds.items():
+        problem = draw(rng, text, kind, longest=33)
+        assert_right(problem, build_attention(AttentionConfig("flash", dropout=problem.dropout)))
+
+
+@pytest.mark.parametrize(
+    ("text", "score"), [("0.5 * s", Score()), ("2 * tanh(s / 2)", Score(soft_cap=2.0)), ("s + sin(s)", None)]
+)
+def test_a_compiled_call_recognises_what_an_eager_one_does(text, score):
+    q, seen = torch.randn(1, 1, 9, 16), []
+    attend = build_attention(AttentionConfig("flash"))
+    run = attend.prepare
+
+    def prepare(*given: Any) -> tuple[torch.Tensor, Call]:
+        seen.append(run(*given)[1].spec.score)
+        return run(*given)
+
+    with mock.patch.object(attend, "prepare", prepare):
+        torch.compile(attend, fullgraph=True, backend="eager")(q, q, q, score=Score(formula=text))
+    assert seen[-1] == (score or Score(formula=text))
+
+
+def test_the_kernels_recognise_a_soft_cap_and_alibi():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    attend, slopes = build_attention(AttentionConfig("flash")), torch.tensor([0.25, 0.5])
+    by_option = attend(q, k, v, score=Score(soft_cap=2.0, alibi=True), slopes=slopes).out
+    by_formula = attend(q, k, v, score=Score(formula="2 * tanh(s / 2) - m[h] * (i - j)"), m=slopes).out
+    assert torch.equal(by_formula, by_option)
+
+
+def test_the_log_sum_exp_counts_what_is_the_same_along_a_row():
+    problem = replace(draw(random.Random(5), "s + c[h, i] - c[h, j]", "square", longest=33), dropout=0.0)
+    for name in ("naive", "tiled", "flash"):
+        attend = build_attention(AttentionConfig(name))
+        lse = attend(
+            problem.q,
+            problem.k,
+            problem.v,
+            score=problem.score,
+            sinks=problem.sinks,
+            tensors=problem.tensors,
+            return_lse=True,
+        ).lse
+        torch.testing.assert_close(lse, problem.lse().float(), rtol=1e-5, atol=1e-5)
+
+
+def test_two_formulas_of_one_shape_have_functions_of_different_names():
+    """Triton's cache on disk knows a nested function by its name alone."""
+    codes = [written(Score(formula=text)).code for text in ("s + sin(s)", "s + cos(s)")]
+    assert len({code.value.__name__ for code in codes if code is not None}) == 2
 
 
 def test_flex_takes_a_formula_as_its_function_of_the_scores():
@@ -108,7 +176,7 @@ def test_a_formula_beside_an_option_that_it_replaces_is_refused():
         attend(q, q, q, score=Score(formula="s + 1 / (1 + i - j)"))
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled"])
+@pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
 @pytest.mark.parametrize("text", ["s * log(n + 1)", "s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]"])
 def test_a_cache_gives_what_whole_sequences_give(name, text):
     torch.manual_seed(0)
@@ -133,13 +201,19 @@ def test_a_cache_gives_what_whole_sequences_give(name, text):
 def test_gradients_of_learned_tensors_are_the_same_in_every_repeat():
     problem = draw(random.Random(0), "s + bias[h, min(abs(i - j), 31)]", "square")
     attend = build_attention(AttentionConfig("tiled", dropout=problem.dropout))
+    assert_same(problem, attend)
+
+
+def assert_same(problem: Problem, attend: Attention) -> None:
+    """All results of a problem are the same bits twice."""
     first, second = (problem.computed(attend, torch.float32) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_compiled_call_has_no_break_and_gives_the_same():
+@pytest.mark.parametrize("name", ["tiled", "flash"])
+def test_a_compiled_call_has_no_break_and_gives_the_same(name):
     problem = replace(draw(random.Random(3), "s + g[h, j] * tanh(s) + row[h, i]", "square"), dropout=0.0)
-    attend = build_attention(AttentionConfig("tiled"))
+    attend = build_attention(AttentionConfig(name))
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     want, got = problem.computed(attend, torch.float32), problem.computed(compiled, torch.float32)
     for key in want:

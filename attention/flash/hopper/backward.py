@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .. import tiles as plain
 from ..backward import sinks_gradient
 from ..call import KernelCall
+from ..formula import kernel_inputs
 from ..score import LOG2_E, locate
 from .backward_pipeline import HALF, PARTS, WIDTH, allocate, next_tile
 from .backward_roles import mask_drawer, producer, writer
@@ -287,7 +288,8 @@ def backward(
     if T > S or call.spec.offsets:  # a query tile may then see no key tile that would write its dq
         dq.zero_()
     do = plain.addressable(do)
-    in_products, biased = blocks.rows_in_products, slopes is not None
+    # A formula gives rows beyond the end any scores: their lse2 must be infinite, which `delta_kernel` sees to.
+    in_products, biased = blocks.rows_in_products, slopes is not None or call.inputs.formula is not None
     n_rows = n_m * blocks.q
     rows = Rows(
         lse2=q.new_empty(B, H, n_rows, dtype=torch.float32) if biased and not in_products else None,
@@ -329,7 +331,7 @@ def backward(
         else row_tiles(lse2, T, blocks.q),
         None if in_products else row_tiles(rows.delta, T, blocks.q),
         matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
-        KernelArguments(counters, call.inputs, scalars),
+        KernelArguments(counters, kernel_inputs(call, T, S), scalars),
         CONFIG=Config(blocks, plain.mode_of(call, q)),
         num_warps=8,
         enable_fp_fusion=True,

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..formula import Place
 from ..score import (
     alibi_bias,
     change_scores,
@@ -96,13 +97,24 @@ def weights(
     # Of the half's first query: `delta_kernel` adds to lse2 what the others' bias differs by.
     own = half.i_half + pos.offset
     b_bias = alibi_bias(slope2, o_m[None, :], o_rows[:, None], i_n, own, pos, MODE) if MODE.alibi else None
-    b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+    b_slope = 1.0
+    if MODE.formula is not None:
+        given = program.inputs.formula
+        place = Place(tile.i_b, queries.i_h, o_m[None, :], (i_n + o_rows)[:, None], pos)
+        head = MODE.formula.head(given, tile.i_b, queries.i_h)
+        row = MODE.formula.row(given, tile.i_b, queries.i_h, place.o_m, pos.T)
+        column = MODE.formula.column(given, tile.i_b, queries.i_h, place.o_n, pos.S)
+        b_s, b_slope = MODE.formula.slope(b_s, program.scalars.scale, head, row, column, given, place, False)
+    else:
+        b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     if is_cut:
         b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], pos, MODE), b_s, -float("inf"))
     b_lse2 = 0.0 if BLOCKS.rows_in_products else half.lse2.load(LAYOUT)
     b_p = gl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2)
     b_p_kept = gl.convert_layout(b_p.to(half.q.dtype), P_LAYOUT)
     b_p = times_derivative(b_p, b_tanh, MODE)  # so that tanh leaves the registers
+    if MODE.formula is not None and MODE.formula.has_slope:
+        b_p = gl.where(b_p > 0, b_p * b_slope, 0.0)  # it may have no value where a query does not see a key
     if THRESHOLD:
         if BLOCKS.mask_drawer:
             wait_full(program.barriers.words_full, stage_of(queries.i_step, BLOCKS.stages))
@@ -119,7 +131,7 @@ def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.co
     if MODE.threshold:
         # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
         b_kept = gl.convert_layout(b_p_kept, LAYOUT)
-        if MODE.soft_cap is not None:
+        if MODE.soft_cap is not None or (MODE.formula is not None and MODE.formula.has_slope):
             b_ds32 = b_p * (gl.where(b_kept != 0.0, b_dp, 0.0) - b_delta)
         else:
             b_ds32 = b_kept.to(gl.float32) * b_dp - b_p * b_delta

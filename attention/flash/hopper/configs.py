@@ -76,7 +76,7 @@ class BackwardBlocks(NamedTuple):
 def forward_blocks(problem: Problem) -> ForwardBlocks:
     """The forward's shape for a call with a head size that it supports."""
     head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
-    alibi, soft_cap = score.alibi, score.soft_cap is not None
+    alibi, soft_cap = score.alibi, score.soft_cap is not None or score.formula is not None
     if head_dim > 128:
         return ForwardBlocks(
             consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, ping_pong=False, out_in_q=True
@@ -111,10 +111,10 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
 def backward_blocks(problem: Problem) -> BackwardBlocks:
     """The backward's shape for a call with a head size that it supports."""
     head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
-    alibi, soft_cap = score.alibi, score.soft_cap is not None
-    # lse2 and delta cannot come with their products where a soft cap changes s, or dropout dp, in between. Below 1,024
-    # keys it takes longer to write them as operands than it saves. At head size 64 they take the place of the next keys
-    # in shared memory.
+    alibi, soft_cap = score.alibi, score.soft_cap is not None or score.formula is not None
+    # lse2 and delta cannot come with their products where a soft cap, a formula or dropout changes s or dp in between.
+    # Below 1,024 keys it takes longer to write them as operands than it saves. At head size 64 they take the place of
+    # the next keys in shared memory.
     rows = not (dropout or soft_cap) and (length >= 1024 if head_dim > 64 else alibi)
     if head_dim > 64:
         return BackwardBlocks(
@@ -137,5 +137,8 @@ def is_faster(problem: Problem, backward: bool) -> bool:
     """
     columns = next(columns for columns in (64, 128, 256) if problem.head_dim <= columns)
     faster_from = FASTER_FROM.get((columns, problem.dropout, backward), {})
-    kinds = problem.spec.features() & {"alibi", "soft_cap", "window", "documents"} or {"causal"}
+    features = problem.spec.features()
+    if "formula" in features:  # not timed: as a soft cap, which also changes every score
+        features |= {"soft_cap"}
+    kinds = features & {"alibi", "soft_cap", "window", "documents"} or {"causal"}
     return all(problem.length >= faster_from.get(kind, math.inf) for kind in kinds)

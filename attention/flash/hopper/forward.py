@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..call import KernelCall
+from ..formula import kernel_inputs
 from ..forward import without_keys
 from ..score import locate
 from ..tiles import Rows, head_group_size, launch_scalars, mode_of, rows_like, swizzle
@@ -126,7 +127,7 @@ def forward(
         tiles(v, blocks.k, blocks.columns),
         tiles(out, ROWS.value, blocks.columns),
         Rows(lse, lse2),
-        call.inputs,
+        kernel_inputs(call, T, S),
         None if alone else torch.zeros(1, dtype=torch.int32, device=q.device),
         launch_scalars(call, head_group_size(B * H, k[0, 0], H // H_kv)),
         BLOCKS=blocks,

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from ..formula import Place
 from ..score import (
     LOG2_E,
     alibi_bias,
@@ -33,6 +34,7 @@ class Queries(NamedTuple):
     slope2      of ALiBi, times log2(e)
     slopes      slope2 as an operand, where ALiBi's biases come with the product
     key         dropout's counters
+    formula     a Terms
     """
 
     b_q: Any
@@ -43,6 +45,18 @@ class Queries(NamedTuple):
     slope2: Any
     slopes: Any
     key: Any
+    formula: Any
+
+
+class Terms(NamedTuple):
+    """What a formula's scores are computed from, for the queries of one consumer."""
+
+    given: Any
+    scale: Any
+    i_b: Any
+    i_h: Any
+    head: Any
+    row: Any
 
 
 @gluon.jit
@@ -58,7 +72,13 @@ def load_queries(b_q, program, i_m, i_b, i_h, LAYOUT: gl.constexpr, MODE: gl.con
     slopes = 0
     if bias_in_product(MODE.alibi, MODE.soft_cap):
         slopes = split_slope(slope2 / scalars.scale_log2, gl.DotOperandLayout(0, LAYOUT, 2))
-    return Queries(b_q, i_m, pos, interval, scalars.scale_log2, slope2, slopes, key)
+    formula = 0
+    if MODE.formula is not None:
+        o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+        head = MODE.formula.head(inputs.formula, i_b, i_h)
+        row = MODE.formula.row(inputs.formula, i_b, i_h, o_m, sizes.T)
+        formula = Terms(inputs.formula, scalars.scale, i_b, i_h, head, row)  # type: ignore[assignment]
+    return Queries(b_q, i_m, pos, interval, scalars.scale_log2, slope2, slopes, key, formula)
 
 
 @gluon.constexpr_function
@@ -117,7 +137,12 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
     pos, i_m, scale_log2 = queries.pos, queries.i_m, queries.scale_log2
     o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     o_columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))[None, :]
-    if not bias_in_product(MODE.alibi, MODE.soft_cap):  # else the product has left the changed scores
+    if MODE.formula is not None:
+        f = queries.formula
+        place = Place(f.i_b, f.i_h, o_m, i_n + o_columns, pos)
+        column = MODE.formula.column(f.given, f.i_b, f.i_h, place.o_n, pos.S)
+        b_s = MODE.formula.value(b_s, f.scale, f.head, f.row, column, f.given, place, False)
+    elif not bias_in_product(MODE.alibi, MODE.soft_cap):  # else the product has left the changed scores
         b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
         # ALiBi's bias of a column, whatever the tile: registers that stay. `alibi_shift` is what a tile has besides.
         b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, pos, MODE) if MODE.alibi else None

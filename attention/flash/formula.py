@@ -1,0 +1,313 @@
+"""Scores by formula in Triton: source text that a formula's plan is written as, and the functions that it defines.
+
+A kernel calls the functions of its constant MODE.formula, a `Code`. The text is readable: `describe` gives it, and the
+functions' names end in a digest of it, because Triton's cache on disk knows a nested function by its name alone.
+
+    head, row, column   load the hoisted numbers of a head, of rows and of columns: before a kernel's loops, or in them
+    value               the score of q k^T
+    slope               value, and its derivative by s
+    weights             value, and its derivatives by all that the formula is computed from
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formula import operations as ops
+from ..formula.call import visible_distances
+from ..formula.derivative import derivatives
+from ..formula.graph import Node, is_number, leaf, topological
+from ..formula.parse import show
+from ..formula.plan import Plan, placeholder, plan
+from ..score import Layout, Score
+from ..spec import Inputs, Spec
+from . import score as kernel_score
+from .call import KernelCall
+
+
+class Code(NamedTuple):
+    """A formula's functions in Triton, as a kernel's constant.
+
+    factor     the score is this number, which is positive, times `value`
+    has_slope  whether the derivative by s is anything but 1
+    """
+
+    head: Any
+    row: Any
+    column: Any
+    value: Any
+    slope: Any
+    weights: Any
+    factor: float
+    has_slope: bool
+
+
+class Place(NamedTuple):
+    """Where a tile of scores stands: sequence, query head, Positions, and rows and columns that broadcast to it."""
+
+    i_b: Any
+    i_h: Any
+    o_m: Any
+    o_n: Any
+    pos: Any
+
+
+class Written(NamedTuple):
+    """A formula as kernels compute it.
+
+    code      its functions; None where kernels compute nothing
+    text      of the functions
+    entering  the numbers of the inputs on which the kernels' scores depend
+    """
+
+    code: Code | None
+    text: str
+    entering: frozenset[int]
+
+
+def kernel_value(p: Plan, sinks: bool) -> Node:
+    """The score without the terms that are the same along a row, which cancel in the softmax unless there are sinks."""
+    value = p.score
+    if p.row is not None and sinks:
+        value = ops.add(value, placeholder(p.hoisted[p.row]))
+    return value if p.column is None else ops.add(value, placeholder(p.hoisted[p.column]))
+
+
+@lru_cache(maxsize=1024)
+def written(score: Score) -> Written:
+    """The functions of a score's formula."""
+    assert score.formula is not None
+    p = plan(str(score.formula), score.causal, score.window)
+    value = kernel_value(p, score.sinks)
+    if value is leaf("s"):
+        return Written(None, "", frozenset())
+    factor = 1.0
+    if value.op == "mul" and is_number(value.args[0]) and value.args[0].value > 0:
+        factor, value = value.args[0].value, value.args[1]
+    inputs = [*map(placeholder, p.hoisted), *p.tables]
+    slope, *weights = (ops.multiply(factor, x) for x in derivatives(value, [leaf("s"), *inputs]))
+    entering = frozenset(k for k, x in enumerate(weights) if not is_number(x, 0.0))
+    writer = Writer(p)
+    title = show(p.formula)
+    parts = [writer.loads(stage, f"{title}: the hoisted numbers of a {stage}") for stage in ("head", "row", "column")]
+    parts += [
+        writer.function("value", [value], f"{title}: the score, divided by {factor!r}"),
+        writer.function("slope", [value, slope], f"{title}: the score, divided by {factor!r}; its derivative by s"),
+        writer.function("weights", [value, *weights], f"{title}: the score, divided by {factor!r}; its derivatives"),
+    ]
+    text = "\n\n".join(parts)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    functions = compiled(text.replace("@", f"_{digest}"), digest)
+    code = Code(**functions, factor=factor, has_slope=not is_number(slope, 1.0))
+    return Written(code, text.replace("@", ""), entering)
+
+
+def compiled(text: str, digest: str) -> dict[str, Any]:
+    """The functions that a text defines, by name."""
+    file = f"<formula {digest}>"
+    text = "\n".join(f"JIT\n{line}" if line.startswith("def ") else line for line in text.splitlines())
+    text = text.replace("JIT", "@triton.jit") + "\n"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    module = ModuleType(f"formula_{digest}")
+    vars(module).update(triton=triton, tl=tl, tanh_of=tanh_of, tl_tanh=kernel_score.tanh, given_index=given_index)
+    exec(compile(text, file, "exec"), vars(module))
+    names = ("head", "row", "column", "value", "slope", "weights")
+    return {name: vars(module)[f"{name}_{digest}"] for name in names}
+
+
+@triton.jit
+def tanh_of(x, EXACT: tl.constexpr):
+    """tanh in fp32; off by 2^-11 of itself unless EXACT."""
+    if kernel_score.INTERPRET or EXACT:
+        b_x = kernel_score.tanh(x)
+    else:
+        asm: tl.constexpr = "tanh.approx.f32 $0, $1;"
+        b_x = tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return b_x
+
+
+@triton.jit
+def given_index(x, size):
+    """x, moved into 0 to size - 1, with 64 bits: what is read lies in the tensor, whatever a hidden pair asks for."""
+    return tl.minimum(tl.maximum(x, 0), size - 1).to(tl.int64)
+
+
+class Writer:
+    """Writes functions of a plan. A tensor is (pointer, integers as `unspecialised` has them), see `arguments`."""
+
+    def __init__(self, p: Plan) -> None:
+        self.plan = p
+        self.numbers = {x.node: k for k, x in enumerate(p.hoisted)}
+        self.tables = {x: k for k, x in enumerate(p.tables)}
+        self.places: dict[str, list[int]] = {
+            stage: [k for k, x in enumerate(p.hoisted) if x.stage == stage] for stage in ("head", "row", "column")
+        }
+
+    def loads(self, stage: str, meaning: str) -> str:
+        """The function that loads the hoisted numbers of a stage, in their order."""
+        index, extra = {"head": ("", ""), "row": ("o", ", o, size"), "column": ("o", ", o, size")}[stage]
+        lines = [f"def {stage}@(given, i_b, i_h{extra}):", f'    """{meaning}."""']
+        names = []
+        for k in self.places[stage]:
+            start = f"tl.cast(i_b, tl.int64) * (given[{k}][1] >> 2) + i_h * (given[{k}][2] >> 2)"
+            tail = f" + {index}, mask={index} < size, other=0.0" if index else ""
+            lines.append(f"    x{k} = tl.load(given[{k}][0] + ({start}){tail})")
+            names.append(f"x{k}")
+        # A tuple of one would be taken for its entry; an empty one is no value in Triton.
+        return "\n".join([*lines, f"    return ({', '.join([*names, '0', '0'][: max(2, len(names))])})"])
+
+    def function(self, name: str, outputs: Sequence[Node], meaning: str) -> str:
+        """A function of q k^T that returns `outputs`, as a tuple if there are several."""
+        lines = [
+            f"def {name}@(qk, scale, head, row, column, given, place, EXACT: tl.constexpr):",
+            f'    """{meaning}."""',
+        ]
+        nodes = topological(outputs)
+        if any(x.op in ("leaf", "load") and x is not leaf("s") for x in nodes) or any(
+            x.op == "hoisted" and self.plan.hoisted[self.numbers[x.value]].stage in ("distance", "pair") for x in nodes
+        ):
+            lines.append("    i_b, i_h, o_m, o_n, pos = place")
+            lines.append("    i, j = o_m + (pos.offset + pos.k_start), o_n + pos.k_start")
+        written: dict[Node, str] = {}
+        for n, x in enumerate(nodes):
+            if x.op == "mul" and x.args[1] is leaf("s") and is_number(x.args[0]):
+                text = f"qk * (scale * {x.args[0].value!r})"
+            elif x.op == "div" and x.args[0] is leaf("s") and is_number(x.args[1]):
+                text = f"qk * (scale / {x.args[1].value!r})"
+            else:
+                text = self.expression(x, [written.get(y, "") for y in x.args])
+            if x.op in ("number",) or text.isidentifier() or (x.op == "hoisted" and text.endswith("]")):
+                written[x] = text
+            else:
+                written[x] = f"y{n}"
+                lines.append(f"    y{n} = {text}")
+        results = [written[x] for x in outputs]
+        result = results[0] if len(results) == 1 else f"({', '.join(results)})"
+        return "\n".join([*lines, f"    return {result}"])
+
+    def expression(self, x: Node, a: list[str]) -> str:
+        """One operation of the names of its arguments."""
+        match x.op:
+            case "number":
+                return f"({x.value!r})" if x.value < 0 else repr(x.value)
+            case "leaf":
+                return {"s": "qk * scale", "h": "i_h", "b": "i_b"}.get(x.value, x.value)
+            case "hoisted":
+                return self.hoisted(self.numbers[x.value])
+            case "load":
+                return self.entry(self.tables[x] + len(self.plan.hoisted), x, a)
+            case "real":
+                return f"tl.cast({a[0]}, tl.float32)"
+            case "neg":
+                return f"-{a[0]}"
+            case "not":
+                return f"~({a[0]})"
+            case "pow":
+                return " * ".join([a[0]] * x.value)
+            case "exp" | "log" | "sqrt" | "sin" | "cos" | "abs":
+                return f"tl.{x.op}({a[0]})"
+            case "tanh":
+                return f"tanh_of({a[0]}, EXACT)"
+            case "sigmoid":
+                return f"1.0 / (1.0 + tl.exp(-{a[0]}))"
+            case "floor":
+                return f"tl.floor({a[0]}).to(tl.int32)"
+            case "mod":  # of the sign that Python gives it
+                return f"({a[0]} % {a[1]} + {a[1]}) % {a[1]}"
+            case "floordiv":
+                return f"({a[0]} - ({a[0]} % {a[1]} + {a[1]}) % {a[1]}) // {a[1]}"
+            case "min" | "max":
+                return f"tl.{x.op}imum({a[0]}, {a[1]})"
+            case "where":
+                return f"tl.where({a[0]}, {a[1]}, {a[2]})"
+        return f"{a[0]} {SIGNS[x.op]} {a[1]}"
+
+    def hoisted(self, k: int) -> str:
+        """The number k of the hoisted ones."""
+        stage = self.plan.hoisted[k].stage
+        if stage in self.places:
+            return f"{stage}[{self.places[stage].index(k)}]"
+        start = f"given[{k}][0] + tl.cast(i_b, tl.int64) * (given[{k}][1] >> 2) + i_h * (given[{k}][2] >> 2)"
+        if stage == "distance":
+            return f"tl.load({start} + given_index(i - j - (given[{k}][4] >> 2), given[{k}][3] >> 2))"
+        row, column = f"given_index(o_m, given[{k}][4] >> 2)", f"given_index(o_n, given[{k}][5] >> 2)"
+        return f"tl.load({start} + {row} * (given[{k}][3] >> 2) + {column})"
+
+    def entry(self, k: int, x: Node, index: list[str]) -> str:
+        """The entry of a table: its pointer, the batch's stride, and the stride and size of each index."""
+        text = f"given[{k}][0] + tl.cast(i_b, tl.int64) * (given[{k}][1] >> 2)"
+        for n, y in enumerate(index):
+            text += f" + given_index({y}, given[{k}][{2 * n + 3}] >> 2) * (given[{k}][{2 * n + 2}] >> 2)"
+        return f"tl.load({text}).to(tl.float32)"
+
+
+SIGNS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "lt": "<",
+    "le": "<=",
+    "eq": "==",
+    "ne": "!=",
+    "and": "&",
+    "or": "|",
+}
+
+
+def kernel_inputs(call: KernelCall, T: int, S: int, layout: Layout | None = None) -> Inputs:
+    """The inputs of a call of T queries and S keys as kernels get them: of each of a formula's tensors a pointer and
+    whole numbers. `layout` is that of a cache.
+
+    All of these tensors (B or 1, H or 1, ...) have a contiguous last dimension. One of size 1 has the stride 0.
+    """
+    score = call.spec.score
+    if score.formula is None or written(score).code is None:
+        return call.inputs._replace(formula=None)
+    p = plan(str(score.formula), score.causal, score.window)
+    if layout is None:
+        layout = Layout(call.q_start, call.k_start) if call.spec.offsets else Layout()
+    low = visible_distances(score, layout, T, S)[0]
+    result = []
+    for k, x in enumerate(call.inputs.formula or ()):
+        strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+        if k >= len(p.hoisted):
+            first = x.ndim - len(p.tables[k - len(p.hoisted)].args)
+            own = zip(strides[first:], x.shape[first:], strict=True)
+            numbers = [strides[0] if first else 0, *(number for pair in own for number in pair)]
+        elif p.hoisted[k].stage == "pair":
+            numbers = [*strides[:3], x.shape[2], x.shape[3]]
+        else:
+            numbers = [*strides[:2], x.shape[2], low]
+        result.append((x, *(4 * number + 2 for number in numbers)))  # as `unspecialised`
+    return call.inputs._replace(formula=tuple(result))
+
+
+def readable(spec: Spec, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors of a formula as kernels read them."""
+    steps = spec.score.steps()
+    assert steps is not None
+    hoisted = len(steps.hoisted)
+    strided = [x.ndim == 0 or k >= hoisted or x.stride(-1) == 1 for k, x in enumerate(tensors)]
+    return tuple(x if is_fine else x.contiguous() for x, is_fine in zip(tensors, strided, strict=True))
+
+
+def with_row_terms(lse: Tensor, call: KernelCall) -> Tensor:
+    """lse (B, H, T) of the kernels, with the terms that are the same along a row, which they leave out."""
+    score = call.spec.score
+    if score.formula is None or score.sinks:
+        return lse
+    p = plan(str(score.formula), score.causal, score.window)
+    if p.row is None:
+        return lse
+    assert call.inputs.formula is not None
+    return lse + call.inputs.formula[p.row]
