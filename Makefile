@@ -10,7 +10,7 @@ PIP    := PYTHONWARNINGS='ignore:Editable installation' \
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test learn tables stack docs wheel check format clean
+.PHONY: help setup train test learn tables kernels stack docs wheel check format clean
 
 help: ## show this list
 	@awk 'BEGIN { FS = ":.*## "; print "make <target>\n" } \
@@ -50,6 +50,9 @@ learn: setup ## from softmax to FlashAttention in checked steps, and a page to w
 
 tables: setup ## print the tables of README and docs/ from bench/results/, and draw their figures
 	$(BIN)/python -m bench.tables
+
+kernels: setup ## compile all GPU kernels, which needs no GPU, and renew their record (some minutes)
+	$(BIN)/python -m bench.kernels
 
 stack: setup ## test every supported torch and Python, each in a temporary environment of 6 GB (two hours; ONLY="3.14")
 	@test -x $(BIN)/nox || $(PIP) --editable '.[stack]'

@@ -4,7 +4,7 @@
      "rows": [{"name": "flash", "length": 1024, ..., "measurement": 0}, ...]}
 
 A row names the measurement that it comes from, and a measurement says how to repeat it: the command, the machine, the
-commit, the versions, when it began and ended, and the digests of the GPU kernels of that commit (bench/kernels.py). A
+commit, the versions, when it began and ended, and the digests of the GPU kernels of that commit (bench/kernels/). A
 row that is measured again replaces the earlier one. Rows of other software or of other sizes leave the file.
 """
 

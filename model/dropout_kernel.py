@@ -52,5 +52,5 @@ def launch_draw_bits(key: Tensor, threshold: int, n_sites: int, B: int, T: int, 
     bits = torch.empty(n_sites, B, T, G, dtype=torch.uint8, device=key.device)
     n_blocks = triton.cdiv(triton.cdiv(T, 16) * 8 * G, BLOCK)
     with torch.cuda.device_of(key):
-        draw_bits_kernel[(n_sites * B * n_blocks,)](bits, key, B, T, G, threshold, BLOCK)
+        draw_bits_kernel[(n_sites * B * n_blocks,)](bits, key, B, T, G, threshold, BLOCK, enable_fp_fusion=True)
     return bits

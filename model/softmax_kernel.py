@@ -100,6 +100,15 @@ def launch_softmax_gradient(x: Tensor, targets: Tensor, vocab_size: int, cap: fl
         x[:, written:] = 0
     with torch.cuda.device_of(x):
         softmax_gradient_kernel[(len(x),)](
-            x, targets, losses, x.stride(0), vocab_size, x.shape[1], LANES=LANES, CAP=cap, num_warps=WARPS
+            x,
+            targets,
+            losses,
+            x.stride(0),
+            vocab_size,
+            x.shape[1],
+            LANES=LANES,
+            CAP=cap,
+            num_warps=WARPS,
+            enable_fp_fusion=True,
         )
     return losses

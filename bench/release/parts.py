@@ -21,7 +21,7 @@ class Part(NamedTuple):
     results  the name of its result file
     minutes  about how long it takes on an H200, or on two CPU cores
     gpus     how many GPUs it needs; 0: a CPU
-    kernels  the groups of GPU kernels that it measures, of bench/kernels.py
+    kernels  the groups of GPU kernels that it measures, of bench/kernels/
     needs    what else it needs: a program, a package or a folder; nothing if empty
     """
 

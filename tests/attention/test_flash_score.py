@@ -140,14 +140,12 @@ DKDV = ("dk", "dv")
 SLOPES = (40.0, 4.0, 1.0, 0.02, 0.0, -0.01)
 FAR = Case(1, 6, 6, 200, 200, 16, alibi=True)
 FAR_CASES = {
-    "alibi": FAR,
-    "grouped": replace(FAR, B=2, H_kv=2),
     "more_keys": replace(FAR, H_kv=3, T=100),
     "more_queries": replace(FAR, H_kv=3, S=150),
     "large_scores": replace(FAR, spread=20.0),
     "soft_cap_sinks": replace(FAR, H_kv=2, soft_cap=2.0, sinks=True),
     "window_documents": replace(FAR, H_kv=2, window=150, documents=(160, 40)),
-    "dropout": replace(FAR, H_kv=3, dropout=0.17),
+    "dropout": replace(FAR, H_kv=3, T=140, S=140, dropout=0.17),
 }
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.kernels import GROUPS, ROOT, kernel_digests
+from bench.kernels import GROUPS, kernel_digests
+from bench.machine import ROOT
 from bench.record import RESULTS, Recorder, Row, measurement, read, result_file
 
 CPU = torch.device("cpu")

@@ -65,12 +65,12 @@ def recorded_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Ten
 
 
 def check_greedy(engine: Engine, model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the 500 tokens of the engine's request with the whole text through the model, and so their logits."""
+    """Compare the 200 tokens of the engine's request with the whole text through the model, and so their logits."""
     recorded = recorded_logits(engine, monkeypatch)
     (found,) = drained(engine)
     prompt = engine.requests[0].prompt
     logits = logits_of(model, [*prompt, *found[:-1]], len(prompt))
-    assert len(found) == 500
+    assert len(found) == 200
     assert found == logits.argmax(-1).tolist()
     torch.testing.assert_close(torch.stack(recorded), logits, rtol=0, atol=1e-5 * logits.abs().max().item())
 
@@ -96,9 +96,9 @@ def prompts(*lengths: int) -> list[list[int]]:
 def test_greedy_tokens_and_logits_are_those_of_the_whole_text_through_the_model(name, config, score, monkeypatch):
     if name == "sdpa" and (score.soft_cap or score.alibi):
         pytest.skip("sdpa does not support these scores")
-    model = build(config, score, seq_len=600, name=name)
+    model = build(config, score, seq_len=300, name=name)
     (prompt,) = prompts(70)
-    check_greedy(Engine(model, [Request(prompt, 500)], Sampling(0.0)), model, monkeypatch)
+    check_greedy(Engine(model, [Request(prompt, 200)], Sampling(0.0)), model, monkeypatch)
 
 
 @pytest.mark.parametrize("config", [LEARNED, GROUPED], ids=["learned", "rotary-grouped"])
@@ -114,9 +114,9 @@ def test_an_attention_that_no_cache_fits_computes_each_token_from_the_whole_text
 
 @pytest.mark.parametrize("name", ["naive", "tiled", "sdpa"])
 def test_where_every_layer_has_a_window_the_cache_slides_beyond_seq_len(name, monkeypatch):
-    model, longer = (build(GROUPED, WINDOWS, seq_len, name) for seq_len in (80, 600))
+    model, longer = (build(GROUPED, WINDOWS, seq_len, name) for seq_len in (80, 300))
     (prompt,) = prompts(75)
-    engine = Engine(model, [Request(prompt, 500)], Sampling(0.0))
+    engine = Engine(model, [Request(prompt, 200)], Sampling(0.0))
     assert engine.steps.cache.size.pages == 3  # a window's 70 keys lie in two pages, or in three
     check_greedy(engine, longer, monkeypatch)
 

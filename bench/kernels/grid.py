@@ -1,0 +1,64 @@
+"""All kernels of the record, and compiling many of them at the same time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
+
+from bench.kernels import hopper, plain, small
+from bench.kernels.compiler import Kernel, Report, collect, compiled
+from bench.kernels.record import Record
+
+FEW = 20  # kernels, which compile in less time than more processes start
+
+
+@cache
+def kernels() -> dict[str, Kernel]:
+    """Name -> kernel."""
+    launches = {80: [*plain.launches(80), *small.launches(80)], 90: [*plain.launches(90), *small.launches(90)]}
+    launches[90] += hopper.launches()
+    found: dict[str, Kernel] = {}
+    for architecture, calls in launches.items():
+        for kernel in collect(architecture, calls):
+            assert found.setdefault(kernel.name, kernel).sources == kernel.sources, kernel.name
+    return found
+
+
+def changed(record: Record) -> list[str]:
+    """The kernels whose sources are not those of the record."""
+    return [name for name, kernel in kernels().items() if not record.has(name, kernel.sources)]
+
+
+def one_of_each_kind() -> list[str]:
+    """The first kernel of each function on each architecture."""
+    first = {(*name.split("/")[:2], name.split("/")[-1]): name for name in reversed(kernels())}
+    return list(first.values())
+
+
+def compile_all(names: Sequence[str]) -> Iterator[tuple[str, Report]]:
+    """Compile kernels, the same one only once, in as many processes as there are processors."""
+    same: dict[str, list[str]] = {}
+    for name in names:
+        same.setdefault(kernels()[name].sources, []).append(name)
+    for first, report in in_processes([group[0] for group in same.values()]):
+        for name in same[kernels()[first].sources]:
+            yield name, report
+
+
+def in_processes(names: Sequence[str]) -> Iterable[tuple[str, Report]]:
+    """Compile different kernels. A new process needs five seconds until it begins."""
+    if len(names) <= FEW:
+        yield from map(compile_one, names)
+        return
+    processes = min(os.cpu_count() or 1, len(names) // FEW)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        for done in as_completed(pool.submit(compile_one, name) for name in names):
+            yield done.result()
+
+
+def compile_one(name: str) -> tuple[str, Report]:
+    """A kernel's name and report."""
+    return name, compiled(kernels()[name])

@@ -1,0 +1,97 @@
+"""Launches of the Hopper kernels: all head sizes, kinds of score and rates, each for every shape of blocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import DropoutKey, Score
+from attention.dropout import drop_threshold
+from attention.flash.call import HORIZONS_FROM, KernelCall
+from attention.flash.hopper.configs import HEAD_DIMS, backward_blocks, forward_blocks
+from attention.flash.paths import PATHS
+from attention.flash.tiles import rows_like
+from attention.spec import Inputs, Spec
+from bench.kernels.compiler import Launch
+from bench.kernels.plain import EVERYTHING
+
+LENGTHS = {"": 16384, "-middle": 4096, "-short": 512}  # at some head sizes each has its own shape of blocks
+LONGEST = max(LENGTHS.values())
+
+
+def calls() -> dict[str, KernelCall]:
+    """Kind of score -> a call with it."""
+    starts, per_head = torch.empty(1, LONGEST, dtype=torch.int32), torch.empty(2)
+
+    def call(score: Score, **inputs: Tensor) -> KernelCall:
+        return KernelCall(Spec(score, 1.0, documents="starts" in inputs), Inputs(**inputs))
+
+    together = Inputs(slopes=per_head, sinks=per_head, starts=starts, ends=starts)
+    return {
+        "causal": call(Score()),
+        "full": call(Score(causal=False)),
+        "window": call(Score(window=1024)),
+        "wide_window": call(Score(window=8192)),
+        "documents": call(Score(), starts=starts, ends=starts),
+        "alibi": call(Score(alibi=True), slopes=per_head, horizons=torch.empty(1, 2, dtype=torch.int32)),
+        "soft_cap": call(Score(soft_cap=50.0)),
+        "sinks": call(Score(sinks=True), sinks=per_head),
+        "everything": KernelCall(Spec(EVERYTHING, 1.0, documents=True, offsets=True), together, q_start=3, k_start=2),
+    }
+
+
+def launches() -> Iterator[Launch]:
+    """Those of every shape of blocks that the lengths lead to, of 16-bit kernels and of those in 8 bits."""
+    asked = calls()
+    for D, (kind, call), dropout in itertools.product((64, 128, 256), asked.items(), (0.0, 0.1)):
+        if kind == "wide_window" and D > 64:  # the blocks of a narrow one
+            continue
+        seen: set[Any] = set()
+        for suffix, T in LENGTHS.items():
+            problem = with_options(call, D, T, dropout)
+            new = {item for item in shapes(problem, D, T).items() if item not in seen}
+            seen |= new
+            if new:
+                directions = {direction for direction, _ in new}
+                name = f"attention/hopper/{D}-{kind}-{'dropout' if dropout else 'exact'}{suffix}"
+                yield Launch(name, partial(launch, problem, D, T, directions))
+    call = with_options(asked["causal"], 128, LONGEST, 0.0)
+    both = {"forward", "backward"}
+    yield Launch("attention/hopper/128-causal-exact-fp16", partial(launch, call, 128, LONGEST, both, torch.float16))
+    for D in (64, 128):
+        call = with_options(asked["causal"], D, LONGEST, 0.0)
+        yield Launch(f"attention/hopper/{D}-fp8", partial(launch, call, D, LONGEST, {"fp8"}))
+
+
+def with_options(call: KernelCall, D: int, T: int, dropout: float) -> KernelCall:
+    """A call for heads of size D and T tokens, with dropout."""
+    key = DropoutKey(1, 2, 3, 4).pack(torch.device("cpu")) if dropout else None
+    horizons = call.inputs.horizons if T >= HORIZONS_FROM else None
+    spec = call.spec._replace(scale=D**-0.5, threshold=drop_threshold(dropout))
+    return call._replace(spec=spec, inputs=call.inputs._replace(key=key, horizons=horizons))
+
+
+def shapes(call: KernelCall, D: int, T: int) -> dict[str, Any]:
+    """The blocks of each direction. Sinks have no backward kernel of their own: it does not read them."""
+    q = torch.empty(1, 2, T, D, device="meta")
+    problem = call.problem(q, q)
+    blocks: dict[str, Any] = {"forward": forward_blocks(problem)}
+    if D in HEAD_DIMS["backward"] and call.spec.score != Score(sinks=True):
+        blocks["backward"] = backward_blocks(problem)
+    return blocks
+
+
+def launch(call: KernelCall, D: int, T: int, directions: set[str], dtype: torch.dtype = torch.bfloat16) -> None:
+    """The kernels of these directions: "forward", "backward" or "fp8"."""
+    q, k, v, out, do, *gradients = (torch.empty(1, 2, T, D, dtype=dtype) for _ in range(8))
+    if "fp8" in directions:
+        PATHS["fp8"].forward(q, k, v, out, call)
+    if "forward" in directions:
+        PATHS["hopper"].forward(q, k, v, out, call)
+    if "backward" in directions:
+        PATHS["hopper"].backward(do, q, k, v, out, rows_like(q), tuple(gradients), call)

@@ -1,0 +1,117 @@
+"""Launches of the plain Triton kernels: every entry of the tables of blocks, and every kind of score and rate."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attention import Score, UnsupportedAttention
+from attention.flash import configs
+from attention.flash.backward import Tensors, launch_dkdv, launch_dq
+from attention.flash.call import KernelCall, Problem
+from attention.flash.configs import ConfigKey
+from attention.flash.forward import forward
+from attention.flash.horizon import find_horizons
+from attention.flash.op import check_backward
+from attention.flash.tiles import rows_like
+from attention.spec import Inputs, Spec
+from bench.kernels.compiler import Launch
+
+TABLES = {80: configs.OLDER, 90: configs.HOPPER}  # architecture -> its blocks
+B, H, H_KV, T = 2, 4, 2, 100
+CAUSAL = Spec(Score(), scale=0.125)
+EVERYTHING = Score(window=1024, soft_cap=50.0, alibi=True, sinks=True)
+
+
+def calls() -> dict[str, KernelCall]:
+    """Kind of score -> a call with it, without dropout."""
+    slopes, documents = torch.zeros(H), torch.zeros(B, T, dtype=torch.int32)
+    together = Inputs(slopes=slopes, sinks=slopes, starts=documents, ends=documents)
+
+    def call(score: Score, **inputs: Tensor) -> KernelCall:
+        return KernelCall(CAUSAL._replace(score=score, documents="starts" in inputs), Inputs(**inputs))
+
+    return {
+        "causal": call(Score()),
+        "full": call(Score(causal=False)),
+        "window": call(Score(window=1024)),
+        "documents": call(Score(), starts=documents, ends=documents),
+        "alibi": call(Score(alibi=True), slopes=slopes, horizons=torch.zeros(B, H, dtype=torch.int32)),
+        "soft_cap": call(Score(soft_cap=50.0)),
+        "sinks": call(Score(sinks=True), sinks=slopes),
+        "everything": KernelCall(
+            CAUSAL._replace(score=EVERYTHING, documents=True, offsets=True), together, q_start=3, k_start=2
+        ),
+    }
+
+
+def launches(architecture: int) -> Iterator[Launch]:
+    """Those of an architecture. In fp32 a head size has one entry for all calls, which has everything at once."""
+    asked = calls()
+
+    def launch_of(kind: str, key: ConfigKey, dtype: torch.dtype = torch.bfloat16) -> Launch:
+        call = dropping(asked[kind]) if key.dropout else asked[kind]
+        label = kind if dtype == torch.bfloat16 else f"{kind}-{str(dtype).removeprefix('torch.')}"
+        name = f"attention/plain-sm{architecture}/{label}-{key.head_dim}-{'dropout' if key.dropout else 'exact'}"
+        length = "" if key.length == float("inf") else f"-{key.length}"
+        return Launch(name + length, partial(launch, architecture, key, call, dtype))
+
+    for key in TABLES[architecture]:
+        yield launch_of("causal", key)
+    for head_dim, dropout in itertools.product((64, 128, 256), (False, True)):
+        for kind in asked:
+            if kind != "causal":
+                yield launch_of(kind, ConfigKey(head_dim, dropout))
+        if dropout:
+            yield launch_of("everything", ConfigKey(head_dim, dropout), torch.float32)
+    yield launch_of("causal", ConfigKey(64, True), torch.float16)
+    q, k = torch.empty(B, H, T, 64), torch.empty(B, H_KV, T, 64)
+    spec = CAUSAL._replace(score=Score(alibi=True))
+    yield Launch(f"attention/plain-sm{architecture}/horizons", partial(find_horizons, q, k, torch.zeros(H), spec))
+
+
+def dropping(call: KernelCall) -> KernelCall:
+    """The same call with dropout."""
+    inputs = call.inputs._replace(key=torch.zeros(7, dtype=torch.int64))
+    return call._replace(spec=call.spec._replace(threshold=26), inputs=inputs)
+
+
+def lengths() -> Iterator[Launch]:
+    """Calls that differ in lengths, positions and, with the lengths, the number of heads that run at the same time.
+
+    The lengths are those that Triton specialises kernels for by default: 1, multiples of 16 and others.
+    """
+    for n, (queries, keys) in enumerate(itertools.product((1, 16, 17, 48, 100), repeat=2)):
+        call = KernelCall(CAUSAL._replace(offsets=True), Inputs(), q_start=n - 1, k_start=16 * (n % 2))
+        yield Launch(
+            f"{queries}-{keys}", partial(launch, 90, ConfigKey(64, False, 128), call, torch.bfloat16, queries, keys)
+        )
+
+
+def launch(
+    architecture: int, key: ConfigKey, call: KernelCall, dtype: torch.dtype, queries: int = T, keys: int = T
+) -> None:
+    """A forward with the blocks chosen for `key`, and a backward where the GPU has one. That does not read sinks."""
+
+    def tensor(heads: int, length: int) -> Tensor:
+        return torch.empty(B, length, heads, key.head_dim, dtype=dtype).transpose(1, 2)
+
+    sizes = ((H, queries), (H_KV, keys), (H_KV, keys), (H, queries), (H, queries))
+    q, k, v, do, out = (tensor(*size) for size in sizes)
+    length = int(min(key.length, 2**20))
+    blocks = configs.choose(Problem(call.spec, key.head_dim, dtype, length, length, divmod(architecture, 10)))
+    _, lse2 = forward(q, k, v, out, call, blocks.forward)
+    score = replace(call.spec.score, sinks=False)
+    call = call._replace(spec=call.spec._replace(score=score), inputs=call.inputs._replace(sinks=None))
+    try:
+        check_backward(key.head_dim, dtype, q.device)
+    except UnsupportedAttention:
+        return
+    x = Tensors(q, k, v, out, do, lse2, rows_like(q), tensor(H, queries), tensor(H_KV, keys), tensor(H_KV, keys))
+    launch_dq(x, call, blocks.dq)
+    launch_dkdv(x, call, blocks.dkdv)

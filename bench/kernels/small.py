@@ -1,0 +1,49 @@
+"""Launches of the kernels of the cache, of the model and of bench.attention.softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from attention import Cache, Score
+from attention.decode import write_kernel
+from attention.flash.decode import run_decode
+from attention.spec import Spec
+from bench.attention import softmax
+from bench.kernels.compiler import Launch
+from bench.kernels.plain import EVERYTHING
+from model.dropout_kernel import launch_draw_bits
+from model.softmax_kernel import launch_softmax_gradient
+
+# architecture -> dtypes and page sizes of caches; None: contiguous
+CACHES = {
+    80: ((torch.bfloat16, 16), (torch.float32, 256)),
+    90: ((torch.bfloat16, None), (torch.bfloat16, 16)),
+}
+B, H, H_KV, T, D, CAPACITY = 2, 8, 2, 3, 128, 4096
+
+
+def launches(architecture: int) -> Iterator[Launch]:
+    """Those of an architecture."""
+    for dtype, page in CACHES[architecture]:
+        kind = f"{str(dtype).removeprefix('torch.')}-{f'pages-of-{page}' if page else 'contiguous'}"
+        yield Launch(f"cache/sm{architecture}/{kind}", partial(append_and_attend, dtype, page))
+    key, logits = torch.zeros(7, dtype=torch.int64), torch.empty(16, 50304, dtype=torch.bfloat16)
+    targets = torch.zeros(16, dtype=torch.int64)
+    yield Launch(f"model/sm{architecture}/dropout", lambda: launch_draw_bits(key, 26, 4, 2, 1024, 768))
+    yield Launch(f"model/sm{architecture}/loss", lambda: launch_softmax_gradient(logits, targets, 50257))
+    for kind in softmax.KERNELS:
+        yield Launch(f"softmax/sm{architecture}/{kind}", partial(softmax.softmax, torch.empty(10, 4000), kind))
+
+
+def append_and_attend(dtype: torch.dtype, page: int | None) -> None:
+    """Append three tokens to a cache and attend to it: paged with every score option, or contiguous with none."""
+    pages = None if page is None else torch.zeros(B, CAPACITY // page, dtype=torch.int32)
+    k = torch.empty(B if page is None else B * CAPACITY // page, H_KV, page or CAPACITY, D, dtype=dtype)
+    cache = Cache(k, k.clone(), torch.zeros(B, dtype=torch.int32), pages)
+    q, new = torch.empty(B, H, T, D, dtype=dtype), torch.empty(B, H_KV, T, D, dtype=dtype)
+    write_kernel.write(*cache, new, new, None if page is None else torch.zeros(B + 1, dtype=torch.int64))
+    per_head = [] if page is None else [torch.zeros(H), torch.zeros(H)]
+    run_decode(q, [*cache], per_head, Spec(Score() if page is None else EVERYTHING, scale=0.125).text())

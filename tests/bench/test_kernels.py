@@ -1,0 +1,215 @@
+"""The record of compiled kernels: what CI compiles again, what it refuses, and which results a change makes old."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from bench.kernels.__main__ import NEW, bound, faults, growth, other_code, renewed
+from bench.kernels.compiler import Kernel, Report, canonical, code_of, overlapping_barriers
+from bench.kernels.record import FILE, GROUPS, ROOT, Entry, Figures, Record, digests_of_files, kernel_digests
+
+FIGURES = Figures("ptx", registers=100, spilled=8, shared=4096, serialised=0)
+GROWN, CHANGED = "softmax/sm80/safe/safe", "softmax/sm80/online/online"
+# Triton chooses between compiler and interpreter when it is imported, so kernels are compiled in a process without it.
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from bench.kernels.__main__ import main
+from bench.kernels.compiler import collect
+from bench.kernels.plain import lengths
+
+kernels = {}
+for kernel in collect(90, lengths()):
+    kernels.setdefault(kernel.name.split("/")[-1], set()).add(kernel.sources)
+print(json.dumps({name: len(sources) for name, sources in kernels.items()}), flush=True)
+sys.exit(main(["--changed", "--check"], Path(sys.argv[1])))
+"""
+
+
+class Check(NamedTuple):
+    """What the process above printed and returned."""
+
+    lengths: dict[str, int]
+    lines: list[str]
+    status: int
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
+    """The check of CI, with a record in which two kernels have other sources, and one of them too few registers."""
+    record = Record.read()
+    for name, most in ((GROWN, 1), (CHANGED, 255)):
+        figures = Figures("", registers=most, spilled=0, shared=0, serialised=0)
+        record.kernels[name] = Entry("of another kernel", {triton.__version__: figures})
+    path = tmp_path_factory.mktemp("record") / "record.json"
+    record.write(path)
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
+    command = [sys.executable, "-c", SCRIPT, str(path)]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=290)
+    assert run.stdout, run.stderr
+    lengths, *lines = run.stdout.splitlines()
+    return Check(json.loads(lengths), lines, run.returncode)
+
+
+@pytest.mark.slow
+def test_changed_kernels_and_one_of_each_kind_compile_and_only_one_that_grew_is_refused(check) -> None:
+    _, *wrong = check.lines
+    (line,) = wrong
+    assert re.fullmatch(rf"{GROWN} has \d+ registers a thread; at most 1 are recorded", line)
+    assert check.status == 1
+
+
+@pytest.mark.slow
+def test_no_length_and_no_position_recompiles_a_kernel(check) -> None:
+    assert check.lengths == {"forward": 1, "dq": 1, "dkdv": 1}
+
+
+def kernel(name: str = "group/sm90/case/forward", sources: str = "a") -> Kernel:
+    """A kernel that is not compiled."""
+    source: Any = None
+    return Kernel(name, sources, source, GPUTarget("cuda", 90, 32), {"enable_fp_fusion": True})
+
+
+def test_a_kernel_may_not_take_more_than_its_bound() -> None:
+    assert not list(growth(kernel(), Report(FIGURES, 128, ()), FIGURES))
+    less = Report(FIGURES._replace(registers=90, spilled=0, shared=8192), 128, ())
+    assert not list(growth(kernel(), less, FIGURES))
+    grown = (FIGURES._replace(registers=101), FIGURES._replace(spilled=12), FIGURES._replace(serialised=1))
+    for figures, text in zip(grown, ("101 registers", "12 spilled bytes", "1 serialised products"), strict=True):
+        (line,) = growth(kernel(), Report(figures, 128, ()), FIGURES)
+        assert line.startswith(f"{kernel().name} has {text}")
+    assert list(growth(kernel(), Report(FIGURES, 128, ()), NEW)), "a new kernel must not spill"
+
+
+def test_a_kernel_must_fit_its_gpu() -> None:
+    assert not list(faults(kernel(), Report(FIGURES, 128, ())))
+    assert "shared memory" in next(faults(kernel(), Report(FIGURES._replace(shared=240_000), 128, ())))
+    assert "registers a thread" in next(faults(kernel(), Report(FIGURES._replace(registers=176), 384, ())))
+    unfused = kernel()._replace(options={"enable_fp_fusion": False})
+    assert "enable_fp_fusion" in next(faults(unfused, Report(FIGURES, 128, ())))
+    assert "overlap" in next(faults(kernel(), Report(FIGURES, 128, (16,))))
+
+
+def test_a_renewed_record_has_new_figures_and_the_others_become_bounds() -> None:
+    new = FIGURES._replace(ptx="new", registers=80)
+    record = Record(
+        {}, {"same": Entry("a", {"3.6": FIGURES}), "other": Entry("b", {"3.6": FIGURES}), "gone": Entry("c", {})}
+    )
+    today = {"same": kernel("same"), "other": kernel("other", "changed"), "added": kernel("added", "d")}
+    result = renewed(record, today, {"other": Report(new, 128, ()), "added": Report(new, 128, ())}, "3.7").kernels
+    assert result == {
+        "same": Entry("a", {"3.6": FIGURES}),
+        "other": Entry("changed", {"3.6": FIGURES._replace(ptx=""), "3.7": new}),
+        "added": Entry("d", {"3.7": new}),
+    }
+
+
+def test_a_bound_is_that_of_the_same_triton_or_the_most_of_others() -> None:
+    fewer = FIGURES._replace(registers=90, spilled=20)
+    record = Record({}, {"k": Entry("a", {"3.6": FIGURES, "3.7": fewer})})
+    assert record.bound("k", "3.7") == fewer
+    assert record.bound("k", "3.8") == Figures("", 100, 20, 4096, 0)
+    assert record.bound("unknown", "3.7") is None
+
+
+def test_only_changed_kernels_are_compared_with_the_figures_of_another_triton() -> None:
+    record = Record({}, {"k": Entry("a", {"3.7": FIGURES})})
+    assert bound(record, kernel("k", "a"), "3.7") == FIGURES
+    assert bound(record, kernel("k", "a"), "3.9") is None
+    assert bound(record, kernel("k", "b"), "3.9") == FIGURES._replace(ptx="")
+    assert bound(record, kernel("added", "a"), "3.7") == NEW
+
+
+def test_other_code_from_the_same_sources_is_reported() -> None:
+    record = Record({}, {"k": Entry("a", {"3.7": FIGURES})})
+    assert not list(other_code(record, {"k": Report(FIGURES, 128, ())}, "3.7"))
+    (line,) = other_code(record, {"k": Report(FIGURES._replace(ptx="other"), 128, ())}, "3.7")
+    assert "make kernels" in line
+
+
+SOURCES = '''
+STEP = {step}
+def inner(x):
+    """{docstring}"""
+    return x + {added}
+inner = JITFunction(inner)
+def outer(x):
+    return inner(x) + STEP  # {comment}
+outer = JITFunction(outer)
+'''
+
+
+def test_a_kernels_digest_follows_its_code_and_all_that_it_calls_and_names(tmp_path: Path) -> None:
+    plain = {"step": 1, "docstring": "", "added": 1, "comment": ""}
+    same = [plain, plain | {"docstring": "Adds one."}, plain | {"comment": "why"}]
+    other = [plain | {"step": 2}, plain | {"added": 2}]
+    digests = []
+    for n, values in enumerate(same + other):
+        path = tmp_path / f"kernels_{n}.py"
+        path.write_text(SOURCES.format(**values))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module: Any = importlib.util.module_from_spec(spec)
+        module.JITFunction = JITFunction
+        spec.loader.exec_module(module)
+        digests.append(code_of(module.outer))
+    assert len(set(digests[: len(same)])) == 1
+    assert len(set(digests)) == 1 + len(other)
+
+
+def test_canonical_ptx_is_the_same_for_other_register_numbers_and_comments() -> None:
+    first = "ld %r7, [%rd3]; // from a.py:10\nadd.s32 %r8, %r7, 1;\n.reg .b32 %r<9>;"
+    second = "ld %r1, [%rd1];\nadd.s32 %r2, %r1, 1; // moved\n.reg .b32 %r<3>;"
+    assert canonical(first) == canonical(second)
+    assert canonical(first) != canonical(second.replace("%r1, 1", "%r2, 1"))
+
+
+def test_a_barrier_that_overlaps_other_shared_memory_is_noticed() -> None:
+    ptx = "add.s32 %r1, %r0, 64;\nmbarrier.init.shared::cta.b64 [%r1], 1;\n"
+    assert overlapping_barriers(f"{ptx}st.shared.b32 [global_smem + 64], %r9;") == (64,)
+    assert overlapping_barriers(f"{ptx}st.shared.b32 [global_smem + 72], %r9;") == ()
+
+
+def test_the_digest_of_a_group_changes_with_its_ptx_or_where_that_is_unknown_with_its_files(tmp_path: Path) -> None:
+    for paths in GROUPS.values():
+        for path in paths:
+            assert (ROOT / path).exists(), path
+            file = tmp_path / path / "a.py" if (ROOT / path).is_dir() else tmp_path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("kernel = 1\n")
+    record_file = tmp_path / FILE.relative_to(ROOT)
+    record_file.parent.mkdir(parents=True)
+
+    def record(ptx: str) -> None:
+        entries = {f"{group}/sm90/a/b": Entry("a", {"3.7": FIGURES._replace(ptx=ptx)}) for group in GROUPS}
+        Record(digests_of_files(tmp_path), entries).write(record_file)
+
+    record("first")
+    before = kernel_digests(tmp_path)
+    (tmp_path / "model/softmax_kernel.py").write_text('"""Described."""\n\nkernel = 1  # a comment\n')
+    assert kernel_digests(tmp_path) == before
+    (tmp_path / "model/softmax_kernel.py").write_text("kernel = 2\n")
+    after = kernel_digests(tmp_path)
+    assert {group for group in GROUPS if before[group] != after[group]} == {"model"}
+    record("first")
+    assert kernel_digests(tmp_path) == before, "the same PTX from changed files"
+    record("second")
+    assert not set(kernel_digests(tmp_path).values()) & set(before.values())
+
+
+def test_the_record_is_complete_for_a_triton() -> None:
+    """So that the digests of results follow from PTX."""
+    assert all(Record.read().digest(group) for group in GROUPS)
