@@ -63,9 +63,10 @@ def main(out: Path, mode: Any, project: str, group: str) -> None:
     for figure in sorted((out / "figures").glob("*.png")):
         if not figure.stem.endswith("-dark"):
             run.log({f"report/{figure.stem}": wandb.Image(str(figure))}, step=0)
-    with (out / "runs.csv").open(encoding="utf-8", newline="") as file:
-        head, *rows = csv.reader(file)
-    run.log({"report/runs": wandb.Table(columns=list(head), data=rows)}, step=0)
+    for path in sorted(out.glob("*.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            head, *rows = csv.reader(file)
+        run.log({f"report/{path.stem}": wandb.Table(columns=list(head), data=rows)}, step=0)
     run.log({"report/page": wandb.Html(str(out / "index.html"))}, step=0)
     location = run.url or f"wandb sync {Path(run.dir).parent}"
     run.finish()

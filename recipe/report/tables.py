@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recipe.report.costs import Loss, Point, attention_alone, points, predicted_memory, ranked
 from recipe.report.parity import Verdict
@@ -159,8 +159,17 @@ def runs_csv(runs: Sequence[Run], labels: Names, places: Names, subject: str = "
         | {name: run.summary.get(name) for name in kept}
         for run in runs
     ]
+    return _csv([[*rows[0]], *([*row.values()] for row in rows)])
+
+
+def as_csv(table: Table) -> str:
+    """The words of a table."""
+    return _csv([table.columns, *table.rows])
+
+
+def _csv(rows: Sequence[Sequence[Any]]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([[*rows[0]], *([*row.values()] for row in rows)])
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 

@@ -16,15 +16,15 @@ from recipe.report.arena.tables import cost_table, lr_table, plan_table, probe_t
 from recipe.report.arena.text import arena_answer, departures, go_on, lr_warnings
 from recipe.report.page import Report, Section, draw, sources_of, subtitle, write_page
 from recipe.report.runs import RunSet
-from recipe.report.tables import run_table, runs_csv
+from recipe.report.tables import as_csv, run_table, runs_csv
 from recipe.report.text import notes_on
 from recipe.wording import percent
 
-RESULTS = "arena.json"
+RESULTS, VERDICTS = "arena.json", "verdicts.csv"
 
 
 def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> Report:
-    """Write index.html, report.md, arena.json, runs.csv and figures/ into `out`.
+    """Write index.html, report.md, arena.json, verdicts.csv, runs.csv and figures/ into `out`.
 
     folder  of the sweep, which the command that goes on names
     """
@@ -63,6 +63,7 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
     )
     csv = runs_csv(run_set.runs, labels, places, "arm")
     write_page(report, out, csv, margin=percent(plan.margin), looks=plan.planned_looks, alpha=percent(ALPHA))
+    (out / VERDICTS).write_text(as_csv(tables[0]), encoding="utf-8")
     (out / RESULTS).write_text(to_json(as_json(arena), indent=2) + "\n", encoding="utf-8")
     return report
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from recipe.arena.statistics import ALPHA
 from recipe.drawing import Chart, Palette, height_for, label_axes, legend, styles
@@ -21,6 +22,7 @@ from recipe.report.page import Report, Section, draw, sources_of, subtitle, writ
 from recipe.report.runs import RunSet
 from recipe.report.tables import DASH, count, run_table, runs_csv, table
 from recipe.report.text import notes_on
+from recipe.wording import power_of_ten
 
 RESULTS = "ladder.json"
 NATS = "nats per token"
@@ -143,6 +145,8 @@ def draw_law(figure: Figure, palette: Palette, rungs: Mapping[str, Rung]) -> Non
 
 def _compute_axis(axes: Axes, palette: Palette, title: str) -> None:
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_ten(value)))
+    axes.xaxis.set_minor_locator(NullLocator())
     label_axes(axes, palette, title, "operations of a run")
     axes.margins(x=0.06, y=0.08)
 

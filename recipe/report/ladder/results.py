@@ -78,7 +78,8 @@ def _rung(plan: LadderPlan, arm: str, runs: Mapping[int, Run]) -> Rung:
     whole = len(fitted) == len(plan.depths)
     law = fit_law([size.compute for size in fitted], [size.mean for size in fitted]) if whole else None
     predicted = tuple(plan.predicted[arm]) if arm in plan.predicted else None
-    return Rung(arm, tuple(fitted), law, predicted, last[0] if last else None)  # type: ignore[arg-type]
+    measured = next((size for size in last if len(size.losses) == plan.seeds), None)
+    return Rung(arm, tuple(fitted), law, predicted, measured)  # type: ignore[arg-type]
 
 
 def _compute(run: Run) -> float | None:

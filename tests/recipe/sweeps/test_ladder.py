@@ -111,6 +111,8 @@ def test_the_report_sets_the_prediction_beside_what_came_out(start, tmp_path: Pa
     assert results["near"]["slope"][0] == pytest.approx(0, abs=1e-9)
     page = (tmp_path / "report" / "index.html").read_text()
     assert page.count("<figure>") == 2
+    assert ">10⁶</text>" in page
+    assert "mathdefault" not in page
 
 
 def test_runs_that_are_missing_are_named_and_nothing_is_predicted(start, tmp_path: Path) -> None:

@@ -71,7 +71,14 @@ def test_the_headline_and_a_sentence_for_each_arm_give_the_answer(report: Report
 
 def test_the_files_are_complete(folder: Path, report: Report) -> None:
     out = folder / "report"
-    assert {path.name for path in out.iterdir()} == {"index.html", "report.md", "runs.csv", "arena.json", "figures"}
+    assert {path.name for path in out.iterdir()} == {
+        "index.html",
+        "report.md",
+        "runs.csv",
+        "verdicts.csv",
+        "arena.json",
+        "figures",
+    }
     names = {path.stem for path in (out / "figures").glob("*.png")}
     assert names == {
         f"{name}{dark}"
