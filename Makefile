@@ -54,9 +54,10 @@ tables: setup ## print the tables of README and docs/ from bench/results/, and d
 kernels: setup ## compile all GPU kernels, which needs no GPU, and renew their record (some minutes)
 	$(BIN)/python -m bench.kernels
 
-stack: setup ## test every supported torch and Python, each in a temporary environment of 6 GB (two hours; ONLY="3.14")
+# PAIRS='--python 3.14 -k torch_2_15' is one of them.
+stack: setup ## test every supported torch and Python, each in a temporary environment of 6 GB (two hours)
 	@test -x $(BIN)/nox || $(PIP) --editable '.[stack]'
-	$(BIN)/nox $(if $(ONLY),-k "$(ONLY)")
+	$(BIN)/nox $(PAIRS)
 
 # For continuous integration, whose other checks use the Triton of a newer torch.
 .PHONY: oldest-triton

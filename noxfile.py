@@ -1,11 +1,11 @@
 """The supported releases of torch, each with its Triton, and of Python: `make stack`, or `nox` with nox's own options.
 
-    nox --list                      the pairs
-    nox -k "torch_2_15 or 3.14"     some of them
+    nox --list                          the pairs
+    nox --python 3.14 -k torch_2_15     one of them
 
 Each pair has an environment of its own, removed when its session ends: about 6 GB, of which uv's cache keeps a copy.
-bench.stack runs in it and records a row in bench/results/. A Python that this machine does not have is skipped; uv can
-install most.
+bench.stack runs in it, records a row in .cache/stack/ and prints the table of all rows. A Python that this machine does
+not have is skipped; uv can install most.
 """
 
 import shutil

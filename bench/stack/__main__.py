@@ -3,8 +3,8 @@
     python -m bench.stack
 
 Runs a selection of the tests, in Triton's interpreter, then compiles attention's kernels for several GPUs, none of
-which this machine needs to have. Adds a row to bench/results/stack-<CPU>.json. Fails if a test does, or if a kernel
-compiles for none or not for a GPU that every supported Triton knows.
+which this machine needs to have. Adds a row to .cache/stack/stack-<CPU>.json, and prints the table of its rows. Fails
+if a test does, or if a kernel does not compile for one of NVIDIA's GPUs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from bench.machine import ROOT, device_name, version
+from bench.markdown import table
 from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
 from bench.stack import NVIDIA, OTHERS
 
@@ -75,19 +76,35 @@ def compile_kernels() -> dict[str, str]:
     return found
 
 
+def table_of(rows: Iterable[Row]) -> str:
+    """A line for each pair of releases, in Markdown."""
+    lines = [
+        [
+            f"Python {row['python']}, torch {row['torch']}, Triton {row['triton']}",
+            f"{row['passed']} passed" + (f", {row['failed']} failed" if row["failed"] else ""),
+            *(row["kernels"][name] for name in (*NVIDIA, *OTHERS)),
+        ]
+        for row in sorted(rows, key=lambda row: (row["torch"], row["python"]), reverse=True)
+    ]
+    return table(["", "tests", *NVIDIA, *OTHERS], lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a test failed or a kernel did not compile."""
     parser = command_line("bench.stack", __doc__, "stack")
+    parser.set_defaults(results=ROOT / ".cache" / "stack")
     args = parser.parse_args(arguments)
     cpu = torch.device("cpu")
     head: Row = measurement(command_of(parser, arguments), cpu) | {"versions": {}}  # a row's: they are what is compared
     versions = {"python": platform.python_version(), "torch": version("torch"), "triton": version("triton")}
     print(f"Python {versions['python']}, torch {versions['torch']}, Triton {versions['triton']}", flush=True)
+    args.results.mkdir(parents=True, exist_ok=True)
     with Recorder(result_file(args.name, device_name(cpu), args.results), ("python", "torch"), head) as recorder:
         start = time.monotonic()
         tests, kernels = run_tests(), compile_kernels()
         seconds = round(time.monotonic() - start)
         recorder.add({**versions, **tests, "kernels": kernels, "seconds": seconds})
+    print(table_of(recorder.rows.values()), flush=True)
     return int(tests["failed"] > 0 or not all(kernels[name].endswith(" kernels") for name in NVIDIA))
 
 
