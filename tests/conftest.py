@@ -1,12 +1,12 @@
 """Settings that must be made before torch and Triton are imported, here and in the processes that tests start.
 
-The slowest files come first, so that the workers finish together: those that compile for minutes, then those most of
-which wait for other processes.
+The slowest files come first, so that the workers finish together.
 """
 
 import gc
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Generator
 
 import pytest
@@ -45,10 +45,11 @@ def horizons(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def turn(item: pytest.Item) -> int:
-        if item.path.name == "test_kernels.py":
-            return 0
-        return 1 if item.path.parent.name == "tests" or "training" in item.path.parts else 2
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+
+    def turn(item: pytest.Item) -> tuple[bool, bool]:
+        starts_sweeps = item.path.parent.name in ("arena", "sweeps")  # of many processes, one after the other
+        return not (starts_sweeps and slow[item.path]), not slow[item.path]
 
     items.sort(key=turn)
 

@@ -57,8 +57,11 @@ def batches(step: int) -> list[Batch]:
     ("attention", "options"),
     [
         ("naive", {"loss": LossKind.chunked, "precision": Precision.bf16}),
-        pytest.param("naive", {"residual_in_fp32": False, "precision": Precision.bf16}, marks=pytest.mark.slow),
-        pytest.param("naive", {"recompute": Recompute.block}, marks=pytest.mark.slow),
+        pytest.param(
+            "naive",
+            {"residual_in_fp32": False, "precision": Precision.bf16, "recompute": Recompute.block},
+            marks=pytest.mark.slow,
+        ),
         ("tiled", {"recompute": Recompute.attention}),
     ],
 )

@@ -193,9 +193,9 @@ def test_a_report_of_400_runs_takes_seconds(tmp_path: Path) -> None:
     effects = {f"arm-{n}": -0.01 * n for n in range(8)}
     folder = write_arena(tmp_path / "s", effects, seeds=47, rates={0.001: 0.1, 0.003: 0.0, 0.006: 0.2})
     assert len(list(folder.glob("*/summary.json"))) == 400
-    start = time.monotonic()
+    start = time.process_time()  # which other programs do not lengthen
     report_of(folder)
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
 
 
 @needs_browser
