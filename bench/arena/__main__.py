@@ -27,6 +27,7 @@ from bench.arena.sweeps import Losses, against_itself, drawn_against_itself, dra
 from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
 from bench.runs import python
 from recipe.arena.plan import read_plan
+from recipe.arena.statistics import holm_levels, judge, paired
 from recipe.ladder.plan import read_ladder
 from recipe.report.arena.page import as_json as arena_json
 from recipe.report.arena.results import compare_arms
@@ -91,7 +92,7 @@ def itself(folder: Path) -> Row:
 
 def planted(folder: Path) -> Row:
     """An arm with a known effect: sweeps that were run, each pair used once, and sweeps of drawn pairs."""
-    theirs, ours = completed(folder / "0"), completed(folder / "1")
+    theirs, ours = completed(folder / "better"), completed(folder / "worse")
     seeds = sorted(ours.keys() & theirs.keys())
     arm, base = losses_of(ours, seeds), losses_of(theirs, seeds)
     whole = len(seeds) // SEEDS_PLANTED * SEEDS_PLANTED
@@ -107,6 +108,25 @@ def planted(folder: Path) -> Row:
         "run": run._asdict(),
         "drawn": verdicts(*drawn_pairs(arm, base, SEEDS_PLANTED, SIMULATED), MARGIN)._asdict(),
     }
+
+
+def rankings(folder: Path) -> Row:
+    """Arms that were trained at their learning rate, judged once, with Holm's correction."""
+    first, *others = SEEDS["rankings"].configurations
+    runs = {name: completed(folder / name) for name in (first, *others)}
+    seeds = sorted(set.intersection(*(set(of_arm) for of_arm in runs.values())))
+    losses = {name: losses_of(of_arm, seeds) for name, of_arm in runs.items()}
+    tests = {name: paired(losses[name] - losses[first]) for name in others}
+    levels = dict(zip(tests, holm_levels([float(test.p) for test in tests.values()]), strict=True))
+    margin, arms = MARGIN * losses[first].mean(), {}
+    for name, test in tests.items():
+        interval = test.interval(levels[name])
+        verdict = judge(interval, margin).value
+        arms[name] = {"verdict": verdict, "difference": test.mean, "interval_at_level": interval}
+    every = [run for of_arm in runs.values() for run in of_arm.values()]
+    row = {"case": "rankings", **origin(list(runs[first].values())), "runs": len(every)}
+    row["commits"] = sorted({run.commit for run in every})
+    return row | plain({"arena": {"seeds": seeds, "baseline": losses[first].mean(), "arms": arms}})
 
 
 def sweep(name: str, folder: Path) -> Row:
@@ -150,7 +170,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = args.folder or CACHE / args.case
     if not args.record:
         measure(args.case, folder, further)
-    row = {"itself": itself, "planted": planted}[args.case](folder) if args.case in SEEDS else sweep(args.case, folder)
+    row = (
+        {"itself": itself, "planted": planted, "rankings": rankings}[args.case](folder)
+        if args.case in SEEDS
+        else sweep(args.case, folder)
+    )
     head = measurement(command_of(parser, given), torch.device("cpu"))
     with Recorder(result_file(args.name, head["device"], args.results), ("case",), head) as recorder:
         recorder.add(row)
@@ -160,9 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(case: str, folder: Path, further: Sequence[str]) -> None:
     """Train what is not done of a case. Exits where its sweep fails."""
     if case in SEEDS:
-        for n, overrides in enumerate(SEEDS[case].configurations):
-            place = folder / str(n) if len(SEEDS[case].configurations) > 1 else folder
-            train_seeds(place, SEEDS[case].seeds, [*overrides.split(), *further])
+        for name, overrides in SEEDS[case].configurations.items():
+            train_seeds(folder / name, SEEDS[case].seeds, [*overrides.split(), *further])
     elif python(["train.py", *shlex.split(SWEEPS[case]), *further, f"hydra.sweep.dir={folder}"]):
         sys.exit(1)
 

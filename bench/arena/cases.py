@@ -16,15 +16,30 @@ TINY = (
 
 
 class Seeds(NamedTuple):
-    """One configuration, or two, trained with many seeds in one process."""
+    """Configurations by name, each trained with the same seeds in one process. The first is the baseline."""
 
     seeds: int
-    configurations: tuple[str, ...]
+    configurations: dict[str, str]
 
 
 SEEDS = {
-    "itself": Seeds(400, (f"{QUIET} {TOY} training.eval_every=50",)),
-    "planted": Seeds(24, (f"{QUIET} {TINY} optimizer.lr=1e-3", f"{QUIET} {TINY} optimizer.lr=9.75e-4")),
+    "itself": Seeds(400, {"": f"{QUIET} {TOY} training.eval_every=50"}),
+    "planted": Seeds(
+        24, {"better": f"{QUIET} {TINY} optimizer.lr=1e-3", "worse": f"{QUIET} {TINY} optimizer.lr=9.75e-4"}
+    ),
+    "rankings": Seeds(
+        6,
+        {
+            name: f"{QUIET} {TOY} training.eval_every=50 {overrides}"
+            for name, overrides in {
+                "causal": "score=causal",
+                "alibi": "score=alibi",
+                "sinks": "score=sinks",
+                "qk_norm": "model.qk_norm=true",
+                "soft_cap": "score=soft_cap score.soft_cap=15",
+            }.items()
+        },
+    ),
 }
 SWEEPS = {
     "equivalents": (
@@ -32,10 +47,6 @@ SWEEPS = {
         "window: score=window score.window=32' arena.seeds=2 arena.looks=1 arena.lr=[] seq_len=32 model.n_layers=1 "
         "model.n_embd=32 model.n_heads=2 training.batch_size=2 training.steps=20 training.eval_every=20 "
         "training.eval_batches=4 training.time_attention=false"
-    ),
-    "rankings": (
-        "experiment=arena 'arena.arms=causal | alibi | sinks | qk_norm | soft_cap: score=soft_cap score.soft_cap=15' "
-        "arena.seeds=4 arena.looks=1 arena.lr=[] seq_len=64 model.n_layers=2 model.n_embd=64 training.batch_size=8"
     ),
     "recall-needle": "experiment=recall data=needle arena.seeds=2 training.steps=300",
     "ladder": (
