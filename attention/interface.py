@@ -3,7 +3,7 @@
 Every implementation answers the same call
 
     out = attend(q, k, v, score=Score(window=1024), layout=Layout(), dropout_key=key).out
-    out = attend.decode(q, cache, score=Score(window=1024)).out      where keys and values of earlier tokens were kept
+    out = attend.decode(q, cache, score=Score(window=1024)).out      the cache has the keys and values of earlier tokens
 
 and computes  out = dropout(softmax(scale * q k^T + mask)) v  (Vaswani et al. 2017, eq. 1), with the mask and the
 changes of scores that attention/score.py defines. Implementations differ in which intermediate results exist in memory,
@@ -155,7 +155,7 @@ class Attention(ABC):
 
         q            (B, H, T, D)      fp32, bf16 or fp16; any strides
         k, v         (B, H_kv, S, D)   H a multiple of H_kv: query heads h share key/value head h // (H // H_kv)
-        score        who sees whom and how scores are changed. Causal: query i sees key j iff j <= i + S - T
+        score        which keys a query sees and how scores are changed. Causal: query i sees key j iff j <= i + S - T
         layout       other positions, and documents
         scale        of the scores; D ** -0.5 by default
         dropout_key  determines the mask, packed or not (`DropoutKey.pack`); None (evaluation) drops nothing

@@ -1,4 +1,4 @@
-"""What attention computes: who sees whom, and how a score is changed. Said once; every implementation reads it.
+"""What attention computes: which keys a query sees, and how scores are changed. Every implementation reads it.
 
     Score    fixed for a layer: what a kernel is compiled for
     Layout   where queries and keys stand, and which document each belongs to: tensors of a batch

@@ -1,4 +1,4 @@
-"""Attention for generation: a few new queries of each sequence against keys and values that were kept.
+"""Attention for generation: a few new queries of each sequence against a cache of keys and values.
 
 cache.py     Cache, contiguous or paged, and how new keys and values enter it: start reading here
 write.py     where new tokens go, in torch; write_kernel.py: in Triton

@@ -1,9 +1,9 @@
 """Flash-decoding in plain PyTorch: the algorithm to read together with the Triton kernels.
 
-The new queries of a sequence are few and its keys many, so the keys are what is cut: into tiles of block_k, each with
-a softmax of its own. A tile leaves only m, l and o: its maximum, and its sums of exp(s - m) and of exp(s - m) v. Two
-such triples combine into one in any order, by their log-sum-exp m + log(l). On a GPU different programs have different
-tiles; here they come one after the other.
+The new queries of a sequence are few and its keys many, so the keys are cut into tiles of block_k, each with a separate
+softmax. A tile leaves only m, l and o: its maximum, and its sums of exp(s - m) and of exp(s - m) v. Two such triples
+combine into one in any order, by their log-sum-exp m + log(l). On a GPU different programs have different tiles; here
+they come one after the other.
 
     Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding for long-context inference"
 """

@@ -6,7 +6,7 @@ keep probability, ~p = c M p the weights that met v, and delta = rowsum(do * o):
     dv = ~p^T do        dp = do v^T        ds = p (c M dp - delta)        dq = scale ds k        dk = scale ds^T q
 
 `dq_kernel` gives a tile of queries to each program, `dkdv_kernel` a tile of keys: no atomics, so gradients are bitwise
-reproducible and need no workspace of their own size. Computing s and dp twice is what that costs.
+reproducible and need no workspace of their size. In return s and dp are computed twice.
 """
 
 from typing import Any, NamedTuple

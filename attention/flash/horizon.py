@@ -1,13 +1,14 @@
 """How far ALiBi lets a query see: beyond its head's horizon all weights are exactly zero, and kernels skip the tiles.
 
 Scores and slopes are in base 2. Let `bound` be the scale times the largest norm of a head's queries times that of its
-keys. Before ALiBi no score is larger. A causal query sees its own key, with a bias of 0, so a row's maximum is at least
--bound. A key at distance d scores at most bound - slope d, and has at most the weight 2^(2 bound - slope d). Where fp32
-rounds that to zero, the key adds nothing to l, o, dq, dk and dv. The plain forward begins with the far keys: what it
-sums of them is scaled by as little when it comes to a query's own key.
+keys. Before ALiBi no score is larger. A causal query sees the key at its position, with a bias of 0, so a row's maximum
+is at least -bound. A key at distance d scores at most bound - slope d, and has at most the weight
+2^(2 bound - slope d). Where fp32 rounds that to zero, the key adds nothing to l, o, dq, dk and dv. The plain forward
+begins with the far keys. Its sums over them are rescaled by the same tiny factor when it reaches the key at the query's
+position.
 
-A soft cap bounds the scores too. A sink only raises the maximum. A window and documents leave each query its own key.
-Numbers that are not finite, and slopes that are not positive, give no horizon.
+A soft cap bounds the scores too. A sink only raises the maximum. Windows and documents never hide the key at the
+query's position. Numbers that are not finite, and slopes that are not positive, give no horizon.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The kernel paths of attention=flash: which kernels compute a call, chosen for its forward and its backward apart.
+"""The kernel paths of attention=flash: which kernels compute a call, chosen separately for forward and backward.
 
 `attention.path` names one; `auto` takes the first that supports the call and was measured to be faster than plain.
 All paths exchange the same log-sum-exp and draw the same mask, so a forward and its backward may take different ones.

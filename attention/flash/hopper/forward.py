@@ -1,7 +1,7 @@
 """The forward kernel on Hopper: the plain forward's algorithm, with products and softmax at the same time.
 
 The warps of a program have roles. A producer, one warp, has the copy engine bring tiles of q, k and v; each consumer, a
-warpgroup, has 64 queries of its own and walks over the key tiles that they see, the last first:
+warpgroup, has 64 queries and walks over the key tiles that they see, the last first:
 
     producer      k_5      k_4, v_5                       k_3, v_4                       k_2, v_3
     tensor core   q k_5^T  q k_4^T,  o += p_5 v_5         q k_3^T,  o += p_4 v_4         ...
@@ -11,8 +11,8 @@ A step of the pipeline is the pair (k of a tile, v of the tile before it): while
 scores, its product with v is in flight, and so are the products of the other consumers. Programs stay on their
 multiprocessor and take the next tile of queries from a counter, the longest rows first.
 
-For short sequences at head size 64 a program is one consumer alone, for one tile of queries: one of its threads tells
-the copy engine what is next. Three or four programs share a multiprocessor, and the products of one run during the
+For short sequences at head size 64 a program is one consumer alone, for one tile of queries: one of its threads gives
+the copy engine its next tiles. Three or four programs share a multiprocessor, and the products of one run during the
 softmax, the beginning and the end of the others.
 """
 
