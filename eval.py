@@ -138,7 +138,9 @@ def open_model(config: EvaluateConfig, run: Path, data: DataConfig | None) -> tu
     """The model in a folder and, if the folder is a run's, what the run says of it. Raises UserError."""
     if (run / "config.json").is_file() and not (run / ".hydra").exists():
         device = resolve_device(config.device)
-        for name in ("checkpoint", "weights", "attention"):
+        if config.attention is not None:  # else transformers computes
+            return TrainedModel(load_trained(run, config, config.seq_len), config.seq_len), None
+        for name in ("checkpoint", "weights"):
             if (value := getattr(config, name)) != getattr(EvaluateConfig, name):
                 given = getattr(value, "value", value)
                 raise ConfigError(f"{name}={given} has no effect on a model of transformers; leave it out.")

@@ -4,7 +4,7 @@ python sample.py run=outputs/2026-11-21/10-00-00-flash prompt="def " tokens=200 
 python sample.py run=outputs/2026-11-21/10-00-00-flash prompts=prompts.txt batch=64 out=texts.jsonl
 python sample.py run=outputs/2026-11-21/10-00-00-flash export=my-model
 
-run          the run folder to take the model from
+run          the run folder to take the model from, or a folder of transformers
 prompt       the text to continue; a fresh text if empty
 prompts      a file of texts to continue instead, one a line; a .jsonl file has {"prompt": ...} in each line
 samples      texts for each prompt, from random numbers of their own
@@ -23,7 +23,7 @@ attention    an implementation other than the run's, for a device that does not 
 attention.precision  of attention's products in prompts: inputs, or fp8 with attention=flash on an H100 or H200
 device       auto, cpu, cuda, cuda:1
 export       a new folder to write the model, its tokenizer and a model card to instead, for AutoModelForCausalLM,
-             AutoTokenizer and pipeline("text-generation"): as a GPT-2 or, with rotary positions, a Starcoder2
+             AutoTokenizer and pipeline("text-generation"), in the architecture that matches: docs/models.md
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from recipe.generation.sampling import Sampling
 from recipe.generation.steps import decoding_attention
 from recipe.generation.text import stream
 from recipe.huggingface import check_folder, export, read_origin
+from recipe.huggingface.starting import is_folder
 from recipe.recorded import read_config
 from recipe.trained import ModelChoice, Trained, WeightsChoice, inexact, load_trained
 from recipe.training.memory import oom_guard
@@ -171,6 +172,8 @@ def continue_prompts(trained: Trained, prompts: list[str] | None, sampling: Samp
 def write_export(run: Path, choice: ModelChoice, folder: Path) -> None:
     """Write a run's model for transformers, on any machine. Raises UserError before anything is written."""
     check_folder(folder)  # before the weights are read
+    if is_folder(run):
+        raise ConfigError(f"run={run} is a folder of transformers already; name a run folder, or leave export= out.")
     if reason := inexact(read_config(run).attention):
         raise ConfigError(f"{reason}, and transformers would compute another; only exact ones can be exported.")
     on_any_machine = ModelChoice(choice.checkpoint, choice.weights, attention="naive", device="cpu")

@@ -14,7 +14,7 @@ def num_parameters(model: GPT) -> int:
     """Number of trained values; a tied embedding counts once, and the padding of the vocabulary not at all."""
     tables = [model.wte.weight, *model.value_tables]
     padded = tables if model.lm_head is None else [*tables, model.lm_head.weight]
-    return sum(p.numel() for p in model.parameters()) - sum(t[model.vocab_size :].numel() for t in padded)
+    return sum(p.numel() for p in model.parameters()) - sum((len(t) - model.vocab_size) * t.shape[1] for t in padded)
 
 
 def flops_per_token(model: GPT, seq_len: int, causal: bool, pieces: Sequence[int] | None = None) -> float:

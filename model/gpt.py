@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from attention.dropout import DropoutKey
 from attention.interface import Attention, AttentionShape
 from attention.score import Layout, Range, documents, take_rows
+from attention.scores.alibi import alibi_slopes
 from model.attention import Attend, SelfAttention, labelled
 from model.blocks import Block, Masks, call
 from model.check import check_config
@@ -96,7 +97,7 @@ class GPT(nn.Module):
         self.config, self.vocab_size, self.seq_len = config, config.vocab_size or vocab_size, seq_len
         self.attend, self.computation = attend, computation or Computation()
         self.restart_positions = restart_positions
-        options = score or ScoreConfig()
+        self.options = options = score or ScoreConfig()
         self.scores = layer_scores(options, config.n_layers)
         device, dtype = torch.device(self.computation.device), self.computation.dtype
         shape = AttentionShape(config.head_size, config.n_heads, config.kv_heads, dtype, device, self.scores)
@@ -139,6 +140,18 @@ class GPT(nn.Module):
                 table.mul_(math.sqrt(self.config.n_embd))
             for table in (self.wte.weight, self.head):
                 table[self.vocab_size :].zero_()
+
+    def materialise(self, device: torch.device | str) -> None:
+        """Move from the meta device to another, where the parameters wait to be loaded, except a second head's."""
+        self.to_empty(device=device)
+        self.tables = position_tables(self.config, self.seq_len).to(torch.device(device))
+        for module in self.modules():
+            if isinstance(module, SelfAttention) and module.slopes is not None:
+                module.slopes.copy_(alibi_slopes(module.n_heads))
+        if self.further is not None:
+            recompute_attention = self.computation.recompute is Recompute.attention
+            self.further = FurtherToken(self.config, self.scores[-1], self.options, recompute_attention).to(device)
+            self.further.apply(self.initialise)
 
     @property
     def head(self) -> Tensor:

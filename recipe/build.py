@@ -85,13 +85,15 @@ def build_model(config: Config, vocab_size: int, device: torch.device, world: Wo
     """
     shards = shards_weights(config.parallel, world)
     torch.manual_seed(config.seed)
-    with torch.device("meta") if shards and world.rank > 0 else nullcontext():
+    with torch.device("meta") if config.init_from or (shards and world.rank > 0) else nullcontext():
         model = build_gpt(config, vocab_size, device)
     if config.init_from is not None:
-        from model.gpt2_weights import load_gpt2  # the hub's client takes a tenth of a second to import
+        from recipe.huggingface.loading import load  # the hub's client takes a tenth of a second to import
 
-        load = partial(load_gpt2, model, config.init_from)
-        from_first_rank(load) if shards else load()
+        if not shards or world.rank == 0:
+            model.materialise("cpu" if shards else device)  # the weights once, which are then read tensor by tensor
+        read = partial(load, model, config.init_from)
+        from_first_rank(read) if shards else read()
     return model
 
 

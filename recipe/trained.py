@@ -18,6 +18,8 @@ from model.gpt import GPT
 from recipe.build import build_gpt
 from recipe.config import Config, ConfigError
 from recipe.device import resolve_device, resolve_precision
+from recipe.huggingface.loading import load
+from recipe.huggingface.starting import is_folder, start_from
 from recipe.recorded import read_config
 from recipe.run_folder import CONFIG
 from recipe.training.checkpoint import CheckpointError, best_checkpoint, load_checkpoint, newest_valid
@@ -76,14 +78,15 @@ class Trained:
 
 
 def load_trained(run: Path, choice: ModelChoice, seq_len: int | None = None, documents: bool = False) -> Trained:
-    """The model of a run.
+    """The model of a run, or of a folder of transformers.
 
     seq_len    the longest input, which rotary positions allow to exceed the run's; None: the run's
     documents  whether the model separates packed documents, if the run does
 
     Raises UserError.
     """
-    config = read_config(run)
+    start = start_from(str(run)) if is_folder(run) else None
+    config = read_config(run) if start is None else start.config()
     if config.data.name in TASKS:
         raise ConfigError(f"run={run} was trained on data={config.data.name}, a task without text; name another run.")
     on, attention = resolve_device(choice.device), choice.attention
@@ -94,7 +97,7 @@ def load_trained(run: Path, choice: ModelChoice, seq_len: int | None = None, doc
             f"seq_len={seq_len} is longer than the run's {config.seq_len}, and it has learned positions for those "
             f"alone; use seq_len={config.seq_len} or less, or a run with model.positions=rotary."
         )
-    tokenizer = load_tokenizer(run)
+    tokenizer = load_tokenizer(run) if start is None else start.load_tokenizer()
     if attention is None or attention == config.attention.name:
         chosen = config.attention
     else:
@@ -110,9 +113,24 @@ def load_trained(run: Path, choice: ModelChoice, seq_len: int | None = None, doc
         data=config.data if documents else replace(config.data, documents=Documents.ignore),
         training=replace(config.training, recompute=Recompute.none),
     )
-    model = build_gpt(used, tokenizer.n_vocab, on)
-    checkpoint = load_weights(model, run, choice)
+    if start is None:
+        model = build_gpt(used, tokenizer.n_vocab, on)
+        checkpoint = load_weights(model, run, choice)
+    else:
+        refuse_choices(choice, run)
+        with torch.device("meta"):
+            model = build_gpt(used, tokenizer.n_vocab, on)
+        model.materialise(on)
+        load(model, str(run))
+        checkpoint = run
     return Trained(config, model.eval().to(on), tokenizer, dtype, checkpoint)
+
+
+def refuse_choices(choice: ModelChoice, folder: Path) -> None:
+    """Raise ConfigError for choices among checkpoints and weights, of which a folder of transformers has one."""
+    for name in ("checkpoint", "weights"):
+        if (value := getattr(choice, name)) is not getattr(ModelChoice, name):
+            raise ConfigError(f"{name}={value.value} has no effect on {folder}, a model of transformers; leave it out.")
 
 
 def inexact(attention: AttentionConfig) -> str | None:
@@ -144,7 +162,8 @@ def load_weights(model: GPT, run: Path, choice: ModelChoice) -> Path:
         raise ConfigError(f"{path} has no moving average, as training.ema was 0; leave weights=ema out.")
     chosen = {name.removeprefix(prefix): value for name, value in chosen.items()}
     embedding = chosen.get("wte.weight", torch.zeros(0, 1))
-    if (tokens := int(embedding.any(dim=1).sum())) != model.vocab_size:  # padding is zero
+    tokens = int(embedding.any(dim=1).sum())  # padding is zero
+    if tokens != model.vocab_size and model.config.vocab_size is None:
         raise ConfigError(
             f"{run / 'tokenizer.json'} has {model.vocab_size} tokens and the model of {path} has {tokens}; put this "
             "run's own tokenizer back."

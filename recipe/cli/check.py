@@ -94,7 +94,7 @@ def check_ranks_agree(config: Config) -> None:
 
 def init_mistakes(config: Config) -> Iterator[str]:
     """A sentence for each reason why the model cannot start from `init_from`, as far as that needs no network."""
-    from model.gpt2_weights import folder_mistakes  # the hub's client takes a tenth of a second to import
+    from recipe.huggingface.loading import folder_mistakes  # the hub's client takes a tenth of a second to import
 
     scores = layer_scores(config.score, config.model.n_layers)
     known = SIZES.get(config.data.tokenizer)

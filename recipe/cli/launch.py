@@ -28,6 +28,7 @@ from recipe.cli.compose import (
     to_config,
 )
 from recipe.cli.resume import check_folder, check_writable, resumed
+from recipe.cli.starting import with_start
 from recipe.cli.wording import explain, one_sentence
 from recipe.config import ConfigError, register
 from recipe.distributed.world import World
@@ -68,6 +69,9 @@ def prepare(arguments: list[str]) -> list[str]:
         raise ConfigError("-m cannot be combined with --cfg or --info; leave it out to see the configuration of a run.")
     if args.help or args.hydra_help or args.cfg or args.info:
         return arguments
+    if (started := with_start(args.overrides)) != args.overrides:
+        arguments = [*(argument for argument in arguments if argument not in args.overrides), *started]
+        args.overrides = started
     try:
         found = compose_right(args.overrides)
         if not found.wrong and World.from_environment().rank == 0:

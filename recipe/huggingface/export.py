@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from data.own_tokenizer import END_OF_TEXT
 from data.tokenizers import Tokenizer
 from model.gpt import GPT
-from model.gpt2_weights import WEIGHTS, WeightsError
 from recipe.huggingface.card import Origin, model_card
+from recipe.huggingface.loading import WEIGHTS
 from recipe.huggingface.reload import check_reloaded
+from recipe.huggingface.settings import WeightsError
 from recipe.huggingface.tokenizer import to_tokenizers, tokenizer_config
 from recipe.huggingface.weights import describe
 

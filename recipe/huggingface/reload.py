@@ -12,7 +12,7 @@ import torch
 from data.errors import brief
 from data.tokenizers import Tokenizer
 from model.gpt import GPT
-from model.gpt2_weights import WeightsError
+from recipe.huggingface.settings import WeightsError
 from recipe.huggingface.weights import REMEDY
 
 TOKENS = 256  # of the text whose logits are compared, at least; longer than a window in any case

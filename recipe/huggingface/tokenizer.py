@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from data.own_tokenizer import END_OF_TEXT, OwnTokenizer
 from data.tokenizers import CHARACTERS
-from model.gpt2_weights import WeightsError
+from recipe.huggingface.settings import WeightsError
 
 
 def to_tokenizers(encoding: tiktoken.Encoding | OwnTokenizer) -> Tokenizer:

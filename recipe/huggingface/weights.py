@@ -1,26 +1,25 @@
-"""The architectures of transformers that compute exactly what a model of this recipe does, and its weights as theirs.
+"""A model of this recipe in the architecture of transformers that computes exactly the same: its config.json and its
+weights under that architecture's names.
 
-GPT-2       learned positions, as many key/value heads as query heads, causal attention
-Starcoder2  rotary positions, grouped heads and one sliding window for all layers, if any; else GPT-2's layer norms,
-            tanh GELU and tied embedding (Lozhkov et al. 2024, "StarCoder 2 and The Stack v2")
-
-Both always have biases in their norms, and GPT-2 in its linear layers too: a model without gets biases of zero.
+An architecture matches where reading what it would say of the model gives the model again (settings.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from model.config import Positions
+from model.config import GPTConfig, ModelError
 from model.gpt import GPT
-from model.gpt2_weights import FIXED, PREFIX, TRANSPOSED, WeightsError, parts_unlike_gpt2
-from recipe.errors import as_override
+from model.score import layer_scores
+from recipe.huggingface.families import FAMILIES, Family
+from recipe.huggingface.loading import plain
+from recipe.huggingface.settings import WeightsError, essence, read_settings, write_settings
+from recipe.wording import as_typed
 
-REMEDY = "describe a changed model in recipe/huggingface/weights.py, or export one that is not."
+REMEDY = "describe a changed model in recipe/huggingface/families.py, or export one that is not."
 
 
 class Described(NamedTuple):
@@ -41,120 +40,87 @@ def describe(model: GPT, attention_dropout: float) -> Described:
 
     Raises WeightsError, with what the model has that no architecture matches.
     """
-    if obstacles := [*unmatched(model)]:
+    apart = {kind: differences(model, family) for kind, family in FAMILIES.items()}
+    family = next((FAMILIES[kind] for kind in FAMILIES if not apart[kind]), None)
+    if family is None:
+        nearest = min(FAMILIES, key=lambda kind: len(apart[kind]))
+        named = " and ".join(f"{name}={as_typed(plain(value))}" for name, value in apart[nearest].items())
         raise WeightsError(
-            f"No architecture of transformers has what this model has: {' and '.join(obstacles)}. GPT-2 has learned "
-            "positions and plain causal attention, Starcoder2 rotary positions, grouped heads and one window for all "
-            "layers; train such a model to export it."
+            f"No architecture of transformers has what this model has: {named}. The nearest is {nearest}, without; "
+            "docs/models.md lists what each has."
         )
-    matching = starcoder2 if model.config.positions is Positions.rotary else gpt2
-    return matching(model, attention_dropout)
+    content = longest_input(family, model) | write_settings(family, model.config, model.scores, model.vocab_size)
+    content |= dropouts(family, model.config, attention_dropout) | {"initializer_range": 0.02}
+    return Described(content, renamed(model, family))
 
 
-def unmatched(model: GPT) -> Iterator[str]:
-    """The options that neither architecture has, as the user writes them."""
-    config, scores = model.config, list(dict.fromkeys(model.scores))
-    yield from (part for part in parts_unlike_gpt2(config) if part != "model.rope_base")
-    if config.positions is Positions.none:
-        yield "model.positions=none"
-    if len(scores) > 1:
-        yield "score.layers with layers that differ"
-    features = {name: asked for score in scores for name, asked in score.features().items()}
-    grouped = (config.n_kv_heads or config.n_heads) != config.n_heads
-    rotary = config.positions is Positions.rotary
-    for feature, asked in features.items():
-        if feature == "window" and rotary:
-            continue
-        yield as_override(asked) + (" with learned positions" if feature == "window" else "")
-    if grouped and not rotary:
-        yield f"model.n_kv_heads={config.n_kv_heads} with learned positions"
+def differences(model: GPT, family: Family) -> dict[str, Any]:
+    """The model's options that it does not have again once a family's config.json has been read back."""
+    ours = essence(model.config, model.scores, model.vocab_size)
+    content = longest_input(family, model) | write_settings(family, model.config, model.scores, model.vocab_size)
+    try:
+        settings = read_settings(content, "export")
+    except ModelError:  # what the family says of the model is no model at all
+        return ours
+    theirs = essence(settings.model, layer_scores(settings.score, model.config.n_layers), content["vocab_size"])
+    if family.zeros is not None and not model.config.bias:
+        theirs["bias"] = False
+    apart = {name: value for name, value in ours.items() if name not in theirs or theirs[name] != value}
+    scores = apart.pop("score", None)
+    if apart.pop("qk_eps", None) and "qk_norm" not in apart:
+        apart["norm_eps"] = None  # which is another number for queries and keys than for the stream
+    named = {f"model.{name}": shown(model.config, name, value) for name, value in apart.items()}
+    return named | (of_scores(model, layer_scores(settings.score, model.config.n_layers)) if scores else {})
 
 
-def gpt2(model: GPT, attention_dropout: float) -> Described:
-    """The model as a GPT2LMHeadModel, which stores the matrices of linear layers transposed."""
-    config = model.config
+def shown(config: GPTConfig, name: str, value: Any) -> Any:
+    """The value of an option as the user gave it."""
+    return config.rope_scaling.kind if name == "rope_scaling" else getattr(config, name, value)
+
+
+def of_scores(model: GPT, theirs: tuple[Any, ...]) -> dict[str, Any]:
+    """What the layers compute that a family's do not, as the user writes it."""
+    if len(set(model.scores)) > 1:
+        return {"score.layers": "layers that differ"}
+    (ours,) = set(model.scores)
+    asked = ours.features()
+    return {option.name: option.value for name, option in asked.items() if name not in theirs[0].features()}
+
+
+def longest_input(family: Family, model: GPT) -> dict[str, Any]:
+    """The key of the longest input."""
+    return {"n_positions" if family.kind == "gpt2" else "max_position_embeddings": model.seq_len}
+
+
+def dropouts(family: Family, config: GPTConfig, attention_dropout: float) -> dict[str, float]:
+    """The rates of dropout, for those who train on; an architecture without a place for one leaves it out."""
+    if family.kind == "gpt2":
+        return {"embd_pdrop": config.dropout, "resid_pdrop": config.dropout, "attn_pdrop": attention_dropout}
+    both = {"embedding_dropout": config.dropout, "residual_dropout": config.dropout}
+    return {"attention_dropout": attention_dropout} | (both if family.kind == "starcoder2" else {})
+
+
+def renamed(model: GPT, family: Family) -> dict[str, Tensor]:
+    """The weights under the family's names. Raises WeightsError for one that it has no name for."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        value = unpadded(model, name, parameter)
-        tensors[PREFIX + name] = stored(value.T if TRANSPOSED.search(name) else value)
-        if not config.bias and name not in ("wte.weight", "wpe.weight"):
-            tensors[PREFIX + name.removesuffix("weight") + "bias"] = torch.zeros(len(parameter))
-    described = {
-        "architectures": ["GPT2LMHeadModel"],
-        **{key: values[0] for key, values in FIXED.items()},
-        "vocab_size": model.vocab_size,
-        "n_positions": model.seq_len,
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layers,
-        "n_head": config.n_heads,
-        "embd_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
-        "attn_pdrop": attention_dropout,
-        "initializer_range": 0.02,
-    }
-    return Described(described, tensors)
-
-
-def starcoder2(model: GPT, attention_dropout: float) -> Described:
-    """The model as a Starcoder2ForCausalLM, which projects to queries, keys and values by a matrix each."""
-    config = model.config
-    n_kv_heads = config.n_kv_heads or config.n_heads
-    head_dim = config.n_embd // config.n_heads
-    (score,) = set(model.scores)
-    renamed = {
-        "wte": "model.embed_tokens",
-        "ln_f": "model.norm",
-        "ln_1": "input_layernorm",
-        "ln_2": "post_attention_layernorm",
-        "attn.c_proj": "self_attn.o_proj",
-        "mlp.c_fc": "mlp.c_fc",
-        "mlp.c_proj": "mlp.c_proj",
-    }
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        module, _, kind = name.rpartition(".")
-        layer = ""
-        if module.startswith("h."):
-            _, number, module = module.split(".", maxsplit=2)
-            layer = f"model.layers.{number}."
-        if module == "attn.c_attn":
-            sizes = [config.n_embd, n_kv_heads * head_dim, n_kv_heads * head_dim]
-            for projection, part in zip("qkv", parameter.split(sizes), strict=True):
-                tensors[f"{layer}self_attn.{projection}_proj.{kind}"] = stored(part)
+        if name.startswith("further."):  # the second head, which only training uses
             continue
-        if module not in renamed:
-            raise WeightsError(f"Starcoder2 has no weights such as this model's {name}; {REMEDY}")
-        tensors[f"{layer}{renamed[module]}.{kind}"] = stored(unpadded(model, name, parameter))
-        if not config.bias and "ln_" in module:
-            tensors[f"{layer}{renamed[module]}.bias"] = torch.zeros(len(parameter))
-    described = {
-        "architectures": ["Starcoder2ForCausalLM"],
-        "model_type": "starcoder2",
-        "vocab_size": model.vocab_size,
-        "max_position_embeddings": model.seq_len,
-        "hidden_size": config.n_embd,
-        "intermediate_size": 4 * config.n_embd,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": n_kv_heads,
-        "sliding_window": score.window,
-        "rope_theta": config.rope_base,  # for transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
-        "hidden_act": "gelu_pytorch_tanh",
-        "norm_epsilon": 1e-5,
-        "use_bias": config.bias,
-        "tie_word_embeddings": True,
-        "embedding_dropout": config.dropout,
-        "residual_dropout": config.dropout,
-        "attention_dropout": attention_dropout,
-        "initializer_range": 0.02,
-    }
-    return Described(described, tensors)
-
-
-def unpadded(model: GPT, name: str, parameter: Tensor) -> Tensor:
-    """The parameter without the rows that pad the vocabulary."""
-    return parameter[: model.vocab_size] if name == "wte.weight" else parameter
+        try:
+            names = family.stored(name)
+        except KeyError as error:
+            raise WeightsError(f"{family.architecture} has no weights such as this model's {name}; {REMEDY}") from error
+        value = parameter[: model.vocab_size] if name in ("wte.weight", "lm_head.weight") else parameter
+        if family.transposed and value.ndim == 2 and name.startswith("h."):
+            value = value.T
+        config = model.config
+        sizes = [n * config.head_size for n in (config.n_heads, config.kv_heads, config.kv_heads)]
+        for stored_name, part in zip(names, value.split(sizes) if len(names) > 1 else [value], strict=True):
+            tensors[stored_name] = stored(part)
+            bias = stored_name.removesuffix("weight") + "bias"
+            if family.zeros and not model.config.bias and family.zeros.search(bias) and not name.startswith("w"):
+                tensors[bias] = torch.zeros(len(parameter))
+    return tensors
 
 
 def stored(x: Tensor) -> Tensor:

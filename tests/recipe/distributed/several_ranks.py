@@ -49,7 +49,10 @@ CPU = torch.device("cpu")
 TIMEOUT_S = 200.0
 T, B, MICRO_BATCHES, SEED = 64, 2, 4, 7
 TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)
-MODEL = replace(EVERYTHING, n_layers=2, n_heads=2, n_kv_heads=2, n_embd=32, dropout=0.1)
+MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1)
+# Also biases, which autocast rounds like weights.
+PARTS = replace(EVERYTHING, n_layers=2, n_heads=2, n_kv_heads=2, n_embd=32, dropout=0.1)
+PARTS = replace(PARTS, bias=True, attention_bias=AttentionBias.none)
 
 
 PARALLEL = {
@@ -71,10 +74,7 @@ def build(
     world: World, parallel: ParallelConfig, micro_batches: int = MICRO_BATCHES, precision: Precision = Precision.fp32
 ) -> Trainer:
     torch.manual_seed(SEED)
-    model = MODEL
-    if precision is not Precision.fp32:
-        model = replace(MODEL, bias=True, attention_bias=AttentionBias.none)  # autocast rounds weights and biases
-    gpt = GPT(model, 256, T, build_attention(AttentionConfig(dropout=0.1)))
+    gpt = GPT(MODEL if precision is Precision.fp32 else PARTS, 256, T, build_attention(AttentionConfig(dropout=0.1)))
     settings = TrainingConfig(steps=20, batch_size=B, batch_tokens=B * T * micro_batches, precision=precision, ema=0.9)
     # At this learning rate a difference in the last bit soon shows.
     optimizer, schedule = OptimizerConfig(lr=1e-2), ScheduleConfig(warmup_steps=2)
@@ -178,7 +178,7 @@ def masks(world: World) -> tuple[dict[str, bool], list[bool]]:
             if world.size % context:
                 continue
             torch.manual_seed(SEED)
-            gpt = GPT(replace(MODEL, n_heads=H, n_kv_heads=H), 256, T, build_attention(AttentionConfig(dropout=0.1)))
+            gpt = GPT(replace(MODEL, n_heads=H), 256, T, build_attention(AttentionConfig(dropout=0.1)))
             settings = TrainingConfig(batch_size=B, batch_tokens=B * T * MICRO_BATCHES, precision=Precision.fp32)
             parallel = ParallelConfig(context=context, context_by=by, timeout_s=TIMEOUT_S)
             config = Config(SEED, training=settings, parallel=parallel)
@@ -217,7 +217,7 @@ def whole_run(world: World, folder: Path, parallel: ParallelConfig) -> None:
         seq_len=32,
         device="cpu",
         attention=AttentionConfig(dropout=0.1),
-        model=GPTConfig(n_layers=1, n_heads=2, n_embd=32, dropout=0.1),
+        model=replace(MODEL, n_layers=1),
         data=DataConfig("text", path=str(folder.parent / "text.txt"), cache=str(folder.parent / "cache")),
         training=TrainingConfig(
             steps=3, batch_size=1, batch_tokens=4 * 32, recompute=Recompute.block, log_every=1, eval_every=3,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +13,21 @@ from torch import Tensor
 from attention import AttentionConfig, build_attention
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
-from model.gpt2_weights import WeightsError, folder_mistakes, load_gpt2
 from model.score import ScoreConfig, layer_scores
+from recipe.huggingface.loading import folder_mistakes
+from recipe.huggingface.loading import load as load_gpt2
+from recipe.huggingface.settings import WeightsError, read_settings
 
 transformers = pytest.importorskip("transformers")
 
 CONFIG = GPTConfig(n_layers=3, n_heads=4, n_embd=64, bias=True)
 VOCAB, POSITIONS = 487, 32  # as GPT-2's 50,257, no multiple of 64
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
+    "vocab_size": 99, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def build(config: GPTConfig = CONFIG, vocab_size: int = VOCAB, seq_len: int = POSITIONS) -> GPT:
@@ -97,11 +104,21 @@ def test_all_that_does_not_fit_is_said_at_once(folder):
     assert not list(folder_mistakes("gpt2", wrong, layer_scores(ScoreConfig(), 2), 64, 257))  # of the hub: later
 
 
-def test_weights_of_another_architecture_are_called_so(folder, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
-    shutil.copy(folder / "model.safetensors", tmp_path)
-    (sentence,) = folder_mistakes(str(tmp_path), CONFIG, (), 16, None)
-    assert "is a model of type llama, and only the weights of GPT-2 can be loaded" in sentence
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, r"type mixtral with experts \(num_local_experts=8\)"),
+        ({"model_type": "llama", "hidden_size": 64}, "has num_hidden_layers=None"),
+        ({"model_type": "llama", "hidden_act": "relu"}, "has hidden_act=relu; a model here computes hidden_act=silu"),
+        ({"model_type": "llama", "quantization_config": {"bits": 4}}, "has a quantization_config"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias=true and attention_bias=false"),
+        (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "has rope_type=dynamic"),
+        (LLAMA | {"num_attention_heads": 3}, r"describes no model: model.n_embd=64 is not a multiple"),
+    ],
+)
+def test_a_folder_whose_model_no_block_here_computes_is_refused_by_name(content, named):
+    with pytest.raises(WeightsError, match=named):
+        read_settings(content, "some-folder")
 
 
 def test_a_file_a_run_and_a_folder_that_is_not_there_are_named(folder, tmp_path):
@@ -117,7 +134,10 @@ def test_a_file_a_run_and_a_folder_that_is_not_there_are_named(folder, tmp_path)
 
 def test_a_gpt2_that_computes_something_else_is_refused(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
-    for change, named in (({"activation_function": "relu"}, "activation_function=relu"), ({"n_inner": 7}, "n_inner=7")):
+    for change, named in (
+        ({"activation_function": "relu"}, "activation_function=relu"),
+        ({"n_inner": 7}, "set model.mlp_width=7"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(WeightsError, match=named):
             load_gpt2(build(), str(tmp_path))

@@ -1,0 +1,70 @@
+"""What a folder of transformers means for a run that starts from it: its model, score and tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data.own_tokenizer import read as read_tokenizer
+from data.tokenizers import Tokenizer, gpt2_tokenizer
+from model.config import GPTConfig
+from model.score import ScoreConfig
+from recipe.config import Config
+from recipe.huggingface.loading import find, settings_of
+from recipe.huggingface.settings import Settings, WeightsError
+
+TOKENIZER = "tokenizer.json"
+
+
+class Start(NamedTuple):
+    """A folder's model.
+
+    tokenizer  as data.tokenizer= names it
+    """
+
+    folder: Path
+    settings: Settings
+    tokenizer: str | None
+
+    def options(self) -> dict[str, Any]:
+        """The options that differ from a run's, by name: model.*, score.* and data.tokenizer."""
+        found = dict(differing("model", self.settings.model, GPTConfig()))
+        found |= dict(differing("score", self.settings.score, ScoreConfig()))
+        return found | ({} if self.tokenizer is None else {"data.tokenizer": self.tokenizer})
+
+    def config(self) -> Config:
+        """The configuration of a run with this model, at its longest input."""
+        return Config(seq_len=self.settings.longest, model=self.settings.model, score=self.settings.score)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The folder's. Raises DataError, or WeightsError where it has none."""
+        if self.tokenizer is None:
+            raise WeightsError(f"{self.folder} has no {TOKENIZER}; put the model's there.")
+        return gpt2_tokenizer() if self.tokenizer == "gpt2" else read_tokenizer(Path(self.tokenizer))
+
+
+def is_folder(folder: Path) -> bool:
+    """Whether this is a model of transformers, and no run."""
+    return (folder / "config.json").is_file() and not (folder / ".hydra").exists()
+
+
+def start_from(source: str) -> Start:
+    """A folder, or a model's name on the Hugging Face hub. Raises WeightsError."""
+    folder = find(source)
+    settings = settings_of(folder, source)
+    tokenizer = str(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
+    return Start(folder, settings, "gpt2" if tokenizer is None and settings.family.kind == "gpt2" else tokenizer)
+
+
+def differing(prefix: str, value: Any, default: Any) -> list[tuple[str, Any]]:
+    """The options of a dataclass that are not its defaults, and the sizes, which presets set."""
+    found: list[tuple[str, Any]] = []
+    for field in fields(value):
+        own, usual = getattr(value, field.name), getattr(default, field.name)
+        if is_dataclass(own):
+            found += differing(f"{prefix}.{field.name}", own, usual)
+        elif own != usual or field.name in ("n_layers", "n_heads", "n_embd"):
+            found.append((f"{prefix}.{field.name}", own.value if isinstance(own, Enum) else own))
+    return found
