@@ -37,7 +37,7 @@ class Config:
     seq_len    length of a sequence, in tokens
     device     auto, cpu, cuda or cuda:N
     resume     auto or a run folder: continue from its newest checkpoint
-    init_from  a folder or name of GPT-2 weights to start from
+    init_from  a folder of transformers, or a name on the hub: the weights, model, score and tokenizer to start from
     probes     what is measured with every evaluation: tasks of data/tasks/, and position_loss
     """
 
