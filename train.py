@@ -29,6 +29,8 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from attention.flash import kernel_code
+from attention.formula.describe import describe as describe_formula
 from data.config import Documents
 from data.prepare import prepare as prepare_data
 from data.tasks import TASKS, TaskData
@@ -97,6 +99,8 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
                 return 0
             with run.record:
                 run.record.print(describe_run(config, run.trainer, run.meter))
+                for line in describe_formulas(config, run.trainer, folder):
+                    run.record.print(line)
                 if config.training.compile:
                     run.record.print("compiling: the first steps and the first evaluation wait for it, some minutes")
                 done = fit(run)
@@ -145,6 +149,15 @@ def describe_stop(interruption: Interruption, done: int, training: TrainingConfi
     assert interruption.number is not None
     go_on = f"resume={folder} goes on" if training.checkpoint_every else "training.checkpoint_every=0 saved nothing"
     return f"stopped by {signal.Signals(interruption.number).name} after step {done} of {training.steps}; {go_on}"
+
+
+def describe_formulas(config: Config, trainer: Trainer, folder: Path) -> list[str]:
+    """A line for each formula of the model's scores; with score.show, also the code that kernels run, in the folder."""
+    scores = [score for score in dict.fromkeys(trainer.model.scores) if score.formula is not None]
+    if config.score.show and trainer.world.rank == 0:
+        code = [kernel_code(score) for score in scores]
+        (folder / "score_code.py").write_text("\n\n\n".join(code) + "\n", encoding="utf-8")
+    return [describe_formula(str(score.formula), score.causal, score.window) for score in scores]
 
 
 def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:

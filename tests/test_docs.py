@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attention import IMPLEMENTATIONS
 
@@ -63,6 +64,7 @@ def test_an_attention_added_as_the_page_says_trains_and_agrees_with_naive(tmp_pa
 
 def test_the_table_of_variants_is_what_implementations_support():
     columns = {"window": "window", "documents": "documents", "soft cap": "soft_cap", "ALiBi": "alibi", "sinks": "sinks"}
+    columns |= {"formula": "formula"}
     assert f"| | {' | '.join(columns)} |" in VARIANTS
     rows = re.findall(r"^\| `(\w+)` \| ((?:yes|no).*) \|$", VARIANTS, flags=re.MULTILINE)
     assert {name for name, _ in rows} == set(IMPLEMENTATIONS)
@@ -77,6 +79,11 @@ def run_code_of(page: str) -> dict[str, Any]:
     for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL):
         exec(code, names)
     return names
+
+
+def test_the_calls_of_the_formulas_page_agree():
+    names = run_code_of("formulas.md")
+    torch.testing.assert_close(names["same"], names["out"])
 
 
 def test_the_calls_of_the_decoding_page_run(capsys):

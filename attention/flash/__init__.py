@@ -8,6 +8,8 @@
     decode.py    attention to a cache; its kernels are in decode_kernel.py: splits of the keys, and their join
     score.py     which tiles of keys and queries see each other, and how scores change
     horizon.py   the distance beyond which ALiBi leaves a key no weight
+    formula.py   scores by formula: their functions in Triton; formula_gradients.py has passes for what they learn
+    recognise.py formulas that are a soft cap or ALiBi
     tiles.py     tiles of (B, H, T, D) tensors, in and out of the chip
     configs.py   block sizes for each head size, dtype, dropout and architecture
 
@@ -18,6 +20,6 @@ bench/attention/tune.py finds block sizes.
 the same signatures, and an entry in PATHS.
 """
 
-from .op import FlashAttention
+from .op import FlashAttention, kernel_code
 
-__all__ = ["FlashAttention"]
+__all__ = ["FlashAttention", "kernel_code"]

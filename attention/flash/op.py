@@ -20,6 +20,7 @@ from ..dropout import drop_threshold
 from ..errors import Option, UnsupportedAttention
 from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE
 from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
+from ..score import Score
 from ..spec import Inputs, Spec
 from .call import KernelCall, Problem
 from .recognise import recognised, with_options
@@ -28,7 +29,7 @@ if HAS_TRITON:
     import triton
 
     from .decode import flash_decode, run_decode
-    from .formula import readable, with_row_terms
+    from .formula import readable, with_row_terms, written
     from .formula_gradients import learned_gradients
     from .horizon import find_horizons
     from .paths import PATHS, choose_path, describe_path, no_fp8_gradients
@@ -324,6 +325,15 @@ class FlashAttention(Attention):
             call.spec.text(),
         )
         return AttentionOutput(out, lse)
+
+
+def kernel_code(score: Score) -> str:
+    """The Triton functions that kernels call for a score's formula, for people to read."""
+    if not HAS_TRITON:
+        return f"# {score.formula}: without Triton there are no kernels"
+    if with_options(score).formula is None:
+        return f"# {score.formula}: the kernels recognise it as {with_options(score)}"
+    return written(score).text or f"# {score.formula}: the kernels have nothing to compute"
 
 
 def of_kernels(call: Call) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ derivative.py, ranges.py   derivatives; the range of every expression
 plan.py, hoist.py          what is computed once for a row, a column or a distance, and not for each score
 evaluate.py, tile.py       in torch
 call.py, check.py, axes.py    a call's positions; what tensors must be; mistakes
+describe.py                in words
 """
 
 from functools import partial

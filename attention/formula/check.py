@@ -91,16 +91,22 @@ def check_tensors(text: str, tensors: Mapping[str, Tensor], B: int, reach: Reach
                 check_index(y, reach, tuple(x.shape[batches:]))
 
 
+def least_sizes(text: str, reach: Reach) -> dict[str, list[int]]:
+    """The smallest shape that each tensor of a formula can have in calls of one sequence."""
+    sizes: dict[str, list[int]] = {}
+    for x in loads(text):
+        least = [1 if y is leaf("b") else int(intervals([y], reach)[y][1]) + 1 for y in x.args]
+        sizes[x.value] = [max(pair) for pair in zip(sizes.get(x.value, least), least, strict=True)]
+    return sizes
+
+
 def probe(text: str, causal: bool, window: int | None) -> None:
     """Raise FormulaError for a formula that has no finite value for some query and key, whatever its tensors hold.
 
     It is computed for a few tokens, scores from -8 to 8, and tensors of several constants.
     """
     reach = Reach((0, PROBED - 1), (0, PROBED - 1), causal, window, heads=2)
-    sizes: dict[str, list[int]] = {}
-    for x in loads(text):
-        least = [1 if y is leaf("b") else int(intervals([y], reach)[y][1]) + 1 for y in x.args]
-        sizes[x.value] = [max(pair) for pair in zip(sizes.get(x.value, least), least, strict=True)]
+    sizes = least_sizes(text, reach)
     steps, positions = steps_of(text, causal, window), torch.arange(PROBED)
     n = (positions + 1).clamp(max=window or PROBED) if causal else torch.full_like(positions, PROBED)
     place = Place(1, 2, positions, positions, n, 0, 0, reach_of(reach))

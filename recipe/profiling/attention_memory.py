@@ -11,6 +11,8 @@ from torch import Tensor
 
 from attention import Attention, AttentionShape, DropoutKey, Layout, Score, documents
 from attention.check.memory import AllocationMeter
+from attention.formula.call import reach_of
+from attention.formula.check import least_sizes
 from recipe.errors import UserError
 
 
@@ -31,14 +33,17 @@ def forward_backward(attend: Attention, shape: AttentionShape, score: Score, B: 
 
     q, k, v = random(shape.n_heads), random(shape.n_kv_heads), random(shape.n_kv_heads)
     do = torch.ones_like(q)
-    sinks = torch.zeros(shape.n_heads, device=shape.device, requires_grad=True) if score.sinks else None
+    sizes = {"sinks": [shape.n_heads]} if score.sinks else {}
+    if score.formula is not None:
+        sizes |= least_sizes(str(score.formula), reach_of(score, Layout(), T, T, shape.n_heads))
+    tensors = {name: torch.zeros(size, device=shape.device, requires_grad=True) for name, size in sizes.items()}
     starts = torch.zeros(B, T, dtype=torch.int32, device=shape.device)
     layout = documents(starts) if shape.documents else Layout()
     key = DropoutKey(seed=0, step=0, layer=0, first_sequence=0)
 
     def run() -> None:
         with torch.random.fork_rng(devices=[]):
-            out = attend(q, k, v, score=score, layout=layout, dropout_key=key, sinks=sinks).out
+            out = attend(q, k, v, score=score, layout=layout, dropout_key=key, tensors=tensors).out
             torch.autograd.grad(out, (q, k, v), do)
 
     return run

@@ -218,3 +218,23 @@ def test_a_compiled_call_has_no_break_and_gives_the_same(name):
     want, got = problem.computed(attend, torch.float32), problem.computed(compiled, torch.float32)
     for key in want:
         torch.testing.assert_close(got[key], want[key], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["s + (i - j)", "s + bias[h, max(i - j, 0)]", "s if (i - j) % 2 == 0 else 0.5 * s"],
+)
+def test_flex_attentions_examples_are_formulas(text):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 12, 16)
+    bias, distance = torch.randn(2, 12), torch.arange(12)[:, None] - torch.arange(12)
+    s = q @ k.mT / 4
+    expected = {
+        "s + (i - j)": s + distance,
+        "s + bias[h, max(i - j, 0)]": s + bias[:, distance.clamp(min=0)],
+        "s if (i - j) % 2 == 0 else 0.5 * s": torch.where(distance % 2 == 0, s, 0.5 * s),
+    }[text]
+    p = expected.masked_fill(distance < 0, -torch.inf).softmax(-1)
+    tensors = {"bias": bias} if "bias" in text else {}
+    out = build_attention(AttentionConfig("tiled"))(q, k, v, score=Score(formula=text), tensors=tensors).out
+    torch.testing.assert_close(out, p @ v)
