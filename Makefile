@@ -33,7 +33,7 @@ $(VENV)/.installed: pyproject.toml
 	    { echo "error: this project needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 setup" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	$(PIP) --editable '.[$(EXTRAS)]'
+	$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 setup: $(VENV)/.installed ## create .venv with all dependencies (a minute or two)
