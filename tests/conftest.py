@@ -3,6 +3,7 @@
 The slowest files come first, so that the workers finish together.
 """
 
+import atexit
 import gc
 import math
 import os
@@ -58,5 +59,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection() -> Generator[None, object, object]:
     result = yield
     gc.freeze()  # else every later run of the collector visits all that has been imported
+    atexit.register(gc.unfreeze)  # Triton 3.9 complains of what is never collected
     gc.enable()
     return result
