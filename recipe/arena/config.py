@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 LR, SEEDS = "lr", "seeds"  # the stages: learning rates first, then the seeds on which the verdicts rest
@@ -22,6 +23,13 @@ SHARED_GROUPS = ("data",)
 OWN_DATA = ("data.documents", "data.cache")
 
 
+class Match(Enum):
+    """What the arms are made equal in."""
+
+    none = "none"
+    params = "params"
+
+
 @dataclass
 class ArenaConfig:
     """The options under `arena.*`, which experiment=arena reads.
@@ -34,6 +42,7 @@ class ArenaConfig:
     looks       how often the verdicts may be read, each time after more seeds; together they are wrong in 5 % at most
     lr          factors of each arm's optimizer.lr that are tried first; empty: none is tried
     lr_seeds    seeds of that sweep, which no arm is judged on
+    match       params: the width of each arm's MLP gives it as many parameters as the baseline has; none: as composed
     arm, stage  set for each run of an arena: its arm, and lr or seeds
     """
 
@@ -45,6 +54,7 @@ class ArenaConfig:
     looks: int = 2
     lr: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
     lr_seeds: int = 2
+    match: Match = Match.none
     arm: str | None = None
     stage: str | None = None
 

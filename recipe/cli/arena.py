@@ -15,7 +15,7 @@ from recipe.ladder.config import LadderConfig, ladder_mistakes, rule, ruled
 from recipe.sweeps.arena import arms_of, common_overrides
 
 SWEEPER, LADDER = ".ArenaSweeper", ".LadderSweeper"
-UNREAD = ("margin", "looks", "lr", "lr_seeds")  # by a ladder
+UNREAD = ("margin", "looks", "lr", "lr_seeds", "match")  # by a ladder
 
 
 def is_arena(cfg: DictConfig) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.plugins.sweeper import Sweeper
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from recipe.arena.config import ArenaConfig, read_arms
+from recipe.arena.config import ArenaConfig, Match, read_arms
 from recipe.arena.plan import Plan, PlannedRun, continued, new_plan, newest_like, read_plan, write_plan
 from recipe.files import number
 from recipe.sweeps.jobs import Job, SweepError, without
@@ -99,10 +99,13 @@ class ArenaSweeper(Sweeper):
         arena: ArenaConfig = OmegaConf.to_object(self.settings.arena)  # type: ignore[assignment]
         arms, common = arms_of(arena), common_overrides(arguments)
 
-        def lr(overrides: Sequence[str]) -> float:
-            return float(self.loader.load_sweep_config(self.settings, merged(common, overrides)).optimizer.lr)
-
-        base_lr = {name: lr(overrides) for name, overrides in arms.items()}
+        composed = {
+            name: self.loader.load_sweep_config(self.settings, merged(common, overrides))
+            for name, overrides in arms.items()
+        }
+        base_lr = {name: float(cfg.optimizer.lr) for name, cfg in composed.items()}
+        if arena.match is Match.params:
+            arms = matched(arms, composed, arena.baseline or next(iter(arms)))
         return new_plan(arena, arms, common, sys.argv[1:], base_lr, git_state(ROOT)["commit"])
 
     def launch(self, plan: Plan, runs: Sequence[PlannedRun], ahead: int) -> Sequence[JobReturn]:
@@ -114,6 +117,18 @@ class ArenaSweeper(Sweeper):
             return []
         self.jobs.ahead = ahead  # which the process launcher shows
         return self.jobs.launch([job_overrides(plan, run) for run in runs], initial_job_idx=runs[0].number)
+
+
+def matched(arms: dict[str, list[str]], composed: Mapping[str, DictConfig], baseline: str) -> dict[str, list[str]]:
+    """The arms with the widths of their MLPs that give them the baseline's parameters. Raises SweepError."""
+    from recipe.sweeps.match import config_of, matching_width  # builds models, which other sweeps need not import
+
+    configs = {name: config_of(cfg) for name, cfg in composed.items()}
+    found = {baseline: arms[baseline]}
+    for name in arms.keys() - found.keys():
+        width = matching_width(name, configs[name], configs[baseline])
+        found[name] = merged(arms[name], [f"model.mlp_width={width}"])
+    return {name: found[name] for name in arms}
 
 
 def choose(plan: Plan, folder: Path) -> dict[str, float]:

@@ -43,8 +43,8 @@ class Launcher:
         overrides = [dict(line.split("=", 1) for line in job) for job in jobs]
         self.launched.append((initial_job_idx, self.ahead, overrides))
         for number, job in enumerate(overrides, start=initial_job_idx):
-            rate, arm = float(job["optimizer.lr"]), job["arena.arm"].strip("'")
-            summary = {"status": "completed", "val_loss": 2.0 + abs(rate - BEST[arm])}
+            rate, arm = float(job.get("optimizer.lr", 0.003)), job["arena.arm"].strip("'")
+            summary = {"status": "completed", "val_loss": 2.0 + abs(rate - BEST.get(arm, 0.003))}
             run = self.folder / str(number)
             run.mkdir(exist_ok=True)
             (run / "summary.json").write_text(json.dumps(summary | self.ends.get(number, {})))
@@ -135,3 +135,17 @@ def test_without_factors_the_arms_keep_their_learning_rates(start, monkeypatch: 
     monkeypatch.setattr(Launcher, "launch", lambda self, jobs, initial_job_idx: self.launched.append(jobs) or [])
     (jobs,) = start("arena.seeds=2", "arena.lr=[]").launched
     assert not any("optimizer.lr" in line for job in jobs for line in job)
+
+
+def test_arms_get_the_parameters_of_the_baseline(start, tmp_path: Path) -> None:
+    arms = 'arena.arms="plain: score=causal | gated: model.mlp=swiglu | tall: model.n_layers=5"'
+    jobs = start(arms, "arena.match=params", "arena.lr=[]", "arena.seeds=2").launched[0][2]
+    widths = {job["arena.arm"].strip("'"): job.get("model.mlp_width") for job in jobs}
+    assert widths["plain"] is None
+    assert int(widths["gated"]) == round(2 / 3 * 4 * 128)  # three matrices in the place of two
+    assert 0 < int(widths["tall"]) < 4 * 128
+    plan = read_plan(tmp_path)
+    assert plan is not None
+    assert plan.arms["gated"] == ["model.mlp=swiglu", f"model.mlp_width={widths['gated']}"]
+    with pytest.raises(SweepError, match="arm tall has more parameters than the baseline with any width of its MLP"):
+        start(arms.replace("n_layers=5", "n_layers=13"), "arena.match=params", "hydra.sweep.dir=other")
