@@ -152,21 +152,26 @@ class Problem:
         return s.logsumexp(-1)
 
     def computed(
-        self, attend: Callable[..., AttentionOutput], dtype: torch.dtype, backward: bool = True
+        self, attend: Callable[..., AttentionOutput], dtype: torch.dtype, backward: bool = True, device: str = "cpu"
     ) -> dict[str, Tensor]:
         """out and all gradients of an implementation."""
+        layout = self.layout
+        if layout.document_starts is not None and layout.document_ends is not None:
+            starts, ends = layout.document_starts.to(device), layout.document_ends.to(device)
+            layout = layout._replace(document_starts=starts, document_ends=ends)
 
         def run(q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor], sinks: Tensor | None) -> Tensor:
             key: DropoutKey | None = KEY if self.dropout else None
-            options: dict[str, Any] = {"score": self.score, "layout": self.layout, "dropout_key": key, "sinks": sinks}
+            options: dict[str, Any] = {"score": self.score, "layout": layout, "dropout_key": key, "sinks": sinks}
             return attend(q, k, v, **options, tensors=tensors).out
 
-        q, k, v, do = (x.to(dtype) for x in (self.q, self.k, self.v, self.do))
+        q, k, v, do = (x.to(dtype).to(device) for x in (self.q, self.k, self.v, self.do))
         wide = torch.promote_types(dtype, torch.float32)
-        tensors = {name: x.to(wide) for name, x in self.tensors.items()}
+        tensors = {name: x.to(wide).to(device) for name, x in self.tensors.items()}
+        sinks = None if self.sinks is None else self.sinks.to(wide).to(device)
         if not backward:
-            return {"out": run(q, k, v, tensors, self.sinks).double()}
-        return gradients(run, q, k, v, do, tensors, None if self.sinks is None else self.sinks.to(wide))
+            return {"out": run(q, k, v, tensors, sinks).double().cpu()}
+        return gradients(run, q, k, v, do, tensors, sinks)
 
 
 class Batched:
@@ -200,17 +205,18 @@ def gradients(run: Callable[..., Tensor], *arguments: Any) -> dict[str, Tensor]:
     given = {name: leaves[name] for name in tensors}
     out = run(leaves["q"], leaves["k"], leaves["v"], given, leaves.get("sinks"))
     found = torch.autograd.grad(out, list(leaves.values()), do)
-    return {"out": out.detach().double()} | {f"d{name}": x.double() for name, x in zip(leaves, found, strict=True)}
+    results = {"out": out.detach()} | {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
+    return {name: x.double().cpu() for name, x in results.items()}
 
 
 KINDS = ("square", "more keys", "more queries", "documents", "window", "offset", "full")
 
 
-def draw(rng: random.Random, text: str, kind: str, longest: int = 130) -> Problem:
+def draw(rng: random.Random, text: str, kind: str, longest: int = 130, head_dim: int | None = None) -> Problem:
     """A random problem of one of KINDS."""
     torch.manual_seed(rng.randrange(2**31))
     B, H_kv, G = rng.choice([1, 2]), rng.choice([1, 2]), rng.choice([1, 2, 3])
-    H, D = H_kv * G, rng.choice([16, 24])
+    H, D = H_kv * G, head_dim or rng.choice([16, 24])
     T = S = rng.choice([n for n in (19, 33, 70, 130) if n <= longest])
     if kind == "full" and text in CAUSAL_ONLY:
         kind = "square"
@@ -253,11 +259,15 @@ def draw(rng: random.Random, text: str, kind: str, longest: int = 130) -> Proble
 
 
 def assert_right(
-    problem: Problem, attend: Callable[..., AttentionOutput], dtype: torch.dtype = torch.float32, backward: bool = True
+    problem: Problem,
+    attend: Callable[..., AttentionOutput],
+    dtype: torch.dtype = torch.float32,
+    backward: bool = True,
+    device: str = "cpu",
 ) -> None:
     """Each result is within twice the error of the formula in `dtype`, and a few roundings of its largest value."""
     exact, plain = problem.results(torch.float64, dtype), problem.results(dtype, dtype)
-    got = problem.computed(attend, dtype, backward)
+    got = problem.computed(attend, dtype, backward, device)
     roundings = {torch.float32: 2e-5, torch.float64: 1e-13}.get(dtype, torch.finfo(dtype).eps)
     for name, value in got.items():
         want = exact[name]

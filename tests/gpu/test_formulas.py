@@ -1,0 +1,77 @@
+"""Scores by formula in the kernels of a GPU, plain and Hopper, against fp64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention import AttentionConfig, KernelPath, Score, build_attention
+from tests.attention.formulas import FORMULAS, KINDS, assert_right, draw
+from tests.attention.reference import KEY
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+PATHS = [KernelPath.plain, KernelPath.hopper]
+# One for each way in which numbers are stored, and their gradients summed.
+CHOSEN = [
+    "s * log(n + 1)",
+    "s - slope[h] * (i - j)",
+    "s + c[h, i] - c[h, j]",
+    "s + bias[h, min(abs(i - j), 31)]",
+    "s + pair[h, i, j]",
+    "s + g[h, j] * tanh(s) + row[h, i]",
+    "s + grid[max(i // 7 - j // 7, -40) + 40, h]",
+    "s * sqrt(i + 1) - log(i - j + 1) * d[h]",
+]
+
+
+def attention(path: KernelPath, dropout: float = 0.0):
+    if path is KernelPath.hopper and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    return build_attention(AttentionConfig("flash", path=path, dropout=dropout))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+@pytest.mark.parametrize("number", range(len(CHOSEN)))
+def test_a_formula_is_as_accurate_as_its_dtype_with_all_gradients(number, path):
+    """Two layouts a formula; a quarter of them drop weights."""
+    text, rng = CHOSEN[number], random.Random(number)
+    for n in (0, 3):
+        kind = KINDS[(number + n) % len(KINDS)]
+        problem = draw(rng, text, kind, head_dim=(64, 128)[number % 2])
+        assert_right(problem, attention(path, problem.dropout), torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("text", ["s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]"])
+def test_fp32_is_as_accurate_as_fp32(text):
+    problem = draw(random.Random(1), text, "documents", head_dim=64)
+    assert_right(problem, attention(KernelPath.plain, problem.dropout), torch.float32, device="cuda")
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+@pytest.mark.parametrize("text", ["s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]"])
+def test_gradients_are_the_same_bits_in_every_repeat(text, path):
+    torch.manual_seed(0)
+    B, H, T, D = 2, 4, 2000, 64
+    q, k, v, do = torch.randn(4, B, H, T, D, device="cuda", dtype=torch.bfloat16)
+    tensors = {name: x.cuda() for name, x in FORMULAS[text](B, H, T).items()}
+    attend, first = attention(path, dropout=0.1), None
+    for _ in range(8):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, *tensors.values())]
+        given = dict(zip(tensors, leaves[3:], strict=True))
+        out = attend(*leaves[:3], score=Score(formula=text), dropout_key=KEY, tensors=given).out
+        results = [out, *torch.autograd.grad(out, leaves, do)]
+        first = first or results
+        assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+def test_a_compiled_call_gives_the_same(path):
+    problem = replace(draw(random.Random(3), "s + c[h, i] - c[h, j]", "square", head_dim=64), dropout=0.0)
+    attend = attention(path)
+    compiled = torch.compile(attend, fullgraph=True)
+    want, got = (problem.computed(run, torch.bfloat16, device="cuda") for run in (attend, compiled))
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=2e-2, atol=2e-2)
