@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ if HAS_TRITON:
 
 # Of custom operators, which are global: the checkout's attention and an installed gpt_attention can share a process.
 NAMESPACE = __name__.partition(".")[0]
+Function = TypeVar("Function", bound=Callable[..., Any])
 ALIGNMENT = 16  # bytes: Hopper's copy engine needs it for a tensor's start and every stride
 
 
@@ -29,6 +31,15 @@ def capability(device: torch.device) -> tuple[int, int]:
 def multiprocessors(device: torch.device) -> int:
     """The GPU's multiprocessors, each of which runs at least one program at a time; 1 in Triton's interpreter."""
     return 1 if INTERPRET.value else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """Mark a function that the compiler calls while it traces, and whose result it takes for a constant.
+
+    torch.compiler.assume_constant_result does the same, but loads the compiler, which doubles the time of an import.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 @contextmanager

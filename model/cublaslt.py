@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.gpu import capability
+from attention.gpu import capability, constant_when_compiled
 
 Pointer = ctypes.c_void_p
 
@@ -84,14 +84,10 @@ class Plan(NamedTuple):
 PLANS: dict[Product, Plan] = {}
 
 
+@constant_when_compiled  # the compiler cannot look into a library
 def has_gelu_products(device: torch.device) -> bool:
     """Whether products with GELU are faster on this device than a product and a kernel: measured on sm_90 alone."""
     return device.type == "cuda" and capability(device) == (9, 0) and is_loadable()
-
-
-# The compiler cannot look into a library. torch.compiler.assume_constant_result marks a function in the same way, but
-# loads the compiler, which doubles the time of every program's start.
-vars(has_gelu_products)["_dynamo_marked_constant"] = True
 
 
 @cache

@@ -29,9 +29,10 @@ ROOMS = (
     ("tracking", "parity", "probes"),
     ("training",),
     ("config",),
+    ("huggingface",),
     ("recorded", "build", "generation"),
     ("trained", "sweeps"),
-    ("huggingface", "report"),
+    ("report",),
     ("evaluation",),
     ("cli",),
 )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from ..formula.graph import Node, is_number, leaf, make
 from ..formula.parse import parse
+from ..gpu import constant_when_compiled
 from ..score import Score
 
 
@@ -37,7 +36,7 @@ def slopes_of(x: Node) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def recognised(text: str) -> Recognised | None:
     """The options whose formula this is; None where there are none."""
     x, slopes = parse(text), None
@@ -49,7 +48,7 @@ def recognised(text: str) -> Recognised | None:
     return Recognised(cap, slopes)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def with_options(score: Score) -> Score:
     """A score whose formula the kernels recognise with their options instead; others as they are.
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..gpu import constant_when_compiled
 from ..precision import accum_dtype
 from .axes import axes
 from .evaluate import Given, Program, entries, full_index, program, run
@@ -41,7 +42,7 @@ class Steps(NamedTuple):
     is_identity: bool
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def steps_of(text: str, causal: bool, window: int | None) -> Steps:
     """The programs of a formula. Raises FormulaError."""
     p = plan(text, causal, window)

@@ -137,7 +137,7 @@ def test_a_probe_that_compared_less_than_a_micro_batch_is_noted(tmp_path: Path) 
     for n, tokens in enumerate(([12, 256], "1x128", [1, 128])):
         write_run(tmp_path / str(n), "flash", n, steps=20, summary={"parity": {"tokens": tokens}})
     assert notes(tmp_path) == [
-        "run 2: the probe compared 1 x 128 of 12 x 256 tokens, because the reference's scores of all did not fit the "
+        "run 2: the probe compared 1 x 128 of 12 x 256 tokens, because the reference's scores of all did not fit in "
         "memory."
     ]
 

@@ -91,6 +91,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
                 "training": {"steps": 10},
                 "attention": {"ablate": Ablation.none},
                 "arena": {"arm": None, "stage": None},
+                "ladder": {"depth": None},
                 "optimizer": {"lr": 0.003},
                 "seed": 1,
             }
