@@ -46,7 +46,7 @@ GEMMA = GPTConfig(
 )
 # Every part that these two leave out.
 EVERYTHING = GPTConfig(
-    n_layers=4,
+    n_layers=2,
     n_heads=4,
     n_kv_heads=2,
     n_embd=24,

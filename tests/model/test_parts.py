@@ -59,7 +59,7 @@ def tokens(B: int = 2, vocab_size: int = VOCAB) -> tuple[Tensor, Tensor]:
 def random_config(seed: int) -> GPTConfig:
     """A value for each option, drawn independently but for what cannot be combined."""
     draw, hints = random.Random(seed), get_type_hints(GPTConfig)
-    chosen: dict[str, Any] = {"n_layers": 4, "n_embd": 16, "n_heads": 4}
+    chosen: dict[str, Any] = {"n_layers": 2, "n_embd": 16, "n_heads": 4}
     for field in fields(GPTConfig):
         kind = hints[field.name]
         if kind is bool:
@@ -67,7 +67,7 @@ def random_config(seed: int) -> GPTConfig:
         elif isinstance(kind, type) and issubclass(kind, Enum):
             chosen[field.name] = draw.choice(list(kind))
     few = {"n_kv_heads": (None, 1, 2), "head_dim": (None, 6), "scale_dim": (None, 3), "logit_cap": (None, 2.0)}
-    few |= {"value_embeddings": (0, 2), "mlp_width": (None, 20), "norm_eps": (None, 1e-3), "mtp": (0.0, 0.5)}
+    few |= {"value_embeddings": (0, 1), "mlp_width": (None, 20), "norm_eps": (None, 1e-3), "mtp": (0.0, 0.5)}
     chosen |= {name: draw.choice(values) for name, values in few.items()}
     if chosen["positions"] is Positions.rotary:
         chosen["rope_fraction"] = draw.choice((1.0, 0.7))
@@ -81,7 +81,7 @@ def random_config(seed: int) -> GPTConfig:
     return GPTConfig(**chosen | ({} if chosen["qk_norm"] else {"qk_norm_over": GPTConfig.qk_norm_over}))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_random_choice_of_parts_is_the_textbooks_model(seed):
     config = random_config(seed)
     model = build(config).double()
@@ -129,12 +129,12 @@ def test_longer_sequences_turn_by_the_angles_of_transformers(scaling):
     assert attention_factor(scaling) == pytest.approx(factor)
 
 
-@pytest.mark.parametrize("config", PARTS.values(), ids=PARTS)
-def test_compiled_into_one_graph_a_step_is_the_same(config):
+def test_compiled_into_one_graph_a_step_is_the_same():
     torch._dynamo.reset()
-    model = build(replace(config, dropout=0.1), dropout=0.1, computation=Computation(Recompute.block, LossKind.chunked))
+    computation = Computation(Recompute.block, LossKind.chunked)
+    model = build(replace(EVERYTHING, dropout=0.1), dropout=0.1, computation=computation)
     inputs, targets = tokens()
-    after = further(inputs, targets) if config.mtp else None
+    after = further(inputs, targets)
     results = []
     for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         model.zero_grad()
@@ -215,7 +215,7 @@ def test_muon_takes_the_matrices_of_blocks_and_leaves_head_and_embeddings_to_ada
     model = build(EVERYTHING)
     names = {id(p): name for name, p in model.named_parameters()}
     hidden = {names[id(matrix)]: rows for matrix, rows in hidden_matrices(model)}
-    blocks = [f"h.{layer}" for layer in range(4)] + ["further.block"]
+    blocks = [f"h.{layer}" for layer in range(2)] + ["further.block"]
     kinds = ("attn.c_attn", "attn.c_gate", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert set(hidden) == {f"{block}.{kind}.weight" for block in blocks for kind in kinds} | {"further.c_join.weight"}
     assert all(hidden[f"{block}.attn.c_attn.weight"] == [32, 16, 16] for block in blocks)
@@ -225,7 +225,7 @@ def test_the_second_head_learns_nothing_from_the_end_of_a_row():
     inputs, targets = tokens()
     after = further(inputs, targets)
     assert torch.equal(after.tokens[:, :-1], inputs[:, 1:])
-    assert torch.equal(after.targets[:, :-1], inputs[:, 2:].new_tensor(targets[:, 1:]))
+    assert torch.equal(after.targets[:, :-1], targets[:, 1:])
     assert (after.targets[:, -1] == -100).all()
     assert after.known == inputs.numel() - len(inputs)
     part = after.rows(((0, 4), (8, 12)))
@@ -259,7 +259,7 @@ ROTARY = GPTConfig(n_layers=4, n_heads=4, n_embd=32, positions=Positions.rotary)
         (EVERYTHING, {"rope_fraction": 0.3}, None),
         (EVERYTHING, {"rope_fraction": 0.4}, r"0.4 of heads of 8 channels are no even number; use another"),
         (EVERYTHING, {"rope_fraction": 1.5}, r"model.rope_fraction=1.5 must be above 0 and at most 1"),
-        (EVERYTHING, {"rope_layers": [True, False, True]}, r"has 3 entries, which do not divide model.n_layers=4"),
+        (EVERYTHING, {"rope_layers": [True, False, True]}, r"has 3 entries, which do not divide model.n_layers=2"),
         (EVERYTHING, {"rope_layers": [False]}, r"leaves no layer with positions; use model.positions=none"),
         (EVERYTHING, {"positions": Positions.none}, r"model.rope_fraction has no effect with model.positions=none"),
         (ROTARY, {"rope_base": 0.5}, r"model.rope_base=0.5 must be above 1"),
