@@ -34,6 +34,10 @@ def launches(architecture: int) -> Iterator[Launch]:
     targets = torch.zeros(16, dtype=torch.int64)
     yield Launch(f"model/sm{architecture}/dropout", lambda: launch_draw_bits(key, 26, 4, 2, 1024, 768))
     yield Launch(f"model/sm{architecture}/loss", lambda: launch_softmax_gradient(logits, targets, 50257))
+    yield Launch(
+        f"model/sm{architecture}/loss-of-capped-logits",
+        lambda: launch_softmax_gradient(logits, targets, 50257, cap=30.0),
+    )
     for kind in softmax.KERNELS:
         yield Launch(f"softmax/sm{architecture}/{kind}", partial(softmax.softmax, torch.empty(10, 4000), kind))
 
