@@ -13,6 +13,10 @@ TINY = (
     "model.n_layers=2 model.n_embd=32 model.n_heads=2 seq_len=32 training.batch_size=16 training.steps=100 "
     "training.eval_every=100"
 )
+SMALLEST = (
+    "model.n_layers=1 model.n_embd=32 model.n_heads=2 seq_len=16 training.batch_size=2 training.steps=10 "
+    "training.eval_every=10 training.eval_batches=2"
+)
 
 
 class Seeds(NamedTuple):
@@ -26,6 +30,18 @@ SEEDS = {
     "itself": Seeds(400, {"": f"{QUIET} {TOY} training.eval_every=50"}),
     "planted": Seeds(
         24, {"better": f"{QUIET} {TINY} optimizer.lr=1e-3", "worse": f"{QUIET} {TINY} optimizer.lr=9.75e-4"}
+    ),
+    "equivalents": Seeds(
+        2,
+        {
+            name: f"{QUIET} {SMALLEST} {overrides}"
+            for name, overrides in {
+                "naive": "attention=naive",
+                "window": "attention=naive score=window score.window=16",
+                "tiled": "attention=tiled",
+                "flash": "attention=flash",  # with TRITON_INTERPRET=1
+            }.items()
+        },
     ),
     "rankings": Seeds(
         6,
@@ -42,12 +58,6 @@ SEEDS = {
     ),
 }
 SWEEPS = {
-    "equivalents": (
-        "experiment=arena 'arena.arms=naive: attention=naive | tiled: attention=tiled | flash: attention=flash | "
-        "window: score=window score.window=32' arena.seeds=2 arena.looks=1 arena.lr=[] seq_len=32 model.n_layers=1 "
-        "model.n_embd=32 model.n_heads=2 training.batch_size=2 training.steps=20 training.eval_every=20 "
-        "training.eval_batches=4 training.time_attention=false"
-    ),
     "recall-needle": "experiment=recall data=needle arena.seeds=2 training.steps=300",
     "ladder": (
         "experiment=ladder arena.seeds=2 ladder.width=16 ladder.head=16 seq_len=64 training.batch_size=4 "
