@@ -118,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.exit(1, "bench.attention.formulas times kernels on a CUDA GPU, and this machine has none.\n")
     T, D, start = args.tokens, args.head_dim, time.time()
     dropouts = (0.0,) if args.quick else (0.0, 0.1)
     warm_all(T, D, dropouts)
