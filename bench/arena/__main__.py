@@ -110,9 +110,9 @@ def planted(folder: Path) -> Row:
     }
 
 
-def rankings(folder: Path) -> Row:
+def judged(case: str, folder: Path) -> Row:
     """Arms that were trained at their learning rate, judged once, with Holm's correction."""
-    first, *others = SEEDS["rankings"].configurations
+    first, *others = SEEDS[case].configurations
     runs = {name: completed(folder / name) for name in (first, *others)}
     seeds = sorted(set.intersection(*(set(of_arm) for of_arm in runs.values())))
     losses = {name: losses_of(of_arm, seeds) for name, of_arm in runs.items()}
@@ -124,7 +124,7 @@ def rankings(folder: Path) -> Row:
         verdict = judge(interval, margin).value
         arms[name] = {"verdict": verdict, "difference": test.mean, "interval_at_level": interval}
     every = [run for of_arm in runs.values() for run in of_arm.values()]
-    row = {"case": "rankings", **origin(list(runs[first].values())), "runs": len(every)}
+    row = {"case": case, **origin(list(runs[first].values())), "runs": len(every)}
     row["commits"] = sorted({run.commit for run in every})
     return row | plain({"arena": {"seeds": seeds, "baseline": losses[first].mean(), "arms": arms}})
 
@@ -170,11 +170,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = args.folder or CACHE / args.case
     if not args.record:
         measure(args.case, folder, further)
-    row = (
-        {"itself": itself, "planted": planted, "rankings": rankings}[args.case](folder)
-        if args.case in SEEDS
-        else sweep(args.case, folder)
-    )
+    whole = {"itself": itself, "planted": planted}
+    if args.case in whole:
+        row = whole[args.case](folder)
+    else:
+        row = judged(args.case, folder) if args.case in SEEDS else sweep(args.case, folder)
     head = measurement(command_of(parser, given), torch.device("cpu"))
     with Recorder(result_file(args.name, head["device"], args.results), ("case",), head) as recorder:
         recorder.add(row)
