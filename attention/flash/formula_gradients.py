@@ -119,14 +119,15 @@ def times_weight(b_ds, seen, result, K: tl.constexpr):
 
 
 @triton.jit
-def rows_kernel(x, sums, inputs, scalars, CONFIG: tl.constexpr):
+def rows_kernel(q, k, v, do, lse2, delta, sums, inputs, scalars, CONFIG: tl.constexpr):
     """sums (numbers, B, H, T): along the rows of a tile of queries. Grid: tiles, B x H."""
     BLOCKS: tl.constexpr = CONFIG.blocks
     MODE: tl.constexpr = CONFIG.mode
     NUMBERS: tl.constexpr = CONFIG.numbers
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    H, T, H_kv, S = x.q.shape[1], x.q.shape[2], x.k.shape[1], x.k.shape[2]
+    x = Operands(q, k, v, do, lse2, delta)
+    H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     i_m, i_bh = tl.program_id(0) * BM, tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
     pos = locate(T, S, inputs, scalars, i_b, i_bh, 1)
@@ -149,14 +150,15 @@ def rows_kernel(x, sums, inputs, scalars, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def columns_kernel(x, sums, inputs, scalars, CONFIG: tl.constexpr):
+def columns_kernel(q, k, v, do, lse2, delta, sums, inputs, scalars, CONFIG: tl.constexpr):
     """sums (numbers, B, H, S): along the columns of a tile of keys. Grid: tiles, B x H."""
     BLOCKS: tl.constexpr = CONFIG.blocks
     MODE: tl.constexpr = CONFIG.mode
     NUMBERS: tl.constexpr = CONFIG.numbers
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    H, T, H_kv, S = x.q.shape[1], x.q.shape[2], x.k.shape[1], x.k.shape[2]
+    x = Operands(q, k, v, do, lse2, delta)
+    H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     i_n, i_bh = tl.program_id(0) * BN, tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
     pos = locate(T, S, inputs, scalars, i_b, i_bh, 1)
@@ -179,7 +181,7 @@ def columns_kernel(x, sums, inputs, scalars, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def diagonals_kernel(x, sums, inputs, scalars, first, CONFIG: tl.constexpr):
+def diagonals_kernel(q, k, v, do, lse2, delta, sums, inputs, scalars, first, CONFIG: tl.constexpr):
     """sums (B, H, diagonals, BM, BN): of all tiles whose first query stands (first + n) BM after their first key.
 
     first has 4 x + 2 for x. Grid: diagonals, B x H.
@@ -189,7 +191,8 @@ def diagonals_kernel(x, sums, inputs, scalars, first, CONFIG: tl.constexpr):
     NUMBER: tl.constexpr = CONFIG.numbers[0]
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    H, T, H_kv, S = x.q.shape[1], x.q.shape[2], x.k.shape[1], x.k.shape[2]
+    x = Operands(q, k, v, do, lse2, delta)
+    H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     i_diagonal, i_bh = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
     pos = locate(T, S, inputs, scalars, i_b, i_bh, 1)
@@ -208,14 +211,15 @@ def diagonals_kernel(x, sums, inputs, scalars, first, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def pairs_kernel(x, terms, inputs, scalars, first, CONFIG: tl.constexpr):
+def pairs_kernel(q, k, v, do, lse2, delta, terms, inputs, scalars, first, CONFIG: tl.constexpr):
     """terms (B, H, rows, S) of the queries from `first`, which has 4 x + 2 for x. Grid: tiles, tiles of keys, B x H."""
     BLOCKS: tl.constexpr = CONFIG.blocks
     MODE: tl.constexpr = CONFIG.mode
     NUMBER: tl.constexpr = CONFIG.numbers[0]
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    H, T, H_kv, S = x.q.shape[1], x.q.shape[2], x.k.shape[1], x.k.shape[2]
+    x = Operands(q, k, v, do, lse2, delta)
+    H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     i_row, i_n, i_bh = tl.program_id(0) * BM, tl.program_id(1) * BN, tl.program_id(2)
     i_m, i_b, i_h = (first >> 2) + i_row, i_bh // H, i_bh % H
     pos = locate(T, S, inputs, scalars, i_b, i_bh, 1)
@@ -255,8 +259,9 @@ class Pass:
     def run(self, kernel: Any, grid: tuple[int, ...], target: Tensor, numbers: Sequence[int], *rest: int) -> Tensor:
         """Launch a kernel that fills `target`."""
         config = Config(self.blocks, self.mode, tuple(numbers))
+        # One by one: Triton 3.6 launches no tuple of descriptors.
         kernel[grid](
-            self.operands, target, self.inputs, self.scalars, *rest, CONFIG=config, **compile_options(self.blocks)
+            *self.operands, target, self.inputs, self.scalars, *rest, CONFIG=config, **compile_options(self.blocks)
         )
         return target
 
