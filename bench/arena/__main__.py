@@ -3,7 +3,7 @@
     python -m bench.arena itself                     400 runs of one configuration, as sweeps of an arm against itself
     python -m bench.arena planted                    a learning rate that is a little worse, with the same seeds
     python -m bench.arena ladder -- data=text data.path=input.txt
-    python -m bench.arena rankings --folder multirun/2026-11-20/10-00-00 --record
+    python -m bench.arena ladder --folder multirun/2026-11-20/10-00-00 --record
 
 Each trains in .cache/arena/<case>, or in --folder, what is not done there yet, and then records a row: the losses or
 the verdicts, the overrides, and the commits of the runs. --record trains nothing. Words after -- are further overrides
