@@ -2,7 +2,8 @@
 
 bytes   the 256 bytes and an end-of-text token; nothing to fetch, nothing to train
 gpt2    GPT-2's 50,257 tokens, fetched once by tiktoken
-bpe     byte-pair encoding, learned from the training split (Sennrich et al. 2016, over bytes as in GPT-2)
+bpe     byte-pair encoding, learned from the training split (Sennrich et al. 2016, over bytes as in GPT-2). The
+        `tokenizers` library learns it and tiktoken applies it, which gives the same tokens 8 to 12 times as fast
 
 Any other name is that of a file: see own_tokenizer.py.
 """

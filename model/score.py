@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from attention.score import Score, ScoreError
@@ -37,8 +37,8 @@ class ScoreConfig:
     alibi: bool = False
     sinks: bool = False
     formula: str | None = None
-    learned: dict[str, Any] | None = None
-    tensors: dict[str, Any] | None = None
+    learned: dict[str, Any] | None = field(default_factory=dict)
+    tensors: dict[str, Any] | None = field(default_factory=dict)
     show: bool = False
     layers: list[dict[str, Any]] | None = None
 

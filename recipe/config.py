@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -80,6 +80,26 @@ def keys(config_type: type = Config, prefix: str = "") -> Iterator[str]:
             yield from keys(hints[f.name], f"{prefix}{f.name}.")
         else:
             yield prefix + f.name
+
+
+def is_key(name: str) -> bool:
+    """Whether an override may have this name: an option's, or that of an entry of an option that holds a mapping."""
+    known = set(keys())
+    return name in known or (name.rpartition(".")[0] in known and holds_mapping(name.rpartition(".")[0]))
+
+
+def holds_mapping(key: str) -> bool:
+    """Whether the option holds a mapping of any names, such as score.learned."""
+    kind = declared(key)
+    return any(get_origin(one) is dict for one in (kind, *get_args(kind)))
+
+
+def declared(key: str) -> Any:
+    """The type of a value of `key`."""
+    kind: Any = Config
+    for name in key.split("."):
+        kind = type_hints(kind)[name]
+    return kind
 
 
 def as_plain(value: Any) -> Any:

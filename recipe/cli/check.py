@@ -15,6 +15,7 @@ from data.tasks.batches import check_length
 from data.tokenizers import SIZES
 from model.check import model_mistakes
 from model.score import layer_scores, score_mistakes
+from model.score_tensors import ScoreTensors
 from recipe.build import attention_shape, one_document
 from recipe.config import Config, ConfigError, as_plain
 from recipe.device import Precision, resolve_device, resolve_precision
@@ -62,6 +63,8 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
     yield from of_model
     if config.init_from is not None and not of_model:
         yield from init_mistakes(config)
+    if not of_model:
+        yield from refusal(check_score_tensors, config)
     if not of_ranks and not of_model:
         heads = config.model.n_heads, config.model.kv_heads
         yield from refusal(check_context, config.parallel, config.seq_len, *heads)
@@ -78,6 +81,14 @@ def probe_mistakes(config: Config) -> Iterator[str]:
     )
     if config.probes and not config.training.eval_every:
         yield "probes are measured with every evaluation, and training.eval_every=0 has none; set it, or drop them."
+
+
+def check_score_tensors(config: Config) -> None:
+    """Raise ScoreError for a tensor that a formula reads and nothing gives, and for one of an impossible shape."""
+    options, model = config.score, config.model
+    for score in set(layer_scores(options, model.n_layers)):
+        if score.formula is not None:
+            ScoreTensors(score, options.learned, options.tensors, model.n_embd, model.n_heads)
 
 
 def check_ranks_agree(config: Config) -> None:

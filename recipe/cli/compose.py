@@ -21,8 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipe import CONF
 from recipe.cli.arguments import suggestion
-from recipe.cli.wording import expected, explain, misses_list
-from recipe.config import Config, ConfigError, keys
+from recipe.cli.wording import expected, explain, misses_shape
+from recipe.config import Config, ConfigError, holds_mapping, is_key, keys
 
 MOST_JOBS = 10_000  # of a sweep: each is composed and checked before the first one starts
 
@@ -62,6 +62,7 @@ class Composition:
 
 def compose_right(overrides: list[str]) -> Composition:
     """Compose the valid overrides, and word a sentence for each of the others."""
+    overrides = [opened(line) for line in overrides]
     wrong: list[str] = []
     single: dict[str, str] = {}  # key -> override
     swept: list[str] = []
@@ -101,7 +102,7 @@ def mistakes(line: str) -> Iterator[str]:
         yield f"{line} would leave {key} without a value; write {key}=<value>."
     elif not key:
         yield f"{line} is not an override; write key=value without blanks."
-    elif key not in known:
+    elif key not in known and not is_key(key):
         namesakes = [name for name in known if "." in name and name.rpartition(".")[2] == key.rpartition(".")[2]]
         hint = f"; did you mean {' or '.join(namesakes)}?" if namesakes else suggestion(key, known)
         yield f"{line} overrides nothing, as there is no {key}{hint or '; python train.py --help lists all overrides.'}"
@@ -112,7 +113,7 @@ def mistakes(line: str) -> Iterator[str]:
         yield f"{line} finds nothing: glob() names files of a folder in conf/, and {files}."
     elif key in groups() and not override.is_sweep_override() and not isinstance(override.value(), str):
         yield f"{line} has to name a file of conf/{key}/; single values are {key}.<name>=..."
-    elif key in keys() and not override.is_sweep_override() and misses_list(key, override.value()):
+    elif key in keys() and not override.is_sweep_override() and misses_shape(key, override.value()):
         yield f"{line} is not {expected(key)}."
 
 
@@ -121,13 +122,20 @@ def expand_home(argument: str) -> str:
     return re.sub(r"(?<=[=,])~(?=/)", lambda _: str(Path.home()), argument)
 
 
+def opened(line: str) -> str:
+    """An override of a mapping, or of an entry of one, as Hydra takes it: only with a ++ may names be new."""
+    key = line.partition("=")[0]
+    of_mapping = key in keys() and holds_mapping(key)
+    return f"++{line}" if of_mapping or (is_key(key) and key not in keys()) else line
+
+
 def as_hydra_reads(argument: str) -> str:
     """An argument in Hydra's grammar, which has no tilde in a value, and an equals sign in quoted ones only."""
     key, equals, value = argument.partition("=")
     if key == "arena.arms" and equals and value[:1] not in ("'", '"'):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'{key}="{escaped}"'
-    return expand_home(argument)
+    return opened(expand_home(argument))
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:

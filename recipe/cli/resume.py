@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from data.untrusted import UntrustedError, check_value
 from model.config import Positions
 from recipe.cli.compose import by_key, choices, lines, parsed
-from recipe.config import Config, ConfigError, as_plain, keys
+from recipe.config import Config, ConfigError, as_plain, is_key
 from recipe.distributed.world import World
 from recipe.recorded import foreign_reference
 from recipe.run_folder import OUTPUTS, OVERRIDES, check_not_running, read_config_values, read_overrides
@@ -76,7 +76,7 @@ def own_override(line: str) -> Override:
     except (HydraException, RecursionError, UntrustedError):
         raise UntrustedError(f"holds {line[:200]}, which is no override") from None
     key, files = override.key_or_group, choices()
-    ours = key in set(keys()) or (key in files and (value is None or value in files[key]))
+    ours = is_key(key) or (key in files and (value is None or value in files[key]))
     plain = override.type is not OverrideType.DEL and override.package is None and not override.is_sweep_override()
     if not (ours and plain) or "_target_" in line or foreign_reference(value) is not None:
         raise UntrustedError(f"holds {line[:200]}, which is no plain value of an option of this recipe")

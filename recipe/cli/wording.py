@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from recipe.cli.arguments import suggestion
-from recipe.config import Config, ConfigError, keys
+from recipe.config import ConfigError, declared, holds_mapping, keys
 from recipe.errors import UserError, fail, refusals
 from recipe.sweeps.submitit_jobs import failed_job
 from recipe.wording import as_typed
@@ -95,16 +95,10 @@ def expected(key: str) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
 
 
-def declared(key: str) -> Any:
-    """The type of a value of `key`."""
-    kind: Any = Config
-    for name in key.split("."):
-        kind = get_type_hints(kind)[name]
-    return kind
-
-
-def misses_list(key: str, value: Any) -> bool:
-    """Whether `key` holds lists of mappings and `value` is none: OmegaConf's error then does not name the key."""
+def misses_shape(key: str, value: Any) -> bool:
+    """Whether `key` holds a mapping or a list of them and `value` is none: OmegaConf's error then does not name it."""
+    if holds_mapping(key):
+        return value is not None and not isinstance(value, dict)
     kinds = (declared(key), *get_args(declared(key)))
     of_mappings = any(get_origin(kind) is list and kind not in LISTS for kind in kinds)
     fits = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)

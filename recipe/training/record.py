@@ -190,17 +190,22 @@ class Record(NullRecord):
     def _attention_ms(self) -> float | None:
         """Milliseconds that attention alone takes of a step, if the run is to measure that."""
         model, training = self.trainer.model, self.trainer.training
-        if not training.time_attention:
+        if not training.time_attention or self._reads_tensors():
             return None
         once = attention_ms(model.attend, self.origin.shape, training.batch_size, model.seq_len)
         return once * self.trainer.micro_steps
+
+    def _reads_tensors(self) -> bool:
+        """Whether a score reads tensors of the model, without which attention is not measured alone."""
+        scores = [score for score in self.origin.shape.scores if score.formula is not None]
+        return any(score.tensors().keys() - {"sinks"} for score in scores)
 
     def _memory(self, finished: bool) -> tuple[str | None, dict[str, float]]:
         """The source of the memory peak, and the peak. A CPU has no such counter; there the attention's allocations are
         counted."""
         if self.origin.shape.device.type != "cpu":
             return "cuda", self.meter.peaks()
-        if not finished:
+        if not finished or self._reads_tensors():
             return None, {}
         model = self.trainer.model
         measured = attention_peak(model.attend, self.origin.shape, self.trainer.training.batch_size, model.seq_len)

@@ -189,6 +189,7 @@ MISTAKES = {
     "score=window score.window=0": "^score.window=0 must be at least 1",
     "score.window=wide": "score.window=wide is not a whole number",
     "score.soft_cap=-1": "^score.soft_cap=-1.0 must be positive",
+    "score.learned=3": "score.learned=3 is not a mapping",
     "score.layers=3": r"score.layers=3 is not a list with an entry for each layer",
     "score.layers={window:4}": r"^score.layers={window:4} is not a list with an entry for each layer",
     "score.layers=[3,{}]": r"^score.layers=\[3,{}\] is not a list with an entry for each layer",
