@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -16,3 +17,8 @@ def files_limited_to(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def data_gib() -> float:
+    """GiB of data that this process has, which grow with the tests that ran in it."""
+    return int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) / 2**20

@@ -34,6 +34,7 @@ from recipe.run_folder import locked
 from recipe.tracking.tracker import TrackingConfig, TrackingMode
 from recipe.trained import ModelChoice, load_trained
 from recipe.training.checkpoint import save_checkpoint
+from tests.limits import data_gib
 
 TOKENIZER, T = bytes_tokenizer(), 24
 END = TOKENIZER.eot_token
@@ -172,7 +173,8 @@ def test_results_are_kept_where_what_comes_after_does_not_fit_the_memory(tmp_pat
     )
     text.write_text("A line of text.\n" * 3_000)
     arguments = ["data=text", f"data.path={text}", "batch=1", "seq_len=50_000"]
-    with cpu_memory_limit(2.0), pytest.raises(UserError, match=r"batch=1 and seq_len=50000 does not fit in the memory"):
+    sentence = r"batch=1 and seq_len=50000 does not fit in the memory"
+    with cpu_memory_limit(data_gib() + 2), pytest.raises(UserError, match=sentence):
         evaluated(run, f"tasks={tasks}", *arguments)  # naive attention's scores: 9 GiB a head
     assert list(json.loads((run / "summary.json").read_text())["eval"]) == ["a seq_len=50000"]
     found = evaluated(run, "data=text", f"data.path={text}", "data.max_tokens=9", "seq_len=1_000_000")

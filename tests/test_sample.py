@@ -26,6 +26,7 @@ from recipe.recorded import read_config
 from recipe.trained import CheckpointChoice
 from recipe.training.checkpoint import save_checkpoint
 from sample import SampleConfig, main, parse
+from tests.limits import data_gib
 from tests.own_attention import ScalableSoftmax
 from tests.recipe.generation.from_scratch import expected
 
@@ -299,7 +300,8 @@ def test_prompts_that_cannot_be_continued_are_refused_in_one_sentence(run, tmp_p
 
 def test_what_does_not_fit_the_memory_ends_in_one_sentence(run, tmp_path):
     (tmp_path / "prompts.txt").write_text("a\nb\n")
-    with cpu_memory_limit(2.0), pytest.raises(UserError, match="model with batch=9 does not fit in the memory of cpu"):
+    sentence = "model with batch=9 does not fit in the memory of cpu"
+    with cpu_memory_limit(data_gib() + 2), pytest.raises(UserError, match=sentence):
         main([f"run={run}", f"prompts={tmp_path / 'prompts.txt'}", "batch=9", "tokens=2000000", "device=cpu"])
 
 

@@ -94,6 +94,8 @@ class Record(NullRecord):
         self.environment = environment(trainer.device, trainer.world.size)
         if again and start == 0:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
+        # Before metrics.jsonl is there: a sweep goes on with a run that was stopped just then, if it knows what it was.
+        write_recorded(folder, origin.config, origin.overrides)
         self.tracker = Tracker(
             folder,
             tracking,
@@ -102,7 +104,6 @@ class Record(NullRecord):
             resume_step=start or None,
             environment=self.environment,
         )
-        write_recorded(folder, origin.config, origin.overrides)
         self.step, self.started = start, datetime.now(UTC)
         lines = read_metrics(folder / "metrics.jsonl")
         # The time that the run took before it was resumed.
