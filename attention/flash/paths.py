@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..errors import Option, UnsupportedAttention
@@ -51,8 +50,6 @@ def hopper_refusal(problem: Problem, backward: bool) -> str | None:
     """Why the Hopper kernels do not support a problem; None where they do."""
     if refusal := gpu_or_dtype_refusal(problem):
         return refusal
-    if backward and triton.__version__.startswith("3.8."):  # it cannot see a part of a slot as a tile
-        return "has no backward with Triton 3.8"
     direction = "backward" if backward else "forward"
     if problem.head_dim not in (sizes := HEAD_DIMS[direction]):
         return f"takes head sizes from {sizes[0]} to {sizes[-1]} in the {direction}, not {problem.head_dim}"

@@ -249,7 +249,8 @@ def give_dq(b_dq, slot, is_first, is_last, scalars, buffers, BLOCKS: gl.constexp
     if is_last:
         b_dq16 = (b_dq * (scalars.scale * KEEP_SCALE)).to(dtype).reshape([DN // 8, WN, WM, 8, 4, 2, 2])
         b_dq16 = gl.convert_layout(b_dq16.permute((2, 5, 3, 1, 0, 4, 6)).reshape([BM, BD]), LAYOUT)
-        reinterpret(slot, dtype, [BM, BD], buffers.q.layout).store(b_dq16)
+        # Half of the slot. Triton 3.8 takes only all of it as another tile.
+        reinterpret(slot, dtype, [2, BM, BD], buffers.q.layout).index(0).store(b_dq16)
     else:
         slot.store(b_dq)
 

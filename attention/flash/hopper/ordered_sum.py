@@ -95,7 +95,7 @@ def adder(dq, dq_sum, p_next, program, i_slot: gl.constexpr, BLOCKS: gl.constexp
             next_waits = (next_m < tile.last) & (next_m < tile.first)
             mbarrier.wait(barriers.dq_full.index(i_slot), ((before + i_step) // SLOTS) & 1)
             if i_m < tile.last:
-                b_dq = reinterpret(slot, dq.dtype, [1, 1, BM, BD], dq.layout)
+                b_dq = reinterpret(slot, dq.dtype, [2, 1, 1, BM, BD], dq.layout).index(0)
                 tma_store(dq, [tile.i_b, i_h, i_m * BM, 0], b_dq)
             elif i_m >= tile.first:  # the first stores, so that nobody has to set the workspace to zero
                 tma_store(dq_sum, [i_sum * dq_sum.block_shape[0], 0], slot)
