@@ -272,6 +272,6 @@ def assert_right(
     for name, value in got.items():
         want = exact[name]
         error, expected = (value - want).abs().max().item(), (plain[name] - want).abs().max().item()
-        allowed = 2 * expected + roundings * max(want.abs().max().item(), 0.1)
+        allowed = 2 * expected + roundings * max(want.abs().max().item(), 0.01)
         where = f"{problem.score}, {problem.layout}, {tuple(problem.q.shape)}, {tuple(problem.k.shape)}"
         assert error <= allowed, f"{name} of {problem.text}: {error:.1e}, of which {allowed:.1e} is rounding ({where})"
