@@ -58,11 +58,11 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
     yield from (of_data := list(data_mistakes(config.data)))
     if not of_data:
         yield from refusal(check_corpus, config)
-    of_score = map(sentence_of, score_mistakes(config.score, config.model.n_layers))
-    of_model = list(model_mistakes(config.model)) or list(of_score)
-    yield from of_model
-    if config.init_from is not None and not of_model:
-        yield from init_mistakes(config)
+    of_score = list(map(sentence_of, score_mistakes(config.score, config.model.n_layers)))
+    of_model = list(model_mistakes(config.model)) or of_score
+    # First what differs from the folder: its sizes and an override may not fit together, which neither is wrong about.
+    of_folder = list(init_mistakes(config)) if config.init_from is not None and not of_score else []
+    yield from of_folder or of_model
     if not of_model:
         yield from refusal(check_score_tensors, config)
     if not of_ranks and not of_model:

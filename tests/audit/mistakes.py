@@ -122,7 +122,7 @@ TRAIN = {
     f"{QUICK}init_from=./nowhere": "init_from=./nowhere is no folder",
     f"{QUICK}init_from=text.txt": "init_from=text.txt is a file",
     f"{QUICK}init_from=vacant": "init_from=vacant needs a readable config.json",
-    f"{QUICK}init_from=llama": "is a model of type llama",
+    f"{QUICK}init_from=llama": "init_from=llama has num_attention_heads=None in config.json",
     f"{QUICK}init_from=unlike": r"(?s)n_layers=3.*n_heads=5.*n_embd=20",
     f"{QUICK}init_from=pickled": "init_from=pickled needs one model.safetensors",
     f"{QUICK}init_from=listed": "it is not a mapping",
