@@ -92,9 +92,9 @@ class Tiled(torch.autograd.Function):
             else:
                 gradients = backward(do, saved, spec, *positions)
         dq, dk, dv, *rest = gradients
-        learned = {k: rest.pop(0) for k in spec.learned}
+        learned = dict(zip(spec.learned, rest, strict=False))  # and after them that of the sinks
         formula = [learned.get(k) for k in range(spec.computed)]
-        return None, None, dq, dk, dv, *formula, *(rest[0] if name == "sinks" else None for name in spec.inputs())
+        return None, None, dq, dk, dv, *formula, *(rest[-1] if name == "sinks" else None for name in spec.inputs())
 
 
 def forward(

@@ -23,7 +23,7 @@ from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Ca
 from ..score import Score
 from ..spec import Inputs, Spec
 from .call import KernelCall, Problem
-from .recognise import recognised, with_options
+from .recognise import as_options, recognised, with_options
 
 if HAS_TRITON:
     import triton
@@ -182,11 +182,12 @@ def _save(
 
 def _gradients(ctx: Any, do: Tensor | None, run: Callable[..., list[Tensor]]) -> tuple[list[Any], list[Any]]:
     """The gradients of q, k and v, and those of the inputs that are present."""
-    q, k, _, _, _, *inputs = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: activation checkpointing gives them once
+    q, k, _, _, _, *inputs = saved
     none: list[Any] = [None] * len(inputs)
     if do is None:
         return [None, None, None], none
-    gradients, spec = run(do, ctx.saved_tensors, *ctx.rest), Spec.read(ctx.rest[0])
+    gradients, spec = run(do, saved, *ctx.rest), Spec.read(ctx.rest[0])
     if "sinks" in spec.inputs():
         none[spec.computed + spec.inputs().index("sinks")] = gradients.pop()
     for number in reversed(spec.learned):
@@ -266,15 +267,15 @@ class FlashAttention(Attention):
         score = call.spec.score
         if score.formula is None:
             return q, call
-        known, found = with_options(score), recognised(str(score.formula))
-        if found is None:
+        text = str(score.formula)
+        known, found = as_options(text, score.causal, score.window, score.sinks), recognised(text)
+        if known is None:
+            return super().prepare(q, call, S)
+        if found is None:  # a factor of s alone
             q, call = super().prepare(q, call, S)
-            return q, call._replace(spec=call.spec._replace(score=known))
-        if found.slopes is not None:
+        elif found.slopes is not None:
             slopes = call.tensors[found.slopes]
-            if (
-                not score.causal or slopes.requires_grad or slopes.shape != (q.shape[1],)
-            ):  # the options' kernels give it no gradient
+            if slopes.requires_grad or slopes.shape != (q.shape[1],):  # the options' kernels give it no gradient
                 return super().prepare(q, call, S)
             call = call._replace(tensors=call.tensors | {"slopes": slopes})
         return q, call._replace(spec=call.spec._replace(score=known))

@@ -48,17 +48,24 @@ def recognised(text: str) -> Recognised | None:
     return Recognised(cap, slopes)
 
 
-@constant_when_compiled
 def with_options(score: Score) -> Score:
-    """A score whose formula the kernels recognise with their options instead; others as they are.
-
-    A factor of s alone is multiplied into the queries and leaves the kernels nothing to do.
-    """
+    """A score whose formula the kernels recognise with their options instead; others as they are."""
     if score.formula is None:
         return score
-    found, steps = recognised(str(score.formula)), score.steps()
+    return as_options(str(score.formula), score.causal, score.window, score.sinks) or score
+
+
+@constant_when_compiled
+def as_options(formula: str, causal: bool, window: int | None, sinks: bool) -> Score | None:
+    """A score by formula, given by its fields, as the kernels' options; None where the kernels compute the formula.
+
+    A factor of s alone is multiplied into the queries and leaves the kernels nothing to do. The compiler of torch 2.11
+    can pass no Score to a constant function, nor call a method of one that such a function returns.
+    """
+    score = Score(causal, window, sinks=sinks, formula=formula)
+    found, steps = recognised(formula), score.steps()
     if steps is not None and steps.is_identity:
         return replace(score, formula=None)
-    if found is None or (found.slopes is not None and not score.causal):
-        return score
+    if found is None or (found.slopes is not None and not causal):
+        return None
     return replace(score, formula=None, soft_cap=found.soft_cap, alibi=found.slopes is not None)

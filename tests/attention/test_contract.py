@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from attention import Score
 from tests.attention.contract import (
@@ -75,6 +76,16 @@ def test_dropout_drops_what_the_mask_says_and_nothing_else(name, case, dtype):
 def test_each_field_of_the_key_changes_the_mask(name):
     q, k, v, _ = tensors_of(name, Case(2, 2, 2, 64, 64, 16))
     assert_each_field_of_the_key_changes_the_mask(build(name, dropout=0.5), q, k, v)
+
+
+@pytest.mark.parametrize("name", REPLAYING)
+def test_activation_checkpointing_draws_the_same_mask_again(name):
+    attend = build(name, dropout=0.3)
+    q, k, v, dout = tensors_of(name, Case(1, 2, 1, 40, 40, 16))
+    run = partial(attend, dropout_key=KEY)
+    got = gradients(lambda q, k, v: checkpoint(run, q, k, v, use_reentrant=False), q, k, v, dout)
+    expected = gradients(run, q, k, v, dout)
+    assert all(torch.equal(got[field], expected[field]) for field in expected)
 
 
 @pytest.mark.parametrize("name", REPLAYING)

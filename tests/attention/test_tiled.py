@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import attention.tiled
@@ -83,18 +82,6 @@ def test_nothing_of_the_size_of_the_scores_is_ever_allocated():
     with LargestTensor() as largest:
         gradients(build_attention(AttentionConfig("naive")), q, k, v, dout)
     assert largest.elements == 2 * 192 * 192
-
-
-def test_activation_checkpointing_draws_the_same_mask_again():
-    attend = tiled(dropout=0.3)
-    q, k, v, dout = Case(1, 2, 1, 40, 40, 8).tensors(torch.float32)
-
-    def recomputed(q, k, v):
-        return checkpoint(lambda q, k, v: attend(q, k, v, dropout_key=KEY), q, k, v, use_reentrant=False)
-
-    got = gradients(recomputed, q, k, v, dout)
-    expected = gradients(lambda q, k, v: attend(q, k, v, dropout_key=KEY), q, k, v, dout)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 def test_gradients_keep_their_precision_in_a_backward_pass_under_autocast():
