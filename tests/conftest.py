@@ -7,8 +7,12 @@ import atexit
 import gc
 import math
 import os
+import subprocess
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +35,37 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.interpreter import hasten
 
     hasten()
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server from which commands fork; xdist's workers share it."""
+    if "FORK_SERVER" in os.environ:
+        return
+    folder = tempfile.TemporaryDirectory(prefix="forks-")
+    os.environ["FORK_SERVER"] = f"{folder.name}/socket"
+    command = [sys.executable, "-m", "tests.forked.server", os.environ["FORK_SERVER"]]
+    server = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True)
+
+    def end() -> None:
+        server.communicate()
+        folder.cleanup()
+
+    config.add_cleanup(end)
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[None]:
+    """From here to the module's end, Python commands are forked from a process that has imported their libraries.
+
+    For tests whose subject is not the start of a command. With a GPU, which no fork may share, they start as always.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setenv("PYTHONPATH", str(ROOT / "tests" / "forked"))
+        yield
 
 
 @pytest.fixture

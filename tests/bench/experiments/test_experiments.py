@@ -49,6 +49,7 @@ def text(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_run_in_two_parts_is_measured_as_one_and_evaluated_in_windows(text, tmp_path):
     run = Run({"run": "long"}, f"{TINY} {text}", then="seq_len=64 training.steps=12", windows=(64,), losses=True)
     row = measure(run, ["seed=3"], tmp_path / "run")
@@ -63,6 +64,7 @@ def test_a_run_in_two_parts_is_measured_as_one_and_evaluated_in_windows(text, tm
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_train_refuses_has_its_message(tmp_path):
     row = train(["device=cpu", "training.steps=0"], tmp_path / "run")
     assert row["status"] == "failed"

@@ -31,6 +31,7 @@ def compare(folder: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.timeout(600)
 def test_an_arena_is_interrupted_continued_extended_and_reported(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)

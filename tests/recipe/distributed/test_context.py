@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, forked: None) -> list[dict[str, Any]]:
     """The results of each of four ranks."""
     folder, port = tmp_path_factory.mktemp("context"), free_port()
     command = [sys.executable, "-m", "tests.recipe.distributed.context_ranks", str(folder), port]

@@ -22,6 +22,7 @@ from recipe.sweeps import launcher
 from recipe.tracking.metrics import read_metrics
 from recipe.training.checkpoint import load_checkpoint, newest_valid
 from recipe.training.checkpoint_folder import PARTIAL
+from tests.forked.server import process_of
 from tests.recipe.training.test_resume import steps_logged, train
 
 ROOT = Path(__file__).parents[3]
@@ -39,11 +40,12 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
 def ranks_of(torchrun: subprocess.Popen[bytes]) -> dict[str, int]:
     """Rank -> process id, of the ranks that torchrun has started."""
     found = {}
-    for child in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split():
+    launcher = process_of(torchrun.pid)
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             for variable in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
                 if variable.startswith(b"RANK="):
-                    found[variable.removeprefix(b"RANK=").decode()] = int(child)
+                    found[variable.removeprefix(b"RANK=").decode()] = process_of(int(child))
     return found
 
 
@@ -87,6 +89,7 @@ def wait_for_restart(first: dict[str, int], torchrun: subprocess.Popen[bytes]) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

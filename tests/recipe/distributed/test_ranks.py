@@ -92,6 +92,7 @@ with joined(World.from_environment(), torch.device("cpu"), 20):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "3"}
     ranks = [

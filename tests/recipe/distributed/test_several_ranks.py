@@ -22,7 +22,7 @@ Found = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Path:
     """The files with the results of each rank of 1, 2 and 4."""
     folder, ports = tmp_path_factory.mktemp("ranks"), [free_port() for _ in range(7)]
     command = [sys.executable, "-m", "tests.recipe.distributed.several_ranks", str(folder), *ports]

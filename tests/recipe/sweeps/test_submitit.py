@@ -30,12 +30,17 @@ OVERRIDES = [
 
 # Python imports this as it starts: each task of the local executor gets the variables that Slurm would set.
 AS_SLURM = """
-import os
+import contextlib, os, sys
 if "SUBMITIT_LOCAL_GLOBALID" in os.environ:
     names = {"PROCID": "GLOBALID", "STEP_NUM_TASKS": "NTASKS", "LOCALID": "LOCALID", "JOB_ID": "JOB_ID"}
     for name, local in names.items():
         os.environ[f"SLURM_{name}"] = os.environ[f"SUBMITIT_LOCAL_{local}"]
     os.environ |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+if "submitit.local._local" not in sys.orig_argv:  # which names the job by its own process id
+    sys.path.remove(os.path.dirname(__file__))
+    del sys.modules["sitecustomize"]
+    with contextlib.suppress(ImportError):
+        import sitecustomize  # the next one: that of the fixture `forked`
 """
 
 
@@ -51,6 +56,7 @@ def tasks_of(sweep: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the tasks in /proc")
 def test_a_job_of_two_tasks_is_queued_again_and_resumes_and_is_named_in_a_sentence_if_it_fails(tmp_path: Path) -> None:
     """From any folder: after the signal that Slurm sends shortly before the time limit, then with a task killed."""
@@ -60,7 +66,8 @@ def test_a_job_of_two_tasks_is_queued_again_and_resumes_and_is_named_in_a_senten
     launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
     command = [sys.executable, str(ROOT / "train.py"), "-m", *launcher, "hydra.sweep.dir=sweep", *OVERRIDES]
     sweep, run = tmp_path / "sweep", tmp_path / "sweep" / "0"
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as started:
         try:
             wait_for(lambda: steps_logged(run) >= 5, started)

@@ -97,7 +97,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def where(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Path:
     """A folder with a text, and in `whole` a run that was never interrupted."""
     folder = tmp_path_factory.mktemp("resume")
     text = Path(os.__file__).read_text()[:27_000]

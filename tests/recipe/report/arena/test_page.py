@@ -167,6 +167,7 @@ def test_a_run_with_other_settings_than_its_arm_is_a_departure(tmp_path: Path) -
     assert "The runs of arm are not all the same configuration: they differ in training.steps." in notes
 
 
+@pytest.mark.usefixtures("forked")
 def test_compare_recognises_an_arena_and_keeps_it_alone(tmp_path: Path) -> None:
     folder = write_arena(tmp_path / "s", {"base": 0.0, "arm": -0.1, "near": -0.011}, deviation=0.012, looks=2)
 

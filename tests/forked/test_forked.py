@@ -1,0 +1,74 @@
+"""A forked command is like one that was started: what it is given, what it leaves, how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+SHOWS = """
+import json, os, sys
+variables = len(os.environ.keys() - {"PYTHONPATH"}), os.environ["GIVEN"]
+path = [entry for entry in sys.path if not entry.endswith("tests/forked")]
+print(json.dumps([sys.argv, os.getcwd(), variables, path, sys.stdin.read(), __name__, "torch" in sys.modules]))
+print("an error", file=sys.stderr)
+sys.exit(7)
+"""
+WAITS = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(5))
+Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+
+
+def shown(command: list[str], folder: Path) -> tuple[int, str, str]:
+    """Status, output and errors of a command."""
+    whole, variables = [sys.executable, *command, "argument"], os.environ | {"GIVEN": "a variable"}
+    done = subprocess.run(whole, cwd=folder, env=variables, input="typed", capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, no command is forked")
+def test_a_forked_command_is_given_and_leaves_what_a_started_one_does(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    (tmp_path / "shows.py").write_text(SHOWS)
+    commands = [["shows.py"], ["-m", "shows"], ["-c", SHOWS], ["-u", "shows.py"]]
+    started = [shown(command, tmp_path) for command in commands]
+    request.getfixturevalue("forked")
+    forked = [shown(command, tmp_path) for command in commands]
+    assert forked == [(status, out.replace("false]", "true]"), error) for status, out, error in started]
+    assert forked != started
+    assert {status for status, *_ in forked} == {7}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 5), (signal.SIGKILL, -9), (signal.SIGHUP, -1)])
+def test_a_signal_to_a_forked_command_reaches_it(number: int, status: int, tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path / "ready")], cwd=tmp_path)
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(20) == status
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_a_command_whose_libraries_would_read_other_variables_is_started() -> None:
+    show = "import sys; print('torch' in sys.modules)"
+    printed = [
+        subprocess.check_output([sys.executable, "-c", show], env=os.environ | {"OMP_NUM_THREADS": threads})
+        for threads in (os.environ["OMP_NUM_THREADS"], "3")
+    ]
+    assert printed == ([b"False\n"] * 2 if torch.cuda.is_available() else [b"True\n", b"False\n"])
