@@ -34,7 +34,7 @@ from typing import Any
 from attention import ProductPrecision
 from data.check import check_data
 from data.config import DataConfig, Documents
-from data.corpora import CORPORA
+from data.corpora import CHAT, CORPORA
 from data.prepare import prepare
 from data.tasks import TASKS
 from data.untrusted import UntrustedError
@@ -125,6 +125,10 @@ def corpus_config(overrides: list[str]) -> DataConfig:
     refuse(composition.wrong)
     assert composition.cfg is not None
     data = to_config(composition.cfg).data
+    if data.name == CHAT:
+        raise ConfigError(
+            "data=chat has no text to measure, and train.py measures the loss of its answers (val/loss); name a text."
+        )
     check_data(data)
     if data.name in TASKS:
         raise ConfigError(
@@ -160,6 +164,11 @@ def validation_text(trained: Trained) -> Text:
         raise ConfigError(
             f"The text of data={trained.config.data.name} has changed since the run; name a text with data=text "
             "data.path=..."
+        )
+    if data.val.answers is not None:
+        raise ConfigError(
+            "The run was trained on conversations, and its summary.json has the loss of their answers; name a text "
+            "with data=text data.path=..."
         )
     return Text(data.val.tokens, data.val.documents)
 

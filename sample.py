@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 
 from attention import ProductPrecision
+from data.chat import load_template
 from recipe.cli.arguments import parse as key_values
 from recipe.cli.wording import one_sentence
 from recipe.config import ConfigError, as_plain
@@ -179,7 +180,7 @@ def write_export(run: Path, choice: ModelChoice, folder: Path) -> None:
     on_any_machine = ModelChoice(choice.checkpoint, choice.weights, attention="naive", device="cpu")
     trained = load_trained(run, on_any_machine)
     origin = read_origin(run, trained.checkpoint, as_plain(trained.config), choice.weights is WeightsChoice.ema)
-    export(trained.model, trained.tokenizer, folder, origin)
+    export(trained.model, trained.tokenizer, folder, origin, load_template(run))
     print(f"wrote {folder}", file=sys.stderr)
 
 

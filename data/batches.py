@@ -34,11 +34,14 @@ class Batch(NamedTuple):
     targets          (B, T) int64: the token after each input
     document_starts  (B, T) int32: for each input the position in its row at which its document begins; None where
                      attention does not separate documents
+    learned          0-dim float32, only with document_starts: the sum of the losses is divided by it. It is the mean
+                     number of targets to learn in the micro-batches of the step; None: the targets of this one
     """
 
     inputs: Tensor
     targets: Tensor
     document_starts: Tensor | None = None
+    learned: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The batch of function(x) for each of its tensors x."""
@@ -46,7 +49,7 @@ class Batch(NamedTuple):
 
     def beginning(self, sequences: int, tokens: int) -> Batch:
         """The first tokens of the first sequences."""
-        return self.map(lambda tensor: tensor[:sequences, :tokens].contiguous())
+        return self._replace(learned=None).map(lambda tensor: tensor[:sequences, :tokens].contiguous())
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Those there are, in the order of the fields."""
@@ -58,12 +61,13 @@ class Stored(NamedTuple):
 
     window           (B, T + 1): the inputs and, shifted by one, the targets; (B, T) where targets are given
     targets          (B, T), or None: the token after each input
-    document_starts  as in a Batch
+    document_starts, learned  as in a Batch
     """
 
     window: np.ndarray
     targets: np.ndarray | None = None
     document_starts: np.ndarray | None = None
+    learned: np.ndarray | None = None
 
     def batch(self, move: Callable[[Tensor], Tensor] = lambda x: x) -> Batch:
         """The batch, whose parts `move` takes to the device before they become int64."""
@@ -72,8 +76,8 @@ class Stored(NamedTuple):
         if self.targets is not None:
             parts = window, move(torch.from_numpy(self.targets))
         inputs, targets = (part.to(torch.int64, copy=True, memory_format=torch.contiguous_format) for part in parts)
-        starts = self.document_starts
-        return Batch(inputs, targets, None if starts is None else move(torch.from_numpy(starts)))
+        others = (None if x is None else move(torch.from_numpy(x)) for x in (self.document_starts, self.learned))
+        return Batch(inputs, targets, *others)
 
 
 @dataclass(frozen=True)
@@ -179,9 +183,14 @@ class Batches:
         return piece_lengths(self.documents, self.starts(0), self.seq_len)
 
     def _draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
-        # Philox's raw output is the same on every platform and in every version of numpy, which shuffle() is not.
-        draws = np.random.Philox(np.random.SeedSequence((self.seed, epoch))).random_raw(self.n_windows + 1)
+        draws = random_draws(self.seed, epoch, self.n_windows + 1)
         return int(draws[0] % np.uint64(self.n_offsets)), np.argsort(draws[1:], kind="stable")
+
+
+def random_draws(seed: int, epoch: int, count: int) -> np.ndarray:
+    """Random integers for the order of an epoch: (count,) uint64."""
+    # Philox's raw output is the same on every platform and in every version of numpy, which shuffle() is not.
+    return np.random.Philox(np.random.SeedSequence((seed, epoch))).random_raw(count)
 
 
 def document_starts(documents: np.ndarray | None, starts: np.ndarray, seq_len: int) -> np.ndarray | None:

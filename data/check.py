@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from data.config import DataConfig
-from data.corpora import CORPORA, HUB_CORPORA
+from data.config import DataConfig, Documents
+from data.corpora import CHAT, CORPORA, HUB_CORPORA
 from data.errors import DataError
 from data.own_tokenizer import read
 from data.tasks import TASKS
@@ -15,7 +15,8 @@ from data.tokenizers import NAMES
 
 # The corpora that read an option, for options that not all corpora read.
 READERS = {
-    "path": ("text",),
+    "path": ("text", "chat"),
+    "max_tokens": tuple(name for name in CORPORA if name != CHAT),
     "text_field": ("text", *HUB_CORPORA),
     "hub": HUB_CORPORA,
     "hub_revision": HUB_CORPORA,
@@ -53,6 +54,16 @@ def data_mistakes(config: DataConfig) -> Iterator[str]:
                 "tokenizer.json."
             )
             yield str(error) if Path(config.tokenizer).suffix else unknown
+    if config.name == CHAT and config.tokenizer in NAMES:
+        yield (
+            f"data=chat needs a tokenizer with a chat template, and data.tokenizer={config.tokenizer} has none; set "
+            "init_from=<folder>, or data.tokenizer=<folder>/tokenizer.json."
+        )
+    if config.name == CHAT and config.documents is Documents.ignore:
+        yield (
+            "data=chat puts several conversations into a sequence, which must not see each other; leave "
+            "data.documents=ignore out."
+        )
     if not 0 < config.val_fraction < 1:
         yield f"data.val_fraction={config.val_fraction:g} must lie between 0 and 1, for instance 0.1."
     if config.max_tokens is not None and config.max_tokens < 1:

@@ -16,11 +16,15 @@ import sys
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from dataclasses import asdict
+from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from data.chat import chat_encoder, read_conversations, read_template
 from data.config import DataConfig
 from data.errors import DataError, brief, first_few, unreadable
 from data.files import (
@@ -34,6 +38,8 @@ from data.files import (
     table_rows,
     text_of,
 )
+from data.own_tokenizer import OwnTokenizer
+from data.tokenizers import Tokenizer, encoder
 
 
 class Stream(NamedTuple):
@@ -41,6 +47,13 @@ class Stream(NamedTuple):
 
     rows: Iterable[Row]
     share: float
+
+
+class Tokenised(NamedTuple):
+    """A row's tokens, and for each of a conversation whether it is of an answer: 1 or 0; both 1-D unsigned."""
+
+    tokens: np.ndarray
+    answers: np.ndarray | None = None
 
 
 class Corpus(ABC):
@@ -59,6 +72,11 @@ class Corpus(ABC):
     @abstractmethod
     def whole(self) -> Iterator[Row]:
         """The rows of the whole text, with no part held out for validation."""
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Row], Tokenised]:
+        """row -> its tokens; threads can call it in parallel."""
+        encode = encoder(tokenizer)
+        return lambda row: Tokenised(encode(row["text"]))
 
     def one_document(self) -> bool:
         """Whether the training text is known to be a single document before any of it is read."""
@@ -160,6 +178,34 @@ class FileCorpus(Corpus):
         return file.relative_to(self.root).as_posix()
 
 
+class ChatCorpus(FileCorpus):
+    """One file of conversations, as the tokenizer's chat template writes them."""
+
+    def __init__(self, config: DataConfig, file: Path) -> None:
+        super().__init__(config, file.parent, [file])
+        self.file, self.template = file, read_template(config.tokenizer)
+
+    def source(self) -> dict[str, Any]:
+        return super().source() | {"template": asdict(self.template)}
+
+    def streams(self) -> list[Stream]:
+        parts = (("train", 0, self.n_train), ("val", self.n_train, None))
+        return [
+            Stream(read_conversations(self.file, self.template, start, stop, split), 1.0)
+            for split, start, stop in parts
+        ]
+
+    @cached_property
+    def n_train(self) -> int:
+        """The number of conversations for training, which come first."""
+        return _train_part(sum(1 for _ in table_rows(self.file)), self.config.val_fraction)
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Row], Tokenised]:
+        assert isinstance(tokenizer, OwnTokenizer)
+        encode = chat_encoder(tokenizer)
+        return lambda row: Tokenised(*encode(row))
+
+
 class HubCorpus(Corpus):
     """A data set of the Hugging Face hub, or a folder that one was downloaded to, streamed."""
 
@@ -240,16 +286,7 @@ def text(config: DataConfig) -> Corpus:
     accepted = ", ".join(TEXT_SUFFIXES)
     if config.path is None:
         raise DataError("data=text needs to know where the text is; set data.path=<file or folder>.")
-    path = Path(os.path.expanduser(config.path))
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(
-            f"data.path={config.path} does not exist; set it to a file ({accepted}) or a folder of them."
-        ) from None
-    except OSError as error:
-        raise unreadable(path, error) from error
-    path = path.resolve()
+    path = _existing(config.path, f"a file ({accepted}) or a folder of them")
     if path.is_file():
         if path.suffix not in TEXT_SUFFIXES:
             raise DataError(f"data.path={config.path} must end in one of {accepted}; rename or convert the file.")
@@ -271,9 +308,35 @@ def text(config: DataConfig) -> Corpus:
     return FileCorpus(config, path.parent if path.is_file() else path, files, others)
 
 
+def chat(config: DataConfig) -> Corpus:
+    """A .jsonl file of conversations."""
+    if config.path is None:
+        raise DataError("data=chat needs to know where the conversations are; set data.path=<file>.jsonl.")
+    path = _existing(config.path, "a .jsonl file of conversations")
+    if not path.is_file() or path.suffix != ".jsonl":
+        raise DataError(f"data.path={config.path} is no .jsonl file; name one with a conversation in each line.")
+    with reading(path), path.open("rb"):
+        pass
+    return ChatCorpus(config, path)
+
+
+def _existing(given: str, wanted: str) -> Path:
+    """The file or folder at data.path. Raises DataError where there is nothing."""
+    path = Path(os.path.expanduser(given))
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"data.path={given} does not exist; set it to {wanted}.") from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return path.resolve()
+
+
+CHAT = "chat"
 CORPORA: dict[str, Callable[[DataConfig], Corpus]] = {
     "stdlib": stdlib,
     "text": text,
+    CHAT: chat,
     "shakespeare": JoinedHubCorpus,
     "openwebtext": HubCorpus,
     "fineweb_edu": HubCorpus,

@@ -81,6 +81,11 @@ def table_rows(path: Path) -> Iterator[Row]:
 
 def json_rows(path: Path) -> Iterator[Row]:
     """The object in each line that is not empty."""
+    return (row for _, row in numbered_rows(path))
+
+
+def numbered_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """The same with the number of its line, from 1."""
     with reading(path), path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b""), start=1):
             if len(line) > LINE:
@@ -95,7 +100,7 @@ def json_rows(path: Path) -> Iterator[Row]:
                 if row is None:
                     continue
                 if isinstance(row, dict):
-                    yield row
+                    yield number, row
                     continue
                 flaw = f'a {KINDS.get(type(row), "value")} and not an object such as {{"text": ...}}'
             raise DataError(f"could not read {path} (line {number} is {flaw}); repair it or set another data.path.")

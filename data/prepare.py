@@ -19,14 +19,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import FileLock, Timeout
 from rich.console import Console
 
 from data import own_tokenizer
 from data.check import check_data
 from data.config import DataConfig
-from data.corpora import CORPORA, Corpus
+from data.corpora import CORPORA, ChatCorpus, Corpus, Tokenised
 from data.errors import DataError
 from data.files import Row
 from data.progress import PreparationProgress
@@ -50,7 +49,6 @@ from data.tokenizers import (
     Tokenizer,
     bpe_tokenizer,
     bytes_tokenizer,
-    encoder,
     gpt2_tokenizer,
     load_tokenizer,
     save_tokenizer,
@@ -170,10 +168,10 @@ def _write_tokens(
     recipe: dict[str, Any],
 ) -> dict[str, dict[str, int]]:
     """Tokenise the rows after `position`. Returns the counts of the splits. Raises DataError if one is empty."""
-    dtype, end_of_text = token_dtype(tokenizer), tokenizer.eot_token
+    dtype, end_of_text, marks = token_dtype(tokenizer), tokenizer.eot_token, isinstance(corpus, ChatCorpus)
     with ExitStack() as stack:
         writers = {
-            split: stack.enter_context(TokenWriter(partial, split, dtype, end_of_text, **counts))
+            split: stack.enter_context(TokenWriter(partial, split, dtype, end_of_text, **counts, marks=marks))
             for split, counts in position.splits.items()
         }
 
@@ -253,8 +251,8 @@ def _tokenise(
                 position.room = int(limit * stream.share)
             if position.room == 0:
                 continue
-            for row, tokens in _in_threads(tokenizer, islice(stream.rows, position.rows, None)):
-                written = writers[row["split"]].write(tokens, row["opens"], position.room)
+            for row, (tokens, answers) in _in_threads(corpus, tokenizer, islice(stream.rows, position.rows, None)):
+                written = writers[row["split"]].write(tokens, row["opens"], position.room, answers)
                 position.rows += 1
                 position.done += len(row["text"]) if limit is None else written
                 progress.update(position.done, sum(writer.tokens for writer in writers.values()))
@@ -267,15 +265,15 @@ def _tokenise(
                     break
 
 
-def _in_threads(tokenizer: Tokenizer, rows: Iterable[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+def _in_threads(corpus: Corpus, tokenizer: Tokenizer, rows: Iterable[Row]) -> Iterator[tuple[Row, Tokenised]]:
     """Each row with its tokens, in order, tokenised ahead by one thread per core."""
     threads = os.cpu_count() or 1
-    waiting: deque[tuple[Row, Future[np.ndarray]]] = deque()
-    encode = encoder(tokenizer)
+    waiting: deque[tuple[Row, Future[Tokenised]]] = deque()
+    encode = corpus.encoder(tokenizer)
     pool = ThreadPoolExecutor(threads)
     try:
         for row in rows:
-            waiting.append((row, pool.submit(encode, row["text"])))
+            waiting.append((row, pool.submit(encode, row)))
             if len(waiting) > 4 * threads:
                 first, tokens = waiting.popleft()
                 yield first, tokens.result()

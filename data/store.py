@@ -2,6 +2,7 @@
 
 train.bin  val.bin                  tokens, in the smallest unsigned type that holds the vocabulary
 train.documents  val.documents      where each document begins, int64
+train.answers  val.answers          of conversations alone: 1 for each token that is of an answer, else 0, uint8
 tokenizer.json                      see tokenizers.py
 manifest.json                       the recipe of all this, with sizes and checksums
 
@@ -15,6 +16,7 @@ import os
 import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -36,10 +38,16 @@ CHUNK = 1 << 26  # bytes per checksum
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One split: its tokens, 1-D unsigned, and where its documents begin, 1-D int64; both memory-mapped."""
+    """One split, memory-mapped.
+
+    tokens     1-D unsigned
+    documents  where each begins, 1-D int64
+    answers    for each token whether it is of an answer, 1-D uint8; None where the text is no conversations
+    """
 
     tokens: np.ndarray
     documents: np.ndarray
+    answers: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -66,18 +74,34 @@ class TokenWriter:
     """
 
     def __init__(
-        self, folder: Path, split: str, dtype: np.dtype, end_of_text: int, tokens: int = 0, documents: int = 0
+        self,
+        folder: Path,
+        split: str,
+        dtype: np.dtype,
+        end_of_text: int,
+        tokens: int = 0,
+        documents: int = 0,
+        marks: bool = False,
     ):
-        """Continue after the first `tokens` and `documents` of an interrupted preparation."""
+        """Continue after the first `tokens` and `documents` of an interrupted preparation.
+
+        marks  whether answers are marked
+        """
         self.dtype, self.end_of_text = dtype, np.array([end_of_text], dtype)
         self.tokens, self.documents = tokens, documents
         self._tokens = (folder / f"{split}.bin").open("ab", buffering=1 << 20)
         self._documents = (folder / f"{split}.documents").open("ab")
         self._tokens.truncate(tokens * dtype.itemsize)
         self._documents.truncate(documents * OFFSET.itemsize)
+        self._answers = (folder / f"{split}.answers").open("ab") if marks else None
+        if self._answers is not None:
+            self._answers.truncate(tokens)
 
-    def write(self, tokens: np.ndarray, opens: bool, room: int | None = None) -> int:
-        """Append a piece that `opens` or continues a document: at most `room` tokens. Returns how many."""
+    def write(self, tokens: np.ndarray, opens: bool, room: int | None = None, answers: np.ndarray | None = None) -> int:
+        """Append a piece that `opens` or continues a document: at most `room` tokens. Returns how many.
+
+        answers  1 for each token that is of an answer, else 0
+        """
         before = self.tokens
         if opens and before:
             self._append(self.end_of_text[:room])
@@ -86,24 +110,32 @@ class TokenWriter:
         if opens and len(tokens):
             self._documents.write(np.array([self.tokens], OFFSET).tobytes())
             self.documents += 1
-        self._append(tokens)
+        self._append(tokens, answers)
         return self.tokens - before
 
     def sync(self) -> dict[str, int]:
         """Flush everything to the disk; returns the counts."""
         to_disk(self._tokens)
         to_disk(self._documents)
+        if self._answers is not None:
+            to_disk(self._answers)
         return {"tokens": self.tokens, "documents": self.documents}
 
     def __enter__(self) -> TokenWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._tokens, self._documents:  # closes both, even if the disk has no room for the first one's last block
+        with (
+            self._tokens,
+            self._documents,
+            self._answers or nullcontext(),
+        ):  # closes all, even if the disk has no room for the first one's last block
             pass
 
-    def _append(self, tokens: np.ndarray) -> None:
+    def _append(self, tokens: np.ndarray, answers: np.ndarray | None = None) -> None:
         self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
+        if self._answers is not None:
+            self._answers.write(bytes(len(tokens)) if answers is None else answers.tobytes())
         self.tokens += len(tokens)
 
 
@@ -154,6 +186,9 @@ def load_position(partial: Path, recipe: dict[str, Any]) -> Position | None:
             for suffix, count in (("bin", counts["tokens"]), ("documents", counts["documents"])):
                 if count and (partial / f"{split}.{suffix}").stat().st_size < count * sizes[suffix]:
                     return None
+            marks = partial / f"{split}.answers"
+            if marks.exists() and marks.stat().st_size < counts["tokens"]:
+                return None
     except (OSError, ValueError, KeyError, TypeError, DataError):
         return None
     return position
@@ -203,6 +238,7 @@ def open_prepared(folder: Path) -> PreparedData:
         TokenFile(
             np.memmap(folder / f"{split}.bin", np.dtype(manifest["dtype"]), mode="r"),
             np.memmap(folder / f"{split}.documents", OFFSET, mode="r"),
+            np.memmap(marks, np.uint8, mode="r") if (marks := folder / f"{split}.answers").exists() else None,
         )
         for split in SPLITS
     )

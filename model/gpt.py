@@ -243,10 +243,12 @@ class GPT(nn.Module):
         document_starts: Tensor | None = None,
         rows: tuple[Range, ...] | None = None,
         further: Further | None = None,
+        count: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, vocab_size) or, with targets (B, T), their mean cross-entropy: a scalar in fp32.
 
-        Targets of -100 are left out of the mean. With `further` the result is (2,): that loss, and the second head's.
+        Targets of -100 are left out of the mean; `count`, 0-dim, divides the sum instead of the number of the others.
+        With `further` the result is (2,): that loss, and the second head's.
         `hidden` describes the other arguments and errors.
         """
         given = self.prepare(tokens, dropout_key, attend or self.attend, document_starts, rows)
@@ -254,7 +256,7 @@ class GPT(nn.Module):
         hidden = self.ln_f(x)
         if targets is None:
             return self.logits(hidden)
-        loss = self.loss(hidden, targets)
+        loss = self.loss(hidden, targets, count)
         if further is None or self.further is None:
             return loss
         recompute, last = self.computation.recompute is Recompute.block, len(self.h)

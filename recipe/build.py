@@ -14,7 +14,9 @@ from torch import Tensor
 
 from attention import AttentionShape, build_attention
 from data.batches import Batch, Batches, Source, eval_batches
+from data.chat import ChatTemplate
 from data.config import Documents
+from data.packing import ChatBatches, PackedRows, chat_windows
 from data.store import PreparedData
 from data.tasks import TASKS, TaskData
 from data.tasks.batches import TaskBatches, validation_batches
@@ -144,6 +146,12 @@ def build_batches(config: Config, data: Data, trainer: Trainer) -> tuple[Source,
     if isinstance(data, TaskData):
         windows = validation_batches(data.task, T, training.batch_size, training.eval_batches)
         return TaskBatches(data.task, T, trainer.global_batch, config.seed), windows
+    if isinstance(data, PreparedData) and data.train.answers is not None:
+        path, end, first = Path(str(config.data.path)).expanduser(), data.tokenizer.eot_token, len(data.train.documents)
+        train = PackedRows(data.train, T, end, path)
+        val = PackedRows(data.val, T, end, path, first)
+        windows = chat_windows(val, training.batch_size, training.eval_batches)
+        return ChatBatches(train, trainer.global_batch, config.seed), windows
     if documents and len(data.train.documents) < 2:
         raise one_document(config)
     of_train, of_val = (split.documents if documents else None for split in (data.train, data.val))
@@ -170,6 +178,8 @@ def build_run(config: Config, folder: Path, overrides: list[str], data: Data, tr
     if first:  # which keeps the run folder
         if not isinstance(data, TaskData):
             save_tokenizer(data.tokenizer, folder)
+            if template := data.manifest["recipe"]["source"].get("template"):
+                ChatTemplate(**template).save(folder)
         origin = RunMetadata(as_plain(config), overrides, data.identity, shape)
         record = Record(folder, config.tracking, trainer, meter, origin, start, again=config.resume is not None)
     profiler = Profiler(

@@ -66,7 +66,7 @@ def test_every_context_length_is_evaluated_on_the_same_text() -> None:
         config = compose.to_config(compose.composed(job))
         batch = config.training.batch_size, config.training.eval_batches, config.training.eval_span
         windows = eval_batches(text, config.seq_len, *batch)
-        evaluated.add(tuple(torch.cat([targets.flatten() for _, targets, _ in windows]).tolist()))
+        evaluated.add(tuple(torch.cat([targets.flatten() for _, targets, *_ in windows]).tolist()))
     assert len(evaluated) == 1
 
 

@@ -9,40 +9,44 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from data.own_tokenizer import END_OF_TEXT
+from data.chat import ChatTemplate
 from data.tokenizers import Tokenizer
 from model.gpt import GPT
 from recipe.huggingface.card import Origin, model_card
 from recipe.huggingface.loading import WEIGHTS
 from recipe.huggingface.reload import check_reloaded
 from recipe.huggingface.settings import WeightsError
-from recipe.huggingface.tokenizer import to_tokenizers, tokenizer_config
+from recipe.huggingface.tokenizer import special_tokens, to_tokenizers, token_id, tokenizer_config
 from recipe.huggingface.weights import describe
 
 
-def export(model: GPT, tokenizer: Tokenizer, folder: Path, origin: Origin) -> None:
+def export(
+    model: GPT, tokenizer: Tokenizer, folder: Path, origin: Origin, template: ChatTemplate | None = None
+) -> None:
     """Write a folder that AutoModelForCausalLM, AutoTokenizer and pipeline("text-generation") read.
 
-    folder  is made, or empty; nothing is overwritten
-    origin  of the weights, for the model card
+    folder    is made, or empty; nothing is overwritten
+    origin    of the weights, for the model card
+    template  of the conversations that the model was trained on
 
     The folder gets its name when transformers has read it back as the same model. Raises WeightsError where no
     architecture describes the model, or the folder cannot be written.
     """
     check_folder(folder)
     described = describe(model, origin.config["attention"]["dropout"])
-    end = tokenizer.eot_token  # begins and ends a text
+    special = special_tokens(tokenizer, template)
+    ids = {f"{name}_id": token_id(tokenizer, token) for name, token in special.items()}
     files = {
-        "config.json": described.config | {"bos_token_id": end, "eos_token_id": end},
+        "config.json": described.config | {name: ids[name] for name in ("bos_token_id", "eos_token_id")},
         # Without it, transformers' pipeline asks for 256 tokens, and learned positions may end before. With max_length
         # instead, every call that gives max_new_tokens would warn.
         "generation_config.json": {
-            "bos_token_id": end,
-            "eos_token_id": end,
-            "pad_token_id": end,
+            **ids,
             "max_new_tokens": max(1, min(256, model.seq_len // 2)),
         },
-        "tokenizer_config.json": tokenizer_config(model.seq_len, getattr(tokenizer, "end", END_OF_TEXT)),
+        "tokenizer_config.json": tokenizer_config(
+            model.seq_len, special, None if template is None else template.source
+        ),
     }
     (architecture,) = described.config["architectures"]
     folder = folder.absolute()

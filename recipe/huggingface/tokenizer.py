@@ -12,6 +12,7 @@ from typing import Any
 import tiktoken
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from data.chat import ChatTemplate
 from data.own_tokenizer import END_OF_TEXT, OwnTokenizer
 from data.tokenizers import CHARACTERS
 from recipe.huggingface.settings import WeightsError
@@ -51,16 +52,31 @@ def merged_from(token: bytes, ranks: dict[bytes, int]) -> tuple[str, str]:
     return as_characters(parts[0]), as_characters(parts[1])
 
 
-def tokenizer_config(seq_len: int, end: str) -> dict[str, Any]:
-    """The content of tokenizer_config.json, with the name of the end-of-text token."""
+def special_tokens(tokenizer: tiktoken.Encoding | OwnTokenizer, template: ChatTemplate | None) -> dict[str, str]:
+    """The names of the tokens that begin, end and pad a text: those of the chat template, else end-of-text.
+
+    The models have no token for padding, which attention masks hide.
+    """
+    end = tokenizer.end if isinstance(tokenizer, OwnTokenizer) else END_OF_TEXT
+    given = {} if template is None else template.tokens
+    return {name: given.get(name, end) for name in ("bos_token", "eos_token", "pad_token")}
+
+
+def token_id(tokenizer: tiktoken.Encoding | OwnTokenizer, token: str) -> int:
+    """The number of a special token; end-of-text's where the tokenizer does not know it."""
+    known = tokenizer.model.token_to_id(token) if isinstance(tokenizer, OwnTokenizer) else None
+    return tokenizer.eot_token if known is None else known
+
+
+def tokenizer_config(seq_len: int, special: dict[str, str], chat_template: str | None) -> dict[str, Any]:
+    """The content of tokenizer_config.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end,
-        "eos_token": end,
-        "pad_token": end,  # the models have no token for padding, which attention masks hide
+        **special,
         "padding_side": "left",  # prompts of different lengths are continued at their ends
         "model_max_length": seq_len,
         "clean_up_tokenization_spaces": False,
+        **({} if chat_template is None else {"chat_template": chat_template}),
     }
 
 

@@ -144,8 +144,10 @@ class Trainer:
         return loss.detach()
 
     def _loss(self, batch: Batch, key: DropoutKey | None) -> Tensor:
-        """The mean loss over those tokens of a micro-batch that this rank has."""
+        """The mean loss over those tokens of a micro-batch that this rank has, or their sum by `batch.learned`."""
         inputs, targets, options = self.sharing.part(batch)
+        if batch.learned is not None:
+            options["count"] = batch.learned / self.world.context
         return self.network(inputs, targets, dropout_key=key, document_starts=batch.document_starts, **options)
 
     def _apply(self, losses: list[Tensor]) -> dict[str, Tensor]:

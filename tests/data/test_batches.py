@@ -24,7 +24,7 @@ def epoch_starts(batches: Batches, epoch: int) -> np.ndarray:
 
 
 def test_targets_follow_the_inputs():
-    inputs, targets, _ = make().batch(3)
+    inputs, targets, *_ = make().batch(3)
     assert inputs.shape == targets.shape == (4, 16)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs + 1, targets)  # the tokens count up
@@ -99,7 +99,7 @@ def test_every_token_type_becomes_int64(dtype):
     tokens = (TOKENS % 200).astype(dtype)
     top = np.iinfo(dtype).max
     tokens[:] = np.where(tokens % 2, top, tokens)
-    inputs, _, _ = make(tokens).batch(0)
+    inputs, *_ = make(tokens).batch(0)
     assert inputs.dtype == torch.int64
     assert inputs.min() >= 0
     assert inputs.max() == top
@@ -117,9 +117,9 @@ def test_too_few_tokens_for_a_window_say_so():
 )
 def test_evaluation_windows_are_evenly_spaced_and_apart(length, count, sizes):
     batches = eval_batches(TOKENS[:length], 16, 4, count)
-    assert [len(inputs) for inputs, _, _ in batches] == sizes
-    assert all(torch.equal(inputs + 1, targets) for inputs, targets, _ in batches)
-    starts = torch.cat([inputs[:, 0] for inputs, _, _ in batches])
+    assert [len(inputs) for inputs, *_ in batches] == sizes
+    assert all(torch.equal(inputs + 1, targets) for inputs, targets, *_ in batches)
+    starts = torch.cat([inputs[:, 0] for inputs, *_ in batches])
     gaps = starts.diff()
     assert starts[0] == 0
     if len(starts) > 1:
@@ -131,7 +131,7 @@ def test_evaluation_windows_are_evenly_spaced_and_apart(length, count, sizes):
 def target_positions(length, seq_len, batch_size, count, span):
     """The positions, in order, of the evaluation's targets in a text of `length` tokens."""
     batches = eval_batches(np.arange(length, dtype=np.uint32), seq_len, batch_size, count, span)
-    return torch.cat([targets.flatten() for _, targets, _ in batches]).tolist()
+    return torch.cat([targets.flatten() for _, targets, *_ in batches]).tolist()
 
 
 @pytest.mark.parametrize("length", [8193, 30_000, 123_457])  # one piece, three, and more than `count`
@@ -146,7 +146,7 @@ def test_with_a_span_every_length_is_evaluated_on_the_same_text(length):
 
 def test_without_a_span_windows_are_where_they_always_were():
     for span in (None, 16):
-        starts = [inputs[:, 0].tolist() for inputs, _, _ in eval_batches(TOKENS, 16, 4, 2, span)]
+        starts = [inputs[:, 0].tolist() for inputs, *_ in eval_batches(TOKENS, 16, 4, 2, span)]
         assert starts == [[0, 140, 281, 422], [563, 704, 845, 986]]
 
 
@@ -161,7 +161,7 @@ def test_the_prefetcher_yields_every_batch_in_order_from_any_step():
     with Prefetcher(batches, "cpu", start_step=5) as prefetcher:
         for step in (5, 6, 7):
             for micro_step in range(3):
-                inputs, targets, _ = next(prefetcher)
+                inputs, targets, *_ = next(prefetcher)
                 expected = batches.batch(step, micro_step)
                 assert torch.equal(inputs, expected[0])
                 assert torch.equal(targets, expected[1])
@@ -221,7 +221,7 @@ def document_of(position: int) -> int:
 def test_each_input_comes_with_the_start_of_its_document():
     batches = make(documents=DOCUMENTS)
     for step in range(8):
-        inputs, _, starts = batches.batch(step)
+        inputs, _, starts, _ = batches.batch(step)
         assert (starts.shape, starts.dtype) == ((4, 16), torch.int32)
         for row, row_starts in zip(inputs.tolist(), starts.tolist(), strict=True):  # the tokens count up from 0
             assert row_starts == [max(document_of(token) - row[0], 0) for token in row]
@@ -232,7 +232,7 @@ def test_documents_are_the_same_in_evaluation_and_from_the_prefetcher():
     with Prefetcher(batches, "cpu", start_step=3) as prefetched:
         for step, micro_step in ((3, 0), (3, 1), (4, 0)):
             assert all(map(torch.equal, next(prefetched).tensors(), batches.batch(step, micro_step).tensors()))
-    for inputs, _, starts in eval_batches(TOKENS, 16, 4, 3, documents=DOCUMENTS):
+    for inputs, _, starts, _ in eval_batches(TOKENS, 16, 4, 3, documents=DOCUMENTS):
         assert starts is not None
         first = inputs[:, :1]
         expected = torch.tensor([[document_of(token) for token in row] for row in inputs.tolist()])

@@ -16,7 +16,7 @@ def test_batches_reach_a_busy_gpu_unharmed(dtype):
     expected, seen = [], []
     with Prefetcher(batches, "cuda", start_step=3) as prefetcher:
         for i in range(200):
-            inputs, targets, _ = next(prefetcher)
+            inputs, targets, *_ = next(prefetcher)
             assert inputs.is_contiguous()
             assert targets.is_contiguous()
             torch.cuda._sleep(2_000_000)  # delays the copy below, while the thread reuses freed batches

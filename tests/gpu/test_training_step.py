@@ -79,7 +79,7 @@ def test_a_replayed_step_takes_the_documents_of_its_batch(attention):
     score = ScoreConfig(window=50, sinks=True, layers=[{}, {"window": None}])
     launched, replayed = (trainer(attention, score=score, cuda_graph=graph) for graph in (False, True))
     for step in range(WARMUP_CALLS + 4):
-        (inputs, targets, _), first = batch(step)[0], 20 + 10 * step  # two documents in each row
+        (inputs, targets, *_), first = batch(step)[0], 20 + 10 * step  # two documents in each row
         starts = first * (torch.arange(T, device=DEVICE) >= first).int().expand(B, T)
         documents = [Batch(inputs, targets, starts.contiguous())]
         expected, given = launched.update(step, documents), replayed.update(step, documents)

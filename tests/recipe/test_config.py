@@ -25,6 +25,7 @@ from recipe.config import Config, ConfigError, as_plain, keys, register
 from recipe.errors import UserError
 from recipe.sweeps import launcher
 from recipe.training.optimizer import OPTIMIZERS, SCHEDULES
+from tests import toy_llama
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
@@ -54,6 +55,10 @@ def test_every_file_of_every_group_composes(file: Path, tmp_path: Path) -> None:
     group, name = str(file.parent), file.stem
     (tmp_path / "notes.txt").write_text("some text")
     overrides = [f"{group}={name}", *([f"data.path={tmp_path}"] if name == "text" else [])]
+    if name == "chat":
+        toy_llama.tokenizer().save_pretrained(tmp_path)
+        path = toy_llama.write_lines(tmp_path / "chats.jsonl", toy_llama.conversations(2))
+        overrides += [f"data.path={path}", f"data.tokenizer={tmp_path / 'tokenizer.json'}"]
     if group == "experiment":
         for job in covering(compose.jobs(overrides)):
             assert not list(mistakes(composed(*job)))

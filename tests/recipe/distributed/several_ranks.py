@@ -134,7 +134,7 @@ def share_update(world: World, folder: Path) -> dict[str, Any]:
 @torch.no_grad()
 def one_loss(trainer: Trainer) -> str:
     """A loss of the gathered model, computed on this rank alone, in hexadecimal."""
-    inputs, targets, _ = Batches(TEXT, trainer.model.seq_len, GlobalBatch(B), SEED).batch(50)
+    inputs, targets, *_ = Batches(TEXT, trainer.model.seq_len, GlobalBatch(B), SEED).batch(50)
     return trainer.whole_model().eval()(inputs, targets).item().hex()
 
 

@@ -108,7 +108,7 @@ def test_a_step_depends_on_its_number_and_the_weights_alone() -> None:
 
 def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
     trainer = build(AttentionConfig(), replace(MODEL, dropout=0.5))
-    inputs, targets, _ = batches(trainer).batch(0)
+    inputs, targets, *_ = batches(trainer).batch(0)
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
     keys = (trainer.dropout_key_for(*place) for place in places)
     assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
@@ -116,7 +116,7 @@ def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> Non
 
 def test_torchs_own_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
     trainer = build(AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch))
-    inputs, targets, _ = batches(trainer).batch(0)
+    inputs, targets, *_ = batches(trainer).batch(0)
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
     keys = (trainer.dropout_key_for(*place) for place in places)
     assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
@@ -199,8 +199,8 @@ def test_evaluation_is_the_mean_loss_without_dropout_and_changes_nothing() -> No
     measured = trainer.evaluate(windows)
     model = trainer.model.eval()
     with torch.no_grad():
-        logits = torch.cat([model(inputs) for inputs, _, _ in windows]).flatten(0, 1)
-    expected = torch.nn.functional.cross_entropy(logits, torch.cat([t for _, t, _ in windows]).flatten())
+        logits = torch.cat([model(inputs) for inputs, *_ in windows]).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, torch.cat([t for _, t, *_ in windows]).flatten())
     assert measured == pytest.approx(expected.item(), rel=1e-6)
     assert equal(weights(trainer), before)
 

@@ -1,0 +1,197 @@
+"""Conversations to tokens, by a tokenizer's own chat template, with a mark on those that answer.
+
+A line of the file is one conversation:
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+
+The template is Jinja's, as transformers reads it from the tokenizer's folder. It runs in Jinja's sandbox and has no
+clock, so that the same file gives the same tokens on every day. An answer is the text that the template adds for a
+message of the assistant after its generation prompt: the marks that end the turn belong to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from data.errors import DataError, brief
+from data.files import Row, numbered_rows
+from data.own_tokenizer import OwnTokenizer
+from data.untrusted import RECORD, read_json, read_text
+
+Messages = Sequence[Mapping[str, str]]
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+FILE = "chat_template.json"  # in a run folder
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+
+
+class Generation(Extension):
+    """{% generation %}, with which some templates enclose answers, has no effect on the text."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, and the special tokens that it may name: bos_token, eos_token and others."""
+
+    source: str
+    tokens: dict[str, str]
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        return environment.from_string(self.source)
+
+    def render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
+        """The text of a conversation. Raises jinja2.TemplateError where the template refuses it."""
+        return self._template.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.tokens
+        )
+
+    def answers(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and where each answer begins and ends in it.
+
+        Raises jinja2.TemplateError, and ValueError where a part of a conversation is no beginning of the whole.
+        """
+        text, spans = self.render(messages), []
+        for n, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(messages[:n], add_generation_prompt=True)
+            after = self.render(messages[: n + 1])
+            if not (after.startswith(before) and text.startswith(after)):
+                raise ValueError(
+                    f"the chat template writes the first {n + 1} messages in another way when more follow, so that "
+                    "their answer cannot be told from the rest"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+    def save(self, folder: Path) -> None:
+        """Write the template to a run's folder."""
+        (folder / FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def load_template(run: Path) -> ChatTemplate | None:
+    """The template of a run's conversations; None where it trained on none. Raises DataError."""
+    try:
+        return ChatTemplate(**read_json(run / FILE)) if (run / FILE).exists() else None
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{run / FILE} cannot be read ({brief(error)}); restore it, or remove it.") from error
+
+
+def read_template(tokenizer: str) -> ChatTemplate:
+    """The chat template beside a tokenizer.json. Raises DataError where there is none."""
+    folder = Path(tokenizer).expanduser().parent
+    try:
+        # Its longest length may be an integer of 100 bits, which read_json refuses.
+        config = json.loads(read_text(folder / CONFIG, RECORD)) if (folder / CONFIG).exists() else {}
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if (folder / TEMPLATE).exists():
+            source = read_text(folder / TEMPLATE, RECORD)
+        named = {name: config.get(name) for name in SPECIAL_TOKENS}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"the chat template in {folder} cannot be read ({brief(error)}); copy or fetch its {CONFIG} again."
+        ) from error
+    if not isinstance(source, str):
+        raise DataError(
+            f"{folder} has no chat template, neither in {CONFIG} nor as {TEMPLATE}; put one there, such as that of the "
+            "model's chat version, or train on plain text with data=text."
+        )
+    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
+    template = ChatTemplate(source, tokens)
+    try:
+        template._template  # noqa: B018 (compiles it)
+    except jinja2.TemplateError as error:
+        raise DataError(f"the chat template in {folder} cannot be read ({brief(error)}); repair it.") from error
+    return template
+
+
+def read_conversations(path: Path, template: ChatTemplate, start: int, stop: int | None, split: str) -> Iterator[Row]:
+    """The conversations with the numbers from start to stop as rows, with the spans of their answers.
+
+    Raises DataError.
+    """
+    for number, (line, row) in enumerate(numbered_rows(path)):
+        if number < start or (stop is not None and number >= stop):
+            continue
+        if flaw := next(mistakes(row), None):
+            raise DataError(f"line {line} of {path} {flaw}; repair or remove it.")
+        try:
+            text, answers = template.answers(row["messages"])
+        except Exception as error:  # a template may raise any kind
+            reason = str(error) if isinstance(error, ValueError) else f"the chat template refuses it: {brief(error)}"
+            raise DataError(
+                f"line {line} of {path} cannot be written as text ({reason}); repair or remove it."
+            ) from error
+        yield {"split": split, "text": text, "opens": True, "answers": answers}
+
+
+def mistakes(row: Row) -> Iterator[str]:
+    """How a line is no conversation to learn from, as the end of a sentence."""
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        yield f"has no list of messages; a line is {EXAMPLE}"
+        return
+    for n, message in enumerate(messages, start=1):
+        for name in ("role", "content"):
+            value = message.get(name) if isinstance(message, dict) else None
+            if not isinstance(value, str) or (name == "role" and not value):
+                yield f"has no {name} in message {n}; a message is an object with role and content, both text"
+                return
+        if message["role"] == "assistant" and not message["content"].strip():
+            yield f"has an empty answer in message {n}"
+    if not any(message["role"] == "assistant" for message in messages):
+        yield "has no answer: no message with the role assistant"
+
+
+def chat_encoder(tokenizer: OwnTokenizer) -> Callable[[Row], tuple[np.ndarray, np.ndarray]]:
+    """row -> its tokens, and 1 for each that is of an answer, else 0, both 1-D unsigned.
+
+    The names of special tokens in a text are these tokens, as transformers has it.
+    """
+    model = tokenizers.Tokenizer.from_str(tokenizer.content)
+    model.encode_special_tokens = False
+
+    def encode(row: Row) -> tuple[np.ndarray, np.ndarray]:
+        encoding = model.encode(row["text"], add_special_tokens=False)
+        begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        marks = np.zeros(len(encoding.ids), np.uint8)
+        for start, stop in row["answers"]:
+            marks[(ends > start) & (begins < stop)] = 1
+        return np.array(encoding.ids, np.uint32), marks
+
+    return encode
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, **options)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

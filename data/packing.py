@@ -1,0 +1,140 @@
+"""Rows of whole conversations, for training on their answers alone.
+
+No conversation is cut. The longest come first, each into the row with the least room that is enough (best fit
+decreasing: Johnson 1974). A document is one conversation, so none sees another in its row, and the order within a row
+has no effect. An epoch visits every row once, in an order of its own:
+
+    sequence g of a run  ->  epoch e = g // n,  row order_e[g % n]
+
+The loss of a step is the mean over all its answers' tokens, however they lie in micro-batches and on ranks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from data.batches import Batch, GlobalBatch, Stored, random_draws
+from data.errors import DataError
+from data.files import numbered_rows
+from data.store import TokenFile
+from data.tasks.task import IGNORED
+
+
+class PackedRows:
+    """The conversations of a split in rows of seq_len tokens.
+
+    answers  tokens to learn in each row, (n,) int64
+    """
+
+    def __init__(self, split: TokenFile, seq_len: int, end_of_text: int, path: Path, first: int = 0) -> None:
+        """
+        end_of_text  the token that fills a row
+        path         of the conversations
+        first        number of the split's first conversation in that file
+
+        Raises DataError for conversations that are longer than a row.
+        """
+        assert split.answers is not None
+        self.split, self.marks, self.seq_len, self.end_of_text = split, split.answers, seq_len, end_of_text
+        self.starts = np.asarray(split.documents)
+        self.stops = np.append(self.starts[1:] - 1, len(split.tokens))  # between two stands the end of text
+        lengths = self.stops - self.starts - 1  # inputs; the last token is a target alone
+        if len(too_long := np.flatnonzero(lengths > seq_len)):
+            line = next(line for n, (line, _) in enumerate(numbered_rows(path)) if n == first + too_long[0])
+            number = "a conversation" if len(too_long) == 1 else f"{len(too_long)} conversations"
+            raise DataError(
+                f"{path} has {number} longer than seq_len={seq_len}, the first in line {line}; set "
+                f"seq_len={lengths.max()}, or shorten or remove them."
+            )
+        self.rows = best_fit(lengths, seq_len)
+        learned = np.concatenate([[0], np.cumsum(self.marks, dtype=np.int64)])
+        of_conversation = learned[self.stops] - learned[self.starts + 1]
+        self.answers = np.array([of_conversation[row].sum() for row in self.rows])
+
+    def stored(self, numbers: np.ndarray, learned: float) -> Stored:
+        """The rows with these numbers.
+
+        learned  as in a Batch
+        """
+        shape = len(numbers), self.seq_len
+        inputs = np.full(shape, self.end_of_text, self.split.tokens.dtype)
+        targets, begins = np.full(shape, IGNORED, np.int32), np.zeros(shape, np.int32)
+        for i, number in enumerate(numbers):
+            at = 0
+            for conversation in self.rows[number]:
+                start, stop = self.starts[conversation], self.stops[conversation]
+                tokens, answers = self.split.tokens[start:stop], self.marks[start:stop]
+                here = slice(at, at + stop - start - 1)
+                inputs[i, here], begins[i, here] = tokens[:-1], at
+                targets[i, here] = np.where(answers[1:], tokens[1:].astype(np.int32), IGNORED)
+                at = here.stop
+            begins[i, at:] = at
+        return Stored(inputs, targets, begins, np.array(learned, np.float32))
+
+    def pieces(self, number: int) -> list[int]:
+        """The lengths of the documents of a row, with the end that nothing fills."""
+        lengths = [int(self.stops[c] - self.starts[c] - 1) for c in self.rows[number]]
+        return [*lengths, self.seq_len - sum(lengths)] if sum(lengths) < self.seq_len else lengths
+
+
+def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
+    """Items in rows of `room`: for each row the indices of its items, whose lengths are at most `room` each."""
+    rows: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # rows by what is left of them
+    some = 0  # bit r: there is a row with r left
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        enough = some >> length
+        if enough:
+            left = length + (enough & -enough).bit_length() - 1
+            row = with_room[left].pop()
+            if not with_room[left]:
+                some ^= 1 << left
+        else:
+            left, row = room, len(rows)
+            rows.append([])
+        rows[row].append(item)
+        with_room[left - length].append(row)
+        some |= 1 << (left - length)
+    return rows
+
+
+class ChatBatches:
+    """The training batches of one rank, from packed conversations."""
+
+    def __init__(self, rows: PackedRows, global_batch: GlobalBatch, seed: int) -> None:
+        self.rows, self.global_batch, self.seed = rows, global_batch, seed
+        self._order = lru_cache(maxsize=2)(self._draw_order)
+
+    def numbers(self, step: int) -> np.ndarray:
+        """The rows of a whole step, in the order of its sequences."""
+        n, sequences = len(self.rows.rows), self.global_batch.sequences
+        epochs, places = np.divmod(step * sequences + np.arange(sequences), n)
+        return np.array([self._order(int(epoch))[place] for epoch, place in zip(epochs, places, strict=True)])
+
+    def stored(self, step: int, micro_step: int = 0) -> Stored:
+        """The micro-batch as it is stored."""
+        cut, numbers = self.global_batch, self.numbers(step)
+        first = cut.first_sequence(micro_step)
+        learned = max(1, self.rows.answers[numbers].sum())
+        return self.rows.stored(numbers[first : first + cut.batch_size], learned / (cut.ranks * cut.micro_steps))
+
+    def pieces(self) -> list[int]:
+        """The lengths of the pieces into which documents cut the rows of the first micro-batch."""
+        return [n for row in self.numbers(0)[: self.global_batch.batch_size] for n in self.rows.pieces(row)]
+
+    def _draw_order(self, epoch: int) -> np.ndarray:
+        return np.argsort(random_draws(self.seed, epoch, len(self.rows.rows)), kind="stable")
+
+
+def chat_windows(rows: PackedRows, batch_size: int, count: int) -> list[Batch]:
+    """At most `count` batches of rows that are evenly spread over all, the same in every run, on the CPU."""
+    n = min(count * batch_size, len(rows.rows))
+    n = n // batch_size * batch_size or n
+    numbers = np.arange(n) * len(rows.rows) // n
+    of_batches = [numbers[i : i + batch_size] for i in range(0, n, batch_size)]
+    learned = max(1, rows.answers[numbers].sum()) / len(of_batches)
+    return [rows.stored(part, learned).batch() for part in of_batches]

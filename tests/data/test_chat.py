@@ -1,0 +1,148 @@
+"""Conversations: their tokens and answers beside transformers' own, their rows, and lines that are none."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.batches import GlobalBatch
+from data.config import DataConfig, Documents
+from data.errors import DataError
+from data.packing import ChatBatches, PackedRows, best_fit, chat_windows
+from data.prepare import prepare
+from data.store import PreparedData
+from tests.toy_llama import TEMPLATES, conversation, conversations, tokenizer, write_lines
+
+LINES = conversations(40)
+
+
+def prepared(folder: Path, lines: list[Any], template: str | None = "llama3", **options: Any) -> PreparedData:
+    tokenizer(template).save_pretrained(folder / "model")
+    path = write_lines(folder / "chats.jsonl", lines)
+    own: dict[str, Any] = {"tokenizer": str(folder / "model" / "tokenizer.json"), "cache": str(folder / "cache")}
+    return prepare(DataConfig(name="chat", path=str(path), documents=Documents.restart, **own, **options))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> PreparedData:
+    return prepared(tmp_path_factory.mktemp("chat"), LINES)
+
+
+def packed(data: PreparedData, seq_len: int = 128) -> PackedRows:
+    return PackedRows(data.train, seq_len, data.tokenizer.eot_token, Path(data.manifest["recipe"]["source"]["path"]))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_tokens_and_answers_are_those_of_transformers(template, tmp_path):
+    data = prepared(tmp_path, LINES, template)
+    theirs: Any = tokenizer(template)
+    found = []
+    for split in (data.train, data.val):
+        assert split.answers is not None
+        stops = np.append(split.documents[1:] - 1, len(split.tokens))
+        found += [(split.tokens[a:b], split.answers[a:b]) for a, b in zip(split.documents, stops, strict=True)]
+    assert len(data.val.documents) == 4
+    for line, (tokens, answers) in zip(LINES, found, strict=True):
+        wanted = theirs.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        assert tokens.tolist() == wanted["input_ids"]
+        assert answers.tolist() == wanted["assistant_masks"]
+
+
+def test_an_epoch_has_every_conversation_once_and_learns_its_answers_alone(data):
+    rows = packed(data)
+    theirs: Any = tokenizer()
+    wanted = []
+    for line in LINES[:36]:
+        of = theirs.apply_chat_template(line["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        pairs = zip(of["input_ids"][1:], of["assistant_masks"][1:], strict=True)
+        wanted.append((of["input_ids"][:-1], [token if answers else -100 for token, answers in pairs]))
+    batches, found = ChatBatches(rows, GlobalBatch(1), seed=3), []
+    for step in range(len(rows.rows)):
+        (inputs, *_), (targets, *_), starts, learned = batches.stored(step).batch()
+        assert starts is not None
+        assert learned == (targets >= 0).sum()
+        cuts = [*np.unique(starts[0]).tolist(), len(inputs)]
+        pieces = [(inputs[a:b].tolist(), targets[a:b].tolist()) for a, b in itertools.pairwise(cuts)]
+        found += [piece for piece in pieces if set(piece[1]) != {-100}]  # the end of a row has nothing to learn
+        assert [b - a for a, b in itertools.pairwise(cuts)] == rows.pieces(batches.numbers(step)[0])
+    assert sorted(found) == sorted(wanted)
+
+
+def test_a_batch_is_the_same_however_it_is_cut(data):
+    rows = packed(data)
+    whole = ChatBatches(rows, GlobalBatch(4), seed=1)
+    for step in (0, 5):  # the second lies in a later epoch
+        cuts = [(GlobalBatch(1, rank, 2, 2), micro) for micro in (0, 1) for rank in (0, 1)]
+        parts = [ChatBatches(rows, cut, seed=1).stored(step, micro) for cut, micro in cuts]
+        for of_whole, *of_parts in zip(whole.stored(step)[:3], *(part[:3] for part in parts), strict=True):
+            assert np.array_equal(of_whole, np.concatenate(of_parts))
+        assert {4 * np.asarray(part.learned).item() for part in parts} == {
+            np.asarray(whole.stored(step).learned).item()
+        }
+    other = ChatBatches(rows, GlobalBatch(4), seed=2)
+    assert not np.array_equal(other.stored(0).window, whole.stored(0).window)
+    windows = chat_windows(rows, 2, 3)
+    learned = torch.stack([window.learned for window in windows if window.learned is not None])
+    assert learned.sum() == sum((window.targets >= 0).sum() for window in windows)
+
+
+def test_rows_are_nearly_full():
+    lengths = np.random.default_rng(0).integers(1, 100, 2000)
+    rows = best_fit(lengths, 128)
+    assert sorted(item for row in rows for item in row) == list(range(2000))
+    assert all(lengths[row].sum() <= 128 for row in rows)
+    assert len(rows) <= 1.02 * max(lengths.sum() / 128, (lengths > 64).sum())
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ({"text": "hello"}, "line 2 of {path} has no list of messages; a line is"),
+        ({"messages": [{"content": "hello"}]}, "line 2 of {path} has no role in message 1"),
+        ({"messages": [{"role": "user"}]}, "line 2 of {path} has no content in message 1"),
+        ({"messages": [{"role": "user", "content": "hello"}]}, "line 2 of {path} has no answer"),
+        (conversation("hello", " "), "line 2 of {path} has an empty answer in message 2"),
+        ({"messages": [{"role": "cook", "content": "x"}, *conversation("a", "b")["messages"]]},
+         "line 2 of {path} cannot be written as text (the chat template refuses it: TemplateError: no role cook)"),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_conversation_is_named(line, sentence, tmp_path):
+    with pytest.raises(DataError) as refusal:
+        prepared(tmp_path, [conversation("a", "b"), line, *LINES], "llama2")
+    assert str(refusal.value).startswith(sentence.format(path=tmp_path / "chats.jsonl"))
+
+
+def test_a_conversation_that_is_longer_than_a_row_is_named_with_its_line(tmp_path):
+    data = prepared(tmp_path, [*LINES[:3], conversation("a", "Yes. " * 200), *LINES])
+    with pytest.raises(
+        DataError, match=r"a conversation longer than seq_len=128, the first in line 4; set seq_len=\d+"
+    ):
+        packed(data)
+
+
+def test_a_tokenizer_without_a_template_and_options_without_effect_are_refused(tmp_path):
+    with pytest.raises(DataError, match="has no chat template"):
+        prepared(tmp_path, LINES, None)
+    with pytest.raises(DataError, match="data=chat puts several conversations into a sequence"):
+        prepare(DataConfig(name="chat", path="x.jsonl", tokenizer=str(tmp_path / "model" / "tokenizer.json")))
+    with pytest.raises(DataError, match="data=chat needs a tokenizer with a chat template"):
+        prepare(DataConfig(name="chat", path="x.jsonl", documents=Documents.restart))
+    with pytest.raises(DataError, match="max_tokens=5 has no effect with data=chat"):
+        prepared(tmp_path, LINES, max_tokens=5)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    prepared(tmp_path, LINES)
+    last_alone = "{% for m in messages %}{{ m['role'] }}{% if loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(last_alone)
+    options: dict[str, Any] = {
+        "tokenizer": str(tmp_path / "model" / "tokenizer.json"),
+        "cache": str(tmp_path / "cache"),
+    }
+    with pytest.raises(DataError, match=r"line 1 of .* in another way when more follow"):
+        prepare(DataConfig("chat", str(tmp_path / "chats.jsonl"), documents=Documents.restart, **options))
