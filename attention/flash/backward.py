@@ -119,7 +119,7 @@ def load_scores(scalars, pos, interval, inputs, i_b, i_h, o_rows, OF_KEYS: tl.co
     if MODE.formula is not None:
         head = MODE.formula.head(inputs.formula, i_b, i_h)
         if OF_KEYS:
-            vectors = MODE.formula.column(inputs.formula, i_b, i_h, o_rows[:, None], pos.S)
+            vectors = MODE.formula.column(inputs.formula, i_b, i_h, 0, o_rows[:, None], None)
         else:
             vectors = MODE.formula.row(inputs.formula, i_b, i_h, o_rows[:, None], pos.T)
         formula = Terms(inputs.formula, scalars.scale, i_b, i_h, head, vectors)  # type: ignore[assignment]
@@ -147,7 +147,7 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, 
     if MODE.formula is not None:
         f = scores.formula
         place = Place(f.i_b, f.i_h, o_m[:, None], (i_n + tl.arange(0, BN))[None, :], pos)
-        column = MODE.formula.column(f.given, f.i_b, f.i_h, place.o_n, pos.S)
+        column = MODE.formula.column(f.given, f.i_b, f.i_h, i_n, o_columns, None)
         b_s, b_slope = MODE.formula.slope(b_s, f.scale, f.head, f.vectors, column, f.given, place, MODE.exact)
     else:
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
@@ -214,14 +214,19 @@ def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, BLOCKS: tl.constexpr,
 
 
 @triton.jit
-def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, MODE: tl.constexpr):
-    """Keys and values at i_n collect their gradients from queries at i_m."""
+def dkdv_step(
+    b_totals, b_kv, queries, i_m, i_n, scores, MASKED, SUMS: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
+    """Keys and values at i_n collect their gradients from queries at i_m.
+
+    b_totals: dk, dv, and where SUMS the sums of ds (BN,), without the scale of what dropout keeps
+    """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     THRESHOLD: tl.constexpr = MODE.threshold
     pos, slope2, scale_log2 = scores.pos, scores.slope2, scores.scale_log2
-    b_dk, b_dv = b_dkdv
+    b_dk, b_dv, b_sum = b_totals
     b_k, b_v = b_kv
     if THRESHOLD:
         b_drop = dropped_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, True)
@@ -272,14 +277,16 @@ def dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, MASKED, BLOCKS: tl.conste
             b_p = b_p * b_slope
         b_ds = b_p * (b_dp - b_delta[None, :])
     b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, MODE)
-    return b_dk, b_dv
+    if SUMS:
+        b_sum += tl.sum(b_ds, 1)
+    return b_dk, b_dv, b_sum
 
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, do, dk, dv, lse2, delta, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr
+    q, k, v, do, dk, dv, lse2, delta, sums, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr
 ):  # fmt: skip
-    """dk and dv of one tile of keys, summed over the G query heads that share it.
+    """dk and dv of one tile of keys, summed over the G query heads that share it, and `sums` of each of these heads.
 
     Grid: tiles x batch x key/value heads, the keys seen by most queries first.
     """
@@ -289,6 +296,7 @@ def dkdv_kernel(
     THRESHOLD: tl.constexpr = MODE.threshold
     STAGES: tl.constexpr = BLOCKS.stages
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
+    SUMS: tl.constexpr = sums is not None
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     G = H // H_kv
     i_tile, i_bkv = swizzle_program_id(tl.cdiv(S, BN), scalars)
@@ -296,7 +304,7 @@ def dkdv_kernel(
     i_b, i_kv = i_bkv // H_kv, i_bkv % H_kv
 
     b_kv = load_tile(k, i_b, i_kv, i_n, BN, BD), load_tile(v, i_b, i_kv, i_n, BN, BD)
-    b_dkdv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BD], tl.float32)
+    b_dk, b_dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BD], tl.float32)
     pos = locate(T, S, inputs, scalars, i_b, i_bkv * G, G)
     interval = query_interval(i_n + tl.arange(0, BN), pos, MODE) if MODE.bounded or MODE.offsets else 0
     # Beyond the last query, q and do read as zeros and add nothing.
@@ -304,24 +312,41 @@ def dkdv_kernel(
     for i_h in range(i_kv * G, i_kv * G + G):
         scores = load_scores(scalars, pos, interval, inputs, i_b, i_h, i_n + tl.arange(0, BN), True, MODE)
         queries = Queries(q, do, lse2, delta, i_b, i_h, i_b * H + i_h)
+        b_totals = b_dk, b_dv, tl.zeros([BN], tl.float32)
         # One loop with a branch for tiles that need a mask, or one loop for those and one for the others. With dropout
         # a second copy of the loop costs registers that the mask needs.
         if MODE.bounded or THRESHOLD:
             for i_m in tl.range(m_start, m_end, BM, num_stages=STAGES):
                 masked = (i_m < m_full_start) | (i_m + BM > m_full_end) if MODE.bounded else i_m < m_full_start
-                b_dkdv = dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, masked, BLOCKS, MODE)
+                b_totals = dkdv_step(b_totals, b_kv, queries, i_m, i_n, scores, masked, SUMS, BLOCKS, MODE)
         else:
             for i_m in tl.range(m_start, m_full_start, BM, num_stages=STAGES):
-                b_dkdv = dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, True, BLOCKS, MODE)
+                b_totals = dkdv_step(b_totals, b_kv, queries, i_m, i_n, scores, True, SUMS, BLOCKS, MODE)
             for i_m in tl.range(m_full_start, m_end, BM, num_stages=STAGES):
-                b_dkdv = dkdv_step(b_dkdv, b_kv, queries, i_m, i_n, scores, False, BLOCKS, MODE)
-    b_dk, b_dv = b_dkdv
+                b_totals = dkdv_step(b_totals, b_kv, queries, i_m, i_n, scores, False, SUMS, BLOCKS, MODE)
+        b_dk, b_dv, b_sum = b_totals
+        if SUMS:
+            o_n = i_n + tl.arange(0, BN)
+            o_sum = tl.cast(i_b * H + i_h, tl.int64) * S + o_n
+            tl.store(sums + o_sum, b_sum * KEEP_SCALE, mask=o_n < S)
     store_tile(dv, i_b, i_kv, i_n, b_dv * KEEP_SCALE, BN, BD)
     store_tile(dk, i_b, i_kv, i_n, b_dk * (scalars.scale * KEEP_SCALE), BN, BD)
 
 
+class Gradients(NamedTuple):
+    """What a backward fills: dq, dk and dv, of the shapes of q, k and v.
+
+    sums  (B, H, S) fp32, filled with zeros: for each key the sum of ds over the queries; None where nobody asks for it
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    sums: Tensor | None = None
+
+
 class Tensors(NamedTuple):
-    """The tensors of a backward pass, as in `backward`; lse2 and delta as in `rows_like`."""
+    """The tensors of a backward pass, as in `backward` and `Gradients`; lse2 and delta as in `rows_like`."""
 
     q: Tensor
     k: Tensor
@@ -333,6 +358,7 @@ class Tensors(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    sums: Tensor | None = None
 
 
 def launch_dq(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
@@ -367,6 +393,7 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         tiles(x.dv, blocks.k, mode.columns),
         row_tiles(x.lse2, T, blocks.q),
         row_tiles(x.delta, T, blocks.q),
+        x.sums,
         kernel_inputs(call, T, x.k.shape[2]),
         launch_scalars(call, head_group_size(B * H_kv, x.q[0, : H // H_kv])),
         BLOCKS=blocks,
@@ -382,16 +409,16 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse2: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor],
+    gradients: Gradients,
     call: KernelCall,
 ) -> Tensor | None:
-    """do and out like q (B, H, T, D), lse2 of the forward; fills the gradients dq, dk, dv, of the shapes of q, k, v.
+    """do and out like q (B, H, T, D), lse2 of the forward; fills the gradients.
 
     Returns the gradient of the sinks (H,), or None where there are none.
     """
     sinks, configs = call.inputs.sinks, choose(call.problem(q, k))
     if q.numel() == 0 or k.numel() == 0:
-        for gradient in gradients:
+        for gradient in gradients[:3]:
             gradient.zero_()
         return None if sinks is None else torch.zeros_like(sinks)
     x = Tensors(q, k, v, out, addressable(do), lse2, rows_like(q), *gradients)

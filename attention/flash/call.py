@@ -78,6 +78,7 @@ class Mode(NamedTuple):
     offsets   whether the last query stands elsewhere than at the last key
     fixed_max whether a row's maximum over one tile is used for all, as a soft cap keeps exp(s) from overflowing
     formula   a Code of formula.py; None where scores are changed by no formula
+    biased    whether that formula adds a number of each key to s, and nothing else
     exact     whether scores are of fp32, and are changed without approximation
     precision of the products of fp32 numbers, "ieee" or "tf32"
     columns   of a tile: the head size, rounded up
@@ -96,6 +97,7 @@ class Mode(NamedTuple):
     soft_cap: float | None
     alibi: bool
     formula: Any
+    biased: bool
     sinks: bool
     threshold: int
     fixed_max: bool

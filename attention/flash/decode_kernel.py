@@ -190,7 +190,7 @@ def decode_kernel(
         if MODE.formula is not None:
             f_given, o_heads = given.inputs.formula, o_h[:, None]
             place = Place(i_b, o_heads, o_t[:, None], (i_n + tl.arange(0, BN))[None, :], pos)
-            column = MODE.formula.column(f_given, i_b, o_heads, place.o_n, capacity)
+            column = MODE.formula.column(f_given, i_b, o_heads, 0, place.o_n, capacity)
             scale = scale_log2 / LOG2_E
             b_s = MODE.formula.value(b_s, scale, head, row, column, f_given, place, MODE.exact) * factor
         else:

@@ -18,6 +18,8 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,10 +30,14 @@ from ..formula.derivative import derivatives
 from ..formula.graph import Node, is_number, leaf, topological
 from ..formula.parse import show
 from ..formula.plan import Plan, placeholder, plan
+from ..gpu import ALIGNMENT
 from ..score import Layout, Score
 from ..spec import Inputs, Spec
 from . import score as kernel_score
 from .call import KernelCall
+
+LARGEST_TILE = 128  # keys
+COLUMN_ALIGNMENT = 4  # numbers of fp32: 16 bytes
 
 
 class Code(NamedTuple):
@@ -39,6 +45,7 @@ class Code(NamedTuple):
 
     factor     the score is this number, which is positive, times `value`
     has_slope  whether the derivative by s is anything but 1
+    is_biased  whether the score is s plus the one hoisted number of a column
     """
 
     head: Any
@@ -49,6 +56,7 @@ class Code(NamedTuple):
     weights: Any
     factor: float
     has_slope: bool
+    is_biased: bool
 
 
 class Place(NamedTuple):
@@ -74,6 +82,11 @@ class Written(NamedTuple):
     entering: frozenset[int]
 
 
+def plan_of(score: Score) -> Plan:
+    """The plan of a score's formula."""
+    return plan(str(score.formula), score.causal, score.window)
+
+
 def kernel_value(p: Plan, sinks: bool) -> Node:
     """The score without the terms that are the same along a row, which cancel in the softmax unless there are sinks."""
     value = p.score
@@ -86,7 +99,7 @@ def kernel_value(p: Plan, sinks: bool) -> Node:
 def written(score: Score) -> Written:
     """The functions of a score's formula."""
     assert score.formula is not None
-    p = plan(str(score.formula), score.causal, score.window)
+    p = plan_of(score)
     value = kernel_value(p, score.sinks)
     if value is leaf("s"):
         return Written(None, "", frozenset())
@@ -107,7 +120,8 @@ def written(score: Score) -> Written:
     text = "\n\n".join(parts)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     functions = compiled(text.replace("@", f"_{digest}"), digest)
-    code = Code(**functions, factor=factor, has_slope=not is_number(slope, 1.0))
+    biased = p.column is not None and value is ops.add(leaf("s"), placeholder(p.hoisted[p.column]))
+    code = Code(**functions, factor=factor, has_slope=not is_number(slope, 1.0), is_biased=biased)
     return Written(code, text.replace("@", ""), entering)
 
 
@@ -153,14 +167,26 @@ class Writer:
         }
 
     def loads(self, stage: str, meaning: str) -> str:
-        """The function that loads the hoisted numbers of a stage, in their order."""
-        index, extra = {"head": ("", ""), "row": ("o", ", o, size"), "column": ("o", ", o, size")}[stage]
+        """The function that loads the hoisted numbers of a stage, in their order.
+
+        Those of columns are given by the `first` of a tile and their places in it. Where `size` is None, whole tiles
+        are loaded, several numbers at a time: see `column_input`.
+        """
+        extra = {"head": "", "row": ", o, size", "column": ", first, o, size"}[stage]
         lines = [f"def {stage}@(given, i_b, i_h{extra}):", f'    """{meaning}."""']
         names = []
         for k in self.places[stage]:
-            start = f"tl.cast(i_b, tl.int64) * (given[{k}][1] >> 2) + i_h * (given[{k}][2] >> 2)"
-            tail = f" + {index}, mask={index} < size, other=0.0" if index else ""
-            lines.append(f"    x{k} = tl.load(given[{k}][0] + ({start}){tail})")
+            strides = [f"(given[{k}][{n}] >> 2)" for n in (1, 2)]
+            if stage == "column":
+                strides = [f"{x} * {COLUMN_ALIGNMENT}" for x in strides]
+            lines.append(f"    p{k} = given[{k}][0] + (tl.cast(i_b, tl.int64) * {strides[0]} + i_h * {strides[1]})")
+            if stage == "column":
+                lines += ["    if size is None:", f"        x{k} = tl.load(p{k} + first + o)", "    else:"]
+                lines.append(f"        x{k} = tl.load(p{k} + first + o, mask=first + o < size, other=0.0)")
+            elif stage == "row":
+                lines.append(f"    x{k} = tl.load(p{k} + o, mask=o < size, other=0.0)")
+            else:
+                lines.append(f"    x{k} = tl.load(p{k})")
             names.append(f"x{k}")
         # A tuple of one would be taken for its entry; an empty one is no value in Triton.
         return "\n".join([*lines, f"    return ({', '.join([*names, '0', '0'][: max(2, len(names))])})"])
@@ -273,7 +299,7 @@ def kernel_inputs(call: KernelCall, T: int, S: int, layout: Layout | None = None
     score = call.spec.score
     if score.formula is None or written(score).code is None:
         return call.inputs._replace(formula=None)
-    p = plan(str(score.formula), score.causal, score.window)
+    p = plan_of(score)
     if layout is None:
         layout = Layout(call.q_start, call.k_start) if call.spec.offsets else Layout()
     low = visible_distances(score, layout, T, S)[0]
@@ -286,10 +312,26 @@ def kernel_inputs(call: KernelCall, T: int, S: int, layout: Layout | None = None
             numbers = [strides[0] if first else 0, *(number for pair in own for number in pair)]
         elif p.hoisted[k].stage == "pair":
             numbers = [*strides[:3], x.shape[2], x.shape[3]]
+        elif p.hoisted[k].stage == "column":
+            x = column_input(x)
+            numbers = [0 if x.shape[n] == 1 else x.stride(n) // COLUMN_ALIGNMENT for n in (0, 1)]
         else:
             numbers = [*strides[:2], x.shape[2], low]
         result.append((x, *(4 * number + 2 for number in numbers)))  # as `unspecialised`
     return call.inputs._replace(formula=tuple(result))
+
+
+def column_input(x: Tensor) -> Tensor:
+    """The numbers of columns (B or 1, H or 1, S) as kernels read them: without masks, and several at a time.
+
+    Rows are COLUMN_ALIGNMENT apart, or a multiple of it, and go on to the end of a tile of keys.
+    """
+    excess = -x.shape[2] % LARGEST_TILE
+    if excess:
+        return F.pad(x, (0, excess))
+    steps = [stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True) if size > 1]
+    aligned = x.data_ptr() % ALIGNMENT == 0 and all(stride % COLUMN_ALIGNMENT == 0 for stride in steps)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def readable(spec: Spec, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -301,12 +343,23 @@ def readable(spec: Spec, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(x if is_fine else x.contiguous() for x, is_fine in zip(tensors, strided, strict=True))
 
 
+def is_biased(score: Score) -> bool:
+    """Whether a formula adds a number of each key to s, and to the kernels nothing else."""
+    code = None if score.formula is None else written(score).code
+    return code is not None and code.is_biased
+
+
+def learns_bias(spec: Spec) -> bool:
+    """Whether these numbers need a gradient, which is the sum of ds along the columns."""
+    return is_biased(spec.score) and plan_of(spec.score).column in spec.learned
+
+
 def with_row_terms(lse: Tensor, call: KernelCall) -> Tensor:
     """lse (B, H, T) of the kernels, with the terms that are the same along a row, which they leave out."""
     score = call.spec.score
     if score.formula is None or score.sinks:
         return lse
-    p = plan(str(score.formula), score.causal, score.window)
+    p = plan_of(score)
     if p.row is None:
         return lse
     assert call.inputs.formula is not None

@@ -98,7 +98,7 @@ def tile_gradients(b_rows, b_kv, i_b, i_h, i_m, i_n, inputs, scalars, pos, BLOCK
     given, place = inputs.formula, Place(i_b, i_h, o_m, o_n, pos)
     head = MODE.formula.head(given, i_b, i_h)
     row = MODE.formula.row(given, i_b, i_h, o_m, pos.T)
-    column = MODE.formula.column(given, i_b, i_h, o_n, pos.S)
+    column = MODE.formula.column(given, i_b, i_h, 0, o_n, None)
     b_s = dot(b_q, b_k.T, None, MODE)
     result = MODE.formula.weights(b_s, scalars.scale, head, row, column, given, place, MODE.exact)
     b_p = tl.exp2(result[0] * (MODE.formula.factor * LOG2_E) - b_lse2[:, None])
@@ -349,10 +349,11 @@ def summed(x: Tensor, like: Tensor) -> Tensor:
     return x
 
 
-def learned_gradients(saved: Sequence[Tensor], do: Tensor, call: KernelCall) -> list[Tensor]:
+def learned_gradients(saved: Sequence[Tensor], do: Tensor, sums: Tensor | None, call: KernelCall) -> list[Tensor]:
     """The gradients of the inputs `call.spec.learned`, in this order.
 
     saved  q, k, v, out and lse2 of the forward
+    sums   those of ds along the columns, where the backward was asked for them
     """
     spec, steps = call.spec, call.spec.score.steps()
     if not spec.learned:
@@ -361,11 +362,27 @@ def learned_gradients(saved: Sequence[Tensor], do: Tensor, call: KernelCall) -> 
     inputs = call.inputs.formula
     if saved[0].numel() == 0 or saved[1].numel() == 0 or kernel_mode(spec, 1, saved[0].dtype).formula is None:
         return [torch.zeros_like(inputs[k]) for k in spec.learned]
-    work = Pass(saved, do, call, steps)
     entering = written(spec.score).entering
-    stages = {k: steps.hoisted[k][0] if k < len(steps.hoisted) else "table" for k in spec.learned if k in entering}
     # What is added to all scores of a row cancels in the softmax.
     found = {k: torch.zeros_like(inputs[k]) for k in spec.learned if k not in entering}
+    if sums is not None:  # of the one number that a score depends on besides s
+        found.update({k: sums for k in spec.learned if k in entering})
+    stages = {
+        k: steps.hoisted[k][0] if k < len(steps.hoisted) else "table"
+        for k in spec.learned
+        if k in entering and k not in found
+    }
+    if stages:
+        found.update(by_second_pass(Pass(saved, do, call, steps), stages))
+    return [
+        (found[k] if stages.get(k) in ("pair", "table") else summed(found[k], inputs[k])).to(inputs[k].dtype)
+        for k in spec.learned
+    ]
+
+
+def by_second_pass(work: Pass, stages: dict[int, str]) -> dict[int, Tensor]:
+    """The gradients of these inputs, not yet summed over what they are shared by."""
+    found: dict[int, Tensor] = {}
     along = {k for k, stage in stages.items() if stage in ("head", "row")}
     if along:
         for k, x in zip(sorted(along), work.along_rows(sorted(along)), strict=True):
@@ -374,12 +391,9 @@ def learned_gradients(saved: Sequence[Tensor], do: Tensor, call: KernelCall) -> 
     if columns:
         found.update(zip(columns, work.along_columns(columns), strict=True))
     for k, stage in stages.items():
-        like = inputs[k]
+        like = work.call.inputs.formula[k]
         if stage == "distance":
             found[k] = work.by_distance(k, like)
         elif stage in ("pair", "table"):
-            found[k] = work.by_pair(k, like, k - len(steps.hoisted) if stage == "table" else None)
-    return [
-        (found[k] if stages.get(k) in ("pair", "table") else summed(found[k], inputs[k])).to(inputs[k].dtype)
-        for k in spec.learned
-    ]
+            found[k] = work.by_pair(k, like, k - len(work.steps.hoisted) if stage == "table" else None)
+    return found

@@ -98,7 +98,7 @@ def forward_kernel(q, k, v, out, rows, inputs, scalars, BLOCKS: tl.constexpr, MO
         b_bias = alibi_bias(slope2, o_m[:, None], o_columns, i_n, i_reference, pos, MODE) if MODE.alibi else None
         if MODE.formula is not None:
             place = Place(i_b, i_h, o_m[:, None], (i_n + tl.arange(0, BN))[None, :], pos)
-            column = MODE.formula.column(inputs.formula, i_b, i_h, place.o_n, S)
+            column = MODE.formula.column(inputs.formula, i_b, i_h, i_n, o_columns, None)
             b_s = MODE.formula.value(b_s, scalars.scale, head, row, column, inputs.formula, place, MODE.exact)
         else:
             b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)

@@ -28,8 +28,9 @@ from .recognise import as_options, recognised, with_options
 if HAS_TRITON:
     import triton
 
+    from .backward import Gradients
     from .decode import flash_decode, run_decode
-    from .formula import readable, with_row_terms, written
+    from .formula import learns_bias, readable, with_row_terms, written
     from .formula_gradients import learned_gradients
     from .horizon import find_horizons
     from .paths import PATHS, choose_path, describe_path, no_fp8_gradients
@@ -128,12 +129,13 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k
     q, k, v, out, lse2, *inputs = saved
     call = KernelCall.of(inputs, spec, q_start, k_start)
     gradients = empty_gradients(q, k, v)
-    dq_dk_dv = split_qkv_grad(gradients, q, k)
+    sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32) if learns_bias(call.spec) else None
+    found = Gradients(*split_qkv_grad(gradients, q, k), sums)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
         path = PATHS[choose_path(call.problem(q, k), backward=True)]
-        dsinks = path.backward(do, q, k, v, out, lse2, dq_dk_dv, call)
-        learned = learned_gradients((q, k, v, out, lse2), addressable(do), call)
+        dsinks = path.backward(do, q, k, v, out, lse2, found, call)
+        learned = learned_gradients((q, k, v, out, lse2), addressable(do), sums, call)
     return [*gradients, *learned, *([] if dsinks is None else [dsinks])]
 
 

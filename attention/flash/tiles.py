@@ -19,7 +19,7 @@ from ..gpu import ALIGNMENT, INTERPRET
 from ..spec import Spec
 from .call import KernelCall, Mode
 from .configs import Blocks
-from .formula import written
+from .formula import is_biased, written
 from .score import LOG2_E
 
 ROW_ALIGNMENT = tl.constexpr(4)  # numbers of fp32: 16 bytes
@@ -156,6 +156,7 @@ def kernel_mode(spec: Spec, head_dim: int, dtype: torch.dtype, horizon: bool = F
         soft_cap=score.soft_cap,
         alibi=score.alibi,
         formula=None if score.formula is None else written(score).code,
+        biased=is_biased(score),
         sinks=score.sinks,
         threshold=spec.threshold,
         fixed_max=capped and not score.alibi and not score.sinks and dtype != torch.float16,

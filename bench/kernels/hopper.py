@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention import DropoutKey, Score
 from attention.dropout import drop_threshold
+from attention.flash.backward import Gradients
 from attention.flash.call import HORIZONS_FROM, KernelCall
 from attention.flash.hopper.configs import HEAD_DIMS, backward_blocks, forward_blocks
 from attention.flash.paths import PATHS
@@ -94,4 +95,4 @@ def launch(call: KernelCall, D: int, T: int, directions: set[str], dtype: torch.
     if "forward" in directions:
         PATHS["hopper"].forward(q, k, v, out, call)
     if "backward" in directions:
-        PATHS["hopper"].backward(do, q, k, v, out, rows_like(q), tuple(gradients), call)
+        PATHS["hopper"].backward(do, q, k, v, out, rows_like(q), Gradients(*gradients), call)

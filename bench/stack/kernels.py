@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from attention import DropoutKey, Score, gpu
 from attention.dropout import drop_threshold
+from attention.flash.backward import Gradients
 from attention.flash.call import KernelCall
 from attention.flash.paths import PATHS
 from attention.flash.tiles import rows_like
@@ -88,7 +89,7 @@ def compile_for(name: str) -> dict[str, Any]:
                 for call in calls(target.backend == "cuda"):
                     q, k, v, out, do, *gradients = (torch.zeros(B, H, T, D, dtype=torch.bfloat16) for _ in range(8))
                     PATHS[path].forward(q, k, v, out, call)
-                    PATHS[path].backward(do, q, k, v, out, rows_like(q), tuple(gradients), call)
+                    PATHS[path].backward(do, q, k, v, out, rows_like(q), Gradients(*gradients), call)
         except Exception as error:  # of Triton's compiler, whose errors have no common class
             refusal = f"{type(error).__name__}: {error}".strip().splitlines()[-1]
     return {"gpu": name, "kernels": len(compiled), "refusal": refusal}

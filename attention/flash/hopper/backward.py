@@ -27,13 +27,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from .. import tiles as plain
-from ..backward import sinks_gradient
+from ..backward import Gradients, sinks_gradient
 from ..call import KernelCall
 from ..formula import kernel_inputs
 from ..score import LOG2_E, locate
-from .backward_pipeline import HALF, PARTS, WIDTH, allocate, next_tile
+from .backward_pipeline import HALF, PARTS, WIDTH, allocate, bias_columns, next_tile
 from .backward_roles import mask_drawer, producer, writer
-from .backward_step import S_LAYOUT, Queries, first_scores, step
+from .backward_step import S_LAYOUT, Queries, first_scores, no_sums, step
+from .compat import barrier
 from .configs import backward_blocks
 from .ordered_sum import adder
 from .schedule import Program, Sizes
@@ -48,8 +49,46 @@ def load_slope(inputs, i_h, MODE: gl.constexpr):
 
 
 @gluon.jit
-def consumer(program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """Eight warps: dk and dv of a tile of keys, summed over the G query heads that share it, and all its dq tiles."""
+def load_bias(inputs, i_b, i_h, i_n, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """(BN,) in base 2: what a formula adds for the keys from i_n; 0 where nothing, or where it comes with s."""
+    BN: gl.constexpr = BLOCKS.k
+    bias = 0.0
+    if MODE.biased and not BLOCKS.rows_in_products:
+        o_n = gl.arange(0, BN, gl.SliceLayout(1, S_LAYOUT))
+        bias = MODE.formula.column(inputs.formula, i_b, i_h, i_n, o_n, None)[0] * LOG2_E
+    return bias
+
+
+@gluon.jit
+def place_bias(target, inputs, scale, i_b, i_h, i_n, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """Set the operand that brings lse2 into s to bring what a formula adds for the keys from i_n as well.
+
+    No product may be reading it. As the first addend of s it meets lse2, and cancels where it is large.
+    """
+    BN: gl.constexpr = BLOCKS.k
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, PARTS], [32, 1], [8, 1], [1, 0])
+    o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
+    b_x = MODE.formula.column(inputs.formula, i_b, i_h, i_n, o_n, None)[0] / scale
+    barrier()
+    target.store(bias_columns(b_x, LAYOUT))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def store_sums(sums, b_sum, i_bh, i_n, S, KEEP: gl.constexpr):
+    """Write the sums of ds along the columns of the keys from i_n, of which b_sum (BN, 4) has parts."""
+    b_sum = gl.sum(b_sum, 1)
+    o_n = i_n + gl.arange(0, b_sum.shape[0], b_sum.type.layout)
+    gl.store(sums + gl.cast(i_bh, gl.int64) * S + o_n, b_sum * KEEP, mask=o_n < S)
+
+
+@gluon.jit
+def consumer(sums, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """Eight warps: dk and dv of a tile of keys, summed over the G query heads that share it, and all its dq tiles.
+
+    sums (B, H, S): for each key the sum of ds over the queries; None where nobody asks for it.
+    """
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     KEY_STAGES: gl.constexpr = BLOCKS.key_stages
@@ -66,6 +105,11 @@ def consumer(program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         pos = locate(sizes.T, sizes.S, program.inputs, program.scalars, tile.i_b, i_bh, sizes.G)
         n_steps = (tile.end - tile.start) * sizes.G
         slope2 = load_slope(program.inputs, tile.i_h, MODE)
+        i_n = tile.i_tile * BN
+        bias = load_bias(program.inputs, tile.i_b, tile.i_h, i_n, BLOCKS, MODE)
+        if MODE.biased and BLOCKS.rows_in_products:  # of the only query head: see `backward`
+            ones = buffers.ones.index(0)
+            place_bias(ones, program.inputs, program.scalars.scale, tile.i_b, tile.i_h, i_n, BLOCKS, MODE)
         stage = stage_of(i_round, KEY_STAGES)
         k_s, v_s = buffers.k.index(stage.index), buffers.v.index(stage.index)
         wait_full(barriers.kv_full, stage)
@@ -77,14 +121,24 @@ def consumer(program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         # Counted, because a division would delay each step's first product.
         i_h, i_tile_m = tile.i_h, tile.end - 1
+        b_sum = no_sums(BLOCKS)
         for i in range(n_steps):
             ends_head = i_tile_m == tile.start
             next_h = gl.where(ends_head, i_h + 1, i_h)
             # Loaded one step ahead: a load takes longer than the time until a step's first exponential.
-            next_slope2 = load_slope(program.inputs, gl.minimum(next_h, tile.i_h + sizes.G - 1), MODE)
-            queries = Queries(i_h, i_tile_m, slope2, i_step + i, i + 1 < n_steps)
-            b_s, b_dk, b_dv = step(b_s, b_dk, b_dv, b_k, stage.index, queries, tile, pos, program, BLOCKS, MODE)
+            known_h = gl.minimum(next_h, tile.i_h + sizes.G - 1)
+            next_slope2 = load_slope(program.inputs, known_h, MODE)
+            next_bias = load_bias(program.inputs, tile.i_b, known_h, i_n, BLOCKS, MODE)
+            queries = Queries(i_h, i_tile_m, slope2, bias, i_step + i, i + 1 < n_steps)
+            b_s, b_dk, b_dv, b_sum = step(
+                b_s, b_dk, b_dv, b_sum, b_k, stage.index, queries, tile, pos, program, BLOCKS, MODE
+            )
+            if BLOCKS.sums:  # noqa: SIM102 - this one is decided by the compiler
+                if ends_head:
+                    store_sums(sums, b_sum, tile.i_b * sizes.H + i_h, i_n, sizes.S, KEEP_SCALE)
+                    b_sum = no_sums(BLOCKS)
             slope2 = next_slope2
+            bias = next_bias
             i_h = next_h
             i_tile_m = gl.where(ends_head, tile.end - 1, i_tile_m - 1)
         i_step += n_steps
@@ -104,9 +158,13 @@ class Counters(NamedTuple):
 
 
 class KernelArguments(NamedTuple):
-    """The kernel's arguments besides the tensors that the copy engine moves."""
+    """The kernel's arguments besides the tensors that the copy engine moves.
+
+    sums  see `consumer`
+    """
 
     counters: Any
+    sums: Any
     inputs: Any
     scalars: Any
 
@@ -135,7 +193,7 @@ def backward_kernel(q, k, v, do, dq, dk, dv, rows, delta, dq_sum, call, CONFIG: 
     if BLOCKS.mask_drawer:
         gl.warp_specialize(
             [
-                (consumer, (Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS, MODE)),
+                (consumer, (call.sums, Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS, MODE)),
                 (
                     producer,
                     (
@@ -168,7 +226,7 @@ def backward_kernel(q, k, v, do, dq, dk, dv, rows, delta, dq_sum, call, CONFIG: 
     else:
         gl.warp_specialize(
             [
-                (consumer, (Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS, MODE)),
+                (consumer, (call.sums, Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS, MODE)),
                 (
                     producer,
                     (
@@ -202,7 +260,8 @@ def backward_kernel(q, k, v, do, dq, dk, dv, rows, delta, dq_sum, call, CONFIG: 
 class Rows(NamedTuple):
     """Values of each row of queries that `delta_kernel` stores; None for those that the next kernel does not read.
 
-    parts  (rows of whole tiles, 8) bf16: lse2 and delta as operands of a product, in alternate columns
+    parts  (rows of whole tiles, 8) bf16: lse2 and delta as operands of a product, in alternate columns; or 16 columns,
+           with ones in every second of the last 8
     """
 
     lse2: Any
@@ -221,7 +280,8 @@ def split(x):
 
 @triton.jit(do_not_specialize=["scale_log2", "H", "T", "n_m"])
 def delta_kernel(
-    out, do, lse2, rows, counters, slopes, scale_log2, H, T, n_m, BLOCKS: tl.constexpr, KEEP: tl.constexpr
+    out, do, lse2, rows, counters, slopes, scale_log2, H, T, n_m,
+    BLOCKS: tl.constexpr, KEEP: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """delta of one tile of queries without dropout's rescaling, and lse2, which with ALiBi includes the query biases.
 
@@ -249,7 +309,13 @@ def delta_kernel(
         # 1e30 for infinity, which has no second and third part.
         b_lse = tl.where(b_lse2 == float("inf"), 1e30, b_lse2 / scale_log2)
         b_parts = tl.join(split(b_lse), split(b_delta)).reshape([BM, 8])
-        tl.store(rows.parts + o_tile[:, None] * 8 + tl.arange(0, 8)[None, :], b_parts.to(tl.bfloat16))
+        if BIASED:  # ones, for the parts of the bias
+            p_parts = rows.parts + o_tile[:, None] * 16 + tl.arange(0, 8)[None, :]
+            tl.store(p_parts, b_parts.to(tl.bfloat16))
+            ones = tl.zeros([BM, 8], tl.float32) + (1 - tl.arange(0, 8) % 2)[None, :]
+            tl.store(p_parts + 8, ones.to(tl.bfloat16))
+        else:
+            tl.store(rows.parts + o_tile[:, None] * 8 + tl.arange(0, 8)[None, :], b_parts.to(tl.bfloat16))
     tl.store(counters.next_tile + tl.program_id(0), 0)
     tl.store(counters.work, 0, mask=tl.program_id(0) == 0)
 
@@ -269,21 +335,23 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse2: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor],
+    gradients: Gradients,
     call: KernelCall,
 ) -> Tensor | None:
-    """do and out like q (B, H, T, D), lse2 of the forward; fills the gradients dq, dk, dv, of the shapes of q, k, v.
+    """do and out like q (B, H, T, D), lse2 of the forward; fills the gradients.
 
     Returns the gradient of the sinks (H,), or None where there are none.
     """
-    (dq, dk, dv), sinks, slopes = gradients, call.inputs.sinks, call.inputs.slopes
+    (dq, dk, dv, sums), sinks, slopes = gradients, call.inputs.sinks, call.inputs.slopes
     if q.numel() == 0 or k.numel() == 0:
-        for gradient in gradients:
+        for gradient in (dq, dk, dv):
             gradient.zero_()
         return None if sinks is None else torch.zeros_like(sinks)
-    blocks = backward_blocks(call.problem(q, k))
+    blocks, mode = backward_blocks(call.problem(q, k)), plain.mode_of(call, q)
     B, H, T, _ = q.shape
     H_kv, S = k.shape[1:3]
+    if mode.biased and H_kv != H:  # each head has biases of its own, and the keys' operand is that of one
+        blocks = blocks._replace(rows_in_products=False)
     n_m, n_n = triton.cdiv(T, blocks.q), triton.cdiv(S, blocks.k)
     if T > S or call.spec.offsets:  # a query tile may then see no key tile that would write its dq
         dq.zero_()
@@ -294,7 +362,7 @@ def backward(
     rows = Rows(
         lse2=q.new_empty(B, H, n_rows, dtype=torch.float32) if biased and not in_products else None,
         delta=plain.rows_like(q) if sinks is not None or not in_products else None,
-        parts=q.new_empty(B * H * n_rows, 8, dtype=torch.bfloat16) if in_products else None,
+        parts=q.new_empty(B * H * n_rows, 16 if mode.biased else 8, dtype=torch.bfloat16) if in_products else None,
     )
     next_tiles = q.new_empty(B * H * n_m, dtype=torch.int32)
     counters = Counters(next_tiles, q.new_empty(1, dtype=torch.int32))
@@ -312,6 +380,7 @@ def backward(
         n_m,
         BLOCKS=blocks,
         KEEP=(256 - call.spec.threshold) / 256,
+        BIASED=mode.biased,
         enable_fp_fusion=True,
     )
     n_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
@@ -331,8 +400,8 @@ def backward(
         else row_tiles(lse2, T, blocks.q),
         None if in_products else row_tiles(rows.delta, T, blocks.q),
         matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
-        KernelArguments(counters, kernel_inputs(call, T, S), scalars),
-        CONFIG=Config(blocks, plain.mode_of(call, q)),
+        KernelArguments(counters, sums, kernel_inputs(call, T, S), scalars),
+        CONFIG=Config(blocks, mode),
         num_warps=8,
         enable_fp_fusion=True,
     )

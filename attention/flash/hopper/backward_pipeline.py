@@ -109,6 +109,17 @@ def every_second_column(i: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
+def bias_columns(b_x, LAYOUT: gl.constexpr):
+    """(BN, PARTS): ones in the columns 0, 2, 4 and 6, for lse2; b_x (BN,) as three numbers of bf16 in 8, 10 and 12."""
+    high = b_x.to(gl.bfloat16).to(gl.float32)
+    middle = (b_x - high).to(gl.bfloat16).to(gl.float32)
+    o_c = gl.zeros([b_x.shape[0], 1], gl.int32, LAYOUT) + gl.arange(0, PARTS, gl.SliceLayout(0, LAYOUT))[None, :]
+    b_low = gl.where(o_c == 12, (b_x - high - middle)[:, None], 0.0)
+    b_parts = gl.where(o_c == 8, high[:, None], gl.where(o_c == 10, middle[:, None], b_low))
+    return gl.where((o_c < 8) & (o_c % 2 == 0), 1.0, b_parts).to(gl.bfloat16)
+
+
+@gluon.jit
 def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
     """(buffers, barriers), the barriers ready."""
     BM: gl.constexpr = BLOCKS.q

@@ -36,6 +36,7 @@ S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HALF.valu
 class Queries(NamedTuple):
     """The query tile of a step: number i_tile of head i_h, whose ALiBi slope times log2(e) is slope2.
 
+    bias      of each key, where a formula gives it one (see `load_bias`), else 0
     i_step    of the pipeline
     has_next  whether another step follows with the same keys
     """
@@ -43,6 +44,7 @@ class Queries(NamedTuple):
     i_h: Any
     i_tile: Any
     slope2: Any
+    bias: Any
     i_step: Any
     has_next: Any
 
@@ -98,19 +100,25 @@ def weights(
     own = half.i_half + pos.offset
     b_bias = alibi_bias(slope2, o_m[None, :], o_rows[:, None], i_n, own, pos, MODE) if MODE.alibi else None
     b_slope = 1.0
-    if MODE.formula is not None:
+    factor = log2_factor(scale_log2, MODE)
+    if MODE.biased:  # the product has left s with its bias, or s
+        factor = scale_log2
+        if not BLOCKS.rows_in_products:
+            b_s = b_s * scale_log2 + gl.convert_layout(queries.bias, gl.SliceLayout(1, LAYOUT))[:, None]
+            factor = 1.0
+    elif MODE.formula is not None:
         given = program.inputs.formula
         place = Place(tile.i_b, queries.i_h, o_m[None, :], (i_n + o_rows)[:, None], pos)
         head = MODE.formula.head(given, tile.i_b, queries.i_h)
         row = MODE.formula.row(given, tile.i_b, queries.i_h, place.o_m, pos.T)
-        column = MODE.formula.column(given, tile.i_b, queries.i_h, place.o_n, pos.S)
+        column = MODE.formula.column(given, tile.i_b, queries.i_h, i_n, o_rows[:, None], None)
         b_s, b_slope = MODE.formula.slope(b_s, program.scalars.scale, head, row, column, given, place, False)
     else:
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     if is_cut:
         b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], pos, MODE), b_s, -float("inf"))
     b_lse2 = 0.0 if BLOCKS.rows_in_products else half.lse2.load(LAYOUT)
-    b_p = gl.exp2(b_s * log2_factor(scale_log2, MODE) - b_lse2)
+    b_p = gl.exp2(b_s * factor - b_lse2)
     b_p_kept = gl.convert_layout(b_p.to(half.q.dtype), P_LAYOUT)
     b_p = times_derivative(b_p, b_tanh, MODE)  # so that tanh leaves the registers
     if MODE.formula is not None and MODE.formula.has_slope:
@@ -125,7 +133,7 @@ def weights(
 
 @gluon.jit
 def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """(BN, M): ds in 16 bits, of what `weights` gives and dp."""
+    """(BN, M): ds, of what `weights` gives and dp."""
     LAYOUT: gl.constexpr = b_dp.type.layout
     b_delta = 0.0 if BLOCKS.rows_in_products else half.delta.load(LAYOUT)
     if MODE.threshold:
@@ -137,7 +145,7 @@ def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.co
             b_ds32 = b_kept.to(gl.float32) * b_dp - b_p * b_delta
     else:
         b_ds32 = b_p * (b_dp - b_delta)
-    return b_ds32.to(half.q.dtype)
+    return b_ds32
 
 
 @gluon.jit
@@ -171,8 +179,26 @@ def add_to_dv(b_s, b_w, b_dv, half, is_cut, queries, tile, pos, program, BLOCKS:
 
 
 @gluon.jit
-def add_to_dk(b_p, b_p_kept, b_dp, b_dk, half, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """(ds in pieces, dk + ds^T q in flight), of what `add_to_dv` gives; ds is also stored, for dq."""
+def key_sums(b_x):
+    """(BN, 4): what each of a key's four threads holds of b_x (BN, M), summed. The four are added once, at the end."""
+    return gl.sum(gl.sum(b_x.reshape([b_x.shape[0], b_x.shape[1] // 8, 4, 2]), 1), 2)
+
+
+@gluon.jit
+def no_sums(BLOCKS: gl.constexpr):
+    """`key_sums` of nothing; 0 where nothing is summed."""
+    BN: gl.constexpr = BLOCKS.k
+    M: gl.constexpr = HALF // BLOCKS.pieces
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, M, 16])
+    return key_sums(gl.zeros([BN, M], gl.float32, LAYOUT)) if BLOCKS.sums else 0.0
+
+
+@gluon.jit
+def add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """(ds in pieces, dk + ds^T q in flight, b_sum + `key_sums` of ds), of what `add_to_dv` gives.
+
+    ds is also stored, for dq.
+    """
     N: gl.constexpr = BLOCKS.pieces
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HALF // N, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
@@ -181,13 +207,15 @@ def add_to_dk(b_p, b_p_kept, b_dp, b_dk, half, BLOCKS: gl.constexpr, MODE: gl.co
     for j in gl.static_range(N):
         piece = piece_of(half, j, BLOCKS)
         dp_piece = gl.convert_layout(dp_pieces[j], LAYOUT)
-        ds_piece = score_gradients(b_p[j], b_p_kept[j], dp_piece, piece, BLOCKS, MODE)
-        ds_piece = gl.convert_layout(ds_piece, P_LAYOUT)
+        ds_piece32 = score_gradients(b_p[j], b_p_kept[j], dp_piece, piece, BLOCKS, MODE)
+        if BLOCKS.sums:
+            b_sum += key_sums(ds_piece32)
+        ds_piece = gl.convert_layout(ds_piece32.to(half.q.dtype), P_LAYOUT)
         b_ds += (ds_piece,)  # type: ignore[assignment]
         if j == N - 1:  # all of it at once: the compiler has all warps wait between stores to slices of a tile
             half.ds.store(gl.convert_layout(joined(b_ds), S_LAYOUT))
         b_dk = warpgroup_mma(ds_piece, piece.q, b_dk, is_async=True)
-    return b_ds, b_dk
+    return b_ds, b_dk, b_sum
 
 
 @gluon.jit
@@ -256,7 +284,7 @@ def give_dq(b_dq, slot, is_first, is_last, scalars, buffers, BLOCKS: gl.constexp
 
 
 @gluon.jit
-def step(b_s, b_dk, b_dv, b_k, i_k, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """A tile of keys and values collects its gradients from a query tile, which gets its own through a slot.
 
     Of a query tile of two halves, the products of one run during the exponentials of the other.
@@ -268,7 +296,7 @@ def step(b_s, b_dk, b_dv, b_k, i_k, queries, tile, pos, program, BLOCKS: gl.cons
     N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # matrix products that `product` starts, as waits count them
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
     buffers, barriers = program.buffers, program.barriers
-    i_h, i_tile_m, _, i_step, has_next = queries
+    i_h, i_tile_m, _, _, i_step, has_next = queries
     i_s = i_step % BLOCKS.stages
     zero = unknown_zero(i_step)
     k_s, v_s = buffers.k.index(i_k + zero), buffers.v.index(i_k + zero)
@@ -289,13 +317,13 @@ def step(b_s, b_dk, b_dv, b_k, i_k, queries, tile, pos, program, BLOCKS: gl.cons
     if TWO:
         dp_flight_1 = product(v_s, half_1.do, half_1, 1, buffers, BLOCKS)
     b_dp = warpgroup_mma_wait(2 * N + PIECES if TWO else PIECES, deps=(dp_flight,))
-    b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, half, BLOCKS, MODE)
+    b_ds, dk_flight, b_sum = add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half, BLOCKS, MODE)
     if TWO:
         b_w = draw(i_h, half_1.i_m, tile, program.inputs, BLOCKS, MODE)
         b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, N + PIECES)
         b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, half_1, is_cut, queries, tile, pos, program, BLOCKS, MODE)
         b_dp, b_dk = done((dp_flight_1, dk_flight), b_ds, PIECES)
-        b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, half_1, BLOCKS, MODE)
+        b_ds, dk_flight, b_sum = add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half_1, BLOCKS, MODE)
     b_dv = done((dv_flight,), b_p_kept, PIECES)[0]
     fence_async_shared()
     barrier()
@@ -313,4 +341,4 @@ def step(b_s, b_dk, b_dv, b_k, i_k, queries, tile, pos, program, BLOCKS: gl.cons
     fence_async_shared()
     mbarrier.arrive(barriers.dq_full.index(slot.index))
     b_s = warpgroup_mma_wait(0, deps=(s_flight,))
-    return b_s, b_dk, b_dv
+    return b_s, b_dk, b_dv, b_sum

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from ..call import Problem
+from ..formula import is_biased, learns_bias
 
 HEAD_DIMS = {"forward": range(33, 257), "backward": range(33, 129)}  # in tiles of 64, 128 or 256 columns
 FP8_MAX_HEAD_DIM = 128
@@ -61,6 +62,7 @@ class BackwardBlocks(NamedTuple):
     rows_in_products  whether lse2 and delta come with the products s and dp, which takes shared memory
     mask_drawer       whether four more warps draw dropout's mask, which takes registers and shared memory
     pieces            1 or 2: of 64 queries; the products of a piece run while the weights of the next are computed
+    sums              whether ds is summed along the columns
     """
 
     q: int
@@ -71,6 +73,7 @@ class BackwardBlocks(NamedTuple):
     rows_in_products: bool
     mask_drawer: bool
     pieces: int
+    sums: bool
 
 
 def forward_blocks(problem: Problem) -> ForwardBlocks:
@@ -111,22 +114,47 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
 def backward_blocks(problem: Problem) -> BackwardBlocks:
     """The backward's shape for a call with a head size that it supports."""
     head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
-    alibi, soft_cap = score.alibi, score.soft_cap is not None or score.formula is not None
+    alibi, sums = score.alibi, learns_bias(problem.spec)
+    changed = score.soft_cap is not None or (score.formula is not None and not is_biased(score))
     # lse2 and delta cannot come with their products where a soft cap, a formula or dropout changes s or dp in between.
     # Below 1,024 keys it takes longer to write them as operands than it saves. At head size 64 they take the place of
     # the next keys in shared memory.
-    rows = not (dropout or soft_cap) and (length >= 1024 if head_dim > 64 else alibi)
+    rows = not (dropout or changed) and (length >= 1024 if head_dim > 64 else alibi or is_biased(score))
     if head_dim > 64:
         return BackwardBlocks(
-            q=64, k=128, columns=128, stages=2, key_stages=1, rows_in_products=rows, mask_drawer=False, pieces=2
+            q=64,
+            k=128,
+            columns=128,
+            stages=2,
+            key_stages=1,
+            rows_in_products=rows,
+            mask_drawer=False,
+            pieces=2,
+            sums=sums,
         )
     if dropout:  # a second half would need registers that are not there
         return BackwardBlocks(
-            q=64, k=128, columns=64, stages=3, key_stages=2, rows_in_products=False, mask_drawer=True, pieces=1
+            q=64,
+            k=128,
+            columns=64,
+            stages=3,
+            key_stages=2,
+            rows_in_products=False,
+            mask_drawer=True,
+            pieces=1,
+            sums=sums,
         )
     key_stages = 1 if rows else 2
     return BackwardBlocks(
-        q=128, k=128, columns=64, stages=2, key_stages=key_stages, rows_in_products=rows, mask_drawer=False, pieces=1
+        q=128,
+        k=128,
+        columns=64,
+        stages=2,
+        key_stages=key_stages,
+        rows_in_products=rows,
+        mask_drawer=False,
+        pieces=1,
+        sums=sums,
     )
 
 

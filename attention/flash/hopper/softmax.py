@@ -140,7 +140,7 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
     if MODE.formula is not None:
         f = queries.formula
         place = Place(f.i_b, f.i_h, o_m, i_n + o_columns, pos)
-        column = MODE.formula.column(f.given, f.i_b, f.i_h, place.o_n, pos.S)
+        column = MODE.formula.column(f.given, f.i_b, f.i_h, i_n, o_columns, None)
         b_s = MODE.formula.value(b_s, f.scale, f.head, f.row, column, f.given, place, False)
     elif not bias_in_product(MODE.alibi, MODE.soft_cap):  # else the product has left the changed scores
         b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
