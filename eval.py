@@ -31,6 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipe.cli import process
+
+if __name__ == "__main__":
+    process.begin()
+
 from attention import ProductPrecision
 from data.check import check_data
 from data.config import DataConfig, Documents
@@ -273,6 +278,11 @@ def too_large(config: EvaluateConfig) -> str:
     )
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The command."""
     with one_sentence():
         main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    process.run(run)

@@ -34,6 +34,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from recipe.cli import process
+
+if __name__ == "__main__":
+    process.begin()
+
 from attention import ProductPrecision
 from data.chat import load_template
 from recipe.cli.arguments import parse as key_values
@@ -203,9 +208,14 @@ def print_sample(samples: int, continuation: Continuation) -> None:
     print(f"--- sample {continuation.sample + 1} of {samples}\n{continuation.prompt}{continuation.text}", flush=True)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The command."""
     try:
         with one_sentence():
             main(sys.argv[1:])
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    process.run(run)

@@ -6,8 +6,6 @@ python train.py --help
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import signal
 import sys
@@ -18,11 +16,12 @@ from typing import Any
 # Before torch is imported: threads that spin for each other halve the speed of a CPU that has other work too.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+from recipe.cli import process
 from recipe.cli.completion import complete
 
 if __name__ == "__main__":
     complete()  # before torch is imported, for which a shell's TAB would have to wait
-    gc.disable()  # until all is imported: visiting all of it again and again would take a fifth of the time
+    process.begin()
 
 import hydra
 import torch
@@ -188,7 +187,4 @@ def describe_run(config: Config, trainer: Trainer, meter: StepMeter) -> str:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # else every later run of the collector visits all that has been imported
-    atexit.register(gc.unfreeze)  # Triton 3.9 complains of what is never collected
-    gc.enable()
-    launch(main)
+    process.run(lambda: launch(main))

@@ -1,5 +1,6 @@
 """The command line of train.py: from overrides to a checked configuration or a sentence for each mistake.
 
+process.py     how a program begins and ends
 launch.py      the entry point: checks, then Hydra
 compose.py     composes a configuration, and finds mistakes in single overrides
 check.py       finds mistakes in a whole configuration

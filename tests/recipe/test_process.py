@@ -1,0 +1,48 @@
+"""How a program ends: with its status, all that it printed, and what was registered for its end; without a teardown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import atexit, sys
+from recipe.cli import process
+process.begin()
+
+class Kept:
+    def __del__(self):
+        print("torn down")
+
+kept = Kept()
+
+def program():
+    atexit.register(print, "at the end")
+    print("begun")
+    {end}
+
+process.run(program)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "error", "torn_down"),
+    [
+        ("pass", 0, "", False),
+        ("sys.exit()", 0, "", False),
+        ("sys.exit(130)", 130, "", False),
+        ("sys.exit('a sentence')", 1, "a sentence", True),
+        ("raise KeyError('unforeseen')", 1, "KeyError: 'unforeseen'", True),
+    ],
+)
+def test_a_program_ends_as_python_would_end_it(end: str, status: int, error: str, torn_down: bool) -> None:
+    command = [sys.executable, "-c", PROGRAM.format(end=end)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stdout.split("\n")[:2] == ["begun", "at the end"]
+    assert ("torn down" in done.stdout) == torn_down
+    assert done.stderr.rstrip().endswith(error)
