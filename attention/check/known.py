@@ -26,12 +26,21 @@ class Known(NamedTuple):
 
     style     one of styles.STYLES; None: its parameters decide
     words     what it is
+    needs     what it needs besides the library, for the message where it is not there
     """
 
     imports: str
     expression: str
     style: str | None
     words: str
+    needs: str = "torch 2.11 or newer"
+
+
+# Packages, and how to install them.
+TRANSFORMERS = "transformers (`pip install transformers`)"
+FA2 = "flash-attn 2 (`pip install flash-attn`)"
+FA3 = "flash-attn 3 (built from the folder hopper of github.com/Dao-AILab/flash-attention)"
+FA4 = "flash-attn 4 (`pip install --pre flash-attn-4`)"
 
 
 def _ours(name: str, words: str, options: str = "") -> Known:
@@ -47,9 +56,10 @@ def _sdpa(backend: str, words: str) -> Known:
     return Known(imports, f"sdpa_kernel(SDPBackend.{backend})(scaled_dot_product_attention)", "sdpa", words)
 
 
-def _transformers(name: str) -> Known:
+def _transformers(name: str, package: str = "") -> Known:
     imports = f"from {PACKAGE}.check.known import from_transformers"
-    return Known(imports, f"from_transformers({name!r})", "plain", f"transformers' attn_implementation={name}")
+    words, needs = f"transformers' attn_implementation={name}", " and ".join(filter(None, (TRANSFORMERS, package)))
+    return Known(imports, f"from_transformers({name!r})", "plain", words, needs)
 
 
 KNOWN = {
@@ -64,28 +74,37 @@ KNOWN = {
     "sdpa-cudnn": _sdpa("CUDNN_ATTENTION", "its cuDNN attention"),
     "sdpa-math": _sdpa("MATH", "its formula"),
     "varlen": Known(
-        "from torch.nn.attention.varlen import AuxRequest, varlen_attn", "varlen_attn", "varlen", "torch's varlen_attn"
+        "from torch.nn.attention.varlen import AuxRequest, varlen_attn",
+        "varlen_attn",
+        "varlen",
+        "torch's varlen_attn",
+        "torch 2.12 or newer",
     ),
     "hf-eager": _transformers("eager"),
     "hf-sdpa": _transformers("sdpa"),
     "hf-flex": _transformers("flex_attention"),
-    "hf-fa2": _transformers("flash_attention_2"),
-    "hf-fa3": _transformers("flash_attention_3"),
-    "hf-fa4": _transformers("flash_attention_4"),
-    "fa2": Known("from flash_attn import flash_attn_func", "flash_attn_func", "flash", "flash-attn 2"),
+    "hf-fa2": _transformers("flash_attention_2", FA2),
+    "hf-fa3": _transformers("flash_attention_3", FA3),
+    "hf-fa4": _transformers("flash_attention_4", FA4),
+    "fa2": Known("from flash_attn import flash_attn_func", "flash_attn_func", "flash", "flash-attn 2", FA2),
     "fa2-varlen": Known(
-        "from flash_attn import flash_attn_varlen_func", "flash_attn_varlen_func", "varlen", "flash-attn 2, packed"
+        "from flash_attn import flash_attn_varlen_func", "flash_attn_varlen_func", "varlen", "flash-attn 2, packed", FA2
     ),
-    "fa3": Known("from flash_attn_interface import flash_attn_func", "flash_attn_func", "flash", "flash-attn 3"),
+    "fa3": Known("from flash_attn_interface import flash_attn_func", "flash_attn_func", "flash", "flash-attn 3", FA3),
     "fa3-varlen": Known(
         "from flash_attn_interface import flash_attn_varlen_func",
         "flash_attn_varlen_func",
         "varlen",
         "flash-attn 3, packed",
+        FA3,
     ),
-    "fa4": Known("from flash_attn.cute import flash_attn_func", "flash_attn_func", "flash", "flash-attn 4"),
+    "fa4": Known("from flash_attn.cute import flash_attn_func", "flash_attn_func", "flash", "flash-attn 4", FA4),
     "fa4-varlen": Known(
-        "from flash_attn.cute import flash_attn_varlen_func", "flash_attn_varlen_func", "varlen", "flash-attn 4, packed"
+        "from flash_attn.cute import flash_attn_varlen_func",
+        "flash_attn_varlen_func",
+        "varlen",
+        "flash-attn 4, packed",
+        FA4,
     ),
 }
 

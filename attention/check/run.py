@@ -12,6 +12,7 @@ from typing import TextIO, TypeVar
 import torch
 from torch import Tensor
 
+from ..errors import AttentionError
 from .cases import Case, Inputs, draw, problem
 from .judge import Verdict, judge
 from .subject import Subject
@@ -24,7 +25,9 @@ class Refused(Exception):
 
 
 def short(error: Exception) -> str:
-    """An error on one line."""
+    """An error on one line. Those of this library are sentences that end with what to change."""
+    if isinstance(error, AttentionError):
+        return str(error)
     words = " ".join(f"{type(error).__name__}: {error}".split())
     return words if len(words) <= 160 else f"{words[:157]}..."
 

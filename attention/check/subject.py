@@ -189,7 +189,7 @@ def load(target: str, style: str | None) -> tuple[str, str, Any, str | None]:
         try:
             return known.imports, known.expression, eval(known.expression, namespace(known.imports)), known.style
         except (ImportError, Unavailable) as error:
-            raise CheckError(f"{target} is not available here: {error}.") from error
+            raise CheckError(f"{target} needs {known.needs}, and importing it failed: {error}.") from error
     module, _, name = target.partition(":")
     if not name:
         raise CheckError(f"{target} is neither module:name nor one of {', '.join(KNOWN)}.")

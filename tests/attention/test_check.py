@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 import attention
-from attention import AttentionConfig, build_attention
+from attention import AttentionConfig, AttentionError, build_attention
 from attention.check import accuracy, recommend, system
 from attention.check.accuracy import smallest_failure
 from attention.check.behaviour import behaviour, not_finite
@@ -23,7 +24,7 @@ from attention.check.cli import main
 from attention.check.dropout import dropout
 from attention.check.grid import groups
 from attention.check.judge import Verdict
-from attention.check.run import Refused, Session, prepare, verdicts
+from attention.check.run import Refused, Session, prepare, short, verdicts
 from attention.check.subject import CheckError, Subject, find, ours
 from tests import right_attention, wrong_attention
 from tests.right_attention import RIGHT
@@ -146,8 +147,10 @@ def test_a_class_of_this_library_is_built_and_an_attribute_declares_features(mon
     assert worst(subject, Case(T=20, S=30, causal=False)).passes
 
 
-def test_what_cannot_be_found_or_called_is_refused_in_a_sentence():
+def test_what_cannot_be_found_or_called_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it is not installed
     for target, word in (
+        ("fa4", "fa4 needs flash-attn 4 .`pip install --pre flash-attn-4`., and importing it failed"),
         ("nowhere:f", "imported"),
         ("math:nothing", "not there"),
         ("math:pi", "cannot be called"),
@@ -298,6 +301,12 @@ def test_a_check_that_cannot_start_says_why_and_exits_with_2(capsys):
 def test_a_check_that_compared_nothing_does_not_call_an_attention_correct(capsys):
     assert main(["naive", "--dtypes", "fp32", "--seconds", "0"]) == 2
     assert "Nothing of naive was compared with fp64." in capsys.readouterr().out
+
+
+def test_a_sentence_of_this_library_is_not_cut():
+    words = "It is refused. " * 20
+    assert short(AttentionError(words)) == words
+    assert len(short(ValueError(words))) == 160
 
 
 def test_what_an_attention_refuses_is_listed_and_not_held_against_it():
