@@ -54,8 +54,8 @@ tables: setup ## print the tables of README and docs/ from bench/results/, and d
 kernels: setup ## compile all GPU kernels, which needs no GPU, and renew their record (some minutes)
 	$(BIN)/python -m bench.kernels
 
-# PAIRS='--python 3.14 -k torch_2_15' is one of them.
-stack: setup ## test every supported torch and Python, each in a temporary environment of 6 GB (two hours)
+# PAIRS="-k 'torch_2_15 and python_3_14'" is one of them.
+stack: setup ## test every supported torch and Python, each in a temporary environment of 6 GB (two hours; goes on where it stopped)
 	@test -x $(BIN)/nox || $(PIP) --editable '.[stack]'
 	$(BIN)/nox $(PAIRS)
 

@@ -88,12 +88,15 @@ class Recorder:
             recorder.add({"name": "flash", "length": 1024, "ms": 0.1})
 
     identity  the fields that identify a row: a new row replaces the earlier one with equal values
+    software  whose versions must be equal for rows to be compared; none where the versions are what is compared
     """
 
-    def __init__(self, path: Path, identity: Sequence[str], measurement: Row) -> None:
+    def __init__(
+        self, path: Path, identity: Sequence[str], measurement: Row, software: Sequence[str] = SOFTWARE
+    ) -> None:
         self.path, self.identity, self.measurement = path, identity, measurement | {"ended": None}
         earlier = read(path)
-        self.rows = {self.key(row): row for row in earlier if comparable(row["measurement"], measurement)}
+        self.rows = {self.key(row): row for row in earlier if comparable(row["measurement"], measurement, software)}
         self.dropped = len(earlier) - len(self.rows)
 
     def key(self, row: Row) -> str:
@@ -137,7 +140,7 @@ class Recorder:
             self.write()
 
 
-def comparable(earlier: Row, now: Row) -> bool:
+def comparable(earlier: Row, now: Row, software: Sequence[str]) -> bool:
     """Whether rows of two measurements may be compared: the same device, software and sizes."""
-    versions = [[head["versions"].get(name) for name in SOFTWARE] for head in (earlier, now)]
+    versions = [[head["versions"].get(name) for name in software] for head in (earlier, now)]
     return versions[0] == versions[1] and all(earlier[name] == now[name] for name in ("device", "sizes"))

@@ -2,9 +2,10 @@
 
     python -m bench.stack
 
-Runs a selection of the tests, in Triton's interpreter, then compiles attention's kernels for several GPUs, none of
-which this machine needs to have. Adds a row to .cache/stack/stack-<CPU>.json, and prints the table of its rows. Fails
-if a test does, or if a kernel does not compile for one of NVIDIA's GPUs.
+Runs a selection of the tests, in Triton's interpreter, and compiles attention's kernels for several GPUs, none of which
+this machine needs to have: once for each Triton at a commit. Adds rows to bench/results/stack-tests-<CPU>.json
+and stack-kernels-<CPU>.json, and prints their tables. Fails if a test does, or if a kernel does not compile for one
+of NVIDIA's GPUs.
 """
 
 from __future__ import annotations
@@ -16,20 +17,29 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from bench.machine import ROOT, device_name, version
-from bench.markdown import table
-from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
+from bench.record import Recorder, command_line, command_of, measurement, result_file
 from bench.stack import NVIDIA, OTHERS
+from bench.tables.stack import kernels_of_each, pairs
 
-# Each part once: the kernels and their operator, the interface, compiled models, the program and Hydra.
+# What a release changes: the kernels and their operators, torch's compiler, its attention and optimizers, transformers,
+# Hydra, checkpoints.
 TESTS = (
     "tests/attention/test_flash.py",
     "tests/attention/test_interface.py",
+    "tests/attention/test_formula.py",
+    "tests/attention/test_tiled.py",
+    "tests/attention/test_decode.py",
+    "tests/attention/test_peers.py",
+    "tests/attention/test_torch_sdpa.py",
+    "tests/attention/test_transformers.py",
     "tests/model/test_gpt.py::test_compiles_into_one_graph_for_every_step",
+    "tests/recipe/training/test_optimizer.py",
+    "tests/recipe/training/test_checkpoint.py",
     "tests/recipe/test_config.py::test_help_names_groups_choices_and_overrides",
     "tests/test_train.py::test_the_summary_tells_how_the_run_went",
 )
@@ -37,7 +47,7 @@ TESTS = (
 
 def run_tests() -> dict[str, int]:
     """How many of TESTS passed, failed and were skipped, with their progress on the terminal."""
-    command = [sys.executable, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *TESTS]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = []
@@ -76,36 +86,28 @@ def compile_kernels() -> dict[str, str]:
     return found
 
 
-def table_of(rows: Iterable[Row]) -> str:
-    """A line for each pair of releases, in Markdown."""
-    lines = [
-        [
-            f"Python {row['python']}, torch {row['torch']}, Triton {row['triton']}",
-            f"{row['passed']} passed" + (f", {row['failed']} failed" if row["failed"] else ""),
-            *(row["kernels"][name] for name in (*NVIDIA, *OTHERS)),
-        ]
-        for row in sorted(rows, key=lambda row: (row["torch"], row["python"]), reverse=True)
-    ]
-    return table(["", "tests", *NVIDIA, *OTHERS], lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a test failed or a kernel did not compile."""
-    parser = command_line("bench.stack", __doc__, "stack")
-    parser.set_defaults(results=ROOT / ".cache" / "stack")
+    parser = command_line("bench.stack", __doc__, "stack-tests")
     args = parser.parse_args(arguments)
     cpu = torch.device("cpu")
-    head: Row = measurement(command_of(parser, arguments), cpu) | {"versions": {}}  # a row's: they are what is compared
+    head = measurement(command_of(parser, arguments), cpu)
     versions = {"python": platform.python_version(), "torch": version("torch"), "triton": version("triton")}
     print(f"Python {versions['python']}, torch {versions['torch']}, Triton {versions['triton']}", flush=True)
-    args.results.mkdir(parents=True, exist_ok=True)
-    with Recorder(result_file(args.name, device_name(cpu), args.results), ("python", "torch"), head) as recorder:
+
+    def recorder(name: str, identity: Sequence[str]) -> Recorder:
+        return Recorder(result_file(name, device_name(cpu), args.results), identity, head, software=())
+
+    with recorder("stack-kernels", ["triton"]) as kernels:
+        row = kernels.earlier(versions)
+        if row is None or row["measurement"]["commit"] != head["commit"] or head["dirty"]:
+            kernels.add(row := versions | {"kernels": compile_kernels()})
+    with recorder(args.name, ["python", "torch"]) as tests:
         start = time.monotonic()
-        kernels, tests = compile_kernels(), run_tests()
-        seconds = round(time.monotonic() - start)
-        recorder.add({**versions, **tests, "kernels": kernels, "seconds": seconds})
-    print(table_of(recorder.rows.values()), flush=True)
-    return int(tests["failed"] > 0 or not all(kernels[name].endswith(" kernels") for name in NVIDIA))
+        counts = run_tests()
+        tests.add({**versions, **counts, "seconds": round(time.monotonic() - start)})
+    print(pairs(list(tests.rows.values())), kernels_of_each(list(kernels.rows.values())), sep="\n\n", flush=True)
+    return int(counts["failed"] > 0 or not all(row["kernels"][name].endswith(" kernels") for name in NVIDIA))
 
 
 if __name__ == "__main__":

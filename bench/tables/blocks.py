@@ -115,9 +115,10 @@ def provenance(rows: Rows, page: Path) -> str:
     for device in dict.fromkeys(head["device"] for head in heads):
         mine = [head for head in heads if head["device"] == device]
         torch = sorted({".".join(head["versions"]["torch"].split(".")[:2]) for head in mine})
+        releases = " and ".join(torch) if len(torch) < 3 else f"{torch[0]} to {torch[-1]}"
         days = sorted({head["date"][:10] for head in mine})
         when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        machines.append(f"{device} (torch {' and '.join(torch)}, {when})")
+        machines.append(f"{device} (torch {releases}, {when})")
     folder = "../" * (len(page.relative_to(ROOT).parts) - 1) + "bench/results"
     return f"*Measured on {', and on '.join(machines)}. Commands and commits: [bench/results]({folder}).*"
 
