@@ -54,12 +54,17 @@ def git(*arguments: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """The processor as the system calls it, and how many threads torch uses of it."""
+    """The processor, and how many threads torch uses of it."""
+    return f"{processor()}, {torch.get_num_threads()} threads"
+
+
+def processor() -> str:
+    """The processor as the system calls it."""
     try:
         match = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:
         match = None
-    return f"{match[1] if match else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 def version(package: str) -> str | None:

@@ -2,7 +2,7 @@
 
     python -m bench.arena itself                     400 runs of one configuration, as sweeps of an arm against itself
     python -m bench.arena planted                    a learning rate that is a little worse, with the same seeds
-    python -m bench.arena ladder -- data=text data.path=input.txt
+    python -m bench.arena ladder -- data=text data.path=input.txt hydra.launcher.jobs=2
     python -m bench.arena ladder --folder multirun/2026-11-20/10-00-00 --record
 
 Each trains in .cache/arena/<case>, or in --folder, what is not done there yet, and then records a row: the losses or
@@ -24,8 +24,10 @@ import torch
 
 from bench.arena.cases import SEEDS, SWEEPS
 from bench.arena.sweeps import Losses, against_itself, drawn_against_itself, drawn_pairs, verdicts
+from bench.machine import processor
 from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
 from bench.runs import python
+from data.atomic import write_atomically
 from recipe.arena.plan import read_plan
 from recipe.arena.statistics import holm_levels, judge, paired
 from recipe.ladder.plan import read_ladder
@@ -33,12 +35,15 @@ from recipe.report.arena.page import as_json as arena_json
 from recipe.report.arena.results import compare_arms
 from recipe.report.ladder.page import as_json as ladder_json
 from recipe.report.ladder.results import rungs_of
+from recipe.report.page import span
 from recipe.report.runs import Run, find_runs
+from recipe.sweeps.launcher import cores
 
 MARGIN = 0.005
 SEEDS_ITSELF, SEEDS_PLANTED = 5, 8
 SIMULATED = 100_000
 CACHE = Path(".cache/arena")
+MACHINE = "machine.json"  # in a sweep's folder: where its runs were trained
 
 
 def train_seeds(folder: Path, last: int, overrides: Sequence[str]) -> None:
@@ -135,6 +140,7 @@ def sweep(name: str, folder: Path) -> Row:
     plan, ladder = read_plan(folder), read_ladder(folder)
     row: Row = {"case": name, **origin(runs), "runs": len(runs)}
     row["wall_s"] = sum(float(run.summary.get("wall_time_s") or 0.0) for run in runs)
+    row |= {"took_s": span(runs), "trained_on": trained_on(folder)}
     if plan:
         arena = compare_arms(plan, runs)
         probes = {arm: last_of_probes(list(found.runs.values())) for arm, found in arena.arms.items()}
@@ -142,6 +148,12 @@ def sweep(name: str, folder: Path) -> Row:
     if ladder:
         return row | {"arms": ladder.arms, "ladder": plain(ladder_json(ladder, rungs_of(ladder, runs)))}
     raise SystemExit(f"error: {folder} is neither an arena nor a ladder; name the folder of one.")
+
+
+def trained_on(folder: Path) -> str | None:
+    """The processor and the cores that a sweep had; None for one that was not started here."""
+    path = folder / MACHINE
+    return str(json.loads(path.read_text())["trained_on"]) if path.exists() else None
 
 
 def last_of_probes(runs: Sequence[Run]) -> dict[str, float]:
@@ -186,7 +198,10 @@ def measure(case: str, folder: Path, further: Sequence[str]) -> None:
     if case in SEEDS:
         for name, overrides in SEEDS[case].configurations.items():
             train_seeds(folder / name, SEEDS[case].seeds, [*overrides.split(), *further])
-    elif python(["train.py", *shlex.split(SWEEPS[case]), *further, f"hydra.sweep.dir={folder}"]):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / MACHINE, json.dumps({"trained_on": f"{processor()}, {cores()} cores"}) + "\n")
+    if python(["train.py", *shlex.split(SWEEPS[case]), *further, f"hydra.sweep.dir={folder}"]):
         sys.exit(1)
 
 

@@ -43,24 +43,30 @@ SEEDS = {
             }.items()
         },
     ),
-    "rankings": Seeds(
-        6,
-        {
-            name: f"{QUIET} {TOY} training.eval_every=50 {overrides}"
-            for name, overrides in {
-                "causal": "score=causal",
-                "alibi": "score=alibi",
-                "sinks": "score=sinks",
-                "qk_norm": "model.qk_norm=true",
-                "soft_cap": "score=soft_cap score.soft_cap=15",
-            }.items()
-        },
-    ),
 }
+# Of published changes, each against GPT-2's block with rotary positions. A soft cap of 50 is never reached at this size.
+RANKED = (
+    "base: model.positions=rotary | alibi: model.positions=none score=alibi | sinks: model.positions=rotary score=sinks | "
+    "qk_norm: model.positions=rotary model.qk_norm=true | "
+    "soft_cap: model.positions=rotary score=soft_cap score.soft_cap=15 | "
+    "relu2: model.positions=rotary model.mlp=relu2 | gate: model.positions=rotary model.gate=head | "
+    "value_residual: model.positions=rotary model.value_residual=true"
+)
 SWEEPS = {
-    "recall-needle": "experiment=recall data=needle arena.seeds=2 training.steps=300",
-    "ladder": (
-        "experiment=ladder arena.seeds=2 ladder.width=16 ladder.head=16 seq_len=64 training.batch_size=4 "
-        "training.steps=150"
+    "toy": (
+        f"experiment=arena arena.arms='causal | window: score=window score.window=16 | alibi | sinks' {QUIET} {TOY} "
+        "training.time_attention=false"
     ),
+    "rankings": (
+        f"experiment=arena arena.arms='{RANKED}' arena.looks=1 arena.lr_seeds=1 optimizer.lr=6e-3 {QUIET} {TOY} "
+        "training.steps=600 training.eval_every=200 training.time_attention=false"
+    ),
+    **{f"recall-{task}": f"experiment=recall data={task} arena.seeds=2 {QUIET}" for task in ("mqar", "counting")},
+    "recall-needle": f"experiment=recall data=needle arena.seeds=2 seq_len=256 training.batch_size=8 {QUIET}",
+    "ladder": (
+        f"experiment=ladder ladder.depths=[2,3,4,5] ladder.next=7 ladder.width=26 ladder.head=26 {QUIET} "
+        "model.positions=rotary optimizer=muon optimizer.lr=2.4e-2 training.batch_size=4 training.steps=200 "
+        "training.log_every=50"
+    ),
+    "formulas": f"experiment=formulas {QUIET}",
 }

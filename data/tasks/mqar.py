@@ -16,12 +16,15 @@ PAIR_SHARE = 16  # tokens of the sequence for each pair
 
 
 class AssociativeRecall(Task):
-    """Keys 1 to KEYS, values after them; 0 fills the gaps. A sequence of T tokens holds T / 16 pairs, and half of the
-    places behind them ask for one."""
+    """Keys 1 to KEYS, values after them; 0 fills the gaps. A sequence of T tokens holds T / 16 pairs, all KEYS at most,
+    and half of the places behind them ask for one.
+
+    With few keys, two layers learn it within some hundred thousand answers; with 64, not within 900 thousand.
+    """
 
     name = "mqar"
     source = "Arora et al. 2023, Zoology"
-    KEYS = VALUES = 64
+    KEYS = VALUES = 16
     vocab_size = 1 + KEYS + VALUES
 
     @property

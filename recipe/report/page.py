@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from recipe.report.runs import Run, RunSet
 from recipe.report.sweeps import Sweep, labels_of, sweeps_of
 from recipe.report.tables import Table, ablation_table, cell_table, run_table, runs_csv
 from recipe.report.text import Answer, answer, notes_on
+from recipe.wording import duration
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -187,4 +189,30 @@ def sources_of(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
         ("Commits", _all_of(run.commit for run in runs)),
         ("Software", _all_of(", ".join(f"{name} {v}" for name, v in version.items() if v) for version in versions)),
         ("Run on", _all_of(sorted(str(run.summary.get("started") or "")[:10] for run in runs))),
+        *([("Time", took)] if (took := time_of(runs)) else []),
     )
+
+
+def time_of(runs: Sequence[Run]) -> str:
+    """How long runs took together, in words; empty where that is unknown."""
+    seconds = span(runs)
+    if seconds is None:
+        return ""
+    named = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
+    return f"{named} in {duration(seconds)}, from the first start to the last end"
+
+
+def span(runs: Sequence[Run]) -> float | None:
+    """Seconds from the start of the first run to the end of the last; None where one of them is unknown."""
+    starts, ends = ([_moment(run, name) for run in runs] for name in ("started", "finished"))
+    if not runs or None in (*starts, *ends):
+        return None
+    return (max(filter(None, ends)) - min(filter(None, starts))).total_seconds()
+
+
+def _moment(run: Run, name: str) -> datetime | None:
+    try:
+        moment = datetime.fromisoformat(str(run.summary.get(name)))
+    except ValueError:
+        return None
+    return moment if moment.tzinfo else None

@@ -1,8 +1,8 @@
 """A sweep in which every job is a separate process, so that no job inherits anything from the one before.
 
 Peak memory, compiled graphs, the allocator's cache and the W&B run belong to a process. So the launcher starts
-`python train.py <overrides>` for each job, one after the other or one on each GPU, follows metrics.jsonl, and reports
-what became of each. It is a Hydra launcher, the default of conf/config.yaml.
+`python train.py <overrides>` for each job, one after the other, one on each GPU or several on the cores, follows
+metrics.jsonl, and reports what became of each. It is a Hydra launcher, the default of conf/config.yaml.
 
 submitit's local executor starts all jobs at once, and joblib's workers run several in one process; neither gives each
 job a GPU, forwards signals, goes on after a failure or resumes a sweep.
@@ -57,11 +57,13 @@ SIGNALS_BEFORE_KILL = 2
 class ProcessLauncherConfig:
     """The options under `hydra.launcher.*`.
 
-    gpus  null: one job at a time, with every GPU in sight; all, or a list such as [0,1]: one job on each of them
+    gpus  null: jobs have every GPU in sight; all, or a list such as [0,1]: one job at a time on each of them
+    jobs  without gpus, how many run at once, each with its share of the cores: small models do not use many
     """
 
     _target_: str = "hydra_plugins.process_launcher.ProcessLauncher"
     gpus: Any = None
+    jobs: int = 1
 
 
 def register() -> None:
@@ -106,10 +108,11 @@ class ProcessLauncher(Launcher):
 
     __module__ = "hydra_plugins.process_launcher"  # Hydra takes launchers from this package only
 
-    def __init__(self, gpus: Any = None) -> None:
-        """Raises SweepError for GPUs that are not there."""
-        self.devices = chosen_devices(gpus)
+    def __init__(self, gpus: Any = None, jobs: int = 1) -> None:
+        """Raises SweepError for GPUs that are not there, and for both options at once."""
+        self.devices = chosen_devices(gpus, jobs)
         self.ahead = 0  # jobs that a sweeper will launch after these
+        self.threads = 1  # of each job, where several run at once
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
         self.loader, self.config = hydra_context.config_loader, config
@@ -128,6 +131,7 @@ class ProcessLauncher(Launcher):
             job.check_folder()
         group = self.config.tracking.group or recorded_group(folder) or self.group(folder)
         running = RunningJobs()
+        self.threads = max(1, cores() // min(len(self.devices), len(jobs)))
         with locked(folder):
             write_manifest(folder, jobs, group)
             for job in jobs:
@@ -177,10 +181,10 @@ class ProcessLauncher(Launcher):
 
     def environment(self, device: str | None) -> dict[str, str]:
         """Where several jobs run at once, each gets its device and its share of the cores."""
-        if device is None:
+        if self.devices == [None]:
             return dict(os.environ)
-        threads = max(1, (os.cpu_count() or 1) // len(self.devices))
-        return {"OMP_NUM_THREADS": str(threads), **os.environ, "CUDA_VISIBLE_DEVICES": device}
+        own = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+        return {"OMP_NUM_THREADS": str(self.threads), **os.environ, **own}
 
     def job(self, number: int, overrides: Sequence[str], folder: Path) -> Job:
         """The job that Hydra composes from `overrides`."""
@@ -250,10 +254,14 @@ def job_return(job: Job) -> JobReturn:
     return result
 
 
-def chosen_devices(gpus: Any) -> list[str | None]:
+def chosen_devices(gpus: Any, jobs: int = 1) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES for each job that may run at once; None leaves it unchanged. Raises SweepError."""
+    if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
+        raise SweepError(f"hydra.launcher.jobs={jobs} must be a whole number from 1 on: the jobs that run at once.")
     if gpus is None:
-        return [None]
+        return [None] * jobs
+    if jobs > 1:
+        raise SweepError(f"hydra.launcher.jobs={jobs} is for jobs that share devices; leave it or gpus={gpus} out.")
     import torch  # here, as completion reads this file too, and torch's import takes longer than one waits for a TAB
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
@@ -267,6 +275,11 @@ def chosen_devices(gpus: Any) -> list[str | None]:
         there = f"the {count} GPUs that torch finds here are 0 to {count - 1}" if count else "torch finds no GPU here"
         raise SweepError(f"hydra.launcher.gpus={gpus} must be all, or a list such as [0,1]; {there}.")
     return [visible[n] for n in numbers]
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def quoted(value: str) -> str:

@@ -76,6 +76,18 @@ def test_learned_positions_are_not_measured_beyond_their_length() -> None:
     assert (metrics, details["lengths"]) == ({}, [T])
 
 
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "needle"])
+def test_every_task_is_measured_at_every_distance_that_it_asks(name: str) -> None:
+    task = TASKS[name]
+    _, details = TaskProbe(task, T).details(build(SMALL))
+    asked = {
+        int(d) for s in drawn(task, T, VALIDATION_SEED, VALIDATION, range(512)) for d in s.distance[s.targets >= 0]
+    }
+    edges = [*details["distances"], math.inf]
+    for (low, high), accuracy in zip(pairwise(edges), details["accuracy"][0], strict=True):
+        assert (accuracy is not None) == any(low <= distance < high for distance in asked)
+
+
 def build(config: GPTConfig, seq_len: int = T) -> GPT:
     torch.manual_seed(1)
     return GPT(config, 256, seq_len, build_attention(AttentionConfig())).eval()

@@ -35,7 +35,8 @@ folder = Path(overrides["hydra.run.dir"].strip("'"))
 recorded = [argument for argument in sys.argv[1:] if not argument.startswith("hydra.")]
 (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(recorded))
 with (folder / "calls").open("a") as calls:
-    calls.write(json.dumps({"argv": sys.argv[1:], "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}) + "\\n")
+    seen = {"gpu": os.environ.get("CUDA_VISIBLE_DEVICES"), "threads": os.environ.get("OMP_NUM_THREADS")}
+    calls.write(json.dumps({"argv": sys.argv[1:], **seen}) + "\\n")
 
 def end(status, message=None, code=0, **more):
     (folder / "summary.json").write_text(json.dumps({"status": status, "message": message, "val_loss": 2.5, **more}))
@@ -57,6 +58,13 @@ if kind == "large" and int(overrides["seq_len"]) >= 512:
     end("out_of_memory", "It does not fit.", 1)
 if kind == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+if kind == "meets":  # both jobs at once, or none ends well
+    (folder.parent / f"here{overrides['seed']}").touch()
+    for _ in range(500):
+        if len(list(folder.parent.glob("here*"))) == 2:
+            end("completed")
+        time.sleep(0.01)
+    end("failed", "Nobody came.", 1)
 if kind == "waits":
     (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 3.0}\\n')
     signal.signal(signal.SIGINT, lambda number, frame: end("interrupted", code=130))
@@ -235,6 +243,19 @@ def test_several_gpus_take_a_job_each(sweep, tmp_path):
     sweep([f"kind=completes seed={seed}" for seed in range(4)], devices=["4", "6"])
     assert {calls(tmp_path, job)[0]["gpu"] for job in range(4)} == {"4", "6"}
     assert calls(tmp_path, 0)[0]["gpu"] != calls(tmp_path, 1)[0]["gpu"]
+
+
+def test_jobs_on_a_cpu_run_at_once_and_share_the_cores_that_the_sweep_may_use(sweep, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(launcher_module, "cores", lambda: 6)
+    sweep([f"kind=completes seed={seed}" for seed in range(2)], devices=chosen_devices(None, jobs=3))
+    assert [calls(tmp_path, job)[0]["threads"] for job in range(2)] == ["3", "3"]
+    sweep([f"kind=meets seed={seed}" for seed in range(2)], name="11-00-00", devices=chosen_devices(None, jobs=2))
+    for wrong in (0, 1.5, True):
+        with pytest.raises(SweepError, match="must be a whole number from 1 on"):
+            chosen_devices(None, jobs=wrong)
+    with pytest.raises(SweepError, match="leave it or gpus=all out"):
+        chosen_devices("all", jobs=2)
 
 
 def test_gpus_are_those_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch):
