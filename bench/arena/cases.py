@@ -44,9 +44,10 @@ SEEDS = {
         },
     ),
 }
-# Of published changes, each against GPT-2's block with rotary positions. A soft cap of 50 is never reached at this size.
+# Published changes, each to GPT-2's block with rotary positions. A soft cap of 50 is never reached at this size.
 RANKED = (
-    "base: model.positions=rotary | alibi: model.positions=none score=alibi | sinks: model.positions=rotary score=sinks | "
+    "base: model.positions=rotary | alibi: model.positions=none score=alibi | "
+    "sinks: model.positions=rotary score=sinks | "
     "qk_norm: model.positions=rotary model.qk_norm=true | "
     "soft_cap: model.positions=rotary score=soft_cap score.soft_cap=15 | "
     "relu2: model.positions=rotary model.mlp=relu2 | gate: model.positions=rotary model.gate=head | "
@@ -65,7 +66,7 @@ SWEEPS = {
     "recall-needle": f"experiment=recall data=needle arena.seeds=2 seq_len=256 training.batch_size=8 {QUIET}",
     "ladder": (
         f"experiment=ladder ladder.depths=[2,3,4,5] ladder.next=7 ladder.width=26 ladder.head=26 {QUIET} "
-        "model.positions=rotary optimizer=muon optimizer.lr=2.4e-2 training.batch_size=4 training.steps=200 "
+        "model.positions=rotary optimizer=muon optimizer.lr=2.4e-2 training.batch_size=4 training.steps=160 "
         "training.log_every=50"
     ),
     "formulas": f"experiment=formulas {QUIET}",
