@@ -35,6 +35,7 @@ from data.prepare import prepare as prepare_data
 from data.tasks import TASKS, TaskData
 from data.tasks.batches import TaskBatches
 from data.tokenizers import load_tokenizer
+from data.untrusted import UntrustedError
 from model.counting import num_parameters
 from model.score import ScoreConfig, describe_score
 from recipe import CONF
@@ -61,7 +62,7 @@ from recipe.generation.text import stream
 from recipe.profiling.attention_memory import cpu_memory_limit
 from recipe.profiling.meters import StepMeter, device_name
 from recipe.profiling.peaks import describe_peak
-from recipe.run_folder import locked
+from recipe.run_folder import locked, read_summary
 from recipe.training.config import TrainingConfig
 from recipe.training.interruption import Interruption
 from recipe.training.loop import Run, fit
@@ -106,7 +107,8 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
                 finish(run, done, folder)
             run.trainer.release()
     run.interruption.pass_on()
-    return 0 if done == config.training.steps else 128 + (run.interruption.number or 0)
+    ended = done == config.training.steps or run.record.reached is not None
+    return 0 if ended else 128 + (run.interruption.number or 0)
 
 
 def prepare(
@@ -123,17 +125,30 @@ def prepare(
     ):
         trainer = build_trainer(config, build_model(config, data.vocab_size, device, world), device, world)
     start = restore(trainer, config, checkpoint, data)
-    if start >= config.training.steps and (folder / "summary.json").exists():
+    if (start >= config.training.steps or reached_target(folder, config)) and (folder / "summary.json").exists():
         if world.rank == 0:
             print(f"{folder} is complete with {start} steps; training.steps={2 * start} would continue it.")
         return None
     return build_run(config, folder, overrides, data, trainer, start)
 
 
+def reached_target(folder: Path, config: Config) -> bool:
+    """Whether the run in a folder has ended at the target that it has now."""
+    try:
+        summary = read_summary(folder)
+    except (OSError, UntrustedError):
+        return False
+    then = summary.get("config", {}).get("training", {}).get("target_loss")
+    return summary.get("target") is not None and then == config.training.target_loss
+
+
 def finish(run: Run, done: int, folder: Path) -> None:
     """Say how a run that was stopped goes on; of a complete one on a text, show what its model generates."""
     trainer, training = run.trainer, run.trainer.training
-    if done < training.steps:
+    if run.record.reached is not None:
+        tokens = done * trainer.tokens_per_step
+        run.record.print(f"reached training.target_loss={training.target_loss} after step {done}: {tokens:,} tokens")
+    elif done < training.steps:
         run.record.print(describe_stop(run.interruption, done, training, folder))
     elif training.sample_tokens and not isinstance(run.batches, TaskBatches):
         model = trainer.whole_model()

@@ -142,6 +142,20 @@ def test_the_summary_tells_how_the_run_went(config: Config) -> None:
     assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"step-00000006", "step-00000008", "best"}
 
 
+def test_a_run_that_reaches_its_target_is_complete_and_says_what_that_took(config: Config, capsys) -> None:
+    config.training = replace(config.training, target_loss=100.0)
+    stored = summary(folder := run(config, "run"))
+    assert (stored["status"], stored["step"], stored["steps"]) == ("completed", 4, 8)
+    seconds = 4 * stored["median"]["throughput/step_ms"] / 1e3
+    assert stored["target"] == {"step": 4, "tokens": 4 * 4 * 32, "seconds": pytest.approx(seconds)}
+    assert "reached training.target_loss=100.0 after step 4: 512 tokens" in capsys.readouterr().out
+    assert train_module.train(replace(config, resume="run"), folder, []) == 0
+    assert "run is complete with 4 steps" in capsys.readouterr().out
+    onwards = replace(config, resume="run", training=replace(config.training, target_loss=None))
+    assert train_module.train(onwards, folder, []) == 0
+    assert summary(folder)["step"] == 8
+
+
 def test_nothing_carries_over_from_one_run_of_a_process_to_the_next(config: Config) -> None:
     alone = run(config, "alone")
     run(replace(config, seed=99, attention=AttentionConfig(name="tiled", dropout=0.2)), "between")

@@ -28,6 +28,7 @@ class TrainingConfig:
     log_every         steps between two lines of metrics.jsonl
     eval_every        steps between two evaluations, the first before training, the last after it; 0: none
     eval_batches      micro-batches of one evaluation, divided among the ranks
+    target_loss       end at the first evaluation whose validation loss is at most this; None: train all steps
     eval_span         tokens of validation text taken in one piece, a multiple of seq_len; None: one window
     checkpoint_every  steps between two checkpoints, the last after training; 0: none
     keep_last         checkpoints to keep, in addition to the best
@@ -53,6 +54,7 @@ class TrainingConfig:
     log_every: int = 10
     eval_every: int = 200
     eval_batches: int = 20
+    target_loss: float | None = None
     eval_span: int | None = None
     checkpoint_every: int = 500
     keep_last: int = 2
@@ -87,6 +89,10 @@ def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Ite
         yield f"training.cpu_memory_gib={config.cpu_memory_gib} must be above 0, or null for no limit."
     if not 0 <= config.ema < 1:
         yield f"training.ema={config.ema} must lie in [0, 1), such as 0.999; 0 keeps no average."
+    if config.target_loss is not None and not config.target_loss > 0:
+        yield f"training.target_loss={config.target_loss} must be above 0, or null to train all steps."
+    if config.target_loss is not None and config.eval_every == 0:
+        yield "training.target_loss is reached at an evaluation, and training.eval_every=0 has none; set it."
     if config.eval_span is not None and (config.eval_span < 1 or config.eval_span % seq_len):
         nearest = max(1, round(config.eval_span / seq_len)) * seq_len
         yield (

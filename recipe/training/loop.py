@@ -46,7 +46,7 @@ class Run:
 
 
 def fit(run: Run) -> int:
-    """Train to the end, or until a signal. Returns the updates done.
+    """Train to the end, until a signal, or to the target. Returns the updates done.
 
     Raises OutOfMemory, and NonFiniteError; earlier checkpoints stay.
     """
@@ -62,7 +62,9 @@ def fit(run: Run) -> int:
 
 
 def train_steps(run: Run, batches: Iterator[Batch]) -> int:
-    """Train from `run.start` updates to `training.steps`, or until a signal, and return the updates done.
+    """Train from `run.start` updates to `training.steps`, or until a signal or `training.target_loss`.
+
+    Returns the updates done.
 
     batches  on the device, in the order of (step, micro-step) from (start, 0) on
     """
@@ -103,10 +105,13 @@ def train_steps(run: Run, batches: Iterator[Batch]) -> int:
             with meter.paused():
                 metrics |= evaluate(run, final=n == config.steps)
         run.record.log(n, metrics)  # counts as training time: frequent logging slows training
-        if saves or (stopping and config.checkpoint_every):
+        reached = evaluates and config.target_loss is not None and metrics["val/loss"] <= config.target_loss
+        if saves or ((stopping or reached) and config.checkpoint_every):
             with meter.paused():
                 run.record.save(n, metrics.get("val/loss"))
-        if stopping:
+        if reached:
+            run.record.reached = n
+        if stopping or reached:
             return n
     return config.steps
 

@@ -38,6 +38,7 @@ class NullRecord:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.details: dict[str, Any] = {}  # of each probe, for the summary
+        self.reached: int | None = None  # updates with which training.target_loss was reached
 
     def print(self, text: str) -> None:
         """A line for the user."""
@@ -122,6 +123,11 @@ class Record(NullRecord):
         """Tokens that the run has trained on, those before it was resumed included."""
         return self.tokens_before + (self.step - self.start) * self.meter.tokens_per_step
 
+    @property
+    def ended(self) -> bool:
+        """Whether the run has made all its steps, or reached its target."""
+        return self.step >= self.trainer.training.steps or self.reached is not None
+
     def print(self, text: str) -> None:
         self.tracker.print(text)
 
@@ -139,7 +145,7 @@ class Record(NullRecord):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, OutOfMemory):
             status = "out_of_memory"
-        elif isinstance(error, KeyboardInterrupt) or (error is None and self.step < self.trainer.training.steps):
+        elif isinstance(error, KeyboardInterrupt) or (error is None and not self.ended):
             status = "interrupted"
         else:
             status = "completed" if error is None else "failed"
@@ -171,6 +177,7 @@ class Record(NullRecord):
             "val_loss_ema": next((line["val/loss_ema"] for line in reversed(lines) if "val/loss_ema" in line), None),
             "best_val_loss": best_val_loss,
             "best_val_step": best_val_step,
+            "target": self._target(),
             "median": self.meter.medians(),
             "peak": peak,
             "memory_source": memory_source,
@@ -187,6 +194,16 @@ class Record(NullRecord):
             "started": self.started.isoformat(timespec="seconds"),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+
+    def _target(self) -> dict[str, float] | None:
+        """What the run took to training.target_loss; None where it has none, or did not reach it.
+
+        Its seconds are those of training: steps times their median, without evaluation and compilation.
+        """
+        if self.reached is None:
+            return None
+        milliseconds = self.meter.medians().get("throughput/step_ms", math.nan)
+        return {"step": self.reached, "tokens": self.tokens, "seconds": self.reached * milliseconds / 1e3}
 
     def _attention_ms(self) -> float | None:
         """Milliseconds that attention alone takes of a step, if the run is to measure that."""

@@ -11,8 +11,8 @@ from recipe.arena.plan import Plan
 from recipe.arena.statistics import ALPHA
 from recipe.files import to_json
 from recipe.report.arena.figures import arena_charts, forest
-from recipe.report.arena.results import Arena, Comparison, Reading, compare_arms
-from recipe.report.arena.tables import cost_table, lr_table, plan_table, probe_table, verdict_table
+from recipe.report.arena.results import Arena, Comparison, Reading, compare_arms, race
+from recipe.report.arena.tables import cost_table, lr_table, plan_table, probe_table, race_table, verdict_table
 from recipe.report.arena.text import arena_answer, departures, go_on, lr_warnings
 from recipe.report.page import Report, Section, draw, sources_of, subtitle, write_page
 from recipe.report.runs import RunSet
@@ -32,7 +32,14 @@ def write_arena_report(run_set: RunSet, plan: Plan, folder: Path, out: Path) -> 
     (out / "figures").mkdir(parents=True, exist_ok=True)
     answer, command = arena_answer(arena), go_on(arena, folder)
     run = run_set.runs[0]
-    tables = verdict_table(arena), cost_table(arena), probe_table(arena), lr_table(arena), plan_table(arena)
+    tables = (
+        verdict_table(arena),
+        race_table(arena),
+        cost_table(arena),
+        probe_table(arena),
+        lr_table(arena),
+        plan_table(arena),
+    )
     section = Section(
         "",
         f"{len(plan.arms)} arms, {run.option('model.name', 'model')} on {run.option('data.name', 'data')}",
@@ -102,6 +109,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         "parameters": comparison.arm.recorded("parameters"),
         "at_equal_time": _reading(comparison.time),
         "at_equal_flops": _reading(comparison.flops),
+        "race": None if (found := race(comparison.arm, comparison.baseline)) is None else found._asdict(),
     }
 
 

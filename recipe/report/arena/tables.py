@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from recipe.arena.statistics import ALPHA, Paired, paired
-from recipe.report.arena.results import Arena, ArmRuns
+from recipe.report.arena.results import Arena, ArmRuns, race
 from recipe.report.costs import attention_alone, median_of
 from recipe.report.tables import DASH, Table, count, loss, memory, table
 from recipe.wording import percent
@@ -81,6 +81,25 @@ def cost_table(arena: Arena) -> Table:
         "much: the one that costs more is read before its end, where its learning rate has not come down."
     )
     return table("costs", "Equal what?", columns, rows, caption)
+
+
+def race_table(arena: Arena) -> Table:
+    """What each arm takes to the loss with which the baseline ends."""
+    rows = []
+    for name, arm in arena.arms.items():
+        found = race(arm, arena.baseline)
+        if found is None:
+            rows.append([name, "0", *[DASH] * 4])
+            continue
+        fewer, faster = (f"{ratio:.2f}" for ratio in found.less)
+        rows.append([name, str(found.reached), count(found.tokens), fewer, f"{found.seconds:.1f} s", faster])
+    columns = ["arm", "seeds that reach it", "tokens", "times fewer tokens", "time of training", "times faster"]
+    caption = (
+        "Seed by seed: the baseline's final validation loss is the target, and an arm's curve is read where it first "
+        "reaches it, on straight lines between evaluations. Time is that of the steps, without evaluations and "
+        "compilation. training.target_loss ends a run there."
+    )
+    return table("race", "To the baseline's loss", columns, rows, caption)
 
 
 def plus_minus(mean: float, interval: tuple[float, float]) -> str:

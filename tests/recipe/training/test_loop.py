@@ -259,6 +259,19 @@ def test_lines_evaluations_and_checkpoints_come_when_they_are_due() -> None:
     assert val_loss[11] == recorder.events[-2][2]["val/loss"]
 
 
+def test_a_run_ends_at_the_first_evaluation_that_reaches_its_target() -> None:
+    training = replace(TRAINING, steps=11, log_every=100, eval_every=2, checkpoint_every=100)
+    whole = Recorder(build(training=training))
+    assert run(whole) == 11
+    assert whole.reached is None
+    losses = {n: content["val/loss"] for event, n, content in whole.events if event == "log"}
+    assert losses[6] < losses[4]
+    recorder = Recorder(build(training=replace(training, target_loss=losses[6])))
+    assert run(recorder) == 6
+    assert recorder.reached == 6
+    assert recorder.steps("save") == [6]
+
+
 def test_probes_come_with_every_evaluation_and_change_no_bit_of_the_training() -> None:
     training = replace(TRAINING, steps=6, log_every=1, eval_every=3)
     model = replace(MODEL, positions=Positions.rotary, dropout=0.1)

@@ -114,6 +114,7 @@ def write(
         "overrides": [f"score={arm}", f"seed={seed}"],
         "step": STEPS,
         "steps": STEPS,
+        "tokens": STEPS * TOKENS,
         "val_loss": loss,
         "train_loss": loss,
         "median": {"throughput/step_ms": ms, "throughput/tokens_per_s": 1e3 * TOKENS / ms},

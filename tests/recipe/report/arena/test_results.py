@@ -11,7 +11,7 @@ from scipy import stats
 
 from recipe.arena.plan import read_plan
 from recipe.arena.statistics import Verdict
-from recipe.report.arena.results import Arena, Comparison, compare_arms
+from recipe.report.arena.results import Arena, Comparison, compare_arms, race
 from recipe.report.runs import find_runs
 from tests.recipe.report.arena.synthetic import losses_of, write_arena
 
@@ -128,6 +128,18 @@ def test_at_equal_operations_a_cheap_arm_may_win(tmp_path: Path) -> None:
     assert found.verdict is Verdict.worse
     assert found.flops is not None
     assert found.flops.mean == pytest.approx(0.05 - 0.2)
+
+
+def test_the_race_ends_where_an_arm_reaches_the_baselines_final_loss(tmp_path: Path) -> None:
+    """Losses fall by a nat over 300 steps: an arm that is 0.1 nats better is there after 270 of them."""
+    effects, slow = {"base": 0.0, "low": -0.1, "high": 0.1}, {"low": 100.0}
+    arena = read(write_arena(tmp_path, effects, deviation=0.0, step_ms=slow, seeds=2))
+    found = race(arena.arms["low"], arena.baseline)
+    assert found is not None
+    assert (found.reached, found.tokens, found.seconds) == (2, pytest.approx(270 * 1024), pytest.approx(27))
+    assert found.less == pytest.approx((300 / 270, 300 * 50 / (270 * 100)))
+    assert race(arena.baseline, arena.baseline) == (2, pytest.approx(300 * 1024), pytest.approx(15), (1, 1))
+    assert race(arena.arms["high"], arena.baseline) is None
 
 
 def test_the_edge_of_the_learning_rates_is_noticed(tmp_path: Path) -> None:
