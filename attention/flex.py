@@ -23,6 +23,7 @@ from .formula.evaluate import Given, full_index, run
 from .interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
 from .peers import check_kernels, flash_attn_4
 from .score import Layout, Score
+from .scores.sinks import join_sinks
 from .trial import attend_once
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of sequence, head, query and key
@@ -90,10 +91,7 @@ class FlexAttention(Attention):
         )
         lse = aux.lse
         if score.sinks:
-            # A sink takes exp(sink) of the softmax's sum, and leaves the rest exp(lse).
-            sinks = call.tensors["sinks"][:, None]
-            out = (out * torch.sigmoid(lse - sinks)[..., None]).to(q.dtype)
-            lse = torch.logaddexp(lse, sinks)
+            out, lse = join_sinks(out, lse, call.tensors["sinks"])
         return AttentionOutput(out, lse)
 
     def block_mask(
@@ -107,7 +105,7 @@ class FlexAttention(Attention):
         rows = None if starts is None else B
         if torch.compiler.is_compiling():
             return create_block_mask(mask, rows, None, T, S, device=device)
-        key = (score.causal, score.window, layout.query_start(T, S), layout.k_start, rows, T, S, device)
+        key = (score, layout.query_start(T, S), layout.k_start, rows, T, S, device)
         version = -1 if starts is None else starts._version
         kept = self.block_masks.pop(key, None)
         if kept is None or kept[0] is not starts or kept[1] != version:
@@ -134,9 +132,9 @@ def mask_function(score: Score, layout: Layout, T: int, S: int) -> Mask | None:
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         query, key = i + q_start, j + k_start
         seen = key <= query if score.causal else j >= 0
-        if score.window is not None:
-            seen = seen & (query - key < score.window)
-        if starts is not None:  # documents are told apart by where they begin; before the row there is none
+        if score.hides_keys:
+            seen = seen & (key >= score.first_key(query))
+        if starts is not None:  # a document's start tells it from others; before the row there is none
             seen = seen & (query >= 0) & (starts[b, query] == starts[b, key])
         return seen
 

@@ -28,11 +28,11 @@ from .dropout import RATES, DropoutKey, drop_threshold, is_valid_rate
 from .errors import Option, UnsupportedAttention, listed
 from .formula.call import prepared
 from .score import Layout, Score
-from .scores.alibi import alibi_slopes
+from .scores import OPTIONS
 from .spec import Spec
 
 # What an implementation may not support: see Score.features, Layout.features and Attention.decode.
-FEATURES = frozenset({"full", "window", "soft_cap", "alibi", "formula", "sinks", "documents", "offsets", "cache"})
+FEATURES = frozenset({"full", *(option.name for option in OPTIONS), "formula", "documents", "offsets", "cache"})
 CAUSAL, ONE_DOCUMENT = Score(), Layout()
 
 
@@ -287,17 +287,17 @@ def score_tensors(score: Score, given: dict[str, Any], q: Tensor) -> dict[str, T
     `prepare` checks the shapes of those that belong to a formula.
     """
     given = (given.pop("tensors", None) or {}) | given
-    H, wanted = q.shape[1], score.tensors()
-    tensors = {name: x for name, x in given.items() if x is not None}
+    H, wanted, of_options = q.shape[1], score.tensors(), score.head_tensors
+    tensors, of_heads = {name: x for name, x in given.items() if x is not None}, [x.name for x in of_options]
     for name, x in tensors.items():
-        of_heads = name == "sinks" or (name == "slopes" and score.alibi)
-        if name not in wanted or (of_heads and x.shape != (H,)):
+        if name not in wanted or (name in of_heads and x.shape != (H,)):
             fits = f"one for each of {H} query heads" if name in wanted else f"{score} has none"
             raise ValueError(f"{name} of shape {tuple(x.shape)} do not fit: {fits}.")
-    if score.alibi and "slopes" not in tensors:
-        tensors["slopes"] = alibi_slopes(H, q.device)
-    if "sinks" in wanted and "sinks" not in tensors:
-        raise ValueError(f"{score} needs sinks, (H,): one logit for each of {H} query heads.")
+    for name, initial, learned, meaning in of_options:
+        if name not in tensors and learned:
+            raise ValueError(f"{score} needs {name}, (H,): one {meaning} for each of {H} query heads.")
+        if name not in tensors:
+            tensors[name] = initial(H, q.device)
     return tensors
 
 

@@ -16,6 +16,7 @@ from .formula.call import tile_formula
 from .interface import FEATURES, Attention, AttentionOutput, Call
 from .precision import accum_dtype
 from .score import Layout, Range, Score, key_intervals
+from .scores.sinks import with_sinks
 
 
 class NaiveAttention(Attention):
@@ -44,9 +45,9 @@ class NaiveAttention(Attention):
         longest = cache.longest()
         if q.shape[0] == q.shape[2] == 1 and host_sees(cache.lengths):
             # One query of one sequence, whose length the host knows: it gets only the keys it sees, and needs no mask.
-            first = max(0, longest - (call.spec.score.window or longest))
+            first = int(key_intervals(call.spec.score, Layout(), 1, longest, "cpu").first)
             k, v = cache.read(first, longest)
-            scores = with_sinks(changed_scores(q, k, call, (first, longest)), call)
+            scores = with_sinks(changed_scores(q, k, call, (first, longest)), call.tensors.get("sinks"))
             call = call._replace(spec=call.spec._replace(score=Score(causal=False)), layout=Layout())
             return AttentionOutput(self.weigh(scores, v, call))
         k, v = cache.read(0, longest)
@@ -63,7 +64,7 @@ def masked_scores(q: Tensor, k: Tensor, call: Call) -> Tensor:
     mask = key_intervals(call.spec.score, call.layout, T, S, q.device).mask((0, T), (0, S))
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    return with_sinks(scores, call)
+    return with_sinks(scores, call.tensors.get("sinks"))
 
 
 def changed_scores(q: Tensor, k: Tensor, call: Call, columns: Range) -> Tensor:
@@ -72,14 +73,6 @@ def changed_scores(q: Tensor, k: Tensor, call: Call, columns: Range) -> Tensor:
     scores, T = (q * call.spec.scale) @ shared(k, q.shape[1]).mT, q.shape[2]
     formula = tile_formula(call.spec.score, call.layout, call.formula, T, columns[1], q.device)
     return scores if formula is None else formula.value(scores.to(accum_dtype(q.dtype)), (0, T), columns)
-
-
-def with_sinks(scores: Tensor, call: Call) -> Tensor:
-    """Scores (B, H, T, S) with sinks, where there are any, in one more column."""
-    if not call.spec.score.sinks:
-        return scores
-    sinks = call.tensors["sinks"].to(accum_dtype(scores.dtype))[:, None, None].expand(*scores.shape[:3], 1)
-    return torch.cat([scores.to(sinks.dtype), sinks], dim=-1)
 
 
 def shared(x: Tensor, H: int) -> Tensor:

@@ -3,20 +3,21 @@
     Score    fixed for a layer: what a kernel is compiled for
     Layout   where queries and keys stand, and which document each belongs to: tensors of a batch
 
-The visible keys of a query are always one interval, also when everything is combined. `key_intervals` computes it;
-masks, the tiles to visit and the rows that see nothing all follow from it.
+A score's options have a file each in attention/scores/. The visible keys of a query are always one interval, also
+when everything is combined. `key_intervals` computes it; masks, the tiles to visit and the rows that see nothing all
+follow from it.
 
     s = formula(scale q k^T, i, j, ...)          i and j are positions; attention/formula reads formulas
-    p = exp(s) / (exp(sink_h) + sum over visible keys of exp(s))
+    p = softmax of s over the visible keys
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
+from functools import reduce
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,105 +26,120 @@ from .errors import Option, ScoreError
 from .formula.check import check
 from .formula.hoist import Steps, steps_of
 from .formula.trace import trace
-from .scores.alibi import formula as alibi_formula
-from .scores.soft_cap import formula as soft_cap_formula
+from .scores import OPTIONS, HeadTensor, ScoreOption
 
 Range = tuple[int, int]  # start, stop
-# The types of Score's fields, in Python and in words. To Python a bool is an int; here it is not.
-KINDS = {
-    "causal": (bool, "true or false"),
-    "window": (int | None, "a whole number"),
-    "soft_cap": (int | float | None, "a number"),
-    "alibi": (bool, "true or false"),
-    "sinks": (bool, "true or false"),
-    "formula": (str | None, "text such as s * log(n)"),
-}
+# Name, type and default of each option, for a dataclass.
+FIELDS: tuple[tuple[str, Any, Any], ...] = tuple((option.name, option.type, option.default) for option in OPTIONS)
+# The base that has Score's fields, in the order of its arguments.
+Fields: Any = make_dataclass(
+    "Fields",
+    [("causal", bool, True), *FIELDS, ("formula", str | Callable | None, None)],
+    namespace={"__post_init__": lambda score: score.complete()},
+    frozen=True,
+)
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(Fields):
     """Who sees whom and how scores are changed, in one layer. Hashable.
 
     causal    a query sees no key after its own position
-    window    keys a query sees, its own included; None: all. Beltagy et al. 2020, "Longformer"; Jiang et al. 2023,
-              "Mistral 7B"
-    soft_cap  c in c tanh(s / c), which keeps scores between -c and c; None: no cap. Gemma Team 2024, "Gemma 2"
-    alibi     subtract slope_h (i - j) from the score of query i and key j. Press et al. 2022, "Train Short, Test Long"
-    sinks     a learned logit for each head joins the softmax's sum. Xiao et al. 2023, "Efficient Streaming Language
-              Models with Attention Sinks"; gpt-oss
-    formula   what the score becomes, instead of a soft cap and ALiBi: text such as "s - slope[h] * (i - j)", of which
-              attention/formula/ knows the language, or a Python function of s, i, j, h, n and tensors. None: s
+    formula   what the score becomes, instead of the options that change it: text such as "s - slope[h] * (i - j)", of
+              which attention/formula/ knows the language, or a Python function of s, i, j, h, n and tensors. None: s
 
-    Raises ScoreError.
+    Raises ScoreError. It also has
+
+    values        of its fields
+    options       those that are on, with their values
+    head_tensors  the tensors (H,) that they need, besides those of a formula
+    hides_keys    whether a query may not see the first keys
+    most_keys     the most keys that a query sees; None: all
+    expression    the formula of the score, whichever option gives it; None where the score is s
     """
 
-    causal: bool = True
-    window: int | None = None
-    soft_cap: float | None = None
-    alibi: bool = False
-    sinks: bool = False
-    formula: str | Callable | None = None
+    # Made once, and not properties: torch.compile calls no method of a Score that it takes for a constant.
+    values: tuple[Any, ...]
+    options: tuple[tuple[ScoreOption, Any], ...]
+    head_tensors: tuple[HeadTensor, ...]
+    hides_keys: bool
+    most_keys: int | None
+    expression: str | None
 
-    def __post_init__(self) -> None:
+    def complete(self) -> None:
+        """Check the fields, and make what follows from them."""
         if callable(self.formula):
-            object.__setattr__(self, "formula", trace(self.formula))
-        for name, (kind, words) in KINDS.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise ScoreError("{} must be {}.", Option(f"score.{name}", value), words)
-        if self.window is not None and self.window < 1:
-            window = Option("score.window", self.window)
-            raise ScoreError("{} must be at least 1, the query's own key; leave it out for all keys.", window)
-        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
-            soft_cap = Option("score.soft_cap", self.soft_cap)
-            raise ScoreError("{} must be positive and finite; leave it out for no cap.", soft_cap)
-        if not self.causal and (self.window is not None or self.alibi):
-            raise ScoreError("A window and ALiBi look back from the query: they need causal=True.")
+            self.__dict__["formula"] = trace(self.formula)
+        check_type("causal", self.causal, bool, "true or false")
+        for option in OPTIONS:
+            check_type(option.name, getattr(self, option.name), option.type, option.words)
+        check_type("formula", self.formula, str | None, "text such as s * log(n)")
+        values = ((option, getattr(self, option.name)) for option in OPTIONS)
+        options = tuple((option, value) for option, value in values if value is not None and value is not False)
+        for option, value in options:
+            option.check(value)
+        if not self.causal and any(option.looks_back for option, _ in options):
+            titles = " and ".join(option.title for option in OPTIONS if option.looks_back)
+            raise ScoreError(f"{titles[0].upper()}{titles[1:]} look back from the query: they need causal=True.")
+        most_keys = [option.most_keys(value) for option, value in options if option.hides_keys]
+        # The object cannot be changed, not even by itself.
+        self.__dict__["values"] = (self.causal, *(getattr(self, option.name) for option in OPTIONS), self.formula)
+        self.__dict__["options"] = options
+        self.__dict__["head_tensors"] = tuple(option.tensor for option, _ in options if option.tensor is not None)
+        self.__dict__["hides_keys"] = len(most_keys) > 0
+        self.__dict__["most_keys"] = min(most_keys, default=None)
         if self.formula is not None:
-            for option in (Option("score.soft_cap", self.soft_cap), Option("score.alibi", self.alibi)):
-                if option.value not in (None, False):
+            for option, value in options:
+                if option.is_formula:
                     raise ScoreError(
                         "{} and {} both change the score; write the formula of both, or leave one out.",
-                        *(Option("score.formula", self.formula), option),
+                        *(Option("score.formula", self.formula), Option(f"score.{option.name}", value)),
                     )
-            check(self.formula, self.causal, self.window)
-
-    @property
-    def expression(self) -> str | None:
-        """The formula of the score, whichever option gives it; None where the score is s."""
-        if self.formula is not None:
-            return str(self.formula)
-        text = None if self.soft_cap is None else soft_cap_formula(self.soft_cap)
-        return alibi_formula(text or "s") if self.alibi else text
+            check(self.formula, self.causal, self.most_keys)
+        expression = self.formula
+        for option, value in options:
+            if option.is_formula:
+                expression = option.formula(value, expression or "s")
+        self.__dict__["expression"] = expression
 
     def steps(self) -> Steps | None:
         """How the formula is computed; None where the score is s."""
-        expression = self.expression
-        return None if expression is None else steps_of(expression, self.causal, self.window)
+        return None if self.expression is None else steps_of(self.expression, self.causal, self.most_keys)
 
     def features(self) -> dict[str, Option]:
         """The features beyond plain causal attention: name -> the choice that asks for it."""
-        asked = {
-            "full": None if self.causal else Option("score.causal", False),
-            "window": None if self.window is None else Option("score.window", self.window),
-            "soft_cap": None if self.soft_cap is None else Option("score.soft_cap", self.soft_cap),
-            "alibi": Option("score.alibi") if self.alibi else None,
-            "sinks": Option("score.sinks") if self.sinks else None,
-        }
+        asked = {} if self.causal else {"full": Option("score.causal", False)}
+        asked |= {option.name: Option(f"score.{option.name}", value) for option, value in self.options}
         if self.formula is not None and (steps := self.steps()) is not None and not steps.is_identity:
             asked["formula"] = Option("score.formula", self.formula)
-        return {name: option for name, option in asked.items() if option is not None}
+        return asked
 
     def tensors(self) -> dict[str, tuple[str, ...]]:
         """The tensors that a call needs for this score, by name, with the meaning of each axis (formula/axes.py).
 
-        slopes  (H,), of ALiBi; those of Press et al. where a call gives none
-        sinks   (H,), logits that join the softmax's sum
-
-        and those that the formula names, which can have a batch before these axes.
+        Those of options are (H,). Those that the formula names can have a batch before their axes.
         """
         steps = self.steps()
-        return ({} if steps is None else dict(steps.axes)) | ({"sinks": ("head",)} if self.sinks else {})
+        named = {} if steps is None else dict(steps.axes)
+        return named | {tensor.name: ("head",) for tensor in self.head_tensors}
+
+    def first_key(self, query: Tensor) -> Tensor:
+        """The position of the first key that each query sees, for queries at these positions, if there is such a key.
+
+        For a score that hides keys.
+        """
+        firsts = [option.first_key(value, query) for option, value in self.options if option.hides_keys]
+        return reduce(torch.maximum, firsts)
+
+
+LINES = "".join(f"    {option.name:<9} {option.__doc__}\n" for option in OPTIONS)
+Score.__doc__ = str(Score.__doc__).replace("    formula ", f"{LINES}    formula ", 1)
+
+
+def check_type(name: str, value: object, kind: Any, words: str) -> None:
+    """Raise ScoreError for a field that has another type. To Python a bool is an int; here it is not."""
+    kind = kind | int if isinstance(0.5, kind) else kind  # a whole number is a number
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ScoreError("{} must be {}.", Option(f"score.{name}", value), words)
 
 
 class Layout(NamedTuple):
@@ -265,8 +281,8 @@ def key_intervals(score: Score, layout: Layout, T: int, S: int, device: torch.de
         end = torch.minimum(end, layout.lengths[:, None])
     if score.causal:
         end = torch.minimum(end, (own + 1).clamp(min=0))
-    if score.window is not None:
-        first = (own - (score.window - 1)).clamp(min=0)
+    if score.hides_keys:
+        first = (score.first_key(own + layout.k_start) - layout.k_start).clamp(min=0)
     if layout.document_starts is not None and layout.document_ends is not None:
         position = own + layout.k_start
         known = (position >= 0) & (position < layout.document_starts.shape[1])
@@ -281,7 +297,7 @@ def key_intervals(score: Score, layout: Layout, T: int, S: int, device: torch.de
     return KeyIntervals(
         first,
         end,
-        begins=layout.document_starts is not None or score.window is not None,
+        begins=layout.document_starts is not None or score.hides_keys,
         stops=bounded or score.causal,
         never_empty=S > 0 and (among_keys or not (bounded or score.causal)),
     )
@@ -291,5 +307,5 @@ def visible_pairs(score: Score, T: int) -> float:
     """Pairs of a query and a key it sees among T tokens, the diagonal counted half as FLOP formulas do: T^2 / 2."""
     if not score.causal:
         return float(T * T)
-    window = min(score.window or T, T)
-    return window * T - window**2 / 2
+    most = min(score.most_keys or T, T)
+    return most * T - most**2 / 2

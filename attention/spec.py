@@ -42,7 +42,7 @@ class Spec(NamedTuple):
     @property
     def bounded(self) -> bool:
         """Whether the keys that a query sees may begin after the first: with a window or documents."""
-        return self.documents or self.score.window is not None
+        return self.documents or self.score.hides_keys
 
     def features(self) -> frozenset[str]:
         """The names of the features that the call asks for."""
@@ -53,8 +53,7 @@ class Spec(NamedTuple):
         """The names of the tensors that a call has besides q, k and v, of those that `Inputs` describes."""
         asked = {
             "key": self.threshold > 0,
-            "slopes": self.score.alibi and not self.computed,
-            "sinks": self.score.sinks,
+            **{tensor.name: tensor.learned or not self.computed for tensor in self.score.head_tensors},
             "starts": self.documents,
             "ends": self.documents,
         }
@@ -66,8 +65,7 @@ class Spec(NamedTuple):
         torch.compile follows this function, so it prints field by field. A scale may change from call to call, and
         torch 2.15 does not follow the repr of such a number.
         """
-        s = self.score
-        score = f"{s.causal!r},{s.window!r},{s.soft_cap!r},{s.alibi!r},{s.sinks!r},{s.formula!r}"
+        score = ",".join([repr(value) for value in self.score.values])
         call = f"{self.scale},{self.documents!r},{self.offsets!r},{self.threshold!r}"
         options = f"{self.tf32!r},{self.path!r},{self.precision!r},{self.block_q!r},{self.block_k!r},{self.ablate!r}"
         return f"({score}),{call},{options},{self.computed!r},{self.learned!r}"

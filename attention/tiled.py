@@ -30,6 +30,7 @@ from .gpu import NAMESPACE
 from .interface import FEATURES, Attention, AttentionOutput, Call
 from .precision import accum_dtype
 from .score import Range
+from .scores.sinks import sinks_gradient, start_with_sinks
 from .spec import Inputs, Spec
 from .tile_scores import TileScores, tiles
 
@@ -69,9 +70,10 @@ class Tiled(torch.autograd.Function):
     """Keeps its inputs, out and lse from forward to backward, and nothing of the size of the scores."""
 
     @staticmethod
-    def forward(
-        ctx: Any, spec: Spec, positions: tuple[int | None, int], q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, spec: Spec, positions: tuple[int | None, int], *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        # torch.compile leaves out `ctx` where no gradient is needed and it counts as many parameters, ctx included, as
+        # arguments without ctx. There are always more of these here.
+        q, k, v, *inputs = tensors
         # One operation for torch.compile: unrolled, the loops would be a graph of thousands.
         if torch.compiler.is_compiling():
             out, lse = forward_op(q, k, v, inputs, spec.text(), *positions)
@@ -118,9 +120,7 @@ def forward(
         # finite number, not at -inf, so that rows that see nothing compute exp(-inf - m) = 0 and never a NaN.
         m = b_q.new_full((*b_q.shape[:-1], 1), torch.finfo(dtype).min, dtype=dtype)
         l = torch.zeros_like(m)
-        if sinks is not None:  # as if a key without a value had been seen before all others
-            m.copy_(sinks.view(H_kv, -1, 1, 1))
-            l.fill_(1.0)
+        start_with_sinks(m, l, sinks)
         o = b_q.new_zeros(b_q.shape, dtype=dtype)
 
         for columns in scores.key_tiles(rows):
@@ -168,10 +168,7 @@ def backward(do: Tensor, saved: Sequence[Tensor], spec: Spec, q_start: int | Non
     delta = (do.to(dtype) * out.to(dtype)).sum(dim=-1, keepdim=True)  # (B, H_kv, G, T, 1)
     # Where a row sees nothing every score is -inf, and exp(-inf - lse) is the zero it should be for a finite lse.
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)  # (B, H_kv, G, T, 1)
-    dsinks = []
-    if sinks is not None:  # dS = P (dP - delta) with dP = 0, as a sink has no value
-        p_sink = torch.exp(sinks.view(H_kv, -1, 1, 1) - lse)
-        dsinks.append(-(p_sink * delta).sum(dim=(0, 3, 4)).flatten().to(sinks.dtype))
+    dsinks = [] if sinks is None else [sinks_gradient(sinks, lse, delta)]
     if scores.formula is not None:
         scores.formula.start_sums(spec.learned)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 
@@ -29,13 +28,13 @@ def attend_once(attend: Attention, shape: AttentionShape, chosen: Option, instea
     )
     one_document = documents(torch.zeros(1, 2, dtype=torch.int32, device=shape.device))
     layout = one_document if shape.documents else Layout()
-    sinks = torch.zeros(shape.n_heads, device=shape.device)
     with warnings.catch_warnings(record=True) as reasons, torch.random.fork_rng(devices):
         warnings.simplefilter("always")
         try:
             for score in set(shape.scores):
-                needed: dict[str, Any] = {"sinks": sinks} if score.sinks else {}
-                out = attend(q, k, k, score=score, layout=layout, dropout_key=DropoutKey(0, 0, 0, 0), **needed).out
+                tensors = {x.name: x.initial(shape.n_heads, shape.device) for x in score.head_tensors}
+                key = DropoutKey(0, 0, 0, 0)
+                out = attend(q, k, k, score=score, layout=layout, dropout_key=key, tensors=tensors).out
                 out.sum().backward()
         except UnsupportedAttention:
             raise

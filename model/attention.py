@@ -26,7 +26,6 @@ from torch.profiler import record_function
 
 from attention.interface import AttentionOutput
 from attention.score import Layout, Score
-from attention.scores.alibi import alibi_slopes
 from model.config import AttentionBias, Gate, GPTConfig, NormOver
 from model.norms import build_qk_norm
 from model.positions import PositionTables, has_rotation
@@ -65,8 +64,6 @@ def labelled(name: str) -> AbstractContextManager[object]:
 class SelfAttention(nn.Module):
     """Fused projection to queries, keys and values; the given attention; projection back."""
 
-    slopes: Tensor | None  # (H,), with ALiBi only
-    sinks: Tensor | None  # (H,), learned, with sinks only
     log_scale: Tensor | None  # (H,), learned
     value_weights: Tensor | None  # of this layer's values, the first layer's and the embedding, as far as there are
 
@@ -97,11 +94,21 @@ class SelfAttention(nn.Module):
         if config.gate is not Gate.none:
             gates = self.n_heads if config.gate is Gate.head else width
             self.c_gate = nn.Linear(config.n_embd, gates, bias=config.bias)
-        self.register_buffer("slopes", alibi_slopes(self.n_heads) if score.alibi else None, persistent=False)
-        self.register_parameter("sinks", nn.Parameter(torch.zeros(self.n_heads)) if score.sinks else None)
+        for tensor in score.head_tensors:
+            values = tensor.initial(self.n_heads, None)
+            if tensor.learned:
+                self.register_parameter(tensor.name, nn.Parameter(values))
+            else:
+                self.register_buffer(tensor.name, values, persistent=False)
         self.formula: ScoreTensors | None = None
         if score.formula is not None:
             self.formula = ScoreTensors(score, options.learned, options.tensors, config.n_embd, self.n_heads)
+
+    def fill_fixed_tensors(self) -> None:
+        """Write the tensors of the score that are not learned, after a move from the meta device."""
+        for tensor in self.score.head_tensors:
+            if not tensor.learned:
+                getattr(self, tensor.name).copy_(tensor.initial(self.n_heads, None))
 
     def forward(self, x: Tensor, around: Surroundings) -> tuple[Tensor, Tensor]:
         """x (B, T, C) to (B, T, C); and this layer's values (B, T, H_kv, D), before others are mixed in."""
@@ -118,7 +125,7 @@ class SelfAttention(nn.Module):
         v = self.mixed(values, around)
         # Views: an attention takes any strides, so nothing is copied on the way in.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, H_kv, T, D) twice
-        tensors = {"slopes": self.slopes, "sinks": self.sinks}
+        tensors = {tensor.name: getattr(self, tensor.name) for tensor in self.score.head_tensors}
         if self.formula is not None:
             tensors |= self.formula(x)
         given = {"score": self.score, "layout": around.layout, "scale": self.scale, "dropout_key": around.key}

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from attention.dropout import DropoutKey
 from attention.interface import Attention, AttentionShape
 from attention.score import Layout, Range, documents, take_rows
-from attention.scores.alibi import alibi_slopes
 from model.attention import Attend, SelfAttention, labelled
 from model.blocks import Block, Masks, call
 from model.check import check_config
@@ -146,8 +145,8 @@ class GPT(nn.Module):
         self.to_empty(device=device)
         self.tables = position_tables(self.config, self.seq_len).to(torch.device(device))
         for module in self.modules():
-            if isinstance(module, SelfAttention) and module.slopes is not None:
-                module.slopes.copy_(alibi_slopes(module.n_heads))
+            if isinstance(module, SelfAttention):
+                module.fill_fixed_tensors()
         if self.further is not None:
             recompute_attention = self.computation.recompute is Recompute.attention
             self.further = FurtherToken(self.config, self.scores[-1], self.options, recompute_attention).to(device)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from typing import Any
 
-from attention.score import Score, ScoreError
+from attention.score import FIELDS, Score, ScoreError
 
 # The values that layers may have each of their own.
 NAMES = tuple(field.name for field in fields(Score) if field.name != "causal")
+# The base with an option for each file of attention/scores/.
+Fields: Any = make_dataclass("Fields", [("name", str, "causal"), *FIELDS])
 
 
 @dataclass
-class ScoreConfig:
-    """The options under `score.*`; attention/score.py defines each value.
+class ScoreConfig(Fields):
+    """The options under `score.*`: `name`, those that `Score` describes, and those below.
 
     name      of the preset, for tables and legends
-    window    keys a query sees, its own included; None: all before it
-    soft_cap  bound of the scores; None: no bound
-    alibi     subtract a distance from the scores
-    sinks     a learned logit for each head in the softmax's sum
     formula   what the score becomes, such as "s * log(n)"; None: s (docs/formulas.md)
     learned   shapes of the formula's learned tensors by name, such as {bias: [h, 128]} for h heads, or with a first
               value {bias: {shape: [h, 128], init: 0.5}}
@@ -31,11 +29,6 @@ class ScoreConfig:
               [{window: 1024}, {}] is a window in every other layer. None: all alike
     """
 
-    name: str = "causal"
-    window: int | None = None
-    soft_cap: float | None = None
-    alibi: bool = False
-    sinks: bool = False
     formula: str | None = None
     learned: dict[str, Any] | None = field(default_factory=dict)
     tensors: dict[str, Any] | None = field(default_factory=dict)

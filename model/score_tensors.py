@@ -14,7 +14,6 @@ from attention.scores.alibi import alibi_slopes
 
 FORGET_GATE = "model.forget_gate"
 SLOPES = "alibi_slopes"
-OF_CALLS = {"sinks"}  # the score's other option asks for them
 
 
 class ForgetGate(nn.Module):
@@ -44,7 +43,8 @@ class ScoreTensors(nn.Module):
         """Raises ScoreError for a tensor that nothing gives, and for a shape or value that is none."""
         super().__init__()
         learned, given = learned or {}, given or {}
-        wanted = {name: axes for name, axes in score.tensors().items() if name not in OF_CALLS}
+        of_options = [tensor.name for tensor in score.head_tensors]
+        wanted = {name: axes for name, axes in score.tensors().items() if name not in of_options}
         self.learned, self.made = nn.ParameterDict(), nn.ModuleDict()
         self.fixed: list[str] = []
         for name, axes in wanted.items():

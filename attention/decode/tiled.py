@@ -20,6 +20,7 @@ from ..formula.call import tile_formula
 from ..gpu import NAMESPACE
 from ..precision import accum_dtype
 from ..score import Layout, key_intervals
+from ..scores.sinks import start_with_sinks
 from ..spec import Inputs, Spec
 from .cache import Cache, host_sees
 
@@ -39,7 +40,6 @@ def decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], 
     known, layout = Spec.read(spec), Layout(lengths=lengths)
     score, scale, block_k = known.score, known.scale, known.block_k
     given = Inputs.of(known, inputs)
-    sinks = given.sinks
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], kept.longest()
     dtype = accum_dtype(q.dtype)
     b_q = q.unflatten(1, (H_kv, H // H_kv)).to(dtype)  # (B, H_kv, G, T, D)
@@ -49,9 +49,7 @@ def decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], 
     # exp(-inf - m) = 0 and never a NaN.
     m = torch.full_like(b_q[..., :1], torch.finfo(dtype).min)
     l = torch.zeros_like(m)
-    if sinks is not None:  # as if a key without a value had been seen before all others
-        m.copy_(sinks.view(H_kv, -1, 1, 1))
-        l.fill_(1.0)
+    start_with_sinks(m, l, given.sinks)
     o = torch.zeros_like(b_q)
 
     for start in range(0, S, block_k):

@@ -9,7 +9,7 @@
     score.py     which tiles of keys and queries see each other, and how scores change
     horizon.py   the distance beyond which ALiBi leaves a key no weight
     formula.py   scores by formula: their functions in Triton; formula_gradients.py has passes for what they learn
-    recognise.py formulas that are a soft cap or ALiBi
+    recognise.py scores by the options that kernels have code for, or by a formula
     tiles.py     tiles of (B, H, T, D) tensors, in and out of the chip
     configs.py   block sizes for each head size, dtype, dropout and architecture
 

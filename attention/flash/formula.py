@@ -28,6 +28,7 @@ from ..formula import operations as ops
 from ..formula.call import visible_distances
 from ..formula.derivative import derivatives
 from ..formula.graph import Node, is_number, leaf, topological
+from ..formula.hoist import steps_of
 from ..formula.parse import show
 from ..formula.plan import Plan, placeholder, plan
 from ..gpu import ALIGNMENT
@@ -336,9 +337,8 @@ def column_input(x: Tensor) -> Tensor:
 
 def readable(spec: Spec, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors of a formula as kernels read them."""
-    steps = spec.score.steps()
-    assert steps is not None
-    hoisted = len(steps.hoisted)
+    score = spec.score
+    hoisted = len(steps_of(str(score.expression), score.causal, score.most_keys).hoisted)
     strided = [x.ndim == 0 or k >= hoisted or x.stride(-1) == 1 for k, x in enumerate(tensors)]
     return tuple(x if is_fine else x.contiguous() for x, is_fine in zip(tensors, strided, strict=True))
 

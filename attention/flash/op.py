@@ -21,9 +21,10 @@ from ..errors import Option, UnsupportedAttention
 from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE
 from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
 from ..score import Score
+from ..scores import OPTIONS
 from ..spec import Inputs, Spec
 from .call import KernelCall, Problem
-from .recognise import as_options, recognised, with_options
+from .recognise import as_options, has_code, recognised, with_options
 
 if HAS_TRITON:
     import triton
@@ -37,6 +38,7 @@ if HAS_TRITON:
     from .tiles import addressable, rows_like
 
 MAX_HEAD_DIM = 256
+KERNEL_TENSORS = {option.tensor.name for option in OPTIONS if option.in_kernels and option.tensor is not None}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLASH, TILED = Option("attention", "flash"), Option("attention", "tiled")
 
@@ -227,7 +229,7 @@ class FlashAttention(Attention):
 
     name = "flash"
     options = frozenset({"allow_tf32", "path", "precision"})
-    supports = FEATURES
+    supports = FEATURES - {option.name for option in OPTIONS if not (option.in_kernels or option.is_formula)}
     exact = True
 
     def check(self, shape: AttentionShape) -> None:
@@ -265,22 +267,20 @@ class FlashAttention(Attention):
         return [Problem(spec, shape.head_dim, shape.dtype, T, T, capability) for spec in specs]
 
     def prepare(self, q: Tensor, call: Call, S: int) -> tuple[Tensor, Call]:
-        """A formula alone: the kernels know the soft cap and ALiBi, and recognise their formulas."""
+        """A formula alone: the kernels have code for some options, and recognise their formulas."""
         score = call.spec.score
-        if score.formula is None:
+        if has_code(score):
             return q, call
-        text = str(score.formula)
-        known, found = as_options(text, score.causal, score.window, score.sinks), recognised(text)
-        if known is None:
-            return super().prepare(q, call, S)
-        if found is None:  # a factor of s alone
+        known, found = as_options(*score.values) or score, recognised(str(score.expression))
+        given = {} if found is None else {name: call.tensors[theirs] for name, theirs in found.tensors}
+        # The options' kernels give these no gradient.
+        if any(x.requires_grad or x.shape != (q.shape[1],) for x in given.values()):
+            known = score
+        if found is None or known.formula is not None:
             q, call = super().prepare(q, call, S)
-        elif found.slopes is not None:
-            slopes = call.tensors[found.slopes]
-            if slopes.requires_grad or slopes.shape != (q.shape[1],):  # the options' kernels give it no gradient
-                return super().prepare(q, call, S)
-            call = call._replace(tensors=call.tensors | {"slopes": slopes})
-        return q, call._replace(spec=call.spec._replace(score=known))
+            given = {}
+        given |= {x.name: call.tensors[x.name] for x in score.head_tensors if x.learned}
+        return q, call._replace(spec=call.spec._replace(score=known), tensors=given)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         compiling = torch.compiler.is_compiling()
@@ -341,7 +341,7 @@ def kernel_code(score: Score) -> str:
 
 def of_kernels(call: Call) -> dict[str, Tensor]:
     """The tensors of the score that kernels read."""
-    return {name: fp32(x) for name, x in call.tensors.items() if name in ("slopes", "sinks")}
+    return {name: fp32(x) for name, x in call.tensors.items() if name in KERNEL_TENSORS}
 
 
 def fp32(x: Tensor) -> Tensor:

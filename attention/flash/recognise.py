@@ -1,71 +1,64 @@
-"""Formulas that the kernels have faster ways for: a soft cap, ALiBi, and ALiBi after a soft cap."""
+"""Scores as the kernels compute them: by the options that they have code for, or by a formula."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..formula.graph import Node, is_number, leaf, make
+from ..formula.graph import leaf
 from ..formula.parse import parse
 from ..gpu import constant_when_compiled
 from ..score import Score
+from ..scores import OPTIONS
 
 
-class Recognised(NamedTuple):
-    """A formula as the kernels' options, and the tensor that has ALiBi's slopes."""
+class Options(NamedTuple):
+    """A formula as options of a Score, and the formula's names of their tensors: pairs, as torch.compile takes them."""
 
-    soft_cap: float | None
-    slopes: str | None
-
-
-def soft_cap_of(x: Node) -> float | None:
-    """c of c tanh(s / c); None for anything else."""
-    if x.op != "mul" or not is_number(x.args[0]) or x.args[1].op != "tanh":
-        return None
-    cap, s = x.args[0].value, x.args[1].args[0]
-    by_number = s.op == "div" and s.args[0] is leaf("s") and is_number(s.args[1], cap)
-    return float(cap) if by_number and cap > 0 else None
-
-
-def slopes_of(x: Node) -> str | None:
-    """The tensor of tensor[h] (i - j); None for anything else."""
-    distance = make("real", (make("sub", (leaf("i"), leaf("j")), kind="whole"),))
-    for one, other in (x.args, x.args[::-1]) if x.op == "mul" else ():
-        if one.op == "load" and one.args == (leaf("h"),) and other is distance:
-            return str(one.value)
-    return None
+    values: tuple[tuple[str, Any], ...]
+    tensors: tuple[tuple[str, str], ...]
 
 
 @constant_when_compiled
-def recognised(text: str) -> Recognised | None:
+def recognised(text: str) -> Options | None:
     """The options whose formula this is; None where there are none."""
-    x, slopes = parse(text), None
-    if x.op == "sub" and (slopes := slopes_of(x.args[1])) is not None:
-        x = x.args[0]
-    cap = soft_cap_of(x)
-    if (cap is None and x is not leaf("s")) or (cap is None and slopes is None):
-        return None
-    return Recognised(cap, slopes)
+    values: dict[str, Any] = {}
+    tensors: dict[str, str] = {}
+    x = parse(text)
+    for option in reversed(OPTIONS):
+        if (known := option.recognised(x)) is not None:
+            x, values[option.name] = known.before, known.value
+            tensors |= known.tensors
+    return Options((*values.items(),), (*tensors.items(),)) if values and x is leaf("s") else None
+
+
+def has_code(score: Score) -> bool:
+    """Whether the kernels have code for all that a score asks for."""
+    return score.formula is None and all(option.in_kernels for option, _ in score.options)
 
 
 def with_options(score: Score) -> Score:
-    """A score whose formula the kernels recognise with their options instead; others as they are."""
-    if score.formula is None:
-        return score
-    return as_options(str(score.formula), score.causal, score.window, score.sinks) or score
+    """The same score for the kernels: with options in place of a formula that they recognise, and the other way round.
+
+    A factor of s alone is multiplied into the queries and leaves the kernels nothing to do.
+    """
+    return score if has_code(score) else as_options(*score.values) or score
 
 
 @constant_when_compiled
-def as_options(formula: str, causal: bool, window: int | None, sinks: bool) -> Score | None:
-    """A score by formula, given by its fields, as the kernels' options; None where the kernels compute the formula.
+def as_options(*values: Any) -> Score | None:
+    """`with_options` for a score's values; None where that is a formula which stays as it is.
 
-    A factor of s alone is multiplied into the queries and leaves the kernels nothing to do. The compiler of torch 2.11
-    can pass no Score to a constant function, nor call a method of one that such a function returns.
+    The compiler of torch 2.11 can pass no Score to a constant function, nor call a method of one that such a function
+    returns.
     """
-    score = Score(causal, window, sinks=sinks, formula=formula)
-    found, steps = recognised(formula), score.steps()
+    score = Score(*values)
+    found, steps = recognised(str(score.expression)), score.steps()
+    off = {option.name: option.default for option in OPTIONS if option.is_formula}
     if steps is not None and steps.is_identity:
-        return replace(score, formula=None)
-    if found is None or (found.slopes is not None and not causal):
-        return None
-    return replace(score, formula=None, soft_cap=found.soft_cap, alibi=found.slopes is not None)
+        return replace(score, formula=None, **off)
+    known = {} if found is None else dict(found.values)
+    looks_back = any(option.looks_back and option.name in known for option in OPTIONS)
+    if known and (score.causal or not looks_back):
+        return replace(score, formula=None, **(off | known))
+    return None if score.formula is not None else replace(score, formula=score.expression, **off)

@@ -19,7 +19,7 @@ def reach_of(score: Score, layout: Layout, T: int, S: int, H: int) -> Reach:
     """The positions of T queries and S keys."""
     first, keys = layout.query_start(T, S), (layout.k_start, layout.k_start + S - 1)
     queries = (0, S - 1) if layout.lengths is not None else (first, first + T - 1)
-    return Reach(queries, keys, score.causal, score.window, H)
+    return Reach(queries, keys, score.causal, score.most_keys, H)
 
 
 def visible_distances(score: Score, layout: Layout, T: int, S: int) -> tuple[int, int]:

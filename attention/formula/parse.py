@@ -15,7 +15,7 @@ from .graph import LEAVES, Mistake, Node, leaf, number, real, topological
 LONGEST = 500  # characters
 MOST_NODES = 200  # of a graph
 DEEPEST = 60  # expressions within each other
-# Names of a call's other arguments, and of its other tensors: no tensor of a formula can have them.
+# Names of a call's other arguments: no tensor of a formula can have them.
 TAKEN = {"q", "k", "v", "cache", "score", "layout", "scale", "dropout_key", "return_lse", "tensors", "sinks"}
 
 CALLS: dict[str, tuple[int, Callable[..., Node]]] = {

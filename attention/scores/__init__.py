@@ -1,1 +1,16 @@
-"""Published scores, one file each: the formula, its tensors, and where it comes from."""
+"""The options of a `Score`, one file each: all that an option is. A new file is a new option.
+
+option.py has their base. Formulas that need no option of their own are presets in conf/score/.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from .option import HeadTensor, Recognised, ScoreOption
+
+for module in iter_modules(__path__):
+    import_module(f"{__name__}.{module.name}")
+
+OPTIONS = tuple(sorted((option() for option in ScoreOption.__subclasses__()), key=lambda option: option.order))
+
+__all__ = ["OPTIONS", "HeadTensor", "Recognised", "ScoreOption"]

@@ -62,7 +62,7 @@ def passes(row: Row, implementation: str, T: int, D: int, dropout: float) -> tup
     with torch.device("cuda"):
         tensors = {name: x.requires_grad_(row.learned) for name, x in row.tensors(T).items()}
     leaves = [x.requires_grad_() for x in (q, k, v)] + [x for x in tensors.values() if x.requires_grad]
-    score = Score(formula=row.formula, **(row.options or {}))  # type: ignore[arg-type]
+    score = Score(formula=row.formula, **(row.options or {}))
     attend = build_attention(AttentionConfig(implementation, dropout=dropout))
     key = KEY if dropout else None
 

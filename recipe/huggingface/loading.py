@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from attention.score import Score
+from attention.scores import OPTIONS
 from data.untrusted import SETTINGS, UntrustedError, read_json
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
@@ -201,8 +202,10 @@ def unlike(
     for name in apart:
         need = f"model.{name}={as_typed(plain(theirs[name]))}"
         yield f"init_from={source} has {need}, and the model {as_typed(plain(ours.get(name)))}; set {need}."
-    if any(score.sinks for score in scores):
-        yield f"init_from={source} has score.sinks=false, and the model true; set score.sinks=false."
+    for option in OPTIONS:
+        name, learned = f"score.{option.name}", option.tensor is not None and option.tensor.learned
+        if learned and any(getattr(score, option.name) for score in scores):
+            yield f"init_from={source} has {name}=false, and the model true; set {name}=false."
     size = settings.model.vocab_size
     if vocab_size not in (None, size):
         remedy = (

@@ -164,8 +164,7 @@ class Listener:
             name: x.detach() if isinstance(x, Tensor) else x for name, x in called.tensors.items()
         }
         leaves = {"dq": q, "dk": k, "dv": v}
-        if called.options["score"].sinks:
-            leaves["dsinks"] = tensors["sinks"]
+        leaves |= {f"d{x.name}": tensors[x.name] for x in called.options["score"].head_tensors if x.learned}
         problem = problem_of(q, k, **called.options, dropout=self.dropout, tensors=tensors)
         got: dict[str, Tensor | None] = {}
         do = called.gradient_of_out(self.layer)

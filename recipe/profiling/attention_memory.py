@@ -33,7 +33,7 @@ def forward_backward(attend: Attention, shape: AttentionShape, score: Score, B: 
 
     q, k, v = random(shape.n_heads), random(shape.n_kv_heads), random(shape.n_kv_heads)
     do = torch.ones_like(q)
-    sizes = {"sinks": [shape.n_heads]} if score.sinks else {}
+    sizes = {tensor.name: [shape.n_heads] for tensor in score.head_tensors if tensor.learned}
     if score.formula is not None:
         sizes |= least_sizes(str(score.formula), reach_of(score, Layout(), T, T, shape.n_heads))
     tensors = {name: torch.zeros(size, device=shape.device, requires_grad=True) for name, size in sizes.items()}

@@ -214,9 +214,9 @@ class Record(NullRecord):
         return once * self.trainer.micro_steps
 
     def _reads_tensors(self) -> bool:
-        """Whether a score reads tensors of the model, without which attention is not measured alone."""
+        """Whether a score's formula reads tensors of the model, without which attention is not measured alone."""
         scores = [score for score in self.origin.shape.scores if score.formula is not None]
-        return any(score.tensors().keys() - {"sinks"} for score in scores)
+        return any(len(score.tensors()) > len(score.head_tensors) for score in scores)
 
     def _memory(self, finished: bool) -> tuple[str | None, dict[str, float]]:
         """The source of the memory peak, and the peak. A CPU has no such counter; there the attention's allocations are

@@ -1,0 +1,28 @@
+"""A window: a query sees its last keys alone. Beltagy et al. 2020, "Longformer"; Jiang et al. 2023, "Mistral 7B"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import Option, ScoreError
+from .option import ScoreOption
+
+
+class Window(ScoreOption):
+    """keys a query sees, its own included; None: all"""
+
+    name, order = "window", 1
+    type, words, default = int | None, "a whole number", None
+    title = "a window"
+    looks_back = hides_keys = in_kernels = True
+
+    def check(self, value: int) -> None:
+        if value < 1:
+            window = Option("score.window", value)
+            raise ScoreError("{} must be at least 1, the query's own key; leave it out for all keys.", window)
+
+    def first_key(self, value: int, query: Any) -> Any:
+        return query - (value - 1)
+
+    def most_keys(self, value: int) -> int:
+        return value
