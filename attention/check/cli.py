@@ -64,7 +64,9 @@ def check(
         prepare(session, tuple(dtypes))
         if not session.dtypes:
             reason = next(iter(session.refused.values()))
-            raise CheckError(f"{subject.name} does not run on {device} with two heads of 64 and 64 tokens: {reason}")
+            raise CheckError(
+                f"{subject.name} cannot be checked on {device} with two heads of 64 and 64 tokens: {reason}"
+            )
         lines = [*behaviour(session), *dropout(session), *system(session), *gpu(session)]
         session.deadline = deadline  # a slow implementation has half of the time left for these
         lines = [*accuracy(session), *lines]

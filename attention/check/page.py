@@ -111,7 +111,7 @@ def unseen(
     if gradients:
         found.append(f"Gradients ({', '.join(x for x in RESULTS if x[0] == 'd')}): {gradients}")
     for dtype, reason in refused.items():
-        found.append(f"{dtype}: refused, {reason}")
+        found.append(f"{dtype} is not checked: {reason}")
     if not {"fp32", "fp64"} & set(dtypes):
         found.append("Errors below the rounding of 16 bits, such as a scale 0.1 % off: no higher precision is taken.")
     short = [line.name for line in lines if "no time" in line.detail]

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import attention
@@ -61,6 +63,12 @@ def session_of(subject: Subject, *dtypes: str) -> Session:
 
 def worst(subject: Subject, case: Case) -> Verdict:
     return max(verdicts(subject, case, CPU), key=lambda verdict: verdict.share)
+
+
+@triton.jit
+def to_bf16(x, y, N: tl.constexpr):
+    o_n = tl.arange(0, N)
+    tl.store(y + o_n, tl.load(x + o_n).to(tl.bfloat16))
 
 
 def plain(q, k, v, causal=True, scale=None, window=None, softcap=None, alibi_slopes=None, s_aux=None, return_lse=False):
@@ -301,6 +309,17 @@ def test_a_check_that_cannot_start_says_why_and_exits_with_2(capsys):
 def test_a_check_that_compared_nothing_does_not_call_an_attention_correct(capsys):
     assert main(["naive", "--dtypes", "fp32", "--seconds", "0"]) == 2
     assert "Nothing of naive was compared with fp64." in capsys.readouterr().out
+
+
+def test_bf16_is_not_checked_where_tritons_interpreter_does_not_round_to_it():
+    for name, taken in (("flash", ("fp16",)), ("tiled", ("fp16", "bf16"))):
+        session = Session(find(name), CPU, float("inf"), stream=None)
+        prepare(session, ("fp16", "bf16"))
+        assert session.dtypes == taken
+    x = torch.linspace(1, 2, 64)
+    rounded, cut = x.to(torch.bfloat16), torch.empty(64, dtype=torch.bfloat16)
+    to_bf16[(1,)](x, cut, 64)
+    assert not torch.equal(cut, rounded), "the interpreter rounds now: check bf16 in it too"
 
 
 def test_a_sentence_of_this_library_is_not_cut():
