@@ -101,7 +101,7 @@ def test_mask_in_each_kernel_is_keep_mask_for_every_block_size_in_the_tables(ker
 
     def run(do: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         tensors = [*on_device(q, k, v, unit_do, do), lse2(q, k), delta, dq, dk, dv]
-        launch(Tensors._make(tensors), call, blocks)
+        launch(Tensors(*tensors), call, blocks)
 
     if kernel == "dq":
         run(unit_do, q, identity, unit_v)
