@@ -251,7 +251,8 @@ def test_jobs_on_a_cpu_run_at_once_and_share_the_cores_that_the_sweep_may_use(sw
     sweep([f"kind=completes seed={seed}" for seed in range(2)], devices=chosen_devices(None, jobs=3))
     assert [calls(tmp_path, job)[0]["threads"] for job in range(2)] == ["3", "3"]
     sweep([f"kind=meets seed={seed}" for seed in range(2)], name="11-00-00", devices=chosen_devices(None, jobs=2))
-    for wrong in (0, 1.5, True):
+    wrongs: list[Any] = [0, 1.5, True]
+    for wrong in wrongs:
         with pytest.raises(SweepError, match="must be a whole number from 1 on"):
             chosen_devices(None, jobs=wrong)
     with pytest.raises(SweepError, match="leave it or gpus=all out"):
