@@ -16,6 +16,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Triton's interpreter, without a GPU
+    LOG2_E = tl.constexpr(1.4426950408889634)
 
 # Of custom operators, which are global: the checkout's attention and an installed gpt_attention can share a process.
 NAMESPACE = __name__.partition(".")[0]

@@ -17,13 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dropout.kernel import drop, dropped_tile, load_key
+from ..scores.alibi import alibi_bias, alibi_row_bias
+from ..scores.sinks import sinks_gradient_of_kernels
+from ..scores.soft_cap import soft_cap_tanh, times_derivative
 from .call import KernelCall
 from .configs import Blocks, choose
 from .formula import Place, kernel_inputs
 from .score import (
     LOG2_E,
-    alibi_bias,
-    alibi_row_bias,
     change_scores,
     key_interval,
     locate,
@@ -32,8 +33,6 @@ from .score import (
     seeing_queries,
     seen_keys,
     sees_key,
-    soft_cap_tanh,
-    times_derivative,
 )
 from .tiles import (
     ROW_ALIGNMENT,
@@ -424,13 +423,4 @@ def backward(
     x = Tensors(q, k, v, out, addressable(do), lse2, rows_like(q), *gradients)
     launch_dq(x, call, configs.dq)
     launch_dkdv(x, call, configs.dkdv)
-    return None if sinks is None else sinks_gradient(sinks, lse2, x.delta, q.shape[2], call.spec.threshold)
-
-
-def sinks_gradient(sinks: Tensor, lse2: Tensor, delta: Tensor, T: int, threshold: int) -> Tensor:
-    """The gradient of the sinks (H,), from lse2 and delta (B, H, T or more).
-
-    ds = p (dp - delta) with dp = 0, as a sink has no value; `delta` lacks the scale of what dropout keeps.
-    """
-    p_sink = torch.exp2(sinks[:, None] * LOG2_E.value - lse2)
-    return (p_sink * delta)[..., :T].sum((0, 2)) * (-256 / (256 - threshold))
+    return None if sinks is None else sinks_gradient_of_kernels(sinks, lse2, x.delta, q.shape[2], call.spec.threshold)

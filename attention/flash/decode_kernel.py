@@ -22,16 +22,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..scores.alibi import alibi_bias
+from ..scores.soft_cap import soft_cap_tanh
 from .formula import Place
 from .score import (
     LOG2_E,
     Positions,
-    alibi_bias,
     change_scores,
     key_interval,
     log2_factor,
     seen_keys,
-    soft_cap_tanh,
 )
 from .tiles import dot
 

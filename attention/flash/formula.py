@@ -31,10 +31,10 @@ from ..formula.graph import Node, is_number, leaf, topological
 from ..formula.hoist import steps_of
 from ..formula.parse import show
 from ..formula.plan import Plan, placeholder, plan
-from ..gpu import ALIGNMENT
+from ..gpu import ALIGNMENT, INTERPRET
 from ..score import Layout, Score
+from ..scores.soft_cap import tanh
 from ..spec import Inputs, Spec
-from . import score as kernel_score
 from .call import KernelCall
 
 LARGEST_TILE = 128  # keys
@@ -133,7 +133,7 @@ def compiled(text: str, digest: str) -> dict[str, Any]:
     text = text.replace("JIT", "@triton.jit") + "\n"
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     module = ModuleType(f"formula_{digest}")
-    vars(module).update(triton=triton, tl=tl, tanh_of=tanh_of, tl_tanh=kernel_score.tanh, given_index=given_index)
+    vars(module).update(triton=triton, tl=tl, tanh_of=tanh_of, tl_tanh=tanh, given_index=given_index)
     exec(compile(text, file, "exec"), vars(module))
     names = ("head", "row", "column", "value", "slope", "weights")
     return {name: vars(module)[f"{name}_{digest}"] for name in names}
@@ -142,8 +142,8 @@ def compiled(text: str, digest: str) -> dict[str, Any]:
 @triton.jit
 def tanh_of(x, EXACT: tl.constexpr):
     """tanh in fp32; off by 2^-11 of itself unless EXACT."""
-    if kernel_score.INTERPRET or EXACT:
-        b_x = kernel_score.tanh(x)
+    if INTERPRET or EXACT:
+        b_x = tanh(x)
     else:
         asm: tl.constexpr = "tanh.approx.f32 $0, $1;"
         b_x = tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

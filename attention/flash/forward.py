@@ -17,21 +17,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dropout.kernel import drop, dropped_tile, load_key
+from ..scores.alibi import alibi_bias, alibi_row_bias
+from ..scores.soft_cap import LEAST_MAXIMUM, soft_cap_tanh
 from .call import KernelCall
 from .configs import Blocks, choose
 from .formula import Place, kernel_inputs
 from .score import (
-    LEAST_MAXIMUM,
     LOG2_E,
-    alibi_bias,
-    alibi_row_bias,
     change_scores,
     key_interval,
     locate,
     log2_factor,
     seen_keys,
     sees_key,
-    soft_cap_tanh,
 )
 from .tiles import (
     Rows,

@@ -6,8 +6,7 @@ from a shape alone.
     seen_keys, seeing_queries       the tiles to visit, and which of them need no mask
     key_interval, query_interval    the keys a query sees and the queries that see a key, always an interval
     sees_key, seen_by_query         the mask of a tile
-    change_scores                   soft cap, then ALiBi; scores in base 2
-    times_derivative                the gradient through that change
+    change_scores                   soft cap, then ALiBi, by the functions of attention/scores/; scores in base 2
 
 A query i stands at the key i + offset, its own: S - T unless the layout says otherwise.
 """
@@ -17,12 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..gpu import INTERPRET
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-# The lowest maximum of a row whose scores a soft cap bounds, in base 2. exp(s) is at most 2^87 there, so that a weight
-# is at most 2^103, and no sum of weights and values overflows.
-LEAST_MAXIMUM = tl.constexpr(-16.0)
+from ..gpu import LOG2_E
 
 
 class Positions(NamedTuple):
@@ -226,55 +220,3 @@ def change_scores(b_s, b_tanh, b_bias, scale_log2, MODE: tl.constexpr):
     if MODE.alibi:
         b_s = b_s * (scale_log2 if MODE.soft_cap is None else MODE.soft_cap * LOG2_E) + b_bias
     return b_s
-
-
-@triton.jit
-def times_derivative(b_x, b_tanh, MODE: tl.constexpr):
-    """b_x times the derivative of the changed scores by s = scale q k^T: 1 - tanh(s / c)^2 where there is a cap."""
-    if MODE.soft_cap is not None:
-        b_x = b_x * (1.0 - b_tanh * b_tanh)
-    return b_x
-
-
-@triton.jit
-def alibi_bias(slope2, o_m, o_n, i_n, i_reference, pos, MODE: tl.constexpr):
-    """log2(e) times -slope (i - j), for slope2 = log2(e) slope, queries o_m and the keys i_n + o_n.
-
-    o_m and o_n have shapes that broadcast to the tile's. In 16 bits all queries get the bias of the one whose own key
-    is i_reference: one number a column and not one a score. `alibi_row_bias` is the rest, constant along a row.
-    """
-    if MODE.exact:
-        b_bias = slope2 * (i_n + o_n - (o_m + pos.offset)).to(tl.float32)
-    else:
-        b_bias = slope2 * o_n.to(tl.float32) + slope2 * (i_n - i_reference).to(tl.float32)
-    return b_bias
-
-
-@triton.jit
-def alibi_row_bias(slope2, o_m, i_reference, pos, MODE: tl.constexpr):
-    """What `alibi_bias` adds too much for the queries o_m: to be subtracted from their log-sum-exp."""
-    return 0.0 if MODE.exact else slope2 * (o_m + pos.offset - i_reference).to(tl.float32)
-
-
-@triton.jit
-def soft_cap_tanh(b_s, scale_log2, MODE: tl.constexpr):
-    """tanh(s / c) of a soft cap, for s = scale q k^T."""
-    b_x = b_s * (scale_log2 / (MODE.soft_cap * LOG2_E))
-    if INTERPRET or MODE.exact:
-        b_tanh = tanh(b_x)
-    else:  # off by 2^-11 of itself, where bf16 is off by 2^-9
-        asm: tl.constexpr = "tanh.approx.f32 $0, $1;"
-        b_tanh = tl.inline_asm_elementwise(asm, "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1)
-    return b_tanh
-
-
-@triton.jit
-def tanh(x):
-    """tanh in fp32, to within a few roundings (Moshier's Cephes, tanhf)."""
-    z = x * x
-    poly = -5.70498872745e-3 * z + 2.06390887954e-2
-    poly = poly * z - 5.37397155531e-2
-    poly = poly * z + 1.33314422036e-1
-    poly = poly * z - 3.33332819422e-1
-    far = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2_E)) + 1.0)
-    return tl.where(tl.abs(x) < 0.625, poly * z * x + x, tl.where(x < 0, -far, far))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formula.graph import Node, leaf, make
+from ..gpu import HAS_TRITON
 from .option import HeadTensor, Recognised, ScoreOption
 
 
@@ -40,3 +41,26 @@ class ALiBi(ScoreOption):
             if one.op == "load" and one.args == (leaf("h"),) and other is distance:
                 return Recognised(True, x.args[0], {"slopes": str(one.value)})
         return None
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def alibi_bias(slope2, o_m, o_n, i_n, i_reference, pos, MODE: tl.constexpr):
+        """log2(e) times -slope (i - j), for slope2 = log2(e) slope, queries o_m and the keys i_n + o_n.
+
+        o_m and o_n have shapes that broadcast to the tile's. In 16 bits all queries get the bias of the one at key
+        i_reference: one number a column and not one a score. `alibi_row_bias` is the rest, constant along a row.
+        """
+        if MODE.exact:
+            b_bias = slope2 * (i_n + o_n - (o_m + pos.offset)).to(tl.float32)
+        else:
+            b_bias = slope2 * o_n.to(tl.float32) + slope2 * (i_n - i_reference).to(tl.float32)
+        return b_bias
+
+    @triton.jit
+    def alibi_row_bias(slope2, o_m, i_reference, pos, MODE: tl.constexpr):
+        """What `alibi_bias` adds too much for the queries o_m: to be subtracted from their log-sum-exp."""
+        return 0.0 if MODE.exact else slope2 * (o_m + pos.offset - i_reference).to(tl.float32)

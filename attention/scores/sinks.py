@@ -8,6 +8,8 @@ and that every query sees, also one that sees nothing else.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -63,3 +65,9 @@ def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """
     p_sink = torch.exp(sinks.view(lse.shape[1], -1, 1, 1) - lse)
     return -(p_sink * delta).sum(dim=(0, 3, 4)).flatten().to(sinks.dtype)
+
+
+def sinks_gradient_of_kernels(sinks: Tensor, lse2: Tensor, delta: Tensor, T: int, threshold: int) -> Tensor:
+    """The same from lse2, in base 2, and delta (B, H, T or more), without the scale that dropout gives kept weights."""
+    p_sink = torch.exp2(sinks[:, None] * math.log2(math.e) - lse2)
+    return (p_sink * delta)[..., :T].sum((0, 2)) * (-256 / (256 - threshold))

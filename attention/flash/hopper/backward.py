@@ -26,8 +26,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from ...scores.sinks import sinks_gradient_of_kernels
 from .. import tiles as plain
-from ..backward import Gradients, sinks_gradient
+from ..backward import Gradients
 from ..call import KernelCall
 from ..formula import kernel_inputs
 from ..score import LOG2_E, locate
@@ -405,4 +406,4 @@ def backward(
         num_warps=8,
         enable_fp_fusion=True,
     )
-    return None if sinks is None else sinks_gradient(sinks, lse2, rows.delta, T, call.spec.threshold)
+    return None if sinks is None else sinks_gradient_of_kernels(sinks, lse2, rows.delta, T, call.spec.threshold)

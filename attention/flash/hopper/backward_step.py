@@ -15,14 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...scores.alibi import alibi_bias
+from ...scores.soft_cap import soft_cap_tanh, times_derivative
 from ..formula import Place
 from ..score import (
-    alibi_bias,
     change_scores,
     log2_factor,
     seen_by_query,
-    soft_cap_tanh,
-    times_derivative,
 )
 from .backward_pipeline import HALF, SLOTS, WIDTH, half_of, piece_of
 from .compat import barrier, reinterpret

@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..score import LEAST_MAXIMUM, LOG2_E
+from ...scores.soft_cap import LEAST_MAXIMUM
+from ..score import LOG2_E
 from ..tiles import store_lse
 from .compat import reinterpret, tma_store
 from .forward_pipeline import release_stage, skip

@@ -6,17 +6,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from ...scores.alibi import alibi_bias, alibi_row_bias
+from ...scores.soft_cap import soft_cap_tanh
 from ..formula import Place
 from ..score import (
     LOG2_E,
-    alibi_bias,
-    alibi_row_bias,
     change_scores,
     key_interval,
     locate,
     log2_factor,
     sees_key,
-    soft_cap_tanh,
 )
 from .dropout import drop, load_key
 
