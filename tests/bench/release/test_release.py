@@ -45,7 +45,7 @@ def test_the_command_of_a_part_is_accepted_and_writes_its_result_file(part: Part
     if torch.cuda.is_available():
         pytest.skip("it would measure")
     if part.gpus == 0:
-        known = module in ("bench.generate", "tests.attention.faults")
+        known = module in ("bench.generate", "bench.llama", "tests.attention.faults")
         assert known or arguments[0] in {*EXPERIMENTS, *SEEDS, *SWEEPS}
         return
     if part.needs.endswith("nanoGPT"):
