@@ -45,6 +45,9 @@ def main() -> None:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+    with suppress(ChildProcessError):
+        while os.wait():
+            pass
 
 
 def read_at_import(variables: Mapping[str, str]) -> dict[str, str]:

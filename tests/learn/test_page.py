@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
+import io
 import itertools
 import json
 import re
@@ -16,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from learn.__main__ import main
 from learn.flash import block_sizes
 from learn.page import CHOICES, FIRST, key_of, packed, problem_of, record_choice, shown
 from learn.problem import solve
@@ -30,11 +33,10 @@ CHOICE = FIRST | {"mask": "causal", "dropout": 0.25}
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("learn") / "page.html"
-    done = subprocess.run(
-        [sys.executable, "-m", "learn", f"out={out}"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert "5.4329" in done.stdout
-    assert str(out) in done.stdout
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main([f"out={out}"])
+    assert "5.4329" in printed.getvalue()
+    assert str(out) in printed.getvalue()
     return out
 
 
