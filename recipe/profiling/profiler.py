@@ -23,6 +23,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -138,8 +139,11 @@ class Profiler:
             self.print(f"memory snapshot: {path} (open it at pytorch.org/memory_viz)")
         if not self.profile:
             return {}
-        path = self.folder / "trace.json.gz"
-        self.profiler.export_chrome_trace(str(path))
+        path, plain = self.folder / "trace.json.gz", self.folder / "trace.json"
+        self.profiler.export_chrome_trace(str(plain))
+        with plain.open("rb") as trace, gzip.open(path, "wb", compresslevel=6) as compressed:
+            shutil.copyfileobj(trace, compressed, 1 << 20)  # torch would compress line by line, for seconds
+        plain.unlink()
         steps = self.last - self.first + 1
         times = {name: us / steps / 1e3 for name, us in summarise(read_trace(path)).items()}
         table = format_table(times)
