@@ -28,11 +28,14 @@ help: ## show this list
 # What to install of pyproject.toml's extras. The stamp is newer than that file when the environment is up to date.
 # The pip that comes with Python 3.11 takes three times as long as today's.
 EXTRAS ?= dev
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "error: this project needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 setup" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.pip pyproject.toml
 	$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[$(EXTRAS)]'
 	@touch $@
 
@@ -61,9 +64,14 @@ stack: setup ## test every supported torch and Python, each in a temporary envir
 
 # For continuous integration, whose other checks use the Triton of a newer torch.
 .PHONY: oldest-triton
-oldest-triton: setup
-	$(PIP) --no-deps --upgrade --target .cache/oldest-triton 'triton==3.6.*'
-	TRITON_INTERPRET=0 PYTHONPATH=.cache/oldest-triton $(BIN)/python -m bench.stack.kernels sm_80 sm_90a
+OLDEST := .cache/oldest-triton
+$(OLDEST)/.installed: $(VENV)/.pip
+	rm -rf $(OLDEST)
+	$(PIP) --no-deps --target $(OLDEST) 'triton==3.6.*'
+	@touch $@
+
+oldest-triton: setup $(OLDEST)/.installed
+	TRITON_INTERPRET=0 PYTHONPATH=$(OLDEST) $(BIN)/python -m bench.stack.kernels sm_80 sm_90a
 
 docs: setup ## build the documentation site in docs/_build/html (half a minute)
 	@test -x $(BIN)/sphinx-build || $(PIP) --editable '.[docs]'

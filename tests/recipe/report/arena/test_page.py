@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from compare import main
 from recipe.arena.plan import read_plan
+from recipe.errors import UserError
 from recipe.report.arena.page import write_arena_report
 from recipe.report.arena.results import Arena, compare_arms
 from recipe.report.arena.text import arena_answer, departures, go_on, lr_warnings
@@ -20,7 +20,6 @@ from tests.recipe.report.arena.synthetic import write_arena
 from tests.recipe.report.arena.test_results import DIVERGED
 from tests.recipe.report.test_page import needs_browser, open_in_browser
 
-ROOT = Path(__file__).parents[4]
 EFFECTS = {"causal": 0.0, "alibi": -0.1, "window": 0.05, "sinks": 1e-5, "odd <b>&|*arm*": 0.011}
 
 
@@ -167,26 +166,19 @@ def test_a_run_with_other_settings_than_its_arm_is_a_departure(tmp_path: Path) -
     assert "The runs of arm are not all the same configuration: they differ in training.steps." in notes
 
 
-@pytest.mark.usefixtures("forked")
-def test_compare_recognises_an_arena_and_keeps_it_alone(tmp_path: Path) -> None:
+def test_compare_recognises_an_arena_and_keeps_it_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_arena(tmp_path / "s", {"base": 0.0, "arm": -0.1, "near": -0.011}, deviation=0.012, looks=2)
-
-    def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "compare.py", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    done = compare(str(folder))
-    assert done.returncode == 0
-    assert "arm is better than base; near is undecided (6 seeds)." in done.stdout
-    (command,) = [line for line in done.stdout.splitlines() if line.startswith("  python train.py")]
+    main([str(folder)])
+    printed = capsys.readouterr().out
+    assert "arm is better than base; near is undecided (6 seeds)." in printed
+    (command,) = [line for line in printed.splitlines() if line.startswith("  python train.py")]
     assert f"\n    {command.strip()}\n" in (folder / "report" / "report.md").read_text()
     other = write_arena(tmp_path / "t", {"base": 0.0, "arm": -0.1})
-    refused = compare(str(folder), str(other))
-    assert (refused.returncode, "give it alone" in refused.stderr) == (1, True)
+    with pytest.raises(UserError, match="give it alone"):
+        main([str(folder), str(other)])
     (other / "arena.json").write_text('{"format": 7}')
-    refused = compare(str(other))
-    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-    assert "has format 7" in refused.stderr
+    with pytest.raises(UserError, match=r"^.*has format 7.*$"):
+        main([str(other)])
 
 
 @pytest.mark.slow
