@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -374,10 +374,8 @@ def test_arguments_that_cannot_be_meant_are_refused_in_one_sentence(arguments, s
     assert "\n" not in str(raised.value)
 
 
-def test_failures_end_the_program_with_one_sentence(run, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sample.py", f"run={run}", "top_k=0"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(sample.__file__, run_name="__main__")
-    assert ended.value.code == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "error: top_k=0 must be at least 1; null draws among all tokens."
+def test_failures_end_the_program_with_one_sentence(run):
+    command = [sys.executable, sample.__file__, f"run={run}", "top_k=0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: top_k=0 must be at least 1; null draws among all tokens.\n"
