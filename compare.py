@@ -46,10 +46,10 @@ def main(arguments: list[str]) -> None:
         print(__doc__)
         return
     folders, config = parse(arguments)
-    found = find_runs(folders)
+    collected = find_runs(folders)
     plan, ladder = planned(folders, config)
     reference = config.reference or "naive"
-    labels = sorted(set(labels_of(found.runs).values()), key=label_order)
+    labels = sorted(set(labels_of(collected.runs).values()), key=label_order)
     if config.reference and reference not in labels:
         raise ReportError(f"reference={reference} is not among the runs; there are {', '.join(labels)}.")
     out = Path(config.out or (folders[0] / "report" if len(folders) == 1 else "report-out"))
@@ -57,13 +57,13 @@ def main(arguments: list[str]) -> None:
         if plan:
             from recipe.report.arena.page import write_arena_report  # needs scipy, which takes a second to import
 
-            report = write_arena_report(found, plan, folders[0], out)
+            report = write_arena_report(collected, plan, folders[0], out)
         elif ladder:
             from recipe.report.ladder.page import write_ladder_report
 
-            report = write_ladder_report(found, ladder, out)
+            report = write_ladder_report(collected, ladder, out)
         else:
-            report = write_report(found, out, reference)
+            report = write_report(collected, out, reference)
     except OSError as error:
         raise ReportError(
             f"the report cannot be written to {out} ({error.strerror}); name another folder with out=<folder>."
@@ -79,14 +79,14 @@ def main(arguments: list[str]) -> None:
     for title, command in report.commands:
         print(f"{title}:\n  {command}")
     print(f"report: {out / 'index.html'}")
-    mode = config.wandb or mode_of(found.runs)
+    mode = config.wandb or mode_of(collected.runs)
     if mode != "disabled":
-        print(publish(found.runs, out, mode))
+        print(publish(collected.runs, out, mode))
 
 
 def planned(folders: list[Path], config: CompareConfig) -> tuple[Plan | None, LadderPlan | None]:
     """The plan of the arena or of the ladder in the given folder; None for other runs. Raises UserError."""
-    plans = [(folder, *found) for folder in folders if any(found := (read_plan(folder), read_ladder(folder)))]
+    plans = [(folder, *both) for folder in folders if any(both := (read_plan(folder), read_ladder(folder)))]
     if not plans:
         return None, None
     folder, plan, ladder = plans[0]

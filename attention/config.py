@@ -26,7 +26,7 @@ class DropoutRng(Enum):
 class SDPABackend(Enum):
     """The backend of torch's scaled_dot_product_attention; `auto` leaves the choice to torch.
 
-    FlexAttention takes `auto`, its own kernels, or `flash`, those of flash-attn 4.
+    FlexAttention takes `auto`, torch's kernels, or `flash`, the kernels of flash-attn 4.
     """
 
     auto = "auto"
@@ -45,7 +45,7 @@ class KernelPath(Enum):
 
 
 class ProductPrecision(Enum):
-    """The precision of the products of attention=flash: that of q, k and v, or fp8 (flash/hopper/fp8.py)."""
+    """The precision of the products of attention=flash: as q, k and v, or fp8 (flash/hopper/fp8.py)."""
 
     inputs = "inputs"
     fp8 = "fp8"
@@ -64,7 +64,7 @@ class AttentionConfig:
     backend    which of torch's kernels to use (sdpa); auto or flash (flex)
     allow_tf32 let fp32 matrix products round their inputs to TF32 (flash)
     path       whose kernels to use: plain Triton for every GPU, or those for Hopper (flash)
-    precision  of the products: that of q, k and v, or fp8, for evaluation and inference on a Hopper GPU (flash)
+    precision  of the products: as q, k and v, or fp8, for evaluation and inference on a Hopper GPU (flash)
 
     Every implementation reads `name` and `dropout`; an option it does not read is refused unless left at its default.
     Options with a choice take it by name too: path="plain". Raises AttentionError for a choice that is not there.

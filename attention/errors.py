@@ -18,7 +18,7 @@ class Option(NamedTuple):
 
 
 class AttentionError(ValueError):
-    """A refusal in one sentence that names the offending value and what to change.
+    """A refusal in one sentence that names the offending value and the remedy.
 
     template, parts  the sentence, with {} where a part stands: an Option, or anything that `format` prints
 
@@ -41,7 +41,7 @@ class AttentionError(ValueError):
 
 
 class ScoreError(AttentionError):
-    """An invalid score or layout; the message says what is valid."""
+    """An invalid score or layout; the message names the valid values."""
 
 
 class FormulaError(ScoreError):
@@ -49,7 +49,7 @@ class FormulaError(ScoreError):
 
 
 class UnsupportedAttention(AttentionError):
-    """A combination the chosen implementation does not support; the message says what to change."""
+    """A combination that the chosen implementation does not support; the message names the remedy."""
 
 
 def no_dropout(name: str, rate: float) -> UnsupportedAttention:
@@ -63,7 +63,7 @@ def no_dropout(name: str, rate: float) -> UnsupportedAttention:
     )
 
 
-# What asks for a feature that is no field with a value.
+# Words for features that no field with a value asks for.
 PHRASES = {
     "layout.documents": "document bounds",
     "layout.offsets": "q_start or k_start",

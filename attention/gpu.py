@@ -1,4 +1,4 @@
-"""Properties of Triton and the GPU on this machine, CUDA graphs, and the namespace of what is registered with torch."""
+"""Properties of Triton and of this machine's GPU, CUDA graphs, and the namespace of operators registered with torch."""
 
 from __future__ import annotations
 

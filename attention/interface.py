@@ -31,7 +31,7 @@ from .score import Layout, Score
 from .scores import OPTIONS
 from .spec import Spec
 
-# What an implementation may not support: see Score.features, Layout.features and Attention.decode.
+# Features that an implementation may lack: see Score.features, Layout.features and Attention.decode.
 FEATURES = frozenset({"full", *(option.name for option in OPTIONS), "formula", "documents", "offsets", "cache"})
 CAUSAL, ONE_DOCUMENT = Score(), Layout()
 
@@ -67,7 +67,7 @@ class AttentionOutput(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a call computes, besides q, k and v, with defaults filled in; see `Attention.__call__`.
+    """A call without its q, k and v, with defaults filled in; see `Attention.__call__`.
 
     spec         what is known before there are tensors: score, scale and so on
     layout       positions and documents

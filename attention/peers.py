@@ -37,7 +37,7 @@ class Sequences(NamedTuple):
 
 
 class Peer(Attention):
-    """What the implementations of this module share.
+    """The base of this module's implementations.
 
     Refusals suggest subclasses of Attention itself, and so never one of these: they may not be installed.
     """

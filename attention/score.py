@@ -1,4 +1,4 @@
-"""What attention computes: which keys a query sees, and how scores are changed. Every implementation reads it.
+"""The function that attention computes: which keys a query sees, and how scores are changed.
 
     Score    fixed for a layer: what a kernel is compiled for
     Layout   where queries and keys stand, and which document each belongs to: tensors of a batch

@@ -124,7 +124,7 @@ def attend_backward(do: Tensor, saved: Sequence[Tensor], inputs: Inputs, spec: S
 
 
 def no_randomness(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What torch's kernels return of dropout: the generator's state, its offset and the mask to debug, all empty."""
+    """The tensors that torch's kernels return for dropout: generator state, offset and debug mask, all empty."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return state, torch.zeros((), dtype=torch.uint64, device=q.device), q.new_empty(0)
 

@@ -37,7 +37,7 @@ NAMES = tuple(PREFIX + name for name in ("naive", "tiled", "flash"))
 
 # Set by `dropout_key` for the whole process: a backward pass recomputes activations in other threads.
 _key: DropoutKey | None = None
-# What is asked of an implementation: its name, dropout, head size, dtype and device.
+# The key of an implementation: its name, dropout, head size, dtype and device.
 Asked = tuple[str, float, int, torch.dtype, torch.device]
 _built: dict[Asked, Attention] = {}
 
@@ -81,7 +81,7 @@ def dropout_key(seed: int | Tensor, step: int | Tensor, first_sequence: int | Te
 
 @dataclass(frozen=True)
 class Visible:
-    """What a mask of transformers says: the form in which it reaches `attend`.
+    """A mask of transformers, in the form in which it reaches `attend`.
 
     For static caches transformers makes masks before the forward pass and handles them like the tensors they are
     elsewhere: hence `ndim` and `contiguous`.
@@ -231,7 +231,7 @@ def visible(
 
 @dataclass(frozen=True)
 class Parts:
-    """What a mask function of transformers consists of.
+    """The parts of a mask function of transformers.
 
     sequences  (B, T) for each token the number of its sequence among those packed in its row
     """

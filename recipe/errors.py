@@ -51,8 +51,12 @@ def as_override(option: tuple[str, object]) -> str:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Print each line of the error as a separate sentence, or have torchrun print it, and exit with status 1."""
-    sentences = "\n".join(f"error: {sentence}" for sentence in sentence_of(error).splitlines())
+    """Print each sentence of the error on a line, or have torchrun print them, and exit with status 1.
+
+    An indented line, such as a formula with the mistake marked, belongs to the sentence above it.
+    """
+    lines = sentence_of(error).splitlines()
+    sentences = "\n".join(line if line.startswith(" ") else f"error: {line}" for line in lines)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # When a rank fails, torchrun prints its own traceback, and below it what each rank wrote to this file. Most
         # errors are those of all ranks: then it ends the others while they wait here, and the sentence stands once.

@@ -2,11 +2,11 @@
 
 gpt-attention check my_module:my_attention
 
-cli.py        the command; page.py and html.py print what it found
-subject.py    the implementation under test: styles.py says how it is called, known.py has those with a name
+cli.py        the command; page.py and html.py print the results
+subject.py    the implementation under test: styles.py has its calling convention, known.py those with a name
 cases.py      one call as plain values; grid.py has all that are tried, in the order in which they are
 formula.py    attention and its backward pass once more, and the rounding to expect
 judge.py      is a difference rounding? The probe of a training run asks the same judge
-accuracy.py, behaviour.py, dropout.py, system.py, gpu.py    what is checked
+accuracy.py, behaviour.py, dropout.py, system.py, gpu.py    the checks
 shrink.py, program.py    the smallest case that fails, and the program that shows it
 """

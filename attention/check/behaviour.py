@@ -1,4 +1,4 @@
-"""What holds bit for bit, whatever the rounding: what a query must not see, the same call again, and the like."""
+"""Properties that hold bit for bit, whatever the rounding: hidden keys have no influence, calls repeat, and others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def behaviour(session: Session) -> Iterator[Line]:
 
 
 def line(session: Session, name: str, calls: int, wrong: list[Failure], fine: str) -> Line:
-    """The line of a property: `wrong` failures, or what held."""
+    """The report's line on a property: the `wrong` failures, or the property that held."""
     late = session.out_of_time()
     if not calls:
         return Line(SECTION, name, "skip", "no time was left" if late else "every call was refused")

@@ -1,4 +1,4 @@
-"""What a call of an Attention computes, for the judge: from its Score, Layout and tensors, by their definitions."""
+"""The reference problem of a call of an Attention, for the judge: its Score, Layout and tensors by definition."""
 
 from __future__ import annotations
 

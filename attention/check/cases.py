@@ -35,7 +35,7 @@ class Case:
     """One attention problem: q (B, H, T, D) against k, v (B, H_kv, S, D).
 
     top_left   causal: query i sees key j iff j <= i; else iff j <= i + S - T, so that the last query sees all keys
-    window     keys a query sees, its own included
+    window     keys a query sees, the one at its position included
     documents  their lengths, which add up to S = T; each further sequence of the batch has them in another order
     scale      of the scores; None: D ** -0.5
     dropout    probability of dropping a weight
@@ -160,7 +160,7 @@ def draw(case: Case, device: torch.device | str = "cpu") -> Inputs:
 
 
 def problem(case: Case, inputs: Inputs, keep: Tensor | None = None) -> Problem:
-    """What the formula computes for a case; `keep` as in Problem, where the case drops weights."""
+    """The reference problem of a case; `keep` as in Problem, where the case drops weights."""
     device = inputs.q.device
     i = torch.arange(case.T, device=device)[:, None] + case.first_position()
     j = torch.arange(case.S, device=device)

@@ -1,4 +1,4 @@
-"""Dropout: how many weights it drops, which ones, what becomes of the others, and whether the backward drops the same.
+"""Dropout: how many weights it drops, which ones, how it scales the others, and whether the backward drops the same.
 
 The mask that an implementation drew is read off its output where v has a single 1 in each column: out is then the
 weights themselves. With that mask the formula judges out and all gradients as it does without dropout.

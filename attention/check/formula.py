@@ -22,12 +22,12 @@ RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
 
 @dataclass(frozen=True)
 class Problem:
-    """What one call computes besides its q, k and v.
+    """One call without its q, k and v.
 
     scale       of the scores
     seen        (B or 1, H or 1, T, S) bool: whether the query sees the key
     soft_cap    c in c tanh(s / c), or None
-    shift       what is added to the scores, broadcast to (B, H, T, S): ALiBi; or None
+    shift       added to the scores, broadcast to (B, H, T, S): ALiBi; or None
     bias        the same, with a gradient; or None
     sinks       (H,), or None
     keep        (B, H, T, S) bool: the weights that dropout keeps; None: all

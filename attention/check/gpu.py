@@ -1,4 +1,4 @@
-"""What only a GPU shows: CUDA graphs, and calls on two streams at once."""
+"""Checks that need a GPU: CUDA graphs, and calls on two streams at once."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def graph(session: Session) -> Line:
 
 
 def streams(session: Session) -> Line:
-    """Calls on two streams at once give what they give one after the other."""
+    """Calls on two streams at once give the same results as one after the other."""
     subject, case = session.subject, common(session)
     inputs = [draw(replace(case, seed=case.seed + n), session.device) for n in range(2)]
     try:
@@ -96,7 +96,7 @@ def compared(
     expected: dict[str, Tensor | None],
     made: list[dict[str, Tensor | None]],
 ) -> Line:
-    """The line that compares results with those of an ordinary call."""
+    """The report's line on results that must equal an ordinary call's."""
     bitwise = True
     for got in made:
         for key, x in got.items():

@@ -1,4 +1,4 @@
-"""All cases that are tried, by what they vary."""
+"""All cases of a check, in groups that vary one thing each."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ DOCUMENTS += ((33, 1, 1, 1, 61), (128, 1), (40, 40, 40))
 
 
 def groups(seed: int) -> dict[str, list[Case]]:
-    """name -> cases. The numbers that cases draw, and those of `combined`, differ from seed to seed."""
+    """name -> cases. Inputs, and the cases of `combined`, differ from seed to seed."""
     draws = random.Random(seed)
     single = {
         "lengths": [Case(T=n, S=n, H=2, H_kv=1 + n % 2, causal=n % 3 > 0) for n in LENGTHS],

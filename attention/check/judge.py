@@ -1,6 +1,6 @@
 """Is a difference rounding? Errors against fp64, row by row, beside those of the same-precision formula.
 
-A row is what one query or key receives: the last dimension of out, dq, dk and dv, a number of lse, a head's sink. Its
+A row belongs to one query or key: the last dimension of out, dq, dk and dv, a number of lse, a head's sink. Its
 error is measured in units of the rounding to expect of that row (formula.py), so that a row of small numbers counts as
 much as one of large ones. An implementation's worst row may be LIMITS times as far from fp64 as the worst row of the
 formula in the same precision: twice for out and lse, three times for gradients, as FlashAttention's tests have it.
@@ -37,7 +37,7 @@ class Verdict:
 
     share    of the error that is allowed: above 1 the difference is not rounding
     row      its indices: (sequence, head, query or key); (head,) for a sink
-    error    its largest element's, `formula` that of the same-precision formula in this row, and `allowed` the most
+    error    of its largest element; `formula`: the same-precision formula's in this row; `allowed`: the limit
              that passes
     """
 
@@ -95,7 +95,7 @@ def judge(
     got: Mapping[str, Tensor | None],
     eps: float | None = None,
 ) -> list[Verdict]:
-    """Judge what an implementation computed from q, do (B, H, T, D) and k, v (B, H_kv, S, D), in the precision of q.
+    """Judge the results of an implementation for q, do (B, H, T, D) and k, v (B, H_kv, S, D), in the precision of q.
 
     problem  of the call, or a function that gives it for some query heads: then the scores of one key/value head are in
              memory at a time

@@ -1,4 +1,4 @@
-"""Implementations that need no module of the user's: ours, torch's, transformers' and flash-attn's.
+"""Implementations that a user names without a module: this library's, torch's, transformers' and flash-attn's.
 
 A name stands for lines of imports and an expression, which a program that reproduces a failure shows as they are.
 """
@@ -25,8 +25,8 @@ class Known(NamedTuple):
     """How to get an implementation.
 
     style     one of styles.STYLES; None: its parameters decide
-    words     what it is
-    needs     what it needs besides the library, for the message where it is not there
+    words     a description
+    needs     its requirements besides the library, for the message where they are missing
     """
 
     imports: str

@@ -1,4 +1,4 @@
-"""What a check found: one page of text, and the same as JSON."""
+"""The report of a check: one page of text, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Report:
     target, style, features  the implementation: as the user named it, how it was called, and what it declares
     where                    versions and the device
     dtypes                   precisions that it takes, and `refused` those that it does not, with the reason
-    unseen                   what the check could not see, in sentences
+    unseen                   sentences on what was not checked, and why
     allowed                  names of lines that may fail
     """
 
@@ -98,7 +98,7 @@ def as_json(report: Report) -> str:
 def unseen(
     features: Sequence[str], dtypes: Sequence[str], refused: dict[str, str], lines: Sequence[Line], gradients: str
 ) -> list[str]:
-    """What a check could not see, in sentences.
+    """Sentences on what was not checked, and why.
 
     gradients  why there were none; empty where there were
     """

@@ -44,7 +44,7 @@ def calling(
 
 
 def preamble(subject: Subject, case: Case, device: torch.device) -> list[str]:
-    """The lines that import and draw: q, k, v, do, seen, and of slopes, sinks, bias and starts those of the case."""
+    """The lines that import, and draw q, k, v, do, seen and, where the case has them, slopes, sinks, bias, starts."""
     dtype, there = str(DTYPES[case.dtype]), "" if device.type == "cpu" else f"{device.type!r}, "
     here = "" if device.type == "cpu" else f".to({device.type!r})"
     root = (case.spread / (case.actual_scale() * case.D**0.5)) ** 0.5

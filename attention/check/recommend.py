@@ -25,9 +25,9 @@ JUDGED = {"cpu": 512, "cuda": 2048}  # at most so many queries and keys are comp
 class Candidate:
     """An implementation for the given sizes.
 
-    worst     the largest error as a share of what rounding explains; None where it was not compared
+    worst     the largest error, as a share of the error that rounding explains; None where it was not compared
     forward   milliseconds without gradients, `both` of forward and backward; None where it does not run
-    why       what keeps it from running
+    why       the reason why it does not run
     """
 
     name: str

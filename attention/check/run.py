@@ -1,4 +1,4 @@
-"""One case through an implementation, and its results judged; and what the whole of a check shares."""
+"""Runs a case through an implementation and judges its results; `Session` is shared by the parts of a check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Refused(Exception):
 
 
 def short(error: Exception) -> str:
-    """An error on one line. Those of this library are sentences that end with what to change."""
+    """An error on one line. This library's errors are sentences that end with a remedy."""
     if isinstance(error, AttentionError):
         return str(error)
     words = " ".join(f"{type(error).__name__}: {error}".split())
@@ -64,15 +64,15 @@ def verdicts(subject: Subject, case: Case, device: torch.device, gradients: bool
 
 
 def judged(case: Case, inputs: Inputs, got: Mapping[str, Tensor | None], keep: Tensor | None = None) -> list[Verdict]:
-    """The judgement of some results; `keep` are the weights that dropout kept, where the case drops some."""
+    """The judgement of results; `keep` is the dropout mask, True for kept weights, where the case has dropout."""
     return judge(inputs.q, inputs.k, inputs.v, inputs.do, problem(case, inputs, keep), got)
 
 
 @dataclass
 class Failure:
-    """What went wrong, and the program that shows it.
+    """A failure, and the program that shows it.
 
-    what  in words, with numbers
+    what  the failure in words, with numbers
     case  the smallest that shows it
     code  a program of about ten lines whose last one raises AssertionError; empty where nothing smaller could be shown
     """
@@ -88,7 +88,7 @@ class Line:
 
     status  ok, FAIL, note (a property that is no fault) or skip (with the reason)
     calls   cases or calls that it rests on
-    share   the largest error, as a share of what is allowed; None where nothing was compared
+    share   the largest error, as a share of the limit; None where nothing was compared
     """
 
     section: str
@@ -102,7 +102,7 @@ class Line:
 
 @dataclass
 class Session:
-    """What the parts of a check share.
+    """The state that the parts of a check share.
 
     dtypes     of Case, that the implementation takes; `refused` has the others with the reason
     gradients  whether the implementation has a backward pass; else `no_gradients` has the reason

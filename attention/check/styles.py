@@ -1,4 +1,4 @@
-"""How a callable wants to be called: the names of its parameters decide.
+"""Calling conventions of attention functions, recognised by the names of their parameters.
 
     ours          f(q, k, v, score=..., layout=..., scale=..., dropout_key=..., slopes=..., sinks=..., return_lse=...)
     plain         f(q, k, v, causal=..., scale=..., window=..., ...)                    q (B, H, T, D)
@@ -50,7 +50,7 @@ STYLES = ("ours", "plain", "sdpa", "flash", "varlen", "transformers")
 
 
 class Argument(NamedTuple):
-    """What is passed, and the code for it; in the code q, k, v, slopes, sinks, bias, seen and starts are known."""
+    """An argument's value, and the code that writes it in the names q, k, v, slopes, sinks, bias, seen and starts."""
 
     value: Any
     code: str
@@ -125,7 +125,7 @@ class Signature:
         return "flash" if "softmax_scale" in names else "plain"
 
     def features(self, style: str) -> frozenset[str]:
-        """What the parameters let a caller ask for."""
+        """The features that the parameters offer."""
         if style == "sdpa":  # a mask says anything; a causal flag without one starts at the upper left
             found = FEATURES - {"soft_cap", "alibi", "sinks", "lse", "grouped"}
             return frozenset(found | ({"grouped"} if self.name("grouped") else set()))
@@ -141,7 +141,7 @@ class Signature:
 def arguments(
     style: str, signature: Signature, case: Case, inputs: Inputs, lse: bool
 ) -> tuple[list[Argument], dict[str, Argument]]:
-    """The positional and the named arguments of a call of a case, in any style but ours and transformers'."""
+    """The positional and the named arguments of a call of a case, in any style but `ours` and `transformers`."""
     named: dict[str, Argument] = {}
 
     def give(role: str, value: Any, code: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The implementation under test: what it is, how it is called, and what it says it can do."""
+"""The implementation under test: its name, its calling convention and the features that it declares."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ OUR_NAMES = ("AttentionConfig", "DropoutKey", "Score", "build_attention", "docum
 
 
 class CheckError(AttentionError):
-    """A check that cannot start; the message says what to change."""
+    """A check that cannot start; the message names the remedy."""
 
 
 def dropout_key(seed: int) -> DropoutKey:
-    """The key with which an implementation of ours drops weights."""
+    """The dropout key for an implementation of this library."""
     return DropoutKey(seed=seed, step=11, layer=3, first_sequence=5)
 
 
@@ -39,9 +39,9 @@ class Subject:
     imports     lines of code that bring it, and `expression` the code that names it
     function    the callable
     style       one of styles.STYLES
-    features    what calls may ask of it, of styles.FEATURES
-    dropping    for an implementation of ours, the callable and its code at a rate of dropout
-    result      code that takes the output from what it returns, known after the first call
+    features    that it supports, of styles.FEATURES
+    dropping    for an implementation of this library, the callable and its code at a dropout rate
+    result      code that takes the output from the returned value, known after the first call
     """
 
     name: str
@@ -89,7 +89,7 @@ class Subject:
         return call
 
     def arguments(self, case: Case, inputs: Inputs, lse: bool) -> tuple[list[Argument], dict[str, Argument]]:
-        """What a call of the case passes."""
+        """The arguments of a call of the case."""
         if self.style != "ours":
             return arguments(self.style, self.signature, case, inputs, lse)
         changed: dict[str, Any] = {
@@ -146,7 +146,7 @@ class Subject:
         return keep_mask(dropout_key(case.seed), case.dropout, case.B, case.H, case.T, case.S, device=device)
 
     def supports(self, case: Case) -> bool:
-        """Whether the case asks only for what is declared."""
+        """Whether the subject declares every feature of the case."""
         return case.features() <= self.features
 
 
@@ -156,7 +156,7 @@ def find(target: str, features: Iterable[str] = (), style: str | None = None) ->
     features  to add to those that its parameters show
     style     one of STYLES; None: the parameters decide
 
-    A module in the current folder is found too. Raises CheckError.
+    Modules in the current folder count too. Raises CheckError.
     """
     declared = frozenset(features)
     for feature in declared:

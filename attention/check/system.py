@@ -113,7 +113,7 @@ def peak(session: Session, case: Case) -> int:
 
 
 class Recorder(torch.fx.Interpreter):
-    """Runs a graph, and keeps the arguments of the first call of each operator that is not torch's own."""
+    """Runs a graph, and records the arguments of the first call of each operator that is not part of torch."""
 
     def __init__(self, graph: torch.fx.GraphModule, calls: dict[Any, tuple[Any, Any]]) -> None:
         super().__init__(graph)

@@ -30,7 +30,7 @@ def decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tensor], 
     """q (B, H, T, D) against a Cache to out (B, H, T, D) and lse (B, H, T).
 
     cache   k, v, lengths and pages, as Cache has them
-    inputs  what the formula's scores are computed from, and sinks (H,), where the score has them
+    inputs  the tensors of the score's formula as `prepare` gives them, and sinks (H,), where the score has them
     spec    the text of a Spec
 
     One operation for torch.compile: unrolled, the loop would be a graph of thousands.

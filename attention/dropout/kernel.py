@@ -5,7 +5,7 @@ mask's layout hands one Philox call 16 weights of exactly that shape, so for S (
 between threads. For the transposed tiles of dk and dv, a thread holds one word of a call and its neighbours the other
 three; there the 32-bit words, a quarter of the weights in number, change hands once through shared memory.
 
-A mask has 16 bits a weight, all set where it is dropped. That is what two instructions a pair of weights can apply:
+A mask has 16 bits a weight, all set where it is dropped. Two instructions apply it to a pair of weights:
 `prmt` spreads a byte's sign bit over a half-word, `lop3` clears what is dropped, where a comparison and a select would
 each cost one a weight (and the predicates, 16 a call, do not fit the predicate registers).
 """
@@ -35,7 +35,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 class HeadKey(NamedTuple):
-    """What all weights of one head share: counter and key words of Philox, and where c1 and c3 start."""
+    """Shared by all weights of one head: counter and key words of Philox, and the first values of c1 and c3."""
 
     c0: Any  # the sequence
     c2: Any  # the layer and the head

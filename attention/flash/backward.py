@@ -53,7 +53,7 @@ from .tiles import (
 
 
 class Queries(NamedTuple):
-    """One query head of what the backward reads row by row."""
+    """The tensors that the backward reads row by row, for one query head."""
 
     q: Any
     do: Any
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What turns q k^T into weights, for one head. Zeros stand for what MODE does not have.
+    """The numbers that turn q k^T into weights, for one head. Zeros stand for features that MODE does not have.
 
     scale_log2, slope2  scale and slope times log2(e)
     formula    a Terms
@@ -99,7 +99,7 @@ class Scores(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a formula's scores are computed from, for one head: `vectors` are those of the rows that a program keeps."""
+    """The inputs of a formula, for one head; `vectors` belong to the rows that a program keeps."""
 
     given: Any
     scale: Any
@@ -333,7 +333,7 @@ def dkdv_kernel(
 
 
 class Gradients(NamedTuple):
-    """What a backward fills: dq, dk and dv, of the shapes of q, k and v.
+    """The results of a backward: dq, dk and dv, of the shapes of q, k and v.
 
     sums  (B, H, S) fp32, filled with zeros: for each key the sum of ds over the queries; None where nobody asks for it
     """

@@ -65,7 +65,10 @@ class Problem(NamedTuple):
 
     @property
     def has_horizons(self) -> bool:
-        """Whether ALiBi's horizons pay. With other positions a query's own key may be missing, and they do not hold."""
+        """Whether ALiBi's horizons pay.
+
+        With other positions the key at a query's position may be missing, and horizons do not hold.
+        """
         spec = self.spec
         return spec.score.alibi and not spec.offsets and min(self.queries, self.visible) >= HORIZONS_FROM
 

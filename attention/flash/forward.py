@@ -150,7 +150,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D), k and v (B, H_kv, S, D) -> lse (B, H, T) and lse2; fills out, like q.
 
-    lse2 is what the backward needs, see `rows_like`: lse in base 2, +inf for rows that saw nothing. `blocks` are those
+    lse2 is for the backward, see `rows_like`: lse in base 2, +inf for rows that saw nothing. `blocks` are those
     of the tables if none are given.
     """
     B, H, T, _ = q.shape
@@ -175,7 +175,7 @@ def forward(
 
 
 def without_keys(out: Tensor, lse: Tensor, lse2: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """lse and lse2, filled in, where there is no key to see: those of the sinks (H,) alone. Sets out to zero."""
+    """Fill in lse and lse2 where there is no key to see, from the sinks (H,) alone. Sets out to zero."""
     out.zero_()
     if sinks is None:
         return lse.fill_(-torch.inf), lse2.fill_(torch.inf)

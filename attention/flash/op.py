@@ -124,7 +124,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
-    """The gradients of q, k and v, as `empty_gradients` lays them out, of what a formula learns, and of the sinks.
+    """The gradients of q, k, v, as `empty_gradients` lays them out, of a formula's learned tensors, and of the sinks.
 
     saved  q, k, v, out, lse2 and the inputs of `run_forward`
     """
@@ -167,7 +167,7 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def split_qkv_grad(gradients: list[Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, H, T, D), dk and dv (B, H_kv, S, D): what `empty_gradients` made or views of it."""
+    """dq (B, H, T, D), dk and dv (B, H_kv, S, D): the tensors of `empty_gradients`, or views of its one tensor."""
     if len(gradients) == 1:
         gradients = [x.transpose(1, 2) for x in gradients[0].split([q.shape[1], k.shape[1], k.shape[1]], dim=2)]
     dq, dk, dv = gradients

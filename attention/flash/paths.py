@@ -28,7 +28,7 @@ class Path(NamedTuple):
 
     refusal  (problem, backward) -> why that direction does not support the problem, None where it does
     pays     (problem, backward) -> whether that direction was measured to be faster than `plain`
-    forward, backward  as those of attention/flash/forward.py and backward.py
+    forward, backward  functions as attention/flash/forward.py and backward.py have them
     """
 
     refusal: Callable[[Problem, bool], str | None]

@@ -1,4 +1,4 @@
-"""Who sees whom and how scores are changed, in Triton: what attention/score.py says in torch, for tiles of a kernel.
+"""The counterpart of attention/score.py in Triton, for a kernel's tiles: which keys are visible, how scores change.
 
 The kernels of hopper/ call these functions too. Gluon gives a tensor its layout from its operands, so none is made here
 from a shape alone.
@@ -8,7 +8,7 @@ from a shape alone.
     sees_key, seen_by_query         the mask of a tile
     change_scores                   soft cap, then ALiBi, by the functions of attention/scores/; scores in base 2
 
-A query i stands at the key i + offset, its own: S - T unless the layout says otherwise.
+Query i stands at key i + offset, where offset is S - T unless the layout gives positions.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ class Positions(NamedTuple):
 
 @triton.jit
 def locate(T, S, inputs, scalars, i_b, i_bh, n_heads):
-    """The positions of sequence i_b, for n_heads query heads from i_bh, which counts those of all sequences.
+    """The positions of sequence i_b, for n_heads query heads from i_bh, an index over the heads of all sequences.
 
     scalars has q_start and k_start unless the last query stands at the last key.
     """
@@ -67,7 +67,7 @@ def seen_keys(i_m, pos, BLOCKS: tl.constexpr, MODE: tl.constexpr):
 
     All of the queries see all keys from n_full_start to n_full_end. The other tiles are cut by the diagonal, a window,
     a document's bounds or the end of the sequence. All but n_end are multiples of BLOCKS.k. ALiBi's horizon cuts none:
-    what it leaves out has no weight anyway.
+    the keys beyond it have no weight anyway.
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k

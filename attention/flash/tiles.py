@@ -77,7 +77,7 @@ def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor | Strided:
 
 
 def descriptor_strides(x: Tensor) -> list[int]:
-    """x's strides as a descriptor takes them: that of an axis of length 1 is never used and need not be aligned."""
+    """x's strides for a descriptor: the stride of an axis of length 1 is never used and need not be aligned."""
     outer = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     return [*(ALIGNMENT if size == 1 else stride for size, stride in outer), 1]
 
@@ -173,7 +173,7 @@ def mode_of(call: KernelCall, q: Tensor) -> Mode:
 
 
 def compile_options(blocks: Blocks) -> dict[str, int | None]:
-    """Triton's own arguments of a launch.
+    """The arguments of a launch that Triton reads.
 
     Every launch, here and elsewhere, lets the compiler fuse a product and a sum into one rounding: the kernels are
     measured with it, and Triton 3.10 stops doing so unasked.
@@ -187,7 +187,7 @@ def compile_options(blocks: Blocks) -> dict[str, int | None]:
 
 
 def head_group_size(n_heads: int, head: Tensor, shared_by: int = 1) -> int:
-    """Number of heads that run at the same time, so that what their programs reread stays in the L2 cache.
+    """Number of heads that run at the same time, so that the tensors that their programs reread stay in the L2 cache.
 
     `head` is the (rows, D) tensor of one head that is read twice over (keys and values, or queries and gradients), and
     `shared_by` the number of heads that read the same one.

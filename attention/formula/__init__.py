@@ -3,9 +3,9 @@
 graph.py, operations.py    expressions as a graph in which equal ones are one node
 parse.py, trace.py         from text, by a white list, and from a Python function
 derivative.py, ranges.py   derivatives; the range of every expression
-plan.py, hoist.py          what is computed once for a row, a column or a distance, and not for each score
+plan.py, hoist.py          parts that are computed once for a row, a column or a distance, and not for each score
 evaluate.py, tile.py       in torch
-call.py, check.py, axes.py    a call's positions; what tensors must be; mistakes
+call.py, check.py, axes.py    a call's positions; the shapes of tensors; mistakes
 describe.py                in words
 """
 

@@ -1,4 +1,4 @@
-"""The tensors of a formula, and what their axes mean."""
+"""The tensors of a formula, and the meaning of their axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formula of one call: where its queries and keys stand, what is computed before the scores, and their tiles."""
+"""The formula of one call: positions of queries and keys, the parts computed before the scores, and its tiles."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def place_of(score: Score, layout: Layout, q: Tensor, S: int, counts: bool) -> P
 def prepared(
     score: Score, layout: Layout, q: Tensor, S: int, tensors: dict[str, Tensor]
 ) -> tuple[Tensor, float, tuple[Tensor, ...]]:
-    """q times the factor of s, the number that scales s besides, and what the scores are computed from.
+    """q times the factor of s, the number that scales s besides, and the tensors from which scores are computed.
 
     Raises FormulaError for tensors that do not fit.
     """

@@ -1,4 +1,4 @@
-"""What a formula asks of its tensors, and the mistakes that show before a call: in indices, sizes and values."""
+"""The requirements of a formula on its tensors, and mistakes that show before a call: in indices, sizes and values."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from .graph import Node, Operand, as_node, is_number, number, topological
 
 
 def derivatives(output: Node, wanted: Sequence[Node]) -> list[Node]:
-    """d output / d each of `wanted`, which are leaves, loads or what stands for them. floor and comparisons have none.
+    """d output / d each of `wanted`: leaves, loads or placeholders of them. floor and comparisons have no derivative.
 
-    Where max and min have a corner, the derivative is that of their first argument; for abs it is 0.
+    At a corner of max or min the first argument's derivative counts; at that of abs it is 0.
     """
     total: dict[Node, Node] = {output: number(1.0)}
     for x in reversed(topological([output])):

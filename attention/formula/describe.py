@@ -1,4 +1,4 @@
-"""A formula in words: what is computed for each score, and what before."""
+"""A formula in words: the parts computed for each score, and the parts computed before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALONG = {
 
 
 def describe(text: str, causal: bool, window: int | None) -> str:
-    """The formula, its derivative by s, and what is computed before the scores."""
+    """The formula, its derivative by s, and the parts computed before the scores."""
     x, p = parse(text), plan(text, causal, window)
     (slope,) = derivatives(x, [leaf("s")])
     parts = [f"score: {show(x)}", f"derivative by s: {show(slope)}"]

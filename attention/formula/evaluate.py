@@ -40,7 +40,7 @@ def bare(load: Node) -> tuple[str, ...] | None:
 
 
 class Given(NamedTuple):
-    """What a program starts from.
+    """The inputs of a program.
 
     leaves   name -> tensor, shaped so that all broadcast
     dtype    of real numbers
@@ -119,7 +119,7 @@ def run(steps: Program, given: Given) -> list[Any]:
 
 
 def both_tensors(a: Any, b: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two numbers as tensors of one dtype, that of the one that is a tensor."""
+    """Two numbers as tensors of one dtype: the dtype of the operand that is a tensor."""
     like = a if isinstance(a, Tensor) else b
     if not isinstance(like, Tensor):
         dtype = torch.int64 if isinstance(a, int) and isinstance(b, int) else dtype

@@ -3,7 +3,7 @@
     s        the scaled score, a real number                i, j     positions of the query and the key, whole numbers
     h, b     numbers of the query head and the sequence     n        how many keys the query sees
 
-Whole numbers (positions and what integer arithmetic makes of them) can be indices; real numbers are computed in fp32.
+Whole numbers (positions, and integer arithmetic on them) can be indices; real numbers are computed in fp32.
 The functions of operations.py make the nodes that an expression consists of.
 """
 
@@ -20,7 +20,7 @@ Number = int | float
 
 
 class Mistake(Exception):
-    """What is wrong with an expression, in a sentence without its end. `parse` and `trace` say where it stands."""
+    """A mistake in an expression, as a sentence without its end. `parse` and `trace` add the place."""
 
 
 class Node:

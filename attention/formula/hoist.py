@@ -1,4 +1,4 @@
-"""What a formula computes beforehand, in torch: vectors along heads, rows, columns and distances."""
+"""The parts of a formula that are computed beforehand, in torch: vectors along heads, rows, columns and distances."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What formulas are made of: arithmetic on nodes.
+"""Arithmetic on the nodes of a formula.
 
 Constants are folded, a constant factor comes first, and sums of whole numbers have one normal form, so that i - j is
-the same node however it is written. Nothing else changes: what is evaluated is what was written.
+the same node however it is written. Nothing else changes: an expression is evaluated as it was written.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def linear(x: Node) -> tuple[dict[Node, int], int]:
 
 
 def from_linear(terms: dict[Node, int], constant: int) -> Node:
-    """The whole number that `linear` took apart; i and j as one term, i - j, where it depends on no more."""
+    """The whole number from the terms that `linear` gave; i and j become one term, i - j, where nothing else enters."""
     i, j = leaf("i"), leaf("j")
     if terms.get(i) and terms.get(j) == -terms[i]:
         distance = make("sub", (i, j) if terms[i] > 0 else (j, i), kind="whole")

@@ -79,7 +79,7 @@ def finished(x: Node) -> Node:
 
 
 def refusal(what: str, text: str, start: int, end: int) -> FormulaError:
-    """{formula} `what`, and below it the text with the place marked."""
+    """The error "{formula} <mistake>", and below it the text with the place marked."""
     marks = " " * start + "^" * max(1, end - start)
     return FormulaError("{} {}:\n    {}\n    {}", Option("formula"), what, text, marks)
 

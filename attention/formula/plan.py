@@ -1,11 +1,11 @@
-"""A formula taken apart by how often its parts must be computed.
+"""The plan of a formula: which parts are computed once a head, row, column or distance, and which for each score.
 
     formula = value(factor s, hoisted numbers, i, j)
 
-What is the same for a head, along a row or column, or for all pairs of one distance i - j is hoisted: computed once, by
-torch, before any score is. Whatever implementation computes the scores then reads vectors, and gives each its gradient;
-autograd goes on from there to the tensors that the caller gave. A factor of s that is the same along a row is not even
-seen by an implementation: it multiplies the queries.
+A part that is the same for a head, along a row or column, or for all pairs of one distance i - j is hoisted: torch
+computes it once, before any score. The implementation that computes the scores then reads vectors, and gives each its
+gradient; autograd goes on from there to the caller's tensors. A factor of s that is the same along a row never reaches
+an implementation: it multiplies the queries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEPS = {"head": (), "row": ("i",), "column": ("j",), "distance": ("i", "j"), "pa
 class Hoisted(NamedTuple):
     """A part that is computed beforehand, with or without a batch and with or without heads.
 
-    node   what is computed
+    node   the expression
     stage  "head": one number; "row" or "column": one for each query or key; "distance": one for each i - j;
            "pair": one for each query and key, an entry of a tensor that is given so
     far    distances from this on have the same number; None: there is no such distance
@@ -124,12 +124,12 @@ def has_steps(x: Node) -> bool:
 
 
 def placeholder(x: Hoisted) -> Node:
-    """What stands for a hoisted number."""
+    """The node that stands for a hoisted number."""
     return make("hoisted", (), x.node, x.node.kind, DEPS[x.stage])
 
 
 class Hoist:
-    """Replaces what can be computed beforehand in an expression, and collects it."""
+    """Replaces the parts of an expression that can be computed beforehand, and collects them."""
 
     def __init__(self, reach: Reach) -> None:
         self.reach = reach
@@ -157,7 +157,7 @@ class Hoist:
 
     @staticmethod
     def arguments(x: Node) -> tuple[Node, ...]:
-        """x's own; of a product, those of equal stages together, so that they are hoisted as one."""
+        """The arguments of x; in a product, factors of one stage together, so that they are hoisted as one."""
         groups: dict[str, list[Node]] = {"row": [], "column": [], "": []}
         for y in factors(x) if x.op == "mul" else []:
             groups[{"head": "row"}.get(stage(y), stage(y)) if stage(y) in ("head", "row", "column") else ""].append(y)

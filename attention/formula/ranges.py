@@ -95,7 +95,7 @@ def products(x: Interval, y: Interval) -> Interval:
 
 
 def monotone(function: Callable[[float], float], lowest: float, highest: float) -> Callable[[Interval], Interval]:
-    """An increasing function of an interval; beyond what Python computes, it is `lowest` or `highest`."""
+    """An increasing function of an interval; where Python's floats overflow, it is `lowest` or `highest`."""
 
     def at(x: float, instead: float) -> float:
         try:

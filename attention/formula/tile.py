@@ -20,7 +20,7 @@ class TileFormula:
     i         (T,) or (B, T)   positions of the queries
     j         (S,)             positions of the keys
     visible   the lowest and the highest i - j of pairs that can see each other
-    inputs    what the formula is computed from besides s: hoisted numbers, then tables as they were given
+    inputs    tensors that enter the formula besides s: hoisted numbers, then tables as they were given
     """
 
     def __init__(self, steps: Steps, inputs: Sequence[Tensor], i: Tensor, j: Tensor, visible: Range) -> None:

@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("record.json")
 # group -> the files and folders that its kernels are compiled from
 GROUPS = {
-    "attention": ("attention/flash", "attention/dropout/kernel.py"),
-    "cache": ("attention/decode", "attention/flash/decode.py", "attention/flash/decode_kernel.py"),
+    "attention": ("attention/flash", "attention/scores", "attention/dropout/kernel.py"),
+    "cache": ("attention/decode", "attention/scores", "attention/flash/decode.py", "attention/flash/decode_kernel.py"),
     "model": ("model/softmax_kernel.py", "model/dropout_kernel.py"),
     "softmax": ("bench/attention/softmax.py",),
 }

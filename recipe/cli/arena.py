@@ -29,38 +29,38 @@ def is_ladder(cfg: DictConfig) -> bool:
 
 
 def has_arms(cfg: DictConfig) -> bool:
-    """Whether it is either."""
+    """Whether it is an arena or a ladder."""
     return is_arena(cfg) or is_ladder(cfg)
 
 
 def stray_options(config: Config, cfg: DictConfig) -> list[str]:
     """A sentence where options under `arena.*` or `ladder.*` are set and nothing would read them."""
-    found = []
+    sentences = []
     if config.arena != ArenaConfig() and not has_arms(cfg):
-        found.append("arena.* has no effect on a single run or another sweep; add experiment=arena.")
+        sentences.append("arena.* has no effect on a single run or another sweep; add experiment=arena.")
     if config.ladder != LadderConfig() and not is_ladder(cfg):
-        found.append("ladder.* has no effect on a single run or another sweep; add experiment=ladder.")
+        sentences.append("ladder.* has no effect on a single run or another sweep; add experiment=ladder.")
     if is_ladder(cfg):
         unread = [name for name in UNREAD if getattr(config.arena, name) != getattr(ArenaConfig(), name)]
-        found += [f"arena.{name} has no effect on a ladder; leave it out." for name in unread]
-    return found
+        sentences += [f"arena.{name} has no effect on a ladder; leave it out." for name in unread]
+    return sentences
 
 
-def arena_sweep_mistakes(found: Composition, mistakes_of: Callable[[Composition], list[str]]) -> list[str]:
+def arena_sweep_mistakes(composition: Composition, mistakes_of: Callable[[Composition], list[str]]) -> list[str]:
     """A sentence for each mistake in an arena or a ladder: in its options, its arms, and the configuration of each arm.
 
-    found        what the command line composes
-    mistakes_of  those of a run's configuration
+    composition  of the command line
+    mistakes_of  the mistakes in a run's configuration
     """
-    assert found.cfg is not None
-    config, ladder = to_config(found.cfg), is_ladder(found.cfg)
+    assert composition.cfg is not None
+    config, ladder = to_config(composition.cfg), is_ladder(composition.cfg)
     arena = config.arena
     sentences = [
         f"{line} is more than one value, and the runs of an arena share one; give each an arm (arena.arms)."
-        for line in found.right
-        if line not in unswept(found.right)
+        for line in composition.right
+        if line not in unswept(composition.right)
     ]
-    if any(override.key_or_group == "seed" for override in parsed(found.right)):
+    if any(override.key_or_group == "seed" for override in parsed(composition.right)):
         sentences.append(
             f"an arena pairs its runs by seed; instead of seed=, set arena.seeds={arena.seeds}, which counts from "
             f"arena.first_seed={arena.first_seed}."
@@ -72,19 +72,19 @@ def arena_sweep_mistakes(found: Composition, mistakes_of: Callable[[Composition]
     sentences += arena_mistakes(arena, list(arms), fewest=1 if ladder else 2)
     if ladder:
         sentences += ladder_mistakes(config.ladder)
-        sentences += ruled([*common_overrides(found.right), *(line for lines in arms.values() for line in lines)])
-        sentences += stray_options(config, found.cfg)
+        sentences += ruled([*common_overrides(composition.right), *(line for lines in arms.values() for line in lines)])
+        sentences += stray_options(config, composition.cfg)
     if sentences:
         return sentences
-    common = common_overrides(found.right)
+    common = common_overrides(composition.right)
     composed = {name: compose_right([*common, *overrides]) for name, overrides in arms.items()}
     if ladder:
         for name, arm in composed.items():
             largest = rule_of(config.ladder, config.ladder.next, arm)
             composed[name] = compose_right([*common, *arms[name], *largest])
     wrong = {name: [*arm.wrong, *mistakes_of(arm)] for name, arm in composed.items()}
-    for name, theirs in wrong.items():
-        for sentence in theirs:
+    for name, mistakes in wrong.items():
+        for sentence in mistakes:
             everywhere = all(sentence in others for others in wrong.values())
             sentences.append(sentence if everywhere else f"arm {name}: {sentence}")
     if sentences:

@@ -73,12 +73,12 @@ def prepare(arguments: list[str]) -> list[str]:
         arguments = [*(argument for argument in arguments if argument not in args.overrides), *started]
         args.overrides = started
     try:
-        found = compose_right(args.overrides)
-        if not found.wrong and World.from_environment().rank == 0:
+        composition = compose_right(args.overrides)
+        if not composition.wrong and World.from_environment().rank == 0:
             for sentence in replaced(args.overrides):
                 print(f"note: {sentence}", file=sys.stderr)
-        if args.multirun or found.multirun:
-            cfg = check_sweep(found)
+        if args.multirun or composition.multirun:
+            cfg = check_sweep(composition)
             if (ranks := World.from_environment().size) > 1:
                 raise ConfigError(
                     f"A sweep starts its jobs itself, and {ranks} ranks were started; start it without torchrun. "
@@ -87,64 +87,64 @@ def prepare(arguments: list[str]) -> list[str]:
             launcher_class = cfg.hydra.launcher._target_
             if launcher_class.endswith(".SlurmLauncher") and shutil.which("srun") is None:
                 raise ConfigError(
-                    "hydra/launcher=slurm needs a machine of a Slurm cluster, and srun is not found here; "
+                    "hydra/launcher=slurm needs a machine of a Slurm cluster, and srun is not installed here; "
                     "use hydra/launcher=process or gpus."
                 )
             if "submitit" in launcher_class:
                 share_checkout()
             return arguments
         flags = [argument for argument in arguments if argument not in args.overrides]
-        return [*flags, *checked_run(args.overrides, found)]
+        return [*flags, *checked_run(args.overrides, composition)]
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error) from error
 
 
-def check_sweep(found: Composition) -> DictConfig:
+def check_sweep(composition: Composition) -> DictConfig:
     """The sweep's configuration. Raises ConfigError for mistakes in it, in any of its jobs or in its folder."""
-    sentences, composed = list(found.wrong), list[tuple[list[str], Composition]]()
-    if found.cfg is not None and has_arms(found.cfg):
-        sentences += arena_sweep_mistakes(found, mistakes_of)
-    elif found.cfg is not None:
-        swept = jobs(found.right)
+    sentences, composed = list(composition.wrong), list[tuple[list[str], Composition]]()
+    if composition.cfg is not None and has_arms(composition.cfg):
+        sentences += arena_sweep_mistakes(composition, mistakes_of)
+    elif composition.cfg is not None:
+        swept = jobs(composition.right)
         if len(swept) > MANY_JOBS:
             print(f"checking {len(swept):,} jobs", file=sys.stderr)
         composed = [(job, compose_right(job)) for job in swept]
         for _, job in composed:
             sentences += job.wrong + mistakes_of(job)
     refuse(sentences)
-    assert found.cfg is not None
-    folder = Path(found.cfg.hydra.sweep.dir)
+    assert composition.cfg is not None
+    folder = Path(composition.cfg.hydra.sweep.dir)
     check_writable(folder, "hydra.sweep.dir")
     check_not_running(folder)
     for number, (overrides, job) in enumerate(composed):
         assert job.cfg is not None
         launcher.job_of(job.cfg, number, without(overrides, ["resume"]), folder).check_folder()
-    return found.cfg
+    return composition.cfg
 
 
-def checked_run(given: list[str], found: Composition) -> list[str]:
+def checked_run(given: list[str], composition: Composition) -> list[str]:
     """The overrides of a run, including those of a run to resume. Raises UserError for mistakes in them.
 
-    found  what `given` compose
+    composition  of the overrides `given`
     """
-    overrides = given if found.wrong else resumed(given)
+    overrides = given if composition.wrong else resumed(given)
     if overrides != given:
-        found = compose_right(overrides)
-    refuse(found.wrong + swept_mistakes(found.right) + mistakes_of(found))
-    assert found.cfg is not None
-    if World.from_environment().rank > 0:  # the first rank keeps the run folder
+        composition = compose_right(overrides)
+    refuse(composition.wrong + swept_mistakes(composition.right) + mistakes_of(composition))
+    assert composition.cfg is not None
+    if World.from_environment().rank > 0:  # the first rank writes the run folder
         return lines(by_key(["hydra.run.dir=."]) | by_key(overrides))
-    check_folder(Path(found.cfg.hydra.run.dir), to_config(found.cfg))
+    check_folder(Path(composition.cfg.hydra.run.dir), to_config(composition.cfg))
     return overrides
 
 
-def mistakes_of(found: Composition) -> list[str]:
+def mistakes_of(composition: Composition) -> list[str]:
     """A sentence for each value that cannot train; none if nothing was composed."""
-    if found.cfg is None:
+    if composition.cfg is None:
         return []
-    launcher, config = found.cfg.hydra.launcher, to_config(found.cfg)
+    launcher, config = composition.cfg.hydra.launcher, to_config(composition.cfg)
     ranks = int(launcher.get("nodes") or 1) * int(launcher.get("tasks_per_node") or 1)  # of a job, which starts later
-    return [*stray_options(config, found.cfg), *mistakes(config, ranks if ranks > 1 else None)]
+    return [*stray_options(config, composition.cfg), *mistakes(config, ranks if ranks > 1 else None)]
 
 
 def refuse(sentences: list[str]) -> None:

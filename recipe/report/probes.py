@@ -26,15 +26,14 @@ POSITION_LOSS = "position_loss"
 def probe_charts(curves: Curves) -> list[Chart]:
     """A heat map for each task, and the loss by position; nothing where no run has them."""
     names = dict.fromkeys(name for runs in curves.values() for run in runs for name in run.recorded("probes"))
-    found = [_heat_chart(curves, name) for name in names if name != POSITION_LOSS]
-    found.append(_position_chart(curves))
-    return [chart for chart in found if chart]
+    charts = [_heat_chart(curves, name) for name in names if name != POSITION_LOSS]
+    return [chart for chart in (*charts, _position_chart(curves)) if chart]
 
 
 def _heats(runs: Sequence[Run], name: str) -> list[Mapping[str, Any]]:
-    """What the runs recorded of a task, less what is damaged."""
-    found = [run.recorded("probes").get(name) for run in runs]
-    return [d for d in found if isinstance(d, Mapping) and _fits(d)]
+    """The maps of a task that the runs recorded, without damaged ones."""
+    recorded = [run.recorded("probes").get(name) for run in runs]
+    return [d for d in recorded if isinstance(d, Mapping) and _fits(d)]
 
 
 def _fits(details: Mapping[str, Any]) -> bool:
@@ -56,11 +55,11 @@ def _numbers(values: Any) -> bool:
 
 
 def _heat_chart(curves: Curves, name: str) -> Chart | None:
-    found = {label: _heats(runs, name) for label, runs in curves.items()}
-    maps = {label: _mean_map(details) for label, details in found.items() if details}
+    recorded = {label: _heats(runs, name) for label, runs in curves.items()}
+    maps = {label: _mean_map(details) for label, details in recorded.items() if details}
     if not maps:
         return None
-    widest = max((d for details in found.values() for d in details), key=lambda d: len(d["lengths"]))
+    widest = max((d for details in recorded.values() for d in details), key=lambda d: len(d["lengths"]))
     caption = (
         "Right answers in percent, means over the seeds, by the distance to the token that decides the answer: from "
         f"the number below to the next. Guessing gives {percent(number(widest.get('chance')))}. The first row is the "
@@ -106,33 +105,32 @@ def draw_heat(
 
 
 def _position_chart(curves: Curves) -> Chart | None:
-    found = {label: _losses(runs) for label, runs in curves.items()}
-    found = {label: details for label, details in found.items() if details}
-    if not found:
+    losses = {label: details for label, runs in curves.items() if (details := _losses(runs))}
+    if not losses:
         return None
     caption = (
         "The validation loss of a token by its position in the window, means over the seeds. A line that goes on "
         "falling gains from what was read. The vertical line is the trained length."
     )
-    draw = partial(draw_positions, found=found)
-    return Chart("position-loss", "Loss by position", caption, draw, height_for(list(found)))
+    draw = partial(draw_positions, losses=losses)
+    return Chart("position-loss", "Loss by position", caption, draw, height_for(list(losses)))
 
 
 def _losses(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
-    """The losses by position that the runs recorded, less what is damaged."""
-    found = [run.recorded("probes").get(POSITION_LOSS) for run in runs]
-    whole = [d for d in found if isinstance(d, Mapping) and _numbers(d.get("positions")) and _numbers(d.get("loss"))]
+    """The losses by position that the runs recorded, without damaged ones."""
+    recorded = [run.recorded("probes").get(POSITION_LOSS) for run in runs]
+    whole = [d for d in recorded if isinstance(d, Mapping) and _numbers(d.get("positions")) and _numbers(d.get("loss"))]
     return [d for d in whole if len(d["positions"]) == len(d["loss"])]
 
 
-def draw_positions(figure: Figure, palette: Palette, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def draw_positions(figure: Figure, palette: Palette, losses: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """A curve for each name over the position, which is logarithmic."""
-    axes, looks = figure.add_subplot(), styles(list(found), palette)
-    for name, details in found.items():
+    axes, looks = figure.add_subplot(), styles(list(losses), palette)
+    for name, details in losses.items():
         positions = 1 + np.array(details[0]["positions"])
         values = np.mean([d["loss"] for d in details if d["positions"] == details[0]["positions"]], 0)
         axes.plot(positions, values, color=looks[name].colour, ls=looks[name].line, lw=1.8, label=name)
-    trained = number(next(iter(found.values()))[0].get("trained"))
+    trained = number(next(iter(losses.values()))[0].get("trained"))
     if trained:
         axes.axvline(trained, color=palette["naive"], lw=1.2, zorder=1)
     label_axes(axes, palette, "validation loss, nats per token", "position in the window")

@@ -22,7 +22,7 @@ from recipe.cli.check import mistakes
 from recipe.cli.launch import prepare
 from recipe.cli.wording import expected
 from recipe.config import Config, ConfigError, as_plain, keys, register
-from recipe.errors import UserError
+from recipe.errors import UserError, fail
 from recipe.sweeps import launcher
 from recipe.training.optimizer import OPTIMIZERS, SCHEDULES
 from tests import toy_llama
@@ -251,6 +251,18 @@ def test_mistakes_end_the_command_with_their_sentences_alone(arguments: list[str
     assert len(sentences) == (1 if "-m" in arguments else 3)
     assert all(sentence.startswith("error: ") for sentence in sentences)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_formula_and_the_place_of_its_mistake_stand_below_one_error(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        prepare(["seed=-1", 'score.formula="s + cosh(i)"'])
+    with pytest.raises(SystemExit):
+        fail(raised.value)
+    first, second, *place = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: seed=-1")
+    assert second.startswith("error: score.formula has no function cosh")
+    assert place == ["    s + cosh(i)", "        ^^^^"]
 
 
 def test_all_mistakes_are_reported_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
