@@ -7,7 +7,7 @@
 From then on every call that torch gives to its FlashAttention on a GPU runs these kernels: scaled_dot_product_attention
 with the backend FLASH_ATTENTION, the modules that call it, and varlen_attn, in training too. What they lack is refused.
 
-torch calls the functions of KERNELS in the place of its own, whose arguments they take: torch's native_functions.yaml.
+torch calls the functions of KERNELS in place of its kernels, whose arguments torch's native_functions.yaml describes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ if HAS_TRITON:
     from .flash.tiles import rows_like
 
 NAME = "gpt_attention_flash"
+# The arguments of _flash_attention_forward that are read, or that change nothing; others have to be None.
+FORWARD = {"out", "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"}
+FORWARD |= {"return_debug_mask", "scale", "window_size_left", "window_size_right"}
 
 
 class Active:
@@ -57,8 +61,13 @@ def activate(key: str = "CUDA") -> Active:
         raise refused("needs Triton, which is not installed")
     library = Library("aten", "IMPL")
     for name, kernel in KERNELS.items():
-        library.impl(name, kernel, key)
+        library.impl(name, functools.partial(run, name, kernel), key)
     return Active(library)
+
+
+def run(operator: str, kernel: Callable[[SimpleNamespace], Any], *given: Any, **named: Any) -> Any:
+    """A kernel's results for the arguments with which torch calls an aten operator."""
+    return kernel(arguments_of(operator, given, named))
 
 
 def refused(why: str) -> UnsupportedAttention:
@@ -90,11 +99,6 @@ def check_dropout(rate: float) -> None:
     """Refuse dropout, whose mask here is a function of a key and not of torch's random numbers."""
     if rate:
         raise refused(f"drops weights by a key, which torch does not pass; set dropout_p to 0, not {rate:g}")
-
-
-def one_row(x: Tensor) -> Tensor:
-    """(total, H, D) to (1, H, total, D)."""
-    return x.transpose(0, 1).unsqueeze(0)
 
 
 def packed_inputs(starts_q: Tensor, starts_k: Tensor | None, total: int) -> Inputs:
@@ -129,127 +133,84 @@ def no_randomness(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return state, torch.zeros((), dtype=torch.uint64, device=q.device), q.new_empty(0)
 
 
-def sdpa_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    """aten::_scaled_dot_product_flash_attention: query (B, H, T, D), key and value (B, H_kv, S, D)."""
-    check_dropout(dropout_p)
-    spec = spec_of(scale, query.shape[-1], Score(causal=is_causal), documents=False)
-    out, lse = attend(query, key, value, Inputs(), spec)
-    return out, lse, None, None, query.shape[2], key.shape[2], *no_randomness(query)
+@functools.cache
+def defaults(operator: str) -> dict[str, Any]:
+    """The arguments of an aten operator in the order of its schema, with their defaults; None where one has none."""
+    return {x.name: x.default_value for x in getattr(torch.ops.aten, operator).default._schema.arguments}
 
 
-def sdpa_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """aten::_scaled_dot_product_flash_attention_backward."""
-    spec = spec_of(scale, query.shape[-1], Score(causal=is_causal), documents=False)
-    return attend_backward(grad_out, (query, key, value, out, logsumexp), Inputs(), spec)
+def arguments_of(operator: str, given: Sequence[Any], named: dict[str, Any]) -> SimpleNamespace:
+    """The arguments of a call of an aten operator by name."""
+    known = defaults(operator)
+    return SimpleNamespace(**(known | dict(zip(known, given, strict=False)) | named))
 
 
-def flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    **others: Any,
-) -> tuple[Tensor, ...]:
-    """aten::_flash_attention_forward: query (B, T, H, D), or with cum_seq_q (total, H, D).
+def sdpa_forward(x: SimpleNamespace) -> tuple[Any, ...]:
+    """query (B, H, T, D), key and value (B, H_kv, S, D)."""
+    check_dropout(x.dropout_p)
+    spec = spec_of(x.scale, x.query.shape[-1], Score(causal=x.is_causal), documents=False)
+    out, lse = attend(x.query, x.key, x.value, Inputs(), spec)
+    return out, lse, None, None, x.query.shape[2], x.key.shape[2], *no_randomness(x.query)
 
-    others  seqused_k, alibi_slopes, block_table, num_splits: refused, except that num_splits may be 1
-    """
-    check_dropout(dropout_p)
-    for name, given in others.items():
-        if given is not None and not (name == "num_splits" and given == 1):
+
+def sdpa_backward(x: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value."""
+    spec = spec_of(x.scale, x.query.shape[-1], Score(causal=x.is_causal), documents=False)
+    return attend_backward(x.grad_out, (x.query, x.key, x.value, x.out, x.logsumexp), Inputs(), spec)
+
+
+class Rows(NamedTuple):
+    """How the kernels read a call of tensors (B, T, H, D), or with cum_seq_q (total, H, D), which become one row."""
+
+    spec: Spec
+    inputs: Inputs
+    is_packed: bool
+
+    @classmethod
+    def of(cls, x: SimpleNamespace) -> Rows:
+        """From the arguments of a call."""
+        score, is_packed = score_of(x.is_causal, x.window_size_left, x.window_size_right), x.cum_seq_q is not None
+        spec = spec_of(x.scale, x.query.shape[-1], score, documents=is_packed)
+        inputs = packed_inputs(x.cum_seq_q, x.cum_seq_k, x.query.shape[0]) if is_packed else Inputs()
+        return cls(spec, inputs, is_packed)
+
+    def put(self, x: Tensor) -> Tensor:
+        """A tensor of the call as (B, H, T, D)."""
+        return x.transpose(0, 1).unsqueeze(0) if self.is_packed else x.transpose(1, 2)
+
+    def take(self, x: Tensor) -> Tensor:
+        """The other way round."""
+        return x[0].transpose(0, 1) if self.is_packed else x.transpose(1, 2)
+
+
+def flash_forward(x: SimpleNamespace) -> tuple[Tensor, ...]:
+    """out as query, lse (B, H, T) or (H, total), and tensors for dropout."""
+    check_dropout(x.dropout_p)
+    for name, given in vars(x).items():
+        if name not in FORWARD and given is not None and not (name == "num_splits" and given == 1):
             raise refused(f"does not support {name}")
-    score = score_of(is_causal, window_size_left, window_size_right)
-    spec = spec_of(scale, query.shape[-1], score, documents=cum_seq_q is not None)
-    if cum_seq_q is None:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out, lse = attend(q, k, v, Inputs(), spec)
-        out = out.transpose(1, 2)
-    else:
-        inputs = packed_inputs(cum_seq_q, cum_seq_k, query.shape[0])
-        q, k, v = (one_row(x) for x in (query, key, value))
-        out, lse = attend(q, k, v, inputs, spec)
-        out, lse = out[0].transpose(0, 1), lse[0]
-    return out, lse, *no_randomness(query)
+    rows = Rows.of(x)
+    out, lse = attend(rows.put(x.query), rows.put(x.key), rows.put(x.value), rows.inputs, rows.spec)
+    return rows.take(out), lse[0] if rows.is_packed else lse, *no_randomness(x.query)
 
 
-def flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, ...]:
-    """aten::_flash_attention_backward."""
-    score = score_of(is_causal, window_size_left, window_size_right)
-    spec = spec_of(scale, query.shape[-1], score, documents=cum_seq_q is not None)
-    tensors = (grad_out, query, key, value, out)
-    if cum_seq_q is None:
-        do, *saved = (x.transpose(1, 2) for x in tensors)
-        gradients = attend_backward(do, (*saved, logsumexp), Inputs(), spec)
-        return tuple(x.transpose(1, 2) for x in gradients)
-    inputs = packed_inputs(cum_seq_q, cum_seq_k, query.shape[0])
-    do, *saved = (one_row(x) for x in tensors)
-    gradients = attend_backward(do, (*saved, logsumexp[None]), inputs, spec)
-    return tuple(x[0].transpose(0, 1) for x in gradients)
+def flash_backward(x: SimpleNamespace) -> tuple[Tensor, ...]:
+    """The gradients of query, key and value."""
+    rows = Rows.of(x)
+    do, *saved = (rows.put(tensor) for tensor in (x.grad_out, x.query, x.key, x.value, x.out))
+    lse = x.logsumexp[None] if rows.is_packed else x.logsumexp
+    return tuple(rows.take(gradient) for gradient in attend_backward(do, (*saved, lse), rows.inputs, rows.spec))
 
 
-def flash_forward_into(out: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """aten::_flash_attention_forward_no_dropout_inplace: fills out, and returns the log-sum-exp."""
-    computed, lse, *_ = flash_forward(*arguments, **options)
-    out.copy_(computed)
+def flash_forward_into(x: SimpleNamespace) -> Tensor:
+    """Fill out, and return the log-sum-exp."""
+    computed, lse, *_ = flash_forward(x)
+    x.out.copy_(computed)
     return lse
 
 
-KERNELS: dict[str, Callable[..., Any]] = {
+# By the names of aten's operators.
+KERNELS: dict[str, Callable[[SimpleNamespace], Any]] = {
     "_scaled_dot_product_flash_attention": sdpa_forward,
     "_scaled_dot_product_flash_attention_backward": sdpa_backward,
     "_flash_attention_forward": flash_forward,
