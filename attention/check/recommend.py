@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..errors import AttentionError
 from .cases import Case, draw
 from .known import KNOWN
 from .run import Refused, results, short, verdicts
@@ -90,7 +91,7 @@ def measured(name: str, case: Case, device: torch.device) -> Candidate:
         warnings.simplefilter("ignore")
         try:
             subject = find(name)
-        except CheckError as error:
+        except AttentionError as error:
             found.why = str(error)
             return found
         if not subject.supports(case):

@@ -272,7 +272,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(system, "DOUBLING", (32, 64))
     monkeypatch.setattr(recommend, "TRIAL_S", 0.0)
     monkeypatch.setattr(
-        recommend, "KNOWN", {name: recommend.KNOWN[name] for name in ("naive", "sdpa", "fa2", "hf-fa2")}
+        recommend, "KNOWN", {name: recommend.KNOWN[name] for name in ("naive", "sdpa", "flex-flash", "hf-fa2")}
     )
     commands = re.findall(r"^    gpt-attention check (.*)$", page, flags=re.MULTILINE)
     asked = [re.findall(r'"[^"]*"|\S+', command) for command in commands]
