@@ -51,16 +51,13 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything that is fixed before the first run, and the looks and learning rates that come after.
+class PlannedArms:
+    """The arms of a sweep that compares them over the same seeds.
 
     arms       the overrides of each arm, by its name
     baseline   the arm that the others are compared with
     common     the overrides of every arm
-    arguments  the command line that started it
-    lr         the learning rates that each arm tries, by its name; one: it is taken without a try
-    chosen     the learning rate of each arm, once it is known
-    looks      the first is planned at the start, the others when seeds were added
+    arguments  the command line that started the sweep
     """
 
     arms: dict[str, list[str]]
@@ -68,6 +65,17 @@ class Plan:
     common: list[str]
     arguments: list[str]
     first_seed: int
+
+
+@dataclass(frozen=True)
+class Plan(PlannedArms):
+    """Everything that is fixed before the first run of an arena, and the looks and learning rates that come after.
+
+    lr      the learning rates that each arm tries, by its name; one: it is taken without a try
+    chosen  the learning rate of each arm, once it is known
+    looks   the first is planned at the start, the others when seeds were added
+    """
+
     margin: float
     planned_looks: int
     lr: dict[str, list[float]]

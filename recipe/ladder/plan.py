@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from recipe.arena.plan import check_same, damaged, read_content, write_content
+from recipe.arena.plan import PlannedArms, check_same, damaged, read_content, write_content
 
 FILE = "ladder.json"
 FORMAT = 1  # increase it when a plan of today could not be read as it was meant
@@ -26,23 +26,14 @@ class LadderRun:
 
 
 @dataclass(frozen=True)
-class LadderPlan:
-    """Everything that is fixed before the first run, and the prediction that comes before the last ones.
+class LadderPlan(PlannedArms):
+    """Everything that is fixed before the first run of a ladder, and the prediction that comes before the last ones.
 
-    arms       the overrides of each arm, by its name
-    baseline   the arm that the others are compared with
-    common     the overrides of every arm
-    arguments  the command line that started it
     depths     the sizes that are fitted; next: the one that is predicted
     sizes      the overrides that the rule makes, by arm and depth: "causal 2"
     predicted  the loss at the next size by arm: [loss, low, high, compute]; empty until the sizes before have run
     """
 
-    arms: dict[str, list[str]]
-    baseline: str
-    common: list[str]
-    arguments: list[str]
-    first_seed: int
     seeds: int
     depths: list[int]
     next: int
@@ -82,7 +73,7 @@ def read_ladder(folder: Path) -> LadderPlan | None:
         ("baseline", plan.baseline in plan.arms),
         ("sizes", plan.sizes.keys() == wanted),
         ("seeds", plan.seeds > 0),
-        ("predicted", whole and all(len(found) == 4 for found in plan.predicted.values())),
+        ("predicted", whole and all(len(numbers) == 4 for numbers in plan.predicted.values())),
     ):
         if not right:
             raise damaged(path, name)
