@@ -12,9 +12,10 @@ from .errors import AttentionError, Option, UnsupportedAttention
 from .flash import FlashAttention
 from .flex import FlexAttention
 from .interface import Attention, AttentionOutput, AttentionShape
+from .layout import Layout, documents, packed
 from .naive import NaiveAttention
 from .peers import FA4Attention, VarlenAttention
-from .score import Layout, Score, ScoreError, documents, packed
+from .score import Score, ScoreError
 from .sdpa import SDPAAttention
 from .tiled import TiledAttention
 from .varlen import varlen

@@ -21,8 +21,9 @@ from .errors import Option, UnsupportedAttention, listed, no_dropout
 from .formula.call import visible_distances
 from .formula.evaluate import Given, full_index, run
 from .interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
+from .layout import Layout
 from .peers import check_kernels, flash_attn_4
-from .score import Layout, Score
+from .score import Score
 from .scores.sinks import join_sinks
 from .trial import attend_once
 

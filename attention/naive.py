@@ -14,8 +14,9 @@ from .decode.cache import Cache, host_sees
 from .dropout import keep_mask, keep_scale
 from .formula.call import tile_formula
 from .interface import FEATURES, Attention, AttentionOutput, Call
+from .layout import Layout
 from .precision import accum_dtype
-from .score import Layout, Range, Score, key_intervals
+from .score import Range, Score, key_intervals
 from .scores.sinks import with_sinks
 
 

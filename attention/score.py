@@ -1,9 +1,7 @@
 """The function that attention computes: which keys a query sees, and how scores are changed.
 
-    Score    fixed for a layer: what a kernel is compiled for
-    Layout   where queries and keys stand, and which document each belongs to: tensors of a batch
-
-A score's options have a file each in attention/scores/. The visible keys of a query are always one interval, also
+A Score is fixed for a layer, and kernels are compiled for it; a Layout (layout.py) comes with a batch. A score's
+options have a file each in attention/scores/. The visible keys of a query are always one interval, also
 when everything is combined. `key_intervals` computes it; masks, the tiles to visit and the rows that see nothing all
 follow from it.
 
@@ -16,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import make_dataclass
 from functools import reduce
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +23,7 @@ from .errors import Option, ScoreError
 from .formula.check import check
 from .formula.hoist import Steps, steps_of
 from .formula.trace import trace
+from .layout import Layout
 from .scores import OPTIONS, HeadTensor, ScoreOption
 
 Range = tuple[int, int]  # start, stop
@@ -140,90 +138,6 @@ def check_type(name: str, value: object, kind: Any, words: str) -> None:
     kind = kind | int if isinstance(0.5, kind) else kind  # a whole number is a number
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ScoreError("{} must be {}.", Option(f"score.{name}", value), words)
-
-
-class Layout(NamedTuple):
-    """Where the queries and keys of a call stand in their rows, and where the rows' documents begin and end.
-
-    q_start          position of the first query; None: the last query stands at the last key's position
-    k_start          position of the first key
-    document_starts  (B, L) int32, for each position of a row the start of its document; None: one document
-    document_ends    (B, L) int32, one past the document's last position
-    lengths          (B,) int32: of the S keys, those that each sequence has, its queries standing at the last of them;
-                     for caches. None: S. Not to be combined with the other fields
-
-    The shapes do not depend on the number of documents, so new documents neither cause recompilation nor invalidate a
-    CUDA graph. A kernel finds the bounds of a tile of queries in its first and last entries.
-    """
-
-    q_start: int | None = None
-    k_start: int = 0
-    document_starts: Tensor | None = None
-    document_ends: Tensor | None = None
-    lengths: Tensor | None = None
-
-    def query_start(self, T: int, S: int) -> int:
-        """Position of the first of T queries that attend to S keys."""
-        return self.k_start + S - T if self.q_start is None else self.q_start
-
-    def own_keys(self, T: int, S: int, device: torch.device | str) -> Tensor:
-        """For each of T queries the index of the key at its own position: (T,), or with lengths (B, T)."""
-        if self.lengths is not None:
-            return self.lengths[:, None] - T + torch.arange(T, device=device)
-        offset = self.query_start(T, S) - self.k_start
-        return torch.arange(offset, offset + T, device=device)
-
-    def features(self) -> dict[str, Option]:
-        """The features beyond one document with default positions: name -> the choice that asks for it."""
-        asked = {
-            "documents": self.document_starts is not None,
-            "lengths": self.lengths is not None,
-            "offsets": self.offsets(),
-        }
-        return {name: Option(f"layout.{name}") for name, is_asked in asked.items() if is_asked}
-
-    def offsets(self) -> bool:
-        """Whether the caller gives positions other than the default ones."""
-        return self.q_start is not None or self.k_start != 0
-
-
-def documents(starts: Tensor) -> Layout:
-    """The layout of rows whose token t belongs to the document that begins at starts[b, t]: (B, L) int32.
-
-    Runs on the tensor's device without waiting for it.
-    """
-    ends = torch.searchsorted(starts, starts, right=True, out_int32=True)
-    return Layout(document_starts=starts, document_ends=ends)
-
-
-def packed(cu_seqlens: Tensor, length: int) -> Layout:
-    """The layout of one row of `length` tokens that documents lie side by side in.
-
-    cu_seqlens  (n + 1,) integers, where each document begins and, last, the row's length, as flash-attn's varlen has
-                them. Two equal ones are an empty document.
-
-    Reads the values, so it waits for the device. Raises ScoreError.
-    """
-    if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
-        shape, dtype = tuple(cu_seqlens.shape), cu_seqlens.dtype
-        raise ScoreError(f"cu_seqlens of shape {shape} and {dtype} must be a 1-D tensor of integers.")
-    bounds = cu_seqlens.tolist()
-    if not bounds or bounds[0] != 0:
-        raise ScoreError(f"cu_seqlens={shown(bounds)} must start at 0.")
-    for before, after in pairwise(bounds):
-        if after < before:
-            raise ScoreError(f"cu_seqlens={shown(bounds)} must not decrease, as it does from {before} to {after}.")
-    if bounds[-1] != length:
-        raise ScoreError(f"cu_seqlens={shown(bounds)} must end at the row's length, {length}.")
-    cu_seqlens = cu_seqlens.to(torch.int32)
-    positions = torch.arange(length, dtype=torch.int32, device=cu_seqlens.device)
-    following = torch.searchsorted(cu_seqlens, positions, right=True)
-    return Layout(document_starts=cu_seqlens[following - 1][None], document_ends=cu_seqlens[following][None])
-
-
-def shown(bounds: list[int]) -> str:
-    """A list for an error message, its middle left out."""
-    return str(bounds) if len(bounds) <= 8 else f"[{', '.join(map(str, bounds[:4]))}, ..., {bounds[-1]}]"
 
 
 def take_rows(x: Tensor, rows: tuple[Range, ...], dim: int) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .formula.call import tile_formula
 from .formula.tile import Tile
-from .score import Layout, Range, key_intervals
+from .layout import Layout
+from .score import Range, key_intervals
 from .spec import Inputs, Spec
 
 

@@ -26,7 +26,8 @@ from torch.nn.attention import register_flash_attention_impl
 from .errors import UnsupportedAttention
 from .flash.op import bounds, prepared, run_backward, run_forward, split_qkv_grad
 from .gpu import HAS_TRITON
-from .score import Score, packed
+from .layout import packed
+from .score import Score
 from .spec import Inputs, Spec
 
 if HAS_TRITON:

@@ -30,7 +30,8 @@ from .decode.cache import Cache
 from .dropout import DropoutKey
 from .errors import Option, UnsupportedAttention, in_python
 from .interface import ONE_DOCUMENT, Attention, AttentionShape
-from .score import Layout, Score, documents
+from .layout import Layout, documents
+from .score import Score
 
 PREFIX = "gpt_attention_"
 NAMES = tuple(PREFIX + name for name in ("naive", "tiled", "flash"))

@@ -9,7 +9,7 @@ import torch
 from .dropout import DropoutKey
 from .errors import Option, UnsupportedAttention
 from .interface import Attention, AttentionShape
-from .score import Layout, documents
+from .layout import Layout, documents
 
 REFUSALS = (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError)  # as libraries raise them
 

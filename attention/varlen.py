@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .interface import Attention, AttentionOutput
-from .score import packed
+from .layout import packed
 
 
 def varlen(attend: Attention, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **options: Any) -> AttentionOutput:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from attention.interface import AttentionOutput
-from attention.score import Layout, Score
+from attention.layout import Layout
+from attention.score import Score
 from model.config import AttentionBias, Gate, GPTConfig, NormOver
 from model.norms import build_qk_norm
 from model.positions import PositionTables, has_rotation

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from attention.decode.cache import Cache
 from attention.interface import Attention, AttentionOutput
-from attention.score import Layout, Score
+from attention.layout import Layout
+from attention.score import Score
 from model.config import GPTConfig
 
 PAGE_SIZE = 64  # tokens

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attention.score import Layout
+from attention.layout import Layout
 from model.attention import Attend, Surroundings
 from model.blocks import Masks
 from model.config import GPTConfig

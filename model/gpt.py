@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from attention.dropout import DropoutKey
 from attention.interface import Attention, AttentionShape
-from attention.score import Layout, Range, documents, take_rows
+from attention.layout import Layout, documents
+from attention.score import Range, take_rows
 from model.attention import Attend, SelfAttention, labelled
 from model.blocks import Block, Masks, call
 from model.check import check_config

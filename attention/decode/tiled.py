@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ..formula.call import tile_formula
 from ..gpu import NAMESPACE
+from ..layout import Layout
 from ..precision import accum_dtype
-from ..score import Layout, key_intervals
+from ..score import key_intervals
 from ..scores.sinks import start_with_sinks
 from ..spec import Inputs, Spec
 from .cache import Cache, host_sees

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import gpu
 from ..decode.cache import Cache
 from ..gpu import INTERPRET, NAMESPACE
-from ..score import Layout
+from ..layout import Layout
 from ..spec import Inputs, Spec
 from .call import KernelCall, Mode
 from .decode_kernel import JOINED_COLUMNS, UNIT, Given, Partial, Results, decode_kernel, join_kernel

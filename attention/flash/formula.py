@@ -32,7 +32,8 @@ from ..formula.hoist import steps_of
 from ..formula.parse import show
 from ..formula.plan import Plan, placeholder, plan
 from ..gpu import ALIGNMENT, INTERPRET
-from ..score import Layout, Score
+from ..layout import Layout
+from ..score import Score
 from ..scores.soft_cap import tanh
 from ..spec import Inputs, Spec
 from .call import KernelCall

@@ -25,7 +25,7 @@ from ..dropout.kernel import drop, dropped_tile, load_key
 from ..formula.call import positions, visible_distances
 from ..formula.evaluate import Given, full_index, run, sum_of_entries
 from ..formula.hoist import Steps
-from ..score import Layout
+from ..layout import Layout
 from .call import KernelCall
 from .configs import Blocks
 from .formula import Place, kernel_inputs, written

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..layout import Layout
 from ..precision import accum_dtype
-from ..score import Layout, Score, key_intervals
+from ..score import Score, key_intervals
 from .check import check_tensors
 from .hoist import Place, hoisted, scaled_queries
 from .ranges import Reach
