@@ -27,6 +27,7 @@ from .decode.cache import Cache
 from .dropout import RATES, DropoutKey, drop_threshold, is_valid_rate
 from .errors import Option, UnsupportedAttention, listed
 from .formula.call import prepared
+from .formula.hoist import scaled_queries
 from .layout import Layout
 from .score import Score
 from .scores import OPTIONS
@@ -76,6 +77,7 @@ class Call(NamedTuple):
     dropout_key  (7,) int64, as `DropoutKey.pack` gives it; None where nothing is to be dropped
     tensors      of the score, by name: see Score.tensors
     formula      what the formula's scores are computed from (formula/hoist.py); set by `Attention.prepare`
+    factors      of s, one for each query, where the implementation `scales_queries` itself
     """
 
     spec: Spec
@@ -83,6 +85,7 @@ class Call(NamedTuple):
     dropout_key: Tensor | None
     tensors: dict[str, Tensor]
     formula: tuple[Tensor, ...] = ()
+    factors: Tensor | None = None
 
 
 class Attention(ABC):
@@ -94,6 +97,7 @@ class Attention(ABC):
     name: ClassVar[str]
     options: ClassVar[frozenset[str]] = frozenset()  # fields of AttentionConfig it reads, besides name and dropout
     supports: ClassVar[frozenset[str]] = frozenset()  # the FEATURES that it has besides causal attention
+    scales_queries: ClassVar[bool] = False  # whether a formula's factors of s come as Call.factors, and not within q
     exact: ClassVar[bool] = False  # whether it computes this very function, so that another exact one may replace it
 
     def __init__(self, config: AttentionConfig) -> None:
@@ -252,10 +256,15 @@ class Attention(ABC):
         spec = call.spec
         if spec.score.expression is None or (spec.score.formula is None and "formula" not in self.supports):
             return q, call
-        q, scale, inputs = prepared(spec.score, call.layout, q, S, call.tensors)
+        factors, scale, inputs = prepared(spec.score, call.layout, q, S, call.tensors)
         learned = [k for k, x in enumerate(inputs) if x.requires_grad] if torch.is_grad_enabled() else []
         spec = spec._replace(scale=spec.scale * scale, computed=len(inputs), learned=tuple(learned))
-        return q, call._replace(spec=spec, formula=inputs)
+        if factors is not None and not self.scales_queries:
+            q, factors = scaled_queries(q, factors), None
+        if factors is not None:
+            is_learned = factors.requires_grad and torch.is_grad_enabled()
+            spec = spec._replace(factors="learned" if is_learned else "fixed")
+        return q, call._replace(spec=spec, formula=inputs, factors=factors)
 
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:
         """The implementation's part of `decode`; call.layout has the cache's lengths. lse as in `attend`."""

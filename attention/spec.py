@@ -23,6 +23,7 @@ class Spec(NamedTuple):
     tf32, path, precision, block_q, block_k, ablate  as AttentionConfig has them (tf32 as allow_tf32)
     computed          how many tensors a formula's scores are computed from, see formula/hoist.py
     learned           the numbers of those that need a gradient
+    factors           "none", or whether there are factors of s, one for each query, that are "fixed" or "learned"
     """
 
     score: Score
@@ -38,6 +39,7 @@ class Spec(NamedTuple):
     ablate: str = "none"
     computed: int = 0
     learned: tuple[int, ...] = ()
+    factors: str = "none"
 
     @property
     def bounded(self) -> bool:
@@ -56,6 +58,7 @@ class Spec(NamedTuple):
             **{tensor.name: tensor.learned or not self.computed for tensor in self.score.head_tensors},
             "starts": self.documents,
             "ends": self.documents,
+            "factors": self.factors != "none",
         }
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
@@ -68,7 +71,7 @@ class Spec(NamedTuple):
         score = ",".join([repr(value) for value in self.score.values])
         call = f"{self.scale},{self.documents!r},{self.offsets!r},{self.threshold!r}"
         options = f"{self.tf32!r},{self.path!r},{self.precision!r},{self.block_q!r},{self.block_k!r},{self.ablate!r}"
-        return f"({score}),{call},{options},{self.computed!r},{self.learned!r}"
+        return f"({score}),{call},{options},{self.computed!r},{self.learned!r},{self.factors!r}"
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -85,6 +88,7 @@ class Inputs(NamedTuple):
     slopes        (H,) fp32, of ALiBi
     sinks         (H,) fp32
     starts, ends  (B, L) int32, contiguous: document_starts and document_ends of Layout
+    factors       (B or 1, H or 1, T or 1) fp32: of s, for an implementation that multiplies the queries itself
     horizons      (B, H) int32, of ALiBi: keys at that distance or further away have no weight; None: not known
     formula       a tuple: what a formula's scores are computed from, as `Spec.computed` counts it
     """
@@ -94,6 +98,7 @@ class Inputs(NamedTuple):
     sinks: Any = None
     starts: Any = None
     ends: Any = None
+    factors: Any = None
     horizons: Any = None
     formula: Any = None
 

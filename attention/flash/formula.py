@@ -300,7 +300,7 @@ def kernel_inputs(call: KernelCall, T: int, S: int, layout: Layout | None = None
     """
     score = call.spec.score
     if score.formula is None or written(score).code is None:
-        return call.inputs._replace(formula=None)
+        return call.inputs._replace(formula=None, factors=None)
     p = plan_of(score)
     if layout is None:
         layout = Layout(call.q_start, call.k_start) if call.spec.offsets else Layout()
@@ -320,7 +320,7 @@ def kernel_inputs(call: KernelCall, T: int, S: int, layout: Layout | None = None
         else:
             numbers = [*strides[:2], x.shape[2], low]
         result.append((x, *(4 * number + 2 for number in numbers)))  # as `unspecialised`
-    return call.inputs._replace(formula=tuple(result))
+    return call.inputs._replace(formula=tuple(result), factors=None)
 
 
 def column_input(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from ..config import ProductPrecision
 from ..decode.cache import Cache
 from ..dropout import drop_threshold
 from ..errors import Option, UnsupportedAttention
+from ..formula.hoist import scaled_queries as scale
 from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE
 from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
 from ..score import Score
@@ -31,6 +32,7 @@ if HAS_TRITON:
 
     from .backward import Gradients
     from .decode import flash_decode, run_decode
+    from .factors import scale_gradient, scaled_queries
     from .formula import learns_bias, readable, with_row_terms, written
     from .formula_gradients import learned_gradients
     from .horizon import find_horizons
@@ -109,8 +111,10 @@ def run_forward(
     out, call = torch.empty_like(q), KernelCall.of(inputs, spec, q_start, k_start)
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
-        path = PATHS[choose_path(call.problem(q, k), backward=False)]
-        lse, lse2 = path.forward(q, k, v, out, call)
+        name = choose_path(call.problem(q, k), backward=False)
+        if call.inputs.factors is not None and name != "hopper":
+            q = scaled_queries(q, call.inputs.factors)
+        lse, lse2 = PATHS[name].forward(q, k, v, out, call)
         lse = with_row_terms(lse, call)
     return out, lse, lse2
 
@@ -124,7 +128,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
-    """The gradients of q, k, v, as `empty_gradients` lays them out, of a formula's learned tensors, and of the sinks.
+    """The gradients of q, k and v, as `empty_gradients` lays them out, of learned tensors, of the sinks, and
+    of factors that are learned.
 
     saved  q, k, v, out, lse2 and the inputs of `run_forward`
     """
@@ -133,12 +138,18 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k
     gradients = empty_gradients(q, k, v)
     sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32) if learns_bias(call.spec) else None
     found = Gradients(*split_qkv_grad(gradients, q, k), sums)
+    factors, dfactors = call.inputs.factors, None
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
+        given = q
+        if factors is not None:
+            q = scaled_queries(q, factors)
         path = PATHS[choose_path(call.problem(q, k), backward=True)]
         dsinks = path.backward(do, q, k, v, out, lse2, found, call)
         learned = learned_gradients((q, k, v, out, lse2), addressable(do), sums, call)
-    return [*gradients, *learned, *([] if dsinks is None else [dsinks])]
+        if factors is not None:
+            dfactors = scale_gradient(found.dq, given, factors, call.spec.factors == "learned")
+    return [*gradients, *learned, *(x for x in (dsinks, dfactors) if x is not None)]
 
 
 flash_backward = torch.library.custom_op(f"{NAMESPACE}::flash_backward", run_backward, mutates_args=())
@@ -151,6 +162,7 @@ def _(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> list[Tensor]:
     given = Inputs.of(known, inputs)
     learned = [given.formula[number] for number in known.learned]
     others = [*learned, *([] if given.sinks is None else [given.sinks])]
+    others += [given.factors] if known.factors == "learned" else []
     return [*empty_gradients(q, k, v), *(x.new_empty(x.shape) for x in others)]
 
 
@@ -192,6 +204,8 @@ def _gradients(ctx: Any, do: Tensor | None, run: Callable[..., list[Tensor]]) ->
     if do is None:
         return [None, None, None], none
     gradients, spec = run(do, saved, *ctx.rest), Spec.read(ctx.rest[0])
+    if spec.factors == "learned":
+        none[spec.computed + spec.inputs().index("factors")] = gradients.pop()
     if "sinks" in spec.inputs():
         none[spec.computed + spec.inputs().index("sinks")] = gradients.pop()
     for number in reversed(spec.learned):
@@ -231,6 +245,7 @@ class FlashAttention(Attention):
     options = frozenset({"allow_tf32", "path", "precision"})
     supports = FEATURES - {option.name for option in OPTIONS if not (option.in_kernels or option.is_formula)}
     exact = True
+    scales_queries = True
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)
@@ -300,6 +315,7 @@ class FlashAttention(Attention):
             **of_kernels(call),
             starts=bounds(layout.document_starts),
             ends=bounds(layout.document_ends),
+            factors=call.factors,
             formula=readable(spec, call.formula) if call.formula else None,
         )
         q, k, v = prepared(q), prepared(k), prepared(v)
@@ -321,6 +337,8 @@ class FlashAttention(Attention):
         compiling = torch.compiler.is_compiling()
         if not compiling:
             check(q.shape[-1], q.dtype, q.device)
+        if call.factors is not None:
+            q, call = scale(q, call.factors), call._replace(spec=call.spec._replace(factors="none"))
         out, lse = (flash_decode if compiling else run_decode)(
             q if q.stride(-1) == 1 else q.contiguous(),
             [*cache],

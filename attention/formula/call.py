@@ -11,7 +11,7 @@ from ..layout import Layout
 from ..precision import accum_dtype
 from ..score import Score, key_intervals
 from .check import check_tensors
-from .hoist import Place, hoisted, scaled_queries
+from .hoist import Place, factors_of, hoisted
 from .ranges import Reach
 from .tile import TileFormula
 
@@ -50,8 +50,8 @@ def place_of(score: Score, layout: Layout, q: Tensor, S: int, counts: bool) -> P
 
 def prepared(
     score: Score, layout: Layout, q: Tensor, S: int, tensors: dict[str, Tensor]
-) -> tuple[Tensor, float, tuple[Tensor, ...]]:
-    """q times the factor of s, the number that scales s besides, and the tensors from which scores are computed.
+) -> tuple[Tensor | None, float, tuple[Tensor, ...]]:
+    """The factors of s (B or 1, H or 1, T or 1), the number that scales s besides, and what scores are computed from.
 
     Raises FormulaError for tensors that do not fit.
     """
@@ -62,10 +62,9 @@ def prepared(
     if not torch.compiler.is_compiling():
         check_tensors(score.expression, tensors, B, reach_of(score, layout, T, S, H))
     place = place_of(score, layout, q, S, steps.counts)
-    if steps.factor is not None:
-        q = scaled_queries(q, steps, tensors, place)
+    factors = None if steps.factor is None else factors_of(q, steps, tensors, place)
     inputs = hoisted(steps, tensors, place, accum_dtype(q.dtype))
-    return q, steps.scale, (*inputs, *(tensors[name] for name, _ in steps.tables))
+    return factors, steps.scale, (*inputs, *(tensors[name] for name, _ in steps.tables))
 
 
 def tile_formula(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import FormulaError, Option
 from .axes import axes, loads
 from .graph import Node, leaf, topological
-from .hoist import Place, hoisted, scaled_queries, steps_of
+from .hoist import Place, factors_of, hoisted, scaled_queries, steps_of
 from .parse import parse, show
 from .plan import plan, stage
 from .ranges import INF, Reach, intervals
@@ -116,7 +116,7 @@ def probe(text: str, causal: bool, window: int | None) -> None:
     worst = None
     for fill in (0.5, -0.5, 1.5):
         tensors = {name: torch.full(size, fill, dtype=torch.float64) for name, size in sizes.items()}
-        scaled = s if steps.factor is None else scaled_queries(s, steps, tensors, place)
+        scaled = s if steps.factor is None else scaled_queries(s, factors_of(s, steps, tensors, place))
         inputs = [*hoisted(steps, tensors, place, s.dtype), *(tensors[name] for name, _ in steps.tables)]
         tile = TileFormula(steps, inputs, positions, positions, place.distances)
         value = tile.value(scaled, (0, PROBED), (0, PROBED)).expand_as(s)

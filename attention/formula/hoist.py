@@ -110,12 +110,15 @@ def distances(reach: tuple[int, int], far: int | None, device: torch.device) -> 
     return torch.arange(low, max(low, high if far is None else min(high, far)) + 1, device=device)
 
 
-def scaled_queries(q: Tensor, steps: Steps, tensors: dict[str, Tensor], place: Place) -> Tensor:
-    """q (B, H, T, D) times the factor of s that is the same along a row."""
+def factors_of(q: Tensor, steps: Steps, tensors: dict[str, Tensor], place: Place) -> Tensor:
+    """The factors of s that are the same along a row, for q (B, H, T, D): (B or 1, H or 1, T or 1)."""
     assert steps.factor is not None
-    dtype = accum_dtype(q.dtype)
-    factor = evaluated("row", None, steps.factor, tensors, place, dtype)
-    return (q.to(dtype) * factor.unsqueeze(-1)).to(q.dtype)
+    return evaluated("row", None, steps.factor, tensors, place, accum_dtype(q.dtype))
+
+
+def scaled_queries(q: Tensor, factors: Tensor) -> Tensor:
+    """q (B, H, T, D) times factors of its rows."""
+    return (q.to(factors.dtype) * factors.unsqueeze(-1)).to(q.dtype)
 
 
 def hoisted(steps: Steps, tensors: dict[str, Tensor], place: Place, dtype: torch.dtype) -> list[Tensor]:

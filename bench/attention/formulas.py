@@ -3,7 +3,7 @@
     python -m bench.attention.formulas                head size 128, 8 heads, 16k tokens, bf16
     python -m bench.attention.formulas --quick        without Flex and dropout
 
-A process for each formula compiles it first, all at the same time; then one after the other is timed.
+A process for each formula compiles it first, all at the same time; then all are timed in turns.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,11 @@ from torch import Tensor
 from attention import AttentionConfig, DropoutKey, Score, build_attention
 from attention.scores.alibi import alibi_slopes
 from bench.markdown import table
+from bench.measure import Timing, interleaved
 
 H = 8
+SECONDS = 0.2  # of the device, for each pass of each row
+Result = Timing | Exception
 KEY = DropoutKey(seed=1, step=2, layer=3, first_sequence=4)
 
 
@@ -72,19 +76,6 @@ def passes(row: Row, implementation: str, T: int, D: int, dropout: float) -> tup
     return forward, lambda out: torch.autograd.grad(out, leaves, do, retain_graph=True)
 
 
-def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
-    """The median time of a call."""
-    times = []
-    for _ in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times[2:])[repeats // 2]
-
-
 def warm(number: int, T: int, D: int, dropouts: Sequence[float]) -> None:
     """Compile the kernels of a row into Triton's cache."""
     for dropout in dropouts:
@@ -102,14 +93,35 @@ def warm_all(T: int, D: int, dropouts: Sequence[float]) -> None:
         worker.join()
 
 
-def measured(row: Row, implementation: str, T: int, D: int, dropout: float) -> tuple[float, float] | str:
-    """Milliseconds forward and backward, or why there are none."""
-    try:
-        forward, backward = passes(row, implementation, T, D, dropout)
-        out = forward()
-        return milliseconds(forward), milliseconds(lambda: backward(out))
-    except Exception as error:  # a line of the table, not the end of it
-        return str(error).splitlines()[0][:60]
+def measured(rows: Sequence[Row], implementation: str, T: int, D: int, dropout: float) -> list[tuple[Result, Result]]:
+    """Forward and backward of each row, all timed in turns."""
+    device, calls = torch.device("cuda"), {}
+    failed: dict[str, Result] = {}
+    for row in rows:
+        try:
+            forward, backward = passes(row, implementation, T, D, dropout)
+            out = forward()
+            backward(out)
+            calls[row.name] = forward, partial(backward, out)
+        except Exception as error:  # a line of the table, not the end of it
+            failed[row.name] = error
+    directions = [
+        interleaved({name: partial(identity, pair[n]) for name, pair in calls.items()}, device, SECONDS) | failed
+        for n in (0, 1)
+    ]
+    return [(directions[0][row.name], directions[1][row.name]) for row in rows]
+
+
+def identity(call: Callable[[], object]) -> Callable[[], object]:
+    return call
+
+
+def milliseconds(results: tuple[Result, Result]) -> tuple[float, float] | str:
+    """Of forward and backward, or why there are none."""
+    for result in results:
+        if isinstance(result, Exception):
+            return str(result).splitlines()[0][:60]
+    return tuple(result.ms for result in results)  # type: ignore[union-attr, return-value]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,23 +135,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     T, D, start = args.tokens, args.head_dim, time.time()
     dropouts = (0.0,) if args.quick else (0.0, 0.1)
     warm_all(T, D, dropouts)
-    lines: list[list[str]] = []
-    base: dict[float, tuple[float, float]] = {}
-    for row in ROWS:
-        cells = [row.name]
-        for dropout in dropouts:
-            found = measured(row, "flash", T, D, dropout)
-            if isinstance(found, str):
-                cells += [found, "", ""]
-                continue
-            base.setdefault(dropout, found)
-            forward, backward = (x / y for x, y in zip(found, base[dropout], strict=True))
-            cells += [f"{found[0]:.2f} / {found[1]:.2f}", f"{forward:.2f}", f"{backward:.2f}"]
-        if not args.quick:
-            other = measured(row, "flex", T, D, 0.0) if row.flex else ""
-            cells.append(other if isinstance(other, str) else f"{other[0]:.2f} / {other[1]:.2f}")
-        lines.append(cells)
-        print(" | ".join(cells), f"({time.time() - start:.0f} s)", flush=True)
+    print(f"compiled in {time.time() - start:.0f} s", flush=True)
+    lines = [[row.name] for row in ROWS]
+    for dropout in dropouts:
+        found = [milliseconds(results) for results in measured(ROWS, "flash", T, D, dropout)]
+        base = found[0]
+        if isinstance(base, str):
+            parser.exit(1, f"causal attention itself failed: {base}\n")
+        for line, times in zip(lines, found, strict=True):
+            if isinstance(times, str):
+                line += [times, "", ""]
+            else:
+                ratios = [f"{x / y:.3f}" for x, y in zip(times, base, strict=True)]
+                line += [f"{times[0]:.3f} / {times[1]:.3f}", *ratios]
+        print(f"dropout {dropout} timed after {time.time() - start:.0f} s", flush=True)
+    if not args.quick:
+        rows = [row for row in ROWS if row.flex]
+        others = dict(zip((row.name for row in rows), measured(rows, "flex", T, D, 0.0), strict=True))
+        for line in lines:
+            other = milliseconds(others[line[0]]) if line[0] in others else ""
+            line.append(other if isinstance(other, str) else f"{other[0]:.3f} / {other[1]:.3f}")
     columns = [c for p in dropouts for c in (f"ms, dropout {p}", "forward over causal", "backward over causal")]
     print(table(["score", *columns, *([] if args.quick else ["flex, ms"])], lines))
 

@@ -35,6 +35,7 @@ def test_the_kernels_give_what_python_gives_of_a_formulas_text_with_all_gradient
     rng = random.Random(0)
     kinds = {
         "s + c[h, i] - c[h, j]": "documents",
+        "a[h] * s": "more keys",
         "s + g[h, j] * tanh(s) + row[h, i]": "documents",
         "s + bias[h, min(abs(i - j), 31)]": "full",
         "s + grid[max(i // 7 - j // 7, -40) + 40, h]": "more queries",

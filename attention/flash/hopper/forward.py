@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..call import KernelCall
+from ..factors import factor_input
 from ..formula import kernel_inputs
 from ..forward import without_keys
 from ..score import locate
@@ -111,10 +112,13 @@ def forward_kernel(q, k, v, out, rows, inputs, p_work, scalars, BLOCKS: gl.const
 def forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, call: KernelCall, blocks: ForwardBlocks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q (B, H, T, D), k and v (B, H_kv, S, D) -> lse (B, H, T) and lse2; fills out, like q. As the plain forward."""
+    """q (B, H, T, D), k and v (B, H_kv, S, D) -> lse (B, H, T) and lse2; fills out, like q. As the plain forward.
+
+    It alone multiplies the queries by their factors itself, where the call has some.
+    """
     B, H, T, _ = q.shape
     blocks = blocks or forward_blocks(call.problem(q, k))
-    H_kv, S = k.shape[1:3]
+    (H_kv, S), factors = k.shape[1:3], call.inputs.factors
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
     if out.numel() == 0 or S == 0:
         return without_keys(out, lse, lse2, call.inputs.sinks)
@@ -127,7 +131,7 @@ def forward(
         tiles(v, blocks.k, blocks.columns),
         tiles(out, ROWS.value, blocks.columns),
         Rows(lse, lse2),
-        kernel_inputs(call, T, S),
+        kernel_inputs(call, T, S)._replace(factors=None if factors is None else factor_input(factors)),
         None if alone else torch.zeros(1, dtype=torch.int32, device=q.device),
         launch_scalars(call, head_group_size(B * H, k[0, 0], H // H_kv)),
         BLOCKS=blocks,

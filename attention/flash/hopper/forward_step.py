@@ -20,9 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...scores.soft_cap import LEAST_MAXIMUM
+from ..factors import load_factors
 from ..score import LOG2_E
 from ..tiles import store_lse
-from .compat import reinterpret, tma_store
+from .compat import barrier, reinterpret, tma_store
 from .forward_pipeline import release_stage, skip
 from .schedule import key_tiles
 from .softmax import (
@@ -196,6 +197,17 @@ def first_tile(i_step, i_n, is_cut, queries, keys, work, program, BLOCKS: gl.con
 
 
 @gluon.jit
+def scale_queries(b_q, factors, i_b, i_h, i_m, T):
+    """Multiply 64 queries from i_m, in shared memory, by their factors of s, rounded as `scaled_queries` rounds."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    b_x = b_q.load(LAYOUT).to(gl.float32) * load_factors(factors, i_b, i_h, o_m, T)[:, None]
+    b_q.store(b_x.to(b_q.dtype))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
 def attend(out, rows, keys, work, program, i_step, i_order, c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """out and lse of consumer c's 64 queries of a tile: (i_step, i_order) after it.
 
@@ -224,6 +236,8 @@ def attend(out, rows, keys, work, program, i_step, i_order, c: gl.constexpr, BLO
     if CONSUMERS == 2 and not (MODE.threshold or MODE.causal or MODE.bounded or MODE.offsets):
         is_cut = i_n + BN > sizes.S
     wait_full(barriers.q_full, work.stage)
+    if program.inputs.factors is not None:
+        scale_queries(b_q, program.inputs.factors, work.i_b, work.i_h, i_m, sizes.T)
     state, o_m, b_row_bias = first_tile(i_step, i_n, is_cut, queries, keys, work, program, BLOCKS, MODE)
     i_step += 1
 
