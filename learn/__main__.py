@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import math
 import sys
 from pathlib import Path
+
+from recipe.cli import process
+
+if __name__ == "__main__":
+    process.begin()
 
 from learn.ladder import EXAMPLE, Measured, furthest_apart, measure, silent_error
 from learn.page import render
@@ -54,11 +57,14 @@ def main(arguments: list[str]) -> None:
     print(f"page: {out}")
 
 
-if __name__ == "__main__":
-    gc.freeze()  # else every run of the collector visits all that has been imported
-    atexit.register(gc.unfreeze)  # Triton 3.9 complains of what is never collected
+def run() -> None:
+    """The command."""
     try:
         main(sys.argv[1:])
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    process.run(run)

@@ -99,12 +99,13 @@ def test_further_overrides_after_a_commands_end_are_the_same_part(tmp_path: Path
 def test_it_measures_what_is_out_of_date_and_a_second_call_continues(tmp_path, capsys) -> None:
     """With a stand-in for the measuring alone: it records each part as done."""
     device = device_name(torch.device("cpu"))
+    head = measurement([], torch.device("cpu")) | {"dirty": False}
     done: list[str] = []
 
     def runner(part: Part) -> bool:
         done.append(part.name)
-        head = measurement(shlex.split(part.command), torch.device("cpu")) | {"dirty": False}
-        with Recorder(result_file(part.results, device, tmp_path), ("part",), head) as recorder:
+        command = {"command": shlex.join(["python", "-m", *shlex.split(part.command)])}
+        with Recorder(result_file(part.results, device, tmp_path), ("part",), head | command) as recorder:
             recorder.add({"part": part.name})
         return True
 
