@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import make_dataclass
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,17 @@ Fields: Any = make_dataclass(
 )
 
 
+Described = TypeVar("Described", bound=type)
+
+
+def describe_options(dataclass: Described) -> Described:
+    """Put the options, described in their own docstrings, before `formula` in a class's docstring."""
+    lines = "".join(f"    {option.name:<9} {option.__doc__}\n" for option in OPTIONS)
+    dataclass.__doc__ = str(dataclass.__doc__).replace("    formula ", f"{lines}    formula ", 1)
+    return dataclass
+
+
+@describe_options
 class Score(Fields):
     """Who sees whom and how scores are changed, in one layer. Hashable.
 
@@ -127,10 +138,6 @@ class Score(Fields):
         """
         firsts = [option.first_key(value, query) for option, value in self.options if option.hides_keys]
         return reduce(torch.maximum, firsts)
-
-
-LINES = "".join(f"    {option.name:<9} {option.__doc__}\n" for option in OPTIONS)
-Score.__doc__ = str(Score.__doc__).replace("    formula ", f"{LINES}    formula ", 1)
 
 
 def check_type(name: str, value: object, kind: Any, words: str) -> None:

@@ -1,4 +1,4 @@
-"""The attention sub-layer: what lies between the residual stream and the attention that the model is given.
+"""The attention sub-layer: projections, norms and rotations around the attention that the model is given.
 
     q, k, v = c_attn(x)
     q, k = norm(q), norm(k)                              qk_norm
@@ -39,7 +39,7 @@ Attend = Callable[..., AttentionOutput]  # an Attention, or what calls one with 
 
 
 class Surroundings(NamedTuple):
-    """What a layer is given besides the residual stream.
+    """The inputs of a layer besides the residual stream.
 
     positions     rows of the tokens
     layout        of the documents

@@ -114,7 +114,7 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Prefill:
-    """What a layer calls for attention to new prompts: it stores their keys and values, and attends as in training.
+    """A layer's attention to new prompts: it stores their keys and values, and attends as in training.
 
     cu_seqlens  (slots + 1,) where each slot's new tokens begin in the row; they are the last of `cache.lengths`
     """
@@ -130,7 +130,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """What a layer calls for attention to one new token in each slot, which sees all that is stored and itself."""
+    """A layer's attention to one new token in each slot, which sees the stored tokens and itself."""
 
     attend: Attention
     cache: Cache

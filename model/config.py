@@ -93,9 +93,10 @@ class RopeScaling:
     kind              none, linear, yarn or llama3
     factor            how many times longer sequences get
     original          the longest sequence before that (yarn, llama3)
-    fast              channels that turn more often than this over the original length stay as they are (yarn: 32,
+    fast              channels that rotate more often than this over the original length stay as they are (yarn: 32,
                       llama3: 4); None: the paper's
-    slow              those that turn less often than this are slowed by the factor (yarn, llama3: 1); None: the paper's
+    slow              channels that rotate less often than this are slowed by the factor (yarn, llama3: 1); None: the
+                      paper's
     truncate          round the channels where these two lie to whole ones (yarn)
     attention_factor  multiplies cosines and sines (yarn); None: 0.1 log(factor) + 1
     """
@@ -134,11 +135,11 @@ class GPTConfig:
     qk_norm_over    channels that are normalised together: of a head, or the whole width
     mlp             gelu, relu2, swiglu or geglu
     mlp_width       channels within the MLP; None: 4 n_embd
-    rope_base       the slowest channels turn about once in 2 pi rope_base tokens
-    rope_fraction   share of a head's channels that turn, its first ones
+    rope_base       the slowest channels rotate about once in 2 pi rope_base tokens
+    rope_fraction   share of a head's channels that rotate, its first ones
     rope_layers     which layers have rotary positions, such as [true,true,true,false]; the list is repeated over the
                     layers. None: all
-    rope_scaling    for sequences longer than those of training
+    rope_scaling    for sequences longer than in training
     log_scale       multiply the query at position i by s log(i + 1), with a learned s for each head
     scale_dim       divide scores by the root of this instead of head_dim's
     gate            a sigmoid of the sub-layer's input on attention's output: none, for each head, for each element
@@ -197,7 +198,7 @@ class GPTConfig:
 
     @property
     def rotated(self) -> int:
-        """Channels of a head that rotary positions turn."""
+        """The number of a head's channels that rotary positions rotate."""
         return int(self.head_size * self.rope_fraction)
 
     def value_table(self, layer: int) -> int | None:
@@ -207,4 +208,4 @@ class GPTConfig:
 
 
 class ModelError(ValueError):
-    """A model or an input that does not fit; the message says what to change."""
+    """A model or an input that does not fit; the message names the remedy."""

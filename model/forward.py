@@ -1,4 +1,4 @@
-"""What one forward pass takes through the blocks."""
+"""The inputs of one forward pass through the blocks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Embedded(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What the layers share, and what each has of its own.
+    """The inputs that the layers share, and those that differ from layer to layer.
 
-    attends  what each layer calls for attention
+    attends  the attention that each layer calls
     keys     packed, of each layer's dropout on attention weights; None drops nothing
     masks    of residual dropout, two for each block; None keeps all
     """
@@ -42,7 +42,7 @@ class Pass(NamedTuple):
     masks: Masks | None = None
 
     def around(self, layer: int, config: GPTConfig, first_values: Tensor | None) -> Surroundings:
-        """What a layer is given; the block of a second head is one after the last, and like it."""
+        """The inputs of a layer; a second head's block comes after the last one, and is like it."""
         table = config.value_table(min(layer, config.n_layers - 1))
         return Surroundings(
             self.embedded.positions,

@@ -1,4 +1,4 @@
-"""Multi-token prediction: a second head, which predicts the token after the next from what the model says of the next.
+"""Multi-token prediction: a second head, which predicts the token after the next from the model's stream for the next.
 
     h'_i = join [norm(h_i); norm(wte[t_{i+1}])]
     x = block(h')
@@ -37,7 +37,7 @@ class Further(NamedTuple):
     known: Tensor
 
     def rows(self, rows: tuple[Range, ...]) -> Further:
-        """Those of the inputs at `rows` of the sequences, and their share of the number."""
+        """The inputs at `rows` of the sequences, and their share of the number."""
         tokens, targets = (take_rows(x, rows, dim=1) for x in (self.tokens, self.targets))
         return Further(tokens, targets, self.known * tokens.shape[1] / self.tokens.shape[1])
 
@@ -50,7 +50,7 @@ def further(inputs: Tensor, targets: Tensor) -> Further:
 
 
 class FurtherToken(nn.Module):
-    """What the second head has of its own: norms, a projection and a block like the model's last."""
+    """The second head: norms, a projection and a block like the model's last."""
 
     def __init__(self, config: GPTConfig, score: Score, options: ScoreConfig, recompute_attention: bool) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class FurtherToken(nn.Module):
         self.ln_f = build_norm(config)
 
     def forward(self, h: Tensor, embedded: Tensor, around: Surroundings, masks: Masks, recompute: bool) -> Tensor:
-        """What the head reads (B, T, C), for the stream h (B, T, C) and the next tokens' embedding (B, T, C)."""
+        """The input (B, T, C) of the head's block, for the stream h and the next tokens' embedding, (B, T, C) each."""
         x = self.c_join(torch.cat([self.ln_h(h), self.ln_e(embedded)], dim=-1))
         x, _ = call(recompute, self.block, x, around, masks)
         return self.ln_f(x)

@@ -1,4 +1,4 @@
-"""GPT-2's MLP without passes of its own for GELU: it is applied while a matrix product is written.
+"""GPT-2's MLP without separate passes for GELU, which is applied while a matrix product is written.
 
     h = x W1^T,   g = GELU(h),   y = g W2^T
     dh = (dy W2) GELU'(h),   dW2 = dy^T g,   dW1 = dh^T x,   dx = dh W1

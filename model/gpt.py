@@ -46,7 +46,7 @@ VOCAB_MULTIPLE = 64
 class Computation:
     """How a model computes. Its weights do not depend on it.
 
-    recompute         what the backward pass recomputes
+    recompute         the part that the backward pass recomputes
     loss              how the loss over the vocabulary is computed
     residual_in_fp32  under autocast, add the sub-layers' outputs up in fp32; else in autocast's dtype
     device, dtype     where and in which precision the model will compute, which its attention must support
@@ -80,7 +80,7 @@ class GPT(nn.Module):
         seq_len        the longest input
         attend         the attention every layer calls
         computation    None: in fp32 on a CPU
-        score          what the attention computes in each layer; None: causal attention
+        score          of the attention in each layer; None: causal attention
         documents      whether batches will have document bounds, which `attend` must then support
         restart_positions  count positions from the start of each document
 
@@ -165,7 +165,7 @@ class GPT(nn.Module):
 
     @property
     def tables(self) -> PositionTables:
-        """What depends on positions 0 to seq_len - 1."""
+        """The tables for positions 0 to seq_len - 1."""
         return PositionTables(*(getattr(self, name) for name in PositionTables._fields))
 
     @tables.setter
@@ -204,7 +204,7 @@ class GPT(nn.Module):
         document_starts: Tensor | None,
         rows: tuple[Range, ...] | None,
     ) -> Pass:
-        """What goes through the blocks; `hidden` describes arguments and errors."""
+        """The inputs of the blocks; `hidden` describes arguments and errors."""
         if tokens.shape[1] > self.seq_len:
             raise ModelError(
                 f"{tokens.shape[1]} tokens are more than seq_len={self.seq_len}; raise seq_len or cut them."
@@ -271,7 +271,7 @@ class GPT(nn.Module):
             return cross_entropy(hidden, self.head, targets, self.vocab_size, kind, cap=cap, count=count)
 
     def objective(self, losses: Tensor) -> Tensor:
-        """What training minimises, of what `forward` returns for targets."""
+        """The loss that training minimises, from the losses that `forward` returns for targets."""
         return losses if losses.ndim == 0 else losses[0] + self.config.mtp * losses[1]
 
     def logits(self, hidden: Tensor, head: Tensor | None = None) -> Tensor:
@@ -294,7 +294,7 @@ class GPT(nn.Module):
 
         tokens     (B, T)   int64
         positions  (B, T)   integers, each token's place in its sequence
-        attends    what each layer calls for attention, which knows the tokens before these
+        attends    the attention that each layer calls, which knows the tokens before these
         layout     for them
         tables     with a row for each position up to the highest (model.positions); None: up to seq_len
 
@@ -306,7 +306,7 @@ class GPT(nn.Module):
     def embed(
         self, tokens: Tensor, places: Places, tables: PositionTables | None = None, mask: Mask | None = None
     ) -> Embedded:
-        """What the first block is given.
+        """The input of the first block.
 
         tables  with a row for each position; None: those up to seq_len
         mask    of dropout

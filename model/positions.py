@@ -1,4 +1,4 @@
-"""What the model derives from a token's position m.
+"""Numbers that the model derives from a token's position m.
 
     rotary       the pair (i, i + D / 2) of a head's first D channels is turned by the angle m f_i,
                  f_i = base^(-2i / D)                     Su et al. 2021, "RoFormer", eq. 15
@@ -37,7 +37,7 @@ SLOW = 1.0
 
 
 class PositionTables(NamedTuple):
-    """A row for each position, or for the tokens of a batch; None for what a model does not use.
+    """A row for each position, or for the tokens of a batch; None for tables that a model does not use.
 
     cos, sin  (N, D / 2) of the angles by which D channels of a head are turned
     log_n     (N, 1) of the keys that a query may see
@@ -107,7 +107,7 @@ def attention_factor(scaling: RopeScaling) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + D / 2) of the first D channels of each head; the others stay.
+    """Rotate the pairs (i, i + D / 2) of the first D channels of each head; the others stay.
 
     x         (B, T, H, D or more)
     cos, sin  (T, D / 2) or (B, T, D / 2), of the tokens' angles

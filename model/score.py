@@ -7,25 +7,26 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from typing import Any
 
-from attention.score import FIELDS, Score, ScoreError
+from attention.score import FIELDS, Score, ScoreError, describe_options
 
-# The values that layers may have each of their own.
+# The values that may differ from layer to layer.
 NAMES = tuple(field.name for field in fields(Score) if field.name != "causal")
 # The base with an option for each file of attention/scores/.
 Fields: Any = make_dataclass("Fields", [("name", str, "causal"), *FIELDS])
 
 
+@describe_options
 @dataclass
 class ScoreConfig(Fields):
-    """The options under `score.*`: `name`, those that `Score` describes, and those below.
+    """The options under `score.*`.
 
     name      of the preset, for tables and legends
-    formula   what the score becomes, such as "s * log(n)"; None: s (docs/formulas.md)
+    formula   the changed score, such as "s * log(n)"; None: s (docs/formulas.md)
     learned   shapes of the formula's learned tensors by name, such as {bias: [h, 128]} for h heads, or with a first
               value {bias: {shape: [h, 128], init: 0.5}}
     tensors   the formula's other tensors by name: model.forget_gate, alibi_slopes, or numbers in lists
     show      write the code that is made of the formula beside the run
-    layers    what layers have instead of the values above; the list is repeated over the layers:
+    layers    values that replace those above, by layer; the list is repeated over the layers:
               [{window: 1024}, {}] is a window in every other layer. None: all alike
     """
 
@@ -46,7 +47,7 @@ def layer_scores(config: ScoreConfig, n_layers: int) -> tuple[Score, ...]:
 
 
 def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[ScoreError]:
-    """An error for each value that no layer can have, with what to change."""
+    """An error, with the remedy, for each value that no layer can have."""
     pattern = [{}] if config.layers is None else config.layers
     if not pattern or n_layers % len(pattern):
         yield ScoreError(

@@ -35,7 +35,7 @@ class ForgetGate(nn.Module):
 
 
 class ScoreTensors(nn.Module):
-    """The tensors of one layer's score: what `score.learned` and `score.tensors` say of those that it reads."""
+    """The tensors that one layer's score reads, from `score.learned` and `score.tensors`."""
 
     def __init__(
         self, score: Score, learned: dict[str, Any] | None, given: dict[str, Any] | None, channels: int, n_heads: int

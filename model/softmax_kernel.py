@@ -42,7 +42,7 @@ def capped(b_x, CAP: tl.constexpr):
 
 @triton.jit
 def uncapped_gradient(b_dx, b_x, CAP: tl.constexpr):
-    """The gradient of logits from that of the capped ones, b_x."""
+    """The gradient of logits, from the gradient b_x of the capped ones."""
     if CAP is not None:
         b_dx = b_dx * (1.0 - (b_x / CAP) * (b_x / CAP))
     return b_dx

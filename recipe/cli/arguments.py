@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ArgumentError(UserError, ValueError):
-    """An invalid argument; the message says what is valid."""
+    """An invalid argument; the message names the valid ones."""
 
 
 def parse(arguments: Sequence[str], schema: type[T], program: str, verbatim: Collection[str] = ()) -> T:

@@ -28,7 +28,7 @@ MOST_JOBS = 10_000  # of a sweep: each is composed and checked before the first 
 
 
 def composed(overrides: list[str]) -> DictConfig:
-    """The configuration that Hydra composes, with its own under `hydra`."""
+    """The configuration that Hydra composes, with Hydra's options under `hydra`."""
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
         return compose("config", overrides, return_hydra_config=True)
 

@@ -123,7 +123,7 @@ def check_sweep(composition: Composition) -> DictConfig:
 
 
 def checked_run(given: list[str], composition: Composition) -> list[str]:
-    """The overrides of a run, including those of a run to resume. Raises UserError for mistakes in them.
+    """The overrides of a run, including the overrides of a run to resume. Raises UserError for mistakes.
 
     composition  of the overrides `given`
     """

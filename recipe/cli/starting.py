@@ -13,7 +13,7 @@ from recipe.wording import as_typed
 
 
 def with_start(overrides: list[str]) -> list[str]:
-    """The overrides, after those of the model, score and tokenizer that `init_from` has, as far as none is chosen.
+    """The overrides, after those that choose the model, score and tokenizer of `init_from`, unless the user chose them.
 
     model=..., score=... and data.tokenizer=... choose one. Raises WeightsError.
     """

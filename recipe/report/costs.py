@@ -1,4 +1,4 @@
-"""The measurements in each cell of a sweep, and what follows from them: rankings, crossovers, predicted memory."""
+"""The measurements in each cell of a sweep, and conclusions: rankings, crossovers, predicted memory."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def median_of(values: Iterable[float | None]) -> float | None:
 
 
 def attention_alone(runs: Iterable[Run]) -> bool:
-    """Whether memory is that of one attention layer, as measured on a CPU."""
+    """Whether memory counts one attention layer alone, as on a CPU."""
     return any(run.summary.get("memory_source") == "attention" for run in runs)
 
 

@@ -1,6 +1,6 @@
 """The report of an arena: differences to the baseline, their intervals, and the verdicts.
 
-results.py  what the runs say
+results.py  numbers from the runs
 text.py     in sentences
 tables.py   in tables
 figures.py  in figures

@@ -1,4 +1,4 @@
-"""What the runs of an arena say: each arm's differences to the baseline, the verdicts, and readings at equal cost."""
+"""Numbers from the runs of an arena: differences to the baseline, verdicts, and readings at equal cost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Reading(NamedTuple):
 
 
 class Race(NamedTuple):
-    """What an arm takes to the final loss of the baseline with the same seed, over the seeds that reach it.
+    """The cost with which an arm reaches the baseline's final loss at the same seed, over the seeds that reach it.
 
     tokens, seconds  means; seconds of training alone
     less             the baseline's tokens over the arm's, and its seconds over the arm's: geometric means
@@ -60,7 +60,7 @@ class Race(NamedTuple):
 
 @dataclass(frozen=True)
 class Tried:
-    """What a learning rate gave: the mean loss over the seeds of the sweep, infinite where one diverged."""
+    """The result of a learning rate: the mean loss over the seeds of the sweep, infinite where one diverged."""
 
     lr: float
     losses: tuple[float, ...]

@@ -55,7 +55,7 @@ def bounds(interval: tuple[float, float] | None) -> str:
 
 
 def cost_table(arena: Arena) -> Table:
-    """What each arm costs, and its difference to the baseline at equal tokens, time and operations."""
+    """The cost of each arm, and its difference to the baseline at equal tokens, time and operations."""
     rows = []
     by_arm = {comparison.arm.name: comparison for comparison in arena.comparisons}
     for name, arm in arena.arms.items():
@@ -84,7 +84,7 @@ def cost_table(arena: Arena) -> Table:
 
 
 def race_table(arena: Arena) -> Table:
-    """What each arm takes to the loss with which the baseline ends."""
+    """The cost with which each arm reaches the baseline's final loss."""
     rows = []
     for name, arm in arena.arms.items():
         found = race(arm, arena.baseline)
@@ -134,7 +134,7 @@ def lr_table(arena: Arena) -> Table | None:
 
 
 def probe_table(arena: Arena) -> Table | None:
-    """What the probes measured at the end of the runs: means over the seeds, and paired differences."""
+    """The probes at the end of the runs: means over the seeds, and paired differences."""
     names = sorted({name for run in arena.runs.values() for name in run.metrics if name.startswith(PROBE)})
     rows = []
     for name in names:

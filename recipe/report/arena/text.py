@@ -1,4 +1,4 @@
-"""An arena in sentences: the answer, what departed from the plan, and the command that goes on."""
+"""An arena in sentences: the answer, departures from the plan, and the command that continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def arena_answer(arena: Arena) -> Answer:
 
 
 def sentences(comparison: Comparison, arena: Arena) -> list[str]:
-    """What is known of one arm: its verdict with the interval, its costs, and what would decide it."""
+    """One arm in sentences: its verdict with the interval, its costs, and the seeds that would decide it."""
     lines = [_verdict(comparison, arena)]
     if comparison.missing:
         lines.append(f"{_of_seeds(len(comparison.missing), arena)} have no result yet, so there is no verdict.")
@@ -110,7 +110,7 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def departures(arena: Arena) -> list[str]:
-    """What differs from the plan, a sentence each."""
+    """Departures from the plan, a sentence each."""
     plan, lines = arena.plan, []
     if len(plan.looks) > plan.planned_looks:
         lines.append(
@@ -172,7 +172,7 @@ def lr_warnings(arena: Arena) -> list[str]:
 
 
 def go_on(arena: Arena, folder: Path) -> tuple[str, str] | None:
-    """What to do next and the command for it: the runs that are missing, or the seeds that would decide; else None."""
+    """The next step and its command: the runs that are missing, or the seeds that would decide; else None."""
     plan = arena.plan
     again = [line for line in plan.arguments if not line.startswith(("hydra.sweep.dir=", "arena.seeds=", "resume="))]
     if any(comparison.missing for comparison in arena.comparisons):

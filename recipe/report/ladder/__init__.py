@@ -1,1 +1,1 @@
-"""The report of a ladder: the law of each arm, its prediction beside what was measured, and differences over size."""
+"""The report of a ladder: the law of each arm, its prediction beside the measurement, and differences over size."""

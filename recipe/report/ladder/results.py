@@ -1,4 +1,4 @@
-"""What the runs of a ladder say: the sizes of each arm, the law through them, and differences to the baseline."""
+"""Numbers from the runs of a ladder: the sizes of each arm, the law through them, differences to the baseline."""
 
 from __future__ import annotations
 
