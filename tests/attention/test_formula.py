@@ -18,6 +18,7 @@ from attention.formula.parse import parse, show
 from attention.formula.trace import trace
 from attention.interface import Call
 from tests.attention.formulas import FORMULAS, KINDS, Problem, assert_right, draw
+from tests.attention.operators import compiled
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled"])
@@ -213,13 +214,18 @@ def assert_same(problem: Problem, attend: Attention) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiled", "flash"])
-def test_a_compiled_call_has_no_break_and_gives_the_same(name):
+def test_a_compiled_call_has_no_break_and_gives_the_same_by_operators_that_keep_torchs_rules(name):
     problem = replace(draw(random.Random(3), "s + g[h, j] * tanh(s) + row[h, i]", "square"), dropout=0.0)
+    calls: dict[Any, tuple[Any, Any]] = {}
     attend = build_attention(AttentionConfig(name))
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    want, got = problem.computed(attend, torch.float32), problem.computed(compiled, torch.float32)
+    want, got = (problem.computed(run, torch.float32) for run in (attend, compiled(attend, calls)))
     for key in want:
         torch.testing.assert_close(got[key], want[key], rtol=1e-5, atol=1e-5)
+    assert {f"attention.{name}_{pass_}" for pass_ in ("forward", "backward")} == {
+        str(operator.overloadpacket) for operator in calls
+    }
+    for operator, (args, kwargs) in calls.items():
+        torch.library.opcheck(operator, args, kwargs)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from attention import AttentionConfig, KernelPath, Score, build_attention
 from tests.attention.formulas import FORMULAS, KINDS, assert_right, draw
+from tests.attention.operators import compiled
 from tests.attention.reference import KEY
+from tests.gpu.graphs import captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 PATHS = [KernelPath.plain, KernelPath.hopper]
@@ -75,3 +79,46 @@ def test_a_compiled_call_gives_the_same(path):
     want, got = (problem.computed(run, torch.bfloat16, device="cuda") for run in (attend, compiled))
     for name, x in want.items():
         torch.testing.assert_close(got[name], x, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+@pytest.mark.parametrize("text", ["s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]"])
+def test_a_cuda_graph_replays_a_formula_with_new_values(text, path):
+    B, H, T, D = 2, 4, 700, 64
+    attend = attention(path, dropout=0.1)
+
+    def drawn(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        q, k, v, do = torch.randn(4, B, H, T, D, device="cuda", dtype=torch.bfloat16)
+        return [q, k, v, *(x.cuda() for x in FORMULAS[text](B, H, T).values()), do]
+
+    names, held, key = list(FORMULAS[text](B, H, T)), drawn(0), KEY.pack(torch.device("cuda"))
+    for x in held[:-1]:
+        x.requires_grad_()
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        *leaves, do = inputs
+        given = dict(zip(names, leaves[3:], strict=True))
+        out = attend(*leaves[:3], score=Score(formula=text), dropout_key=key, tensors=given).out
+        return [out, *torch.autograd.grad(out, leaves, do)]
+
+    graph, results = captured(lambda: run(held))
+    for seed in (1, 2):
+        fresh = drawn(seed)
+        with torch.no_grad():
+            for x, new in zip(held, fresh, strict=True):
+                x.copy_(new)
+        graph.replay()
+        replayed = [x.clone() for x in results]
+        expected = run([x.requires_grad_() for x in fresh[:-1]] + fresh[-1:])
+        assert all(torch.equal(a, b) for a, b in zip(replayed, expected, strict=True))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+def test_the_operators_of_a_formula_with_tensors_keep_torchs_rules(path):
+    problem = replace(draw(random.Random(3), "s + c[h, i] - c[h, j]", "square", head_dim=64), dropout=0.0)
+    calls: dict[Any, tuple[Any, Any]] = {}
+    problem.computed(compiled(attention(path), calls), torch.bfloat16, device="cuda")
+    assert len(calls) == 2
+    for operator, (args, kwargs) in calls.items():
+        torch.library.opcheck(operator, args, kwargs)
