@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attention.errors import Option
 from model.config import GPTConfig, ModelError
 from model.gpt import GPT
 from model.score import layer_scores
@@ -84,6 +85,8 @@ def of_scores(model: GPT, theirs: tuple[Any, ...]) -> dict[str, Any]:
         return {"score.layers": "layers that differ"}
     (ours,) = set(model.scores)
     asked = ours.features()
+    if ours.formula is not None:  # also one that only scales, which every implementation has
+        asked |= {"formula": Option("score.formula", ours.formula)}
     return {option.name: option.value for name, option in asked.items() if name not in theirs[0].features()}
 
 

@@ -184,6 +184,8 @@ def test_a_changed_block_is_refused_and_nothing_is_left(config, change, tmp_path
         (replace(SMALL, positions=Positions.none), None, r"model.positions=none\."),
         (ROTARY, ScoreConfig(soft_cap=30.0), r"score.soft_cap=30.0\."),
         (ROTARY, ScoreConfig(alibi=True, sinks=True), "score.alibi=true and score.sinks=true"),
+        (ROTARY, ScoreConfig(formula="t[h] * s", learned={"t": ["h"]}), r"score.formula=.*t\[h\] \* s"),
+        (ROTARY, ScoreConfig(formula="0.5 * s"), r"score.formula=.*0\.5 \* s"),
         (ROTARY, ScoreConfig(layers=[{"window": 5}, {}]), "score.layers=layers that differ"),
     ],
 )
