@@ -154,3 +154,11 @@ def test_tiles_have_at_least_one_row_and_column():
     for blocks, message in {(0, 16): "block_q=0", (16, -1): "block_k=-1"}.items():
         with pytest.raises(UnsupportedAttention, match=f"{message} must be at least 1"):
             tiled(*blocks)
+
+
+@pytest.mark.parametrize("score", [Score(), Score(sinks=True), Score(alibi=True, sinks=True)])
+def test_a_compiled_call_without_gradients_takes_any_number_of_tensors(score: Score) -> None:
+    q, k, v, _ = Case(1, 2, 2, 9, 9, 4).tensors(torch.float32)
+    attend, sinks = tiled(), torch.tensor([0.5, -1.0]) if score.sinks else None
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(q, k, v, score=score, sinks=sinks).out, attend(q, k, v, score=score, sinks=sinks).out)
