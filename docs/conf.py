@@ -31,8 +31,8 @@ def read_source(app: object, name: str, source: list[str]) -> None:
 
     The front page is the README, followed by index.md's table of contents.
     """
-    folder = Path(__file__).parent
-    text = source[0]
+    folder = (Path(__file__).parent / name).parent
+    text = source[0].replace("(../README.md)", "(index.md)")
     if name == "index":
         text = as_images((ROOT / "README.md").read_text(encoding="utf-8"))
         text = re.sub(
