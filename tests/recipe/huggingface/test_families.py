@@ -6,14 +6,17 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from attention import AttentionConfig, build_attention
 from model.config import Scaling
@@ -25,10 +28,10 @@ from recipe.cli.starting import with_start
 from recipe.config import Config, register
 from recipe.distributed.world import World
 from recipe.generation import Engine, Request, Sampling
-from recipe.huggingface.families import FAMILIES
+from recipe.huggingface.families import BEFORE, FAMILIES, Family
 from recipe.huggingface.loading import load
 from recipe.huggingface.starting import start_from
-from recipe.huggingface.weights import describe
+from recipe.huggingface.weights import describe, renamed
 from recipe.sweeps import launcher
 
 transformers = pytest.importorskip("transformers")
@@ -116,37 +119,122 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> GPT:
     return model.eval()
 
 
-def distance(x: Tensor, exact: Tensor) -> float:
-    return (x.double() - exact).square().mean().sqrt().item()
+class InDouble(TorchFunctionMode):
+    """Computes in fp64 also where transformers' code names fp32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        wide = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        return func(*wide, **named)
 
 
-@torch.no_grad()
+class Learned(NamedTuple):
+    """What a model computes in a training step; gradients are by transformers' names."""
+
+    logits: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+    def distances(self, exact: Learned) -> dict[str, float]:
+        names = sorted(exact.gradients)
+        gradients = [torch.cat([x.gradients[name].double().flatten() for name in names]) for x in (self, exact)]
+        pairs = {"logits": (self.logits, exact.logits), "loss": (self.loss, exact.loss), "gradients": gradients}
+        return {name: (a.double() - b).square().mean().sqrt().item() for name, (a, b) in pairs.items()}
+
+
+class Rounding:
+    """The errors of models here and in transformers, added up by precision and quantity."""
+
+    def __init__(self) -> None:
+        self.here: dict[tuple[torch.dtype, str], float] = defaultdict(float)
+        self.there: dict[tuple[torch.dtype, str], float] = defaultdict(float)
+
+    def compare(self, model: GPT, theirs: Any, tokens: Tensor, renamed: Callable[[GPT], dict[str, Tensor]]) -> Learned:
+        """Add the errors for these tokens; returns the exact result."""
+        with InDouble():
+            exact = learned_there(deepcopy(theirs).double(), tokens)
+        assert exact.logits.dtype == torch.float64
+        assert exact.logits.std() > 0.1
+        nearest = torch.finfo(torch.float32).eps / 2 * exact.loss.item()  # the loss is in fp32
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            here = learned_here(model, tokens, dtype, renamed).distances(exact)
+            there = learned_there(deepcopy(theirs).to(dtype), tokens).distances(exact)
+            there["loss"] = max(there["loss"], nearest)
+            for name in here:
+                self.here[dtype, name] += here[name]
+                self.there[dtype, name] += there[name]
+        return exact
+
+    def is_alike(self) -> bool:
+        return len(self.here) == 9 and all(self.here[key] <= 2 * self.there[key] for key in self.here)
+
+
+def learned_there(model: Any, tokens: Tensor) -> Learned:
+    out = model(tokens, labels=tokens, use_cache=False)
+    out.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Learned(out.logits.detach(), out.loss.detach(), gradients)
+
+
+def learned_here(
+    model: GPT, tokens: Tensor, dtype: torch.dtype, renamed: Callable[[GPT], dict[str, Tensor]]
+) -> Learned:
+    model = deepcopy(model)
+    targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], dim=1)
+    with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+        logits, loss = model(tokens).detach(), model(tokens, targets)
+    loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    return Learned(logits, loss.detach(), renamed(model))
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_models_of_transformers_compute_the_same_here_and_are_written_as_they_were(kind, tmp_path):
+def test_models_of_transformers_learn_the_same_here_and_are_written_as_they_were(kind, tmp_path):
     tokens = torch.randint(VOCAB, (2, T), generator=torch.Generator().manual_seed(1))
-    apart: dict[torch.dtype, list[tuple[float, float]]] = {torch.bfloat16: [], torch.float16: []}
+    rounding = Rounding()
     for theirs, folder in folders(kind, tmp_path):
-        model, expected = read(folder), theirs(tokens).logits
-        assert expected.std() > 0.1
-        torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=2e-5)
+        model = read(folder)
+        exact = rounding.compare(model, theirs, tokens, lambda model: describe(model, 0.0).tensors)
+        torch.testing.assert_close(model(tokens).double(), exact.logits, rtol=1e-4, atol=2e-5)
 
         described, stored = describe(model, 0.0), theirs.state_dict()
         assert described.config["model_type"] == kind
         kept = {name for name in stored if not (name == "lm_head.weight" and model.config.tied)}
         assert {name for name in described.tensors if described.tensors[name].any() or name in kept} == kept
         assert all(torch.equal(described.tensors[name], stored[name]) for name in kept)
+    assert rounding.is_alike()
 
-        for dtype, pairs in apart.items():
-            with torch.autocast("cpu", dtype):
-                ours = model(tokens)
-            pairs.append(
-                (distance(ours, expected.double()), distance(theirs.to(dtype)(tokens).logits, expected.double()))
-            )
-            theirs.float()
-            theirs.load_state_dict(stored | {name: described.tensors.get(name, stored[name]) for name in kept})
-    for pairs in apart.values():
-        ours, rounding = (sum(each) for each in zip(*pairs, strict=True))
-        assert ours <= 2 * rounding
+
+def test_the_preset_of_nanochat_learns_as_the_model_of_transformers_does():
+    """It turns queries and keys the other way round, which is the same with the halves of each head exchanged."""
+
+    def exchanged(model: GPT) -> dict[str, Tensor]:
+        family = Family("nanochat", "NanoChatForCausalLM", BEFORE | {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"})
+        tensors = renamed(model, family)
+        for name in [name for name in tensors if "q_proj" in name or "k_proj" in name]:
+            tensors[name] = tensors[name].unflatten(0, (heads, 2, -1)).flip(1).flatten(0, 2)
+        return tensors
+
+    heads, rounding = 4, Rounding()
+    register()
+    launcher.register()
+    sizes = ["model.n_layers=2", f"model.n_heads={heads}", "model.n_embd=32", "seq_len=64", "device=cpu"]
+    config = to_config(composed(["model=nanochat", *sizes]))
+    for seed in range(SHAPES):
+        model = build_model(config, VOCAB, torch.device("cpu"), World()).eval()
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter[:VOCAB].add_(0.2 * torch.randn_like(parameter[:VOCAB]))
+        shape = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": heads}
+        options = transformers.NanoChatConfig(vocab_size=VOCAB, pad_token_id=None, **shape)
+        theirs = transformers.NanoChatForCausalLM(options).eval()
+        theirs.load_state_dict(exchanged(model))
+        rounding.compare(model, theirs, torch.randint(VOCAB, (2, T)), exchanged)
+    assert rounding.is_alike()
 
 
 @torch.no_grad()
