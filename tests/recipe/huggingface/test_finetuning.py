@@ -43,6 +43,15 @@ def losses(run: Path, name: str) -> list[float]:
     return [record[name] for record in records if name in record]
 
 
+def micro_batches(run: Path, steps: int) -> list[list[Batch]]:
+    """What each step of a run on conversations had, in its two micro-batches."""
+    config = read_config(run)
+    data = prepare(config.data)
+    rows = PackedRows(data.train, 96, data.tokenizer.eot_token, Path(str(config.data.path)))
+    batches = ChatBatches(rows, GlobalBatch(2, micro_steps=2), config.seed)
+    return [[batches.stored(step, micro_step).batch() for micro_step in (0, 1)] for step in range(steps)]
+
+
 def beside_transformers(
     model: torch.nn.Module, micro_batches: list[list[Batch]], lr: float
 ) -> list[tuple[float, float]]:
@@ -80,11 +89,7 @@ def test_the_page_finetunes_a_llama_as_transformers_does_and_exports_it(tmp_path
     on_chats, on_notes = commands()
     assert train(*on_chats, "hydra.run.dir=run") == 0
 
-    config = read_config(tmp_path / "run")
-    data = prepare(config.data)
-    rows = PackedRows(data.train, 96, data.tokenizer.eot_token, tmp_path / "chats.jsonl")
-    batches = ChatBatches(rows, GlobalBatch(2, micro_steps=2), config.seed)
-    steps = [[batches.stored(step, micro_step).batch() for micro_step in (0, 1)] for step in range(6)]
+    steps = micro_batches(tmp_path / "run", 6)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", attn_implementation="eager")
     wanted = beside_transformers(theirs.train(), steps, 3e-3)
     found = zip(losses(tmp_path / "run", "train/loss"), losses(tmp_path / "run", "optim/grad_norm"), strict=True)
@@ -108,3 +113,36 @@ def test_the_page_finetunes_a_llama_as_transformers_does_and_exports_it(tmp_path
     exec(code, names)  # the page's own
     assert names["answer"]["role"] == "assistant"
     assert json.loads((tmp_path / "my-llama" / "generation_config.json").read_text())["eos_token_id"] == 1
+
+
+def test_twenty_steps_are_those_of_the_trainer_of_transformers(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "llama")
+    write_lines(tmp_path / "chats.jsonl", conversations(60))
+    on_chats, _ = commands()
+    assert train(*on_chats, "training.steps=20", "hydra.run.dir=run") == 0
+
+    given = [arguments(batch) for batches in micro_batches(tmp_path / "run", 20) for batch in batches]
+    shares: list[float] = []  # of each micro-batch in its step's loss
+
+    class Recorder(transformers.Trainer):
+        def get_train_dataloader(self) -> Any:
+            return given
+
+        def training_step(self, *inputs: Any, **options: Any) -> Tensor:
+            loss = super().training_step(*inputs, **options)
+            shares.append(loss.item())
+            return loss
+
+    options = transformers.TrainingArguments(
+        "trainer", max_steps=20, learning_rate=3e-3, lr_scheduler_type="constant", weight_decay=0.0, adam_beta2=0.999,
+        max_grad_norm=1.0, gradient_accumulation_steps=2, use_cpu=True, report_to=[], save_strategy="no",
+        optim="adamw_torch",
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", attn_implementation="eager")
+    Recorder(model, options).train()
+    theirs = [sum(shares[2 * step : 2 * step + 2]) for step in range(20)]
+    ours = losses(tmp_path / "run", "train/loss")
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert theirs[-1] < 0.5 * theirs[0]
