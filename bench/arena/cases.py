@@ -70,4 +70,5 @@ SWEEPS = {
         "training.log_every=50"
     ),
     "formulas": f"experiment=formulas {QUIET}",
+    "parts": "experiment=speedrun training.steps=200 arena.seeds=2 tracking=disabled",
 }
