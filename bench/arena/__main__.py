@@ -151,7 +151,7 @@ def sweep(name: str, folder: Path) -> Row:
 
 
 def trained_on(folder: Path) -> str | None:
-    """The processor and the cores that a sweep had; None for one that was not started here."""
+    """The processors and the cores that a sweep had; None for one that this module did not start."""
     path = folder / MACHINE
     return str(json.loads(path.read_text())["trained_on"]) if path.exists() else None
 
@@ -200,7 +200,9 @@ def measure(case: str, folder: Path, further: Sequence[str]) -> None:
             train_seeds(folder / name, SEEDS[case].seeds, [*overrides.split(), *further])
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / MACHINE, json.dumps({"trained_on": f"{processor()}, {cores()} cores"}) + "\n")
+    here, before = f"{processor()}, {cores()} cores", trained_on(folder)
+    machines = here if before in (None, here) else f"{before}; then {here}"
+    write_atomically(folder / MACHINE, json.dumps({"trained_on": machines}) + "\n")
     if python(["train.py", *shlex.split(SWEEPS[case]), *further, f"hydra.sweep.dir={folder}"]):
         sys.exit(1)
 

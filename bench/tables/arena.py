@@ -15,9 +15,9 @@ def of_case(rows: Rows, case: str) -> Row | None:
     return next((row for row in rows if row["case"] == case), None)
 
 
-@block("arena-checks", "cpu:arena")
-def checks(rows: Rows) -> str:
-    """Sweeps of an arm against itself, a planted effect, and implementations of one score."""
+@block("arena-checks", "cpu:arena", "xeon:arena")
+def checks(rows: Rows, xeon: Rows) -> str:
+    """Sweeps of an arm against itself, a planted effect, implementations of one score, and a sweep's time."""
     lines = []
     if row := of_case(rows, "itself"):
         for name, how in (("run", "run"), ("drawn", "drawn from their losses")):
@@ -42,6 +42,11 @@ def checks(rows: Rows) -> str:
                 f"{label}, against naive: 1 sweep of {len(row['arena']['seeds'])} seeds",
                 f"*{verdict['verdict']}* ({signed(verdict['difference'])})", "*equivalent*",
             ])  # fmt: skip
+    if row := of_case(xeon, "toy"):
+        what = (
+            f"{len(row['arms'])} arms, {len(row['arena']['seeds'])} seeds and three learning rates: {row['runs']} runs"
+        )
+        lines.append([f"{what} on {row['trained_on']}", f"{row['took_s'] / 60:.1f} minutes", "30 minutes"])
     return table(["", "measured", "wanted"], lines)
 
 
@@ -54,46 +59,76 @@ def interval(bounds: Any) -> str:
 
 
 PUBLISHED = {
-    "alibi": "better at short lengths (Press et al. 2022)",
+    "alibi": "better than learned positions, as good as rotary ones (Press et al. 2022)",
     "sinks": "no worse (Xiao et al. 2024; gpt-oss)",
-    "qk_norm": "as good or better, at higher learning rates (Henry et al. 2020)",
-    "soft_cap": "as good (Gemma 2)",
+    "qk_norm": "better (Henry et al. 2020)",
+    "soft_cap": "no worse (Gemma 2)",
+    "relu2": "better than GELU (So et al. 2021)",
+    "gate": "better (Qiu et al. 2025)",
+    "value_residual": "better (Zhou et al. 2024)",
 }
 
 
-@block("arena-rankings", "cpu:arena")
+@block("arena-rankings", "xeon:arena")
 def rankings(rows: Rows) -> str:
     """The verdicts on published changes beside what their papers say."""
-    row = of_case(rows, "rankings")
+    return judged(of_case(rows, "rankings"), PUBLISHED)
+
+
+@block("arena-toy", "xeon:arena")
+def toy(rows: Rows) -> str:
+    """The verdicts on four scores of a model with learned positions."""
+    return judged(of_case(rows, "toy"))
+
+
+def judged(row: Row | None, published: Mapping[str, str] | None = None) -> str:
+    """The verdict on each arm of a sweep, and what its paper says."""
     if row is None:
         return "Not measured yet."
-    arena = row["arena"]
     lines = [
         [
-            f"`{arm}`", PUBLISHED.get(arm, ""), f"*{one['verdict']}*", signed(one["difference"]),
-            interval(one["interval_at_level"]),
+            f"`{arm}`", *([published.get(arm, "")] if published else []), f"*{one['verdict']}*",
+            signed(one["difference"]), interval(one["interval_at_level"]), interval(one["at_equal_time"]["interval"]),
         ]
-        for arm, one in arena["arms"].items()
+        for arm, one in row["arena"]["arms"].items()
     ]  # fmt: skip
-    return table(["arm", "published", "verdict here", "difference", "corrected 95 % interval"], lines)
+    heads = ["arm", *(["published"] if published else []), "verdict", "difference"]
+    return table([*heads, "corrected interval", "95 % interval at equal time"], lines)
 
 
-@block("arena-recall", "cpu:arena")
+@block("arena-recall", "xeon:arena")
 def recall(rows: Rows) -> str:
+    """The accuracy of each arm on the tasks at the trained length and beyond it."""
+    lines = []
+    for task in ("mqar", "counting"):
+        probes: Mapping[str, Mapping[str, float]] = (of_case(rows, f"recall-{task}") or {"probes": {}})["probes"]
+        names = [f"probe/{task}", *(f"probe/{task}_x{n}" for n in (2, 4, 8))]
+        lines += [
+            [f"`{task}`", f"`{arm}`", *(f"{100 * values[name]:.0f} %" if name in values else "" for name in names)]
+            for arm, values in probes.items()
+        ]
+    return table(["task", "arm", "64 tokens, as trained", "128", "256", "512"], lines)
+
+
+@block("arena-needle", "cpu:arena")
+def needle(rows: Rows) -> str:
     """The accuracy on the needle at the trained length and beyond it."""
     row = of_case(rows, "recall-needle")
     if row is None:
         return "Not measured yet."
     probes: Mapping[str, Mapping[str, float]] = row["probes"]
+    trained = next((int(word.split("=")[1]) for word in row["overrides"] if word.startswith("seq_len=")), 64)
     names = ["probe/needle", *(f"probe/needle_x{n}" for n in (2, 4, 8))]
     lines = [
         [f"`{arm}`", *(f"{100 * values[name]:.0f} %" if name in values else "" for name in names)]
         for arm, values in probes.items()
     ]
-    return table(["right answers", "64 tokens, as trained", "128", "256", "512"], lines)
+    return table([
+        "right answers", f"{trained} tokens, as trained", *(f"{n * trained:,}" for n in (2, 4, 8))
+    ], lines)  # fmt: skip
 
 
-@block("arena-ladder", "cpu:arena")
+@block("arena-ladder", "xeon:arena")
 def ladder(rows: Rows) -> str:
     """The prediction of the next size beside what was measured."""
     row = of_case(rows, "ladder")

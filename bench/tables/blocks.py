@@ -15,7 +15,8 @@ from bench.machine import ROOT
 from bench.record import RESULTS, Row, read
 from recipe.drawing import Chart, render_png
 
-GPU, CPU = "nvidia-h200", "amd-epyc-2-threads"  # the machines whose results the documents show
+# The machines whose results the documents show.
+GPU, CPU, XEON = "nvidia-h200", "amd-epyc-2-threads", "intel-r-xeon-r-processor-1-threads"
 IMAGES = ROOT / "docs" / "images"
 DRAWN = IMAGES / "drawn.json"  # figure -> digest of the rows that it was drawn from
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -71,7 +72,7 @@ def load_all() -> None:
 
 
 def results(name: str) -> Rows:
-    """The rows of a result file: "attention" of the GPU, "cpu:generate" of the CPU."""
+    """The rows of a result file: "attention" of the GPU, "cpu:generate" and "xeon:arena" of a CPU."""
     path = results_path(name)
     if not path.exists():
         raise TableError(f"there is no result file {path.name}, which a table or figure shows.")
@@ -81,7 +82,7 @@ def results(name: str) -> Rows:
 def results_path(name: str) -> Path:
     """The path of such a result file."""
     machine, _, plain = name.rpartition(":")
-    return RESULTS / f"{plain}-{CPU if machine == 'cpu' else GPU}.json"
+    return RESULTS / f"{plain}-{ {'cpu': CPU, 'xeon': XEON}.get(machine, GPU) }.json"
 
 
 def pages() -> list[Path]:

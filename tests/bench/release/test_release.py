@@ -20,7 +20,7 @@ from bench.record import RESULTS, Recorder, measurement, result_file
 from bench.release.__main__ import main
 from bench.release.parts import MOST_MINUTES, PARTS, Part, missing
 from bench.release.status import repeats, status
-from bench.tables.blocks import BLOCKS, CPU, FIGURES, load_all, results_path
+from bench.tables.blocks import BLOCKS, CPU, FIGURES, XEON, load_all, results_path
 
 PART = next(part for part in PARTS if part.name == "generate-cpu")
 NOW = dict.fromkeys(GROUPS, "1")
@@ -34,7 +34,11 @@ def test_no_part_takes_longer_than_nine_minutes_and_no_two_share_a_name() -> Non
 def test_the_parts_measure_every_result_file_that_the_documents_show_but_those_of_other_environments() -> None:
     load_all()
     shown = {results_path(name).name for source in (*BLOCKS.values(), *FIGURES.values()) for name in source.files}
-    measured = {f"{part.results}-{'nvidia-h200' if part.gpus else CPU}.json" for part in PARTS}
+    measured = {
+        f"{part.results}-{machine}.json"
+        for part in PARTS
+        for machine in (["nvidia-h200"] if part.gpus else [CPU, XEON])
+    }
     assert shown - measured == {f"stack-{name}-{CPU}.json" for name in ("kernels", "tests")}  # of `make stack`
 
 
