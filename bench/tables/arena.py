@@ -96,6 +96,21 @@ def judged(row: Row | None, published: Mapping[str, str] | None = None) -> str:
     return table([*heads, "corrected interval", "95 % interval at equal time"], lines)
 
 
+@block("arena-parts", "cpu:arena")
+def parts(rows: Rows) -> str:
+    """What each part of the model gave: the loss, and the tokens to the baseline's."""
+    row = of_case(rows, "parts")
+    if row is None:
+        return "Not measured yet."
+    lines = []
+    for arm, one in row["arena"]["arms"].items():
+        differences, race = [*one["differences"].values()], one["race"]
+        fewer = f"{race['less'][0]:.1f} times fewer" if race else "not reached"
+        mean = sum(differences) / len(differences)
+        lines.append([f"`{arm}`", f"{mean:+.2f}", str(len(differences)), fewer, f"*{one['verdict']}*"])
+    return table(["arm", "difference in loss", "seeds", "tokens to the baseline's loss", "verdict"], lines)
+
+
 @block("arena-recall", "xeon:arena")
 def recall(rows: Rows) -> str:
     """The accuracy of each arm on the tasks at the trained length and beyond it."""
