@@ -103,7 +103,7 @@ def test_the_digest_of_a_group_changes_with_its_sources_alone(tmp_path: Path) ->
     for paths in GROUPS.values():
         for path in paths:
             assert (ROOT / path).exists(), path
-            (tmp_path / path).mkdir(parents=True) if (ROOT / path).is_dir() else None
+            (tmp_path / path).mkdir(parents=True, exist_ok=True) if (ROOT / path).is_dir() else None
             file = tmp_path / path / "a.py" if (ROOT / path).is_dir() else tmp_path / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("kernel = 1\n")
