@@ -1,4 +1,4 @@
-"""docs/arena.md: how often the arena is right, and what its sweeps say at toy size."""
+"""docs/arena.md and docs/rankings.md: how often the arena is right, and what its sweeps say at toy size."""
 
 from __future__ import annotations
 
