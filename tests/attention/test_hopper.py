@@ -121,8 +121,8 @@ def test_the_paths_of_all_layers_are_named(hopper_gpu):
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")
-@pytest.mark.parametrize(("in_products", "biased"), [(False, False), (True, False), (True, True)])
-def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products, biased):
+@pytest.mark.parametrize(("in_products", "keys_biased"), [(False, False), (True, False), (True, True)])
+def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products, keys_biased):
     """Their scores are zero, and the bias, relative to the half's first query, overflows exp2 at slopes above 1.5."""
     B, H, T, D, rows = 2, 3, 150, 64, 64
     torch.manual_seed(0)
@@ -133,18 +133,18 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products, b
     n_m, scale_log2 = math.ceil(T / rows), 0.18
     stored = Rows(torch.empty(B, H, n_m * rows), rows_like(out), None)
     if in_products:
-        stored = Rows(None, None, torch.empty(B * H * n_m * rows, 16 if biased else 8, dtype=torch.bfloat16))
+        stored = Rows(None, None, torch.empty(B * H * n_m * rows, 16 if keys_biased else 8, dtype=torch.bfloat16))
     counters = Counters(torch.ones(B * H * n_m, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
     blocks = backward_blocks(PROBLEM._replace(head_dim=D))._replace(q=rows)
     delta_kernel[(B * H * n_m,)](
         tiles(out, rows, D), tiles(do, rows, D), lse2, stored, counters, slopes, scale_log2, H, T, n_m,
-        BLOCKS=blocks, KEEP=0.9, BIASED=biased,
+        BLOCKS=blocks, KEEP=0.9, BIASED=keys_biased,
     )  # fmt: skip
     biased, delta = stored.lse2, stored.delta
     if in_products:  # in bf16, as sums of three numbers each
         parts = stored.parts[:, :8].float().view(B, H, n_m * rows, 4, 2).sum(3)
         biased, delta = -parts[..., 0] * scale_log2, -parts[..., 1]
-    if biased:  # what the parts of the keys' bias are multiplied by
+    if keys_biased:  # what the parts of the keys' bias are multiplied by
         assert torch.equal(stored.parts[:, 8:], torch.tensor([1.0, 0.0] * 4).bfloat16().expand(len(stored.parts), 8))
     torch.testing.assert_close(delta[..., :T], 0.9 * (out * do).sum(-1))
     bias = slopes[:, None] / math.log(2) * (torch.arange(T) % 64)
