@@ -65,13 +65,11 @@ class Spec(NamedTuple):
     def text(self) -> str:
         """For a custom operator, whose arguments are tensors, numbers and text; `Spec.read` gives the Spec back.
 
-        torch.compile follows this function, so it prints field by field. A scale may change from call to call, and
-        torch 2.15 does not follow the repr of such a number.
+        torch.compile follows this function. A scale may change from call to call, and torch 2.15 does not follow the
+        repr of such a number; torch 2.11 under Python 3.14 leaves out the `!r` of formatted text.
         """
         score = ",".join([repr(value) for value in self.score.values])
-        call = f"{self.scale},{self.documents!r},{self.offsets!r},{self.threshold!r}"
-        options = f"{self.tf32!r},{self.path!r},{self.precision!r},{self.block_q!r},{self.block_k!r},{self.ablate!r}"
-        return f"({score}),{call},{options},{self.computed!r},{self.learned!r},{self.factors!r}"
+        return f"({score}),{self.scale}," + ",".join([repr(value) for value in self[2:]])
 
     @staticmethod
     @lru_cache(maxsize=4096)
