@@ -53,7 +53,7 @@ def test_a_forked_command_is_given_and_leaves_what_a_started_one_does(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 5), (signal.SIGKILL, -9), (signal.SIGHUP, -1)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 5), (signal.SIGKILL, -9), (signal.SIGUSR1, -10)])
 def test_a_signal_to_a_forked_command_reaches_it(number: int, status: int, tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path / "ready")], cwd=tmp_path)
     while not (tmp_path / "ready").exists():
