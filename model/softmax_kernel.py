@@ -42,7 +42,7 @@ def capped(b_x, CAP: tl.constexpr):
 
 @triton.jit
 def uncapped_gradient(b_dx, b_x, CAP: tl.constexpr):
-    """The gradient of logits, from the gradient b_x of the capped ones."""
+    """The gradient of logits, from the gradient b_dx of the capped ones, b_x."""
     if CAP is not None:
         b_dx = b_dx * (1.0 - (b_x / CAP) * (b_x / CAP))
     return b_dx
