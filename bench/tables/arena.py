@@ -111,17 +111,19 @@ def parts(rows: Rows) -> str:
     return table(["arm", "difference in loss", "seeds", "tokens to the baseline's loss", "verdict"], lines)
 
 
+def by_length(values: Mapping[str, float], task: str) -> list[str]:
+    """A probe's accuracy at the trained length and at 2, 4 and 8 times that; empty where it was not measured."""
+    names = [f"probe/{task}", *(f"probe/{task}_x{n}" for n in (2, 4, 8))]
+    return [f"{100 * values[name]:.0f} %" if name in values else "" for name in names]
+
+
 @block("arena-recall", "xeon:arena")
 def recall(rows: Rows) -> str:
     """The accuracy of each arm on the tasks at the trained length and beyond it."""
     lines = []
     for task in ("mqar", "counting"):
         probes: Mapping[str, Mapping[str, float]] = (of_case(rows, f"recall-{task}") or {"probes": {}})["probes"]
-        names = [f"probe/{task}", *(f"probe/{task}_x{n}" for n in (2, 4, 8))]
-        lines += [
-            [f"`{task}`", f"`{arm}`", *(f"{100 * values[name]:.0f} %" if name in values else "" for name in names)]
-            for arm, values in probes.items()
-        ]
+        lines += [[f"`{task}`", f"`{arm}`", *by_length(values, task)] for arm, values in probes.items()]
     return table(["task", "arm", "64 tokens, as trained", "128", "256", "512"], lines)
 
 
@@ -133,11 +135,7 @@ def needle(rows: Rows) -> str:
         return "Not measured yet."
     probes: Mapping[str, Mapping[str, float]] = row["probes"]
     trained = next((int(word.split("=")[1]) for word in row["overrides"] if word.startswith("seq_len=")), 64)
-    names = ["probe/needle", *(f"probe/needle_x{n}" for n in (2, 4, 8))]
-    lines = [
-        [f"`{arm}`", *(f"{100 * values[name]:.0f} %" if name in values else "" for name in names)]
-        for arm, values in probes.items()
-    ]
+    lines = [[f"`{arm}`", *by_length(values, "needle")] for arm, values in probes.items()]
     return table([
         "right answers", f"{trained} tokens, as trained", *(f"{n * trained:,}" for n in (2, 4, 8))
     ], lines)  # fmt: skip
