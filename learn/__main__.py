@@ -11,7 +11,7 @@ from recipe.cli import process
 if __name__ == "__main__":
     process.begin()
 
-from learn.ladder import EXAMPLE, Measured, furthest_apart, measure, silent_error
+from learn.ladder import EXAMPLE, Measured, largest_change, measure, silent_error
 from learn.page import render
 
 DEFAULT = Path("outputs/learn.html")
@@ -19,10 +19,10 @@ DEFAULT = Path("outputs/learn.html")
 
 def table(ladder: list[Measured]) -> str:
     """The ladder, a line each."""
-    lines = [f"{'':26}{'x = 1..6':>10}{'passes':>8}{'holds':>7}{'from fp64':>11}   overflows at"]
+    lines = [f"{'':26}{'x = 1..6':>10}{'passes':>8}{'held':>7}{'from fp64':>11}   overflows at"]
     for entry in ladder:
         limits = ", ".join(f"{name} {x:.2f}" for name, x in entry.overflow.items() if not math.isinf(x)) or "no score"
-        figures = f"{entry.result:>10.4f}{entry.passes:>8g}{entry.holds:>7}{entry.error:>11.1e}"
+        figures = f"{entry.result:>10.4f}{entry.passes:>8g}{entry.held:>7}{entry.error:>11.1e}"
         lines.append(f"{entry.rung.title:26}{figures}   {limits}")
     return "\n".join(lines)
 
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
     ladder = measure()
     print(f"Attention over the scores and values {', '.join(f'{x:g}' for x in EXAMPLE.tolist())}, step by step\n")
     print(table(ladder))
-    print(f"\nOn random scores each step differs from the one before by at most {furthest_apart(ladder):.1e}.")
+    print(f"\nOn random scores each step differs from the one before by at most {largest_change(ladder):.1e}.")
     line, wrong, right = silent_error()
     print(f"\nWithout this line the output is {wrong:.4f} instead of {right:.4f}, and nothing complains:\n    {line}\n")
     print("recording FlashAttention-1 and -2 ...", flush=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from learn.memory import Rows, Slow, tiles
+from learn.memory import Rows, SlowMemory, tiles
 
 Tile = Callable[[Rows, Rows], Tensor]  # of an (N, N) matrix, for a tile of queries and a tile of keys
 
@@ -41,63 +41,59 @@ def block_sizes(d: int, M: int) -> tuple[int, int]:
     return min(B_c, d), B_c
 
 
-def standard_forward(Q: Slow, K: Slow, V: Slow, O: Slow, S: Slow, P: Slow, see: Tile, keep: Tile) -> None:
+def standard_forward(hbm: SlowMemory, see: Tile, keep: Tile) -> None:
     """The formula, one operation after the other: S and P (N, N) go out to slow memory and come back."""
-    scale = 1 / math.sqrt(Q.tensor.shape[1])
-    rows, columns = slice(0, len(Q)), slice(0, len(K))
-    S.store(rows, (scale * Q.load(rows) @ K.load(columns).T).masked_fill(~see(rows, columns), -torch.inf))
-    P.store(rows, torch.softmax(S.load(rows), dim=1))
-    O.store(rows, (P.load(rows) * keep(rows, columns)) @ V.load(columns))
+    scale = 1 / math.sqrt(hbm.Q.tensor.shape[1])
+    rows, columns = slice(0, len(hbm.Q)), slice(0, len(hbm.K))
+    hbm.S.store(rows, (scale * hbm.Q.load(rows) @ hbm.K.load(columns).T).masked_fill(~see(rows, columns), -torch.inf))
+    hbm.P.store(rows, torch.softmax(hbm.S.load(rows), dim=1))
+    hbm.O.store(rows, (hbm.P.load(rows) * keep(rows, columns)) @ hbm.V.load(columns))
 
 
-def standard_backward(
-    Q: Slow, K: Slow, V: Slow, dO: Slow, dQ: Slow, dK: Slow, dV: Slow, P: Slow, dS: Slow, see: Tile, keep: Tile
-) -> None:
+def standard_backward(hbm: SlowMemory, see: Tile, keep: Tile) -> None:
     """FlashAttention-1, algorithm 3: the gradients by the formulas, with P and dS (N, N) in slow memory."""
-    scale = 1 / math.sqrt(Q.tensor.shape[1])
-    rows, columns = slice(0, len(Q)), slice(0, len(K))
-    dV.store(columns, (P.load(rows) * keep(rows, columns)).T @ dO.load(rows))
-    dp = dO.load(rows) @ V.load(columns).T * keep(rows, columns)
-    p = P.load(rows)
-    dS.store(rows, p * (dp - (p * dp).sum(dim=1, keepdim=True)))
-    dQ.store(rows, scale * dS.load(rows) @ K.load(columns))
-    dK.store(columns, scale * dS.load(rows).T @ Q.load(rows))
+    scale = 1 / math.sqrt(hbm.Q.tensor.shape[1])
+    rows, columns = slice(0, len(hbm.Q)), slice(0, len(hbm.K))
+    hbm.dV.store(columns, (hbm.P.load(rows) * keep(rows, columns)).T @ hbm.dO.load(rows))
+    dp = hbm.dO.load(rows) @ hbm.V.load(columns).T * keep(rows, columns)
+    p = hbm.P.load(rows)
+    hbm.dS.store(rows, p * (dp - (p * dp).sum(dim=1, keepdim=True)))
+    hbm.dQ.store(rows, scale * hbm.dS.load(rows) @ hbm.K.load(columns))
+    hbm.dK.store(columns, scale * hbm.dS.load(rows).T @ hbm.Q.load(rows))
 
 
-def flash_1_forward(
-    Q: Slow, K: Slow, V: Slow, O: Slow, l: Slow, m: Slow, B_r: int, B_c: int, see: Tile, keep: Tile
-) -> None:
+def flash_1_forward(hbm: SlowMemory, B_r: int, B_c: int, see: Tile, keep: Tile) -> None:
     """Keys outside, queries inside: O, l and m are read and written once for every tile of keys."""
-    scale = 1 / math.sqrt(Q.tensor.shape[1])
-    for j in tiles(len(K), B_c):
-        k, v = K.load(j), V.load(j)
-        for i in tiles(len(Q), B_r):
+    scale = 1 / math.sqrt(hbm.Q.tensor.shape[1])
+    for j in tiles(len(hbm.K), B_c):
+        k, v = hbm.K.load(j), hbm.V.load(j)
+        for i in tiles(len(hbm.Q), B_r):
             if not see(i, j).any():
                 continue
-            q, o_i, l_i, m_i = Q.load(i), O.load(i), l.load(i), m.load(i)
+            q, o_i, l_i, m_i = hbm.Q.load(i), hbm.O.load(i), hbm.l.load(i), hbm.m.load(i)
             s = (scale * q @ k.T).masked_fill(~see(i, j), -torch.inf)
             m_new = torch.maximum(m_i, s.amax(dim=1, keepdim=True))
             p = torch.exp(s - m_new)
             alpha = torch.exp(m_i - m_new)
             l_new = alpha * l_i + p.sum(dim=1, keepdim=True)
             o_new = (alpha * l_i * o_i + (p * keep(i, j)) @ v) / l_new.clamp(min=torch.finfo(l_new.dtype).tiny)
-            O.store(i, o_new)
-            l.store(i, l_new)
-            m.store(i, m_new)
+            hbm.O.store(i, o_new)
+            hbm.l.store(i, l_new)
+            hbm.m.store(i, m_new)
 
 
-def flash_2_forward(Q: Slow, K: Slow, V: Slow, O: Slow, lse: Slow, B_r: int, B_c: int, see: Tile, keep: Tile) -> None:
+def flash_2_forward(hbm: SlowMemory, B_r: int, B_c: int, see: Tile, keep: Tile) -> None:
     """Queries outside, keys inside: o, l and m stay in fast memory, and one division ends the tile."""
-    scale = 1 / math.sqrt(Q.tensor.shape[1])
-    for i in tiles(len(Q), B_r):
-        q = Q.load(i)
+    scale = 1 / math.sqrt(hbm.Q.tensor.shape[1])
+    for i in tiles(len(hbm.Q), B_r):
+        q = hbm.Q.load(i)
         m = torch.full_like(q[:, :1], lowest(q.dtype))
         l = torch.zeros_like(m)
         o = torch.zeros_like(q)
-        for j in tiles(len(K), B_c):
+        for j in tiles(len(hbm.K), B_c):
             if not see(i, j).any():
                 continue
-            k, v = K.load(j), V.load(j)
+            k, v = hbm.K.load(j), hbm.V.load(j)
             s = (scale * q @ k.T).masked_fill(~see(i, j), -torch.inf)
             m_new = torch.maximum(m, s.amax(dim=1, keepdim=True))
             p = torch.exp(s - m_new)
@@ -105,56 +101,50 @@ def flash_2_forward(Q: Slow, K: Slow, V: Slow, O: Slow, lse: Slow, B_r: int, B_c
             l = alpha * l + p.sum(dim=1, keepdim=True)
             o = alpha * o + (p * keep(i, j)) @ v
             m = m_new
-        O.store(i, o / l)
-        lse.store(i, m + torch.log(l))
+        hbm.O.store(i, o / l)
+        hbm.lse.store(i, m + torch.log(l))
 
 
-def flash_1_backward(
-    Q: Slow, K: Slow, V: Slow, O: Slow, dO: Slow, dQ: Slow, dK: Slow, dV: Slow, l: Slow, m: Slow,
-    B_r: int, B_c: int, see: Tile, keep: Tile,
-) -> None:  # fmt: skip
+def flash_1_backward(hbm: SlowMemory, B_r: int, B_c: int, see: Tile, keep: Tile) -> None:
     """Scores are computed again from Q, K, l and m; every tile reads O once more for D = rowsum(dO * O)."""
-    scale = 1 / math.sqrt(Q.tensor.shape[1])
-    for j in tiles(len(K), B_c):
-        k, v = K.load(j), V.load(j)
+    scale = 1 / math.sqrt(hbm.Q.tensor.shape[1])
+    for j in tiles(len(hbm.K), B_c):
+        k, v = hbm.K.load(j), hbm.V.load(j)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for i in tiles(len(Q), B_r):
+        for i in tiles(len(hbm.Q), B_r):
             if not see(i, j).any():
                 continue
-            q, do, l_i, m_i = Q.load(i), dO.load(i), l.load(i), m.load(i)
+            q, do, l_i, m_i = hbm.Q.load(i), hbm.dO.load(i), hbm.l.load(i), hbm.m.load(i)
             s = (scale * q @ k.T).masked_fill(~see(i, j), -torch.inf)
             p = torch.exp(s - m_i) / l_i
             dv = dv + (p * keep(i, j)).T @ do
             dp = do @ v.T * keep(i, j)
-            delta = (do * O.load(i)).sum(dim=1, keepdim=True)
+            delta = (do * hbm.O.load(i)).sum(dim=1, keepdim=True)
             ds = p * (dp - delta)
-            dQ.store(i, dQ.load(i) + scale * ds @ k)
+            hbm.dQ.store(i, hbm.dQ.load(i) + scale * ds @ k)
             dk = dk + scale * ds.T @ q
-        dK.store(j, dk)
-        dV.store(j, dv)
+        hbm.dK.store(j, dk)
+        hbm.dV.store(j, dv)
 
 
-def flash_2_backward(
-    Q: Slow, K: Slow, V: Slow, O: Slow, dO: Slow, dQ: Slow, dK: Slow, dV: Slow, lse: Slow, D: Slow,
-    B_r: int, B_c: int, see: Tile, keep: Tile,
-) -> None:  # fmt: skip
+def flash_2_backward(hbm: SlowMemory, B_r: int, B_c: int, see: Tile, keep: Tile) -> None:
     """D = rowsum(dO * O) is computed once, and the log-sum-exp gives P in one step."""
-    scale = 1 / math.sqrt(Q.tensor.shape[1])
-    for i in tiles(len(Q), B_r):
-        D.store(i, (dO.load(i) * O.load(i)).sum(dim=1, keepdim=True))
-    for j in tiles(len(K), B_c):
-        k, v = K.load(j), V.load(j)
+    scale = 1 / math.sqrt(hbm.Q.tensor.shape[1])
+    for i in tiles(len(hbm.Q), B_r):
+        hbm.D.store(i, (hbm.dO.load(i) * hbm.O.load(i)).sum(dim=1, keepdim=True))
+    for j in tiles(len(hbm.K), B_c):
+        k, v = hbm.K.load(j), hbm.V.load(j)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for i in tiles(len(Q), B_r):
+        for i in tiles(len(hbm.Q), B_r):
             if not see(i, j).any():
                 continue
-            q, do, lse_i, delta = Q.load(i), dO.load(i), lse.load(i), D.load(i)
+            q, do, lse_i, delta = hbm.Q.load(i), hbm.dO.load(i), hbm.lse.load(i), hbm.D.load(i)
             s = (scale * q @ k.T).masked_fill(~see(i, j), -torch.inf)
             p = torch.exp(s - lse_i)
             dv = dv + (p * keep(i, j)).T @ do
             dp = do @ v.T * keep(i, j)
             ds = p * (dp - delta)
-            dQ.store(i, dQ.load(i) + scale * ds @ k)
+            hbm.dQ.store(i, hbm.dQ.load(i) + scale * ds @ k)
             dk = dk + scale * ds.T @ q
-        dK.store(j, dk)
-        dV.store(j, dv)
+        hbm.dK.store(j, dk)
+        hbm.dV.store(j, dv)

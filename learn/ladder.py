@@ -15,7 +15,7 @@ from torch import Tensor
 
 from learn import flash, softmax
 from learn.flash import lowest
-from learn.memory import Slow, Traffic
+from learn.memory import Slow, SlowMemory, Traffic
 from learn.tracing import record
 
 EXAMPLE = torch.arange(1.0, 7.0)  # scores and values 1 to 6: the output is 5.4329
@@ -89,26 +89,26 @@ class Measured:
 
     result    on the example: the output, or softmax's mean of the values
     passes    times that the scores, or the keys that give them, were read
-    holds     the most numbers in fast memory at once, on the example with values of one number and tiles of two
+    held      the most numbers in fast memory at once, on the example with values of one number and tiles of two
     error     largest difference from fp64 on random scores, relative to the largest value
-    apart     largest difference from the step before, on the same random scores
+    change    largest difference from the step before, on the same random scores
     overflow  the smallest score at which the result is not finite, by precision; inf: none
     """
 
     rung: Rung
     result: float
     passes: float
-    holds: int
+    held: int
     error: float
-    apart: float
+    change: float
     overflow: dict[str, float]
 
 
 class Call(NamedTuple):
-    """The arguments of a step, in which every tensor counts its moves, and after the call its output, (d,)."""
+    """A step's tensors in slow memory, each with its own count of moves, its arguments, and its output (d,)."""
 
     slow: dict[str, Slow]
-    rest: dict[str, Any]
+    arguments: dict[str, Any]
     scores: Slow
     output: Callable[[], Tensor]
 
@@ -120,29 +120,31 @@ def prepare(function: Callable[..., None], x: Tensor, v: Tensor) -> Call:
     """
     names, d = inspect.signature(function).parameters, v.shape[1]
 
-    def held(tensors: dict[str, Tensor]) -> dict[str, Slow]:
-        return {name: Slow(tensor, Traffic()) for name, tensor in tensors.items()}
+    def in_slow_memory(tensors: dict[str, Tensor]) -> SlowMemory:
+        return SlowMemory({name: Slow(tensor, Traffic()) for name, tensor in tensors.items()})
 
     if "y" in names:
-        slow = held({"x": x, "y": torch.zeros_like(x)})
-        return Call(slow, {}, slow["x"], lambda: slow["y"].tensor @ v)
+        slow = in_slow_memory({"x": x, "y": torch.zeros_like(x)})
+        return Call(slow, slow, slow["x"], lambda: slow["y"].tensor @ v)
     if "x" in names:
-        slow = held({"x": x, "v": v, "out": torch.zeros_like(v[:1])})
-        return Call(slow, {}, slow["x"], lambda: slow["out"].tensor[0])
+        slow = in_slow_memory({"x": x, "v": v, "out": torch.zeros_like(v[:1])})
+        return Call(slow, slow, slow["x"], lambda: slow["out"].tensor[0])
     q, k = torch.zeros_like(v[:1]), torch.zeros_like(v)
     q[:, 0], k[:, 0] = math.sqrt(d), x
-    statistics = {"l": 0.0, "m": lowest(x.dtype)} if "l" in names else {"lse": 0.0}
+    statistics = {"l": 0.0, "m": lowest(x.dtype)} if function is flash.flash_1_forward else {"lse": 0.0}
     rows = {name: torch.full_like(q[:, :1], value) for name, value in statistics.items()}
-    slow = held({"Q": q, "K": k, "V": v, "O": torch.zeros_like(q), **rows})
+    slow = in_slow_memory({"Q": q, "K": k, "V": v, "O": torch.zeros_like(q), **rows})
     everything = torch.ones(1, len(x), dtype=torch.bool)
-    rest = {"B_r": 1, "B_c": 2, "see": lambda i, j: everything[i, j], "keep": lambda i, j: everything[i, j]}
-    return Call(slow, rest, slow["K"], lambda: slow["O"].tensor[0])
+    arguments = {
+        "hbm": slow, "B_r": 1, "B_c": 2, "see": lambda i, j: everything[i, j], "keep": lambda i, j: everything[i, j],
+    }  # fmt: skip
+    return Call(slow, arguments, slow["K"], lambda: slow["O"].tensor[0])
 
 
 def run(function: Callable[..., None], x: Tensor, v: Tensor) -> Tensor:
     """The output of attention with scores x (N,) and values v (N, d) by a step of the ladder: (d,)."""
     call = prepare(function, x, v)
-    function(**call.slow, **call.rest)
+    function(**call.arguments)
     return call.output()
 
 
@@ -150,14 +152,14 @@ def passes(function: Callable[..., None]) -> float:
     """Times that a function reads its scores, or the keys that give them, from slow memory."""
     N = 64
     call = prepare(function, torch.randn(N, generator=torch.Generator().manual_seed(0)), torch.ones(N, 1))
-    function(**call.slow, **call.rest)
+    function(**call.arguments)
     return call.scores.traffic.read / N
 
 
-def holds(function: Callable[..., None]) -> int:
+def most_held(function: Callable[..., None]) -> int:
     """The most numbers that a function holds in fast memory at once, on the example."""
     call = prepare(function, EXAMPLE, EXAMPLE[:, None])
-    return record(function, call.slow, call.rest).most_in_fast_memory
+    return record(function, call.slow, call.arguments).most_in_fast_memory
 
 
 def overflow(function: Callable[..., None], dtype: torch.dtype) -> float:
@@ -189,21 +191,21 @@ def measure(ladder: Sequence[Rung] = LADDER) -> list[Measured]:
             rung=rung,
             result=run(rung.function, EXAMPLE, EXAMPLE[:, None]).item(),
             passes=passes(rung.function),
-            holds=holds(rung.function),
+            held=most_held(rung.function),
             error=((out - exact).abs().max() / exact.abs().max()).item(),
-            apart=((out - before).abs().max() / exact.abs().max()).item(),
+            change=((out - before).abs().max() / exact.abs().max()).item(),
             overflow={name: overflow(rung.function, dtype) for name, dtype in PRECISIONS.items()},
         )
-        if max(entry.error, entry.apart) > TOLERANCE:
-            raise AssertionError(f"{rung.title} is off by {max(entry.error, entry.apart):.2g}, more than rounding.")
+        if max(entry.error, entry.change) > TOLERANCE:
+            raise AssertionError(f"{rung.title} is off by {max(entry.error, entry.change):.2g}, more than rounding.")
         measured.append(entry)
         before = out
     return measured
 
 
-def furthest_apart(ladder: Sequence[Measured]) -> float:
+def largest_change(ladder: Sequence[Measured]) -> float:
     """The largest difference between a step and the one before, relative to the largest value."""
-    return max(entry.apart for entry in ladder)
+    return max(entry.change for entry in ladder)
 
 
 def without(function: Callable[..., None], mark: str) -> Callable[..., None]:

@@ -1,7 +1,7 @@
 """Slow memory: tensors that are read and written tile by tile, and the count of what moves.
 
 A GPU's memory is slow (HBM) and its registers and shared memory are fast (SRAM). The functions of this package hold
-their inputs and results in `Slow` tensors, and whatever they `load` is in fast memory until its name is gone.
+their inputs and results in `Slow` tensors. A tile that they `load` stays in fast memory until its name is reused.
 """
 
 from __future__ import annotations
@@ -54,6 +54,13 @@ class Slow:
         self.traffic.written += tile.numel()
         if self.on_move:
             self.on_move(self, rows, "store")
+
+
+class SlowMemory(dict[str, Slow]):
+    """All tensors in slow memory by name: `hbm.Q` is `hbm["Q"]`."""
+
+    def __getattr__(self, name: str) -> Slow:
+        return self[name]
 
 
 def tiles(length: int, block: int) -> list[Rows]:

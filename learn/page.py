@@ -22,7 +22,7 @@ from torch import Tensor
 
 from learn import traffic
 from learn.flash import block_sizes, lowest
-from learn.ladder import Measured, furthest_apart, silent_error
+from learn.ladder import Measured, largest_change, silent_error
 from learn.problem import Problem, solve
 from learn.tracing import Recording, record
 from learn.why import reasons
@@ -57,7 +57,7 @@ def record_choice(choice: dict[str, Any]) -> Recording:
         problem_of(choice),
         choice["algorithm"],
         backward=choice["direction"] == "backward",
-        run=lambda function, slow, rest: recordings.append(record(function, slow, rest)),
+        run=lambda function, slow, arguments: recordings.append(record(function, slow, arguments)),
     )
     return recordings[0]
 
@@ -146,7 +146,7 @@ def render(ladder: list[Measured]) -> str:
     )
     curves = traffic.count()
     return environment.get_template("page.html.j2").render(
-        apart=furthest_apart(ladder),
+        change=largest_change(ladder),
         ladder=[(entry, inspect.getsource(entry.rung.function)) for entry in ladder],
         silent={"line": line, "wrong": wrong, "right": right},
         choices=CHOICES,

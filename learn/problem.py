@@ -20,9 +20,9 @@ from learn.flash import (
     standard_backward,
     standard_forward,
 )
-from learn.memory import Slow, Traffic
+from learn.memory import Slow, SlowMemory, Traffic
 
-Function = Callable[..., None]  # Slow tensors by name, sizes, masks; results are left in slow memory
+Function = Callable[..., None]  # slow memory, sizes, masks; leaves its results in slow memory
 FORWARD: dict[str, Function] = {"standard": standard_forward, "flash_1": flash_1_forward, "flash_2": flash_2_forward}
 BACKWARD: dict[str, Function] = {
     "standard": standard_backward,
@@ -74,7 +74,7 @@ class Problem:
 class Solution:
     """The contents of slow memory at the end, and the numbers moved."""
 
-    slow: dict[str, Slow]
+    slow: SlowMemory
     traffic: Traffic
 
     def __getitem__(self, name: str) -> Tensor:
@@ -84,18 +84,18 @@ class Solution:
 Run = Callable[[Function, dict[str, Slow], dict[str, object]], None]
 
 
-def call(function: Function, slow: dict[str, Slow], rest: dict[str, object]) -> None:
-    """function(**slow, **rest), the default of `solve`."""
-    function(**slow, **rest)
+def call(function: Function, slow: dict[str, Slow], arguments: dict[str, object]) -> None:
+    """function(**arguments), the default of `solve`."""
+    function(**arguments)
 
 
 def solve(
     problem: Problem, algorithm: str, *, backward: bool = False, blocks: tuple[int, int] | None = None, run: Run = call
 ) -> Solution:
-    """Run one pass of an algorithm, and count its traffic; that of the forward before a backward is not counted.
+    """Run one pass of an algorithm and count its traffic. A backward needs a forward before it, which is not counted.
 
-    blocks  B_r and B_c; those that `block_sizes` gives for M by default
-    run     calls the pass, as `call` does: a tracer records it there
+    blocks  B_r and B_c; by default those that `block_sizes` gives for M
+    run     calls the pass, as `call` does; a tracer records it here
     """
     q, k, v, do = problem.inputs()
     N, d = q.shape
@@ -124,6 +124,6 @@ def solve(
 
 def _solve(function: Function, tensors: dict[str, Tensor], rest: dict[str, object], run: Run) -> Solution:
     traffic = Traffic()
-    slow = {name: Slow(tensor, traffic) for name, tensor in tensors.items()}
-    run(function, slow, rest)
+    slow = SlowMemory({name: Slow(tensor, traffic) for name, tensor in tensors.items()})
+    run(function, slow, {"hbm": slow} | rest)
     return Solution(slow, traffic)

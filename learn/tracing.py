@@ -97,8 +97,8 @@ def source_of(function: Callable[..., None]) -> Source:
     return source
 
 
-def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str, Any]) -> Recording:
-    """function(**slow, **rest), recorded."""
+def record(function: Callable[..., None], slow: dict[str, Slow], arguments: dict[str, Any]) -> Recording:
+    """Call function(**arguments) and record each line; `slow` are the tensors in slow memory that it uses, by name."""
     source = source_of(function)
     recording = Recording(source.lines)
     moves: list[Move] = []
@@ -140,7 +140,7 @@ def record(function: Callable[..., None], slow: dict[str, Slow], rest: dict[str,
     before = sys.gettrace()
     sys.settrace(on_call)
     try:
-        function(**slow, **rest)
+        function(**arguments)
     finally:
         sys.settrace(before)
         for tensor in slow.values():

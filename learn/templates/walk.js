@@ -53,7 +53,7 @@ function show(n) {
   }));
   const moved = (now.moves || []).map(([name, from, to, kind]) => `${kind}s ${name}[${from}:${to}]`);
   byId("line").textContent = recording.source[now.line].trim();
-  byId("told").textContent = recording.why[now.line] + (moved.length ? `  →  ${moved.join(", ")}` : "");
+  byId("why").textContent = recording.why[now.line] + (moved.length ? `  →  ${moved.join(", ")}` : "");
   const fast = Object.entries(state.fast), idle = new Set(now.idle), changed = (name) => (state.changed.has(name) ? ["changed"] : []);
   byId("fast").replaceChildren(...fast.map(([name, rows]) => matrix(name, rows, () => "", idle.has(name) ? ["idle"] : changed("fast" + name))));
   byId("slow").replaceChildren(...Object.entries(state.slow).map(([name, rows]) => matrix(name, rows, (r) => {

@@ -118,7 +118,7 @@ DISPLAYED = """const $ = (id) => document.getElementById(id);
   const tables = (id) => Object.fromEntries([...$(id).querySelectorAll("table")].map((table) =>
     [table.caption.textContent, [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent))]));
   const texts = (...ids) => Object.fromEntries(ids.map((id) => [id, $(id).textContent]));
-  const displayed = () => ({ ...texts("counter", "told", "sizes", "held", "moved"), fast: tables("fast"),
+  const displayed = () => ({ ...texts("counter", "why", "sizes", "held", "moved"), fast: tables("fast"),
     slow: tables("slow"), line: document.querySelector(".now").textContent });"""
 
 
@@ -141,7 +141,7 @@ def expected(recording: Recording, choice: dict[str, Any], n: int) -> dict[str, 
     return {
         "counter": f"{n + 1} of {len(recording.steps)}",
         "line": line,
-        "told": OF_FUNCTIONS[f"{choice['algorithm']}_{choice['direction']}"][line.strip()]
+        "why": OF_FUNCTIONS[f"{choice['algorithm']}_{choice['direction']}"][line.strip()]
         + (f"  →  {moves}" if moves else ""),
         "sizes": f"B_r = {B_r} rows of queries, B_c = {B_c} rows of keys",
         "held": f"{held} numbers" + (f", {unused} of them not needed any more (pale)" if unused else ""),
