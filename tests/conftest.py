@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.interpreter import hasten
+    from attention.check.interpreter import hasten
 
     hasten()
 

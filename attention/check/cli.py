@@ -7,12 +7,14 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from .. import AttentionError
+from ..gpu import HAS_TRITON, INTERPRET
 from .accuracy import accuracy
 from .behaviour import behaviour
 from .cases import DTYPES
@@ -59,7 +61,7 @@ def check(
     session = Session(subject, device, (started + deadline) / 2, seed, quick)
     if not progress:
         session.stream = None
-    with warnings.catch_warnings(), session.with_threads(1):
+    with warnings.catch_warnings(), session.with_threads(1), interpreting():
         warnings.simplefilter("ignore")  # of libraries, hundreds of times
         prepare(session, tuple(dtypes))
         if not session.dtypes:
@@ -78,6 +80,19 @@ def check(
     return Report(
         subject.name, subject.style, features, where, session.dtypes, session.refused, lines, left, took, seed, allowed
     )
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Within the block Triton's interpreter, where kernels run in it, is faster and has the bf16 of a GPU."""
+    if not (HAS_TRITON and INTERPRET.value):
+        yield
+        return
+    from .interpreter import bf16_of_a_gpu, hasten
+
+    hasten()
+    with bf16_of_a_gpu():
+        yield
 
 
 def name_of(device: torch.device) -> str:

@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 import torch
 from torch import Tensor
 
-from .. import gpu
 from ..errors import AttentionError
 from .cases import Case, Inputs, draw, problem
 from .judge import Verdict, judge
@@ -162,28 +161,6 @@ class Session:
             self.stream.write("\r" + " " * 79 + "\r")
 
 
-@contextmanager
-def noting_interpreter() -> Iterator[list[str]]:
-    """Within the block, the list grows by a word for each kernel that Triton's interpreter runs."""
-    launches: list[str] = []
-    if not (gpu.HAS_TRITON and gpu.INTERPRET.value):
-        yield launches
-        return
-    from triton.runtime.interpreter import GridExecutor
-
-    run = GridExecutor.__call__
-
-    def noted(self: Any, *args: Any, **options: Any) -> Any:
-        launches.append("kernel")
-        return run(self, *args, **options)
-
-    GridExecutor.__call__ = noted
-    try:
-        yield launches
-    finally:
-        GridExecutor.__call__ = run
-
-
 def prepare(session: Session, wanted: tuple[str, ...]) -> None:
     """See which precisions the implementation takes, and whether it has gradients.
 
@@ -193,13 +170,9 @@ def prepare(session: Session, wanted: tuple[str, ...]) -> None:
         case = Case(T=64, S=64, D=64, B=1, H=2, H_kv=2, dtype=dtype, causal="causal" in session.subject.features)
         inputs = draw(case, session.device)
         try:
-            with noting_interpreter() as launches:
-                results(session.subject, case, inputs, gradients=False)
+            results(session.subject, case, inputs, gradients=False)
         except Refused as error:
             session.refused[dtype] = str(error)
-            continue
-        if launches and dtype == "bf16":  # errors twice as large, all of one sign
-            session.refused[dtype] = "Triton's interpreter cuts digits off where a GPU rounds to bf16; check it on one."
             continue
         session.dtypes += (dtype,)
         try:

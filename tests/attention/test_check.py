@@ -22,7 +22,7 @@ from attention.check import accuracy, recommend, system
 from attention.check.accuracy import smallest_failure
 from attention.check.behaviour import behaviour, not_finite
 from attention.check.cases import MEMORY, TRENDS, Case, draw
-from attention.check.cli import main
+from attention.check.cli import interpreting, main
 from attention.check.dropout import dropout
 from attention.check.grid import groups
 from attention.check.judge import Verdict
@@ -66,9 +66,12 @@ def worst(subject: Subject, case: Case) -> Verdict:
 
 
 @triton.jit
-def to_bf16(x, y, N: tl.constexpr):
-    o_n = tl.arange(0, N)
-    tl.store(y + o_n, tl.load(x + o_n).to(tl.bfloat16))
+def in_bf16(x, y, rounded, computed, product, N: tl.constexpr):
+    o = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    b_y = tl.load(y + o)
+    tl.store(rounded + o, tl.load(x + o).to(tl.bfloat16))
+    tl.store(computed + o, tl.abs(b_y.trans() - b_y))
+    tl.store(product + o, tl.dot(b_y, b_y))
 
 
 def plain(q, k, v, causal=True, scale=None, window=None, softcap=None, alibi_slopes=None, s_aux=None, return_lse=False):
@@ -311,15 +314,25 @@ def test_a_check_that_compared_nothing_does_not_call_an_attention_correct(capsys
     assert "Nothing of naive was compared with fp64." in capsys.readouterr().out
 
 
-def test_bf16_is_not_checked_where_tritons_interpreter_does_not_round_to_it():
-    for name, taken in (("flash", ("fp16",)), ("tiled", ("fp16", "bf16"))):
-        session = Session(find(name), CPU, float("inf"), stream=None)
-        prepare(session, ("fp16", "bf16"))
-        assert session.dtypes == taken
-    x = torch.linspace(1, 2, 64)
-    rounded, cut = x.to(torch.bfloat16), torch.empty(64, dtype=torch.bfloat16)
-    to_bf16[(1,)](x, cut, 64)
-    assert not torch.equal(cut, rounded), "the interpreter rounds now: check bf16 in it too"
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled for the GPU")
+def test_a_check_in_tritons_interpreter_has_the_bf16_of_a_gpu():
+    bits = torch.randint(-(2**31), 2**31, (64, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    ties = (torch.arange(64, dtype=torch.int32) << 15) + 0x3F800000
+    x = torch.cat(
+        [bits, ties.expand(1, -1), torch.tensor([0.0, -0.0, torch.inf, torch.nan] * 16).view(1, -1).view(torch.int32)]
+    )
+    x = x.view(torch.float32)[-64:].contiguous()
+    small = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    made = [torch.empty(64, 64, dtype=dtype) for dtype in (torch.bfloat16, torch.bfloat16, torch.float32)]
+    with interpreting():
+        in_bf16[(1,)](x, small, *made, 64)
+    torch.testing.assert_close(made[0], x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(made[1], (-small + small.T).abs())
+    torch.testing.assert_close(made[2], small.float() @ small.float(), rtol=1e-5, atol=1e-4)
+    in_bf16[(1,)](x, small, *made, 64)
+    assert not torch.equal(made[0].nan_to_num(), x.bfloat16().nan_to_num()), (
+        "bf16 needs no help in Triton's interpreter"
+    )
 
 
 def test_a_sentence_of_this_library_is_not_cut():

@@ -1,0 +1,140 @@
+"""Triton's interpreter, in which kernels run without a GPU: some five times as fast, and with the bf16 of a GPU.
+
+The tests use it too, but for bf16. They show that `hasten` changes no bit.
+
+The time of an attention, forward and backward, with and without each replacement alone:
+
+    none 3.5 s   all 0.96 s   all but languages 2.3 s, overflow 1.5 s, dtypes, blocks or tensors 1.2 s each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+@cache
+def hasten() -> None:
+    """Skip work of the interpreter whose result it does not use, or has computed before; until the process ends."""
+    replace_language_once()
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    look_dtypes_up_once()
+    derive_blocks_once()
+    derive_tensors_once()
+
+
+def replace_language_once() -> None:
+    """The functions of tl are replaced when a kernel starts, and again whenever it calls a function: not again."""
+    replace = interpreter._patch_lang
+
+    def replace_once(fn: Any) -> Any:
+        replaced = not any(tl.core.is_builtin(language.load) for language in (tl, tl.core))
+        return interpreter._LangPatchScope() if replaced else replace(fn)
+
+    interpreter._patch_lang = replace_once
+
+
+def look_dtypes_up_once() -> None:
+    """Each lookup of numpy's dtype builds a table of all of them."""
+    look_up: Any = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def look_up_once(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = look_up(dtype)
+        return known[name]
+
+    interpreter._get_np_dtype = look_up_once
+
+
+def derive_blocks_once() -> None:
+    """A block's type checks its shape and prints its name each time it is made."""
+    initialise: Any = tl.block_type.__init__
+    known: dict[tuple, tuple] = {}
+
+    def initialise_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        if key not in known:
+            initialise(self, element_ty, shape)
+            known[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = known[key]
+
+    tl.block_type.__init__ = initialise_once
+
+
+def derive_tensors_once() -> None:
+    """A tensor derives its shape and size from its type."""
+    initialise: Any = tl.tensor.__init__
+    known: dict[str, tuple] = {}
+
+    def initialise_once(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in known:
+            initialise(self, handle, type)
+            known[type.name] = self.shape, self.numel, self.dtype
+        self.handle, self.type = handle, type
+        self.shape, self.numel, self.dtype = known[type.name]
+
+    tl.tensor.__init__ = initialise_once
+
+
+@contextmanager
+def bf16_of_a_gpu() -> Iterator[None]:
+    """Within the block bf16 is what it is on a GPU.
+
+    The interpreter stores its bits as integers. By itself it cuts digits off where a GPU rounds to the nearest number,
+    and multiplies and adds the integers.
+    """
+    builder = interpreter.InterpreterBuilder
+    replaced = {name: getattr(builder, name) for name in ("cast_impl", "binary_op", "unary_op", "create_dot")}
+    cast, binary, unary, dot = replaced.values()
+
+    def cast_impl(self: Any, x: Any, dst_type: Any) -> Any:
+        if x.dtype.scalar == dst_type.scalar or tl.bfloat16 not in (x.dtype.scalar, dst_type.scalar):
+            return cast(self, x, dst_type)
+        x = in_fp32(x)
+        return rounded(x) if dst_type.scalar == tl.bfloat16 else cast(self, x, dst_type)
+
+    def binary_op(self: Any, x: Any, y: Any, op: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return binary(self, x, y, op)
+        result = binary(self, in_fp32(x), in_fp32(y), op)
+        return result if result.data.dtype == np.bool_ else rounded(result)
+
+    def unary_op(self: Any, x: Any, op: Any) -> Any:
+        return unary(self, x, op) if x.dtype.scalar != tl.bfloat16 else rounded(unary(self, in_fp32(x), op))
+
+    def create_dot(self: Any, x: Any, y: Any, *others: Any) -> Any:
+        return dot(self, *(in_fp32(z) if z.dtype.scalar == tl.bfloat16 else z for z in (x, y)), *others)
+
+    for replacement in (cast_impl, binary_op, unary_op, create_dot):
+        setattr(builder, replacement.__name__, replacement)
+    try:
+        yield
+    finally:
+        for name, original in replaced.items():
+            setattr(builder, name, original)
+
+
+def in_fp32(x: Any) -> Any:
+    """A tensor of the interpreter in fp32."""
+    if x.dtype.scalar == tl.bfloat16:
+        data = (x.data.astype(np.uint32) << 16).view(np.float32)
+    else:
+        data = x.data.astype(np.float32)
+    return interpreter.TensorHandle(data, tl.float32)
+
+
+def rounded(x: Any) -> Any:
+    """A tensor of the interpreter in fp32, rounded to the nearest bf16; of two as near, to the even one."""
+    bits = np.ascontiguousarray(x.data).view(np.uint32)
+    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    data = np.where(np.isnan(x.data), 0x7FFF, nearest).astype(np.uint16)
+    return interpreter.TensorHandle(data, tl.bfloat16)

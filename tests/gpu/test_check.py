@@ -1,0 +1,23 @@
+"""`gpt-attention check` on a GPU."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import torch
+
+from attention.check.cli import main
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.slow
+def test_a_check_tries_every_input_within_a_minute_and_flash_is_correct(capsys: pytest.CaptureFixture[str]):
+    started = time.monotonic()
+    assert main(["flash", "--device", "cuda"]) == 0
+    assert time.monotonic() - started < 60
+    page = capsys.readouterr().out
+    assert re.search(r"^flash is correct in all \d+ checks", page, flags=re.MULTILINE)
+    assert not re.findall("no time.*", page)
