@@ -27,8 +27,8 @@ def pivot(
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         cells.setdefault(line(row), {})[column(row)] = cell(row)
-    headings = list(columns) or list(dict.fromkeys(heading for found in cells.values() for heading in found))
-    lines = ([label, *(found.get(heading, "") for heading in headings)] for label, found in cells.items())
+    headings = list(columns) or list(dict.fromkeys(heading for line_cells in cells.values() for heading in line_cells))
+    lines = ([label, *(line_cells.get(heading, "") for heading in headings)] for label, line_cells in cells.items())
     return table([corner, *headings], lines)
 
 

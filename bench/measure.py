@@ -57,13 +57,13 @@ def interleaved(
     """
     samplers = {name: Sampler(prepare, device, seconds) for name, prepare in candidates.items()}
     failed: dict[str, Exception] = {}
-    for turn in range(ROUNDS + 1):
-        for name in random.Random(turn).sample(list(samplers), len(samplers)):
+    for round_ in range(ROUNDS + 1):
+        for name in random.Random(round_).sample(list(samplers), len(samplers)):
             if name in failed:
                 continue
             sampler = samplers[name]
             try:
-                sampler.estimate() if turn == 0 else sampler.take(ROUNDS + 1 - turn)
+                sampler.estimate() if round_ == 0 else sampler.take(ROUNDS + 1 - round_)
             except Exception as error:  # out of memory, most likely
                 failed[name] = error
                 release(device)

@@ -119,7 +119,7 @@ class SelfAttention(nn.Module):
         if self.qk_norm:
             q, k = self.normalised(q, self.q_norm), self.normalised(k, self.k_norm)
         if self.rotates:
-            q, k = around.positions.turn(q), around.positions.turn(k)
+            q, k = around.positions.rotate(q), around.positions.rotate(k)
         if self.log_scale is not None:
             assert around.positions.log_n is not None
             q = (q * (around.positions.log_n * self.log_scale)[..., None]).to(values.dtype)

@@ -157,11 +157,11 @@ def softmax_gradient_(x: Tensor, targets: Tensor, vocab_size: int, cap: float | 
 
         return launch_softmax_gradient(x, targets, vocab_size, cap)
     logits = capped(x[:, :vocab_size].float(), cap)
-    kept = (targets != IGNORE_INDEX)[:, None]  # (rows, 1)
+    counted = (targets != IGNORE_INDEX)[:, None]  # (rows, 1)
     target = targets[:, None].clamp(min=0)
     lse = logits.logsumexp(dim=-1, keepdim=True)
-    losses = (lse - logits.gather(1, target)) * kept
-    dx = (logits - lse).exp_().scatter_add_(1, target, -torch.ones_like(lse)) * kept
+    losses = (lse - logits.gather(1, target)) * counted
+    dx = (logits - lse).exp_().scatter_add_(1, target, -torch.ones_like(lse)) * counted
     if cap is not None:
         dx *= 1 - (logits / cap).square()
     x[:, :vocab_size] = dx.to(x.dtype)

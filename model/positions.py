@@ -55,7 +55,7 @@ class PositionTables(NamedTuple):
         """The same on a device."""
         return PositionTables(*(None if table is None else table.to(device) for table in self))
 
-    def turn(self, x: Tensor) -> Tensor:
+    def rotate(self, x: Tensor) -> Tensor:
         """Queries or keys x (B, T, H, D) at these positions."""
         return x if self.cos is None or self.sin is None else rotate(x, self.cos, self.sin)
 

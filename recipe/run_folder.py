@@ -32,8 +32,8 @@ class StillRunning(UserError, RuntimeError):
 
 def write_recorded(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Record a run's configuration, as plain values, and its overrides without those of Hydra, such as the folder."""
-    own = [override for override in overrides if not override.startswith(("hydra.", "hydra/"))]
-    for name, content in ((CONFIG, dict(config)), (OVERRIDES, own)):
+    of_recipe = [override for override in overrides if not override.startswith(("hydra.", "hydra/"))]
+    for name, content in ((CONFIG, dict(config)), (OVERRIDES, of_recipe)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / name, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 

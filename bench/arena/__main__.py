@@ -143,7 +143,7 @@ def sweep(name: str, folder: Path) -> Row:
     row |= {"took_s": span(runs), "trained_on": trained_on(folder)}
     if plan:
         arena = compare_arms(plan, runs)
-        probes = {arm: last_of_probes(list(found.runs.values())) for arm, found in arena.arms.items()}
+        probes = {arm: last_of_probes(list(result.runs.values())) for arm, result in arena.arms.items()}
         return row | {"arms": plan.arms, "arena": plain(arena_json(arena)), "probes": probes}
     if ladder:
         return row | {"arms": ladder.arms, "ladder": plain(ladder_json(ladder, rungs_of(ladder, runs)))}

@@ -138,11 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
     lines = [[row.name] for row in ROWS]
     for dropout in dropouts:
-        found = [milliseconds(results) for results in measured(ROWS, "flash", T, D, dropout)]
-        base = found[0]
+        results = [milliseconds(pair) for pair in measured(ROWS, "flash", T, D, dropout)]
+        base = results[0]
         if isinstance(base, str):
             parser.exit(1, f"causal attention itself failed: {base}\n")
-        for line, times in zip(lines, found, strict=True):
+        for line, times in zip(lines, results, strict=True):
             if isinstance(times, str):
                 line += [times, "", ""]
             else:

@@ -68,7 +68,7 @@ class Report(NamedTuple):
 
 def collect(architecture: int, launches: Iterable[Launch]) -> Iterator[Kernel]:
     """The kernels that launches on a GPU of an architecture, such as 90, would compile."""
-    found: list[tuple[JITFunction, ASTSource, dict[str, Any], dict[str, Any]]] = []
+    compilations: list[tuple[JITFunction, ASTSource, dict[str, Any], dict[str, Any]]] = []
     target = GPUTarget("cuda", architecture, 32)
     given: dict[str, Any] = {}
 
@@ -80,7 +80,7 @@ def collect(architecture: int, launches: Iterable[Launch]) -> Iterator[Kernel]:
     def note(
         self: JITFunction, key: str, signature: Any, device: Any, constants: Any, options: Any, attrs: Any, *_: Any
     ) -> None:
-        found.append((self, self.ASTSource(self, signature, constants, attrs), dict(given), vars(options)))
+        compilations.append((self, self.ASTSource(self, signature, constants, attrs), dict(given), vars(options)))
 
     launch = JITFunction.run
     triton.runtime.driver.set_active(
@@ -98,10 +98,10 @@ def collect(architecture: int, launches: Iterable[Launch]) -> Iterator[Kernel]:
     ):
         for name, call in launches:
             call()
-            for function, source, asked, options in found:
+            for function, source, asked, options in compilations:
                 kernel = function.fn.__name__.removesuffix("_kernel")
                 yield Kernel(f"{name}/{kernel}", digest_of(source, asked, target), source, target, options)
-            found.clear()
+            compilations.clear()
 
 
 def digest_of(source: ASTSource, options: dict[str, Any], target: GPUTarget) -> str:
@@ -164,13 +164,13 @@ def compiled(kernel: Kernel) -> Report:
         mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
     ):
         result = triton.compile(kernel.source, target=kernel.target, options=kernel.options)
-    said, ptx = log.getvalue(), result.asm["ptx"]
+    report, ptx = log.getvalue(), result.asm["ptx"]
     figures = Figures(
         ptx=short_digest(canonical(ptx)),
-        registers=max(map(int, re.findall(r"Used (\d+) registers", said))),
-        spilled=sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
+        registers=max(map(int, re.findall(r"Used (\d+) registers", report))),
+        spilled=sum(map(int, re.findall(r"(\d+) bytes spill stores", report))),
         shared=result.metadata.shared,
-        serialised=len(re.findall(r"\(C75\d+\)", said)),
+        serialised=len(re.findall(r"\(C75\d+\)", report)),
     )
     # Gluon kernels place their barriers themselves; in others Triton's compiler uses the same memory again.
     overlaps = overlapping_barriers(ptx) if kernel.source.fn.is_gluon() else ()

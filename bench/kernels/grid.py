@@ -20,11 +20,11 @@ def kernels() -> dict[str, Kernel]:
     """Name -> kernel."""
     launches = {80: [*plain.launches(80), *small.launches(80)], 90: [*plain.launches(90), *small.launches(90)]}
     launches[90] += hopper.launches()
-    found: dict[str, Kernel] = {}
+    kernels: dict[str, Kernel] = {}
     for architecture, calls in launches.items():
         for kernel in collect(architecture, calls):
-            assert found.setdefault(kernel.name, kernel).sources == kernel.sources, kernel.name
-    return found
+            assert kernels.setdefault(kernel.name, kernel).sources == kernel.sources, kernel.name
+    return kernels
 
 
 def changed(record: Record) -> list[str]:

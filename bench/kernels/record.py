@@ -107,10 +107,10 @@ def kernel_digests(root: Path = ROOT) -> dict[str, str]:
 
     It is made of their PTX, or of their files where these changed since `make kernels` renewed the record.
     """
-    record, found = Record.read(root / FILE.relative_to(ROOT)), digests_of_files(root)
+    record, digests = Record.read(root / FILE.relative_to(ROOT)), digests_of_files(root)
     return {
         group: (record.digest(group) if record.files.get(group) == files else None) or files
-        for group, files in found.items()
+        for group, files in digests.items()
     }
 
 

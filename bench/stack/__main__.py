@@ -68,7 +68,7 @@ def run_tests() -> dict[str, int]:
 
 def compile_kernels() -> dict[str, str]:
     """GPU -> how many kernels compiled for it, or why one did not."""
-    found = {}
+    outcomes = {}
     for names in (NVIDIA, OTHERS):
         run = subprocess.run(
             [sys.executable, "-m", "bench.stack.kernels", *names],
@@ -81,9 +81,9 @@ def compile_kernels() -> dict[str, str]:
         ended = run.stderr.strip().splitlines()[-1:]  # LLVM may end the process
         for name in names:
             report = reports.get(name, {"refusal": " ".join(ended)})
-            found[name] = report["refusal"] or f"{report['kernels']} kernels"
-            print(f"{name}: {found[name]}", flush=True)
-    return found
+            outcomes[name] = report["refusal"] or f"{report['kernels']} kernels"
+            print(f"{name}: {outcomes[name]}", flush=True)
+    return outcomes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

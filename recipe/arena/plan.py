@@ -210,11 +210,11 @@ def read_content(path: Path, version: int, types: Mapping[str, Any]) -> dict[str
         return None
     except (OSError, UntrustedError) as error:
         raise PlanError(f"{path} cannot be read ({error}); put the file back, or start anew.") from error
-    found = content.pop("format", None) if isinstance(content, dict) else None
-    if found != version:
+    recorded = content.pop("format", None) if isinstance(content, dict) else None
+    if recorded != version:
         raise PlanError(
-            f"{path} has format {found}, and this version of the project reads format {version}; use the version that "
-            "started the sweep, or start anew."
+            f"{path} has format {recorded}, and this version of the project reads format {version}; use the version "
+            "that started the sweep, or start anew."
         )
     for name, kind in types.items():
         if not _is(content.get(name), kind):
@@ -229,8 +229,8 @@ def damaged(path: Path, name: str) -> PlanError:
 
 def newest_like(wanted: Plan, beside: Path) -> Path | None:
     """The newest sweep folder (multirun/<date>/<time>) beside `beside` whose plan is the wanted one or its start."""
-    found = sorted(beside.parent.parent.glob(f"*/*/{FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in found:
+    sweeps = sorted(beside.parent.parent.glob(f"*/*/{FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in sweeps:
         try:
             plan = read_plan(path.parent)
             if plan is not None:

@@ -68,8 +68,8 @@ class FixedTree:
         self.carries = Counter()
 
     def add(self) -> None:
-        own = self.flat.take()
-        self.carries.add(own if self.ranks == 1 else add_shares(own, own.new_empty(own.numel() // self.ranks)))
+        mine = self.flat.take()
+        self.carries.add(mine if self.ranks == 1 else add_shares(mine, mine.new_empty(mine.numel() // self.ranks)))
 
     def finish(self) -> Tensor:
         total = self.carries.finish()
@@ -106,14 +106,14 @@ class Counter:
         return total
 
 
-def add_shares(own: Tensor, share: Tensor) -> Tensor:
+def add_shares(mine: Tensor, share: Tensor) -> Tensor:
     """Fill this rank's share, (N / ranks,), of the sum of every rank's `own` (N,), added pairwise in their order."""
-    ranks = own.numel() // share.numel()
+    ranks = mine.numel() // share.numel()
     if ranks == 2:  # a sum of two has one order, the library's too
-        reduce_scatter(share, own)
+        reduce_scatter(share, mine)
         return share
-    received = torch.empty_like(own)
-    dist.all_to_all_single(received, own)
+    received = torch.empty_like(mine)
+    dist.all_to_all_single(received, mine)
     terms = received.view(ranks, -1)
     while len(terms) > 2:
         terms = terms[0::2] + terms[1::2]

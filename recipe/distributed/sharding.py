@@ -67,13 +67,13 @@ def fill(model: GPT, whole: GPT) -> None:
     """Give a sharded model the values that the first rank's `whole` one has, one tensor at a time."""
     targets, sources = (*model.parameters(), *model.buffers()), (*whole.parameters(), *whole.buffers())
     for target, source in zip(targets, sources, strict=True):
-        own = local(target)
-        value = source.to(own.device) if dist.get_rank() == 0 else torch.empty(source.shape, device=own.device)
+        part = local(target)
+        value = source.to(part.device) if dist.get_rank() == 0 else torch.empty(source.shape, device=part.device)
         if isinstance(target, DTensor):
-            own.copy_(distribute_tensor(value, target.device_mesh, target.placements).to_local())
+            part.copy_(distribute_tensor(value, target.device_mesh, target.placements).to_local())
         else:
             dist.broadcast(value, src=0)
-            own.copy_(value)
+            part.copy_(value)
 
 
 def keep_shards(model: GPT) -> None:
@@ -127,11 +127,11 @@ class WholeNorms:
             owner = loads.index(min(loads))
             loads[owner] += self.parameters[i].numel()
             self.owned[owner].append(i)
-        self.own = self.owned[self.rank]
-        self.places = torch.tensor(self.own, device=self.parameters[0].device)
+        self.mine = self.owned[self.rank]
+        self.places = torch.tensor(self.mine, device=self.parameters[0].device)
         rows = [[local(self.parameters[i]).numel() for i in owned] for owned in self.owned]
         self.sent = [0 if rank == self.rank else sum(rows[rank]) for rank in range(ranks)]
-        shapes = [self.parameters[i].shape for i in self.own]
+        shapes = [self.parameters[i].shape for i in self.mine]
         self.received = [
             [] if rank == self.rank else [kept_by(rank, ranks, shape) for shape in shapes] for rank in range(ranks)
         ]
@@ -147,7 +147,7 @@ class WholeNorms:
         received = sent.new_empty(sum(sizes))
         dist.all_to_all_single(received, sent, sizes, self.sent)
         rows = [piece.split(counts) for piece, counts in zip(received.split(sizes), self.received, strict=True)]
-        rows[self.rank] = tuple(gradients[i] for i in self.own)
+        rows[self.rank] = tuple(gradients[i] for i in self.mine)
         gap = sent.new_zeros(ALIGNMENT)
         pieces = []
         for of_ranks, length in zip(zip(*rows, strict=True), self.lengths[1::2], strict=True):

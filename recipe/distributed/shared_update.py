@@ -22,8 +22,8 @@ from recipe.distributed.exchange import all_gather, local, reduce_scatter
 class SharedAdamW(torch.optim.AdamW):
     """AdamW of this rank's rows, followed by an exchange of all rows.
 
-    own  for each parameter of the model, the parameter that this rank updates: a DTensor whose local part is a view of
-         this rank's rows or, where the ranks do not divide the rows evenly, of all rows
+    shards  for each parameter of the model, the one that this rank updates: a DTensor whose local part is a view of
+            this rank's rows or, where the ranks do not divide the rows evenly, of all rows
     """
 
     def __init__(self, adamw: torch.optim.AdamW, mesh: DeviceMesh) -> None:
@@ -33,7 +33,7 @@ class SharedAdamW(torch.optim.AdamW):
         """
         self.mesh, self.ranks, self.rank = mesh, mesh.size(), mesh.get_local_rank()
         wholes = [p for group in adamw.param_groups for p in group["params"]]
-        self.own: dict[nn.Parameter, nn.Parameter] = {p: nn.Parameter(self.part(p.detach(), p)) for p in wholes}
+        self.shards: dict[nn.Parameter, nn.Parameter] = {p: nn.Parameter(self.part(p.detach(), p)) for p in wholes}
         half_of: dict[nn.Parameter, int] = {}
         before, size = 0, sum(p.numel() for p in wholes)
         for whole in wholes:
@@ -41,7 +41,7 @@ class SharedAdamW(torch.optim.AdamW):
             before += whole.numel()
         self.halves = [[p for p in wholes if half_of[p] == half] for half in range(2)]
         groups = [
-            {**group, "params": [self.own[p] for p in group["params"] if half_of[p] == half]}
+            {**group, "params": [self.shards[p] for p in group["params"] if half_of[p] == half]}
             for group in adamw.param_groups
             for half in range(2)
         ]
@@ -86,8 +86,8 @@ class SharedSum:
     def __init__(self, optimizer: SharedAdamW) -> None:
         self.optimizer = optimizer
         # The norm counts a gradient once that every rank has.
-        weights = [1 if optimizer.divides(whole) else 1 / optimizer.ranks for whole in optimizer.own]
-        self.weights = torch.tensor(weights, device=next(iter(optimizer.own)).device)
+        weights = [1 if optimizer.divides(whole) else 1 / optimizer.ranks for whole in optimizer.shards]
+        self.weights = torch.tensor(weights, device=next(iter(optimizer.shards)).device)
 
     def add(self) -> None:
         """Nothing to do: autograd accumulates in `.grad`."""
@@ -95,7 +95,7 @@ class SharedSum:
     def finish(self) -> Tensor:
         """Put the sums in `.grad` of the optimizer's parameters, and clear the model's. Returns their norm, 0-dim."""
         divides, rows, part = self.optimizer.divides, self.optimizer.rows, self.optimizer.part
-        gradients = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.optimizer.own}
+        gradients = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.optimizer.shards}
         with _coalescing_manager():
             for whole in filter(divides, gradients):
                 reduce_scatter(rows(gradients[whole]), gradients[whole])
@@ -103,8 +103,8 @@ class SharedSum:
             for whole in filterfalse(divides, gradients):
                 dist.all_reduce(gradients[whole])
         parts = {whole: part(gradient, whole) for whole, gradient in gradients.items()}
-        for whole, own in self.optimizer.own.items():
-            own.grad, whole.grad = parts[whole], None
+        for whole, shard in self.optimizer.shards.items():
+            shard.grad, whole.grad = parts[whole], None
         norms = torch.stack(torch._foreach_norm([local(gradient) for gradient in parts.values()]))
         square = (norms.square() * self.weights).sum()
         dist.all_reduce(square)

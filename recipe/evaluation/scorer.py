@@ -108,8 +108,8 @@ class Scorer:
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Encode both as one text, and split it after as many tokens as the context alone has. Spaces at the end of the
         context belong to the continuation."""
-        kept = context.rstrip()
-        whole, first = self._encode(context + continuation), self._encode(kept)
+        stripped = context.rstrip()
+        whole, first = self._encode(context + continuation), self._encode(stripped)
         if not first:
             first, whole = [self.model.end_of_text], [self.model.end_of_text, *whole]
         if not (wanted := whole[len(first) :]) or len(wanted) > self.model.max_length:

@@ -103,9 +103,9 @@ class Engine:
         self.requests, self.slots, self.seq_len = requests, slots, model.seq_len
         self.window = None if model.config.positions is Positions.learned else longest_window(model.scores)
         self.cached = decoding_attention(model, device) is not None
-        self.kept = {request: self.tokens_kept(request) for request in requests}
-        pages = [pages_of(kept, self.window) for kept in self.kept.values()]
-        longest = max(self.kept.values())
+        self.cached_tokens = {request: self.tokens_to_cache(request) for request in requests}
+        pages = [pages_of(count, self.window) for count in self.cached_tokens.values()]
+        longest = max(self.cached_tokens.values())
         contiguous = slots == 1 and longest <= self.seq_len
         size = CacheSize(slots, longest, None if contiguous else sum(nlargest(slots, pages)))
         limit = max(request.limit for request in requests)
@@ -120,14 +120,14 @@ class Engine:
         self.owners: list[Request | None] = [None] * slots  # the request that each slot belongs to
         self.owners_changed = False  # since the device was told which slots have sequences
 
-    def tokens_kept(self, request: Request) -> int:
+    def tokens_to_cache(self, request: Request) -> int:
         """The most tokens of a sequence that the cache holds: all but the last one, which no query sees."""
         tokens = len(request.prompt) + (max(request.limit, 1) - 1 if self.cached else 0)
         return tokens if self.window is not None else min(tokens, self.seq_len)
 
     def tokens_decoded(self, request: Request) -> int:
         """Number of a request's tokens that are computed with the cache."""
-        return min(request.limit, self.kept[request] - len(request.prompt) + 1)
+        return min(request.limit, self.cached_tokens[request] - len(request.prompt) + 1)
 
     def run(self) -> Iterator[tuple[Request, int]]:
         """Yield each request with its next token, which `tokens` has by then; `finished` says whether it was the last.
@@ -177,7 +177,7 @@ class Engine:
             P = len(waiting[0].prompt)
             if new and (self.row == 0 or padded(P) > room):
                 break
-            if not self.steps.cache.reserve(slot, P, self.kept[waiting[0]], self.window):
+            if not self.steps.cache.reserve(slot, P, self.cached_tokens[waiting[0]], self.window):
                 break
             self.owners[slot] = new[slot] = waiting.popleft()
             self.steps.begin_stream(slot, new[slot].stream)

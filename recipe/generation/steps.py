@@ -228,8 +228,8 @@ def copied(model: GPT, dtype: torch.dtype, by_column: bool = False) -> GPT:
     for module in set(model.modules()) - unused:
         for x in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             narrow = isinstance(module, nn.Linear) and module is not model.lm_head
-            own = laid_out(x.detach().to(dtype), by_column) if narrow else x
-            shared[id(x)] = x if own.data_ptr() == x.data_ptr() else nn.Parameter(own, requires_grad=False)
+            weights = laid_out(x.detach().to(dtype), by_column) if narrow else x
+            shared[id(x)] = x if weights.data_ptr() == x.data_ptr() else nn.Parameter(weights, requires_grad=False)
     return copy.deepcopy(model, shared).eval()
 
 

@@ -105,10 +105,10 @@ class Tensors:
                 return files
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
-        found = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".safetensors", ".pt")))
+        weights = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".safetensors", ".pt")))
         raise WeightsError(
             f"init_from={source} needs {WEIGHTS}, or {INDEX} and the files that it names, in {folder}, which has "
-            f"{found or 'no weights'}; pickled weights can be rewritten with transformers' save_pretrained."
+            f"{weights or 'no weights'}; pickled weights can be rewritten with transformers' save_pretrained."
         )
 
 
@@ -189,17 +189,17 @@ def unlike(
     """
     theirs = essence(settings.model, layer_scores(settings.score, settings.model.n_layers), 0)
     ours = essence(model, scores, 0)
-    apart = [
+    differing = [
         name for name in theirs if name not in ("score", "rope_scaling", "qk_eps") and ours.get(name) != theirs[name]
     ]
     if settings.family.parts.get("bias") and not model.bias:
-        apart.remove("bias")  # they may all be zero
-    if {"n_embd", "n_heads"} & set(apart):  # which these follow from, where they are not given
+        differing.remove("bias")  # they may all be zero
+    if {"n_embd", "n_heads"} & set(differing):  # which these follow from, where they are not given
         follow = {"head_dim", "scale_dim", "mlp_width", "rope_fraction", *([] if model.n_kv_heads else ["n_kv_heads"])}
-        apart = [name for name in apart if name not in follow]
-    if "positions" in apart:
-        apart = [name for name in apart if not name.startswith("rope_")]
-    for name in apart:
+        differing = [name for name in differing if name not in follow]
+    if "positions" in differing:
+        differing = [name for name in differing if not name.startswith("rope_")]
+    for name in differing:
         need = f"model.{name}={as_typed(plain(theirs[name]))}"
         yield f"init_from={source} has {need}, and the model {as_typed(plain(ours.get(name)))}; set {need}."
     for option in OPTIONS:

@@ -30,9 +30,9 @@ class Start(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """The options that differ from a run's, by name: model.*, score.* and data.tokenizer."""
-        found = dict(differing("model", self.settings.model, GPTConfig()))
-        found |= dict(differing("score", self.settings.score, ScoreConfig()))
-        return found | ({} if self.tokenizer is None else {"data.tokenizer": self.tokenizer})
+        options = dict(differing("model", self.settings.model, GPTConfig()))
+        options |= dict(differing("score", self.settings.score, ScoreConfig()))
+        return options | ({} if self.tokenizer is None else {"data.tokenizer": self.tokenizer})
 
     def config(self) -> Config:
         """The configuration of a run with this model, at its longest input."""
@@ -60,11 +60,11 @@ def start_from(source: str) -> Start:
 
 def differing(prefix: str, value: Any, default: Any) -> list[tuple[str, Any]]:
     """The options of a dataclass that are not its defaults, and the sizes, which presets set."""
-    found: list[tuple[str, Any]] = []
+    options: list[tuple[str, Any]] = []
     for field in fields(value):
-        own, usual = getattr(value, field.name), getattr(default, field.name)
-        if is_dataclass(own):
-            found += differing(f"{prefix}.{field.name}", own, usual)
-        elif own != usual or field.name in ("n_layers", "n_heads", "n_embd"):
-            found.append((f"{prefix}.{field.name}", own.value if isinstance(own, Enum) else own))
-    return found
+        chosen, usual = getattr(value, field.name), getattr(default, field.name)
+        if is_dataclass(chosen):
+            options += differing(f"{prefix}.{field.name}", chosen, usual)
+        elif chosen != usual or field.name in ("n_layers", "n_heads", "n_embd"):
+            options.append((f"{prefix}.{field.name}", chosen.value if isinstance(chosen, Enum) else chosen))
+    return options

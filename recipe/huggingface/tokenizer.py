@@ -21,9 +21,9 @@ from recipe.huggingface.settings import WeightsError
 def to_tokenizers(encoding: tiktoken.Encoding | OwnTokenizer) -> Tokenizer:
     """The same text to the same ids and back. Raises WeightsError for tokens that no merges of pairs give."""
     if isinstance(encoding, OwnTokenizer):
-        own = Tokenizer.from_str(encoding.content)
-        own.post_processor = None  # such as one that adds a token to begin a text: training had none
-        return own
+        tokenizer = Tokenizer.from_str(encoding.content)
+        tokenizer.post_processor = None  # such as one that adds a token to begin a text: training had none
+        return tokenizer
     tokens = [encoding.decode_single_token_bytes(token) for token in range(encoding.eot_token)]
     vocab = {as_characters(token): rank for rank, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or len([token for token in tokens if len(token) == 1]) != 256:

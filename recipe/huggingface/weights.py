@@ -41,11 +41,11 @@ def describe(model: GPT, attention_dropout: float) -> Described:
 
     Raises WeightsError, with what the model has that no architecture matches.
     """
-    apart = {kind: differences(model, family) for kind, family in FAMILIES.items()}
-    family = next((FAMILIES[kind] for kind in FAMILIES if not apart[kind]), None)
+    differing = {kind: differences(model, family) for kind, family in FAMILIES.items()}
+    family = next((FAMILIES[kind] for kind in FAMILIES if not differing[kind]), None)
     if family is None:
-        nearest = min(FAMILIES, key=lambda kind: len(apart[kind]))
-        named = " and ".join(f"{name}={as_typed(plain(value))}" for name, value in apart[nearest].items())
+        nearest = min(FAMILIES, key=lambda kind: len(differing[kind]))
+        named = " and ".join(f"{name}={as_typed(plain(value))}" for name, value in differing[nearest].items())
         raise WeightsError(
             f"No architecture of transformers has what this model has: {named}. The nearest is {nearest}, without; "
             "docs/models.md lists what each has."
@@ -66,11 +66,11 @@ def differences(model: GPT, family: Family) -> dict[str, Any]:
     theirs = essence(settings.model, layer_scores(settings.score, model.config.n_layers), content["vocab_size"])
     if family.zeros is not None and not model.config.bias:
         theirs["bias"] = False
-    apart = {name: value for name, value in ours.items() if name not in theirs or theirs[name] != value}
-    scores = apart.pop("score", None)
-    if apart.pop("qk_eps", None) and "qk_norm" not in apart:
-        apart["norm_eps"] = None  # which is another number for queries and keys than for the stream
-    named = {f"model.{name}": shown(model.config, name, value) for name, value in apart.items()}
+    differing = {name: value for name, value in ours.items() if name not in theirs or theirs[name] != value}
+    scores = differing.pop("score", None)
+    if differing.pop("qk_eps", None) and "qk_norm" not in differing:
+        differing["norm_eps"] = None  # which is another number for queries and keys than for the stream
+    named = {f"model.{name}": shown(model.config, name, value) for name, value in differing.items()}
     return named | (of_scores(model, layer_scores(settings.score, model.config.n_layers)) if scores else {})
 
 

@@ -66,12 +66,12 @@ def predict(compute: Sequence[float], losses: Sequence[Sequence[float]], at: flo
     def at_next(*seeds: NDArray[np.float64]) -> float:
         return float(fit_law(compute, [np.mean(size) for size in seeds])(at))
 
-    found = stats.bootstrap(
+    resampled = stats.bootstrap(
         tuple(np.asarray(seeds) for seeds in losses), at_next, vectorized=False, n_resamples=RESAMPLES,
         confidence_level=CONFIDENCE, method="percentile", rng=np.random.default_rng(0),
     )  # fmt: skip
     residual = np.sum((law(compute) - means) ** 2) / (len(means) - 3)
     seeds = np.mean([np.var(size, ddof=1) / len(size) for size in losses])
     scatter = np.random.default_rng(1).normal(0.0, np.sqrt(residual + seeds), RESAMPLES)
-    low, high = np.quantile(found.bootstrap_distribution + scatter, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    low, high = np.quantile(resampled.bootstrap_distribution + scatter, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Prediction(float(law(at)), float(low), float(high))

@@ -152,12 +152,12 @@ class ParityProbe:
             # Outside the handler, whose traceback would keep the failed pass's tensors alive.
             B, T = smaller(B, T)
             self._reduce_window(B, T, *of)
-        found = beyond_rounding(measured)
-        if found:
-            log.warning(f"parity: attention={model.attend.name} is not {self.config.reference}: {found}.")
+        difference = beyond_rounding(measured)
+        if difference:
+            log.warning(f"parity: attention={model.attend.name} is not {self.config.reference}: {difference}.")
         layers = self._layers(model, batch, key)
-        if found := wrong_alone(layers):
-            log.warning(f"parity: attention={model.attend.name} is wrong: {found}.")
+        if difference := wrong_alone(layers):
+            log.warning(f"parity: attention={model.attend.name} is wrong: {difference}.")
         return measured | layers | {"parity/tokens": [B, T]}
 
     def _layers(self, model: GPT, batch: Batch, key: DropoutKey | None) -> dict[str, Any]:

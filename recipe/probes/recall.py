@@ -29,15 +29,15 @@ class TaskProbe(Probe):
         return {f"probe/{self.name}": float(right.mean())}
 
     def details(self, model: GPT) -> tuple[dict[str, float], dict[str, Any]]:
-        lengths, found = lengths_for(model, self.seq_len), []
+        lengths, answers = lengths_for(model, self.seq_len), []
         for T in lengths:
             with stretched(model, T):
-                found.append(self.answers(model, T))
+                answers.append(self.answers(model, T))
         edges = [1 << n for n in range(lengths[-1].bit_length())]
-        if any((distance == 0).any() for _, distance in found):
+        if any((distance == 0).any() for _, distance in answers):
             edges.insert(0, 0)  # a token that decides its answer itself, as the first of its kind in counting does
         metrics, table, counts = {}, [], []
-        for T, (right, distance) in zip(lengths, found, strict=True):
+        for T, (right, distance) in zip(lengths, answers, strict=True):
             if self.seq_len < T:
                 metrics[f"probe/{self.name}_x{T // self.seq_len}"] = float(right.mean())
             bins = np.digitize(distance, edges) - 1

@@ -25,8 +25,8 @@ class Answer(NamedTuple):
 
 def over_lengths(sweep: Sweep, table: Table, reference: str) -> Answer:
     """The answer of a sweep over lengths: the memory wall, the best context, or the length from which one is faster."""
-    found = [_wall(sweep, table), *([_context(table)] if same_tokens(sweep) else []), _crossings(sweep, reference)]
-    answers = [part for part in found if part]
+    parts = [_wall(sweep, table), *([_context(table)] if same_tokens(sweep) else []), _crossings(sweep, reference)]
+    answers = [part for part in parts if part]
     headline = answers[0].headline if answers else "Speed and memory over the sequence length"
     return Answer(headline, "none", [bullet for part in answers for bullet in part.bullets])
 

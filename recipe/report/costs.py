@@ -186,10 +186,10 @@ def predicted_memory(sweep: Sweep, label: str) -> list[tuple[int, float]]:
 def crossovers(sweep: Sweep, reference: str = "naive") -> list[Crossover]:
     """The length from which on each implementation is faster than `reference`, for those with lengths in common."""
     speeds = {
-        label: {point.at: point.speed for point in found if point.speed} for label, found in points(sweep).items()
+        label: {point.at: point.speed for point in series if point.speed} for label, series in points(sweep).items()
     }
     theirs = speeds.get(reference, {})
-    found = []
+    crossovers = []
     for label, ours in speeds.items():
         shared = sorted(ours.keys() & theirs.keys())
         if label == reference or not shared:
@@ -202,8 +202,8 @@ def crossovers(sweep: Sweep, reference: str = "naive") -> list[Crossover]:
             (T0, T1), (g0, g1) = map(math.log, shared[lasting - 1 : lasting + 1]), gains[lasting - 1 : lasting + 1]
             at = math.exp(T0 + (T1 - T0) * -g0 / (g1 - g0))
         first = None if lasting is None else shared[lasting]
-        found.append(Crossover(label, at, first, speedup, shared[-1]))
-    return found
+        crossovers.append(Crossover(label, at, first, speedup, shared[-1]))
+    return crossovers
 
 
 def same_tokens(sweep: Sweep) -> bool:

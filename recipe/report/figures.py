@@ -228,9 +228,12 @@ def draw_difference(figure: Figure, palette: Palette, cell: Cell, reference: str
     sizes, last = [np.zeros(0)], 1
     for label in cell.labels():
         for seed in cell.of(label).keys() & references.keys() if label != reference else ():
-            steps, apart = difference(cell.of(label)[seed], references[seed])
+            steps, distance = difference(cell.of(label)[seed], references[seed])
             last = max([last, *steps[-1:]])
-            for values, width, alpha, name in ((np.abs(apart), 0.7, 0.35, None), (rolling_rms(apart), 1.9, 1.0, label)):
+            for values, width, alpha, name in (
+                (np.abs(distance), 0.7, 0.35, None),
+                (rolling_rms(distance), 1.9, 1.0, label),
+            ):
                 shown = np.where(values > 0, values, np.nan)  # a gap where a logarithmic axis shows nothing
                 axes.plot(
                     steps, shown, color=looks[label].colour, ls=looks[label].line, lw=width, alpha=alpha, label=name
@@ -261,9 +264,9 @@ def draw_probe(figure: Figure, palette: Palette, cell: Cell, reference: str) -> 
         for measure in MEASURES if label != reference else ():
             worst: dict[int, float] = {}
             for run in cell.of(label).values():
-                for step, apart, noise in zip(*beside_rounding(run, measure), strict=True):
-                    if np.isfinite(apart):
-                        worst[int(step)] = max(worst.get(int(step), 0.0), apart / noise if noise > 0 else 0.0)
+                for step, distance, noise in zip(*beside_rounding(run, measure), strict=True):
+                    if np.isfinite(distance):
+                        worst[int(step)] = max(worst.get(int(step), 0.0), distance / noise if noise > 0 else 0.0)
             gradients = measure == "grad_rel_err"
             axes.plot(
                 sorted(worst), [worst[step] for step in sorted(worst)], color=looks[label].colour,

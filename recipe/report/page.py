@@ -130,15 +130,15 @@ def _section(
     prefix  of its files and ids
     settings  those that differ from other sweeps
     """
-    own = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
+    verdicts_here = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
     model, data = (_all_of(str(run.option(f"{part}.name", part)) for run in sweep.runs) for part in ("model", "data"))
     return Section(
         prefix,
         f"{model} on {data}{f', {settings}' if settings else ''}",
         subtitle(sweep.runs),
-        answer(sweep, own, reference),
-        tuple(draw(chart, out) for chart in charts(sweep, own, reference, prefix)),
-        tuple(table for table in (cell_table(sweep, own), ablation_table(sweep.runs)) if table),
+        answer(sweep, verdicts_here, reference),
+        tuple(draw(chart, out) for chart in charts(sweep, verdicts_here, reference, prefix)),
+        tuple(table for table in (cell_table(sweep, verdicts_here), ablation_table(sweep.runs)) if table),
     )
 
 

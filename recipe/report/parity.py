@@ -153,8 +153,8 @@ def judge(cells: Sequence[Cell], reference: str = "naive") -> list[Verdict]:
 def _judge(cell: Cell, label: str, reference: str) -> Verdict:
     runs, references = cell.of(label), cell.of(reference)
     stopped = next((reason for run in runs.values() if (reason := _not_finite(run, cell, reference))), None)
-    own = next(iter(runs.values()))
-    if own.option("attention.dropout") and own.option("attention.rng") == "torch":
+    first = next(iter(runs.values()))
+    if first.option("attention.dropout") and first.option("attention.rng") == "torch":
         return Verdict(label, cell, not_finite=stopped, gaps=(Gap.own_masks,))
     pairs = list(pairs_of(runs, references).values())
     probe = probe_worst(list(runs.values()), reference)

@@ -31,14 +31,14 @@ class Table(NamedTuple):
 def table(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:
     """A table without the columns in which no row has anything; those of numbers are found by looking."""
     cells = [tuple(row) for row in rows]
-    kept = [n for n in range(len(columns)) if any(row[n] != DASH for row in cells)]
-    cells = [tuple(row[n] for n in kept) for row in cells]
+    shown = [n for n in range(len(columns)) if any(row[n] != DASH for row in cells)]
+    cells = [tuple(row[n] for n in shown) for row in cells]
     numeric = {
         n
-        for n in range(1, len(kept))
+        for n in range(1, len(shown))
         if any(any(c.isdigit() for c in row[n]) for row in cells) and all(row[n][:1] in "0123456789-+" for row in cells)
     }
-    return Table(name, title, tuple(columns[n] for n in kept), tuple(cells), frozenset(numeric), caption)
+    return Table(name, title, tuple(columns[n] for n in shown), tuple(cells), frozenset(numeric), caption)
 
 
 def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
@@ -148,7 +148,7 @@ def run_table(runs: Sequence[Run], labels: Names, places: Names, subject: str = 
 
 def runs_csv(runs: Sequence[Run], labels: Names, places: Names, subject: str = "implementation") -> str:
     """One line a run, numbers unrounded."""
-    kept = ("attention_path", "best_val_loss", "wall_time_s", "tokens", "parameters", "started")
+    recorded = ("attention_path", "best_val_loss", "wall_time_s", "tokens", "parameters", "started")
     rows = [
         {"run": run.name, subject: labels[run.name], "settings": places[run.name], "seed": run.seed}
         | {"seq_len": run.seq_len, "status": run.status, "step": run.step, "devices": run.devices}
@@ -156,7 +156,7 @@ def runs_csv(runs: Sequence[Run], labels: Names, places: Names, subject: str = "
         | {name: run.median(f"throughput/{name}") for name in ("tokens_per_s", "step_ms", "mfu_full", "mfu_causal")}
         | {name: run.peak(f"memory/{name}") for name in ("peak_allocated_gib", "peak_reserved_gib")}
         | {"device": run.device, "precision": run.precision, "commit": run.commit}
-        | {name: run.summary.get(name) for name in kept}
+        | {name: run.summary.get(name) for name in recorded}
         for run in runs
     ]
     return _csv([[*rows[0]], *([*row.values()] for row in rows)])

@@ -56,9 +56,9 @@ def merged(*lists: Sequence[str]) -> list[str]:
 
 def job_overrides(plan: Plan, run: PlannedRun) -> list[str]:
     """The overrides of a planned run."""
-    own = [f"seed={run.seed}", f"arena.arm={quoted(run.arm)}", f"arena.stage={run.stage}"]
-    own += [] if run.lr is None else [f"optimizer.lr={run.lr!r}"]
-    return merged(plan.common, plan.arms[run.arm], own)
+    planned = [f"seed={run.seed}", f"arena.arm={quoted(run.arm)}", f"arena.stage={run.stage}"]
+    planned += [] if run.lr is None else [f"optimizer.lr={run.lr!r}"]
+    return merged(plan.common, plan.arms[run.arm], planned)
 
 
 class ArenaSweeper(Sweeper):
@@ -124,11 +124,11 @@ def matched(arms: dict[str, list[str]], composed: Mapping[str, DictConfig], base
     from recipe.sweeps.match import config_of, matching_width  # builds models, which other sweeps need not import
 
     configs = {name: config_of(cfg) for name, cfg in composed.items()}
-    found = {baseline: arms[baseline]}
-    for name in arms.keys() - found.keys():
+    widened = {baseline: arms[baseline]}
+    for name in arms.keys() - widened.keys():
         width = matching_width(name, configs[name], configs[baseline])
-        found[name] = merged(arms[name], [f"model.mlp_width={width}"])
-    return {name: found[name] for name in arms}
+        widened[name] = merged(arms[name], [f"model.mlp_width={width}"])
+    return {name: widened[name] for name in arms}
 
 
 def choose(plan: Plan, folder: Path) -> dict[str, float]:

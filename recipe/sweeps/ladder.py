@@ -60,8 +60,8 @@ class LadderSweeper(ArenaSweeper):
         sizes = dict[str, list[str]]()
         for name, overrides in arms.items():
             cfg = self.loader.load_sweep_config(self.settings, merged(common, overrides))
-            own = cfg.training.batch_size, cfg.seq_len, float(cfg.optimizer.lr), cfg.model.n_embd
-            sizes |= {f"{name} {depth}": rule(ladder, depth, *own) for depth in [*ladder.depths, ladder.next]}
+            sizes_of_arm = cfg.training.batch_size, cfg.seq_len, float(cfg.optimizer.lr), cfg.model.n_embd
+            sizes |= {f"{name} {depth}": rule(ladder, depth, *sizes_of_arm) for depth in [*ladder.depths, ladder.next]}
         return LadderPlan(
             arms, arena.baseline or next(iter(arms)), common, sys.argv[1:], arena.first_seed, arena.seeds,
             ladder.depths, ladder.next, sizes, git_state(ROOT)["commit"], now(), {},
@@ -84,7 +84,7 @@ def predictions(plan: LadderPlan, folder: Path) -> dict[str, list[float]]:
     """The loss of each arm at the next size: [loss, low, high, compute]. Raises SweepError without whole results."""
     from recipe.ladder.fit import predict  # needs scipy, which takes a second to import
 
-    found = {}
+    predictions = {}
     for arm in plan.arms:
         flops, tokens, losses = list[float](), list[float](), list[list[float]]()
         for depth in plan.depths:
@@ -99,8 +99,8 @@ def predictions(plan: LadderPlan, folder: Path) -> dict[str, list[float]]:
             tokens.append(summaries[0]["tokens"])
             losses.append([final_loss(summary) for summary in summaries])
         at = at_depth(plan.next, plan.depths, flops) * tokens[0] * plan.next / plan.depths[0]
-        found[arm] = [*predict([f * t for f, t in zip(flops, tokens, strict=True)], losses, at), at]
-    return found
+        predictions[arm] = [*predict([f * t for f, t in zip(flops, tokens, strict=True)], losses, at), at]
+    return predictions
 
 
 def at_depth(depth: int, depths: Sequence[int], flops: Sequence[float]) -> float:

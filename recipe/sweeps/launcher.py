@@ -167,11 +167,13 @@ class ProcessLauncher(Launcher):
         """The job's process, which writes to console.log."""
         added = ["hydra.mode=RUN", f"hydra.run.dir={quoted(str(job.folder))}", "resume=auto"]
         added += [f"tracking.group={quoted(group)}"]
-        kept = [override for override in self.config.hydra.overrides.hydra if not override.startswith(SWEEP_OVERRIDES)]
+        hydra_overrides = [
+            override for override in self.config.hydra.overrides.hydra if not override.startswith(SWEEP_OVERRIDES)
+        ]
         job.folder.mkdir(parents=True, exist_ok=True)
         with (job.folder / CONSOLE).open("ab") as console:
             return subprocess.Popen(
-                [sys.executable, sys.argv[0], *without(job.overrides, ["tracking.group"]), *kept, *added],
+                [sys.executable, sys.argv[0], *without(job.overrides, ["tracking.group"]), *hydra_overrides, *added],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
@@ -183,8 +185,8 @@ class ProcessLauncher(Launcher):
         """Where several jobs run at once, each gets its device and its share of the cores."""
         if self.devices == [None]:
             return dict(os.environ)
-        own = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
-        return {"OMP_NUM_THREADS": str(self.threads), **os.environ, **own}
+        gpu = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+        return {"OMP_NUM_THREADS": str(self.threads), **os.environ, **gpu}
 
     def job(self, number: int, overrides: Sequence[str], folder: Path) -> Job:
         """The job that Hydra composes from `overrides`."""

@@ -61,9 +61,9 @@ class MetricsFile:
         """
         self.path = path
         if resume_step is not None:
-            kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
-            write_atomically(path, "".join(to_json(record) + "\n" for record in kept))
-            self.last_step = kept[-1]["step"] if kept else -1
+            records = [record for record in read_metrics(path) if record["step"] <= resume_step]
+            write_atomically(path, "".join(to_json(record) + "\n" for record in records))
+            self.last_step = records[-1]["step"] if records else -1
         elif path.exists() and path.stat().st_size:
             raise TrackingError(
                 f"{path} holds the metrics of another run; continue that one with resume={path.parent}, "

@@ -58,6 +58,6 @@ class MovingAverage:
     def _swap(self) -> None:
         for name, parameter in self.parameters.items():
             live, average = local(parameter), local(self.weights[name])
-            kept = live.clone()
+            before = live.clone()
             live.copy_(average)
-            average.copy_(kept)
+            average.copy_(before)

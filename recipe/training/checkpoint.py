@@ -102,12 +102,12 @@ def save_checkpoint(
     with _explained(path):
         for part in PARTS:
             write_tensors(partial / part, state[part])
-        own = {
+        sealed = {
             str(file.relative_to(partial)): {"bytes": file.stat().st_size, "sha256": _sha256(file)}
             for part in PARTS
             for file in written_by(partial / part, rank())
         }
-        files = {name: seal for share in from_every_rank(own) for name, seal in share.items()}
+        files = {name: seal for share in from_every_rank(sealed) for name, seal in share.items()}
 
     def finish() -> None:
         with _explained(path):
@@ -259,10 +259,10 @@ def _link_best(folder: Path) -> None:
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:
     """Keep the newest `keep_last` up to `step`, and the best. Later ones are damaged, or another run's to judge."""
-    kept = sorted(s for s in checkpoints_in(folder) if s <= step)[-keep_last:]
+    newest = sorted(s for s in checkpoints_in(folder) if s <= step)[-keep_last:]
     best = best_checkpoint(folder)
     for old, path in checkpoints_in(folder).items():
-        if old < kept[0] and path != best:
+        if old < newest[0] and path != best:
             doomed = folder / f"{PARTIAL}{path.name}"
             path.rename(doomed)  # rename first: an interrupted removal must not look like a damaged checkpoint
             remove(doomed)

@@ -62,6 +62,6 @@ def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 def updated_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
     """What the optimizer updates of each parameter of the model that it trains, by the parameter's name."""
-    own = optimizer.own if isinstance(optimizer, SharedAdamW) else {}
+    shards = optimizer.shards if isinstance(optimizer, SharedAdamW) else {}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {name: own.get(parameter, parameter) for name, parameter in trained.items()}
+    return {name: shards.get(parameter, parameter) for name, parameter in trained.items()}

@@ -112,7 +112,7 @@ def test_rotation_is_multiplication_by_a_unit_complex_number():
     turned = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     expected = torch.cat([turned.real, turned.imag], dim=-1)
     tables = position_tables(GPTConfig(n_heads=1, n_embd=D, positions=Positions.rotary), T)
-    torch.testing.assert_close(tables.turn(x), expected)
+    torch.testing.assert_close(tables.rotate(x), expected)
 
 
 class Spy(NaiveAttention):

@@ -170,17 +170,17 @@ def draw_costs(figure: Figure, palette: Palette, panels: Sequence[Panel], names:
     every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, values, words) in zip(every, panels, strict=True):
         for row, name in enumerate(names):
-            if not (found := values[name]):
+            if not (costs := values[name]):
                 continue
-            middle = statistics.median(found)
-            axes.plot([min(found), max(found)], [row, row], color=looks[name].colour, lw=2, zorder=2)
+            middle = statistics.median(costs)
+            axes.plot([min(costs), max(costs)], [row, row], color=looks[name].colour, lw=2, zorder=2)
             axes.plot(middle, row, marker="o", ms=6, color=looks[name].colour, mec=palette["surface"], zorder=3)
             axes.annotate(
                 words(middle), (middle, row), xytext=(0, 6), textcoords="offset points", ha="center",
                 color=palette["ink"], fontsize=8.5,
             )  # fmt: skip
         label_axes(axes, palette, title)
-        axes.set_xlim(0, 1.3 * max(max(found) for found in values.values() if found))
+        axes.set_xlim(0, 1.3 * max(max(costs) for costs in values.values() if costs))
         axes.set_xticks([])
     every[0].set_yticks(range(len(names)), list(names))
     every[0].set_ylim(len(names) - 0.5, -0.7)

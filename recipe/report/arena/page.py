@@ -109,7 +109,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         "parameters": comparison.arm.recorded("parameters"),
         "at_equal_time": _reading(comparison.time),
         "at_equal_flops": _reading(comparison.flops),
-        "race": None if (found := race(comparison.arm, comparison.baseline)) is None else found._asdict(),
+        "race": None if (times := race(comparison.arm, comparison.baseline)) is None else times._asdict(),
     }
 
 

@@ -318,9 +318,9 @@ def difference_curves(comparison: Comparison) -> tuple[NDArray[np.int64], NDArra
     """The steps at which every pair was evaluated, and the differences of the validation losses (seeds, steps)."""
     curves: list[Series] = []
     for run, other in pairs_of(comparison.arm.runs, comparison.baseline.runs).values():
-        found = difference(run, other, LOSS)
-        if len(found.steps):
-            curves.append(found)
+        curve = difference(run, other, LOSS)
+        if len(curve.steps):
+            curves.append(curve)
     steps = curves[0].steps if curves else np.zeros(0, np.int64)
     for curve in curves[1:]:
         steps = np.intersect1d(steps, curve.steps)

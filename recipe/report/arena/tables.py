@@ -87,12 +87,12 @@ def race_table(arena: Arena) -> Table:
     """The cost with which each arm reaches the baseline's final loss."""
     rows = []
     for name, arm in arena.arms.items():
-        found = race(arm, arena.baseline)
-        if found is None:
+        times = race(arm, arena.baseline)
+        if times is None:
             rows.append([name, "0", *[DASH] * 4])
             continue
-        fewer, faster = (f"{ratio:.2f}" for ratio in found.less)
-        rows.append([name, str(found.reached), count(found.tokens), fewer, f"{found.seconds:.1f} s", faster])
+        fewer, faster = (f"{ratio:.2f}" for ratio in times.less)
+        rows.append([name, str(times.reached), count(times.tokens), fewer, f"{times.seconds:.1f} s", faster])
     columns = ["arm", "seeds that reach it", "tokens", "times fewer tokens", "time of training", "times faster"]
     caption = (
         "Seed by seed: the baseline's final validation loss is the target, and an arm's curve is read where it first "

@@ -28,35 +28,35 @@ RESULTS = "ladder.json"
 NATS = "nats per token"
 
 
-def write_ladder_report(found: RunSet, plan: LadderPlan, out: Path) -> Report:
+def write_ladder_report(run_set: RunSet, plan: LadderPlan, out: Path) -> Report:
     """Write index.html, report.md, ladder.json, runs.csv and figures/ into `out`."""
-    rungs = rungs_of(plan, found.runs)
+    rungs = rungs_of(plan, run_set.runs)
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    run, answer = found.runs[0], ladder_answer(plan, rungs)
+    run, answer = run_set.runs[0], ladder_answer(plan, rungs)
     section = Section(
         "",
         f"{len(plan.arms)} arm{'s' if len(plan.arms) > 1 else ''}, depths {', '.join(map(str, plan.depths))} and "
         f"{plan.next}, on {run.option('data.name', 'data')}",
-        subtitle(found.runs),
+        subtitle(run_set.runs),
         answer,
         tuple(draw(chart, out) for chart in _difference_charts(plan, rungs)),
         tuple(made for made in (_size_table(plan, rungs), _rule_table(plan)) if made),
     )
     planned = {str(one.number): one for one in [*plan.runs(plan.depths), *plan.runs([plan.next])]}
-    labels = {run.name: planned[run.name].arm if run.name in planned else "not in the plan" for run in found.runs}
-    places = {run.name: f"depth {planned[run.name].depth}" if run.name in planned else "" for run in found.runs}
+    labels = {run.name: planned[run.name].arm if run.name in planned else "not in the plan" for run in run_set.runs}
+    places = {run.name: f"depth {planned[run.name].depth}" if run.name in planned else "" for run in run_set.runs}
     report = Report(
         headline=answer.headline,
         tone=answer.tone,
         outcome=None,
         sections=(section,),
-        notes=(*missing(plan, rungs), *notes_on(found, [])),
-        runs=run_table(found.runs, labels, places, "arm"),
-        sources=sources_of(found.runs),
+        notes=(*missing(plan, rungs), *notes_on(run_set, [])),
+        runs=run_table(run_set.runs, labels, places, "arm"),
+        sources=sources_of(run_set.runs),
         method="ladder_method.j2",
         lead=draw(_law_chart(plan, rungs), out),
     )
-    write_page(report, out, runs_csv(found.runs, labels, places, "arm"), plan=plan)
+    write_page(report, out, runs_csv(run_set.runs, labels, places, "arm"), plan=plan)
     (out / RESULTS).write_text(to_json(as_json(plan, rungs), indent=2) + "\n", encoding="utf-8")
     return report
 
@@ -79,35 +79,37 @@ def ladder_answer(plan: LadderPlan, rungs: Mapping[str, Rung]) -> Answer:
 
 
 def _sentences(plan: LadderPlan, rung: Rung, baseline: Rung) -> list[str]:
-    found = []
+    sentences = []
     if rung.predicted:
         loss, low, high, _ = rung.predicted
-        found.append(f"Predicted {loss:.4f} (95 % interval {low:.4f} to {high:.4f}) before depth {plan.next} was run.")
+        sentences.append(
+            f"Predicted {loss:.4f} (95 % interval {low:.4f} to {high:.4f}) before depth {plan.next} was run."
+        )
         if rung.measured:
-            apart = rung.measured.mean - loss
+            error = rung.measured.mean - loss
             where = "inside" if rung.inside else "outside"
-            found.append(f"Measured {rung.measured.mean:.4f}: {apart:+.4f}, {where} the interval.")
+            sentences.append(f"Measured {rung.measured.mean:.4f}: {error:+.4f}, {where} the interval.")
     change = None if rung is baseline else slope(rung, baseline)
     if change is not None:
         at = differences(rung, baseline)
         low, high = change.interval(ALPHA)
-        found.append(
+        sentences.append(
             f"Its difference to {baseline.name} is {at[0][1].mean:+.4f} at depth {at[0][0].depth} and "
             f"{at[-1][1].mean:+.4f} at depth {at[-1][0].depth}; ten times the compute change it by {change.mean:+.4f} "
             f"(95 % interval {low:+.4f} to {high:+.4f})."
         )
-    return found or ["Its sizes are not all measured yet."]
+    return sentences or ["Its sizes are not all measured yet."]
 
 
 def missing(plan: LadderPlan, rungs: Mapping[str, Rung]) -> list[str]:
     """A sentence for each size that lacks seeds."""
-    found = []
+    sentences = []
     for rung in rungs.values():
         for depth in plan.depths:
             have = next((len(size.losses) for size in rung.sizes if size.depth == depth), 0)
             if have < plan.seeds:
-                found.append(f"{rung.name} at depth {depth} has a finite loss for {have} of {plan.seeds} seeds.")
-    return found
+                sentences.append(f"{rung.name} at depth {depth} has a finite loss for {have} of {plan.seeds} seeds.")
+    return sentences
 
 
 def _law_chart(plan: LadderPlan, rungs: Mapping[str, Rung]) -> Chart:
@@ -153,22 +155,22 @@ def _compute_axis(axes: Axes, palette: Palette, title: str) -> None:
 
 def _difference_charts(plan: LadderPlan, rungs: Mapping[str, Rung]) -> list[Chart]:
     baseline = rungs[plan.baseline]
-    found = {name: differences(rung, baseline) for name, rung in rungs.items() if rung is not baseline}
-    if not any(found.values()):
+    sizes_of = {name: differences(rung, baseline) for name, rung in rungs.items() if rung is not baseline}
+    if not any(sizes_of.values()):
         return []
     caption = "Means over the seeds with 95 % intervals (paired t); below 0 the arm is ahead of the baseline."
-    draw = partial(draw_size_differences, found=found, names=list(rungs), baseline=plan.baseline)
+    draw = partial(draw_size_differences, sizes_of=sizes_of, names=list(rungs), baseline=plan.baseline)
     title = f"Difference from {plan.baseline} over size"
-    return [Chart("difference", title, caption, draw, height_for(list(found)))]
+    return [Chart("difference", title, caption, draw, height_for(list(sizes_of)))]
 
 
 def draw_size_differences(
-    figure: Figure, palette: Palette, found: Mapping[str, Any], names: Sequence[str], baseline: str
+    figure: Figure, palette: Palette, sizes_of: Mapping[str, Any], names: Sequence[str], baseline: str
 ) -> None:
     """The difference of each arm at each size."""
     axes, looks = figure.add_subplot(), styles(names, palette)
     axes.axhline(0, color=palette["naive"], lw=1.4, zorder=1)
-    for name, sizes in found.items():
+    for name, sizes in sizes_of.items():
         x, means = [size.compute for size, _ in sizes], [test.mean for _, test in sizes]
         bounds = np.array([test.interval(ALPHA) for _, test in sizes]).T.reshape(2, -1)
         errors = np.abs(bounds - np.array(means))
@@ -181,7 +183,7 @@ def draw_size_differences(
 
 
 def _size_table(plan: LadderPlan, rungs: Mapping[str, Rung]) -> Any:
-    apart = {
+    tests = {
         (name, size.depth): test
         for name, rung in rungs.items()
         if name != plan.baseline
@@ -190,7 +192,7 @@ def _size_table(plan: LadderPlan, rungs: Mapping[str, Rung]) -> Any:
     rows = []
     for name, rung in rungs.items():
         for size in (*rung.sizes, *([rung.measured] if rung.measured else [])):
-            test, last = apart.get((name, size.depth)), size is rung.measured and rung.predicted
+            test, last = tests.get((name, size.depth)), size is rung.measured and rung.predicted
             half = (test.interval(ALPHA)[1] - test.mean) if test else 0.0
             deviation = f" ± {np.std(list(size.losses.values()), ddof=1):.4f}" if len(size.losses) > 1 else ""
             rows.append([
@@ -212,10 +214,10 @@ def _rule_table(plan: LadderPlan) -> Any:
 
 def as_json(plan: LadderPlan, rungs: Mapping[str, Rung]) -> dict[str, Any]:
     """The results as plain values."""
-    baseline, found = rungs[plan.baseline], {}
+    baseline, results = rungs[plan.baseline], {}
     for name, rung in rungs.items():
         change = None if rung is baseline else slope(rung, baseline)
-        found[name] = {
+        results[name] = {
             "sizes": [vars(size) for size in rung.sizes],
             "law": rung.law._asdict() if rung.law else None,
             "predicted": rung.predicted,
@@ -223,4 +225,4 @@ def as_json(plan: LadderPlan, rungs: Mapping[str, Rung]) -> dict[str, Any]:
             "inside": rung.inside,
             "slope": [change.mean, *change.interval(ALPHA)] if change else None,
         }
-    return {"baseline": plan.baseline, "seeds": plan.seeds, "predicted_at": plan.predicted_at, "arms": found}
+    return {"baseline": plan.baseline, "seeds": plan.seeds, "predicted_at": plan.predicted_at, "arms": results}

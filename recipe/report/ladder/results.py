@@ -63,7 +63,7 @@ def rungs_of(plan: LadderPlan, runs: Sequence[Run]) -> dict[str, Rung]:
 
 def _rung(plan: LadderPlan, arm: str, runs: Mapping[int, Run]) -> Rung:
     def sizes(depths: list[int]) -> list[Size]:
-        found = []
+        measured = []
         for depth in depths:
             planned = [run for run in plan.runs(depths) if (run.arm, run.depth) == (arm, depth) and run.number in runs]
             losses = {one.seed: (runs[one.number], result(runs[one.number])) for one in planned}
@@ -71,8 +71,8 @@ def _rung(plan: LadderPlan, arm: str, runs: Mapping[int, Run]) -> Rung:
             costs = [compute for run, _ in finite.values() if (compute := _compute(run))]
             if costs:
                 parameters = number(next(iter(finite.values()))[0].summary.get("parameters"))
-                found.append(Size(depth, costs[0], parameters, {seed: loss for seed, (_, loss) in finite.items()}))
-        return found
+                measured.append(Size(depth, costs[0], parameters, {seed: loss for seed, (_, loss) in finite.items()}))
+        return measured
 
     fitted, last = sizes(plan.depths), sizes([plan.next])
     whole = len(fitted) == len(plan.depths)
@@ -90,12 +90,12 @@ def _compute(run: Run) -> float | None:
 
 def differences(arm: Rung, baseline: Rung) -> list[tuple[Size, Paired]]:
     """The paired differences to the baseline at each size that has two or more pairs."""
-    found = []
+    tests = []
     for ours, theirs in _pairs(arm, baseline):
-        apart = [loss - theirs.losses[seed] for seed, loss in ours.losses.items() if seed in theirs.losses]
-        if len(apart) > 1:
-            found.append((ours, paired(apart)))
-    return found
+        gaps = [loss - theirs.losses[seed] for seed, loss in ours.losses.items() if seed in theirs.losses]
+        if len(gaps) > 1:
+            tests.append((ours, paired(gaps)))
+    return tests
 
 
 def slope(arm: Rung, baseline: Rung) -> Paired | None:
