@@ -6,9 +6,8 @@ several_gpus/  python -m bench.several_gpus: training steps on 1, 2 and 4 GPUs, 
 generate/      python -m bench.generate: tokens per second; attention to a cache
 experiments/   python -m bench.experiments: the runs of train.py that the documents show
 tables/        python -m bench.tables: the tables and figures of README and docs/, from bench/results/
-release/       python -m bench.release: measures all of this in parts, and says what is out of date
+release/       python -m bench.release: measures all of this in parts, and lists the parts that are out of date
 
 measure.py times calls in turns, machine.py names the machine and the software, record.py reads and writes result files,
-kernels.py makes the digests by which a result knows its GPU kernels, runs.py starts train.py, markdown.py lays out
-tables.
+kernels/ gives each result the digests of its GPU kernels, runs.py starts train.py, markdown.py formats tables.
 """

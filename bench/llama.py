@@ -4,8 +4,8 @@
     python -m bench.llama --cases decode    1B, one prompt, bf16, beside the bandwidth bound, a minute
     python -m bench.llama --cases cpu       160M in fp32, steps of 512 tokens, beside transformers' eager, two minutes
 
-train   train.py with model=llama-1b attention=flash and torch.compile; the median step counts. MFU is of the peak for
-        dense bf16 products, with the operations of causal attention and with those of full attention
+train   train.py with model=llama-1b attention=flash and torch.compile; the median step counts. MFU is a share of the
+        peak for dense bf16 products; it counts the operations of causal or of full attention
 decode  a prompt of 337 tokens continued by 512, greedily, weights in bf16, compiled. The bound is the GPU's bandwidth
         over the bytes that each token reads: all weights, of which the embedding is the head too
 cpu     a step is forward, backward, clipping and AdamW. Steps alternate; the median counts
@@ -84,7 +84,7 @@ def decoded(device: torch.device, rounds: int) -> Row:
 
 
 def steps_on_cpu() -> dict[str, Callable[[], Any]]:
-    """A training step of 160M, by whom it is taken."""
+    """Name -> a training step of 160M, by this project and by transformers."""
     import transformers
 
     device, tokens = torch.device("cpu"), torch.randint(SMALL_VOCABULARY, (1, TOKENS + 1))
@@ -111,7 +111,7 @@ def steps_on_cpu() -> dict[str, Callable[[], Any]]:
 
 
 def on_cpu(rounds: int) -> Iterator[Row]:
-    """Steps of each, in turns, after one that is not counted."""
+    """The row of each, timed in turns; the first step of each does not count."""
     prepared = steps_on_cpu()
     seconds: dict[str, list[float]] = {name: [] for name in prepared}
     for done in range(rounds + 1):
@@ -129,7 +129,7 @@ def on_cpu(rounds: int) -> Iterator[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure one case or several, and write each row as soon as it is there."""
+    """Measure one case or several, and write each row at once."""
     parser = command_line("bench.llama", __doc__, "llama")
     parser.add_argument("--cases", nargs="+", choices=["train", "decode", "cpu"], required=True)
     parser.add_argument("--rounds", default=5, type=int, help="repeats of decoding, and of steps on a CPU")

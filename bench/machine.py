@@ -17,7 +17,7 @@ import torch
 from recipe.tracking import summary
 
 ROOT = Path(__file__).parents[1]
-WRITTEN = ("bench/results", "docs", "README.md")  # what measuring and `make tables` change
+WRITTEN = ("bench/results", "docs", "README.md")  # measuring and `make tables` change these
 
 
 def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:

@@ -20,9 +20,9 @@ def pivot(
 ) -> str:
     """A table with a line and a column for each value that rows have; empty where there is no row.
 
-    line, column, cell   the words of a row: the first of its line, the heading of its column, and what stands there
+    line, column, cell   texts of a row: the first cell of its line, its column's heading, and its cell
     corner               the heading of the first column
-    columns              their order; default: that in which rows first name them, as for lines
+    columns              the headings in their order; default: the order in which rows first name them, as for lines
     """
     cells: dict[str, dict[str, str]] = {}
     for row in rows:

@@ -48,9 +48,9 @@ class Timing:
 def interleaved(
     candidates: Mapping[str, Callable[[], Call]], device: torch.device, seconds: float
 ) -> dict[str, Timing | Exception]:
-    """Time the calls that each candidate prepares, in turns; one that raises drops out with its exception.
+    """Time the calls that each candidate prepares, in turns. A candidate that raises drops out with its exception.
 
-    Each turn has another order: after a candidate that takes more power, a GPU clocks lower.
+    Each round has another order, because a GPU clocks lower after a candidate that takes more power.
 
     candidates    name -> preparation, which runs untimed before every call
     seconds       to spend on each, within MIN_SAMPLES and MAX_SAMPLES
@@ -80,7 +80,7 @@ class Sampler:
         self.host_s = 0.0  # how long the host is busy with one sample
 
     def estimate(self) -> None:
-        """Decide how many samples to take, by the second one: the first may compile."""
+        """Choose the number of samples by the time of the second call: the first may compile."""
         for _ in range(2):
             begin = time.perf_counter()
             self.prepare()()
@@ -123,7 +123,7 @@ class Sampler:
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:
-    """Peak bytes that `call` allocated above what was allocated before; None on a CPU, which does not count."""
+    """Peak bytes that `call` allocates in addition to those before it; None on a CPU, which does not count them."""
     if device.type != "cuda":
         call()
         return None
@@ -142,7 +142,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Free what a candidate held, also after it ran out of memory."""
+    """Free a candidate's memory, also after it ran out of memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,11 +1,11 @@
-"""Result files: bench/results/<name>-<device>.json. Each holds one comparison, whose rows may be set side by side.
+"""Result files: bench/results/<name>-<device>.json. Each holds one comparison, whose rows can be compared.
 
     {"measurements": [{"command": "python -m bench.attention", "device": "NVIDIA H200", "commit": "7c73dc4...", ...}],
      "rows": [{"name": "flash", "length": 1024, ..., "measurement": 0}, ...]}
 
-A row names the measurement that it comes from, and a measurement says how to repeat it: the command, the machine, the
-commit, the versions, when it began and ended, and the digests of the GPU kernels of that commit (bench/kernels/). A
-row that is measured again replaces the earlier one. Rows of other software or of other sizes leave the file.
+A row names its measurement, and a measurement can be repeated: it holds the command, the machine, the commit, the
+versions, its start and end, and the digests of the GPU kernels of that commit (bench/kernels/). A row that is measured
+again replaces the earlier one. Rows of other software or of other sizes are removed from the file.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Row = dict[str, Any]
 
 
 def measurement(command: Sequence[str], device: torch.device, packages: Sequence[str] = (), **sizes: object) -> Row:
-    """What a result file records of a measurement that begins now.
+    """The record of a measurement that begins now, for a result file.
 
     command   the words after `python -m`
     packages  further packages whose versions matter, where they are installed
-    sizes     what else rows must share to be compared, such as the tokens of a batch
+    sizes     further values that rows must share to be compared, such as the tokens of a batch
     """
     described = environment(device, packages)
     return {"command": shlex.join(["python", "-m", *command]), **described, "sizes": sizes, "kernels": kernel_digests()}
 
 
 def command_line(module: str, description: str | None, name: str) -> argparse.ArgumentParser:
-    """The parser of a benchmark's arguments, with those that choose its result file.
+    """The parser of a benchmark's arguments, with --name and --results, which choose its result file.
 
     module       the words after `python -m`
     description  the module's docstring
@@ -88,7 +88,7 @@ class Recorder:
             recorder.add({"name": "flash", "length": 1024, "ms": 0.1})
 
     identity  the fields that identify a row: a new row replaces the earlier one with equal values
-    software  whose versions must be equal for rows to be compared; none where the versions are what is compared
+    software  packages whose versions must be equal for rows to be compared; none where versions are compared themselves
     """
 
     def __init__(
@@ -104,21 +104,21 @@ class Recorder:
         return json.dumps([row.get(field) for field in self.identity])
 
     def earlier(self, row: Row) -> Row | None:
-        """The row in the file that this one would replace."""
+        """The row in the file that `row` would replace."""
         return self.rows.get(self.key(row))
 
     def add(self, *rows: Row) -> None:
-        """Write rows, in place of earlier ones of the same identity."""
+        """Write rows; they replace earlier ones of the same identity."""
         self.rows |= {self.key(row): row | {"measurement": self.measurement} for row in rows}
         self.write()
 
     def replace(self, fields: Row, rows: Iterable[Row]) -> None:
-        """Write rows in place of all earlier ones that have these fields, whatever else identifies them."""
+        """Write rows; they replace all earlier ones that have these fields, whatever their identity."""
         self.rows = {key: row for key, row in self.rows.items() if row | fields != row}
         self.add(*rows)
 
     def write(self) -> None:
-        """Write the file, without the measurements of which no row is left."""
+        """Write the file, without measurements that have no row left."""
         measurements: list[Row] = []
         lines = []
         for row in self.rows.values():

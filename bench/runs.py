@@ -34,7 +34,7 @@ def python(arguments: Sequence[str], gpus: int = 1) -> str:
 
 
 def train(overrides: Sequence[str], folder: Path, gpus: int = 1) -> Row:
-    """Run train.py in a run folder. Returns what it recorded there, or {"status": "failed", "message": ...}."""
+    """Run train.py in a run folder. Returns its recorded results, or {"status": "failed", "message": ...}."""
     output = python(["train.py", *overrides, f"hydra.run.dir={folder}"], gpus)
     if not (folder / "summary.json").exists():
         return {"status": "failed", "message": output.strip()[-2000:]}
@@ -42,7 +42,7 @@ def train(overrides: Sequence[str], folder: Path, gpus: int = 1) -> Row:
 
 
 def recorded(folder: Path) -> Row:
-    """The results of a run folder: those of summary.json, and losses by step from metrics.jsonl.
+    """The results in a run folder: summary.json's, and the losses by step from metrics.jsonl.
 
     A run whose model did not fit into memory has neither metrics nor most results.
     """

@@ -1,1 +1,1 @@
-"""How often the arena is right: sweeps of an arm against itself, a planted effect, and sweeps that were run."""
+"""How often the arena's verdict is right: sweeps of an arm against itself, with a known effect, and real ones."""

@@ -1,13 +1,13 @@
-"""How often the arena is right, and what its sweeps say at toy size, recorded in bench/results/arena-<device>.json.
+"""How often the arena's verdict is right, and the results of small sweeps; writes bench/results/arena-<device>.json.
 
     python -m bench.arena itself                     400 runs of one configuration, as sweeps of an arm against itself
     python -m bench.arena planted                    a learning rate that is a little worse, with the same seeds
     python -m bench.arena ladder -- data=text data.path=input.txt hydra.launcher.jobs=2
     python -m bench.arena ladder --folder multirun/2026-11-20/10-00-00 --record
 
-Each trains in .cache/arena/<case>, or in --folder, what is not done there yet, and then records a row: the losses or
-the verdicts, the overrides, and the commits of the runs. --record trains nothing. Words after -- are further overrides
-of all runs. bench/arena/cases.py lists the cases.
+Each case trains its runs in .cache/arena/<case> or in --folder, without those that are already complete. It then
+records a row: the losses or the verdicts, the overrides, and the commits of the runs. --record trains nothing. Words
+after -- are further overrides of all runs. bench/arena/cases.py lists the cases.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MACHINE = "machine.json"  # in a sweep's folder: where its runs were trained
 
 
 def train_seeds(folder: Path, last: int, overrides: Sequence[str]) -> None:
-    """Train a configuration in folder/<seed> with each seed, from 1 on, that is not done yet."""
+    """Train a configuration with the seeds 1, 2, ... in folder/<seed>, without the runs that are already complete."""
     from recipe.cli.compose import composed, to_config
     from recipe.config import register
     from recipe.sweeps import launcher
@@ -81,7 +81,7 @@ def origin(runs: Sequence[Run]) -> Row:
 
 
 def itself(folder: Path) -> Row:
-    """Sweeps of an arm against itself: those that were run, and those that are drawn from their losses."""
+    """Sweeps of an arm against itself: real ones, and ones drawn at random from the losses of the real runs."""
     runs = completed(folder)
     seeds = sorted(runs)
     losses = losses_of(runs, seeds)
@@ -96,7 +96,7 @@ def itself(folder: Path) -> Row:
 
 
 def planted(folder: Path) -> Row:
-    """An arm with a known effect: sweeps that were run, each pair used once, and sweeps of drawn pairs."""
+    """An arm with a known effect: real sweeps, in which each pair appears once, and sweeps of randomly drawn pairs."""
     theirs, ours = completed(folder / "better"), completed(folder / "worse")
     seeds = sorted(ours.keys() & theirs.keys())
     arm, base = losses_of(ours, seeds), losses_of(theirs, seeds)
@@ -116,7 +116,7 @@ def planted(folder: Path) -> Row:
 
 
 def judged(case: str, folder: Path) -> Row:
-    """Arms that were trained at their learning rate, judged once, with Holm's correction."""
+    """The verdicts on arms that were trained at their chosen learning rate: one look, with Holm's correction."""
     first, *others = SEEDS[case].configurations
     runs = {name: completed(folder / name) for name in (first, *others)}
     seeds = sorted(set.intersection(*(set(of_arm) for of_arm in runs.values())))
@@ -151,27 +151,27 @@ def sweep(name: str, folder: Path) -> Row:
 
 
 def trained_on(folder: Path) -> str | None:
-    """The processors and the cores that a sweep had; None for one that this module did not start."""
+    """The processor and number of cores of a sweep; None for a sweep that this module did not start."""
     path = folder / MACHINE
     return str(json.loads(path.read_text())["trained_on"]) if path.exists() else None
 
 
 def last_of_probes(runs: Sequence[Run]) -> dict[str, float]:
-    """The means over the runs of what their probes measured at the end."""
+    """The final results of each probe, averaged over the runs."""
     names = sorted({name for run in runs for name in run.metrics if name.startswith("probe/")})
     ends = {name: [run.series(name).last() for run in runs] for name in names}
     return {name: float(np.mean([value for value in values if value is not None])) for name, values in ends.items()}
 
 
 def plain(value: Any) -> Any:
-    """As a report's JSON has it."""
+    """A value as in a report's JSON file."""
     from recipe.files import to_json
 
     return json.loads(to_json(value))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what is not done of a case, and record its row."""
+    """Train the missing runs of a case, and record its row."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     words, further = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     parser = command_line("bench.arena", __doc__, "arena")
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(case: str, folder: Path, further: Sequence[str]) -> None:
-    """Train what is not done of a case. Exits where its sweep fails."""
+    """Train the missing runs of a case. Exits where its sweep fails."""
     if case in SEEDS:
         for name, overrides in SEEDS[case].configurations.items():
             train_seeds(folder / name, SEEDS[case].seeds, [*overrides.split(), *further])

@@ -1,4 +1,4 @@
-"""Verdicts of many sweeps at once: really run ones, and sweeps that are drawn from losses of runs."""
+"""Verdicts of many sweeps at once: real ones, and ones whose losses are drawn at random from those of real runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Losses = NDArray[np.float64]
 
 
 class Counts(NamedTuple):
-    """Sweeps by their verdict on an arm."""
+    """How many sweeps gave each verdict on an arm."""
 
     sweeps: int
     better: int
@@ -44,12 +44,12 @@ def against_itself(losses: Losses, seeds: int) -> tuple[Losses, Losses]:
 
 
 def drawn_against_itself(losses: Losses, seeds: int, sweeps: int) -> tuple[Losses, Losses]:
-    """Sweeps of two arms whose losses are drawn from those of one configuration, with replacement."""
+    """Sweeps of two arms whose losses are drawn, with replacement, from the losses of one configuration."""
     arms = np.random.default_rng(0).choice(losses, (2, sweeps, seeds))
     return arms[0], arms[1]
 
 
 def drawn_pairs(arm: Losses, baseline: Losses, seeds: int, sweeps: int) -> tuple[Losses, Losses]:
-    """Sweeps whose pairs are drawn from those that were run, with replacement."""
+    """Sweeps whose pairs are drawn, with replacement, from the pairs of real runs."""
     which = np.random.default_rng(0).integers(len(arm), size=(sweeps, seeds))
     return arm[which], baseline[which]

@@ -7,18 +7,18 @@
     python -m bench.attention --device cpu           small sizes, on a CPU
     python -m bench.attention --only flash sdpa-cudnn --lengths 4096 --heads 128 --dropout 0.1
     python -m bench.attention --cold --only flash --lengths 4096 --dropout 0     how long a first call compiles
-    python -m bench.attention --draw bench/results/attention-nvidia-h200.json    nothing measured: a result's figures
+    python -m bench.attention --draw bench/results/attention-nvidia-h200.json    only draw a result's figures
 
 The length grows; the tokens of a batch and the hidden size stay the same. A sequence longer than the batch is a batch
-by itself. A forward pass counts as 4 B H T T D FLOPs, visible keys only, and a backward pass as 2.5 times a forward
-pass. Memory is the peak of one forward and backward pass above its inputs, so it includes the output and the gradients.
+by itself. A forward pass counts as 4 B H T T D FLOPs, visible keys only, and a backward pass as 2.5 times as many.
+Memory is the peak of one forward and backward pass above its inputs, so it includes the output and the gradients.
 Errors are relative, ||x - x_fp32|| / ||x_fp32||, for the first head of the first sequence. A row names the kernels that
-ran (`path`), and how long the first forward and backward pass took with the compilation that they needed. Running
-out of memory is a result, and so is exceeding the time limit.
+ran (`path`) and gives the time of the first forward and backward pass, compilation included. Running out of memory is
+a result, and so is exceeding the time limit.
 
 Results go to bench/results/attention-<device>.json after each problem. A new measurement replaces the earlier one of
 the same problem, so the work can be split: --masks causal, then --masks full.
-With --only, --dtype or other sizes, results go to attention-selection-<device>.json, or where --name says.
+With --only, --dtype or other sizes, results go to attention-selection-<device>.json, or to the file of --name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HEAD_SIZES = (64, 128)
 DROPOUTS = (0.0, 0.1)
 MASKS = ("causal", "full")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# The size of the work, which a CPU gets less of.
+# The size of the work; smaller on a CPU.
 TOKENS, HIDDEN = {"cuda": 16384, "cpu": 1024}, {"cuda": 2048, "cpu": 256}
 IDENTITY = ("head_size", "variant", "dropout", "length", "name")
 

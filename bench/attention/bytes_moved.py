@@ -38,19 +38,19 @@ NAMES = ("naive", "flash", "sdpa-flash")
 DIRECTIONS = ("forward", "backward")
 # Rows of a query tile and of a key tile. Fewer than 64 queries do not fill a warpgroup's matrix instruction.
 BLOCK_SIZES = ((32, 32), (64, 32), (64, 64), (64, 128), (128, 64), (128, 128))
-# What ncu sums over a pass's kernels.
+# The counters that ncu sums over a pass's kernels.
 METRICS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum"}
-# Matrix products of T x T x D in a pass. FlashAttention's backward recomputes q k^T; ours, in two kernels, both.
+# Products of T x T x D in a pass. FlashAttention's backward recomputes q k^T once; ours has two kernels that both do.
 PRODUCTS = {"naive": (2, 4), "flash": (2, 7), "sdpa-flash": (2, 5)}
 
 
 def problem() -> Problem:
-    """GPT-2 medium's attention, full, as the paper has it."""
+    """GPT-2 medium's attention without a mask, as in the paper."""
     return Problem(B, H, T, D, "full", 0.0, torch.bfloat16, torch.device("cuda"))
 
 
 def calls(name: str, direction: str) -> Callable[[], Call]:
-    """A preparation of one pass, as `interleaved` takes it."""
+    """A function that prepares one pass, for `interleaved`."""
     sizes = problem()
     (q, k, v), do = sizes.tensors()
     # Plain Triton's kernels on every GPU: their block sizes and products are those counted here.
@@ -78,7 +78,7 @@ def forward_in_blocks(blocks: Blocks) -> Callable[[], Call]:
 
 
 def preparation(name: str, direction: str) -> Callable[[], Call]:
-    """The pass that a child's command line names: an implementation's, or with 64x128 that of a block size."""
+    """The pass that a child process measures: an implementation by name, or a block size such as 64x128."""
     rows, times, columns = name.partition("x")
     if times and rows.isdigit():
         return forward_in_blocks(blocks_of(int(rows), int(columns)))
@@ -86,12 +86,12 @@ def preparation(name: str, direction: str) -> Callable[[], Call]:
 
 
 def blocks_of(q: int, k: int) -> Blocks:
-    """A block size with as many warps as its rows fill."""
+    """The block sizes, with eight warps for large tiles and four for others."""
     return Blocks(q, k, 8 if q >= 128 and k >= 128 else 4, 2)
 
 
 def run_profiled(name: str, direction: str) -> None:
-    """A child's work: the pass once, between the marks that ncu waits for."""
+    """The work of a child process: one pass between the marks that ncu waits for."""
     prepare = preparation(name, direction)
     prepare()()
     torch.cuda.synchronize()
@@ -104,7 +104,7 @@ def run_profiled(name: str, direction: str) -> None:
 
 
 def bytes_moved(name: str, direction: str) -> dict[str, float]:
-    """Bytes read and written by a pass, over all of its kernels. Raises RuntimeError with what ncu says."""
+    """Bytes read and written by a pass, over all of its kernels. Raises RuntimeError with ncu's message."""
     child = [sys.executable, "-m", "bench.attention.bytes_moved", "--profiled", name, direction]
     options = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--print-units", "base"]
     command = ["ncu", *options, "--metrics", ",".join(METRICS.values()), *child]

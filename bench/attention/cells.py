@@ -86,7 +86,7 @@ def try_out(
         errors = [((x - e).norm() / e.norm()).item() for x, e in zip(heads, expected, strict=True)]
         row["error"] = dict(zip(("out", "dq", "dk", "dv"), errors, strict=True))
     del out, gradients
-    release(device)  # garbage that is freed during the step would make its memory look smaller
+    release(device)  # garbage that is freed during the step would hide some of its memory
     begin = time.perf_counter()
     row["extra_bytes"] = peak_bytes(lambda: torch.autograd.grad(attend(*inputs), inputs, dout), device)
     row["step_s"] = round(time.perf_counter() - begin, 6)
@@ -94,7 +94,7 @@ def try_out(
 
 
 def reference(problem: Problem, inputs: Sequence[Tensor], dout: Tensor) -> list[Tensor] | None:
-    """out, dq, dk, dv of the first head of the first sequence in fp32, by the formula; None where they do not fit.
+    """out, dq, dk, dv of the first head of the first sequence in fp32, by the formula; None if memory does not suffice.
 
     Heads and sequences are independent, and so are their masks.
     """
@@ -125,7 +125,7 @@ def failure(error: Exception) -> Row:
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """Add to each row its speed over that of the fastest peer, of one problem: others' implementations only."""
+    """Add to each row of a problem its speed relative to the fastest peer, an implementation of another project."""
     for direction in ("forward", "backward"):
         peers = [row[direction]["tflops"] for row in rows if direction in row and not row["ours"]]
         for row in rows:

@@ -1,9 +1,9 @@
-"""What scores by formula cost on a GPU, over causal attention without one, and beside torch's compiled Flex.
+"""The time of score formulas on a GPU, relative to causal attention, and beside torch's compiled FlexAttention.
 
     python -m bench.attention.formulas                head size 128, 8 heads, 16k tokens, bf16
     python -m bench.attention.formulas --quick        without Flex and dropout
 
-A process for each formula compiles it first, all at the same time; then all are timed in turns.
+First each formula compiles in a separate process, all at the same time. Then all are timed in turns.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ROWS = (
 
 
 def passes(row: Row, implementation: str, T: int, D: int, dropout: float) -> tuple[Callable[[], Tensor], Callable]:
-    """What runs a row's forward, and its backward for what that returns."""
+    """The forward pass of a row, and a backward pass for its output."""
     torch.manual_seed(0)
     q, k, v, do = torch.randn(4, 1, H, T, D, device="cuda", dtype=torch.bfloat16)
     with torch.device("cuda"):
@@ -84,7 +84,7 @@ def warm(number: int, T: int, D: int, dropouts: Sequence[float]) -> None:
 
 
 def warm_all(T: int, D: int, dropouts: Sequence[float]) -> None:
-    """`warm` all rows, each in a process of its own."""
+    """`warm` all rows, each in a separate process."""
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=warm, args=(number, T, D, dropouts)) for number in range(len(ROWS))]
     for worker in workers:
@@ -103,7 +103,7 @@ def measured(rows: Sequence[Row], implementation: str, T: int, D: int, dropout: 
             out = forward()
             backward(out)
             calls[row.name] = forward, partial(backward, out)
-        except Exception as error:  # a line of the table, not the end of it
+        except Exception as error:  # becomes a line of the table
             failed[row.name] = error
     directions = [
         interleaved({name: partial(identity, pair[n]) for name, pair in calls.items()}, device, SECONDS) | failed
@@ -117,7 +117,7 @@ def identity(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def milliseconds(results: tuple[Result, Result]) -> tuple[float, float] | str:
-    """Of forward and backward, or why there are none."""
+    """Milliseconds of forward and backward, or the reason why there are none."""
     for result in results:
         if isinstance(result, Exception):
             return str(result).splitlines()[0][:60]

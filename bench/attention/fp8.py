@@ -3,10 +3,10 @@
     python -m bench.attention.fp8                      about a minute on an H200
     python -m bench.attention.fp8 --lengths 4096 --heads 128
 
-Tokens of a batch and hidden size as in bench.attention, causal. Times of fp8 include the quantisation: that of k and v,
-and the kernel that follows, which quantises q itself, are also timed each by itself. Errors are relative,
-||x - x_fp64|| / ||x_fp64||, on standard normal inputs and on inputs with outliers (one number in a thousand ten times
-as large, as in FlashAttention-3, section 4.3), with every key visible.
+Causal, with the tokens of a batch and the hidden size of bench.attention. Times of fp8 include the quantisation. The
+quantisation of k and v, and the attention kernel, which quantises q, are also timed separately. Errors are relative,
+||x - x_fp64|| / ||x_fp64||, with every key visible, on standard normal inputs and on inputs with outliers (one number
+in a thousand is ten times as large, as in FlashAttention-3, section 4.3).
 
 Results go to bench/results/fp8-<device>.json.
 """
@@ -41,13 +41,13 @@ IDENTITY = ("name", "head_size", "length", "inputs")
 
 
 def attention(precision: ProductPrecision) -> Callable[..., Tensor]:
-    """out of q, k and v, by attention=flash."""
+    """A function from q, k and v to the output of attention=flash."""
     attend = build_attention(AttentionConfig("flash", precision=precision))
     return lambda q, k, v, **options: attend(q, k, v, **options).out
 
 
 def unprepared(call: Callable[[], object]) -> Callable[[], object]:
-    """A preparation, as `interleaved` takes it, that prepares nothing."""
+    """The preparation of a call that needs none, for `interleaved`."""
     return call
 
 

@@ -1,10 +1,10 @@
-"""The kernel paths of attention=flash, each forced: the measurements behind attention.path=auto.
+"""The speed of each kernel path of attention=flash: the measurements behind attention.path=auto.
 
     python -m bench.attention.kernel_paths                           every variant: about five minutes on an H200
     python -m bench.attention.kernel_paths --variants window alibi --heads 64 --dropout 0 --lengths 4096 16384
 
-The problems are those of bench.attention. Results go to bench/results/kernel-paths-<device>.json after each, and
-replace earlier ones of the same problem. At the end they are printed as a table.
+Measures the problems of bench.attention. After each problem its result replaces the earlier one in
+bench/results/kernel-paths-<device>.json. At the end all are printed as a table.
 """
 
 from __future__ import annotations

@@ -59,12 +59,12 @@ class Problem:
 
     @property
     def score(self) -> Score:
-        """The visible keys, and the changes of scores."""
+        """Which keys a query sees, and how scores are changed."""
         return VARIANTS[self.variant]
 
     @property
     def dropout_key(self) -> DropoutKey:
-        """KEY as a training step has it: what changes from step to step lies on the device."""
+        """KEY as in a training step: fields that change from step to step are tensors on the device."""
         seed, step, first_sequence = (
             torch.tensor(x, device=self.device) for x in (KEY.seed, KEY.step, KEY.first_sequence)
         )
@@ -78,8 +78,8 @@ class Problem:
         return documents(starts.expand(sequences, -1).contiguous())
 
     def tensors(self) -> tuple[list[Tensor], Tensor]:
-        """Inputs and the gradient of out: q, k and v, (B, H, T, D), laid out as in a model, as views of (B, T, H, D);
-        with sinks also (H,) fp32."""
+        """q, k and v, (B, H, T, D), with sinks also (H,) fp32, and the gradient of out. All but the sinks are views of
+        tensors (B, T, H, D), as in a model."""
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (self.B, self.T, self.H, self.D)
         q, k, v, dout = (
@@ -90,7 +90,7 @@ class Problem:
         return [x.requires_grad_() for x in (q, k, v, *sinks)], dout
 
     def flops(self) -> tuple[float, float]:
-        """Floating-point operations of a forward and of a backward pass, with two and five products.
+        """Floating-point operations of a forward pass with two matrix products and of a backward pass with five.
 
         Only visible keys count, so the causal mask halves both.
         """
@@ -106,9 +106,9 @@ class Candidate:
 
     label   for tables and figures
     build   the call for a problem; raises UnsupportedAttention with the reason where there is none
-    ours    whether it belongs to this project and is no peer
-    replays whether it drops by this project's mask, so that its error with dropout is known
-    path    the kernels that a problem gets, by name, where there are several kinds
+    ours    whether it belongs to this project
+    replays whether it uses this project's dropout mask, so that its error with dropout can be measured
+    path    the name of the kernels that compute a problem, where there are several
     """
 
     label: str
@@ -119,7 +119,7 @@ class Candidate:
 
 
 def attention_shape(problem: Problem) -> AttentionShape:
-    """The problem as an implementation of attention/ is asked about it."""
+    """The problem as attention/ describes it."""
     documents = problem.variant == "documents"
     return AttentionShape(
         problem.D, problem.H, problem.H, problem.dtype, problem.device, (problem.score,), documents=documents
@@ -186,7 +186,7 @@ def from_package(module: str, has_dropout: bool, deterministic: bool = False) ->
 
 
 class Package(NamedTuple):
-    """One of FlashAttention's packages: its module, its name on PyPI, and what is asked of it."""
+    """One of FlashAttention's packages: its module, its name on PyPI, and the options of its call."""
 
     label: str
     module: str
@@ -224,9 +224,9 @@ def candidates() -> dict[str, Candidate]:
 
 
 def installed(module: str) -> bool:
-    """Whether a module that has code could be imported.
+    """Whether a module can be imported.
 
-    A folder alone is none: FlashAttention-4 lies in flash_attn/, where FlashAttention-2 would be.
+    A folder without code does not count: FlashAttention-4 installs into flash_attn/, FlashAttention-2's folder.
     """
     try:
         spec = find_spec(module)

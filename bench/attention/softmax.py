@@ -3,8 +3,8 @@
     python -m bench.attention.softmax           half a minute
 
 Milakov and Gimelshein (2018), figures 1 and 2: softmax of the rows of a matrix, of 4,000 rows and of 10. A program
-walks over its row in tiles. Native softmax does so twice (the sum, the result), safe softmax three times (the maximum,
-the sum, the result), online softmax twice (maximum and sum at once, the result). torch's softmax is timed with them.
+walks over its row in tiles: twice for native softmax (sum, result), three times for safe softmax (maximum, sum, result)
+and twice for online softmax (maximum and sum together, result). torch's softmax is timed with them.
 """
 
 from __future__ import annotations

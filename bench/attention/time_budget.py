@@ -1,4 +1,4 @@
-"""Predicts from shorter problems which ones would take too long."""
+"""Predicts from shorter problems which longer ones would take too long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Row = dict[str, Any]
 
 
 class TooSlow(Exception):
-    """A step was not tried, because it would take too long."""
+    """A step was skipped, because it would take too long."""
 
 
 class TimeBudget:
@@ -21,7 +21,7 @@ class TimeBudget:
         self.seen: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
 
     def learn(self, rows: Iterable[Row]) -> None:
-        """Remember what was measured."""
+        """Remember the times of measured rows."""
         for row in rows:
             if "step_s" in row:
                 self.seen.setdefault(self.series(row), []).append((row["length"], row["step_s"]))

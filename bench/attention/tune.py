@@ -1,4 +1,4 @@
-"""Find the block sizes of attention/flash/configs.py on the GPU at hand.
+"""Find the best block sizes for attention/flash/configs.py on this machine's GPU.
 
     python -m bench.attention.tune            # head sizes 64 and 128, dropout 0 and 0.1: about six minutes
     python -m bench.attention.tune --head 256 --dropout 0 --passes forward --lengths 2048 --out tune.json
@@ -47,7 +47,7 @@ TOKENS, HIDDEN = 16384, 2048
 LIMIT_S = 120.0  # for compiling and checking a candidate
 MASKS = ["causal", "full", "window", "alibi", "soft_cap"]
 KEY = DropoutKey(seed=1337, step=3, layer=1, first_sequence=0)
-# Products of T x T x D in each pass, and how many of them the usual count of FLOPs has: dq and dk/dv share five.
+# Products of T x T x D in each pass, and the number that the usual count of FLOPs gives it: dq and dk/dv share five.
 FLOPS = {"forward": 4.0, "dq": 4.0, "dkdv": 6.0}
 
 
@@ -78,7 +78,7 @@ def candidates(heads: list[int], masks: list[str], rates: list[float], kernels: 
 
 
 def problem_of(candidate: Candidate) -> tuple[int, str, float, str]:
-    """The problem that a candidate competes on."""
+    """The problem that a candidate solves."""
     return candidate[:4]
 
 
@@ -138,7 +138,7 @@ def attempt(candidate: Candidate, reply: Connection) -> None:
 
 
 def survivors(all_candidates: list[Candidate]) -> tuple[list[Candidate], dict[Candidate, str]]:
-    """The candidates that compile, run and are correct; and why the others were left out."""
+    """The candidates that compile, run and are correct, and the reasons why the others are left out."""
     fork = multiprocessing.get_context("fork")  # CUDA is not initialised in this process yet
     waiting = list(reversed(all_candidates))
     running: dict[Any, tuple[Candidate, Any, float]] = {}

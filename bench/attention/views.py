@@ -78,7 +78,7 @@ def length_of(row: Row) -> str:
 
 
 def notes(rows: Sequence[Row]) -> Iterator[str]:
-    """The times of first calls, and each reason for empty cells once; cells show where memory or time ran out."""
+    """The times of first calls, and each reason for empty cells once. Cells themselves say "OOM" or "slow"."""
     first = {
         label: max((row.get("first_call_s", 0.0) for row in cells), default=0.0) for label, cells in named(rows).items()
     }
@@ -91,7 +91,7 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def speed_cell(row: Row) -> str:
-    """TFLOP/s of both passes, for flash with the ratio to the fastest peer; or why there are none."""
+    """TFLOP/s of both passes, for flash with the ratio to the fastest peer; or the reason why there are none."""
     if row["status"] != "measured":
         return SHORT[row["status"]]
     ratio = row["name"] == "flash" and "of_fastest_peer" in row["forward"]
@@ -132,7 +132,7 @@ def charts(rows: Sequence[Row], stem: str) -> Iterator[Chart]:
 
 
 def chart_of(rows: Sequence[Row], kind: str, head_size: int, variant: str) -> Chart | None:
-    """One of KINDS for a head size and mask; None where no row has such a value."""
+    """The figure of one of KINDS for a head size and mask; None where no row has such a value."""
     shown = with_naive([row for row in rows if row["head_size"] == head_size and row["variant"] == variant])
     if all(value_of(kind)(row) is None for row in shown):
         return None

@@ -1,12 +1,12 @@
 """The runs of train.py that the documents show, recorded in bench/results/<experiment>-<device>.json.
 
     python -m bench.experiments variants               its twelve runs, one after the other
-    python -m bench.experiments parity --only flash    those whose case has a value "flash"
+    python -m bench.experiments parity --only flash    only runs whose case has a value "flash"
     python -m bench.experiments optimizers:cpu         on a CPU
     python -m bench.experiments shakespeare -- data=text data.path=input.txt data.tokenizer=bytes
 
-Each run is a separate process, whose output is shown. Words after -- are further overrides for all of them. A row has
-the run's case, its overrides and its results; running out of memory is one. bench/experiments/cases.py lists the runs.
+Each run is a separate process, whose output is shown. Words after -- are further overrides of all runs. A row has the
+run's case, its overrides and its results; running out of memory is a result. bench/experiments/cases.py lists the runs.
 """
 
 from __future__ import annotations

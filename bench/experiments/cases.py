@@ -42,7 +42,7 @@ def default() -> Iterator[Run]:
 
 
 def optimizers_on_a_cpu() -> Iterator[Run]:
-    """AdamW and Muon with the default model, and the moving average of either's weights."""
+    """AdamW and Muon with the default model, and the moving average of their weights."""
     for name, overrides in {"adamw": "", "adamw 6e-3": "optimizer.lr=6e-3", "muon": "optimizer=muon"}.items():
         yield Run({"optimizer": name}, f"{ON_A_CPU} training.ema=0.99 {overrides}")
 
@@ -113,7 +113,7 @@ def break_it() -> Iterator[Run]:
 
 
 def crossover() -> Iterator[Run]:
-    """experiment=crossover with GPT-2, without the length that naive has no memory for."""
+    """experiment=crossover with GPT-2, without the length for which naive runs out of memory."""
     shape = f"{of('crossover')} {GPT2} training.batch_tokens=32768 training.steps=12"
     for attention, seq_len in product(("naive", "sdpa", "flash"), (256, 512, 1024, 2048, 4096, 8192)):
         if (attention, seq_len) != ("naive", 8192):
@@ -201,7 +201,7 @@ def of(experiment: str) -> str:
     return f"experiment={experiment} hydra.mode=RUN"
 
 
-# the name on the command line -> its runs; the result file has the same name, without what follows a colon
+# the name on the command line -> its runs; the result file has the part of the name before the colon
 EXPERIMENTS: dict[str, Callable[[], Iterator[Run]]] = {
     "default": default,
     "optimizers:cpu": optimizers_on_a_cpu,

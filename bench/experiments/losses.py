@@ -1,4 +1,4 @@
-"""README's first figure: the losses of flash and naive with dropout, and their distance next to that of two seeds."""
+"""README's first figure: the losses of flash and naive with dropout, and their distance beside two seeds' distance."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ PACKAGES = ("torch", "transformers", "sympy", "scipy", "pandas")
 
 
 def sources(cache: Path) -> Path:
-    """A folder with the .py files of those of PACKAGES that are installed, as .txt files; copied once."""
+    """A folder with the .py files of all installed PACKAGES, copied once as .txt files."""
     folder = cache / "python-sources"
     if not folder.exists():
         partial = folder.with_suffix(".partial")

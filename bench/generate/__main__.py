@@ -11,8 +11,8 @@ CUDA graphs are not. Runs alternate, and the median counts; many prompts run onc
 
 one    one prompt of 337 tokens, continued by 512 (60 on a CPU). transformers has its static cache, compiled, on a GPU,
        and its default cache on a CPU
-many   256 prompts of 16 to 900 tokens, 256 more each, all at a time. transformers gets them as a batch, padded on the
-       left, and adds the first 128, as its time is long
+many   256 prompts of 16 to 900 tokens, each continued by 256, all at a time. transformers gets them as a batch, padded
+       on the left, and adds only 128, because it takes long
 
 Results go to bench/results/generate-<device>.json.
 """
@@ -44,7 +44,7 @@ PROMPT, PROMPTS, SHORTEST, LONGEST, ADDED = 337, 256, 16, 900, 256
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=0.8, top_k=50)
 
 Prompts = list[list[int]]
-Run = Callable[[], int]  # the tokens that were added
+Run = Callable[[], int]  # returns the number of added tokens
 
 
 def random_prompts(lengths: Sequence[int]) -> Prompts:
@@ -54,7 +54,7 @@ def random_prompts(lengths: Sequence[int]) -> Prompts:
 
 
 def ours(model: GPT, prompts: Prompts, added: int, sampling: Sampling, dtype: torch.dtype, compile: bool) -> Run:
-    """This project's engine, which has run once."""
+    """This project's engine, after one run."""
     requests = [Request(prompt, added) for prompt in prompts]
     engine = Engine(model, requests, sampling, slots=len(prompts), dtype=dtype, compile=compile)
 
@@ -69,7 +69,7 @@ def ours(model: GPT, prompts: Prompts, added: int, sampling: Sampling, dtype: to
 
 
 def theirs(prompts: Prompts, added: int, device: torch.device, dtype: torch.dtype, warm_up: int, **options: Any) -> Run:
-    """transformers' `generate`, greedy, which has added `warm_up` tokens before."""
+    """transformers' greedy `generate`, after it has added `warm_up` tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_positions=SEQ_LEN, eos_token_id=None, bos_token_id=None, pad_token_id=0)

@@ -1,10 +1,10 @@
-"""The share of a GPU's memory bandwidth that attention to a cache reaches, and the share of torch's kernels.
+"""The share of a GPU's memory bandwidth that attention to a cache reaches, beside torch's kernels.
 
     python -m bench.generate.decode           a minute
 
-One new token of each sequence attends to its whole cache, in bf16, with 32 query and 8 key heads of 128. Keys and
-values are read once, which no kernel can avoid, so their bytes over its time are compared with the bandwidth of a copy
-in the same run. Pages lie in memory in random order. Results go to bench/results/decode-<device>.json.
+One new token of each sequence attends to its whole cache, in bf16, with 32 query and 8 key heads of 128. Every kernel
+must read keys and values once, so a kernel's bandwidth is their bytes over its time. It is compared with the bandwidth
+of a copy in the same run. Pages lie in memory in random order. Results go to bench/results/decode-<device>.json.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def candidates(q: Tensor, cache: Cache) -> dict[str, Callable[[], Tensor]]:
                 return scaled_dot_product_attention(q, cache.k, cache.v, enable_gqa=True)
 
         calls[name] = sdpa
-    # Without a block mask FlexAttention has one block of all keys, which it does not share out.
+    # Without a block mask FlexAttention treats all keys as one block, which it does not split among programs.
     keys = cache.capacity
     mask = create_block_mask(lambda b, h, i, j: j < keys, None, None, 1, keys, device=q.device)
     compiled = torch.compile(flex_attention, dynamic=False)

@@ -1,4 +1,4 @@
-"""The compiled GPU kernels, and a record of them that says which kernels a measurement ran."""
+"""The compiled GPU kernels, and a committed record of them that identifies the kernels of a measurement."""
 
 from bench.kernels.record import GROUPS, kernel_digests
 

@@ -1,7 +1,7 @@
-"""Compile the GPU kernels without a GPU, compare what they take with bench/kernels/record.json, and renew it.
+"""Compile the GPU kernels without a GPU, compare their resources with bench/kernels/record.json, and renew the record.
 
     python -m bench.kernels             all of them, with the installed Triton: some minutes on two cores
-    python -m bench.kernels --changed   those whose sources changed since, and one of each kind
+    python -m bench.kernels --changed   kernels whose sources changed since, and one of each kind
     python -m bench.kernels --check     write nothing
 
 No kernel may take more registers, spill more or have more serialised products than recorded, none may outgrow its GPU,
@@ -24,7 +24,7 @@ from bench.kernels.compiler import REGISTERS, SHARED, Kernel, Report
 from bench.kernels.grid import changed, compile_all, kernels, one_of_each_kind
 from bench.kernels.record import FILE, Entry, Figures, Record, digests_of_files
 
-NEW = Figures("", REGISTERS, 0, 0, 0)  # the bound of a kernel that no record has
+NEW = Figures("", REGISTERS, 0, 0, 0)  # the bound of a kernel that is not in the record
 
 
 def faults(kernel: Kernel, report: Report) -> Iterator[str]:
@@ -42,14 +42,14 @@ def faults(kernel: Kernel, report: Report) -> Iterator[str]:
 
 
 def bound(record: Record, kernel: Kernel, version: str) -> Figures | None:
-    """What a kernel may take: nothing is known of unchanged ones that a Triton has not compiled yet."""
+    """The most that a kernel may use; None for an unchanged kernel that this Triton version has not compiled yet."""
     if record.has(kernel.name, kernel.sources):
         return record.kernels[kernel.name].versions.get(version)
     return record.bound(kernel.name, version) or NEW
 
 
 def growth(kernel: Kernel, report: Report, bound: Figures) -> Iterator[str]:
-    """What a kernel takes more of than its bound."""
+    """A sentence for each resource of which a kernel uses more than its bound."""
     for field, unit in (
         ("registers", "registers a thread"),
         ("spilled", "spilled bytes"),
@@ -61,7 +61,7 @@ def growth(kernel: Kernel, report: Report, bound: Figures) -> Iterator[str]:
 
 
 def renewed(record: Record, today: dict[str, Kernel], reports: dict[str, Report], version: str) -> Record:
-    """The record of today's kernels with new reports. What is recorded of changed ones becomes a bound."""
+    """The record of today's kernels with new reports. The old figures of changed kernels become bounds."""
     entries: dict[str, Entry] = {}
     for name, kernel in today.items():
         entry = record.kernels.get(name, Entry(kernel.sources, {}))
@@ -75,7 +75,7 @@ def renewed(record: Record, today: dict[str, Kernel], reports: dict[str, Report]
 
 
 def other_code(record: Record, reports: dict[str, Report], version: str) -> Iterator[str]:
-    """The kernels that are not compiled to what is recorded, although their sources are the same."""
+    """The kernels whose PTX differs from the recorded one, although their sources are the same."""
     for name, report in reports.items():
         known = record.kernels[name].versions.get(version)
         if known is not None and known.ptx and report.figures != known:
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None, file: Path = FILE) -> int:
     )
     parser.add_argument("--changed", action="store_true", help="only what changed since, and one kernel of each kind")
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--accept-growth", action="store_true", help="record kernels that take more")
+    parser.add_argument("--accept-growth", action="store_true", help="record kernels that use more registers")
     args = parser.parse_args(arguments)
     if triton.knobs.runtime.interpret:
         parser.error("kernels are compiled, and TRITON_INTERPRET=1 asks for the interpreter; unset it")

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels without a GPU, and reports what each of them takes.
+"""Compiles Triton kernels without a GPU, and reports the registers and memory that each of them uses.
 
 The launch functions are called on tensors in the CPU's memory. `collect` notes which kernels they would compile, and
 `compiled` compiles one of them. Triton chooses between compiler and interpreter when it is imported: TRITON_INTERPRET
@@ -41,8 +41,8 @@ class Launch(NamedTuple):
 class Kernel(NamedTuple):
     """A kernel that a launch needs, before it is compiled.
 
-    name     in the record: that of its launch, and its function's
-    sources  digest of all that decides what is compiled, besides Triton: see `digest_of`
+    name     in the record: the launch's name, and the function's
+    sources  digest of everything that the compiled code depends on, besides Triton: see `digest_of`
     source, target, options  as triton.compile takes them
     """
 
@@ -56,7 +56,7 @@ class Kernel(NamedTuple):
 class Report(NamedTuple):
     """A compiled kernel.
 
-    figures   what the record holds of it
+    figures   for the record
     threads   of a program
     overlaps  offsets in shared memory of barriers that overlap other data
     """
@@ -135,9 +135,9 @@ def types(argument: Any) -> Any:
 
 @cache
 def code_of(function: JITCallable) -> str:
-    """A digest of a function, of those that it calls and of the constants that it names.
+    """A digest of a function, of the functions that it calls and of the constants that it names.
 
-    It differs from JITCallable.cache_key in what it ignores: comments, docstrings, and where in its file a function is.
+    Unlike JITCallable.cache_key it ignores comments, docstrings, and a function's place in its file.
     """
     function = getattr(function, "__func__", function)
     source = code(function.src)
@@ -155,10 +155,10 @@ class Calls(DependenciesFinder):
 
 
 def compiled(kernel: Kernel) -> Report:
-    """Compile a kernel. ptxas says what it takes."""
+    """Compile a kernel, and read from ptxas's output what it uses."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as log,
-        tempfile.TemporaryDirectory() as cache,  # to replace kernels in a larger one waits for the disk
+        tempfile.TemporaryDirectory() as cache,  # replacing kernels in a larger cache waits for the disk
         mock.patch.object(triton.knobs.cache, "dir", cache),
         mock.patch.object(triton.knobs.compilation, "disable_line_info", True),  # which takes a tenth of the time
         mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),

@@ -28,7 +28,7 @@ def kernels() -> dict[str, Kernel]:
 
 
 def changed(record: Record) -> list[str]:
-    """The kernels whose sources are not those of the record."""
+    """The kernels whose sources differ from the record's."""
     return [name for name, kernel in kernels().items() if not record.has(name, kernel.sources)]
 
 

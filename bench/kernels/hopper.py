@@ -47,7 +47,7 @@ def calls() -> dict[str, KernelCall]:
 
 
 def launches() -> Iterator[Launch]:
-    """Those of every shape of blocks that the lengths lead to, of 16-bit kernels and of those in 8 bits."""
+    """The launches of the 16-bit and the 8-bit kernels, for every shape of blocks that some length selects."""
     asked = calls()
     for D, (kind, call), dropout in itertools.product((64, 128, 256), asked.items(), (0.0, 0.1)):
         if kind == "wide_window" and D > 64:  # the blocks of a narrow one
@@ -78,7 +78,7 @@ def with_options(call: KernelCall, D: int, T: int, dropout: float) -> KernelCall
 
 
 def shapes(call: KernelCall, D: int, T: int) -> dict[str, Any]:
-    """The blocks of each direction. Sinks have no backward kernel of their own: it does not read them."""
+    """The blocks of each direction. Sinks need no separate backward kernel, because the backward does not read them."""
     q = torch.empty(1, 2, T, D, device="meta")
     problem = call.problem(q, q)
     blocks: dict[str, Any] = {"forward": forward_blocks(problem)}

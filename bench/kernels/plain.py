@@ -51,7 +51,7 @@ def calls() -> dict[str, KernelCall]:
 
 
 def launches(architecture: int) -> Iterator[Launch]:
-    """Those of an architecture. In fp32 a head size has one entry for all calls, which has everything at once."""
+    """The launches of an architecture. In fp32 a head size has one entry for all calls, which uses every option."""
     asked = calls()
 
     def launch_of(kind: str, key: ConfigKey, dtype: torch.dtype = torch.bfloat16) -> Launch:
@@ -82,9 +82,9 @@ def dropping(call: KernelCall) -> KernelCall:
 
 
 def lengths() -> Iterator[Launch]:
-    """Calls that differ in lengths, positions and, with the lengths, the number of heads that run at the same time.
+    """Calls that differ in lengths and positions and, with the lengths, in the number of heads that run at a time.
 
-    The lengths are those that Triton specialises kernels for by default: 1, multiples of 16 and others.
+    Triton by default specialises kernels for three kinds of length: 1, multiples of 16 and others.
     """
     for n, (queries, keys) in enumerate(itertools.product((1, 16, 17, 48, 100), repeat=2)):
         call = KernelCall(CAUSAL._replace(offsets=True), Inputs(), q_start=n - 1, k_start=16 * (n % 2))
@@ -96,7 +96,7 @@ def lengths() -> Iterator[Launch]:
 def launch(
     architecture: int, key: ConfigKey, call: KernelCall, dtype: torch.dtype, queries: int = T, keys: int = T
 ) -> None:
-    """A forward with the blocks chosen for `key`, and a backward where the GPU has one. That does not read sinks."""
+    """A forward with the blocks for `key` and, where the GPU has one, a backward, which does not read sinks."""
 
     def tensor(heads: int, length: int) -> Tensor:
         return torch.empty(B, length, heads, key.head_dim, dtype=dtype).transpose(1, 2)

@@ -1,12 +1,12 @@
-"""The record of compiled kernels, bench/kernels/record.json: what each is compiled from, and what it takes.
+"""The record of compiled kernels, bench/kernels/record.json: the sources of each, and the resources that it uses.
 
-A kernel is written `group/kind/case/function`. For each it holds a digest of its sources, and for each Triton version
-the digest of its PTX, registers of a thread, bytes that it spills, bytes of shared memory, and how often ptxas warned
-of serialised products. For each group it holds a digest of the files that the kernels come from.
+A kernel's name is `group/kind/case/function`. The record holds a digest of its sources and, for each Triton version, a
+digest of its PTX, registers of a thread, bytes that it spills, bytes of shared memory, and the number of ptxas's
+warnings of serialised products. For each group it holds a digest of the files that the kernels come from.
 
-`kernel_digests` says from it which kernels a measurement ran. `python -m bench.release --status` compares a recorded
-digest with today's, and so tells which results are older than the kernels that they measured. Where the record is up
-to date the digest follows from PTX: moved or renamed code, whose PTX stays, leaves results valid.
+A result file holds the `kernel_digests` of its measurement. `python -m bench.release --status` compares them with
+today's and lists the results that are older than their kernels. Where the record is up to date, a digest depends on
+PTX alone: moving or renaming code, which leaves the PTX the same, leaves results valid.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GROUPS = {
 
 
 class Figures(NamedTuple):
-    """What a kernel takes. `ptx` is empty where its sources changed since, and the rest is but a bound."""
+    """What a kernel uses. `ptx` is empty where its sources have changed since; the other figures are then bounds."""
 
     ptx: str
     registers: int
@@ -42,7 +42,7 @@ class Figures(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A kernel in the record: the digest of its sources, and Triton version -> what it takes."""
+    """A kernel in the record: the digest of its sources, and Triton version -> figures."""
 
     sources: str
     versions: dict[str, Figures]
@@ -80,7 +80,7 @@ class Record(NamedTuple):
         write_atomically(path, f'{{\n "files": {json.dumps(self.files)},\n "kernels": {{\n{kernels}\n }}\n}}\n')
 
     def bound(self, name: str, version: str) -> Figures | None:
-        """What a kernel may take with a Triton version: what is recorded, or the most with other versions."""
+        """The most that a kernel may use with a Triton version: the record's figures, or the most of other versions."""
         entry = self.kernels.get(name)
         if entry is None or version in entry.versions:
             return entry and entry.versions[version]
@@ -88,11 +88,11 @@ class Record(NamedTuple):
         return Figures("", *map(max, columns))
 
     def has(self, name: str, sources: str) -> bool:
-        """Whether it has a kernel with these sources."""
+        """Whether the record has a kernel with these sources."""
         return name in self.kernels and self.kernels[name].sources == sources
 
     def digest(self, group: str) -> str | None:
-        """A digest of the PTX of a group's kernels, with the last Triton version for which it knows all."""
+        """A digest of the PTX of a group's kernels, with the newest Triton version that compiled all of them."""
         entries = {name: entry for name, entry in sorted(self.kernels.items()) if name.startswith(f"{group}/")}
         versions = sorted({version for entry in entries.values() for version in entry.versions})
         none = Figures("", 0, 0, 0, 0)
@@ -105,7 +105,7 @@ class Record(NamedTuple):
 def kernel_digests(root: Path = ROOT) -> dict[str, str]:
     """group -> digest of its kernels, of GROUPS, in the checkout at `root`.
 
-    It is made of their PTX, or of their files where these changed since `make kernels` renewed the record.
+    Computed from their PTX, or from their files where these changed since `make kernels` renewed the record.
     """
     record, digests = Record.read(root / FILE.relative_to(ROOT)), digests_of_files(root)
     return {

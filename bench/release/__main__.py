@@ -3,12 +3,12 @@
     python -m bench.release              every part that is missing or out of date, and that this machine can measure
     python -m bench.release --minutes 9  as many of them as fit in nine minutes; the next call continues
     python -m bench.release --part fp8   one part, or several, whatever their state
-    python -m bench.release --status     what is missing, or older than the GPU kernels that it measured
+    python -m bench.release --status     results that are missing, or older than the GPU kernels that they measured
     python -m bench.release --list       the parts, their minutes and their commands
 
-A part is a benchmark's command. It adds its rows to bench/results/, and its measurement: commit, machine, date,
-versions, and a digest of the kernels. Parts can run on different days: what is up to date is not measured again, and an
-interrupted part begins anew. Afterwards `make tables` prints the tables.
+A part is a benchmark's command. It adds rows to bench/results/, with the commit, machine, date, versions and a digest
+of the kernels. Parts can run on different days: a part that is up to date is skipped, and an interrupted part begins
+anew. Afterwards `make tables` prints the tables.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Runner = Callable[[Part], bool]  # measures a part; returns whether it succeeded
 
 
 def states(folder: Path) -> dict[str, Status]:
-    """part -> its state, on this machine's devices; without a GPU, on those of the documents."""
+    """part -> its state, on this machine's devices or, without a GPU, on the devices of the documents."""
     gpu = device_name(torch.device("cuda")) if torch.cuda.is_available() else "NVIDIA H200"
     devices = {True: gpu, False: device_name(torch.device("cpu"))}
     digests = kernel_digests()
@@ -45,7 +45,7 @@ def states(folder: Path) -> dict[str, Status]:
 
 
 def show_status(console: Console, statuses: dict[str, Status]) -> None:
-    """A line for each part: its state, the measurement it has, and what this machine lacks for a new one."""
+    """Print a line for each part: its state, its last measurement, and what this machine lacks for a new one."""
     view = Table("part", "state", "measured", "commit", "this machine lacks", title=f"{len(PARTS)} parts")
     for part in PARTS:
         state, head = statuses[part.name]
@@ -58,7 +58,7 @@ def show_status(console: Console, statuses: dict[str, Status]) -> None:
 
 
 def show_list(console: Console, statuses: dict[str, Status]) -> None:
-    """A line for each part: estimated minutes, those it took, and its command."""
+    """Print a line for each part: estimated minutes, the minutes of its last measurement, and its command."""
     view = Table("part", "minutes", "took", "GPUs", "command")
     for part in PARTS:
         took = statuses[part.name].minutes
@@ -75,7 +75,7 @@ def run(part: Part) -> bool:
 
 
 def measure(parts: Sequence[Part], runner: Runner, minutes: float | None) -> list[str]:
-    """Measure parts one after the other, only those that fit into `minutes`. Returns the names of those that failed."""
+    """Measure the parts that fit into `minutes`, one after the other. Returns the names of the parts that failed."""
     begin, failed = time.monotonic(), []
     for n, part in enumerate(parts, 1):
         spent = (time.monotonic() - begin) / 60
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None, runner: Runner = run, folder: P
     names = {part.name: part for part in PARTS}
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--part", nargs="+", choices=names, metavar="NAME", help="these parts, whatever their state")
-    what.add_argument("--status", action="store_true", help="what is missing or out of date")
+    what.add_argument("--status", action="store_true", help="list results that are missing or out of date")
     what.add_argument("--list", action="store_true", help="the parts and their commands")
     parser.add_argument("--minutes", type=float, help="begin only parts that fit in this time")
     args = parser.parse_args(arguments)

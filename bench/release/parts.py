@@ -22,7 +22,7 @@ class Part(NamedTuple):
     minutes  about how long it takes on an H200, or on two CPU cores
     gpus     how many GPUs it needs; 0: a CPU
     kernels  the groups of GPU kernels that it measures, of bench/kernels/
-    needs    what else it needs: a program, a package or a folder; nothing if empty
+    needs    a program, a package or a folder that it also needs; empty: nothing
     """
 
     name: str
@@ -170,7 +170,7 @@ PARTS = (
 
 
 def missing(part: Part, gpus_here: int) -> str:
-    """What this machine lacks for a part; nothing if it can run it."""
+    """What this machine lacks for a part; empty if it can run the part."""
     if part.gpus > gpus_here:
         return f"{part.gpus} GPUs" if part.gpus > 1 else "a GPU"
     if not part.needs or shutil.which(part.needs) or Path(part.needs).is_dir():

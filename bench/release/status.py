@@ -1,4 +1,4 @@
-"""What a release still has to measure: for each part, whether its result is there and younger than its kernels."""
+"""The state of each part of a release: whether it has a result, and whether the result is newer than the kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UP_TO_DATE = "up to date"
 
 
 class Status(NamedTuple):
-    """The state of a part in words, and the measurement it speaks of, if there is one."""
+    """The state of a part in words, and the measurement it refers to, if there is one."""
 
     state: str
     measurement: Row | None = None
@@ -47,7 +47,7 @@ def status(part: Part, path: Path, digests: Mapping[str, str]) -> Status:
 
 
 def state_of(head: Row, part: Part, digests: Mapping[str, str]) -> str:
-    """The state of a part that this measurement measured."""
+    """The state of a part with this measurement."""
     if head["ended"] is None:
         return "interrupted"
     if head["dirty"]:
@@ -59,6 +59,6 @@ def state_of(head: Row, part: Part, digests: Mapping[str, str]) -> str:
 
 
 def repeats(recorded: str, command: str) -> bool:
-    """Whether a recorded command is a part's, or a part's with further overrides, such as a local text."""
+    """Whether a recorded command is a part's command, also with further overrides such as a local text."""
     words = recorded.removeprefix("python -m ")
     return words == command or (words.startswith(f"{command} -- ") and words not in [part.command for part in PARTS])

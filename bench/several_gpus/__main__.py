@@ -7,17 +7,16 @@
     bits      50 steps of 4 x 32 x 1,024 tokens, replicated and sharded: a digest of losses, norms and final weights
     eager     50 steps of 4 x 8 x 1,024 tokens, not compiled: likewise
     quarter   one sequence of 262,144 tokens over all GPUs
-    half      one of 524,288: on two GPUs, each has as much of it as one of four has of a million
+    half      one of 524,288: on two GPUs, the length per GPU of `million` on four
     million   one of 1,048,576
-    four      one of 4,194,304 over four GPUs, or as much of one on each of two: a single step, whose time includes
-              compiling
+    four      one of 4,194,304 over four GPUs, or half of that over two: a single step, whose time includes compiling
     xl        GPT-2 XL, 16 x 1,024 tokens per GPU, sharded, and each GPU separately
-    xl-long   GPT-2 XL, one sequence of 1,048,576 tokens over four GPUs, or as much of one on each of two, sharded, the
-              residual stream in bf16: a single step, whose time includes compiling
+    xl-long   GPT-2 XL, one sequence of 1,048,576 tokens over four GPUs, or half of that over two, sharded, the residual
+              stream in bf16: a single step, whose time includes compiling
 
-Steps run without waiting for each other, as in train.py; a speed is the median of several groups of them. Every number
-of GPUs is one torchrun of this file. Each case's row goes to bench/results/several-gpus-<device>.json when it ends. A
-sequence of 131,072 tokens or more has a row after its first step already, whose time includes compiling.
+Steps run without waiting for each other, as in train.py; a speed is the median of several groups of steps. Each number
+of GPUs is one torchrun of this file. A case's row goes to bench/results/several-gpus-<device>.json at its end. A case
+with a sequence of 131,072 tokens or more also writes a row after its first step, whose time includes compiling.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def build(case: Case, world: World, device: torch.device) -> Trainer:
 
 
 def micro_batches(trainer: Trainer, case: Case, step: int) -> list[Batch]:
-    """Random tokens, the same for a sequence of the step on whatever GPU it lies."""
+    """Random tokens; a sequence of the step has the same tokens on whichever GPU it is."""
     world = trainer.world
     drawn: list[Batch] = []
     for micro_step in range(trainer.micro_steps):
@@ -99,10 +98,10 @@ def micro_batches(trainer: Trainer, case: Case, step: int) -> list[Batch]:
 
 @dataclass(frozen=True)
 class Progress:
-    """What is known after a group of a case's steps.
+    """The state after a group of a case's steps.
 
     done      the number of steps so far
-    seconds   of one step: the median over the groups so far, without those that compile once there are others
+    seconds   of one step: the median over the groups so far; groups that compile count only while there are no others
     compiles  whether `seconds` includes compiling
     """
 
@@ -126,7 +125,7 @@ def train_in_groups(case: Case, train: Callable[[int, int], float]) -> Iterator[
 def measure(case: Case, world: World, device: torch.device) -> Iterator[Row]:
     """The row of a case, and before it, of a long sequence, one for the steps so far.
 
-    The speed is the mean over the GPUs. Those that are alone do not wait for the slowest, which the row tells too.
+    The speed is the mean over the GPUs. GPUs that work alone do not wait for the slowest, whose speed the row also has.
     """
     started = time.monotonic()
     torch.compiler.reset()
@@ -202,7 +201,7 @@ def work(path: Path, kinds: list[str], command: list[str]) -> None:
 
 
 def record(recorder: Recorder, row: Row) -> None:
-    """Add a row. A time that includes compiling replaces none that does not."""
+    """Add a row, unless its time includes compiling and the time of the earlier row does not."""
     earlier = recorder.earlier(row)
     if not row["compiles"] or earlier is None or earlier["compiles"]:
         recorder.add(row)
@@ -212,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the cases on each number of GPUs, and write their rows."""
     parser = command_line("bench.several_gpus", __doc__, "several-gpus")
     parser.add_argument("--cases", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--gpus", nargs="+", type=int, help="default: those of 1, 2 and 4 that there are")
+    parser.add_argument("--gpus", nargs="+", type=int, help="default: 1, 2 and 4, as far as this machine has them")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # what torchrun passes on
     parser.add_argument("--command", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

@@ -19,7 +19,7 @@ class Case:
     """One training to measure on some number of GPUs.
 
     sequences  of seq_len tokens in one micro-batch, on each GPU or, with context, on all
-    steps      first those that compile and record, then `groups` equal groups to time
+    steps      steps that compile and record, before `groups` equal groups of timed steps
     tokens     of one step; None: one micro-batch on each GPU
     """
 

@@ -1,4 +1,4 @@
-"""One commit with every supported release of torch, Triton and Python: `make stack`.
+"""Tests one commit with every supported release of torch, Triton and Python: `make stack`.
 
 noxfile.py at the top makes an environment for each pair of releases. In it `python -m bench.stack` runs.
 """

@@ -2,9 +2,9 @@
 
     python -m bench.stack
 
-Runs a selection of the tests, in Triton's interpreter, and compiles attention's kernels for several GPUs, none of which
-this machine needs to have: once for each Triton at a commit. Adds rows to bench/results/stack-tests-<CPU>.json
-and stack-kernels-<CPU>.json, and prints their tables. Fails if a test does, or if a kernel does not compile for one
+Runs a selection of the tests, in Triton's interpreter. Compiles attention's kernels for several GPUs, once for each
+Triton version at a commit; this machine needs none of these GPUs. Adds rows to bench/results/stack-tests-<CPU>.json
+and stack-kernels-<CPU>.json, and prints their tables. Fails if a test fails, or if a kernel does not compile for one
 of NVIDIA's GPUs.
 """
 
@@ -26,8 +26,8 @@ from bench.record import Recorder, command_line, command_of, measurement, result
 from bench.stack import NVIDIA, OTHERS
 from bench.tables.stack import kernels_of_each, pairs
 
-# What a release changes: the kernels and their operators, torch's compiler, its attention and optimizers, transformers,
-# Hydra, checkpoints.
+# Tests of the parts that depend on the releases: kernels and their operators, torch's compiler, its attention and
+# optimizers, transformers, Hydra, checkpoints.
 TESTS = (
     "tests/attention/test_flash.py",
     "tests/attention/test_interface.py",
@@ -67,7 +67,7 @@ def run_tests() -> dict[str, int]:
 
 
 def compile_kernels() -> dict[str, str]:
-    """GPU -> how many kernels compiled for it, or why one did not."""
+    """GPU -> the number of kernels that compiled for it, or the reason why one did not."""
     outcomes = {}
     for names in (NVIDIA, OTHERS):
         run = subprocess.run(

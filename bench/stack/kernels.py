@@ -1,4 +1,4 @@
-"""Compiles attention's kernels for GPUs that this machine need not have, and prints a JSON line for each GPU.
+"""Compiles attention's kernels for GPUs, which this machine need not have, and prints a JSON line for each GPU.
 
 TRITON_INTERPRET=0 python -m bench.stack.kernels sm_80 sm_90a
 
@@ -42,7 +42,7 @@ B, H, T, D = 1, 2, 4096, 128
 
 
 def calls(nvidia: bool) -> Iterator[KernelCall]:
-    """A causal call, and one with every score option and dropout: on AMD without the two that are written in PTX."""
+    """A causal call, and one with every score option and dropout; on AMD without soft cap and dropout: they use PTX."""
     yield KernelCall(Spec(Score(), D**-0.5), Inputs())
     documents, per_head = torch.zeros(B, T, dtype=torch.int32), torch.zeros(H)
     score = Score(window=1024, soft_cap=50.0 if nvidia else None, alibi=True, sinks=True)
@@ -65,7 +65,7 @@ def compiling(target: GPUTarget) -> Iterator[list[str]]:
 
     driver = SimpleNamespace(
         get_current_target=lambda: target,
-        get_current_device=lambda: str(target.arch),  # kernels are kept by device
+        get_current_device=lambda: str(target.arch),  # Triton caches kernels by device
         get_current_stream=lambda device: 0,
     )
     # Tiles by addresses, as for 8.0, spill less for gfx942 than by descriptors.

@@ -1,8 +1,8 @@
 """Print the tables of README and docs/ from bench/results/, and draw their figures. bench/tables/__init__.py says how
 to add one.
 
-    python -m bench.tables           what is not up to date
-    python -m bench.tables --check   only say what is not, with exit status 1
+    python -m bench.tables           print what is out of date
+    python -m bench.tables --check   only list what is out of date, with exit status 1
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/arena.md and docs/rankings.md: how often the arena is right, and what its sweeps say at toy size."""
+"""docs/arena.md and docs/rankings.md: how often the arena's verdict is right, and the results of small sweeps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ PUBLISHED = {
 
 @block("arena-rankings", "xeon:arena")
 def rankings(rows: Rows) -> str:
-    """The verdicts on published changes beside what their papers say."""
+    """The verdicts on published changes beside the claims of their papers."""
     return judged(of_case(rows, "rankings"), PUBLISHED)
 
 
@@ -82,7 +82,7 @@ def toy(rows: Rows) -> str:
 
 
 def judged(row: Row | None, published: Mapping[str, str] | None = None) -> str:
-    """The verdict on each arm of a sweep, and what its paper says."""
+    """The verdict on each arm of a sweep, and the claim of its paper."""
     if row is None:
         return "Not measured yet."
     lines = [
@@ -98,7 +98,7 @@ def judged(row: Row | None, published: Mapping[str, str] | None = None) -> str:
 
 @block("arena-parts", "cpu:arena")
 def parts(rows: Rows) -> str:
-    """What each part of the model gave: the loss, and the tokens to the baseline's."""
+    """The loss with each part of the model, and the number of tokens until it reaches the baseline's loss."""
     row = of_case(rows, "parts")
     if row is None:
         return "Not measured yet."
@@ -143,7 +143,7 @@ def needle(rows: Rows) -> str:
 
 @block("arena-ladder", "xeon:arena")
 def ladder(rows: Rows) -> str:
-    """The prediction of the next size beside what was measured."""
+    """The predicted loss of the next size beside the measured one."""
     row = of_case(rows, "ladder")
     if row is None:
         return "Not measured yet."

@@ -28,7 +28,7 @@ def beside_fastest(row: Row) -> str:
 
 @block("attention-causal", "attention")
 def causal(rows: Rows) -> str:
-    """README's: flash, causal, beside the faster of its peers."""
+    """README's table: causal flash, beside the faster of its peers."""
     shown = [row for row in rows if row["name"] == "flash" and row["variant"] == "causal"]
     return pivot(by_length(shown), problem, length, beside_fastest, corner="`python -m bench.attention`")
 
@@ -65,7 +65,7 @@ def paths(rows: Rows) -> str:
 
 @block("kernel-paths-ratios", "kernel-paths")
 def path_ratios(rows: Rows) -> str:
-    """How many times as fast as the plain kernels the Hopper kernels are, where scores are not only causal."""
+    """The speed of the Hopper kernels as a multiple of the plain kernels', for scores other than causal."""
 
     def ratio(row: Row) -> str:
         return "/".join(f"{row['plain'][way]['ms'] / row['hopper'][way]['ms']:.2f}" for way in ("forward", "backward"))
@@ -77,7 +77,7 @@ def path_ratios(rows: Rows) -> str:
 
 @block("attention-variants", "attention-variants")
 def variants(rows: Rows) -> str:
-    """What each score and layout costs at 16,384 tokens, and how many times as fast as FlexAttention it is."""
+    """The cost of each score and layout at 16,384 tokens, and its speed as a multiple of FlexAttention's."""
     by_case = {
         (row["name"], row["head_size"], row["variant"], row["dropout"]): row for row in rows if "backward" in row
     }
@@ -198,7 +198,7 @@ def over_standard(attention: Rows, steps: Rows) -> str:
 
 @block("attention-crossover", "attention-naive")
 def crossover(rows: Rows) -> str:
-    """How many times as fast as naive flash is, forward and backward together."""
+    """The speed of flash as a multiple of naive's, forward and backward together."""
     ms = {
         (row["name"], row["length"]): row["forward"]["ms"] + row["backward"]["ms"] for row in rows if "backward" in row
     }
@@ -233,7 +233,7 @@ def memory_figure(rows: Rows) -> Chart:
 
 
 def share(row: Row) -> str:
-    """A share of the bandwidth of a copy."""
+    """The bandwidth of a row as a share of a copy's."""
     return percent(row["of_copy"])
 
 

@@ -72,7 +72,7 @@ def load_all() -> None:
 
 
 def results(name: str) -> Rows:
-    """The rows of a result file: "attention" of the GPU, "cpu:generate" and "xeon:arena" of a CPU."""
+    """The rows of a result file: "attention" is the GPU's, "cpu:generate" and "xeon:arena" are a CPU's."""
     path = results_path(name)
     if not path.exists():
         raise TableError(f"there is no result file {path.name}, which a table or figure shows.")
@@ -125,7 +125,7 @@ def provenance(rows: Rows, page: Path) -> str:
 
 
 def stale_blocks() -> Iterator[str]:
-    """The blocks that are not what the results give, as "page: block"."""
+    """The blocks that differ from the tables of the results, as "page: block"."""
     for page in pages():
         text = page.read_text(encoding="utf-8")
         fresh = written(text, page)

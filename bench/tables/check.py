@@ -1,4 +1,4 @@
-"""What catches planted faults, and what accuses correct attention: docs/check.md."""
+"""How many planted faults each check catches, and how often it accuses correct attention: docs/check.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def counts(rows: Rows, lines: dict[str, Callable[[Row], bool]]) -> str:
-    """A line for each question, with the number of rows of each precision of which it is true."""
+    """A line for each question, with the number of rows of each precision for which the answer is yes."""
     of = {dtype: [row for row in rows if row["dtype"] == dtype] for dtype in DTYPES}
     head = ["", *(f"{dtype}, of {len(of[dtype])}" for dtype in DTYPES)]
     return table(head, ([label, *(str(sum(map(true, of[x]))) for x in DTYPES)] for label, true in lines.items()))
@@ -20,7 +20,7 @@ def counts(rows: Rows, lines: dict[str, Callable[[Row], bool]]) -> str:
 
 @block("attention-faults", "cpu:attention-faults")
 def faults(rows: Rows) -> str:
-    """How many faults each way of looking catches."""
+    """How many faults each check catches."""
     return counts(
         rows,
         {

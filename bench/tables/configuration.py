@@ -55,7 +55,7 @@ def type_name(hint: Any) -> str:
 
 
 def value_name(value: object) -> str:
-    """A default as an override has it."""
+    """A default value as it is written in an override."""
     if isinstance(value, Enum):
         return f"`{value.name}`"
     return f"`{list(value) if isinstance(value, tuple) else as_typed(value)}`"
@@ -73,8 +73,7 @@ def section(config: Any, prefix: str) -> str:
 
 
 def rows(config: Any, prefix: str) -> Iterator[list[str]]:
-    """A row for each option of a part, those of dataclasses within it in their place; the root's parts have tables of
-    their own."""
+    """A row for each option of a part, also of the dataclasses within it; the root's parts have separate tables."""
     kind: type = type(config)
     hints, described = type_hints(kind), meanings(kind)
     for f in fields(kind):

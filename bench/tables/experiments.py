@@ -128,7 +128,7 @@ def variants(rows: Rows) -> str:
 
 @block("break-it", "break-it")
 def break_it(rows: Rows) -> str:
-    """What leaving out a line does, in each precision."""
+    """The effect of leaving out a line, in each precision."""
     by_case = {(case(row, "ablate"), case(row, "precision")): row for row in rows}
     precisions = ["fp32", "bf16", "fp16"]
 

@@ -31,7 +31,7 @@ def pairs(rows: Rows) -> str:
 
 @block("stack-kernels", "cpu:stack-kernels")
 def kernels_of_each(rows: Rows) -> str:
-    """For which GPUs each Triton compiles the kernels."""
+    """The GPUs for which each Triton version compiles the kernels."""
     newest_first = sorted(rows, key=lambda row: release(row["triton"]), reverse=True)
     lines = [
         [f"Triton {row['triton']}, with torch {row['torch']}", *(row["kernels"][name] for name in (*NVIDIA, *OTHERS))]

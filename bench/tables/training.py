@@ -27,7 +27,7 @@ def shape(row: Row) -> str:
 
 
 def other_keys(row: Row) -> str:
-    """What a step's further overrides change about the keys it sees; nothing for causal attention."""
+    """How a step's further overrides change the visible keys; empty for causal attention."""
     extra = row.get("extra", [])
     if extra == DOCUMENTS:
         return ", documents masked"
@@ -73,7 +73,7 @@ def with_dropout(ours: Rows, theirs: Rows) -> str:
 
 @block("recompute", "train-step")
 def recompute(rows: Rows) -> str:
-    """What training.recompute costs and saves."""
+    """The time that training.recompute costs and the memory that it saves."""
     order = ["none", "attention", "block"]
     shown = [row for row in rows if (row["shape"], row["dropout"], row["extra"]) == ("32x1024", 0.0, [])]
     shown = sorted((row for row in shown if row["attention"] == "flash"), key=lambda row: order.index(row["recompute"]))

@@ -10,7 +10,7 @@
 Every cell is a run of train.py in a separate process: 124M parameters and 32,768 tokens per step, with data loading,
 logging and clipping. The median step counts. Running out of memory is a result. Results go to
 bench/results/train-step-<device>.json after each cell. Runs at the same time need a folder each (--results). nanoGPT's
-figures are those that `python -m bench.train_step.nanogpt` measured on the same kind of device.
+figures come from `python -m bench.train_step.nanogpt` on the same kind of device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def overrides(attention: str, shape: str, dropout: float, recompute: str, steps:
         "training.checkpoint_every=0", "training.sample_tokens=0",
     ]  # fmt: skip
     if attention == "sdpa" and dropout:
-        given.append("attention.rng=torch")  # which cannot replay its masks
+        given.append("attention.rng=torch")  # sdpa cannot replay the project's masks
     return given
 
 

@@ -32,13 +32,13 @@ def column(row: Row) -> str:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """Their names: nanoGPT, then ours in the order of ATTENTIONS."""
+    """The columns' names: nanoGPT, then this project's in the order of ATTENTIONS."""
     order = (NANOGPT, *ATTENTIONS)
     return sorted({column(row) for row in rows}, key=lambda name: (order.index(name.split(" ")[0]), name))
 
 
 def result(row: Row) -> str:
-    """tokens/s and peak memory, or why there are none."""
+    """tokens/s and peak memory, or the reason why there are none."""
     if row["status"] != "completed":
         return str(row["status"]).replace("_", " ")
     speed, gib = row["tokens_per_s"], row.get("peak_allocated_gib")
@@ -46,7 +46,7 @@ def result(row: Row) -> str:
 
 
 def beside(rows: Sequence[Row], theirs: Sequence[Row]) -> list[Row]:
-    """Our rows and nanoGPT's of the same shapes and dropout, as rows of one table."""
+    """This project's rows and nanoGPT's of the same shapes and dropout, as rows of one table."""
     shown = {(row["shape"], row["dropout"]) for row in rows}
     nano = [row | {"attention": NANOGPT} for row in theirs if (row["shape"], row["dropout"]) in shown]
     return [*nano, *rows]
@@ -72,7 +72,7 @@ def length(row: Row) -> int:
 
 
 def other_attention(row: Row) -> bool:
-    """Whether further overrides change which keys are seen, so that the figures' comparison leaves the row out."""
+    """Whether further overrides change the visible keys: the figures leave such rows out."""
     return any(override.startswith(("score", "data.documents=")) for override in row["extra"])
 
 
