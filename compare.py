@@ -33,7 +33,7 @@ from recipe.report.sweeps import label_order, labels_of
 
 @dataclass
 class CompareConfig:
-    """The options; the module's docstring says what each does."""
+    """The options; the module's docstring describes them."""
 
     out: str | None = None
     reference: str | None = None

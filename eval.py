@@ -17,7 +17,7 @@ data        the corpus to take a text from: data=text data.path=<file or folder>
 seq_len     the longest context, in tokens; null: the run's. Rotary positions allow a longer one
 batch       sequences of one forward pass
 checkpoint  best (by validation loss, if it was measured) or newest
-weights     trained, or ema: their moving average, if training.ema kept one
+weights     trained, or ema: their moving average, from a run with training.ema
 attention   an implementation other than the run's, for a device that does not support that one
 attention.precision  of attention's products: inputs, or fp8 with attention=flash on an H100 or H200
 device      auto, cpu, cuda, cuda:1
@@ -66,13 +66,13 @@ from recipe.training.memory import oom_guard
 Results = dict[str, dict[str, Any]]
 # The options of data=... that choose a text. The others say how to train on it.
 OF_TEXT = ("data", "data.path", "data.text_field", "data.max_tokens")
-# The arguments that change a result; a result's name includes those that were given.
+# The arguments that change a result; a result's name includes each of these that was given.
 SETTINGS = ("shots", "limit", "seq_len", "checkpoint", "weights", "attention", "attention_precision")
 
 
 @dataclass
 class EvaluateConfig(ModelChoice):
-    """The arguments; the module's docstring says what each does. Those of data have a schema of their own."""
+    """The arguments; the module's docstring describes them. The arguments of data have a separate schema."""
 
     run: str = ""
     tasks: str | None = None
@@ -144,7 +144,7 @@ def corpus_config(overrides: list[str]) -> DataConfig:
 
 
 def open_model(config: EvaluateConfig, run: Path, data: DataConfig | None) -> tuple[LanguageModel, Trained | None]:
-    """The model in a folder and, if the folder is a run's, what the run says of it. Raises UserError."""
+    """The model in a folder and, if it is a run folder, the run's description of it. Raises UserError."""
     if (run / "config.json").is_file() and not (run / ".hydra").exists():
         device = resolve_device(config.device)
         if config.attention is not None:  # else transformers computes
@@ -199,7 +199,7 @@ def results(
     elif names:
         return
     elif trained is None:
-        raise ConfigError("A model in Hugging Face's format has no data of its own; give tasks=... or data=...")
+        raise ConfigError("A model in Hugging Face's format has no data; give tasks=... or data=...")
     else:
         text, name = validation_text(trained), "val"
     separate = trained is not None and trained.config.data.documents is not Documents.ignore
@@ -263,7 +263,7 @@ def main(arguments: list[str]) -> None:
                     name, *(f"{metric} {formatted(value)}" for metric, value in metrics.items()), sep="  ", flush=True
                 )
                 measured[name] = metrics
-        finally:  # if a task fails, the results of those before it are kept
+        finally:  # if a task fails, the results of the tasks before it are still written
             if trained is not None and measured:
                 origin = {"checkpoint": trained.checkpoint.name}
                 record(run, trained, {name: metrics | origin for name, metrics in measured.items()})

@@ -7,7 +7,7 @@ python sample.py run=outputs/2026-11-21/10-00-00-flash export=my-model
 run          the run folder to take the model from, or a folder of transformers
 prompt       the text to continue; a fresh text if empty
 prompts      a file of texts to continue instead, one a line; a .jsonl file has {"prompt": ...} in each line
-samples      texts for each prompt, from random numbers of their own
+samples      texts for each prompt, each from separate random numbers
 batch        how many texts at a time; a text does not depend on those beside it
 out          a new file for the texts of prompts= or samples=, a JSON object in each line; without it they are printed
 tokens       how many to add at most; an end-of-text token ends the text earlier
@@ -15,10 +15,10 @@ stop         text that ends the continuation earlier, and is not part of it
 temperature  divides the logits: 0 always takes the likeliest token, 1 keeps the model's probabilities
 top_k        draw among the k likeliest tokens; null: among all
 top_p        draw among the likeliest tokens that together have this probability; null: among all
-seed         of the draws; each prompt of a file and each sample has its own part of them
+seed         of the random numbers; each prompt of a file and each sample has a separate stream
 compile      compile the work of a token: it takes half a minute on a GPU, and pays off for many tokens
 checkpoint   best (by validation loss, if it was measured) or newest
-weights      trained, or ema: their moving average, if training.ema kept one
+weights      trained, or ema: their moving average, from a run with training.ema
 attention    an implementation other than the run's, for a device that does not support that one
 attention.precision  of attention's products in prompts: inputs, or fp8 with attention=flash on an H100 or H200
 device       auto, cpu, cuda, cuda:1
@@ -67,7 +67,7 @@ from recipe.training.memory import oom_guard
 
 @dataclass
 class SampleConfig(ModelChoice):
-    """The arguments; the module's docstring says what each does."""
+    """The arguments; the module's docstring describes them."""
 
     run: str = ""
     prompt: str = ""

@@ -115,7 +115,7 @@ def prepare(
     config: Config, folder: Path, overrides: list[str], checkpoint: Path | None, world: World, device: torch.device
 ) -> Run | None:
     """The run of a configuration, ready to train from a checkpoint; None if it is complete already."""
-    torch.compiler.reset()  # drops what an earlier job of a sweep compiled in this process
+    torch.compiler.reset()  # drops compiled code of an earlier job of a sweep in this process
     task = TASKS.get(config.data.name)
     data = TaskData(task) if task else prepare_data(config.data, announce_wait=world.rank == 0)
     with (

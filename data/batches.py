@@ -1,7 +1,7 @@
 """Batches as a pure function of (seed, step, micro-step, rank), and a thread that fetches them ahead of time.
 
 A window is seq_len + 1 successive tokens: the inputs and, shifted by one, the targets. An epoch cuts the tokens
-into n windows side by side, at a random offset of its own, and visits them in a random order:
+into n windows side by side, from a random offset on, and visits them in a random order:
 
     sequence g of a run  ->  epoch e = g // n,  window (offset_e + seq_len * order_e[g % n])
 
@@ -52,7 +52,7 @@ class Batch(NamedTuple):
         return self._replace(learned=None).map(lambda tensor: tensor[:sequences, :tokens].contiguous())
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those there are, in the order of the fields."""
+        """The tensors that are not None, in the order of the fields."""
         return tuple(tensor for tensor in self if tensor is not None)
 
 
@@ -82,14 +82,14 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The sequences of a step, and those that one rank takes of them in each micro-step.
+    """The sequences of a step, and one rank's share of them in each micro-step.
 
-    The sequences are numbered, micro-steps first and ranks within them. A sequence's tokens and its dropout masks both
-    follow from its number, and only `first_sequence` computes it: so one sequence is always dropped by the same masks,
-    on whichever rank and in whichever micro-batch it lies.
+    The sequences are numbered by micro-step, and within a micro-step by rank. A sequence's number determines its tokens
+    and its dropout masks, and only `first_sequence` computes it: so a sequence has the same masks on every rank and in
+    every micro-batch.
 
     batch_size   sequences of a micro-batch on one rank, B
-    rank, ranks  among those with different sequences
+    rank, ranks  this rank, and the number of ranks that have different sequences
     micro_steps  micro-batches of a step on one rank
     """
 
@@ -104,12 +104,12 @@ class GlobalBatch:
         return self.batch_size * self.ranks * self.micro_steps
 
     def first_sequence(self, micro_step: int) -> int:
-        """The number of the first sequence that this rank takes in a micro-step; the others follow it."""
+        """The number of this rank's first sequence in a micro-step; its others follow."""
         return (micro_step * self.ranks + self.rank) * self.batch_size
 
 
 class Source(Protocol):
-    """The training batches of one rank, whatever they are made of."""
+    """The training batches of one rank, from a text, conversations or a task."""
 
     @property
     def global_batch(self) -> GlobalBatch:
@@ -148,7 +148,7 @@ class Batches:
         # The offset moves within the tokens of one window; a very short text has one window and no offset.
         self.n_windows = max(1, (len(tokens) - seq_len) // seq_len)
         self.n_offsets = min(seq_len, len(self.windows) - (self.n_windows - 1) * seq_len)
-        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # two, because a batch may lie in both
+        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)  # two, because a batch may be part of both
 
     def starts(self, step: int, micro_step: int = 0) -> np.ndarray:
         """The first token of each window of the micro-batch: (B,) int64."""
@@ -196,7 +196,7 @@ def random_draws(seed: int, epoch: int, count: int) -> np.ndarray:
 def document_starts(documents: np.ndarray | None, starts: np.ndarray, seq_len: int) -> np.ndarray | None:
     """For each token of windows that begin at `starts`, (B,): where in its window its document begins, (B, T) int32.
 
-    documents  where each document of the split begins; None, and so is the result: attention does not separate them
+    documents  where each document of the split begins; None if attention does not separate them: the result is None too
 
     A document that began before the window begins at 0 in it.
     """
@@ -268,7 +268,7 @@ class Prefetcher:
 
     def __init__(self, batches: Source, device: torch.device | str, start_step: int = 0, depth: int = 3):
         self._batches, self._device, self._step = batches, torch.device(device), start_step
-        if self._device.type == "cuda" and self._device.index is None:  # the thread has its own current device
+        if self._device.type == "cuda" and self._device.index is None:  # each thread has a separate current device
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._ready: SimpleQueue[tuple[Batch, torch.cuda.Event | None] | BaseException] = SimpleQueue()
         self._room = threading.Semaphore(depth)
@@ -292,7 +292,7 @@ class Prefetcher:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(arrived)
             for tensor in batch.tensors():
-                # Allocated on the other stream, which must not reuse the memory before this stream has read it.
+                # The memory belongs to the other stream, which must not reuse it before this stream has read it.
                 tensor.record_stream(stream)
         return batch
 

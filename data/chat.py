@@ -1,12 +1,12 @@
-"""Conversations to tokens, by a tokenizer's own chat template, with a mark on those that answer.
+"""Conversations to tokens, by the tokenizer's chat template, with a mark on the tokens of answers.
 
 A line of the file is one conversation:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
-The template is Jinja's, as transformers reads it from the tokenizer's folder. It runs in Jinja's sandbox and has no
-clock, so that the same file gives the same tokens on every day. An answer is the text that the template adds for a
-message of the assistant after its generation prompt: the marks that end the turn belong to it.
+The template is the Jinja template that transformers reads from the tokenizer's folder. It runs in Jinja's sandbox and
+has no clock, so that the same file gives the same tokens every day. An answer is the text that the template adds for a
+message of the assistant after its generation prompt, the marks that end the message included.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ChatTemplate:
             if not (after.startswith(before) and text.startswith(after)):
                 raise ValueError(
                     f"the chat template writes the first {n + 1} messages in another way when more follow, so that "
-                    "their answer cannot be told from the rest"
+                    "their answer cannot be located"
                 )
             spans.append((len(before), len(after)))
         return text, spans
@@ -120,8 +120,8 @@ def read_template(tokenizer: str) -> ChatTemplate:
         ) from error
     if not isinstance(source, str):
         raise DataError(
-            f"{folder} has no chat template, neither in {CONFIG} nor as {TEMPLATE}; put one there, such as that of the "
-            "model's chat version, or train on plain text with data=text."
+            f"{folder} has no chat template, neither in {CONFIG} nor as {TEMPLATE}; put one there, for instance from "
+            "the model's chat version, or train on plain text with data=text."
         )
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
     template = ChatTemplate(source, tokens)
@@ -153,7 +153,7 @@ def read_conversations(path: Path, template: ChatTemplate, start: int, stop: int
 
 
 def mistakes(row: Row) -> Iterator[str]:
-    """How a line is no conversation to learn from, as the end of a sentence."""
+    """What is wrong with a line that should be a conversation, as the end of a sentence."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         yield f"has no list of messages; a line is {EXAMPLE}"
@@ -171,9 +171,9 @@ def mistakes(row: Row) -> Iterator[str]:
 
 
 def chat_encoder(tokenizer: OwnTokenizer) -> Callable[[Row], tuple[np.ndarray, np.ndarray]]:
-    """row -> its tokens, and 1 for each that is of an answer, else 0, both 1-D unsigned.
+    """A function from a row to its tokens and, for each token, 1 in an answer and 0 elsewhere, both 1-D unsigned.
 
-    The names of special tokens in a text are these tokens, as transformers has it.
+    The name of a special token in a text becomes this token, as in transformers.
     """
     model = tokenizers.Tokenizer.from_str(tokenizer.content)
     model.encode_special_tokens = False

@@ -1,4 +1,4 @@
-"""Mistakes in the options of data, found before any text is read."""
+"""Checks of the data options that need no text."""
 
 from __future__ import annotations
 

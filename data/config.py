@@ -9,8 +9,8 @@ from enum import Enum
 class Documents(Enum):
     """How attention treats documents that share a sequence."""
 
-    ignore = "ignore"  # a token sees those of earlier documents too
-    mask = "mask"  # it sees only its own document
+    ignore = "ignore"  # tokens also see earlier documents
+    mask = "mask"  # tokens see only the document that they belong to
     restart = "restart"  # the same, and positions count from the document's start
 
 

@@ -43,14 +43,14 @@ from data.tokenizers import Tokenizer, encoder
 
 
 class Stream(NamedTuple):
-    """Rows, and the share of `data.max_tokens` that they may fill."""
+    """Rows, and the share of `data.max_tokens` that they can fill at most."""
 
     rows: Iterable[Row]
     share: float
 
 
 class Tokenised(NamedTuple):
-    """A row's tokens, and for each of a conversation whether it is of an answer: 1 or 0; both 1-D unsigned."""
+    """A row's tokens and, for a conversation, 1 for each token of an answer and 0 for others; both 1-D unsigned."""
 
     tokens: np.ndarray
     answers: np.ndarray | None = None
@@ -79,7 +79,7 @@ class Corpus(ABC):
         return lambda row: Tokenised(encode(row["text"]))
 
     def one_document(self) -> bool:
-        """Whether the training text is known to be a single document before any of it is read."""
+        """Whether the training text is a single document, as far as this is known without reading it."""
         return False
 
     def notices(self) -> list[str]:
@@ -91,7 +91,7 @@ class FileCorpus(Corpus):
     """Local files below a folder, in the order of their names."""
 
     def __init__(self, config: DataConfig, root: Path, files: list[Path], others: list[Path] | None = None):
-        """others  files beside these that are no text of a kind that is read"""
+        """others  files of other types in the same folder, which are left out"""
         self.config, self.root, self.others = config, root, others or []
         stats = {self._name(file): (file, file.stat()) for file in files}
         self.files = {stats[name][0]: stats[name][1].st_size for name in sorted(stats) if stats[name][1].st_size}
@@ -133,7 +133,7 @@ class FileCorpus(Corpus):
         if self.empty:
             sentences.append(f"left out, because they are empty: {first_few(self.empty)}.")
         fraction = self.config.val_fraction
-        if len(self.files) > 1 and self.config.max_tokens is None:  # which cuts both splits to their shares
+        if len(self.files) > 1 and self.config.max_tokens is None:  # both splits are cut to their shares
             val_files = self.held_out()
             share = sum(self.files[file] for file in val_files) / self.total
             if not fraction / 2 <= share <= 1.25 * fraction:
@@ -274,7 +274,7 @@ def stdlib(config: DataConfig) -> Corpus:
     return FileCorpus(config, root, files)
 
 
-@cache  # every job of a sweep asks
+@cache  # every job of a sweep calls this
 def _stdlib_files(root: Path) -> list[Path]:
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = _files_below(root, (".py",), lambda name: name in left_out)
@@ -372,7 +372,7 @@ def _hub_rows(hub: str, subset: str | None, splits: str, revision: str | None) -
     except RuntimeError as error:
         if "scripts are no longer supported" not in str(error):
             raise
-        parts = load("refs/convert/parquet")  # the hub's own conversion of a data set that is a loading script
+        parts = load("refs/convert/parquet")  # the hub converts data sets that consist of a loading script
     for part in parts:
         yield from part
 

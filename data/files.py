@@ -1,7 +1,7 @@
 """Local files to rows: .jsonl line by line, .parquet row by row, plain text in pieces.
 
-`datasets` would read plain text as one document in memory, or as lines, whose tokens differ from those of the whole. Of
-tables it does not say which line is wrong, takes dates for numbers, and fails for a file without rows.
+`datasets` would read plain text as one document in memory, or as lines, whose tokens differ from the whole text's. For
+tables it does not say which line is wrong, reads dates as numbers, and fails for a file without rows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_spans(spans: list[Span], text_field: str) -> Iterator[Row]:
 
 
 def pieces(path: Path, start: int, stop: int) -> Iterator[str]:
-    """The text of a range of bytes, in pieces whose tokens are those of the whole."""
+    """The text of a range of bytes, in pieces that together have the same tokens as the whole."""
     piece, offset = b"", start
     with reading(path), path.open("rb") as file:
         file.seek(start)
@@ -85,7 +85,7 @@ def json_rows(path: Path) -> Iterator[Row]:
 
 
 def numbered_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """The same with the number of its line, from 1."""
+    """The object in each line that is not empty, with the line's number, from 1."""
     with reading(path), path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b""), start=1):
             if len(line) > LINE:

@@ -21,7 +21,7 @@ CONTEXT = 8  # tokens of a prompt that are decoded with its continuation
 
 
 class OwnTokenizer:
-    """Text to tokens and back, as the JSON says, but without special tokens: their names in a text are ordinary text.
+    """Text to tokens and back, as the JSON defines. Names of special tokens in a text are ordinary text.
 
     name       for messages
     n_vocab    one more than the highest token
@@ -68,14 +68,14 @@ class OwnTokenizer:
 class Stream:
     """The text of tokens that come one by one: a character of several tokens appears with the last one.
 
-    before  tokens of the text that these continue: many tokenizers drop the blank before a text's first word alone
+    before  tokens of the text that these continue: many tokenizers drop the blank before the first word of a text
     """
 
     def __init__(self, tokenizer: OwnTokenizer, before: Sequence[int] = ()) -> None:
         self.tokenizer, self.tokens = tokenizer, list(before)
         # The library's DecodeStream raises an error at bytes that are not UTF-8, which a model may well generate.
-        self.given = len(self.tokens)  # tokens whose text has been given
-        self.first = max(0, self.given - CONTEXT)  # the first of those that are decoded with the next ones
+        self.given = len(self.tokens)  # number of tokens whose text `add` has returned
+        self.first = max(0, self.given - CONTEXT)  # the first token that is decoded again with the next ones
 
     def add(self, token: int) -> str:
         """The text that is certain with this token."""

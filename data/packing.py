@@ -1,12 +1,12 @@
 """Rows of whole conversations, for training on their answers alone.
 
-No conversation is cut. The longest come first, each into the row with the least room that is enough (best fit
-decreasing: Johnson 1974). A document is one conversation, so none sees another in its row, and the order within a row
-has no effect. An epoch visits every row once, in an order of its own:
+No conversation is cut. They are placed from the longest to the shortest, each into the row with the least room that is
+enough (best fit decreasing: Johnson 1974). Each conversation is a document, so conversations in a row do not see each
+other and their order has no effect. An epoch visits every row once, in a random order that differs between epochs:
 
     sequence g of a run  ->  epoch e = g // n,  row order_e[g % n]
 
-The loss of a step is the mean over all its answers' tokens, however they lie in micro-batches and on ranks.
+The loss of a step is the mean over the tokens of all its answers, however micro-batches and ranks divide them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PackedRows:
         return Stored(inputs, targets, begins, np.array(learned, np.float32))
 
     def pieces(self, number: int) -> list[int]:
-        """The lengths of the documents of a row, with the end that nothing fills."""
+        """The lengths of the documents of a row, and of its unused end."""
         lengths = [int(self.stops[c] - self.starts[c] - 1) for c in self.rows[number]]
         return [*lengths, self.seq_len - sum(lengths)] if sum(lengths) < self.seq_len else lengths
 
@@ -83,7 +83,7 @@ class PackedRows:
 def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
     """Items in rows of `room`: for each row the indices of its items, whose lengths are at most `room` each."""
     rows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # rows by what is left of them
+    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # rows by the room left in them
     some = 0  # bit r: there is a row with r left
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])

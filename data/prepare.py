@@ -56,7 +56,7 @@ from data.tokenizers import (
 
 FORMAT = 1  # increase it when the same recipe gives other files, or cuts the text into other rows
 BPE_TEXT = 1 << 28  # the most characters to learn a BPE from
-SECONDS_BETWEEN_SAVES = 5.0  # the most that an interrupted preparation loses
+SECONDS_BETWEEN_SAVES = 5.0  # seconds of work that an interrupted preparation loses at most
 
 
 def prepare(config: DataConfig, announce_wait: bool = True) -> PreparedData:
@@ -112,7 +112,7 @@ def _recipe(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
 
 
 def _folder_name(config: DataConfig, recipe: dict[str, Any]) -> str:
-    # Without format and fingerprint: changed text or code replaces the old files.
+    # The name leaves out format and fingerprint: after a change of text or code, new files replace the old ones.
     lasting = {key: value for key, value in recipe.items() if key not in ("format", "source", "fingerprint")}
     source = {key: value for key, value in recipe["source"].items() if key != "fingerprint"}
     return f"{config.name}-{Path(config.tokenizer).stem}-{digest([lasting, source])[:10]}"

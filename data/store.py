@@ -2,9 +2,9 @@
 
 train.bin  val.bin                  tokens, in the smallest unsigned type that holds the vocabulary
 train.documents  val.documents      where each document begins, int64
-train.answers  val.answers          of conversations alone: 1 for each token that is of an answer, else 0, uint8
+train.answers  val.answers          only for conversations: 1 for each token of an answer, else 0, uint8
 tokenizer.json                      see tokenizers.py
-manifest.json                       the recipe of all this, with sizes and checksums
+manifest.json                       how the files were made, with sizes and checksums
 
 During preparation the folder has another name, and position.json instead of the manifest.
 """
@@ -42,7 +42,7 @@ class TokenFile:
 
     tokens     1-D unsigned
     documents  where each begins, 1-D int64
-    answers    for each token whether it is of an answer, 1-D uint8; None where the text is no conversations
+    answers    1 for each token of an answer, else 0, 1-D uint8; None where the text is not conversations
     """
 
     tokens: np.ndarray
@@ -100,7 +100,7 @@ class TokenWriter:
     def write(self, tokens: np.ndarray, opens: bool, room: int | None = None, answers: np.ndarray | None = None) -> int:
         """Append a piece that `opens` or continues a document: at most `room` tokens. Returns how many.
 
-        answers  1 for each token that is of an answer, else 0
+        answers  1 for each token of an answer, else 0
         """
         before = self.tokens
         if opens and before:
@@ -129,7 +129,7 @@ class TokenWriter:
             self._tokens,
             self._documents,
             self._answers or nullcontext(),
-        ):  # closes all, even if the disk has no room for the first one's last block
+        ):  # closes all files, even if the disk has no room for the last block of the first
             pass
 
     def _append(self, tokens: np.ndarray, answers: np.ndarray | None = None) -> None:

@@ -1,11 +1,11 @@
-"""Text to tokens and back. A tokenizer is a `tiktoken.Encoding`, or the user's own with the same methods.
+"""Text to tokens and back. A tokenizer is a `tiktoken.Encoding`, or one of the user's with the same methods.
 
 bytes   the 256 bytes and an end-of-text token; nothing to fetch, nothing to train
 gpt2    GPT-2's 50,257 tokens, fetched once by tiktoken
 bpe     byte-pair encoding, learned from the training split (Sennrich et al. 2016, over bytes as in GPT-2). The
         `tokenizers` library learns it and tiktoken applies it, which gives the same tokens 8 to 12 times as fast
 
-Any other name is that of a file: see own_tokenizer.py.
+Any other name is the path of a file: see own_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def bytes_tokenizer() -> tiktoken.Encoding:
 
 
 def gpt2_tokenizer() -> tiktoken.Encoding:
-    """GPT-2's own tokens. Raises DataError where they are neither cached nor to be fetched."""
+    """GPT-2's tokens. Raises DataError where they are neither cached nor can be fetched."""
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken passes on errors of requests, the file system and its hash check

@@ -22,14 +22,14 @@ RECORD = 64 * MIB  # a summary, a manifest
 TOKENIZER = 256 * MIB
 METRICS = 1024 * MIB
 LINE = 256 * MIB  # of a text or of a list of tasks
-CONSOLE_END = MIB // 4  # of a console's output, which may be longer
+CONSOLE_END = MIB // 4  # the end of a console's output, which may be longer
 DEEPEST = 64
 LARGEST_INTEGER = 2**64
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C need not be there
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may come without its loader in C
 
 
 class UntrustedError(ValueError):
-    """A file that is not read; the message completes the sentence "<file> ..."."""
+    """A file that is refused; the message completes the sentence "<file> ..."."""
 
 
 def read_bytes(path: Path, limit: int, *, pipe: bool = False) -> bytes:
@@ -58,7 +58,7 @@ def read_end(path: Path, limit: int = CONSOLE_END) -> str:
 
 
 def read_text(path: Path, limit: int = SETTINGS, *, pipe: bool = False) -> str:
-    """The content of a file in UTF-8, as `read_bytes` has it. Raises OSError, UntrustedError."""
+    """The content of a file in UTF-8, read as by `read_bytes`. Raises OSError, UntrustedError."""
     try:
         return read_bytes(path, limit, pipe=pipe).decode("utf-8")
     except UnicodeDecodeError:
@@ -101,7 +101,7 @@ def read_yaml(path: Path, limit: int = SETTINGS) -> Any:
 
 
 def check_value(value: Any) -> None:
-    """Raise UntrustedError for values nested deeper than DEEPEST, and for integers that no 64 bits hold."""
+    """Raise UntrustedError for values nested deeper than DEEPEST, and for integers that need more than 64 bits."""
     layer, depth = [value], 0
     while layer:
         if any(type(item) is int and abs(item) > LARGEST_INTEGER for item in layer):

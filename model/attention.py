@@ -2,7 +2,7 @@
 
     q, k, v = c_attn(x)
     q, k = norm(q), norm(k)                              qk_norm
-    q, k = turned by the angles of their positions       positions=rotary
+    q, k = rotated by the angles of their positions      positions=rotary
     q = s log(i + 1) q                                   log_scale
     v = w_0 v + w_1 v_first + w_2 embedding              value_residual, value_embeddings
     out = attend(q, k, v)
@@ -33,9 +33,9 @@ from model.positions import PositionTables, has_rotation
 from model.score import ScoreConfig
 from model.score_tensors import ScoreTensors
 
-LOG_SCALE = 0.43  # the first s: that of Nakanishi 2025, section 2
+LOG_SCALE = 0.43  # the initial s, from Nakanishi 2025, section 2
 
-Attend = Callable[..., AttentionOutput]  # an Attention, or what calls one with a cache
+Attend = Callable[..., AttentionOutput]  # an Attention, or a function that calls one with a cache
 
 
 class Surroundings(NamedTuple):
@@ -63,7 +63,7 @@ def labelled(name: str) -> AbstractContextManager[object]:
 
 
 class SelfAttention(nn.Module):
-    """Fused projection to queries, keys and values; the given attention; projection back."""
+    """Fused projection to queries, keys and values; the model's attention; projection back."""
 
     log_scale: Tensor | None  # (H,), learned
     value_weights: Tensor | None  # of this layer's values, the first layer's and the embedding, as far as there are

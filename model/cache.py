@@ -1,8 +1,8 @@
 """The keys and values that a model has computed, so that a new token costs the work of one token.
 
 Attention reads one layer's Cache at a time (attention/decode/cache.py). All layers share the sequences' lengths and the
-page table, whose entry (b, i) is the page that holds sequence b's tokens from i * PAGE_SIZE on. Pages of sequences that
-have ended go to others (Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+page table, whose entry (b, i) is the page that holds sequence b's tokens from i * PAGE_SIZE on. Other sequences reuse
+the pages of finished ones (Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
 PagedAttention").
 """
 
@@ -50,7 +50,7 @@ def bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> int:
 
 
 def pages_of(tokens: int, window: int | None = None) -> int:
-    """Pages that a sequence needs; where no query sees more than `window` keys, the pages before them are reused."""
+    """Pages that a sequence needs. Where no query sees more than `window` keys, it reuses pages of older keys."""
     pages = -(-tokens // PAGE_SIZE)
     return pages if window is None else min(pages, -(-(window - 1) // PAGE_SIZE) + 1)
 
@@ -89,7 +89,7 @@ class KVCache:
         if needed > len(self.free):
             return False
         pages = self.held[slot] = [self.free.pop() for _ in range(needed)]
-        overwritten = max(0, pages_of(prompt) - needed)  # by the prompt's own end: these are not written at all
+        overwritten = max(0, pages_of(prompt) - needed)  # by the prompt's end: these are never written
         row = [-1 if n < overwritten else pages[n % needed] for n in range(pages_of(tokens))]
         self.host_table[slot] = -1
         self.host_table[slot, : len(row)] = torch.tensor(row)

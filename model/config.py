@@ -10,7 +10,7 @@ class Positions(Enum):
     """How the model encodes positions."""
 
     learned = "learned"  # a vector added to each embedding
-    rotary = "rotary"  # queries and keys turned by an angle that grows with the position
+    rotary = "rotary"  # queries and keys rotated by an angle that grows with the position
     none = "none"  # only the causal mask, or a score such as ALiBi
 
 
@@ -40,8 +40,8 @@ class NormScale(Enum):
 class NormOver(Enum):
     """The channels that the norm of queries and keys takes together."""
 
-    head = "head"  # those of each head, as Qwen 3
-    width = "width"  # those of all heads, as OLMo 2
+    head = "head"  # the channels of each head, as Qwen 3
+    width = "width"  # the channels of all heads, as OLMo 2
 
 
 class Activation(Enum):
@@ -91,13 +91,13 @@ class RopeScaling:
     """The options under `model.rope_scaling.*`.
 
     kind              none, linear, yarn or llama3
-    factor            how many times longer sequences get
-    original          the longest sequence before that (yarn, llama3)
+    factor            the new longest sequence over the old one
+    original          the old longest sequence (yarn, llama3)
     fast              channels that rotate more often than this over the original length stay as they are (yarn: 32,
                       llama3: 4); None: the paper's
     slow              channels that rotate less often than this are slowed by the factor (yarn, llama3: 1); None: the
                       paper's
-    truncate          round the channels where these two lie to whole ones (yarn)
+    truncate          round the channel numbers that `fast` and `slow` give to whole numbers (yarn)
     attention_factor  multiplies cosines and sines (yarn); None: 0.1 log(factor) + 1
     """
 
@@ -125,14 +125,14 @@ class GPTConfig:
     positions       learned, rotary or none
     qk_norm         normalise queries and keys before the scores
     head_dim        channels of a head; None: n_embd / n_heads
-    vocab_size      tokens that the model has a logit for; None: those of the tokenizer
+    vocab_size      tokens that the model has a logit for; None: as many as the tokenizer has
     tied            the head's matrix is the embedding
     attention_bias  biases in attention's projections where bias=false
     norm            layer or rms
     norm_place      before a sub-layer, after it, or both
     norm_scale      the norms' factors: learned, 1 plus a learned one, or none
     norm_eps        added under the norms' roots; None: 1e-5, and 1e-6 for queries and keys
-    qk_norm_over    channels that are normalised together: of a head, or the whole width
+    qk_norm_over    channels that are normalised together: each head's, or those of all heads
     mlp             gelu, relu2, swiglu or geglu
     mlp_width       channels within the MLP; None: 4 n_embd
     rope_base       the slowest channels rotate about once in 2 pi rope_base tokens
@@ -143,7 +143,7 @@ class GPTConfig:
     log_scale       multiply the query at position i by s log(i + 1), with a learned s for each head
     scale_dim       divide scores by the root of this instead of head_dim's
     gate            a sigmoid of the sub-layer's input on attention's output: none, for each head, for each element
-    value_residual  mix the first layer's values into those of all others
+    value_residual  mix the first layer's values into the values of all others
     value_embeddings  embeddings of the tokens, which are mixed into the values of the first and of the last so many
                     layers
     embed_scale     multiply the embedding by sqrt(n_embd), as Gemma

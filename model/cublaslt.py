@@ -1,7 +1,7 @@
 """Matrix products of cuBLASLt that apply GELU, or its derivative, to the result before it is written.
 
-PyTorch offers neither: its products write their result, and a second kernel reads it again. The calls are those of
-NVIDIA's "cuBLAS Library", section "Using the cuBLASLt API", in the library that PyTorch has loaded.
+PyTorch offers neither: its products write their result, and a second kernel reads it again. The functions are described
+in NVIDIA's "cuBLAS Library", section "Using the cuBLASLt API"; they are called in the library that PyTorch has loaded.
 """
 
 from __future__ import annotations

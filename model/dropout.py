@@ -1,7 +1,8 @@
 """Dropout of the residual stream, from the same counters as attention's: the same mask on every device and rank.
 
 The model drops from the stream at several sites. An element (sequence, position t, channel c) of a site is addressed
-like an element of attention's mask: t is the row, c the column, the site the head, in a layer that no model has:
+like an element of attention's mask: t is the row, c the column, the site the head, and the layer is one above any
+model's:
 
     keep_mask(key.at_layer(LAYER), p, B, n_sites, T, C)        # attention/dropout
 
@@ -46,13 +47,13 @@ def draw_masks(
 ) -> list[Mask]:
     """The masks of all sites, for `drop`.
 
-    rows  the positions of the T tokens: ranges that start at multiples of 16; None: those from key.first_query on
+    rows  the positions of the T tokens: ranges that start at multiples of 16; None: from key.first_query on
     """
     key = replace(key, layer=LAYER, first_head=0, first_key=0)  # every rank has all sites and channels
     parts = [(key, T)] if rows is None else [(replace(key, first_query=start), stop - start) for start, stop in rows]
     drawn = [draw_bits(part.pack(device), p, n_sites, B, length, C) for part, length in parts]
     bits = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=2)
-    # Each site gets its own shifts: if sites shared them, the compiler would store the unpacked masks.
+    # Each site has separate shifts: if sites shared them, the compiler would store the unpacked masks.
     shifts = torch.arange(8, dtype=torch.uint8, device=device)[:, None].expand(n_sites, 8, 1)
     return [Mask(bits[site], shifts[site], keep_scale(p)) for site in range(n_sites)]
 

@@ -1,7 +1,7 @@
 """Token lookup whose gradient is the same bits every time.
 
 A compiled lookup's gradient becomes atomic additions, and their order changes from run to run where a token occurs more
-than once. torch's own kernel sorts the tokens and adds in order; as a custom operator it survives compilation.
+than once. torch's eager kernel sorts the tokens and adds in order; as a custom operator it survives compilation.
 """
 
 from __future__ import annotations
@@ -43,4 +43,4 @@ def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
     """Rows of weight (V, C) for tokens (...) int64: (..., C)."""
     if weight.is_cuda or torch.compiler.is_compiling():
         return Lookup.apply(weight, tokens)
-    return F.embedding(tokens, weight)  # eager, torch's own gradient is deterministic, and cheaper for a small model
+    return F.embedding(tokens, weight)  # eager: torch's gradient is deterministic, and cheaper for a small model

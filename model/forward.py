@@ -28,7 +28,7 @@ class Embedded(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The inputs that the layers share, and those that differ from layer to layer.
+    """The inputs of all layers: shared ones, and ones that differ from layer to layer.
 
     attends  the attention that each layer calls
     keys     packed, of each layer's dropout on attention weights; None drops nothing
@@ -42,7 +42,7 @@ class Pass(NamedTuple):
     masks: Masks | None = None
 
     def around(self, layer: int, config: GPTConfig, first_values: Tensor | None) -> Surroundings:
-        """The inputs of a layer; a second head's block comes after the last one, and is like it."""
+        """The inputs of a layer. The block of a second head comes after the last layer and gets the same inputs."""
         table = config.value_table(min(layer, config.n_layers - 1))
         return Surroundings(
             self.embedded.positions,

@@ -27,9 +27,9 @@ from model.score import ScoreConfig
 class Further(NamedTuple):
     """The two tokens after each input.
 
-    tokens   (B, T) int64: the next; whatever where there is none
+    tokens   (B, T) int64: the next token; any token where there is none
     targets  (B, T) int64: the one after it; -100 where it is unknown or not to be learned
-    known    0-dim: how many targets are to be learned
+    known    0-dim: the number of targets to be learned
     """
 
     tokens: Tensor

@@ -20,9 +20,9 @@ from model.cublaslt import DGELU, DTYPES, GELU_AUX, GELU_AUX_BIAS, Product, has_
 
 
 def can_fuse(x: Tensor, width: int) -> bool:
-    """Whether `fused_mlp` is the faster way for x (..., C) and an MLP of this width.
+    """Whether `fused_mlp` is faster for x (..., C) and an MLP of this width.
 
-    It is in training, in half precision, on a GPU where it was measured. Its rows begin at multiples of 16 bytes.
+    True in training, in half precision, on GPUs on which it was measured, if rows begin at multiples of 16 bytes.
     """
     return (
         torch.is_grad_enabled()

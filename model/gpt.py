@@ -188,8 +188,8 @@ class GPT(nn.Module):
         attend           another attention for this call
         document_starts  (B, T)   int32, for each token the position at which its document begins; None: one document
                          in each row
-        rows             the tokens' positions in their sequences, where a rank has a part of each; document_starts is
-                         then that of the whole sequences. None: 0 to T
+        rows             the tokens' positions in their sequences, where a rank has a part of each; document_starts then
+                         covers the whole sequences. None: 0 to T
 
         Returns (B, T, C). Raises ModelError.
         """

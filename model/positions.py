@@ -1,19 +1,19 @@
 """Numbers that the model derives from a token's position m.
 
-    rotary       the pair (i, i + D / 2) of a head's first D channels is turned by the angle m f_i,
+    rotary       the pair (i, i + D / 2) of a head's first D channels is rotated by the angle m f_i,
                  f_i = base^(-2i / D)                     Su et al. 2021, "RoFormer", eq. 15
     log scale    the query at m is multiplied by s log(m + 1): Nakanishi 2025, "Scalable-Softmax Is Superior for
                  Attention", eq. 4, where m + 1 keys are visible
 
-For sequences that are `factor` times as long as those of training, f changes to
+For sequences that are `factor` times as long as in training, f changes to
 
     linear       f / factor                               Chen et al. 2023, "Extending Context Window of Large Language
                                                           Models via Positional Interpolation"
-    yarn         r f + (1 - r) f / factor, where r falls from 1 to 0 between the channels that turn `fast` and `slow`
+    yarn         r f + (1 - r) f / factor, where r falls from 1 to 0 between the channels that rotate `fast` and `slow`
                  times over the original length; cosines and sines are multiplied by 0.1 log(factor) + 1
                                                           Peng et al. 2023, "YaRN", eqs. 17 to 22
-    llama3       r f + (1 - r) f / factor, where r falls linearly in the turns over the original length, from 1 at
-                 `fast` to 0 at `slow` of them            Llama Team 2024, "The Llama 3 Herd of Models"; their code
+    llama3       r f + (1 - r) f / factor, where r falls linearly in the rotations over the original length, from 1 at
+                 `fast` to 0 at `slow`                    Llama Team 2024, "The Llama 3 Herd of Models"; their code
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SLOW = 1.0
 class PositionTables(NamedTuple):
     """A row for each position, or for the tokens of a batch; None for tables that a model does not use.
 
-    cos, sin  (N, D / 2) of the angles by which D channels of a head are turned
+    cos, sin  (N, D / 2) of the angles by which D channels of a head are rotated
     log_n     (N, 1) of the keys that a query may see
     """
 

@@ -19,7 +19,7 @@ SLOPES = "alibi_slopes"
 class ForgetGate(nn.Module):
     """Sums of the logarithms of gates between 0 and 1, one gate a head and token, up to each token.
 
-    Their differences are what the Forgetting Transformer adds to the scores: Lin et al. 2025, "Forgetting Transformer:
+    The Forgetting Transformer adds their differences to the scores: Lin et al. 2025, "Forgetting Transformer:
     Softmax Attention with a Forget Gate", equation 6.
     """
 

@@ -5,7 +5,7 @@
 or, with a cap c, the same of c tanh(x / c), and dx times 1 - tanh(x / c)^2.
 
 Each row is read twice, the second time from the L2 cache, and written once: a third of the traffic of separate
-softmax, loss and gradient kernels. Each thread accumulates its own log-sum-exp online (Milakov and Gimelshein 2018),
+softmax, loss and gradient kernels. Each thread accumulates a log-sum-exp online (Milakov and Gimelshein 2018),
 eight columns at a time, which one load fetches in 16 bits. The threads' results are joined at the end of the row. A row
 has a program of 1,024 threads, so only two rows per multiprocessor are in flight, and they fit the L2 cache.
 """

@@ -1,4 +1,4 @@
-"""Tasks that show what an attention is for: generators of sequences whose right answers are known."""
+"""Tasks that test abilities of an attention: generators of sequences whose right answers are known."""
 
 from data.tasks.counting import Counting
 from data.tasks.induction import Induction

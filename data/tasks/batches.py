@@ -8,7 +8,7 @@ from data.batches import Batch, GlobalBatch, Stored
 from data.errors import DataError
 from data.tasks.task import Draws, Sequence, Task
 
-# Sequences are drawn from (seed, split, length, number): so those that validate are never trained on, and are the same
+# Sequences are drawn from (seed, split, length, number): so validation sequences are never trained on, and are the same
 # in every run.
 TRAINING, VALIDATION = 0, 1
 VALIDATION_SEED = 0

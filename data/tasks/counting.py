@@ -2,8 +2,8 @@
 
     a b a c b a        answers: 1 1 2 1 2 3
 
-Yehudai et al. 2024, "When Can Transformers Count to n?". A softmax averages: without positions it sees shares of the
-tokens before, and not how many there are.
+Yehudai et al. 2024, "When Can Transformers Count to n?". A softmax averages: without positions it can compute the share
+of a token among the tokens before, but not their number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Multi-query associative recall: pairs of a key and a value, then keys whose values are asked.
+"""Multi-query associative recall: pairs of a key and a value, then keys whose values are to be recalled.
 
     k3 v7 k1 v2 k9 v9 . . k1 ? . k9 ? . . k3 ?
 

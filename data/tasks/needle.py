@@ -1,4 +1,4 @@
-"""A needle in a haystack: one token of a kind of its own among random ones, asked again and again after it.
+"""A needle in a haystack: one special token among random ones, which later questions ask for.
 
     x f r N q z ? f a x ? m ?        answers: N
 

@@ -15,7 +15,7 @@ from data.tasks.task import IGNORED, Draws, Sequence, Task
 class LinearRegression(Task):
     """x is one of BINS values in [-1, 1]; a and b are drawn from [-1, 1], and y is rounded to BINS values in [-2, 2].
 
-    The targets are the y of the second half; the distance is that to the point with the nearest x.
+    The targets are the y of the second half; the distance is the one to the point with the nearest x.
     """
 
     name = "regression"

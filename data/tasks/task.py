@@ -1,4 +1,4 @@
-"""What a task is: sequences drawn from a number, of which some tokens are to be predicted.
+"""The interface of a task: sequences that follow from a number, in which some tokens are to be predicted.
 
 Every draw comes from the raw output of Philox, which is the same on every platform and in every version of numpy. So a
 sequence is a pure function of (seed, split, number), like everything in a step.
@@ -21,8 +21,8 @@ class Sequence(NamedTuple):
 
     inputs    (T,) int64
     targets   (T,) int64, IGNORED where nothing is to be predicted
-    distance  (T,) int64: how many tokens before an input the one that decides its target stands; 0 where nothing is to
-              be predicted
+    distance  (T,) int64: the number of tokens from the one that determines the target to the input; 0 where nothing is
+              to be predicted
     """
 
     inputs: np.ndarray
