@@ -47,7 +47,6 @@ class Code(NamedTuple):
 
     factor     the score is this number, which is positive, times `value`
     has_slope  whether the derivative by s is anything but 1
-    is_biased  whether the score is s plus the one hoisted number of a column
     """
 
     head: Any
@@ -58,7 +57,6 @@ class Code(NamedTuple):
     weights: Any
     factor: float
     has_slope: bool
-    is_biased: bool
 
 
 class Place(NamedTuple):
@@ -77,11 +75,13 @@ class Written(NamedTuple):
     code      its functions; None where kernels compute nothing
     text      of the functions
     entering  the numbers of the inputs on which the kernels' scores depend
+    added     the number of the one that the score is s plus; None where it is anything else
     """
 
     code: Code | None
     text: str
     entering: frozenset[int]
+    added: int | None
 
 
 def plan_of(score: Score) -> Plan:
@@ -104,7 +104,7 @@ def written(score: Score) -> Written:
     p = plan_of(score)
     value = kernel_value(p, score.sinks)
     if value is leaf("s"):
-        return Written(None, "", frozenset())
+        return Written(None, "", frozenset(), None)
     factor = 1.0
     if value.op == "mul" and is_number(value.args[0]) and value.args[0].value > 0:
         factor, value = value.args[0].value, value.args[1]
@@ -122,9 +122,9 @@ def written(score: Score) -> Written:
     text = "\n\n".join(parts)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     functions = compiled(text.replace("@", f"_{digest}"), digest)
-    biased = p.column is not None and value is ops.add(leaf("s"), placeholder(p.hoisted[p.column]))
-    code = Code(**functions, factor=factor, has_slope=not is_number(slope, 1.0), is_biased=biased)
-    return Written(code, text.replace("@", ""), entering)
+    added = next((k for k, x in enumerate(p.hoisted) if value is ops.add(leaf("s"), placeholder(x))), None)
+    code = Code(**functions, factor=factor, has_slope=not is_number(slope, 1.0))
+    return Written(code, text.replace("@", ""), entering, added)
 
 
 def compiled(text: str, digest: str) -> dict[str, Any]:
@@ -344,15 +344,28 @@ def readable(spec: Spec, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(x if is_fine else x.contiguous() for x, is_fine in zip(tensors, strided, strict=True))
 
 
+def added_by(score: Score) -> str | None:
+    """The stage of the one hoisted number that a formula adds to s; None where it does anything else."""
+    added = None if score.formula is None else written(score).added
+    return None if added is None else plan_of(score).hoisted[added].stage
+
+
 def is_biased(score: Score) -> bool:
     """Whether a formula adds a number of each key to s, and to the kernels nothing else."""
-    code = None if score.formula is None else written(score).code
-    return code is not None and code.is_biased
+    return added_by(score) == "column"
 
 
-def learns_bias(spec: Spec) -> bool:
-    """Whether these numbers need a gradient, which is the sum of ds along the columns."""
-    return is_biased(spec.score) and plan_of(spec.score).column in spec.learned
+def sums_along_columns(spec: Spec) -> bool:
+    """Whether the gradients of learned tensors are made of the sums of ds along the columns.
+
+    Those of numbers of keys are these sums. Where all distances from some on share a number, its gradient is what the
+    sum of all ds has besides the other distances.
+    """
+    added = None if spec.score.formula is None else written(spec.score).added
+    if added not in spec.learned:
+        return False
+    x = plan_of(spec.score).hoisted[added]
+    return x.stage == "column" or (x.stage == "distance" and x.far is not None)
 
 
 def with_row_terms(lse: Tensor, call: KernelCall) -> Tensor:

@@ -5,7 +5,8 @@ of ds w over the scores that it enters. Every sum is made in one order, without 
 
     head, row   a program walks over the keys that its queries see, and adds along rows; torch adds a head's rows
     column      a program walks over the queries that see its keys
-    distance    a program walks along a diagonal of tiles, all of which have the same distances, and adds up the tiles
+    distance    a program walks along a diagonal of tiles, all of which have the same distances, and adds up the tiles;
+                where the backward has summed ds along the columns, only those of distances that share no number
     pair, table every score's ds w is written down, for some queries at a time, and torch adds
 
 Weights are recomputed from the log-sum-exp, as in backward.py.
@@ -28,26 +29,23 @@ from ..formula.hoist import Steps
 from ..layout import Layout
 from .call import KernelCall
 from .configs import Blocks
-from .formula import Place, kernel_inputs, written
+from .formula import Place, added_by, kernel_inputs, written
 from .score import LOG2_E, key_interval, locate, seeing_queries, seen_keys, sees_key
-from .tiles import compile_options, dot, kernel_mode, launch_scalars, load_tile, tiles
+from .tiles import ROW_ALIGNMENT, compile_options, dot, kernel_mode, launch_scalars, load_tile, tiles
 
 WRITTEN = 2**26  # numbers of ds w that are written down at a time
+MOST_PROGRAMS = 2**13  # for the diagonals, unless there are more of these
 
 
 class Operands(NamedTuple):
-    """What a tile of ds is computed from: tensors as `load_tile` takes them, lse2 and delta (B, H, T) fp32.
-
-    lse2   in base 2, +inf for rows that saw nothing
-    delta  rowsum(do * out)
-    """
+    """What a tile of ds is computed from: tensors as `load_tile` takes them, and lse2 as `rows_like` has it."""
 
     q: Any
     k: Any
     v: Any
+    out: Any
     do: Any
     lse2: Any
-    delta: Any
 
 
 class Config(NamedTuple):
@@ -65,15 +63,11 @@ def load_queries(x, i_b, i_h, i_m, BLOCKS: tl.constexpr, MODE: tl.constexpr):
     BD: tl.constexpr = MODE.columns
     H, T = x.q.shape[1], x.q.shape[2]
     o_m = i_m + tl.arange(0, BM)
-    o_row = (tl.cast(i_b, tl.int64) * H + i_h) * T + o_m
+    o_row = (tl.cast(i_b, tl.int64) * H + i_h) * tl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT + o_m
     b_lse2 = tl.load(x.lse2 + o_row, mask=o_m < T, other=float("inf"))
-    b_delta = tl.load(x.delta + o_row, mask=o_m < T, other=0.0)
-    return (
-        load_tile(x.q, i_b, i_h, i_m, BM, BD),
-        load_tile(x.do, i_b, i_h, i_m, BM, BD),
-        b_lse2,
-        b_delta,
-    )
+    b_do = load_tile(x.do, i_b, i_h, i_m, BM, BD)
+    b_delta = tl.sum(load_tile(x.out, i_b, i_h, i_m, BM, BD).to(tl.float32) * b_do.to(tl.float32), 1)
+    return load_tile(x.q, i_b, i_h, i_m, BM, BD), b_do, b_lse2, b_delta
 
 
 @triton.jit
@@ -119,14 +113,14 @@ def times_weight(b_ds, seen, result, K: tl.constexpr):
 
 
 @triton.jit
-def rows_kernel(q, k, v, do, lse2, delta, sums, inputs, scalars, CONFIG: tl.constexpr):
+def rows_kernel(q, k, v, out, do, lse2, sums, inputs, scalars, CONFIG: tl.constexpr):
     """sums (numbers, B, H, T): along the rows of a tile of queries. Grid: tiles, B x H."""
     BLOCKS: tl.constexpr = CONFIG.blocks
     MODE: tl.constexpr = CONFIG.mode
     NUMBERS: tl.constexpr = CONFIG.numbers
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    x = Operands(q, k, v, do, lse2, delta)
+    x = Operands(q, k, v, out, do, lse2)
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     i_m, i_bh = tl.program_id(0) * BM, tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
@@ -150,14 +144,14 @@ def rows_kernel(q, k, v, do, lse2, delta, sums, inputs, scalars, CONFIG: tl.cons
 
 
 @triton.jit
-def columns_kernel(q, k, v, do, lse2, delta, sums, inputs, scalars, CONFIG: tl.constexpr):
+def columns_kernel(q, k, v, out, do, lse2, sums, inputs, scalars, CONFIG: tl.constexpr):
     """sums (numbers, B, H, S): along the columns of a tile of keys. Grid: tiles, B x H."""
     BLOCKS: tl.constexpr = CONFIG.blocks
     MODE: tl.constexpr = CONFIG.mode
     NUMBERS: tl.constexpr = CONFIG.numbers
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    x = Operands(q, k, v, do, lse2, delta)
+    x = Operands(q, k, v, out, do, lse2)
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     i_n, i_bh = tl.program_id(0) * BN, tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
@@ -181,44 +175,53 @@ def columns_kernel(q, k, v, do, lse2, delta, sums, inputs, scalars, CONFIG: tl.c
 
 
 @triton.jit
-def diagonals_kernel(q, k, v, do, lse2, delta, sums, inputs, scalars, first, CONFIG: tl.constexpr):
-    """sums (B, H, diagonals, BM, BN): of all tiles whose first query stands (first + n) BM after their first key.
+def diagonals_kernel(q, k, v, out, do, lse2, sums, inputs, scalars, first, n_parts, CONFIG: tl.constexpr):
+    """sums (B, H, diagonals, n_parts, 2 BN): of tiles whose first query stands (first + n) BM after their first key.
 
-    first has 4 x + 2 for x. Grid: diagonals, B x H.
+    Entry e is that of the pairs whose distance is e - (BN - 1) more than that of the first query and the first key.
+    first and n_parts have 4 x + 2 for x. Grid: diagonals x n_parts, B x H.
     """
     BLOCKS: tl.constexpr = CONFIG.blocks
     MODE: tl.constexpr = CONFIG.mode
     NUMBER: tl.constexpr = CONFIG.numbers[0]
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    x = Operands(q, k, v, do, lse2, delta)
+    x = Operands(q, k, v, out, do, lse2)
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
-    i_diagonal, i_bh = tl.program_id(0), tl.program_id(1)
+    parts = n_parts >> 2
+    i_diagonal, i_part, i_bh = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
     pos = locate(T, S, inputs, scalars, i_b, i_bh, 1)
     shift = ((first >> 2) + i_diagonal) * BM  # i_m - i_n
     total = tl.zeros([BM, BN], tl.float32)
-    n_start = tl.cdiv(tl.maximum(-shift, 0), BN) * BN
-    for i_n in tl.range(n_start, tl.minimum(S, T - shift), BN):
+    n_start = tl.cdiv(tl.maximum(-shift, 0), BN)
+    n_end = tl.cdiv(tl.minimum(S, T - shift), BN)
+    n_each = tl.cdiv(tl.maximum(n_end - n_start, 0), parts)
+    n_start += i_part * n_each
+    for i_tile in tl.range(n_start, tl.minimum(n_start + n_each, n_end)):
+        i_n = i_tile * BN
         b_rows = load_queries(x, i_b, i_h, i_n + shift, BLOCKS, MODE)
         b_kv = load_keys(x, i_b, i_h // (H // H_kv), i_n, BLOCKS, MODE)
         b_ds, seen, result = tile_gradients(
             b_rows, b_kv, i_b, i_h, i_n + shift, i_n, inputs, scalars, pos, BLOCKS, MODE
         )
         total += times_weight(b_ds, seen, result, NUMBER)
-    o_tile = (tl.cast(i_bh, tl.int64) * tl.num_programs(0) + i_diagonal) * (BM * BN)
-    tl.store(sums + o_tile + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :], total)
+    o_n = tl.arange(0, BM)[:, None] - tl.arange(0, 2 * BN)[None, :] + (BN - 1)  # along the diagonals
+    b_skewed = tl.gather(total, tl.minimum(tl.maximum(o_n, 0), BN - 1), 1)
+    b_sum = tl.sum(tl.where((o_n >= 0) & (o_n < BN), b_skewed, 0.0), 0)
+    o_sum = (tl.cast(i_bh, tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (2 * BN)
+    tl.store(sums + o_sum + tl.arange(0, 2 * BN), b_sum)
 
 
 @triton.jit
-def pairs_kernel(q, k, v, do, lse2, delta, terms, inputs, scalars, first, CONFIG: tl.constexpr):
+def pairs_kernel(q, k, v, out, do, lse2, terms, inputs, scalars, first, CONFIG: tl.constexpr):
     """terms (B, H, rows, S) of the queries from `first`, which has 4 x + 2 for x. Grid: tiles, tiles of keys, B x H."""
     BLOCKS: tl.constexpr = CONFIG.blocks
     MODE: tl.constexpr = CONFIG.mode
     NUMBER: tl.constexpr = CONFIG.numbers[0]
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    x = Operands(q, k, v, do, lse2, delta)
+    x = Operands(q, k, v, out, do, lse2)
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     i_row, i_n, i_bh = tl.program_id(0) * BM, tl.program_id(1) * BN, tl.program_id(2)
     i_m, i_b, i_h = (first >> 2) + i_row, i_bh // H, i_bh % H
@@ -244,15 +247,14 @@ class Pass:
         # Dropout numbers queries in groups of 16 and keys in groups of 64.
         narrow = q.dtype == torch.float32 or q.shape[-1] > 128
         self.blocks = Blocks(32 if narrow else 64, 64, 4, 1)
-        delta = (do.float() * out.float()).sum(-1)
         rows, columns = self.blocks.q, self.mode.columns
         self.operands = Operands(
             tiles(q, rows, columns),
             tiles(k, self.blocks.k, columns),
             tiles(v, self.blocks.k, columns),
+            tiles(out, rows, columns),
             tiles(do, rows, columns),
-            lse2[..., : self.T].contiguous(),
-            delta,
+            lse2,
         )
         self.inputs, self.scalars = kernel_inputs(call, self.T, self.S), launch_scalars(call, 1)
 
@@ -278,8 +280,11 @@ class Pass:
         target = self.empty(len(numbers), self.B, self.H, self.S)
         return self.run(columns_kernel, (triton.cdiv(self.S, self.blocks.k), self.B * self.H), target, numbers)
 
-    def by_distance(self, number: int, like: Tensor) -> Tensor:
-        """(B, H, length): the sum over all scores of one distance; the last entry is that of all further ones."""
+    def by_distance(self, number: int, like: Tensor, total: Tensor | None) -> Tensor:
+        """(B, H, length): the sum over all scores of one distance; the last entry is that of all further ones.
+
+        total  (B, H) the sum over all distances, where it is known: then the further ones are not visited.
+        """
         (BM, BN), length = self.blocks[:2], like.shape[2]
         call, score = self.call, self.call.spec.score
         layout = Layout(call.q_start, call.k_start) if call.spec.offsets else Layout()
@@ -292,24 +297,22 @@ class Pass:
         last = (self.T - 1) // BM
         if score.window is not None:
             last = min(last, (score.window - 1 - offset + BN - 1) // BM)
+        if total is not None:
+            last = min(last, (low + length - 2 - offset + BN - 1) // BM)
         count = max(last - first + 1, 1)
-        target = self.empty(self.B, self.H, count, BM, BN)
-        self.run(diagonals_kernel, (count, self.B * self.H), target, [number], 4 * first + 2)
-        # Along each tile's diagonals: rows of BM + BN, of which each starts one place further on.
-        width = BM + BN
-        skewed = torch.nn.functional.pad(target.flip(-1), (0, BM + 1)).flatten(3)[..., : BM * width]
-        by_tile = skewed.unflatten(3, (BM, width)).sum(3, dtype=torch.float64)  # entry e: a - b = e - (BN - 1)
-        total = by_tile.new_zeros(self.B, self.H, count * BM + width)
-        for start in range(0, width, BM):  # parts of BM entries, each added to the diagonal it belongs to
-            part = by_tile[..., start : start + BM]
-            piece = torch.nn.functional.pad(part, (0, BM - part.shape[-1])).flatten(2)
-            total[..., start : start + count * BM] += piece
-        # total[x] is of the distance first BM - (BN - 1) + x + offset.
+        parts = max(1, min(self.S // (8 * BN), MOST_PROGRAMS // (count * self.B * self.H)))
+        target = self.empty(self.B, self.H, count, parts, 2 * BN)
+        grid = (count * parts, self.B * self.H)
+        self.run(diagonals_kernel, grid, target, [number], 4 * first + 2, 4 * parts + 2)
+        by_tile = target.sum(3, dtype=torch.float64)
+        sums = by_tile.new_zeros(self.B, self.H, count * BM + 2 * BN)
+        for start in range(0, 2 * BN, BM):  # parts of BM entries, each added to the diagonal it belongs to
+            sums[..., start : start + count * BM] += by_tile[..., start : start + BM].flatten(2)
+        # sums[x] is of the distance first BM - (BN - 1) + x + offset.
         shift = low - (first * BM - (BN - 1) + offset)
-        total = total[..., shift:] if shift >= 0 else torch.nn.functional.pad(total, (-shift, 0))
-        if total.shape[-1] < length:
-            return torch.nn.functional.pad(total, (0, length - total.shape[-1]))
-        return torch.cat([total[..., : length - 1], total[..., length - 1 :].sum(-1, keepdim=True)], -1)
+        sums = torch.nn.functional.pad(sums, (-shift, max(0, length + shift - sums.shape[-1])))
+        near, far = sums[..., : length - 1], sums[..., length - 1 :].sum(-1, keepdim=True)
+        return torch.cat([near, far if total is None else total[..., None] - near.sum(-1, keepdim=True)], -1)
 
     def by_pair(self, number: int, like: Tensor, table: int | None) -> Tensor:
         """The gradient of numbers of each pair (B or 1, H or 1, T, S), or of a table."""
@@ -365,7 +368,7 @@ def learned_gradients(saved: Sequence[Tensor], do: Tensor, sums: Tensor | None, 
     entering = written(spec.score).entering
     # What is added to all scores of a row cancels in the softmax.
     found = {k: torch.zeros_like(inputs[k]) for k in spec.learned if k not in entering}
-    if sums is not None:  # of the one number that a score depends on besides s
+    if sums is not None and added_by(spec.score) == "column":  # the one number that a score depends on besides s
         found.update({k: sums for k in spec.learned if k in entering})
     stages = {
         k: steps.hoisted[k][0] if k < len(steps.hoisted) else "table"
@@ -373,14 +376,14 @@ def learned_gradients(saved: Sequence[Tensor], do: Tensor, sums: Tensor | None, 
         if k in entering and k not in found
     }
     if stages:
-        found.update(by_second_pass(Pass(saved, do, call, steps), stages))
+        found.update(by_second_pass(Pass(saved, do, call, steps), stages, sums))
     return [
         (found[k] if stages.get(k) in ("pair", "table") else summed(found[k], inputs[k])).to(inputs[k].dtype)
         for k in spec.learned
     ]
 
 
-def by_second_pass(work: Pass, stages: dict[int, str]) -> dict[int, Tensor]:
+def by_second_pass(work: Pass, stages: dict[int, str], sums: Tensor | None) -> dict[int, Tensor]:
     """The gradients of these inputs, not yet summed over what they are shared by."""
     found: dict[int, Tensor] = {}
     along = {k for k, stage in stages.items() if stage in ("head", "row")}
@@ -393,7 +396,8 @@ def by_second_pass(work: Pass, stages: dict[int, str]) -> dict[int, Tensor]:
     for k, stage in stages.items():
         like = work.call.inputs.formula[k]
         if stage == "distance":
-            found[k] = work.by_distance(k, like)
+            total = None if sums is None else sums.sum(-1, dtype=torch.float64)
+            found[k] = work.by_distance(k, like, total)
         elif stage in ("pair", "table"):
             found[k] = work.by_pair(k, like, k - len(work.steps.hoisted) if stage == "table" else None)
     return found

@@ -33,7 +33,7 @@ if HAS_TRITON:
     from .backward import Gradients
     from .decode import flash_decode, run_decode
     from .factors import scale_gradient, scaled_queries
-    from .formula import learns_bias, readable, with_row_terms, written
+    from .formula import readable, sums_along_columns, with_row_terms, written
     from .formula_gradients import learned_gradients
     from .horizon import find_horizons
     from .paths import PATHS, choose_path, describe_path, no_fp8_gradients
@@ -136,7 +136,7 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k
     q, k, v, out, lse2, *inputs = saved
     call = KernelCall.of(inputs, spec, q_start, k_start)
     gradients = empty_gradients(q, k, v)
-    sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32) if learns_bias(call.spec) else None
+    sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32) if sums_along_columns(call.spec) else None
     found = Gradients(*split_qkv_grad(gradients, q, k), sums)
     factors, dfactors = call.inputs.factors, None
     with torch.cuda.device_of(q):

@@ -157,6 +157,7 @@ def kernel_mode(spec: Spec, head_dim: int, dtype: torch.dtype, horizon: bool = F
         alibi=score.alibi,
         formula=None if score.formula is None else written(score).code,
         biased=is_biased(score),
+        added=None,
         sinks=score.sinks,
         threshold=spec.threshold,
         fixed_max=capped and not score.alibi and not score.sinks and dtype != torch.float16,

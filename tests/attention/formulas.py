@@ -212,12 +212,14 @@ def gradients(run: Callable[..., Tensor], *arguments: Any) -> dict[str, Tensor]:
 KINDS = ("square", "more keys", "more queries", "documents", "window", "offset", "full")
 
 
-def draw(rng: random.Random, text: str, kind: str, longest: int = 130, head_dim: int | None = None) -> Problem:
-    """A random problem of one of KINDS."""
+def draw(
+    rng: random.Random, text: str, kind: str, longest: int = 130, head_dim: int | None = None, length: int | None = None
+) -> Problem:
+    """A random problem of one of KINDS, of `length` tokens where it is given."""
     torch.manual_seed(rng.randrange(2**31))
     B, H_kv, G = rng.choice([1, 2]), rng.choice([1, 2]), rng.choice([1, 2, 3])
     H, D = H_kv * G, head_dim or rng.choice([16, 24])
-    T = S = rng.choice([n for n in (19, 33, 70, 130) if n <= longest])
+    T = S = length or rng.choice([n for n in (19, 33, 70, 130) if n <= longest])
     if kind == "full" and text in CAUSAL_ONLY:
         kind = "square"
     sinks = torch.randn(H) if rng.random() < 0.3 else None

@@ -48,6 +48,15 @@ def test_a_formula_is_as_accurate_as_its_dtype_with_all_gradients(number, path):
         assert_right(problem, attention(path, problem.dropout), torch.bfloat16, device="cuda")
 
 
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+@pytest.mark.parametrize("kind", ["square", "more keys", "offset", "documents", "window"])
+@pytest.mark.parametrize("text", ["s + bias[h, min(abs(i - j), 31)]", "s + pair[h, i, j]", "s - slope[h] * (i - j)"])
+def test_tiles_far_from_the_diagonal_are_as_accurate(text, kind, path):
+    for head_dim in (64, 128):
+        problem = draw(random.Random(head_dim), text, kind, head_dim=head_dim, length=1100)
+        assert_right(problem, attention(path, problem.dropout), torch.bfloat16, device="cuda")
+
+
 @pytest.mark.parametrize("text", ["s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]"])
 def test_fp32_is_as_accurate_as_fp32(text):
     problem = draw(random.Random(1), text, "documents", head_dim=64)

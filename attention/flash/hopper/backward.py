@@ -30,8 +30,8 @@ from ...scores.sinks import sinks_gradient_of_kernels
 from .. import tiles as plain
 from ..backward import Gradients
 from ..call import KernelCall
-from ..formula import kernel_inputs
 from ..score import LOG2_E, locate
+from .added import far_number, hopper_inputs, hopper_mode
 from .backward_pipeline import HALF, PARTS, WIDTH, allocate, bias_columns, next_tile
 from .backward_roles import mask_drawer, producer, writer
 from .backward_step import S_LAYOUT, Queries, first_scores, no_sums, step
@@ -108,6 +108,7 @@ def consumer(sums, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         slope2 = load_slope(program.inputs, tile.i_h, MODE)
         i_n = tile.i_tile * BN
         bias = load_bias(program.inputs, tile.i_b, tile.i_h, i_n, BLOCKS, MODE)
+        far = far_number(program.inputs, tile.i_b, tile.i_h, MODE)
         if MODE.biased and BLOCKS.rows_in_products:  # of the only query head: see `backward`
             ones = buffers.ones.index(0)
             place_bias(ones, program.inputs, program.scalars.scale, tile.i_b, tile.i_h, i_n, BLOCKS, MODE)
@@ -130,7 +131,8 @@ def consumer(sums, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
             known_h = gl.minimum(next_h, tile.i_h + sizes.G - 1)
             next_slope2 = load_slope(program.inputs, known_h, MODE)
             next_bias = load_bias(program.inputs, tile.i_b, known_h, i_n, BLOCKS, MODE)
-            queries = Queries(i_h, i_tile_m, slope2, bias, i_step + i, i + 1 < n_steps)
+            next_far = far_number(program.inputs, tile.i_b, known_h, MODE)
+            queries = Queries(i_h, i_tile_m, slope2, bias, far, i_step + i, i + 1 < n_steps)
             b_s, b_dk, b_dv, b_sum = step(
                 b_s, b_dk, b_dv, b_sum, b_k, stage.index, queries, tile, pos, program, BLOCKS, MODE
             )
@@ -140,6 +142,7 @@ def consumer(sums, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
                     b_sum = no_sums(BLOCKS)
             slope2 = next_slope2
             bias = next_bias
+            far = next_far
             i_h = next_h
             i_tile_m = gl.where(ends_head, tile.end - 1, i_tile_m - 1)
         i_step += n_steps
@@ -348,7 +351,7 @@ def backward(
         for gradient in (dq, dk, dv):
             gradient.zero_()
         return None if sinks is None else torch.zeros_like(sinks)
-    blocks, mode = backward_blocks(call.problem(q, k)), plain.mode_of(call, q)
+    blocks, mode = backward_blocks(call.problem(q, k)), hopper_mode(call, q)
     B, H, T, _ = q.shape
     H_kv, S = k.shape[1:3]
     if mode.biased and H_kv != H:  # each head has biases of its own, and the keys' operand is that of one
@@ -401,7 +404,7 @@ def backward(
         else row_tiles(lse2, T, blocks.q),
         None if in_products else row_tiles(rows.delta, T, blocks.q),
         matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
-        KernelArguments(counters, sums, kernel_inputs(call, T, S), scalars),
+        KernelArguments(counters, sums, hopper_inputs(call, T, S), scalars),
         CONFIG=Config(blocks, mode),
         num_warps=8,
         enable_fp_fusion=True,

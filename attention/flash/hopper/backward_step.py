@@ -19,10 +19,12 @@ from ...scores.alibi import alibi_bias
 from ...scores.soft_cap import soft_cap_tanh, times_derivative
 from ..formula import Place
 from ..score import (
+    LOG2_E,
     change_scores,
     log2_factor,
     seen_by_query,
 )
+from .added import is_near, near_numbers
 from .backward_pipeline import HALF, SLOTS, WIDTH, half_of, piece_of
 from .compat import barrier, reinterpret
 from .dropout import draw_transposed, drop_transposed, load_key, word_layout
@@ -36,6 +38,7 @@ class Queries(NamedTuple):
     """The query tile of a step: number i_tile of head i_h, whose ALiBi slope times log2(e) is slope2.
 
     bias      of each key, where a formula gives it one (see `load_bias`), else 0
+    far       see `far_number`
     i_step    of the pipeline
     has_next  whether another step follows with the same keys
     """
@@ -44,6 +47,7 @@ class Queries(NamedTuple):
     i_tile: Any
     slope2: Any
     bias: Any
+    far: Any
     i_step: Any
     has_next: Any
 
@@ -114,9 +118,17 @@ def weights(
         b_s, b_slope = MODE.formula.slope(b_s, program.scalars.scale, head, row, column, given, place, False)
     else:
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+    if MODE.added == "distance":
+        x = program.inputs.formula[0]
+        near = is_near(x, half.i_m, i_n, BN, pos)
+        if near:
+            b_numbers = near_numbers(x, tile.i_b, queries.i_h, o_m[None, :], (i_n + o_rows)[:, None], pos)
+            b_s += b_numbers * (LOG2_E / scale_log2)
     if is_cut:
         b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], pos, MODE), b_s, -float("inf"))
     b_lse2 = 0.0 if BLOCKS.rows_in_products else half.lse2.load(LAYOUT)
+    if MODE.added == "distance":
+        b_lse2 = b_lse2 - gl.where(near, 0.0, queries.far)
     b_p = gl.exp2(b_s * factor - b_lse2)
     b_p_kept = gl.convert_layout(b_p.to(half.q.dtype), P_LAYOUT)
     b_p = times_derivative(b_p, b_tanh, MODE)  # so that tanh leaves the registers
@@ -295,7 +307,7 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # matrix products that `product` starts, as waits count them
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
     buffers, barriers = program.buffers, program.barriers
-    i_h, i_tile_m, _, _, i_step, has_next = queries
+    i_h, i_tile_m, _, _, _, i_step, has_next = queries
     i_s = i_step % BLOCKS.stages
     zero = unknown_zero(i_step)
     k_s, v_s = buffers.k.index(i_k + zero), buffers.v.index(i_k + zero)

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ..call import Problem
-from ..formula import is_biased, learns_bias
+from ..formula import added_by, is_biased, sums_along_columns
 
 HEAD_DIMS = {"forward": range(33, 257), "backward": range(33, 129)}  # in tiles of 64, 128 or 256 columns
 FP8_MAX_HEAD_DIM = 128
@@ -114,8 +114,10 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
 def backward_blocks(problem: Problem) -> BackwardBlocks:
     """The backward's shape for a call with a head size that it supports."""
     head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
-    alibi, sums = score.alibi, learns_bias(problem.spec)
-    changed = score.soft_cap is not None or (score.formula is not None and not is_biased(score))
+    alibi, sums = score.alibi, sums_along_columns(problem.spec)
+    changed = score.soft_cap is not None or (
+        score.formula is not None and added_by(score) not in ("column", "distance")
+    )
     # lse2 and delta cannot come with their products where a soft cap, a formula or dropout changes s or dp in between.
     # Below 1,024 keys it takes longer to write them as operands than it saves. At head size 64 they take the place of
     # the next keys in shared memory.

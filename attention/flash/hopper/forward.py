@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..call import KernelCall
 from ..factors import factor_input
-from ..formula import kernel_inputs
 from ..forward import without_keys
 from ..score import locate
-from ..tiles import Rows, head_group_size, launch_scalars, mode_of, rows_like, swizzle
+from ..tiles import Rows, head_group_size, launch_scalars, rows_like, swizzle
+from .added import hopper_inputs, hopper_mode
 from .configs import ForwardBlocks, forward_blocks
 from .forward_pipeline import Keys, Work, allocate, fetch, fetch_queries, next_work, producer
 from .forward_step import attend
@@ -131,11 +131,11 @@ def forward(
         tiles(v, blocks.k, blocks.columns),
         tiles(out, ROWS.value, blocks.columns),
         Rows(lse, lse2),
-        kernel_inputs(call, T, S)._replace(factors=None if factors is None else factor_input(factors)),
+        hopper_inputs(call, T, S)._replace(factors=None if factors is None else factor_input(factors)),
         None if alone else torch.zeros(1, dtype=torch.int32, device=q.device),
         launch_scalars(call, head_group_size(B * H, k[0, 0], H // H_kv)),
         BLOCKS=blocks,
-        MODE=mode_of(call, q),
+        MODE=hopper_mode(call, q),
         num_warps=4,
         maxnreg=blocks.registers if alone else None,
         enable_fp_fusion=True,

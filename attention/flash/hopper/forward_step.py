@@ -29,7 +29,6 @@ from .schedule import key_tiles
 from .softmax import (
     GROWTH,
     ROWS,
-    alibi_shift,
     as_operand,
     exponent_factor,
     finish_scores,
@@ -43,6 +42,7 @@ from .softmax import (
     row_sum,
     start_scores,
     tile_max,
+    tile_shift,
     tile_sum,
 )
 from .stages import stage_of, wait_full
@@ -130,7 +130,7 @@ def step(
         if BLOCKS.ping_pong and j == PIECES - 1:
             mbarrier.arrive(barriers.order.index((c + 1) % BLOCKS.consumers))
         b_s = finish_scores(b_s, i_n + j * N, is_cut, queries, MODE, N)
-        shift = alibi_shift(i_n, queries, MODE)
+        shift = tile_shift(i_n, queries, BN, MODE)
         if not MODE.fixed_max:
             m_tile = gl.convert_layout(row_max(b_s, N, BLOCKS), m.type.layout) * factor + shift
             m, m_safe, alpha = new_maximum(m, m_tile, GROWTH)
@@ -157,7 +157,8 @@ def first_tile(i_step, i_n, is_cut, queries, keys, work, program, BLOCKS: gl.con
     """
     BD: gl.constexpr = BLOCKS.columns
     PIECES: gl.constexpr = n_pieces(MODE)
-    N: gl.constexpr = BLOCKS.k // PIECES
+    BN: gl.constexpr = BLOCKS.k
+    N: gl.constexpr = BN // PIECES
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -174,7 +175,7 @@ def first_tile(i_step, i_n, is_cut, queries, keys, work, program, BLOCKS: gl.con
     scores = ()
     for j in gl.static_range(PIECES):
         scores += (finish_scores(b_s[j], i_n + j * N, is_cut, queries, MODE, N),)  # type: ignore[assignment]
-    shift = alibi_shift(i_n, queries, MODE)
+    shift = tile_shift(i_n, queries, BN, MODE)
     m = gl.convert_layout(tile_max(scores, N, BLOCKS, MODE), S_ROWS) * factor + shift
     if MODE.fixed_max:  # this tile's serves for all: rows with few keys keep the largest weight, 1, unrounded
         m = gl.maximum(m, LEAST_MAXIMUM)

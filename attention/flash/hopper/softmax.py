@@ -17,6 +17,7 @@ from ..score import (
     log2_factor,
     sees_key,
 )
+from .added import far_number, is_near, near_numbers
 from .dropout import drop, load_key
 
 ROWS = gl.constexpr(64)  # of queries: what a warpgroup multiplies at once
@@ -34,6 +35,7 @@ class Queries(NamedTuple):
     slopes      slope2 as an operand, where ALiBi's biases come with the product
     key         dropout's counters
     formula     a Terms
+    added       an Added
     """
 
     b_q: Any
@@ -45,6 +47,16 @@ class Queries(NamedTuple):
     slopes: Any
     key: Any
     formula: Any
+    added: Any
+
+
+class Added(NamedTuple):
+    """The numbers x that a formula adds to the scores of one head, see added.py; `far` is for the furthest pairs."""
+
+    x: Any
+    i_b: Any
+    i_h: Any
+    far: Any
 
 
 class Terms(NamedTuple):
@@ -77,7 +89,10 @@ def load_queries(b_q, program, i_m, i_b, i_h, LAYOUT: gl.constexpr, MODE: gl.con
         head = MODE.formula.head(inputs.formula, i_b, i_h)
         row = MODE.formula.row(inputs.formula, i_b, i_h, o_m, sizes.T)
         formula = Terms(inputs.formula, scalars.scale, i_b, i_h, head, row)  # type: ignore[assignment]
-    return Queries(b_q, i_m, pos, interval, scalars.scale_log2, slope2, slopes, key, formula)
+    added = 0
+    if MODE.added is not None:
+        added = Added(inputs.formula[0], i_b, i_h, far_number(inputs, i_b, i_h, MODE))  # type: ignore[assignment]
+    return Queries(b_q, i_m, pos, interval, scalars.scale_log2, slope2, slopes, key, formula, added)
 
 
 @gluon.constexpr_function
@@ -143,9 +158,13 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
         b_s = MODE.formula.value(b_s, f.scale, f.head, f.row, column, f.given, place, False)
     elif not bias_in_product(MODE.alibi, MODE.soft_cap):  # else the product has left the changed scores
         b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
-        # ALiBi's bias of a column, whatever the tile: registers that stay. `alibi_shift` is what a tile has besides.
+        # ALiBi's bias of a column, whatever the tile: registers that stay. `tile_shift` is what a tile has besides.
         b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, pos, MODE) if MODE.alibi else None
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
+    if MODE.added == "distance":
+        a = queries.added
+        if is_near(a.x, i_m, i_n, N, pos):
+            b_s += near_numbers(a.x, a.i_b, a.i_h, o_m, i_n + o_columns, pos) * (LOG2_E / scale_log2)
     if is_cut:
         b_s = gl.where(sees_key(o_m, i_n + o_columns, queries.interval, pos, MODE), b_s, -float("inf"))
     return b_s
@@ -158,9 +177,18 @@ def exponent_factor(scale_log2, MODE: gl.constexpr):
 
 
 @gluon.jit
-def alibi_shift(i_n, queries, MODE: gl.constexpr):
-    """ALiBi's term that `finish_scores` leaves out in the key tile at i_n, for a bias of 0 at the first query."""
-    return queries.slope2 * (i_n - queries.i_m - queries.pos.offset).to(gl.float32) if MODE.alibi else 0.0
+def tile_shift(i_n, queries, BN: gl.constexpr, MODE: gl.constexpr):
+    """The term, in base 2, that `finish_scores` leaves out in the key tile at i_n.
+
+    With ALiBi, for a bias of 0 at the first query; of a formula's numbers for each distance, that of the furthest.
+    """
+    shift = 0.0
+    if MODE.alibi:
+        shift = queries.slope2 * (i_n - queries.i_m - queries.pos.offset).to(gl.float32)
+    elif MODE.added == "distance":
+        a = queries.added
+        shift = gl.where(is_near(a.x, queries.i_m, i_n, BN, queries.pos), 0.0, a.far)
+    return shift
 
 
 @gluon.jit
