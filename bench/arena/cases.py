@@ -53,6 +53,12 @@ RANKED = (
     "relu2: model.positions=rotary model.mlp=relu2 | gate: model.positions=rotary model.gate=head | "
     "value_residual: model.positions=rotary model.value_residual=true"
 )
+# A layer without positions cannot count; the last arm has two.
+COUNTERS = (
+    "rotary: model.positions=rotary | learned: model.positions=learned | "
+    "window: model.positions=rotary score=window score.window=16 | alibi: model.positions=none score=alibi | "
+    "none: model.positions=none | none_two_layers: model.positions=none model.n_layers=2"
+)
 SWEEPS = {
     "toy": (
         f"experiment=arena arena.arms='causal | window: score=window score.window=16 | alibi | sinks' {QUIET} {TOY} "
@@ -62,7 +68,11 @@ SWEEPS = {
         f"experiment=arena arena.arms='{RANKED}' arena.looks=1 arena.lr_seeds=1 optimizer.lr=6e-3 {QUIET} {TOY} "
         "training.steps=600 training.eval_every=200 training.time_attention=false"
     ),
-    **{f"recall-{task}": f"experiment=recall data={task} arena.seeds=2 {QUIET}" for task in ("mqar", "counting")},
+    "recall-mqar": f"experiment=recall data=mqar arena.seeds=2 {QUIET}",
+    "recall-counting": (
+        f"experiment=recall data=counting arena.arms='{COUNTERS}' arena.seeds=2 model.n_layers=1 model.n_heads=4 "
+        f"{QUIET}"
+    ),
     "recall-needle": f"experiment=recall data=needle arena.seeds=2 seq_len=256 training.batch_size=8 {QUIET}",
     "ladder": (
         f"experiment=ladder ladder.depths=[2,3,4,5] ladder.next=7 ladder.width=26 ladder.head=26 {QUIET} "

@@ -1,9 +1,10 @@
-"""Counting: how often the current token has occurred so far.
+"""Counting: how often the current letter has come in a row.
 
-    a b a c b a        answers: 1 1 2 1 2 3
+    a a a b a a b b        answers: 1 2 3 1 1 2 1 2
 
-Yehudai et al. 2024, "When Can Transformers Count to n?". A softmax averages: without positions it can compute the share
-of a token among the tokens before, but not their number.
+Bhattamishra et al. 2020, "On the Ability and Limitations of Transformers to Recognize Formal Languages": without
+positions, equal tokens have equal outputs, however many there are, since a softmax averages. One layer without
+positions does not see the order of the tokens before either: `a b b` and `b a b` are one to it.
 """
 
 from __future__ import annotations
@@ -12,29 +13,28 @@ import numpy as np
 
 from data.tasks.task import IGNORED, Draws, Sequence, Task
 
-SHARE = 8  # occurrences of a letter, on average
-
 
 class Counting(Task):
-    """T / 8 letters, so that the counts of longer sequences are no larger. Token LETTERS + n is the count n + 1; the
-    largest also stands for those above it. The targets are in the second half."""
+    """Runs of 1 to LONGEST equal letters, a and b in turn, so that how many there are of each says little about the
+    last run. Token LETTERS + n is the count n + 1. The targets are at the ends of the last T / LONGEST runs; the
+    distance is that to the first letter of the run."""
 
     name = "counting"
-    source = "Yehudai et al. 2024, When Can Transformers Count to n?"
-    LETTERS, COUNTS = 128, 32
-    vocab_size = LETTERS + COUNTS
+    source = "Bhattamishra et al. 2020, On the Ability and Limitations of Transformers to Recognize Formal Languages"
+    LETTERS, LONGEST = 2, 8
+    vocab_size = LETTERS + LONGEST
 
     @property
     def chance(self) -> float:
-        return 1 / (2 * SHARE)  # of a count that is about uniform up to twice the average
+        return 1 / self.LONGEST
 
     def sequence(self, draws: Draws, T: int) -> Sequence:
-        letters = draws.some_of(self.LETTERS, max(2, min(T // SHARE, self.LETTERS)))
-        inputs = letters[draws.below(len(letters), T)]
-        earlier = inputs[:, None] == inputs[None, :]
-        counts = np.tril(earlier).sum(1)
-        first = earlier.argmax(1)
-        targets, distance, half = np.full(T, IGNORED), np.zeros(T, np.int64), T // 2
-        targets[half:] = self.LETTERS + np.minimum(counts[half:], self.COUNTS) - 1
-        distance[half:] = np.arange(half, T) - first[half:]
+        # Drawn from the last run, which ends with the sequence, to the first, which is cut.
+        counts = 1 + draws.below(self.LONGEST, T)
+        letters = (draws.below(self.LETTERS, 1) + np.arange(T)) % self.LETTERS
+        inputs = np.repeat(letters, counts)[:T][::-1]
+        asked = counts[: T // self.LONGEST]
+        ends = T - 1 - (np.cumsum(asked) - asked)
+        targets, distance = np.full(T, IGNORED), np.zeros(T, np.int64)
+        targets[ends], distance[ends] = self.LETTERS + asked - 1, asked - 1
         return Sequence(inputs, targets, distance)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-FORMAT = 2  # increase it when the same numbers give other sequences
+FORMAT = 3  # increase it when the same numbers give other sequences
 IGNORED = -100  # the target where nothing is to be predicted; the loss leaves it out
 
 

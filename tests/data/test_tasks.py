@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -49,8 +47,11 @@ def solve_needle(inputs: list[int], i: int) -> tuple[int, int]:
 
 
 def solve_counting(inputs: list[int], i: int) -> tuple[int, int]:
-    count = Counter(inputs[: i + 1])[inputs[i]]
-    return Counting.LETTERS + min(count, Counting.COUNTS) - 1, inputs.index(inputs[i])
+    """The tokens back to one that differs."""
+    first = i
+    while first and inputs[first - 1] == inputs[i]:
+        first -= 1
+    return Counting.LETTERS + i - first, first
 
 
 SOLVERS = {
