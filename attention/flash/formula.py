@@ -38,7 +38,7 @@ from ..scores.soft_cap import tanh
 from ..spec import Inputs, Spec
 from .call import KernelCall
 
-LARGEST_TILE = 128  # keys
+LARGEST_TILE = tl.constexpr(128)  # keys
 COLUMN_ALIGNMENT = 4  # numbers of fp32: 16 bytes
 
 
@@ -328,7 +328,7 @@ def column_input(x: Tensor) -> Tensor:
 
     Rows are COLUMN_ALIGNMENT apart, or a multiple of it, and go on to the end of a tile of keys.
     """
-    excess = -x.shape[2] % LARGEST_TILE
+    excess = -x.shape[2] % LARGEST_TILE.value
     if excess:
         return F.pad(x, (0, excess))
     steps = [stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True) if size > 1]

@@ -11,7 +11,7 @@ from ..layout import Layout
 from ..precision import accum_dtype
 from ..score import Score, key_intervals
 from .check import check_tensors
-from .hoist import Place, factors_of, hoisted
+from .hoist import Place, Steps, factors_of, hoisted
 from .ranges import Reach
 from .tile import TileFormula
 
@@ -35,17 +35,28 @@ def positions(layout: Layout, T: int, S: int, device: torch.device) -> tuple[Ten
     return i, torch.arange(layout.k_start, layout.k_start + S, device=device)
 
 
-def place_of(score: Score, layout: Layout, q: Tensor, S: int, counts: bool) -> Place:
-    """Where queries q (B, H, T, D) and S keys stand; `counts`: also how many keys each query sees."""
+def place_of(score: Score, layout: Layout, q: Tensor, S: int, steps: Steps) -> Place:
+    """Where queries q (B, H, T, D) and S keys stand, as far as the numbers that are hoisted ask for it."""
     B, H, T, _ = q.shape
-    i, j = positions(layout, T, S, q.device)
-    n, first = None, layout.query_start(T, S)
-    if counts:
-        seen = key_intervals(score, layout, T, S, q.device)
-        n = (seen.end - seen.first).clamp(min=1)
+    first = layout.query_start(T, S)
     ordered = layout.lengths is None and first >= 0
     distances = visible_distances(score, layout, T, S)
-    return Place(B, H, i, j, n, first if ordered else None, layout.k_start, distances)
+    place = Place((B, H, T, S), q.device, None, None, None, first if ordered else None, layout.k_start, distances)
+    asked = {name for stage, program in steps.programs() for name in place.asked(stage, program)}
+    if asked & {"i", "j"}:
+        i, j = positions(layout, T, S, q.device)
+        place = place._replace(i=i, j=j)
+    return place._replace(n=seen_keys(score, layout, T, S, q.device)) if "n" in asked else place
+
+
+def seen_keys(score: Score, layout: Layout, T: int, S: int, device: torch.device) -> Tensor:
+    """How many of S keys each of T queries sees, at least 1: (T,), or with lengths or documents (B, T)."""
+    first = layout.query_start(T, S) - layout.k_start
+    bounded = layout.lengths is not None or layout.document_starts is not None or score.hides_keys
+    if score.causal and not bounded and 0 <= first <= S - T:
+        return torch.arange(first + 1, first + T + 1, device=device)
+    seen = key_intervals(score, layout, T, S, device)
+    return (seen.end - seen.first).clamp(min=1)
 
 
 def prepared(
@@ -61,7 +72,7 @@ def prepared(
     B, H, T, _ = q.shape
     if not torch.compiler.is_compiling():
         check_tensors(score.expression, tensors, B, reach_of(score, layout, T, S, H))
-    place = place_of(score, layout, q, S, steps.counts)
+    place = place_of(score, layout, q, S, steps)
     factors = None if steps.factor is None else factors_of(q, steps, tensors, place)
     inputs = hoisted(steps, tensors, place, accum_dtype(q.dtype))
     return factors, steps.scale, (*inputs, *(tensors[name] for name, _ in steps.tables))

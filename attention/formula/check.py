@@ -109,7 +109,7 @@ def probe(text: str, causal: bool, window: int | None) -> None:
     sizes = least_sizes(text, reach)
     steps, positions = steps_of(text, causal, window), torch.arange(PROBED)
     n = (positions + 1).clamp(max=window or PROBED) if causal else torch.full_like(positions, PROBED)
-    place = Place(1, 2, positions, positions, n, 0, 0, reach_of(reach))
+    place = Place((1, 2, PROBED, PROBED), positions.device, positions, positions, n, 0, 0, reach_of(reach))
     distance = positions[:, None] - positions
     seen = (distance >= place.distances[0]) & (distance <= place.distances[1])
     s = torch.linspace(-8, 8, 2 * PROBED**2, dtype=torch.float64).view(1, 2, PROBED, PROBED) * steps.scale

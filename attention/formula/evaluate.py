@@ -39,10 +39,27 @@ def bare(load: Node) -> tuple[str, ...] | None:
     return names if len(set(names)) == len(load.args) else None
 
 
+def leaves_of(steps: Program, is_view: Callable[[tuple[str, ...] | None], bool]) -> list[str]:
+    """The leaves that a program computes with. `is_view`: whether the entries of a tensor with such bare indices are a
+    view of it, which asks for no leaves."""
+    names: list[str] = []
+    wanted = list(steps.outputs)
+    while wanted:
+        op, numbers, value = steps.steps[wanted.pop()]
+        if op == "leaf":
+            names.append(value)
+        elif op != "load":
+            wanted += numbers
+        elif not is_view(value[1]):
+            names.append("b")
+            wanted += numbers
+    return names
+
+
 class Given(NamedTuple):
     """The inputs of a program.
 
-    leaves   name -> tensor, shaped so that all broadcast
+    leaves   name -> tensor, shaped so that all broadcast: at least those of `leaves_of`
     dtype    of real numbers
     hoisted  in the plan's order
     tables   entries of tables, in the plan's order
@@ -91,7 +108,7 @@ def run(steps: Program, given: Given) -> list[Any]:
             case "number":
                 x = value
             case "leaf":
-                x = given.leaves[value]
+                x = given.leaves.get(value)
             case "hoisted":
                 x = given.hoisted[value]
             case "table":

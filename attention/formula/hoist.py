@@ -11,7 +11,7 @@ from torch import Tensor
 from ..gpu import constant_when_compiled
 from ..precision import accum_dtype
 from .axes import axes
-from .evaluate import Given, Program, entries, full_index, program, run
+from .evaluate import Given, Program, entries, full_index, leaves_of, program, run
 from .graph import Node, is_number, leaf, topological
 from .plan import plan
 
@@ -26,7 +26,6 @@ class Steps(NamedTuple):
     tables       (name, program of the indices) of each
     axes         (name, meaning of each axis) of the tensors, see check.py
     by_position  whether a score's computation asks for the positions of its query and key, or for its head
-    counts       whether n is used
     is_identity  whether nothing is left to do to s but the factor
     """
 
@@ -38,8 +37,12 @@ class Steps(NamedTuple):
     tables: tuple[tuple[str, Program], ...]
     axes: tuple[tuple[str, tuple[str, ...]], ...]
     by_position: bool
-    counts: bool
     is_identity: bool
+
+    def programs(self) -> list[tuple[str, Program]]:
+        """Those that are run before any score, with their stages, but for those of distances."""
+        factor = [] if self.factor is None else [("row", self.factor)]
+        return factor + [(stage, steps) for stage, _, steps in self.hoisted if stage != "distance"]
 
 
 @constant_when_compiled
@@ -62,7 +65,6 @@ def steps_of(text: str, causal: bool, window: int | None) -> Steps:
         by_position=any(x.op == "leaf" and x is not leaf("s") for x in topological([p.value, *p.tables]))
         or any(x.stage == "distance" for x in p.hoisted),
         axes=tuple(axes(text).items()),
-        counts="n" in p.formula.deps,
         is_identity=p.value is leaf("s"),
     )
 
@@ -70,38 +72,53 @@ def steps_of(text: str, causal: bool, window: int | None) -> Steps:
 class Place(NamedTuple):
     """Where the queries and keys of a call stand.
 
-    B, H       sequences and query heads
+    sizes      (B, H, T, S): sequences, query heads, queries and keys
+    device     of the tensors
     i          positions of the queries, (T,) or, with lengths, (B, T); those before the first as 0
     j          positions of the keys, (S,)
-    n          how many keys each query sees, at least 1, (T,) or (B, T); None where nothing asks for it
+    n          how many keys each query sees, at least 1, (T,) or (B, T)
     q_start    position of the first query, where the others follow it; None: with lengths, or before the first
     k_start    position of the first key
     distances  the lowest and the highest i - j of pairs that see each other
+
+    i, j and n are None where nothing asks for them.
     """
 
-    B: int
-    H: int
-    i: Tensor
-    j: Tensor
+    sizes: tuple[int, int, int, int]
+    device: torch.device
+    i: Tensor | None
+    j: Tensor | None
     n: Tensor | None
     q_start: int | None
     k_start: int
     distances: tuple[int, int]
 
-    def leaves(self, stage: str, far: int | None) -> dict[str, Tensor]:
-        """The leaves of a program of this stage, to broadcast to (B, H, length), or for pairs to (B, H, T, S)."""
-        device, last = self.i.device, (1, 1) if stage == "pair" else (1,)
-        h = torch.arange(self.H, device=device).view(-1, *last)
-        b = torch.arange(self.B, device=device).view(-1, 1, *last)
+    def leaves(self, stage: str, far: int | None, names: Sequence[str]) -> dict[str, Tensor]:
+        """The leaves `names` of a stage's program, to broadcast to (B, H, length), or for pairs to (B, H, T, S)."""
+        device, last = self.device, (1, 1) if stage == "pair" else (1,)
+        leaves: dict[str, Tensor] = {}
+        if "h" in names:
+            leaves["h"] = torch.arange(self.sizes[1], device=device).view(-1, *last)
+        if "b" in names:
+            leaves["b"] = torch.arange(self.sizes[0], device=device).view(-1, 1, *last)
         if stage == "distance":
             d = distances(self.distances, far, device)
-            return {"h": h, "b": b, "i": d, "j": torch.zeros_like(d[0])}
-        leaves = {"h": h, "b": b, "j": self.j}
+            return leaves | {"i": d, "j": torch.zeros_like(d[0])}
+        if self.j is not None:
+            leaves["j"] = self.j
         for name, x in (("i", self.i), ("n", self.n)):
             if x is not None:
                 x = x.unsqueeze(1) if x.ndim == 2 else x  # (B, 1, T)
                 leaves[name] = x.unsqueeze(-1) if stage == "pair" else x
         return leaves
+
+    def asked(self, stage: str, steps: Program) -> list[str]:
+        """The leaves that a program of this stage computes with."""
+        return leaves_of(steps, lambda names: self.is_view(names, stage))
+
+    def is_view(self, names: tuple[str, ...] | None, stage: str) -> bool:
+        """Whether the entries of a tensor that these bare indices name are a view of it."""
+        return names is not None and stage != "distance" and ("i" not in names or self.q_start is not None)
 
 
 def distances(reach: tuple[int, int], far: int | None, device: torch.device) -> Tensor:
@@ -129,26 +146,25 @@ def hoisted(steps: Steps, tensors: dict[str, Tensor], place: Place, dtype: torch
 def evaluated(
     stage: str, far: int | None, steps: Program, tensors: dict[str, Tensor], place: Place, dtype: torch.dtype
 ) -> Tensor:
-    leaves = place.leaves(stage, far)
+    leaves = place.leaves(stage, far, place.asked(stage, steps))
 
     def load(name: str, names: tuple[str, ...] | None, index: Sequence[Any]) -> Tensor:
         x = tensors[name].to(dtype)
-        ordered = names is not None and stage != "distance" and ("i" not in names or place.q_start is not None)
-        if ordered and names is not None:
+        if names is not None and place.is_view(names, stage):
             return spread(x, names, place, stage)
         return entries(x, full_index(x, index, leaves["b"]))
 
     (x,) = run(steps, Given(leaves, dtype, [], [], load))
     ndim = 4 if stage == "pair" else 3
     if not isinstance(x, Tensor):
-        x = torch.full((), x, dtype=dtype, device=place.i.device)
+        x = torch.full((), x, dtype=dtype, device=place.device)
     return x.reshape(*[1] * (ndim - x.ndim), *x.shape)
 
 
 def spread(x: Tensor, names: tuple[str, ...], place: Place, stage: str) -> Tensor:
     """A view of the entries x[h, i], or whatever other order its indices `names` have, as (B or 1, H, T)."""
     names = ("b", *names) if x.ndim == len(names) + 1 else names
-    for name, start, length in (("i", place.q_start, len(place.i)), ("j", place.k_start, len(place.j))):
+    for name, start, length in (("i", place.q_start, place.sizes[2]), ("j", place.k_start, place.sizes[3])):
         if name in names and start is not None:
             x = x.narrow(names.index(name), start, length)
     order = ("b", "h", "i", "j") if stage == "pair" else ("b", "h", "j" if "j" in names else "i")

@@ -13,6 +13,7 @@ from attention.flash import paths
 from attention.flash.call import Problem
 from attention.flash.hopper.backward import Counters, Rows, delta_kernel
 from attention.flash.hopper.configs import backward_blocks
+from attention.flash.hopper.key_numbers import parts_kernel
 from attention.flash.paths import choose_path, describe_path
 from attention.flash.tiles import rows_like, tiles
 from attention.spec import Spec
@@ -152,3 +153,13 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products, k
     assert (biased[..., T:] > 1e20).all()
     assert not counters.next_tile.any()
     assert not counters.work.any()
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")
+def test_a_keys_number_is_the_sum_of_its_parts_and_minus_infinity_stays():
+    x = -torch.randn(2, 1, 150).exp().cumsum(-1)  # the same for all heads
+    x[1, 0, 3] = -math.inf
+    parts = torch.empty(2 * 3 * 256, 8, dtype=torch.bfloat16)
+    parts_kernel[(2, 6)](x, parts, x.stride(0), 0, 0.125, 3, 150, ROWS=128)
+    assert torch.equal(parts.float().sum(-1).view(2, 3, 256)[..., :150], (x / 0.125).expand(2, 3, 150))
+    assert not parts.view(2, 3, 256, 8)[:, :, 150:].any()

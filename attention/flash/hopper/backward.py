@@ -78,8 +78,8 @@ def place_bias(target, inputs, scale, i_b, i_h, i_n, BLOCKS: gl.constexpr, MODE:
 
 @gluon.jit
 def store_sums(sums, b_sum, i_bh, i_n, S, KEEP: gl.constexpr):
-    """Write the sums of ds along the columns of the keys from i_n, of which b_sum (BN, 4) has parts."""
-    b_sum = gl.sum(b_sum, 1)
+    """Write the sums of ds along the columns of the keys from i_n: b_sum (BN, 8) has each of them eight times."""
+    b_sum = gl.max(b_sum, 1)
     o_n = i_n + gl.arange(0, b_sum.shape[0], b_sum.type.layout)
     gl.store(sums + gl.cast(i_bh, gl.int64) * S + o_n, b_sum * KEEP, mask=o_n < S)
 

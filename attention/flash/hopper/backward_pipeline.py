@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..score import locate
 from ..tiles import swizzle
 from .dropout import WORDS_IN_SHARED_MEMORY
+from .key_numbers import split
 from .schedule import query_tiles
 
 SLOTS = gl.constexpr(2)  # of dq in shared memory
@@ -37,6 +38,7 @@ class Buffers(NamedTuple):
     delta: Any
     parts: Any
     ones: Any
+    sum_ones: Any
     ds: Any
     dq: Any
     words: Any
@@ -111,10 +113,9 @@ def every_second_column(i: gl.constexpr, BN: gl.constexpr):
 @gluon.jit
 def bias_columns(b_x, LAYOUT: gl.constexpr):
     """(BN, PARTS): ones in the columns 0, 2, 4 and 6, for lse2; b_x (BN,) as three numbers of bf16 in 8, 10 and 12."""
-    high = b_x.to(gl.bfloat16).to(gl.float32)
-    middle = (b_x - high).to(gl.bfloat16).to(gl.float32)
+    high, middle, low = split(b_x)
     o_c = gl.zeros([b_x.shape[0], 1], gl.int32, LAYOUT) + gl.arange(0, PARTS, gl.SliceLayout(0, LAYOUT))[None, :]
-    b_low = gl.where(o_c == 12, (b_x - high - middle)[:, None], 0.0)
+    b_low = gl.where(o_c == 12, low[:, None], 0.0)
     b_parts = gl.where(o_c == 8, high[:, None], gl.where(o_c == 10, middle[:, None], b_low))
     return gl.where((o_c < 8) & (o_c % 2 == 0), 1.0, b_parts).to(gl.bfloat16)
 
@@ -131,7 +132,7 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BD], dtype)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BD], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
-    lse2, delta, parts, ones, words, words_full = 0, 0, 0, 0, 0, 0
+    lse2, delta, parts, ones, sum_ones, words, words_full = 0, 0, 0, 0, 0, 0, 0
     if BLOCKS.rows_in_products:
         parts_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PARTS], gl.bfloat16)
         ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, PARTS], gl.bfloat16)
@@ -142,6 +143,11 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
     else:
         lse2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
         delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
+    if BLOCKS.sums:
+        M: gl.constexpr = HALF // BLOCKS.pieces
+        ONES: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0])
+        sum_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, M], dtype)
+        sum_ones = gl.allocate_shared_memory(dtype, [8, M], sum_layout, gl.full([8, M], 1.0, dtype, ONES))
     if BLOCKS.mask_drawer:
         words = gl.allocate_shared_memory(gl.uint32, [STAGES, BN // 2, BM // 2], WORDS_IN_SHARED_MEMORY)
         # The memory of a barrier that nobody uses would be taken for other data, which PTX leaves undefined.
@@ -157,6 +163,7 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
         delta,
         parts,
         ones,
+        sum_ones,
         gl.allocate_shared_memory(dtype, [1, BN, BM], ds_layout),  # `step` indexes it with `unknown_zero`
         gl.allocate_shared_memory(gl.float32, [SLOTS, BM * BD // WIDTH, WIDTH], dq_sum.layout),
         words,

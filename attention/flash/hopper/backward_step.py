@@ -190,23 +190,16 @@ def add_to_dv(b_s, b_w, b_dv, half, is_cut, queries, tile, pos, program, BLOCKS:
 
 
 @gluon.jit
-def key_sums(b_x):
-    """(BN, 4): what each of a key's four threads holds of b_x (BN, M), summed. The four are added once, at the end."""
-    return gl.sum(gl.sum(b_x.reshape([b_x.shape[0], b_x.shape[1] // 8, 4, 2]), 1), 2)
-
-
-@gluon.jit
 def no_sums(BLOCKS: gl.constexpr):
-    """`key_sums` of nothing; 0 where nothing is summed."""
+    """(BN, 8) zeros, to which ds^T is added, times ones; 0 where nothing is summed."""
     BN: gl.constexpr = BLOCKS.k
-    M: gl.constexpr = HALF // BLOCKS.pieces
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, M, 16])
-    return key_sums(gl.zeros([BN, M], gl.float32, LAYOUT)) if BLOCKS.sums else 0.0
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 8, 16])
+    return gl.zeros([BN, 8], gl.float32, LAYOUT) if BLOCKS.sums else 0.0
 
 
 @gluon.jit
-def add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """(ds in pieces, dk + ds^T q in flight, b_sum + `key_sums` of ds), of what `add_to_dv` gives.
+def add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """(ds in pieces, dk + ds^T q and b_sum + ds^T 1 in flight), of what `add_to_dv` gives.
 
     ds is also stored, for dq.
     """
@@ -219,14 +212,14 @@ def add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half, BLOCKS: gl.constexpr, MODE
         piece = piece_of(half, j, BLOCKS)
         dp_piece = gl.convert_layout(dp_pieces[j], LAYOUT)
         ds_piece32 = score_gradients(b_p[j], b_p_kept[j], dp_piece, piece, BLOCKS, MODE)
-        if BLOCKS.sums:
-            b_sum += key_sums(ds_piece32)
         ds_piece = gl.convert_layout(ds_piece32.to(half.q.dtype), P_LAYOUT)
         b_ds += (ds_piece,)  # type: ignore[assignment]
         if j == N - 1:  # all of it at once: the compiler has all warps wait between stores to slices of a tile
             half.ds.store(gl.convert_layout(joined(b_ds), S_LAYOUT))
         b_dk = warpgroup_mma(ds_piece, piece.q, b_dk, is_async=True)
-    return b_ds, b_dk, b_sum
+        if BLOCKS.sums:
+            b_sum = warpgroup_mma(ds_piece, buffers.sum_ones.permute((1, 0)), b_sum, is_async=True)
+    return b_ds, (b_dk, b_sum) if BLOCKS.sums else (b_dk,)
 
 
 @gluon.jit
@@ -305,6 +298,7 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     TWO: gl.constexpr = BM > HALF
     PIECES: gl.constexpr = BLOCKS.pieces  # a product each, for dv and dk
     N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # matrix products that `product` starts, as waits count them
+    K: gl.constexpr = PIECES * (2 if BLOCKS.sums else 1)  # and `add_to_dk`
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
     buffers, barriers = program.buffers, program.barriers
     i_h, i_tile_m, _, _, _, i_step, has_next = queries
@@ -328,20 +322,26 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     if TWO:
         dp_flight_1 = product(v_s, half_1.do, half_1, 1, buffers, BLOCKS)
     b_dp = warpgroup_mma_wait(2 * N + PIECES if TWO else PIECES, deps=(dp_flight,))
-    b_ds, dk_flight, b_sum = add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half, BLOCKS, MODE)
+    b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half, buffers, BLOCKS, MODE)
     if TWO:
         b_w = draw(i_h, half_1.i_m, tile, program.inputs, BLOCKS, MODE)
-        b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, N + PIECES)
+        b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, N + K)
         b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, half_1, is_cut, queries, tile, pos, program, BLOCKS, MODE)
-        b_dp, b_dk = done((dp_flight_1, dk_flight), b_ds, PIECES)
-        b_ds, dk_flight, b_sum = add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half_1, BLOCKS, MODE)
-    b_dv = done((dv_flight,), b_p_kept, PIECES)[0]
+        finished = done((dp_flight_1,) + dk_flight, b_ds, PIECES)  # noqa: RUF005 - Triton unpacks no tuple here
+        b_dp, b_dk = finished[0], finished[1]
+        if BLOCKS.sums:
+            b_sum = finished[2]
+        b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half_1, buffers, BLOCKS, MODE)
+    b_dv = done((dv_flight,), b_p_kept, K)[0]
     fence_async_shared()
     barrier()
     zeros_dq = gl.zeros([BM, BD], gl.float32, DQ_LAYOUT)
     dq_flight = warpgroup_mma(buffers.ds.index(zero).permute((1, 0)), k_s, zeros_dq, use_acc=False, is_async=True)
     # Queries and their gradients of out are not needed for dq: the producer may bring others while it is in flight.
-    b_dk = done((dk_flight,), b_ds, 1)[0]
+    finished = done(dk_flight, b_ds, 1)
+    b_dk = finished[0]
+    if BLOCKS.sums:
+        b_sum = finished[1]
     mbarrier.arrive(barriers.empty.index(i_s))
     s_flight = first_scores(b_k, i_step + 1, has_next, buffers, barriers, BLOCKS)
     b_dq = warpgroup_mma_wait(N, deps=(dq_flight,))

@@ -79,24 +79,25 @@ class BackwardBlocks(NamedTuple):
 def forward_blocks(problem: Problem) -> ForwardBlocks:
     """The forward's shape for a call with a head size that it supports."""
     head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
-    alibi, soft_cap = score.alibi, score.soft_cap is not None or score.formula is not None
+    alibi, biased, soft_cap = score.alibi, is_biased(score), score.soft_cap is not None
     if head_dim > 128:
         return ForwardBlocks(
             consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, ping_pong=False, out_in_q=True
         )
-    if head_dim > 64:  # ALiBi's numbered columns leave no shared memory for a second stage of queries
-        q_stages = 1 if alibi else 2
+    if head_dim > 64:  # what comes with the product besides q and k leaves no room for a second stage of queries
+        q_stages = 1 if alibi or biased else 2
         return ForwardBlocks(
             consumers=2, k=128, columns=128, stages=2, q_stages=q_stages, registers=240, ping_pong=False
         )
     # Three consumers are fastest for long sequences, and leave few registers to each. Programs of a single one divide
-    # short sequences better, and smaller tiles the shortest. ALiBi's numbered columns would leave no room for a third
-    # program on a multiprocessor.
-    if length <= 2048 or (alibi and (dropout or soft_cap)):
+    # short sequences better, and smaller tiles the shortest. With larger ones, what comes with the product besides q
+    # and k would leave no room for a third program on a multiprocessor.
+    longest = 16384 if dropout else 8192
+    if length <= 2048 or (alibi and (dropout or soft_cap)) or (biased and dropout and length < longest):
         return ForwardBlocks(
             consumers=1, k=64, columns=64, stages=2, q_stages=1, registers=128, ping_pong=False, out_in_q=True
         )
-    if length < (16384 if dropout else 8192) and not alibi:
+    if length < longest and not (alibi or biased):
         return ForwardBlocks(
             consumers=1, k=128, columns=64, stages=2, q_stages=1, registers=168, ping_pong=False, out_in_q=True
         )

@@ -24,14 +24,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..call import KernelCall
-from ..factors import factor_input
+from ..factors import factor_input, scaled_queries
+from ..formula import is_biased
 from ..forward import without_keys
 from ..score import locate
 from ..tiles import Rows, head_group_size, launch_scalars, rows_like, swizzle
 from .added import hopper_inputs, hopper_mode
 from .configs import ForwardBlocks, forward_blocks
-from .forward_pipeline import Keys, Work, allocate, fetch, fetch_queries, next_work, producer
+from .forward_pipeline import Keys, Work, allocate, fetch, fetch_queries, first_part, next_work, producer
 from .forward_step import attend
+from .key_numbers import key_numbers
 from .schedule import Program, Sizes, key_tiles
 from .softmax import ROWS
 from .stages import Stage
@@ -53,7 +55,7 @@ def consumer(out, rows, program, c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl
 
 
 @gluon.jit
-def consumer_alone(q, k, v, out, rows, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def consumer_alone(q, k, v, parts, out, rows, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Four warps without a producer: out and lse of 64 queries, all of a program's work."""
     STAGES: gl.constexpr = BLOCKS.stages
     buffers, barriers, sizes = program.buffers, program.barriers, program.sizes
@@ -62,10 +64,10 @@ def consumer_alone(q, k, v, out, rows, program, BLOCKS: gl.constexpr, MODE: gl.c
     i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
     pos = locate(sizes.T, sizes.S, program.inputs, program.scalars, i_b, i_bh, 1)
     n_start, _, _, n_end = key_tiles(i_m, pos, ROWS, BLOCKS.k, MODE)
-    keys = Keys(k, v, i_b, i_h // sizes.G, n_start, n_end)
+    keys = Keys(k, v, parts, i_b, i_h // sizes.G, first_part(i_bh, sizes, MODE), n_start, n_end)
     fetch_queries(q, i_b, i_h, i_m, 0, buffers, barriers, BLOCKS)
     for j in gl.static_range(STAGES):
-        fetch(j, j, keys, buffers, barriers, BLOCKS)
+        fetch(j, j, keys, buffers, barriers, BLOCKS, MODE)
     i_step = 0
     i_order = 0
     attend(out, rows, keys, Work(i_m, i_b, i_h, 0, Stage(0, 0)), program, i_step, i_order, 0, BLOCKS, MODE)
@@ -73,8 +75,10 @@ def consumer_alone(q, k, v, out, rows, program, BLOCKS: gl.constexpr, MODE: gl.c
 
 
 @gluon.jit
-def forward_kernel(q, k, v, out, rows, inputs, p_work, scalars, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def forward_kernel(q, k, v, parts, out, rows, inputs, p_work, scalars, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """out and lse of all tiles of queries.
+
+    parts: see key_numbers.py; None where a formula adds no number of each key
 
     Grid: a program for each tile where it is a consumer alone, else at most one for each multiprocessor.
     """
@@ -84,14 +88,14 @@ def forward_kernel(q, k, v, out, rows, inputs, p_work, scalars, BLOCKS: gl.const
     n_tiles = gl.cdiv(T, BLOCKS.consumers * ROWS)
     sizes = Sizes(H, H // k.shape[1], T, k.shape[2], n_tiles, q.shape[0] * H, scalars.n_together >> 2)
     if BLOCKS.consumers == 1:
-        consumer_alone(q, k, v, out, rows, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)
+        consumer_alone(q, k, v, parts, out, rows, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)
     # Gluon takes the roles as a literal; the first has the warps of the launch and the registers that are left.
     elif BLOCKS.consumers == 2:
         gl.warp_specialize(
             [
                 (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 0, BLOCKS, MODE)),
                 (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 1, BLOCKS, MODE)),
-                (producer, (q, k, v, p_work, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)),
+                (producer, (q, k, v, parts, p_work, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -102,7 +106,7 @@ def forward_kernel(q, k, v, out, rows, inputs, p_work, scalars, BLOCKS: gl.const
                 (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 0, BLOCKS, MODE)),
                 (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 1, BLOCKS, MODE)),
                 (consumer, (out, rows, Program(inputs, scalars, buffers, barriers, sizes), 2, BLOCKS, MODE)),
-                (producer, (q, k, v, p_work, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)),
+                (producer, (q, k, v, parts, p_work, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
@@ -114,11 +118,13 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, T, D), k and v (B, H_kv, S, D) -> lse (B, H, T) and lse2; fills out, like q. As the plain forward.
 
-    It alone multiplies the queries by their factors itself, where the call has some.
+    It alone multiplies the queries by their factors itself, where the call has some and registers allow it.
     """
     B, H, T, _ = q.shape
     blocks = blocks or forward_blocks(call.problem(q, k))
     (H_kv, S), factors = k.shape[1:3], call.inputs.factors
+    if factors is not None and blocks.consumers == 3:  # else their products and softmax would overlap less
+        q, factors = scaled_queries(q, factors), None
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
     if out.numel() == 0 or S == 0:
         return without_keys(out, lse, lse2, call.inputs.sinks)
@@ -129,6 +135,7 @@ def forward(
         tiles(q, ROWS.value, blocks.columns),
         tiles(k, blocks.k, blocks.columns),
         tiles(v, blocks.k, blocks.columns),
+        key_numbers(call, q, S, blocks.k) if is_biased(call.spec.score) else None,
         tiles(out, ROWS.value, blocks.columns),
         Rows(lse, lse2),
         hopper_inputs(call, T, S)._replace(factors=None if factors is None else factor_input(factors)),

@@ -10,11 +10,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ..formula import LARGEST_TILE
 from ..score import locate
 from ..tiles import swizzle
 from .compat import barrier, reinterpret, tma_load
 from .schedule import key_tiles
-from .softmax import ROWS, SLOPE_PARTS, bias_in_product, column_numbers
+from .softmax import PARTS, ROWS, bias_in_product, column_numbers
 from .stages import Stage, stage_of, wait_empty, wait_full
 
 
@@ -22,7 +23,8 @@ class Buffers(NamedTuple):
     """Shared memory: stages of q and a tile of out for each consumer, stages of k and v.
 
     work     for each stage of q, which queries these are, where a producer says so
-    columns  of a key tile, numbered, where ALiBi's biases come with the product
+    parts    stages of the numbers that a formula adds for keys, see key_numbers.py
+    columns  of a key tile, numbered, where ALiBi's biases come with the product; ones, where a formula's numbers do
     """
 
     q: Any
@@ -30,6 +32,7 @@ class Buffers(NamedTuple):
     v: Any
     out: Any
     work: Any
+    parts: Any
     columns: Any
 
 
@@ -62,12 +65,17 @@ class Work(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The key tiles from n_start up to n_end of key/value head i_kv of sequence i_b, and their tensors."""
+    """The key tiles from n_start up to n_end of key/value head i_kv of sequence i_b, and their tensors.
+
+    parts  of the numbers that a formula adds for keys, or None; those of the query head begin at row i_row
+    """
 
     k: Any
     v: Any
+    parts: Any
     i_b: Any
     i_kv: Any
+    i_row: Any
     n_start: Any
     n_end: Any
 
@@ -97,16 +105,25 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         work = gl.allocate_shared_memory(gl.int32, [Q_TILES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     columns = 0
     if bias_in_product(MODE.alibi, MODE.soft_cap):
-        COLUMNS: gl.constexpr = gl.BlockedLayout([1, SLOPE_PARTS], [32, 1], [4, 1], [1, 0])
-        columns_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, SLOPE_PARTS], gl.bfloat16)
+        COLUMNS: gl.constexpr = gl.BlockedLayout([1, PARTS], [32, 1], [4, 1], [1, 0])
+        columns_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, PARTS], gl.bfloat16)
         b_numbers = column_numbers(BN, COLUMNS)
-        columns = gl.allocate_shared_memory(gl.bfloat16, [BN, SLOPE_PARTS], columns_layout, b_numbers)
+        columns = gl.allocate_shared_memory(gl.bfloat16, [BN, PARTS], columns_layout, b_numbers)
+    parts = 0
+    if MODE.biased:
+        ONES: gl.constexpr = gl.BlockedLayout([1, PARTS], [32, 1], [4, 1], [1, 0])
+        ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PARTS], gl.bfloat16)
+        parts_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, PARTS], gl.bfloat16)
+        b_ones = gl.full([ROWS, PARTS], 1.0, gl.bfloat16, ONES)
+        columns = gl.allocate_shared_memory(gl.bfloat16, [ROWS, PARTS], ones_layout, b_ones)
+        parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, PARTS], parts_layout)
     buffers = Buffers(
         q_s,
         gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
         gl.allocate_shared_memory(dtype, [STAGES, V_ROWS, V_COLUMNS], v_layout),
         out_s,
         work,
+        parts,
         columns,
     )
     # The memory of a barrier that nobody uses would be taken for other data, which PTX leaves undefined.
@@ -143,7 +160,7 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
 
 
 @gluon.jit
-def producer(q, k, v, p_work, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def producer(q, k, v, parts, p_work, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """One warp: hands out tiles of queries, and brings them and the keys and values that they see."""
     CONSUMERS: gl.constexpr = BLOCKS.consumers
     BN: gl.constexpr = BLOCKS.k
@@ -164,11 +181,11 @@ def producer(q, k, v, p_work, program, BLOCKS: gl.constexpr, MODE: gl.constexpr)
             fetch_queries(q, i_b, i_h, i_m + c * ROWS, stage.index, buffers, barriers, BLOCKS)
         pos = locate(sizes.T, sizes.S, program.inputs, program.scalars, i_b, i_bh, 1)
         n_start, _, _, n_end = key_tiles(i_m, pos, CONSUMERS * ROWS, BN, MODE)
-        keys = Keys(k, v, i_b, i_h // sizes.G, n_start, n_end)
+        keys = Keys(k, v, parts, i_b, i_h // sizes.G, first_part(i_bh, sizes, MODE), n_start, n_end)
         for j in range(n_end - n_start + 1):
             stage = stage_of(i_step, STAGES)
             wait_empty(barriers.kv_empty, stage)
-            fetch(j, stage.index, keys, buffers, barriers, BLOCKS)
+            fetch(j, stage.index, keys, buffers, barriers, BLOCKS, MODE)
             i_step += 1
         i_round += 1
         i_work = gl.num_programs(0) + gl.atomic_add(p_work, 1, sem="relaxed")
@@ -186,7 +203,13 @@ def fetch_queries(q, i_b, i_h, i_m, i_q, buffers, barriers, BLOCKS: gl.constexpr
 
 
 @gluon.jit
-def fetch(j, i_s, keys, buffers, barriers, BLOCKS: gl.constexpr):
+def first_part(i_bh, sizes, MODE: gl.constexpr):
+    """The row where the numbers of a query head's keys begin, in whole tiles; 0 where there are none."""
+    return i_bh * (gl.cdiv(sizes.S, LARGEST_TILE) * LARGEST_TILE) if MODE.biased else 0
+
+
+@gluon.jit
+def fetch(j, i_s, keys, buffers, barriers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Have stage i_s filled for step j of the walk over `keys`: k of a tile and v of the tile before it."""
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
@@ -194,8 +217,15 @@ def fetch(j, i_s, keys, buffers, barriers, BLOCKS: gl.constexpr):
     i_n = (keys.n_end - 1 - j) * BN
     has_k, has_v = j < keys.n_end - keys.n_start, (j > 0) & (j <= keys.n_end - keys.n_start)
     kv_full = barriers.kv_full.index(i_s)
-    mbarrier.expect(kv_full, 2 * k.block_type.nbytes, pred=has_k & has_v)
-    mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
+    if MODE.biased:
+        parts = keys.parts
+        mbarrier.expect(kv_full, 2 * k.block_type.nbytes + parts.block_type.nbytes, pred=has_k & has_v)
+        mbarrier.expect(kv_full, k.block_type.nbytes + parts.block_type.nbytes, pred=has_k & (not has_v))
+        mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_v & (not has_k))
+        tma_load(parts, [keys.i_row + i_n, 0], kv_full, buffers.parts.index(i_s), pred=has_k)
+    else:
+        mbarrier.expect(kv_full, 2 * k.block_type.nbytes, pred=has_k & has_v)
+        mbarrier.expect(kv_full, k.block_type.nbytes, pred=has_k != has_v)
     b_k = reinterpret(buffers.k.index(i_s), k.dtype, [1, 1, BN, BD], k.layout)
     b_v = reinterpret(buffers.v.index(i_s), v.dtype, v.block_shape, v.layout)
     v_position = [keys.i_b, keys.i_kv, 0, i_n + BN] if BLOCKS.v_columns else [keys.i_b, keys.i_kv, i_n + BN, 0]
@@ -204,11 +234,11 @@ def fetch(j, i_s, keys, buffers, barriers, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def release_stage(i_step, keys, buffers, barriers, BLOCKS: gl.constexpr):
+def release_stage(i_step, keys, buffers, barriers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Have the stage of step i_step filled again, by the producer or, where there is none, by this consumer."""
     if BLOCKS.consumers == 1:
         barrier()  # all four warps have used the tiles
-        fetch(i_step + BLOCKS.stages, i_step % BLOCKS.stages, keys, buffers, barriers, BLOCKS)
+        fetch(i_step + BLOCKS.stages, i_step % BLOCKS.stages, keys, buffers, barriers, BLOCKS, MODE)
     else:
         mbarrier.arrive(barriers.kv_empty.index(i_step % BLOCKS.stages))
 

@@ -119,7 +119,7 @@ def step(
 
     if BLOCKS.ping_pong:
         mbarrier.wait(barriers.order.index(c), i_order & 1)
-    s_flight = start_scores(buffers.k.index(stage.index), queries, buffers, S_LAYOUT, MODE, N)
+    s_flight = start_scores(stage.index, queries, buffers, S_LAYOUT, MODE, N)
     # Draws a mask while the scores are computed.
     o_flight, operands = start_outputs(o, b_p, i_step, i_n + BN, queries, P_LAYOUT, buffers, BLOCKS, MODE)
 
@@ -142,7 +142,7 @@ def step(
     # A wait that ptxas does not move the softmax across: without it, all of it would come after the product with v.
     wait_full(barriers.kv_full, stage_of(i_step + 1, BLOCKS.stages))
     o = warpgroup_mma_wait(0, deps=o_flight + operands)[0]
-    release_stage(i_step, keys, buffers, barriers, BLOCKS)
+    release_stage(i_step, keys, buffers, barriers, BLOCKS, MODE)
     if not MODE.fixed_max:
         o = rescale(o, gl.convert_layout(alpha, O_ROWS), BLOCKS.columns)
     return State(o, rounded(b_p32, P_LAYOUT, dtype, MODE, N), m, l)
@@ -167,11 +167,11 @@ def first_tile(i_step, i_n, is_cut, queries, keys, work, program, BLOCKS: gl.con
     factor = exponent_factor(queries.scale_log2, MODE)
     stage = stage_of(i_step, BLOCKS.stages)
     wait_full(barriers.kv_full, stage)
-    s_flight = start_scores(buffers.k.index(stage.index), queries, buffers, S_LAYOUT, MODE, N)
+    s_flight = start_scores(stage.index, queries, buffers, S_LAYOUT, MODE, N)
     b_s = ()
     for j in gl.static_range(PIECES):
         b_s += (warpgroup_mma_wait(0, deps=(s_flight[j],)),)  # type: ignore[assignment]
-    release_stage(i_step, keys, buffers, barriers, BLOCKS)
+    release_stage(i_step, keys, buffers, barriers, BLOCKS, MODE)
     scores = ()
     for j in gl.static_range(PIECES):
         scores += (finish_scores(b_s[j], i_n + j * N, is_cut, queries, MODE, N),)  # type: ignore[assignment]
@@ -274,7 +274,7 @@ def last_product(
     lse2 = m + gl.log2(l_row) - b_row_bias
     o = warpgroup_mma_wait(0, deps=o_flight + operands)[0]
     if BLOCKS.consumers > 1:
-        release_stage(i_step, keys, buffers, barriers, BLOCKS)
+        release_stage(i_step, keys, buffers, barriers, BLOCKS, MODE)
     return Result(o_m, o, l_row, lse2)
 
 

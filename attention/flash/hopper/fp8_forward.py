@@ -257,7 +257,7 @@ def fp8_forward_kernel(q, k, v, r, out, rows, p_kv, inputs, p_work, scalars, BLO
                 consumer,
                 (out, rows, p_kv, constants, Program(inputs, scalars, buffers, barriers, sizes), 1, BLOCKS, MODE),
             ),
-            (producer, (q, k, v, p_work, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)),
+            (producer, (q, k, v, None, p_work, Program(inputs, scalars, buffers, barriers, sizes), BLOCKS, MODE)),
         ],
         [4, 1],
         [REGISTERS, 24],

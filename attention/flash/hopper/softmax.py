@@ -23,7 +23,7 @@ from .dropout import drop, load_key
 ROWS = gl.constexpr(64)  # of queries: what a warpgroup multiplies at once
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
 GROWTH = gl.constexpr(8)
-SLOPE_PARTS = gl.constexpr(16)  # columns of the smallest product: three parts of an ALiBi slope, and zeros
+PARTS = gl.constexpr(16)  # columns of the smallest product: three parts of a number, and zeros
 
 
 class Queries(NamedTuple):
@@ -84,7 +84,7 @@ def load_queries(b_q, program, i_m, i_b, i_h, LAYOUT: gl.constexpr, MODE: gl.con
     if bias_in_product(MODE.alibi, MODE.soft_cap):
         slopes = split_slope(slope2 / scalars.scale_log2, gl.DotOperandLayout(0, LAYOUT, 2))
     formula = 0
-    if MODE.formula is not None:
+    if MODE.formula is not None and not MODE.biased:
         o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
         head = MODE.formula.head(inputs.formula, i_b, i_h)
         row = MODE.formula.row(inputs.formula, i_b, i_h, o_m, sizes.T)
@@ -101,20 +101,26 @@ def bias_in_product(ALIBI, SOFT_CAP):
     return ALIBI and SOFT_CAP is None
 
 
+@gluon.constexpr_function
+def in_product(ALIBI, SOFT_CAP, BIASED):
+    """Whether all that changes the scores comes with the product q k^T."""
+    return BIASED or (ALIBI and SOFT_CAP is None)
+
+
 @gluon.jit
 def split_slope(x, LAYOUT: gl.constexpr):
-    """x in each row of (ROWS, SLOPE_PARTS), as the sum of three numbers of bf16: with `column_numbers`, x n in fp32."""
+    """x in each row of (ROWS, PARTS), as the sum of three numbers of bf16: with `column_numbers`, x n in fp32."""
     high = x.to(gl.bfloat16).to(gl.float32)
     middle = (x - high).to(gl.bfloat16).to(gl.float32)
-    o_c = gl.zeros([ROWS, 1], gl.int32, LAYOUT) + gl.arange(0, SLOPE_PARTS, gl.SliceLayout(0, LAYOUT))[None, :]
+    o_c = gl.zeros([ROWS, 1], gl.int32, LAYOUT) + gl.arange(0, PARTS, gl.SliceLayout(0, LAYOUT))[None, :]
     parts = gl.where(o_c == 0, high, gl.where(o_c == 1, middle, gl.where(o_c == 2, x - high - middle, 0.0)))
     return parts.to(gl.bfloat16)
 
 
 @gluon.jit
 def column_numbers(N: gl.constexpr, LAYOUT: gl.constexpr):
-    """n in each row n of (N, SLOPE_PARTS): exact in bf16, as N is at most 256."""
-    o_n = gl.arange(0, N, gl.SliceLayout(1, LAYOUT))[:, None] + gl.zeros([1, SLOPE_PARTS], gl.int32, LAYOUT)
+    """n in each row n of (N, PARTS): exact in bf16, as N is at most 256."""
+    o_n = gl.arange(0, N, gl.SliceLayout(1, LAYOUT))[:, None] + gl.zeros([1, PARTS], gl.int32, LAYOUT)
     return o_n.to(gl.float32).to(gl.bfloat16)
 
 
@@ -128,8 +134,10 @@ def n_pieces(MODE):
 
 
 @gluon.jit
-def start_scores(b_k, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.constexpr, N: gl.constexpr):
-    """In flight: q k^T (ROWS, N) for each piece of a key tile, with ALiBi's biases where they come with the product."""
+def start_scores(i_s, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.constexpr, N: gl.constexpr):
+    """In flight: q k^T (ROWS, N) for each piece of the key tile in stage i_s, with what comes with the product: ALiBi's
+    biases, or the numbers that a formula adds for keys."""
+    b_k = buffers.k.index(i_s)
     s_flight = ()
     for j in gl.static_range(n_pieces(MODE)):
         b_columns = b_k.slice(j * N, N).permute((1, 0))
@@ -137,6 +145,10 @@ def start_scores(b_k, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.constexpr
         if bias_in_product(MODE.alibi, MODE.soft_cap):
             b_numbers = buffers.columns.permute((1, 0))
             s_piece = warpgroup_mma(queries.slopes, b_numbers, s_piece, use_acc=False, is_async=True)
+            s_piece = warpgroup_mma(queries.b_q, b_columns, s_piece, is_async=True)
+        elif MODE.biased:
+            b_parts = buffers.parts.index(i_s).permute((1, 0))
+            s_piece = warpgroup_mma(buffers.columns, b_parts, s_piece, use_acc=False, is_async=True)
             s_piece = warpgroup_mma(queries.b_q, b_columns, s_piece, is_async=True)
         else:
             s_piece = warpgroup_mma(queries.b_q, b_columns, s_piece, use_acc=False, is_async=True)
@@ -151,12 +163,12 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
     pos, i_m, scale_log2 = queries.pos, queries.i_m, queries.scale_log2
     o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     o_columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))[None, :]
-    if MODE.formula is not None:
+    if MODE.formula is not None and not MODE.biased:
         f = queries.formula
         place = Place(f.i_b, f.i_h, o_m, i_n + o_columns, pos)
         column = MODE.formula.column(f.given, f.i_b, f.i_h, i_n, o_columns, None)
         b_s = MODE.formula.value(b_s, f.scale, f.head, f.row, column, f.given, place, False)
-    elif not bias_in_product(MODE.alibi, MODE.soft_cap):  # else the product has left the changed scores
+    elif not in_product(MODE.alibi, MODE.soft_cap, MODE.biased):  # else the product has left the changed scores
         b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
         # ALiBi's bias of a column, whatever the tile: registers that stay. `tile_shift` is what a tile has besides.
         b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, pos, MODE) if MODE.alibi else None
@@ -173,7 +185,7 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
 @gluon.jit
 def exponent_factor(scale_log2, MODE: gl.constexpr):
     """The factor that turns the result of `finish_scores` into scores times log2(e)."""
-    return scale_log2 if bias_in_product(MODE.alibi, MODE.soft_cap) else log2_factor(scale_log2, MODE)
+    return scale_log2 if in_product(MODE.alibi, MODE.soft_cap, MODE.biased) else log2_factor(scale_log2, MODE)
 
 
 @gluon.jit
