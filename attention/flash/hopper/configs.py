@@ -121,7 +121,7 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
     )
     # lse2 and delta cannot come with their products where a soft cap, a formula or dropout changes s or dp in between.
     # Below 1,024 keys it takes longer to write them as operands than it saves. At head size 64 they take the place of
-    # the next keys in shared memory.
+    # the next keys in shared memory, as do the ones by which ds is summed.
     rows = not (dropout or changed) and (length >= 1024 if head_dim > 64 else alibi or is_biased(score))
     if head_dim > 64:
         return BackwardBlocks(
@@ -147,7 +147,7 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
             pieces=1,
             sums=sums,
         )
-    key_stages = 1 if rows else 2
+    key_stages = 1 if rows or sums else 2
     return BackwardBlocks(
         q=128,
         k=128,
