@@ -47,7 +47,7 @@ from train import train as train_run
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 200.0
-T, B, MICRO_BATCHES, SEED = 64, 2, 4, 7
+T, B, MICRO_BATCHES, STEPS, SEED = 64, 2, 4, 4, 7
 TEXT = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)
 MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1)
 # Also biases, which autocast rounds like weights.
@@ -145,15 +145,15 @@ def work(world: World) -> dict[str, Any]:
         if world.size < parallel.context:
             continue
         trainer = build(world, parallel)
-        found[name] = {"updates": train(trainer, range(8)), **validate(trainer)}
+        found[name] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
         found[name]["whole model"] = one_loss(trainer)
     if world.size <= 2:  # a sum of two terms has one order, in a library too
         for name in ("exact", "sharded"):
-            found[f"{name}, two terms"] = train(build(world, PARALLEL[name], micro_batches=2), range(8))
+            found[f"{name}, two terms"] = train(build(world, PARALLEL[name], micro_batches=2), range(STEPS))
     for precision in (Precision.bf16, Precision.fp16):
         for name in ("exact", "sharded"):
             trainer = build(world, PARALLEL[name], precision=precision)
-            found[f"{name}, {precision.value}"] = {"updates": train(trainer, range(4)), **validate(trainer)}
+            found[f"{name}, {precision.value}"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
     found["masks"], found["timeouts are the run's"] = masks(world)
     check_ranks_agree(Config(seed=SEED, device=f"cuda:{world.rank}"))
     try:
@@ -210,7 +210,7 @@ def resume(world: World, folder: Path, steps: range, data: DataParallel) -> list
 
 
 def whole_run(world: World, folder: Path, parallel: ParallelConfig) -> None:
-    """A run of train.py with probe, evaluation, recomputation, accumulation and a sample, and on several ranks a
+    """A run of train.py with probe, evaluation, recomputation, accumulation and a sample, and on four ranks a
     profile. The folder gets what it prints too.
     """
     config = Config(
@@ -221,7 +221,7 @@ def whole_run(world: World, folder: Path, parallel: ParallelConfig) -> None:
         data=DataConfig("text", path=str(folder.parent / "text.txt"), cache=str(folder.parent / "cache")),
         training=TrainingConfig(
             steps=3, batch_size=1, batch_tokens=4 * 32, recompute=Recompute.block, log_every=1, eval_every=3,
-            eval_batches=2, checkpoint_every=0, sample_tokens=20, profile=world.size > 1,
+            eval_batches=2, checkpoint_every=0, sample_tokens=20, profile=world.size == 4,
         ),
         parity=ParityConfig(every=2, reference="tiled"),
         parallel=parallel,
@@ -240,7 +240,7 @@ def main(rank: int, folder: Path, ports: list[str]) -> None:
     for turn, ((size, data), port) in enumerate(zip(CHAIN, ports[:4], strict=True)):
         if rank < size:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-            world, steps = World(rank, size, rank), range(2 * turn, 2 * turn + 2)
+            world, steps = World(rank, size, rank), range(turn, turn + 1)
             with joined(world, CPU, TIMEOUT_S):
                 resumed[str(steps.start)] = resume(world, folder / "checkpoints", steps, data)
                 if size <= 2:
