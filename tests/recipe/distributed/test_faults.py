@@ -26,11 +26,11 @@ from tests.forked.server import process_of
 from tests.recipe.training.test_resume import steps_logged, train
 
 ROOT = Path(__file__).parents[3]
-STEPS = 200
+STEPS = 120
 OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
     "model.n_layers=1", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",
-    "training.batch_size=2", "training.batch_tokens=256", f"training.steps={STEPS}",
+    "training.batch_size=2", "training.batch_tokens=128", f"training.steps={STEPS}",
     "training.log_every=1", f"training.eval_every={STEPS // 2}", "training.checkpoint_every=5",
     "training.sample_tokens=0",
 ]  # fmt: skip
