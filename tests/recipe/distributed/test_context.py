@@ -15,7 +15,7 @@ from torch import Tensor
 from attention import UnsupportedAttention
 from attention.score import take_rows
 from recipe.distributed.context import ContextBy, rows_of
-from tests.recipe.distributed.context_ranks import CASES, T, attend
+from tests.recipe.distributed.context_ranks import CASES, COMPILED, T, attend
 from tests.recipe.distributed.test_ranks import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -61,10 +61,10 @@ def test_ranks_that_share_a_sequence_attend_as_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", [ContextBy.heads, ContextBy.keys])
-def test_compiled_as_one_graph_it_gives_the_same(found: list[dict[str, Any]], by: ContextBy) -> None:
-    for rank in found:
-        compiled, plain = (rank[f"{kind}, 4 by {by.value}"] for kind in ("compiled", "plain"))
+@pytest.mark.parametrize(("size", "by"), COMPILED.items())
+def test_compiled_as_one_graph_it_gives_the_same(found: list[dict[str, Any]], size: int, by: ContextBy) -> None:
+    for rank in found[:size]:
+        compiled, plain = (rank[f"{kind}, {size} by {by.value}"] for kind in ("compiled", "plain"))
         assert all(torch.equal(compiled[name], plain[name]) for name in plain)
 
 
