@@ -22,10 +22,10 @@ gc.disable()  # until the tests are collected: it would visit all that is import
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
-import yaml  # noqa: E402
 
-# Hydra reads its files with this class, hundreds of times. The one in C saves an eighth of those tests' time.
-yaml.SafeLoader = yaml.CSafeLoader
+from tests import composing  # noqa: E402
+
+composing.hasten()
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU the Triton kernels run in Triton's interpreter

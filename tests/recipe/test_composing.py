@@ -1,0 +1,40 @@
+"""What the tests replace in Hydra to save time changes no configuration."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.cli.compose import composed, to_config
+from recipe.config import register
+from recipe.sweeps import launcher
+from tests.composing import REPLACED, as_it_is
+
+
+def replaced() -> list[bool]:
+    return [owner.__dict__.get(name) is replacement for owner, name, _, replacement in REPLACED]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["attention=tiled", "score=gemma2", "model=llama", "optimizer=muon", "seed=2", "+data.more=1"],
+        ["experiment=parity", "hydra.run.dir=${now:%Y}/${seed}", "training.steps=${seq_len}"],
+        ["hydra/launcher=gpus", "experiment=arena", "arena.arms='a: seed=1 | b: seed=2'"],
+    ],
+    ids=str,
+)
+def test_configurations_are_those_of_hydra_as_it_is(overrides: list[str]) -> None:
+    register()
+    launcher.register()
+    assert all(replaced())
+    hastened = [composed(overrides) for _ in range(2)]
+    with as_it_is():
+        assert not any(replaced())
+        expected = composed(overrides)
+    for config in hastened:
+        assert OmegaConf.to_yaml(config) == OmegaConf.to_yaml(expected)
+        assert config._metadata == expected._metadata
+        if "+data.more=1" not in overrides:  # which no dataclass has
+            assert to_config(config) == to_config(expected)
