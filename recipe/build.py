@@ -46,12 +46,12 @@ from recipe.training.record import NullRecord, Record, RunMetadata
 from recipe.training.step import Trainer
 
 Data = PreparedData | TaskData
-# Without this the compiler times several orders of a sum and takes the fastest, which differs between ranks and runs.
+# Else the compiler times several orders of a sum and takes the fastest, which differs between ranks and runs.
 COMPILER_OPTIONS: dict[str, Any] = {"deterministic": True}
 
 
 def attention_shape(config: Config, device: torch.device) -> AttentionShape:
-    """The requirements of the model, which is to be trained, for its attention."""
+    """The requirements of the model in training for its attention."""
     return AttentionShape(
         head_dim=config.model.head_size,
         n_heads=config.model.n_heads,
@@ -138,7 +138,7 @@ def can_replay(config: Config) -> bool:
 
 
 def build_batches(config: Config, data: Data, trainer: Trainer) -> tuple[Source, list[Batch]]:
-    """The training batches of this rank, and those of the validation loss.
+    """The training batches of this rank, and the batches for the validation loss.
 
     Raises ConfigError where documents are to be separated and there is only one.
     """
@@ -175,7 +175,7 @@ def build_run(config: Config, folder: Path, overrides: list[str], data: Data, tr
     meter = build_meter(trainer, batches.pieces())
     shape, first = attention_shape(config, trainer.device), trainer.world.rank == 0
     record = NullRecord(trainer)
-    if first:  # which keeps the run folder
+    if first:  # the record keeps the run folder
         if not isinstance(data, TaskData):
             save_tokenizer(data.tokenizer, folder)
             if template := data.manifest["recipe"]["source"].get("template"):
@@ -243,8 +243,8 @@ def find_checkpoint(config: Config, folder: Path, world: World) -> Path | None:
 
 
 def cpu_threads(config: Config, checkpoint: Path | None) -> int:
-    """The number of threads that every rank computes with on a CPU: as configured, else that of the checkpoint to
-    resume, else the first rank's."""
+    """The number of threads of every rank on a CPU: as configured, else as in the checkpoint to resume, else as on the
+    first rank."""
     recorded = None if checkpoint is None else read_manifest(checkpoint).metadata.get("cpu_threads")
     return config.training.cpu_threads or recorded or from_first_rank(torch.get_num_threads)
 

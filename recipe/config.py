@@ -26,7 +26,7 @@ from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
 
 
 class ConfigError(UserError, ValueError):
-    """An invalid override; the message says what is valid."""
+    """An invalid override; the message names valid ones."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Config:
     device     auto, cpu, cuda or cuda:N
     resume     auto or a run folder: continue from its newest checkpoint
     init_from  a folder of transformers, or a name on the hub: the weights, model, score and tokenizer to start from
-    probes     what is measured with every evaluation: tasks of data/tasks/, and position_loss
+    probes     measured with every evaluation: tasks of data/tasks/, and position_loss
     """
 
     seed: int = 1337
@@ -83,7 +83,7 @@ def keys(config_type: type = Config, prefix: str = "") -> Iterator[str]:
 
 
 def is_key(name: str) -> bool:
-    """Whether an override may have this name: an option's, or that of an entry of an option that holds a mapping."""
+    """Whether an override may have this name: an option's, or an entry's in an option that holds a mapping."""
     known = set(keys())
     return name in known or (name.rpartition(".")[0] in known and holds_mapping(name.rpartition(".")[0]))
 

@@ -47,7 +47,7 @@ def resolve_device(name: str) -> torch.device:
         raise DeviceError(f"device={name} needs a CUDA GPU, and torch finds none here; use device=cpu.")
     number = int(index) if index else World.from_environment().local_rank
     if not index and count == 1 and "SLURM_STEP_NUM_TASKS" in os.environ:
-        number = 0  # srun --gpus-per-task=1 shows each task its own GPU alone
+        number = 0  # srun --gpus-per-task=1 shows each task a single GPU
     if number >= count:
         raise DeviceError(
             f"device={name} is more than the {count} GPUs that torch finds here (cuda:0 to cuda:{count - 1})."

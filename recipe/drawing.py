@@ -81,7 +81,7 @@ class Chart:
     """A figure to be drawn.
 
     name     of its files
-    title    what it shows
+    title    of the figure
     caption  how to read it, one or two sentences
     draw     draws it on an empty figure in the palette's colours
     height   in inches

@@ -34,7 +34,7 @@ def refusals() -> tuple[type[Exception], ...]:
     return (UserError, *(getattr(package, name) for package, name in libraries if package is not None))
 
 
-# The overrides that ask for what attention/ calls otherwise.
+# Overrides whose names differ from the options' names in attention/.
 OVERRIDES = {"layout.documents": "data.documents=mask", "formula": "score.formula"}
 
 
@@ -58,8 +58,8 @@ def fail(error: Exception) -> NoReturn:
     lines = sentence_of(error).splitlines()
     sentences = "\n".join(line if line.startswith(" ") else f"error: {line}" for line in lines)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # When a rank fails, torchrun prints its own traceback, and below it what each rank wrote to this file. Most
-        # errors are those of all ranks: then it ends the others while they wait here, and the sentence stands once.
+        # When a rank fails, torchrun prints a traceback, and below it the content of this file of each rank. Most
+        # errors occur on all ranks. torchrun then ends the others while they wait here, and prints the sentence once.
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(SECONDS_FOR_THE_FIRST_RANK)
         written = {"message": {"message": sentences, "extraInfo": {"timestamp": str(int(time.time()))}}}

@@ -1,4 +1,4 @@
-"""JSON and settings as the run folder has them."""
+"""JSON and settings in the form of the run folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The configuration that a run recorded, for every program that takes a run folder.
 
-The folder may come from a stranger. Only options of this recipe are taken from it, and references only lead to others
-of these.
+The folder may come from a stranger. Only options of this recipe are read from it, and references may only name such
+options.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESOLVER = re.compile(r"\$\{\s*(?:divide|min)\s*:\s*\d+\s*,\s*\d+\s*\}")
 
 def read_config(run: Path) -> Config:
     """The configuration of the run. Raises ConfigError."""
-    register()  # the resolvers that experiments use, whose configuration older runs recorded as composed
+    register()  # older runs recorded references to the resolvers of experiments
     path = run / CONFIG
     try:
         values = read_config_values(run)
@@ -55,7 +55,7 @@ def read_config(run: Path) -> Config:
 
 
 def foreign_reference(value: Any) -> str | None:
-    """The first text in nested values that refers to more than options of the recipe, or where there are too many.
+    """The first text in nested values that refers to anything but options of the recipe, or a sentence on too many.
 
     ${seq_len} is allowed, and so are the resolvers of recipe.config with such references as arguments, each as a whole
     value.

@@ -1,7 +1,7 @@
-"""A run folder: what the run records of itself there, and the lock that one process has.
+"""A run folder: the files in which the run records itself, and the lock that one process holds.
 
     .hydra/config.yaml      every option
-    .hydra/overrides.yaml   those of the command line
+    .hydra/overrides.yaml   the overrides of the command line
     summary.json            how it ended
     .lock                   held while it runs
 
@@ -27,11 +27,11 @@ OUTPUTS = Path("outputs")
 
 
 class StillRunning(UserError, RuntimeError):
-    """Another process has the folder."""
+    """Another process holds the folder."""
 
 
 def write_recorded(folder: Path, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Record a run's configuration, as plain values, and its overrides without those of Hydra, such as the folder."""
+    """Record a run's configuration, as plain values, and its overrides without Hydra's, such as the folder."""
     of_recipe = [override for override in overrides if not override.startswith(("hydra.", "hydra/"))]
     for name, content in ((CONFIG, dict(config)), (OVERRIDES, of_recipe)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Within the block, this process alone has the folder of a run or a sweep.
+    """Within the block, this process alone holds the folder of a run or a sweep.
 
     A folder that was empty before and after is removed, with the empty ones above it in outputs/: a run that was
     refused leaves nothing. Raises StillRunning where another process has the folder.

@@ -1,4 +1,4 @@
-"""The model of a run folder, for the programs that use what train.py has made."""
+"""The model of a run folder, for programs that use trained models."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Trained:
 
     config      of the run
     model       in evaluation mode, on its device
-    dtype       in which it computes
-    checkpoint  that its weights come from
+    dtype       of its computations
+    checkpoint  from which its weights come
     """
 
     config: Config
@@ -72,7 +72,7 @@ class Trained:
     checkpoint: Path
 
     def autocast(self) -> torch.autocast:
-        """The precision that the run was trained in."""
+        """Autocast in the precision of the run's training."""
         device = self.model.wte.weight.device.type
         return torch.autocast(device, self.dtype, enabled=self.dtype is not torch.float32)
 
@@ -134,7 +134,7 @@ def refuse_choices(choice: ModelChoice, folder: Path) -> None:
 
 
 def inexact(attention: AttentionConfig) -> str | None:
-    """Why no other implementation may take this one's place, as the beginning of a sentence; None where others may."""
+    """Why no other implementation may replace this one, as the beginning of a sentence; None where others may."""
     if attention.ablate is not Ablation.none:
         return f"attention.ablate={attention.ablate.value} leaves out a line of the run's attention"
     known = IMPLEMENTATIONS.get(attention.name)
@@ -166,12 +166,12 @@ def load_weights(model: GPT, run: Path, choice: ModelChoice) -> Path:
     if tokens != model.vocab_size and model.config.vocab_size is None:
         raise ConfigError(
             f"{run / 'tokenizer.json'} has {model.vocab_size} tokens and the model of {path} has {tokens}; put this "
-            "run's own tokenizer back."
+            "run's tokenizer back."
         )
     try:
         model.load_state_dict(chosen)
     except RuntimeError as error:  # lists every name and shape
         raise ConfigError(
-            f"{path} does not hold the weights of the model in {run / CONFIG}; put the run's own file back."
+            f"{path} does not hold the weights of the model in {run / CONFIG}; put the run's file back."
         ) from error
     return path

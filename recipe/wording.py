@@ -30,7 +30,7 @@ def power_of_ten(value: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A factor in words a reader can weigh: 0.04, 3.2, 170, 25,000 times."""
+    """A factor in words, to two digits: 0.04, 3.2, 170, 25,000 times."""
     if not math.isfinite(ratio):
         return "infinitely many times"
     return f"{float(f'{ratio:.2g}'):,.0f} times" if ratio >= 10 else f"{size(ratio)} times"
@@ -56,7 +56,7 @@ def short_number(value: float) -> str:
 
 
 def as_typed(value: object) -> object:
-    """A value as an override has it: null, true and false for what Python calls None, True and False."""
+    """A value in the notation of overrides: null, true and false instead of None, True and False."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else value

@@ -335,7 +335,7 @@ def test_a_folder_in_hugging_faces_format_runs_no_code(run, tmp_path, monkeypatc
         path.unlink() if content is None else path.write_text(content)
     tokenizer = (folder / "tokenizer.json").read_bytes()
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"has no tokenizer; put the model's own tokenizer\.json there"):
+    with pytest.raises(UserError, match=r"has no tokenizer; put the model's tokenizer\.json there"):
         eval.main([f"run={folder}", f"tasks={quiz}", "device=cpu"])
     (folder / "tokenizer.json").write_bytes(tokenizer)
     weights = load_file(folder / "model.safetensors")
@@ -353,7 +353,7 @@ def test_a_folder_in_hugging_faces_format_runs_no_code(run, tmp_path, monkeypatc
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_folder_without_a_tokenizer_is_called_so_whatever_its_model(tmp_path, kind):
     write(tmp_path / "config.json", [{"model_type": kind}])
-    with pytest.raises(UserError, match=r"has no tokenizer; put the model's own tokenizer\.json there"):
+    with pytest.raises(UserError, match=r"has no tokenizer; put the model's tokenizer\.json there"):
         eval.main([f"run={tmp_path}", "tasks=questions.jsonl", "device=cpu"])
 
 

@@ -24,7 +24,7 @@ OWN_DATA = ("data.documents", "data.cache")
 
 
 class Match(Enum):
-    """What the arms are made equal in."""
+    """What all arms have in common."""
 
     none = "none"
     params = "params"
@@ -34,7 +34,7 @@ class Match(Enum):
 class ArenaConfig:
     """The options under `arena.*`, which experiment=arena reads.
 
-    arms        what is compared, separated by |: a name, a colon and its overrides, or the name of a file of conf/arm/
+    arms        separated by |: each is a name, a colon and its overrides, or the name of a file of conf/arm/
     baseline    the arm that the others are compared with; None: the first
     seeds       seeds that each arm trains with; more of them continue a sweep
     first_seed  the first of them
@@ -75,7 +75,7 @@ def read_arms(text: str, files: Sequence[str]) -> dict[str, list[str]]:
                 "write <name>: <override> <override> ... | <name>: ..."
             )
         if name in arms:
-            raise ValueError(f"arena.arms names {name} twice; give each arm a name of its own.")
+            raise ValueError(f"arena.arms names {name} twice; give each arm a different name.")
         if not colon and name not in files:
             raise ValueError(
                 f"arena.arms={name} has no overrides and is not a file of conf/arm/ ({', '.join(files)}); "
@@ -134,7 +134,7 @@ def arena_mistakes(config: ArenaConfig, arms: Sequence[str], fewest: int = 2) ->
 
 
 def arm_mistakes(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A sentence for each pair of arms that are one configuration, and for what arms have to share and do not.
+    """A sentence for each pair of equal arms, and for each setting that arms have to share and do not.
 
     settings  of each arm, by dotted names
     """
@@ -155,7 +155,7 @@ def arm_mistakes(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide what is trained: without the names of presets."""
+    """The settings that affect training, without the names of presets."""
     left_out = ("model.name", "score.name")
     return {key: value for key, value in settings.items() if key not in left_out and not key.startswith("arena.")}
 

@@ -1,4 +1,4 @@
-"""The plan of an arena: what is to be run and how it will be judged, written before the first run.
+"""The plan of an arena: its runs and the rules for its verdicts, written before the first run.
 
 It is arena.json in the sweep's folder. Afterwards only the learning rates are filled in, and looks with more seeds are
 appended; so the report can tell what departed from it.
@@ -20,7 +20,7 @@ from recipe.arena.config import FIRST_LR_SEED, LR, SEEDS, ArenaConfig
 from recipe.errors import UserError
 
 FILE = "arena.json"
-FORMAT = 1  # increase it when a plan of today could not be read as it was meant
+FORMAT = 1  # increase it when older plans would be misread
 
 
 class PlanError(UserError, ValueError):
@@ -171,7 +171,7 @@ def check_same(plan: Any, wanted: Any, names: Sequence[str], path: Path) -> None
         if then != new:
             raise PlanError(
                 f"{path} was written before the first run, and its {_override(name)} is {_shown(then)} instead of "
-                f"{_shown(new)}; repeat the sweep's own overrides, or name another folder with hydra.sweep.dir."
+                f"{_shown(new)}; repeat the sweep's overrides, or name another folder with hydra.sweep.dir."
             )
 
 
@@ -223,7 +223,7 @@ def read_content(path: Path, version: int, types: Mapping[str, Any]) -> dict[str
 
 
 def damaged(path: Path, name: str) -> PlanError:
-    """The error of a plan with a field that cannot be."""
+    """The error of a plan with an impossible field."""
     return PlanError(f"{path} is damaged ({name}); put the file back, or start anew.")
 
 
@@ -254,7 +254,7 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """As JSON reads it back."""
+    """The value as JSON reads it back."""
     return json.loads(json.dumps(value))
 
 

@@ -19,13 +19,13 @@ from numpy.typing import ArrayLike
 from scipy import stats
 
 ALPHA = 0.05  # the chance of a false better or worse, over all arms and looks
-POWER = 0.9  # with which an effect as large as the margin is to be found
+POWER = 0.9  # the chance to detect an effect as large as the margin
 MOST_SEEDS = 1000  # beyond this, no number of seeds is suggested
 RESAMPLES = 2**16  # every assignment of signs up to 16 seeds
 
 
 class Verdict(Enum):
-    """What the seeds say about an arm."""
+    """The verdict on an arm from its seeds."""
 
     better = "better"
     worse = "worse"
@@ -76,7 +76,7 @@ def sign_flip(differences: ArrayLike) -> float:
 
 
 def signed_rank(differences: ArrayLike) -> float:
-    """The p-value of Wilcoxon's signed-rank test, which takes infinite differences: those of runs that diverged."""
+    """The p-value of Wilcoxon's signed-rank test. Differences may be infinite, for runs that diverged."""
     d = np.asarray(differences, np.float64)
     if not d.any():
         return 1.0
@@ -140,7 +140,7 @@ def seeds_needed(margin: float, deviation: float, alpha: float, least: int = 2) 
 
 
 def seeds_to_decide(test: Paired, margin: float, alpha: float) -> int | None:
-    """How many seeds to have instead of those of an undecided test: enough for a power of POWER and, if mean and
+    """The number of seeds to use after an undecided test: enough for a power of POWER and, if mean and
     deviation stay as they are, for a verdict. None beyond MOST_SEEDS."""
     n = seeds_needed(margin, test.deviation, alpha, least=test.n + 1)
     while n is not None and judge(test._replace(n=n).interval(alpha), margin) is Verdict.undecided:

@@ -16,5 +16,5 @@ import argparse
 import sys
 
 if sys.version_info >= (3, 14):
-    # Python 3.14 formats a help text when it is added. One of Hydra 1.3 becomes text only when it is shown.
+    # Python 3.14 formats a help text when it is added. One help text of Hydra 1.3 is an object until it is shown.
     argparse.ArgumentParser._check_help = lambda self, action: None

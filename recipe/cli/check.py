@@ -30,7 +30,7 @@ from recipe.tracking.tracker import tracking_mistakes
 from recipe.training.config import training_mistakes
 from recipe.training.optimizer import optimizer_mistakes
 
-# What all ranks of a run have in common: everything but where each one computes.
+# The parts that all ranks of a run must share: all but the device.
 SHARED = [part.name for part in fields(Config) if part.name != "device"]
 
 
@@ -60,7 +60,7 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
         yield from refusal(check_corpus, config)
     of_score = list(map(sentence_of, score_mistakes(config.score, config.model.n_layers)))
     of_model = list(model_mistakes(config.model)) or of_score
-    # First what differs from the folder: its sizes and an override may not fit together, which neither is wrong about.
+    # Differences from the folder come first: its sizes and an override may not fit together although each is valid.
     of_folder = list(init_mistakes(config)) if config.init_from is not None and not of_score else []
     yield from of_folder or of_model
     if not of_model:
@@ -74,7 +74,7 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
 
 
 def probe_mistakes(config: Config) -> Iterator[str]:
-    """A sentence for each probe that is not known, and for those without an evaluation."""
+    """A sentence for each unknown probe, and for probes in a run without evaluations."""
     known = [*TASKS, PositionLoss.name]
     yield from (
         f"probes={name} is not known; choose among {', '.join(known)}." for name in config.probes if name not in known
@@ -84,7 +84,7 @@ def probe_mistakes(config: Config) -> Iterator[str]:
 
 
 def check_score_tensors(config: Config) -> None:
-    """Raise ScoreError for a tensor that a formula reads and nothing gives, and for one of an impossible shape."""
+    """Raise ScoreError for a formula's tensor that is not defined, or has an impossible shape."""
     options, model = config.score, config.model
     for score in set(layer_scores(options, model.n_layers)):
         if score.formula is not None:
@@ -117,7 +117,7 @@ def check_corpus(config: Config) -> None:
     if task := TASKS.get(config.data.name):
         check_length(task, config.seq_len)
         return
-    corpus = CORPORA[config.data.name](config.data)  # finds the files, and reads none
+    corpus = CORPORA[config.data.name](config.data)  # locates the files without reading them
     if config.data.documents is not Documents.ignore and corpus.one_document():
         raise one_document(config)
 
@@ -138,7 +138,7 @@ def device_mistakes(config: Config) -> Iterator[str]:
 
 
 def refusal(check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
-    """The sentence with which `check` refuses the arguments, if it does."""
+    """The sentence of the error that `check` raises for the arguments, if any."""
     try:
         check(*arguments)
     except refusals() as error:

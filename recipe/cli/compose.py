@@ -46,7 +46,7 @@ class Composition:
     """The result of composing overrides.
 
     cfg    composed from the valid overrides with one value; None if even that fails
-    right  all valid overrides, also those with several values
+    right  all valid overrides, also with several values
     wrong  a sentence for each of the others
     """
 
@@ -61,7 +61,7 @@ class Composition:
 
 
 def compose_right(overrides: list[str]) -> Composition:
-    """Compose the valid overrides, and word a sentence for each of the others."""
+    """Compose the valid overrides, and write a sentence for each invalid one."""
     overrides = [opened(line) for line in overrides]
     wrong: list[str] = []
     single: dict[str, str] = {}  # key -> override
@@ -82,7 +82,7 @@ def compose_right(overrides: list[str]) -> Composition:
         except (HydraException, OmegaConfBaseException) as error:
             sentence = str(explain(error))
             wrong.append(sentence)
-            # Hydra stops at the first invalid value. Without that one, it finds the next.
+            # Hydra stops at the first invalid value. Remove it, and Hydra reports the next.
             if single.pop(sentence.partition("=")[0], None) is None:
                 break
     return Composition(cfg, [*single.values(), *swept], wrong)

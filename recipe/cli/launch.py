@@ -42,7 +42,7 @@ MANY_JOBS = 50  # take seconds to compose
 
 def launch(main: Callable[[], None]) -> None:
     """Call `main`, decorated with hydra.main, on the checked command line."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors that it would print over several lines
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors that it would print over several lines
     register()
     launcher.register()
     arena.register()
@@ -64,7 +64,7 @@ def prepare(arguments: list[str]) -> list[str]:
         args.overrides += rest
         arguments = [*(argument for argument in arguments if argument not in args.overrides), *args.overrides]
     if args.experimental_rerun:
-        raise ConfigError("--experimental-rerun would run what a pickled file says; use resume=<run folder>.")
+        raise ConfigError("--experimental-rerun would run code from a pickled file; use resume=<run folder>.")
     if args.multirun and (args.cfg or args.info):
         raise ConfigError("-m cannot be combined with --cfg or --info; leave it out to see the configuration of a run.")
     if args.help or args.hydra_help or args.cfg or args.info:

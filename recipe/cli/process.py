@@ -1,7 +1,7 @@
 """How the programs begin and end: they import without garbage collection, and end without Python's teardown.
 
-Collecting visits all that is imported again and again, a fifth of the start of train.py; the teardown frees it all,
-a second at the end. mypy ends in this way too (`mypy.util.hard_exit`).
+The collector visits all imported objects again and again, which takes a fifth of the start of train.py. The teardown
+frees them one by one, which takes a second at the end. mypy ends in this way too (`mypy.util.hard_exit`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _status: list[int] = []
 
 
 def begin() -> None:
-    """Call this before anything large is imported: what is registered with atexit later runs before the end."""
+    """Call this before any large import: functions that are registered with atexit later then run before the exit."""
     gc.disable()
     atexit.register(_end)
 
 
 def run(program: Callable[[], None]) -> None:
     """Run a program, whose status its SystemExit gives. Any other exception ends the process as usual."""
-    gc.freeze()  # else every later run of the collector visits all that has been imported
+    gc.freeze()  # else every later run of the collector visits all imported objects
     gc.enable()
-    atexit.register(gc.unfreeze)  # where the teardown comes, Triton 3.9 complains of what is never collected
+    atexit.register(gc.unfreeze)  # Triton 3.9 complains in the teardown about objects that were never collected
     try:
         program()
     except SystemExit as end:

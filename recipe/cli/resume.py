@@ -68,7 +68,8 @@ def recorded_overrides(run: Path) -> list[Override]:
 
 
 def own_override(line: str) -> Override:
-    """A recorded override as Hydra reads it. Raises UntrustedError unless it is a plain value of the recipe's own."""
+    """A recorded override as Hydra reads it. Raises UntrustedError unless it sets an option of the recipe to a plain
+    value."""
     try:
         (override,) = parsed([line])
         value = None if override.is_sweep_override() else override.value()
@@ -100,8 +101,8 @@ def newest_run() -> Path:
 
 
 def newest_intact(checkpoints: Path) -> Path:
-    """The newest intact checkpoint. The first rank reads the files to know; for the others their sizes are enough, as
-    all of them take what the first rank takes, or fail. Raises CheckpointError."""
+    """The newest intact checkpoint. Only the first rank reads the files; the others check sizes, because all of them
+    load the first rank's choice, or fail. Raises CheckpointError."""
     path, _ = newest_valid(checkpoints, read=World.from_environment().rank == 0)
     return path
 
@@ -134,7 +135,7 @@ def check_writable(folder: Path, override: str) -> None:
     """Raise ConfigError unless `folder`, which `override` names, is there or can be made, and can be written to."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     try:
-        os.rmdir(tempfile.mkdtemp(dir=existing))  # permissions alone do not tell of every file system
+        os.rmdir(tempfile.mkdtemp(dir=existing))  # on some file systems permissions are not enough to know
     except OSError as error:
         raise ConfigError(
             f"{override}={folder} cannot be written, because of {existing} ({error.strerror}); name another folder."
@@ -154,19 +155,19 @@ def check_resumable(recorded: dict[str, Any], config: Config, checkpoint: Path) 
         names += [f"{part}.{name}" for name in now[part].keys() - free]
     try:
         composed = read_config_values(checkpoint.parents[1])
-    except (OSError, UntrustedError):  # serves the wording alone
+    except (OSError, UntrustedError):  # only the wording depends on it
         composed = {}
     sentences = []
     for name in sorted(names):
         new = nested(now, name)
-        # An option that the run did not record is newer than the run, which did what its default does.
+        # An option that the run did not record is newer than the run, which behaved as with the default.
         then = nested(recorded, name, nested(default, name))
         if then == new:
             continue
         if nested(composed, name) == new:  # nothing was overridden
             raise ConfigError(
                 f"{checkpoint} belongs to another run, whose {name} is {as_typed(then)} instead of {as_typed(new)}; "
-                "put that one's checkpoints back, or start a new run without resume."
+                "put this run's checkpoints back, or start a new run without resume."
             )
         reason = "was trained on other data" if name.startswith("data.") else "does not fit it"
         sentences.append(

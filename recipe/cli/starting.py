@@ -1,4 +1,4 @@
-"""init_from: the overrides that a folder of weights stands for."""
+"""init_from: the overrides that follow from a folder of weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from recipe.wording import as_typed
 
 
 def with_start(overrides: list[str]) -> list[str]:
-    """The overrides, after those that choose the model, score and tokenizer of `init_from`, unless the user chose them.
+    """The overrides, preceded by ones for the model, score and tokenizer of `init_from`, as far as the user chose none.
 
-    model=..., score=... and data.tokenizer=... choose one. Raises WeightsError.
+    model=..., score=... and data.tokenizer=... are such choices. Raises WeightsError.
     """
     chosen = {line.partition("=")[0].lstrip("+") for line in overrides}
     lines = [line for line in overrides if line.startswith("init_from=")]
@@ -39,7 +39,7 @@ def with_start(overrides: list[str]) -> list[str]:
 
 
 def names_path(source: str) -> bool:
-    """Whether init_from can only be meant as a path here."""
+    """Whether init_from names a path on this machine."""
     return source.startswith((".", "/", "~")) or Path(source).exists()
 
 

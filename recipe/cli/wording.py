@@ -59,7 +59,7 @@ def explain(error: Exception) -> UserError:
             )
         hint = suggestion(choice, list(error.options)) or "."
         if group == "data" and choice and Path(choice).exists():
-            hint = f"; a text of your own is data=text data.path={choice}."
+            hint = f"; to train on your text, use data=text data.path={choice}."
         return ConfigError(f"{group}={choice} is not known; choose one of {', '.join(error.options)}{hint}")
     if isinstance(error, OverrideParseException):
         return ConfigError(
@@ -96,7 +96,7 @@ def expected(key: str) -> str:
 
 
 def misses_shape(key: str, value: Any) -> bool:
-    """Whether `key` holds a mapping or a list of them and `value` is none: OmegaConf's error then does not name it."""
+    """Whether `key` takes a mapping or a list of mappings and `value` is neither: OmegaConf's error lacks the key."""
     if holds_mapping(key):
         return value is not None and not isinstance(value, dict)
     kinds = (declared(key), *get_args(declared(key)))

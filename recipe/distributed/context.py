@@ -8,7 +8,7 @@ ranks:
     keys   Every rank gets all keys and values, and attends with its own queries. A sequence is cut into 2 W parts, and
            rank r of W has the r-th part and the r-th from the end, so that causal work is shared evenly.
 
-Dropout keys say where in the whole call a rank's part lies, so masks are those of one process.
+Dropout keys hold the place of a rank's part in the whole call, so masks are the same as in one process.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ContextAttention(Attention):
             )
 
     def prepare(self, q: Tensor, call: Call, S: int) -> tuple[Tensor, Call]:
-        """Nothing: the wrapped attention does it, where it knows the positions."""
+        """Prepare nothing: the wrapped attention does, where it knows the positions."""
         return q, call
 
     def check_features(self, features: Mapping[str, Option]) -> None:

@@ -6,8 +6,8 @@ Floating-point sums depend on their order. A step of n micro-batches adds its gr
 
 With W ranks, a power of two, micro-batch m of rank r is leaf m W + r. The ranks' gradients of one micro-step are then a
 subtree, which the ranks add together, and the sums of the micro-steps go up the tree like the carries of a binary
-counter. So 1, 2 and 4 ranks give the same bits. The communication library adds in an order of its own:
-`parallel.exact=false` leaves it the choice, and so does a sum of two terms, which has one order.
+counter. So 1, 2 and 4 ranks give the same bits. The communication library adds in another order. It is used with
+`parallel.exact=false`, and for sums of two terms, which have only one order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AnyOrder:
     """The sum in the order of autograd and the communication library: the tree's, if there are two terms."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
-        """ranks  with different gradients; 1: nothing is exchanged"""
+        """ranks  number of ranks with different gradients; 1: nothing is exchanged"""
         self.flat, self.ranks = FlatGradients(parameters, 1), ranks
 
     def add(self) -> None:
@@ -63,7 +63,7 @@ class FixedTree:
     """The sum in the order of the module's docstring."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
-        """ranks  with different gradients, a power of two; 1: this process has them all"""
+        """ranks  number of ranks with different gradients, a power of two; 1: this process has all gradients"""
         self.flat, self.ranks = FlatGradients(parameters, ranks), ranks
         self.carries = Counter()
 
@@ -107,7 +107,7 @@ class Counter:
 
 
 def add_shares(mine: Tensor, share: Tensor) -> Tensor:
-    """Fill this rank's share, (N / ranks,), of the sum of every rank's `own` (N,), added pairwise in their order."""
+    """Fill this rank's share, (N / ranks,), of the sum of every rank's `mine` (N,), added pairwise in rank order."""
     ranks = mine.numel() // share.numel()
     if ranks == 2:  # a sum of two has one order, the library's too
         reduce_scatter(share, mine)

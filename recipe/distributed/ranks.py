@@ -24,12 +24,12 @@ T = TypeVar("T")
 SECONDS_TO_REPORT = 3.0
 # torchrun starts the ranks of one machine within seconds. After this long a line names the ranks that are missing.
 SECONDS_OF_SILENCE = 10.0
-# How long the threads that send messages have to free the last one.
+# Time for the threads that send messages to free the last message.
 SECONDS_TO_FREE = 0.05
 
 
 class RankError(UserError, RuntimeError):
-    """Ranks that did not join or are gone; the message names them."""
+    """Ranks that did not join or were lost; the message names them."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def joined(world: World, device: torch.device, timeout_s: float) -> Iterator[Non
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     try:
         yield
-        # Leave together: torchrun ends the others as soon as one exits with a status other than 0, as after a signal.
+        # Exit together: torchrun ends the others as soon as one exits with a status other than 0, as after a signal.
         from_every_rank(None)
         # Time for a thread of gloo's to free that message: it needs Python's lock, and would abort a process that ends.
         time.sleep(SECONDS_TO_FREE)

@@ -1,7 +1,7 @@
 """Weights, gradients and moments spread over the ranks by FSDP2: each rank keeps some rows of every parameter.
 
-A step gives the same bits as without sharding: the ranks add gradients in the fixed tree (exchange.py), and norms are
-those of whole gradients.
+A step gives the same bits as without sharding: the ranks add gradients in the fixed tree (exchange.py), and compute
+norms of whole gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def sharded(model: GPT, device: torch.device, dtype: torch.dtype, config: Parall
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     matrices = {p for p in model.h.parameters() if p.ndim == 2}
     rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # The backward pass begins with what the model has outside its blocks: never dropped before it.
+    # The backward pass begins with the parameters outside the blocks, so they are not dropped before it.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=matrices)
     for block in model.h:
         fully_shard(
@@ -52,7 +52,7 @@ def sharded(model: GPT, device: torch.device, dtype: torch.dtype, config: Parall
         )
     for module in (model, *model.h):
         assert isinstance(module, FSDPModule)
-        # A micro-batch's loss is its share of the step's already.
+        # A micro-batch's loss is already its share of the step's loss.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if config.exact:

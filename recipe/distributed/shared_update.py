@@ -1,7 +1,7 @@
 """An update that ranks share: each updates its part of a parameter's rows and sends it to the others.
 
 This is the first stage of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", section 5): every rank has all weights and computes gradients of all, but keeps moments of its own rows alone.
+Models", section 5): every rank has all weights and computes all gradients, but keeps moments only of some rows.
 All ranks update a parameter whose rows they do not divide evenly.
 """
 
@@ -81,11 +81,11 @@ class SharedAdamW(torch.optim.AdamW):
 
 class SharedSum:
     """An exchange of gradients for SharedAdamW, in the order of autograd and the communication library: each rank
-    receives the sums of its own rows."""
+    receives the sums of the rows that it updates."""
 
     def __init__(self, optimizer: SharedAdamW) -> None:
         self.optimizer = optimizer
-        # The norm counts a gradient once that every rank has.
+        # A gradient that every rank has counts once in the norm.
         weights = [1 if optimizer.divides(whole) else 1 / optimizer.ranks for whole in optimizer.shards]
         self.weights = torch.tensor(weights, device=next(iter(optimizer.shards)).device)
 

@@ -1,4 +1,4 @@
-"""How the ranks of a run share its steps. A trainer knows of other ranks by this alone."""
+"""How the ranks of a run share its steps. A trainer uses other ranks only through this class."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recipe.distributed.world import World
 
 
 def shards_weights(config: ParallelConfig, world: World) -> bool:
-    """Whether each rank keeps a part of the weights alone."""
+    """Whether each rank keeps only a part of the weights."""
     return config.data is DataParallel.shard and world.size > 1
 
 
@@ -50,9 +50,9 @@ class Sharing:
     def share_update(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer, or one like it whose update the ranks share.
 
-        They share AdamW's, where sums may have any order: Muon needs whole matrices, and a norm that is the same on
-        any number of ranks is taken of whole gradients. Of a sharded model an optimizer updates this rank's rows
-        already.
+        Only AdamW's update is shared, and only where sums may have any order: Muon needs whole matrices, and a norm
+        that is the same for any number of ranks needs whole gradients. With a sharded model every optimizer already
+        updates only this rank's rows.
         """
         any_order = self.world.size > 1 and not (self.sharded or self.config.exact)
         if not (any_order and isinstance(optimizer, torch.optim.AdamW)):
@@ -71,8 +71,7 @@ class Sharing:
         return AnyOrder(parameters, self.world.size)
 
     def part(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """The inputs and targets that this rank has of a micro-batch of whole sequences, and the model's options for
-        them."""
+        """This rank's inputs and targets of a micro-batch of whole sequences, and the model's arguments for them."""
         predicts_further = self.model.further is not None and self.model.training
         after = further(batch.inputs, batch.targets) if predicts_further else None
         if self.context is None:

@@ -35,7 +35,7 @@ class World:
 
     @classmethod
     def from_environment(cls, context: int = 1) -> World:
-        """The world of torchrun's variables, else of those that srun sets for a task; without either, one process."""
+        """The world that torchrun's environment variables describe, else srun's; without either, one process."""
         torchrun, srun = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
         for names in (torchrun, srun):
             if names[1] in os.environ:

@@ -68,7 +68,7 @@ def run_tasks(
     except (OSError, ValueError) as error:  # what `datasets` and its network raise
         raise ConfigError(
             f"tasks={wanted} could not be run ({brief(error)}); a task's data comes from the Hugging Face hub, so "
-            "connect to the network once, or name a .jsonl file of your own."
+            "connect to the network once, or name a .jsonl file of tasks."
         ) from error
     assert results is not None
     return metrics_of(results)

@@ -1,4 +1,4 @@
-"""A model to evaluate: a run's own, or a folder in Hugging Face's format."""
+"""A model to evaluate: a run's model, or a folder in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -113,19 +113,19 @@ class ExportedModel:
             raise ConfigError(
                 f"run={folder} is in Hugging Face's format, which needs: pip install transformers"
             ) from error
-        except Exception as error:  # any kind: each tokenizer and each model raises its own
+        except Exception as error:  # tokenizers and models raise exceptions of many types
             raise ConfigError(
                 f"run={folder} cannot be opened by transformers ({brief(error)}); export it again."
             ) from error
         if missing := sorted(opened.loaded["missing_keys"]):
             raise ConfigError(f"run={folder} lacks the weights {', '.join(missing[:3])}; export it again.")
         self.tokenizer, self.model = opened.tokenizer, opened.model.to(device)
-        self.model.generation_config.max_length = None  # requests have limits of their own
+        self.model.generation_config.max_length = None  # each request has a limit
         config, self.dtype = self.model.config, dtype
         if len(self.tokenizer) > config.vocab_size:
             raise ConfigError(
                 f"run={folder} has a tokenizer of {len(self.tokenizer)} tokens and a model of {config.vocab_size}; "
-                "put the model's own tokenizer there."
+                "put the model's tokenizer there."
             )
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(f"run={folder} has a tokenizer without an end-of-text token; set its eos_token.")
@@ -174,8 +174,8 @@ class ExportedModel:
 
 
 def check_data_alone(folder: Path) -> None:
-    """Raise ConfigError for a folder in Hugging Face's format with which transformers would run code that lies in it
-    or that it names, and for one without a tokenizer, which transformers would make up or ask other packages for."""
+    """Raise ConfigError for a folder in Hugging Face's format that contains or names code that transformers would run,
+    and for one without a tokenizer, for which transformers would substitute another."""
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json"):
         path = folder / name
         try:
@@ -194,7 +194,7 @@ def check_data_alone(folder: Path) -> None:
                 )
             content = [child for item in content for child in children(item)]
     if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise ConfigError(f"run={folder} has no tokenizer; put the model's own tokenizer.json there.")
+        raise ConfigError(f"run={folder} has no tokenizer; put the model's tokenizer.json there.")
 
 
 def scores_of(logits: Tensor, targets: Tensor) -> Scores:

@@ -27,7 +27,7 @@ SECONDS_BETWEEN_LINES = 10.0  # where there is no terminal
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on standard error or, where that is not a terminal, a line every few seconds. Yields a function that takes
-    how many items are done since its last call."""
+    the number of items done since its last call."""
     console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
     if not console.is_terminal:
         console.print(f"{what}: {total:,}")
@@ -49,10 +49,10 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 class Scorer:
-    """Asks a model about texts.
+    """Scores and continues texts with a model.
 
     batch  inputs that one forward pass takes
-    cut    how many texts were longer than the model's longest input, and lost their beginning
+    cut    number of texts that lost their beginning, because they were longer than the model's longest input
     """
 
     def __init__(self, model: LanguageModel, batch: int) -> None:
@@ -106,7 +106,7 @@ class Scorer:
         return self.model.encode(text).tolist()
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode both as one text, and split it after as many tokens as the context alone has. Spaces at the end of the
+        """Encode both as one text, and split it at the number of tokens of the context alone. Spaces at the end of the
         context belong to the continuation."""
         stripped = context.rstrip()
         whole, first = self._encode(context + continuation), self._encode(stripped)
@@ -123,7 +123,7 @@ class Scorer:
         """The score of each (context, continuation) in tokens."""
         longest = self.model.max_length
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        # The longest first: a batch that does not fit in memory is known at once.
+        # The longest first, so that a batch too large for the memory fails at once.
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
         with progress(what, len(order)) as advance:
             for chosen in batched(order, self.batch):

@@ -30,7 +30,7 @@ def run_file(path: Path, scorer: Scorer, limit: int | None) -> dict[str, float]:
 
 
 def multiple_choice(lines: Sequence[dict[str, Any]], scorer: Scorer) -> dict[str, float]:
-    """acc: how often the right choice is the likeliest; acc_norm: by log-likelihood per character."""
+    """acc: share of questions whose right choice is the likeliest; acc_norm: by log-likelihood per character."""
     pairs = [(line["question"], f" {choice}") for line in lines for choice in line["choices"]]
     scores = iter(scorer.loglikelihood(pairs))
     right, right_norm = [], []
@@ -65,7 +65,7 @@ def standard_error(values: Sequence[float]) -> float:
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a task's file. Raises ConfigError for the first that does not fit."""
     try:
-        content = read_text(path, LINE, pipe=True).removeprefix("\ufeff")  # a byte order mark is no text
+        content = read_text(path, LINE, pipe=True).removeprefix("\ufeff")  # a byte order mark is not part of the text
     except (OSError, UntrustedError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it {error}"
         raise ConfigError(f"tasks={path} cannot be read ({reason}); name a .jsonl file of tasks.") from error

@@ -4,9 +4,9 @@ A sequence has a slot from its first token to its last, then the next prompt get
 2022, "Orca"). Prompts come in by a *prefill*: several in one row, that leave their keys and values in the cache. Then
 all slots *decode* one token at a time. On a GPU the host reads tokens while the device computes the next ones.
 
-A prompt's tokens do not depend on the prompts beside it, up to rounding; with the same number of slots not at all.
-Matrix products then have the same shapes. On a GPU all rows of prompts have the same length, and each prompt ends with
-a tile of attention.
+A prompt's tokens depend on the prompts beside it only by rounding, and with the same number of slots not at all,
+because matrix products then have the same shapes. On a GPU all rows of prompts have the same length, and each prompt
+ends with a tile of attention.
 
 The model's positions end at seq_len. Beyond it no cache helps, because every step moves all tokens to other positions:
 a token is computed from scratch from the last seq_len tokens. But where positions are not learned and every layer has a
@@ -45,8 +45,8 @@ class Request:
     prompt    its tokens, at least one
     limit     tokens to add at most
     stream    of random numbers that decide between them
-    tokens    those that have been added
-    finished  no more will be. Set it to have none after those received
+    tokens    the added tokens
+    finished  no more tokens will follow. Set it to stop the sequence
     """
 
     prompt: Sequence[int]
@@ -111,14 +111,14 @@ class Engine:
         limit = max(request.limit for request in requests)
         noise_rows = min(limit, NOISE_ROWS) if slots == 1 else limit
         check_memory(size, pages, noise_rows if sampling.temperature else 0, model, dtype, device)
-        self.ahead = int(device.type == "cuda")  # launches whose tokens have not been read
+        self.ahead = int(device.type == "cuda")  # launches whose tokens the host has not read
         if row is None:
             row = ROW if device.type == "cuda" and slots > 1 and "documents" in model.attend.supports else 0
         self.row = row and max(row, *(padded(len(request.prompt)) for request in requests))
         streams = any(request.stream != FIRST_STREAM for request in requests)
         self.steps = Steps(model, sampling, size, noise_rows, streams, dtype, compile)
         self.owners: list[Request | None] = [None] * slots  # the request that each slot belongs to
-        self.owners_changed = False  # since the device was told which slots have sequences
+        self.owners_changed = False  # since the last update of the device's list of active slots
 
     def tokens_to_cache(self, request: Request) -> int:
         """The most tokens of a sequence that the cache holds: all but the last one, which no query sees."""
@@ -205,7 +205,7 @@ class Engine:
         return Launched(list(self.owners), *self.steps.copy_to_host())
 
     def update_active(self) -> None:
-        """Tell the device which slots have sequences, if that has changed."""
+        """Update the device's list of active slots, if it has changed."""
         if self.owners_changed:
             self.steps.set_active([owner is not None for owner in self.owners])
             self.owners_changed = False
@@ -219,7 +219,7 @@ class Engine:
 def generate(
     model: GPT, prompt: Sequence[int], limit: int, sampling: Sampling, dtype: torch.dtype = torch.float32
 ) -> Iterator[int]:
-    """Continue one prompt by `limit` tokens, one at a time; see Engine for the arguments and what is raised."""
+    """Continue one prompt by `limit` tokens, one at a time; see Engine for the arguments and errors."""
     engine = Engine(model, [Request(list(prompt), limit)], sampling, dtype=dtype)
     return (token for _, token in engine.run())
 

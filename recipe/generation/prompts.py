@@ -18,9 +18,9 @@ from recipe.generation.text import Text
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt's text: what was added to prompt number `index`, in how many tokens, and after how many seconds.
+    """The text that was added to prompt number `index`, its number of tokens, and the seconds until it was complete.
 
-    sample  the number of this text among those of its prompt
+    sample  the number of this text among the texts of its prompt
     """
 
     index: int
@@ -71,7 +71,7 @@ def prompt_of_json(line: str) -> str | None:
 
 
 def requests_of(prompts: Sequence[str], tokenizer: Tokenizer, tokens: int, samples: int = 1) -> list[Request]:
-    """A request for each text: `samples` of each prompt, with random numbers of their own. An empty prompt begins a
+    """A request for each text: `samples` of each prompt, each with separate random numbers. An empty prompt begins a
     text."""
     return [
         Request(tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token], tokens, (index, sample))
@@ -101,7 +101,7 @@ def continuations(
 
 
 def open_new(path: Path) -> Callable[[Continuation], object]:
-    """What appends a line of JSON to a new file, on the disk at once. Raises GenerationError where there is one."""
+    """A function that appends a line of JSON to a new file and syncs it. Raises GenerationError if the file exists."""
     try:
         file = path.open("x", encoding="utf-8", buffering=1)
     except FileExistsError as error:
@@ -122,7 +122,7 @@ def in_order(continuations: Iterable[Continuation]) -> Iterator[Continuation]:
 
 
 def write(continuations: Iterable[Continuation], count: int, put: Callable[[Continuation], object]) -> None:
-    """Put each continuation, and tell on stderr how many of `count` are done."""
+    """Pass each continuation to `put`, and report on stderr how many of `count` are done."""
     begin, tokens = time.perf_counter(), 0
     for done, continuation in enumerate(continuations, 1):
         put(continuation)

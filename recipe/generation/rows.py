@@ -37,7 +37,7 @@ def padded(tokens: int) -> int:
 def lay_out(prompts: Mapping[int, Sequence[int]], slots: int, length: int) -> Row:
     """The row of prompts, by their slots.
 
-    length  of the row; 0: that of the only prompt, without padding
+    length  of the row; 0: the length of the only prompt, without padding
 
     Padding before each prompt makes it end with a tile, so that a kernel computes it in the same way wherever it lies.
     The padding is a separate document, and does not enter the cache, because it precedes the sequence's first token.

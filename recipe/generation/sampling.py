@@ -1,10 +1,10 @@
-"""The next token from the logits, and the random numbers that decide it.
+"""The next token from the logits and random numbers.
 
     token = argmax_j p_j / e_j,      e_j ~ Exp(1),      p = softmax(logits / temperature)
 
 takes token j with probability p_j: it is the exponential race that torch.multinomial runs on a CPU, with the same
 numbers e = -log(1 - u). The uniform numbers u are drawn on the CPU from the seed, for the first token, the second and
-so on. Further prompts and samples have streams of their own, which cost one row of numbers each: stream n uses the
+so on. Each further prompt and sample has a separate stream, which costs one row of numbers: stream n uses the
 fractional part of u + s_n (Cranley and Patterson 1976), with s_n uniform. At each step the numbers of two streams are
 independent. So a prompt's tokens depend on the seed and its number, neither on the prompts beside it nor on the device,
 up to rounding of the logits.
@@ -87,7 +87,7 @@ class Noise:
     """
 
     def __init__(self, seed: int, vocab_size: int, rows: int, slots: int | None, device: torch.device) -> None:
-        """slots  with streams of their own; None: all have the first"""
+        """slots  number of slots with separate streams; None: all have the first"""
         self.seed, self.generator = seed, torch.Generator().manual_seed(seed)
         self.table = torch.zeros(rows, vocab_size, dtype=torch.float64, device=device)
         self.shifts = None if slots is None else torch.zeros(slots, vocab_size, dtype=torch.float64, device=device)
@@ -111,7 +111,7 @@ class Noise:
         return -torch.log1p(-uniform).float()
 
     def draw(self, count: int) -> None:
-        """Draw the first `count` rows, of which the last are kept. Does not wait for the device."""
+        """Draw the first `count` rows; the table holds the last ones. Does not wait for the device."""
         if count <= self.drawn - len(self.table):
             self.generator.manual_seed(self.seed)
             self.drawn = 0

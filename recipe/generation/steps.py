@@ -40,7 +40,7 @@ class Steps:
     """A model, a cache, and the state of the sequence in each slot.
 
     tokens  (slots,) int64, its newest token, which is not in the cache yet
-    steps   (slots,) int64, how many of its tokens were generated
+    steps   (slots,) int64, the number of its generated tokens
     active  (slots,) int32, 1 where there is a sequence
     """
 
@@ -57,7 +57,7 @@ class Steps:
         """See Engine for the arguments.
 
         noise_rows  rows of Noise
-        streams     whether sequences have streams of random numbers of their own
+        streams     whether each sequence has a separate stream of random numbers
         """
         self.device, self.dtype, self.sampling = model.wte.weight.device, dtype, sampling
         by_column = self.device.type == "cpu" and size.slots == 1
@@ -82,7 +82,7 @@ class Steps:
         self.graph = self.graphed() if self.device.type == "cuda" and self.decoder is not None else None
 
     def set_active(self, active: list[bool]) -> None:
-        """Tell the device which slots have sequences, and where these are, for what is launched from now on."""
+        """Set the active slots and the page table on the device, for all later launches."""
         self.cache.publish()
         self.active.copy_(upload(torch.tensor(active, dtype=torch.int32), self.device))
 
@@ -98,7 +98,7 @@ class Steps:
 
     @torch.no_grad()
     def prefill(self, row: Row) -> None:
-        """Compute the keys, values and first tokens of new prompts. All other sequences keep what they have."""
+        """Compute the keys, values and first tokens of new prompts. Other sequences do not change."""
         self.draw_noise(1)
         tokens, positions, last, lengths, cu_seqlens = (upload(x, self.device) for x in row[:-1])
         layout = Layout() if row.starts is None else documents(upload(row.starts, self.device))
@@ -179,7 +179,7 @@ class Steps:
                     self.decode_step()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # The graph gets a workspace of its own for cuBLAS: others may free the shared one.
+            # The graph gets a separate workspace for cuBLAS: other code may free the shared one.
             torch._C._cuda_clearCublasWorkspaces()
             with capturing(graph, stream):
                 self.decode_step()
@@ -191,7 +191,7 @@ class Steps:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def autocast(self) -> torch.autocast:
-        """The engine's precision. The weights of products are in it already, so no casts need to be kept."""
+        """Autocast in the engine's precision, without a cache of casts: the products' weights have this precision."""
         narrow = self.dtype is not torch.float32
         return torch.autocast(self.device.type, self.dtype, enabled=narrow, cache_enabled=False)
 
@@ -199,8 +199,8 @@ class Steps:
 def decoding_attention(model: GPT, device: torch.device) -> Attention | None:
     """The attention that reads the cache: the model's if it supports one, else flash on a GPU and naive on a CPU.
 
-    Its products are in the precision of q, k and v. None where none computes what the model's does, or its scores read
-    numbers of each token: tokens are then computed without a cache.
+    Its products are in the precision of q, k and v. None where no such attention computes the model's scores, or where
+    the scores read tensors of each token: tokens are then computed without a cache.
     """
     attend = model.attend
     if model.made_tensors():

@@ -13,7 +13,7 @@ from recipe.generation.sampling import Sampling
 
 
 class Text:
-    """The text of a sequence's tokens.
+    """The text of a sequence's tokens, in pieces.
 
     It ends before an end-of-text token and before the text `stop`; `ended` is then true. A character may span several
     tokens: it appears with its last byte. Text that may be the beginning of `stop` is held back until it is not.
@@ -23,7 +23,7 @@ class Text:
         """prompt  tokens of the text that is continued"""
         self.tokenizer, self.stop = tokenizer, stop or ""
         self.decoder = text_stream(tokenizer, prompt)
-        self.held = ""  # text that has not been given out
+        self.held = ""  # text that `add` has not returned yet
         self.ended = False
 
     def add(self, token: int) -> str:

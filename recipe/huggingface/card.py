@@ -1,4 +1,4 @@
-"""The model card: README.md with what the run did and what it reached."""
+"""The model card: README.md with the run's settings and results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipe.training.checkpoint import read_manifest
 class Origin:
     """The origin of weights.
 
-    step     updates that made them
+    step     number of updates
     config   of their run
     summary  summary.json of the run; None where it has not ended
     average  whether they are the moving average of the run's weights

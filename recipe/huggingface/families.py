@@ -1,4 +1,4 @@
-"""The architectures of transformers that a model of this recipe can be, as tables: options, parts and names.
+"""The architectures of transformers that can express a model of this recipe, as tables: options, parts and names.
 
 settings.py reads and writes config.json by them, loading.py and weights.py the tensors.
 """
@@ -61,11 +61,10 @@ class Family:
     names         modules of the model and theirs
     keys          options of model.* and their keys in config.json
     parts         options that all of its models share
-    fixed         keys that change what is computed, and the values that a model here computes; files may leave out the
-                  first
+    fixed         keys with which only some values can be computed here: the values, the first of which is the default
     defaults      of keys that files may leave out
-    biases        the keys that say which linear layers have biases: all of these, or those of attention
-    windows       whether sliding_window is in all layers, or in those that layer_types names
+    biases        the keys for biases of all linear layers, or of attention's
+    windows       whether sliding_window applies to all layers, or to the layers that layer_types names
     zeros         modules that always have a bias there: a model without writes zeros
     transposed    whether it stores the matrices of linear layers transposed
     """

@@ -47,7 +47,7 @@ def find(source: str, download: Callable[..., str] = snapshot_download) -> Path:
 
 
 def settings_of(folder: Path, source: str) -> Settings:
-    """What the folder's config.json says. Raises WeightsError."""
+    """The settings in the folder's config.json. Raises WeightsError."""
     try:
         content = read_json(folder / "config.json", SETTINGS)
     except OSError as error:
@@ -76,7 +76,7 @@ class Tensors:
                 try:
                     file = opened.enter_context(safe_open(path, framework="pt"))
                     self.of |= dict.fromkeys(file.keys(), file)
-                except Exception as error:  # safetensors raises its own type for a damaged file
+                except Exception as error:  # safetensors raises a type that it does not export
                     raise WeightsError(
                         f"init_from={source}: {path} cannot be read ({error}); copy or fetch it again."
                     ) from error
@@ -93,7 +93,7 @@ class Tensors:
         return tensor
 
     def names(self) -> set[str]:
-        """Those of weights."""
+        """The names of the weights."""
         return {name for name in self.of if not NOT_WEIGHTS.search(name)}
 
     @staticmethod
@@ -113,7 +113,7 @@ class Tensors:
 
 
 def load(model: GPT, source: str, download: Callable[..., str] = snapshot_download) -> None:
-    """Overwrite the model's parameters with those of a folder, or of a model of this name on the Hugging Face hub.
+    """Overwrite the model's parameters with the weights of a folder, or of a model on the Hugging Face hub.
 
     Learned positions beyond the model's seq_len are left out; a model without biases takes weights whose biases are
     all zero; a second head stays as it is. Raises WeightsError where the source cannot be read or is another model.
@@ -181,7 +181,7 @@ def unlike(
     vocab_size: int | None,
     source: str,
 ) -> Iterator[str]:
-    """A sentence for each way in which a model is not the folder's.
+    """A sentence for each option in which a model differs from the folder's.
 
     A score may be another one, without new weights, and so may the scaling of rotary positions.
 
@@ -194,7 +194,7 @@ def unlike(
     ]
     if settings.family.parts.get("bias") and not model.bias:
         differing.remove("bias")  # they may all be zero
-    if {"n_embd", "n_heads"} & set(differing):  # which these follow from, where they are not given
+    if {"n_embd", "n_heads"} & set(differing):  # the following options depend on these where they are not given
         follow = {"head_dim", "scale_dim", "mlp_width", "rope_fraction", *([] if model.n_kv_heads else ["n_kv_heads"])}
         differing = [name for name in differing if name not in follow]
     if "positions" in differing:

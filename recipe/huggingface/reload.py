@@ -21,7 +21,7 @@ TEXT = "Déjà vu: 木 x_1 = 12345;\n\n  two  blanks\tand a tab"
 
 
 class Opened(NamedTuple):
-    """A folder as transformers reads it.
+    """A folder, opened by transformers.
 
     loaded  names of weights that are missing, unexpected or of another shape, by kind
     """
@@ -32,7 +32,7 @@ class Opened(NamedTuple):
 
 
 def open_folder(folder: Path) -> Opened:
-    """The tokenizer and the model in fp32, from safetensors, without code of the folder's own and without the network.
+    """The tokenizer and the model in fp32, from safetensors, without code from the folder and without the network.
 
     Raises ImportError without transformers, and whatever its classes raise.
     """
@@ -55,8 +55,8 @@ def check_reloaded(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
             f"An export is read back and compared, for which {error.name} is missing; install it with: "
             "pip install transformers"
         ) from error
-    except Exception as error:  # any kind: each architecture raises its own
-        raise WeightsError(f"transformers does not read what was exported ({brief(error)}); {REMEDY}") from error
+    except Exception as error:  # architectures raise exceptions of many types
+        raise WeightsError(f"transformers does not read the exported folder ({brief(error)}); {REMEDY}") from error
     for kind, names in opened.loaded.items():
         if names:
             raise WeightsError(

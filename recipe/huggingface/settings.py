@@ -16,7 +16,7 @@ from model.score import ScoreConfig
 from recipe.huggingface.families import FAMILIES, Family
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Options of a scaling and their keys; the original length is another key's where this one is left out.
+# Options of a scaling and their keys; without a key for the original length, another key gives it.
 SCALING = {
     Scaling.linear: {"factor": "factor"},
     Scaling.llama3: {"factor": "factor", "original": "original_max_position_embeddings"}
@@ -31,7 +31,7 @@ class WeightsError(ModelError):
 
 
 class Settings(NamedTuple):
-    """What config.json says of a model.
+    """The settings of a model in config.json.
 
     longest  the longest input that it was trained for
     """
@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 
 
 def read_settings(content: dict[str, Any], source: str) -> Settings:
-    """The options of the model that config.json describes. Raises WeightsError with what no model here computes."""
+    """The options of the model that config.json describes. Raises WeightsError for settings that no model here has."""
     kind = content.get("model_type", "gpt2")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     experts = next((f" with experts ({key}={content[key]})" for key in content if key.endswith("_experts")), "")
@@ -112,7 +112,7 @@ def rotary(content: dict[str, Any], longest: int, source: str) -> dict[str, Any]
 
 
 def score(family: Family, content: dict[str, Any], n_layers: int, source: str) -> ScoreConfig:
-    """What the layers compute: windows and a cap."""
+    """The scores of the layers: windows and a cap."""
     window = content.get("sliding_window", family.defaults.get("sliding_window"))
     cap = content.get("attn_logit_softcapping", family.defaults.get("attn_logit_softcapping"))
     sliding = [False] * n_layers
@@ -168,8 +168,8 @@ def write_settings(family: Family, model: GPTConfig, scores: Sequence[Score], vo
 
 
 def essence(model: GPTConfig, scores: Sequence[Score], vocab_size: int) -> dict[str, Any]:
-    """A model's options by name, equal where the models are: with what null stands for, and without what only training
-    has."""
+    """A model's options by name, equal for equal models: null is replaced by its meaning, and options of training are
+    left out."""
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in ("name", "dropout", "mtp")}
     values |= {"n_kv_heads": model.kv_heads, "head_dim": model.head_size, "vocab_size": vocab_size}
     values |= {"mlp_width": model.mlp_width or 4 * model.n_embd, "scale_dim": model.scale_dim or model.head_size}

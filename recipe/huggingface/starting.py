@@ -1,4 +1,4 @@
-"""What a folder of transformers means for a run that starts from it: its model, score and tokenizer."""
+"""The model, score and tokenizer of a folder of transformers, for a run that starts from it."""
 
 from __future__ import annotations
 

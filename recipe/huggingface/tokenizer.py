@@ -39,7 +39,7 @@ def to_tokenizers(encoding: tiktoken.Encoding | OwnTokenizer) -> Tokenizer:
 
 
 def merged_from(token: bytes, ranks: dict[bytes, int]) -> tuple[str, str]:
-    """The two tokens that were merged into this one: what is left of its bytes after all merges learned before it."""
+    """The two tokens that were merged into this one: the result of applying all earlier merges to its bytes."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         pairs = [ranks.get(a + b, ranks[token]) for a, b in pairwise(parts)]
@@ -53,7 +53,7 @@ def merged_from(token: bytes, ranks: dict[bytes, int]) -> tuple[str, str]:
 
 
 def special_tokens(tokenizer: tiktoken.Encoding | OwnTokenizer, template: ChatTemplate | None) -> dict[str, str]:
-    """The names of the tokens that begin, end and pad a text: those of the chat template, else end-of-text.
+    """The names of the tokens that begin, end and pad a text: from the chat template, else end-of-text.
 
     The models have no token for padding, which attention masks hide.
     """

@@ -1,7 +1,8 @@
 """A model of this recipe in the architecture of transformers that computes exactly the same: its config.json and its
 weights under that architecture's names.
 
-An architecture matches where reading what it would say of the model gives the model again (settings.py).
+An architecture matches if writing the model's config.json for it and reading this again gives the same model
+(settings.py).
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class Described(NamedTuple):
 def describe(model: GPT, attention_dropout: float) -> Described:
     """The model in the architecture that matches it.
 
-    attention_dropout  of its training, for those who train on
+    attention_dropout  of its training, for further training
 
-    Raises WeightsError, with what the model has that no architecture matches.
+    Raises WeightsError, which names the options that no architecture has.
     """
     differing = {kind: differences(model, family) for kind, family in FAMILIES.items()}
     family = next((FAMILIES[kind] for kind in FAMILIES if not differing[kind]), None)
@@ -47,7 +48,7 @@ def describe(model: GPT, attention_dropout: float) -> Described:
         nearest = min(FAMILIES, key=lambda kind: len(differing[kind]))
         named = " and ".join(f"{name}={as_typed(plain(value))}" for name, value in differing[nearest].items())
         raise WeightsError(
-            f"No architecture of transformers has what this model has: {named}. The nearest is {nearest}, without; "
+            f"No architecture of transformers has this model's {named}. The nearest, without them, is {nearest}; "
             "docs/models.md lists what each has."
         )
     content = longest_input(family, model) | write_settings(family, model.config, model.scores, model.vocab_size)
@@ -56,12 +57,12 @@ def describe(model: GPT, attention_dropout: float) -> Described:
 
 
 def differences(model: GPT, family: Family) -> dict[str, Any]:
-    """The model's options that it does not have again once a family's config.json has been read back."""
+    """The model's options that change when it is written to a family's config.json and read back."""
     ours = essence(model.config, model.scores, model.vocab_size)
     content = longest_input(family, model) | write_settings(family, model.config, model.scores, model.vocab_size)
     try:
         settings = read_settings(content, "export")
-    except ModelError:  # what the family says of the model is no model at all
+    except ModelError:  # the family's config.json does not describe a valid model
         return ours
     theirs = essence(settings.model, layer_scores(settings.score, model.config.n_layers), content["vocab_size"])
     if family.zeros is not None and not model.config.bias:
@@ -69,18 +70,18 @@ def differences(model: GPT, family: Family) -> dict[str, Any]:
     differing = {name: value for name, value in ours.items() if name not in theirs or theirs[name] != value}
     scores = differing.pop("score", None)
     if differing.pop("qk_eps", None) and "qk_norm" not in differing:
-        differing["norm_eps"] = None  # which is another number for queries and keys than for the stream
+        differing["norm_eps"] = None  # its default differs between queries and keys, and the stream
     named = {f"model.{name}": shown(model.config, name, value) for name, value in differing.items()}
     return named | (of_scores(model, layer_scores(settings.score, model.config.n_layers)) if scores else {})
 
 
 def shown(config: GPTConfig, name: str, value: Any) -> Any:
-    """The value of an option as the user gave it."""
+    """The value of an option, in the form in which the user gave it."""
     return config.rope_scaling.kind if name == "rope_scaling" else getattr(config, name, value)
 
 
 def of_scores(model: GPT, theirs: tuple[Any, ...]) -> dict[str, Any]:
-    """What the layers compute that a family's do not, as the user writes it."""
+    """The options of score.* that a family does not have, by the names that the user writes."""
     if len(set(model.scores)) > 1:
         return {"score.layers": "layers that differ"}
     (ours,) = set(model.scores)
@@ -96,7 +97,7 @@ def longest_input(family: Family, model: GPT) -> dict[str, Any]:
 
 
 def dropouts(family: Family, config: GPTConfig, attention_dropout: float) -> dict[str, float]:
-    """The rates of dropout, for those who train on; an architecture without a place for one leaves it out."""
+    """The rates of dropout, for further training, as far as the architecture has keys for them."""
     if family.kind == "gpt2":
         return {"embd_pdrop": config.dropout, "resid_pdrop": config.dropout, "attn_pdrop": attention_dropout}
     both = {"embedding_dropout": config.dropout, "residual_dropout": config.dropout}

@@ -46,7 +46,7 @@ def rule(config: LadderConfig, depth: int, batch_size: int, seq_len: int, lr: fl
 
 
 def ladder_mistakes(config: LadderConfig) -> Iterator[str]:
-    """A sentence for each value of `ladder.*` with which nothing could be predicted."""
+    """A sentence for each value of `ladder.*` that makes a prediction impossible."""
     depths = config.depths
     if len(set(depths)) < FEWEST_SIZES:
         yield (

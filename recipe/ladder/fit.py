@@ -1,4 +1,4 @@
-"""A law of the loss over compute, its prediction of the next size, and how sure that is.
+"""A law of the loss over compute, and its prediction of the next size with an interval.
 
 L(C) = E + A C^-alpha, as in Hoffmann et al. 2022 ("Training Compute-Optimal Large Language Models"), over the compute
 of the runs alone. For a given alpha it is linear, so the fit has one minimum to search, by scipy.
@@ -55,8 +55,8 @@ def fit_law(compute: ArrayLike, losses: ArrayLike) -> Law:
 def predict(compute: Sequence[float], losses: Sequence[Sequence[float]], at: float) -> Prediction:
     """The mean loss at the compute `at` of as many seeds as each size has, at least two.
 
-    The interval has three parts: the law's uncertainty, by a bootstrap over the seeds of each size; how far the sizes
-    lie from the law; and how far the mean of a size's seeds lies from its own.
+    The interval has three parts: the law's uncertainty, by a bootstrap over the seeds of each size; the distance of the
+    sizes from the law; and the standard error of a mean over seeds.
 
     losses  of each size, by seed
     """

@@ -12,12 +12,12 @@ from typing import Any, get_type_hints
 from recipe.arena.plan import PlannedArms, check_same, damaged, read_content, write_content
 
 FILE = "ladder.json"
-FORMAT = 1  # increase it when a plan of today could not be read as it was meant
+FORMAT = 1  # increase it when older plans would be misread
 
 
 @dataclass(frozen=True)
 class LadderRun:
-    """One run: the number of its folder, and what it trains."""
+    """One run: the number of its folder, its arm, size and seed."""
 
     number: int
     arm: str

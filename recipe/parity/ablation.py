@@ -1,4 +1,4 @@
-"""The error of the online softmax when one of its lines is left out, and where it first shows.
+"""The error of the online softmax when one of its lines is left out, and the first tile and row that are wrong.
 
 attention=tiled visits the keys tile by tile, and after each tile its output is attention over the keys seen so far. A
 call with the keys cut off after tile j therefore shows the state of query tile i after tile (i, j). Each such state is

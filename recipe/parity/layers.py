@@ -1,8 +1,8 @@
-"""Each layer's attention alone, on the run's own q, k and v, by the judge of `gpt-attention check`.
+"""Each layer's attention alone, on the run's q, k and v, by the judge of `gpt-attention check`.
 
-The rest of a model rounds too, and hides what an attention does wrong: in bf16 a scale 0.1 % off is less than that. So
-every call that the model makes is made again by itself, and out, the log-sum-exp and all gradients are compared with
-fp64 row by row, beside the same formula in the same precision:
+The rest of a model rounds too, and hides small errors of an attention, such as a scale that is 0.1 % off in bf16. So
+every call of the model is repeated alone, and out, the log-sum-exp and all gradients are compared with fp64 row by row,
+beside the same formula in the same precision:
 
     in training and in evaluation     as the run calls it: with dropout and gradients, or with neither
     in the run's precision            and in fp32, or else fp64, where the attention takes them
@@ -134,7 +134,7 @@ class Listener:
         return self.attend(q, k, v, **options, **tensors)
 
     def judge(self, called: Called) -> None:
-        """Count the errors of one layer's attention in all the ways that the module's docstring lists."""
+        """Measure the errors of one layer's attention in all the ways that the module's docstring lists."""
         layers, mode = self.layers, "training" if self.training else "evaluation"
         where = f"layer {self.layer}, {mode}, {NAMES[called.q.dtype]}"
         try:
@@ -179,7 +179,7 @@ class Listener:
                 out = self.attend(q, k, v, **called.options, **tensors).out
             got["out"] = out.detach()
             if self.training:
-                with torch.autocast(q.device.type, enabled=False):  # which training's backward pass is outside of
+                with torch.autocast(q.device.type, enabled=False):  # as in training, where the backward pass is outside
                     given = torch.autograd.grad(out, list(leaves.values()), do, allow_unused=True)
                 got |= dict(zip(leaves, given, strict=True))
         tf32 = q.dtype is torch.float32 and self.attend.config.allow_tf32
@@ -188,7 +188,7 @@ class Listener:
 
 @dataclass(frozen=True)
 class Called:
-    """A layer's call: q (B, H, T, D), k, v (B, H_kv, S, D), and what it computes."""
+    """A layer's call: q (B, H, T, D), k, v (B, H_kv, S, D), and the other arguments."""
 
     q: Tensor
     k: Tensor

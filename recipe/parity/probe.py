@@ -7,11 +7,11 @@ A training micro-batch goes forward and backward three more times, at the curren
     exact      the reference in a higher precision: fp32 for bf16 and fp16, fp64 for fp32
 
 with the dropout masks of the training step. `run - reference` is the effect of the choice of attention;
-`reference - exact` is the effect of rounding alone, the floor below which a difference says nothing. Two correct
+`reference - exact` is the effect of rounding alone, the floor below which a difference means nothing. Two correct
 implementations are about equally far from `exact`, so they differ by a small multiple of the floor at most.
 
-That floor is the whole model's. Each layer's attention is therefore also called alone, and compared with fp64 row by
-row (layers.py).
+The floor includes the rounding of the whole model. Each layer's attention is therefore also called alone, and compared
+with fp64 row by row (layers.py).
 
 The probe changes no weight, gradient or random-number generator.
 """
@@ -105,7 +105,7 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class ParityProbe:
-    """Compares a run's attention with a reference on the run's own weights and batches."""
+    """Compares a run's attention with a reference on the run's weights and batches."""
 
     def __init__(self, config: ParityConfig, attention: AttentionConfig, shape: AttentionShape) -> None:
         """
@@ -193,7 +193,7 @@ class ParityProbe:
         }
 
     def _first_window(self, model: GPT, B: int, T: int) -> tuple[int, int]:
-        """The part of (B, T) that should fit, by the size of the reference's scores and of the logits."""
+        """The part of (B, T) that should fit, estimated from the size of the reference's scores and of the logits."""
         free, window = free_memory(self.shape.device), (B, T)
         while math.prod(window) > 1 and self._estimate(model, *window) > MEMORY_SHARE * free:
             window = smaller(*window)
@@ -246,8 +246,8 @@ def _rank(value: Any) -> float:
 
 
 def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The `parity` entry of summary.json from the lines of metrics.jsonl: the worst of every check, the largest noise,
-    and the [sequences, tokens] of the last check. None where nothing was probed."""
+    """The `parity` entry of summary.json from the lines of metrics.jsonl: the worst value of every measure, the largest
+    noise, and the [sequences, tokens] of the last probe. None without probes."""
     checks = [line for line in lines if "parity/loss_diff" in line]
     if not checks:
         return None

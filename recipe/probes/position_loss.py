@@ -1,7 +1,8 @@
-"""The loss by position in the window: how much a model gains from what it has read, and what happens beyond its length.
+"""The loss by position in the window: how much a model gains from its context, also beyond the trained length.
 
-Olsson et al. 2022, "In-context Learning and Induction Heads": the loss of the 500th token less that of the 50th is the
-in-context score; here that of the last twentieth of the window less that of the tokens around its tenth.
+In Olsson et al. 2022, "In-context Learning and Induction Heads", the in-context score is the loss of the 500th token
+less the loss of the 50th. Here it is the mean loss of the last twentieth of the window less the mean loss of a
+twentieth that begins after a tenth of it.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class PositionLoss(Probe):
 
 
 def in_context_score(losses: np.ndarray) -> float:
-    """The loss at the end of a window less that after a tenth of it, over a twentieth of the window each; negative
-    where the model gains from what it has read."""
+    """The mean loss of the last twentieth of a window less the mean loss of the twentieth after its first tenth;
+    negative where the model gains from its context."""
     T = len(losses)
     width, early = max(1, T // 20), T // 10
     return float(losses[T - width :].mean() - losses[early : early + width].mean())

@@ -1,4 +1,4 @@
-"""What a probe is, and a model that takes longer inputs for a while."""
+"""The interface of probes, and a context in which a model takes longer inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Probe(ABC):
 
 
 def lengths_for(model: GPT, trained: int) -> list[int]:
-    """The trained length, and those beyond it that the model's positions allow: learned ones allow none."""
+    """The trained length and, unless positions are learned, multiples of it."""
     return [trained] if model.config.positions is Positions.learned else [times * trained for times in BEYOND]
 
 

@@ -1,4 +1,4 @@
-"""Accuracy on a task, by length and by the distance to what decides the answer."""
+"""Accuracy on a task, by length and by the distance to the token that determines the answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TaskProbe(Probe):
                 answers.append(self.answers(model, T))
         edges = [1 << n for n in range(lengths[-1].bit_length())]
         if any((distance == 0).any() for _, distance in answers):
-            edges.insert(0, 0)  # a token that decides its answer itself, as in counting
+            edges.insert(0, 0)  # 0: the input itself determines the answer, as in counting
         metrics, table, counts = {}, [], []
         for T, (right, distance) in zip(lengths, answers, strict=True):
             if self.seq_len < T:

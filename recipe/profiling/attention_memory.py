@@ -1,4 +1,4 @@
-"""The memory that one layer's attention allocates, and a limit to that of the process."""
+"""The memory that one layer's attention allocates, and a limit to the memory of the process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from recipe.errors import UserError
 
 
 class MemoryLimitError(UserError, RuntimeError):
-    """A limit that this system does not keep; the message says what to change."""
+    """A limit that this system does not support; the message says what to change."""
 
 
 def forward_backward(attend: Attention, shape: AttentionShape, score: Score, B: int, T: int) -> Callable[[], None]:
-    """What runs `attend` forward and backward once over the same B random sequences of T tokens.
+    """A function that runs `attend` forward and backward once over the same B random sequences of T tokens.
 
     Dropout is as `attend` was configured. Leaves the generators alone.
     """
@@ -51,9 +51,9 @@ def forward_backward(attend: Attention, shape: AttentionShape, score: Score, B: 
 
 def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> int:
     """Bytes that a forward and backward pass of `attend` over B sequences of T tokens takes at its peak, above q, k, v
-    and the output's gradient: what it keeps, what it works with, its output and its gradients.
+    and the output's gradient: saved tensors, workspace, output and gradients.
 
-    The score is that of the first layer.
+    The score is the first layer's.
     """
     run, meter = forward_backward(attend, shape, shape.scores[0], B, T), AllocationMeter()
     with meter:
@@ -63,8 +63,8 @@ def attention_peak(attend: Attention, shape: AttentionShape, B: int, T: int) -> 
 
 @contextmanager
 def cpu_memory_limit(gib: float | None) -> Iterator[None]:
-    """Within the block this process runs out of memory at `gib` GiB, as on a GPU of that size, before it takes the
-    machine's; None: no limit. An allocation beyond the limit raises RuntimeError.
+    """Within the block this process runs out of memory at `gib` GiB, like a GPU of that size; None: no limit. An
+    allocation beyond the limit raises RuntimeError.
 
     Raises MemoryLimitError.
     """

@@ -32,7 +32,7 @@ def seconds_of(attend: Attention, shape: AttentionShape, score: Score, B: int, T
             torch.cuda.synchronize(shape.device)
         return time.perf_counter() - start
 
-    timed()  # allocates, compiles, and waits for what the device had to do before
+    timed()  # allocates, compiles, and waits for the device's earlier work
     passes: list[float] = []
     while len(passes) < FEWEST or sum(passes) < SECONDS:
         passes.append(timed())

@@ -15,7 +15,7 @@
             ...                                 # evaluation, checkpoint, parity probe: not training, not counted
     summary = {"median": meter.medians(), "peak": meter.peaks()}
 
-A step lasts from the end of the previous step to its own end. Everything the loop does between two steps counts, except
+A step lasts from the end of the previous step to its end. Everything the loop does between two steps counts, except
 under `paused`. On a GPU the ends are events in the stream, read back at `interval` only, so the host never waits for
 the device in between. The first steps (allocation, compilation, autotuning) do not count.
 """

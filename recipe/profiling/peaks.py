@@ -1,8 +1,8 @@
 """The peak FLOP/s of GPUs by name, and the share of it that a training step reaches.
 
-Model FLOPs utilisation (Chowdhery et al. 2022, "PaLM", appendix B): the FLOPs of the model's arithmetic over those that
-the device could have done in the same time. There are two conventions: `full` counts attention as if every query saw
-every key, as most published figures do; `causal` counts the visible keys only.
+Model FLOPs utilisation (Chowdhery et al. 2022, "PaLM", appendix B): the FLOPs of the model's arithmetic over the FLOPs
+that the device could have done in the same time. There are two conventions: `full` counts attention as if every query
+saw every key, as most published figures do; `causal` counts the visible keys only.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 def product_precision(precision: str, allow_tf32: bool) -> str:
     """The precision of the peak for MFU, where the model computes in `precision`: tf32 instead of fp32 as soon as some
-    products may use it (attention.allow_tf32, or torch's own setting), so that MFU is never overstated."""
+    products may use it (attention.allow_tf32, or torch's setting), so that MFU is never overstated."""
     rounded = allow_tf32 or torch.get_float32_matmul_precision() != "highest"
     return "tf32" if precision == "fp32" and rounded else precision
 
 
 def describe_peak(device_name: str, precision: str) -> str:
-    """The peak that MFU is measured against, or that there is none, in words."""
+    """A sentence on the peak that MFU is measured against, or on its absence."""
     peak = peak_flops(device_name, precision)
     if peak is None:
         return f"unknown device for MFU: no peak of {device_name} in {precision} is on record"

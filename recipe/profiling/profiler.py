@@ -12,9 +12,9 @@ A few steps, after compilation and warm-up, are recorded by torch's profiler. `p
 folder opens in chrome://tracing or ui.perfetto.dev; `profile/table.txt` sums it up. `memory_snapshot` writes
 `profile/memory.pickle`, every allocation of those steps with its stack, for pytorch.org/memory_viz.
 
-The trace is read here, because the profiler's own `key_averages` adds up times by an operator's name: a product within
-attention would count as a linear layer, a backward kernel as its autograd node, two kernels that run at once twice,
-and the time in which nothing runs not at all.
+The trace is read here, because torch's `key_averages` adds up times by an operator's name: a product within attention
+would count as a linear layer, a backward kernel as its autograd node, two kernels that run at once would count twice,
+and idle time not at all.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ DESCRIPTIONS = {
     "idle": "nothing runs on the device",
 }
 
-# The category of an operation or kernel by its name; the first match counts. Names in the model's own code
-# (`record_function`) and of its custom ops come first, then torch's, then those of kernels.
+# The category of an operation or kernel by its name; the first match counts. Names in the model's code
+# (`record_function`) and of its custom ops come first, then torch's, then kernels'.
 RULES = tuple(
     (category, re.compile(pattern))
     for category, pattern in (
@@ -72,7 +72,7 @@ Span = tuple[float, float, str]  # from, to, category
 
 
 class ProfileError(UserError, ValueError):
-    """Something that cannot be recorded here; the message says what to change."""
+    """A recording that is not possible here; the message says what to change."""
 
 
 def check_profile(device: torch.device, memory_snapshot: bool) -> None:
@@ -116,7 +116,7 @@ class Profiler:
         if self.memory_snapshot:
             torch.cuda.memory._record_memory_history()
         if self.profile:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the library says when it starts and stops
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the library prints messages when it starts and stops
             on_gpu = self.device.type == "cuda"
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
             self.profiler = self.recording.enter_context(profile(activities=activities))
@@ -124,7 +124,7 @@ class Profiler:
             self.recording.enter_context(record_function(WINDOW))
 
     def stop(self) -> dict[str, float]:
-        """Stop recording, after the step `last`; write and print what was seen.
+        """Stop recording, after the step `last`; write and print the results.
 
         Returns the percentage of the step that each category took, as metrics.
         """
@@ -164,7 +164,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def format_table(times: dict[str, float]) -> str:
-    """Milliseconds per step by category, with percentages of the step, as text; without those that took no time."""
+    """Milliseconds per step by category, with percentages of the step, as text; leaves out categories without time."""
     total = sum(times.values())
     lines = [f"{'step':<10} {total:8.2f} ms"]
     for name in filter(times.get, CATEGORIES):
@@ -191,7 +191,7 @@ def summarise(events: Iterable[dict[str, Any]]) -> dict[str, float]:
         spans = []
         for e in device:
             named = category_of(e["name"])
-            # A copy does not belong to the operation that asks for it; a graph's launch says nothing of its kernels.
+            # A copy does not belong to the operation that launches it, nor a graph's kernels to its launch.
             launched_for = launches.get(e["args"].get("correlation"))
             category = named if named == "data" else launched_for or named or "other"
             spans.append((e["ts"], e["ts"] + e["dur"], category))
@@ -207,7 +207,7 @@ def summarise(events: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def category_of(name: str) -> str | None:
-    """The category that a name tells, else None."""
+    """The category of a name, or None."""
     return next((category for category, pattern in RULES if pattern.search(name)), None)
 
 

@@ -11,7 +11,7 @@ from recipe.report.sweeps import Sweep
 from recipe.report.tables import over_seeds
 from recipe.wording import listed, percent
 
-Bullets = Sequence[tuple[str, str]]  # what each is about, and a sentence or more
+Bullets = Sequence[tuple[str, str]]  # the subject of each, and one sentence or more
 Table = Mapping[str, list[Point]]
 
 
@@ -62,7 +62,7 @@ def _crossings(sweep: Sweep, reference: str) -> Answer | None:
             where = f"It is faster than {reference} from the shortest length on, {crossing.first:,} tokens,"
         else:
             where = f"It does not overtake {reference} for good"
-        speed = f"is {as_fast(crossing.speedup)}" if crossing.speedup else "the two cannot be told apart"
+        speed = f"is {as_fast(crossing.speedup)}" if crossing.speedup else "their speeds do not differ measurably"
         bullets.append((crossing.label, f"{where} and {speed} at {crossing.longest:,}."))
     ahead = [crossing for crossing in crossings if crossing.first]
     if not ahead:
@@ -94,7 +94,7 @@ def scaling(table: Table) -> Answer:
             continue
         (few, slow), (many, fast) = known[0], known[-1]
         if (gain := fast.times(slow)) is None:
-            bullets.append((label, f"The speeds of {many} and {few} devices cannot be told apart: steps vary by more."))
+            bullets.append((label, f"{many} and {few} devices do not differ measurably in speed: steps vary by more."))
             continue
         words = f"{many} devices train {as_fast(gain)} as {few}"
         bullets.append((label, f"{words}, {percent(gain.median * few / many)} of proportional."))
@@ -135,7 +135,7 @@ def costs(sweep: Sweep, table: Table, reference: str) -> Bullets:
         sentences = []
         if ours.speed and theirs.speed:
             gain = ours.speed.times(theirs.speed)
-            too_close = f"Its speed cannot be told from {reference}'s: steps vary by more than the two differ."
+            too_close = f"Its speed does not differ measurably from {reference}'s: steps vary by more."
             sentences.append(f"It trains {as_fast(gain)} as {reference}." if gain else too_close)
         elif ours.tokens_per_s and theirs.tokens_per_s:
             sentences.append("Its speed is not compared: on a CPU one run of each says little; train several seeds.")
@@ -153,7 +153,7 @@ def as_fast(gain: Speed) -> str:
 
 
 def seeds(losses: Sequence[Loss]) -> str:
-    """Of how many seeds losses are, for the end of a headline: " (means of 3 seeds)"."""
+    """The number of seeds behind the losses, for the end of a headline: " (means of 3 seeds)"."""
     counts = sorted({loss.seeds for loss in losses})
     if counts == [1]:
         return " (one seed)" if len(losses) == 1 else " (one seed each)"

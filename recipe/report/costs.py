@@ -34,7 +34,7 @@ class Speed(NamedTuple):
     high: float
 
     def times(self, other: Speed) -> Speed | None:
-        """How many times as fast as another; None where the ranges overlap, so that chance may tell the two apart."""
+        """The ratio to another speed; None where the ranges overlap, so that the difference may be chance."""
         if self.low <= other.high and other.low <= self.high:
             return None
         return Speed(self.median / other.median, self.low / other.high, self.high / other.low)
@@ -56,7 +56,7 @@ class Point(NamedTuple):
     train_loss: Loss | None
     val_loss: Loss | None
     tokens: float | None
-    trained: bool  # at least one run took a step; one killed before that shows nothing
+    trained: bool  # at least one run took a step; runs killed before that show nothing
 
     @property
     def loss(self) -> Loss | None:
@@ -128,7 +128,7 @@ def loss_of(losses: Iterable[float | None]) -> Loss | None:
 def speed_of(runs: Sequence[Run]) -> Speed | None:
     """The speed of runs of one implementation in one cell.
 
-    None where no run recorded it, and for a single run on a CPU: what else the machine does may halve it.
+    None where no run recorded it, and for a single run on a CPU, which other work of the machine may slow down by half.
     """
     measured = [run for run in runs if run.median("throughput/tokens_per_s")]
     if not measured or (len(measured) < 2 and measured[0].recorded("device").get("type") == "cpu"):

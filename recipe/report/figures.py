@@ -122,7 +122,7 @@ def _parity_charts(judged: Sequence[Verdict], cell: Cell, reference: str, where:
     if any(verdict.curve for verdict in judged):
         caption = f"Training loss against {reference}'s of the same seed, by step (thin) and over a tenth of the run."
         if seed_spread(list(cell.of(reference).values())) is not None:
-            caption += f" Grey: how far {reference}'s own seeds are from each other."
+            caption += f" Grey: the distance of {reference}'s seeds from each other."
         if rounding_of_a_step(cell.runs, reference):
             caption += " Dotted: what rounding adds up to."
         draw = partial(draw_difference, cell=cell, reference=reference)
@@ -150,7 +150,7 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
     alone = attention_alone(sweep.runs)
     unit, factor = memory_unit([point.memory_gib for its in table.values() for point in its])
     predicted = {label: _until_out_of_memory(sweep, its, factor) for label, its in table.items()}
-    caption = "Of the attention's own tensors, not of the process." if alone else "Of the device's allocator."
+    caption = "Of the attention's tensors, not of the process." if alone else "Of the device's allocator."
     if any(predicted.values()):
         caption += " Dashes are predicted from the two shortest lengths: linear for tiles, quadratic for scores."
     title = "Memory of one attention layer" if alone else "Peak memory"
@@ -199,7 +199,7 @@ def draw_steps(figure: Figure, palette: Palette, curves: Curves, metric: str, co
     axes = figure.add_subplot()
     looks, others, shown = styles(list(curves), palette), len(curves) - 1, [np.zeros(0)]
     for n, (name, runs) in enumerate(curves.items()):
-        # Dashes that leave room for each other, so that curves that coincide show in turns.
+        # Dashes with gaps, so that coinciding curves show alternately.
         line = (4.0 * (n - 1), (4.0, 4.0 * (others - 1))) if coincide and n and others > 1 else "-"
         width = 3.2 if coincide and n == 0 and others else 1.5
         axes.plot([], [], color=looks[name].colour, lw=width, label=name)  # solid in the legend
@@ -292,8 +292,8 @@ def draw_over_axis(
 ) -> None:
     """One measurement of every label over the sweep's axis.
 
-    dashes  what was predicted of it
-    rings   where on the axis it comes to 1
+    dashes  its predicted values
+    rings   where it crosses 1 on the axis
     """
     axes = figure.add_subplot()
     looks = styles(sweep.labels(), palette)

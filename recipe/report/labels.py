@@ -1,6 +1,6 @@
-"""What sets runs apart, as overrides that are true of them: every label comes from the settings that a run recorded.
+"""The differences between runs, as overrides: every label comes from the settings that a run recorded.
 
-What was typed would not do: a repeated override, or one that a resumed run replaced, is not what the run did.
+The typed overrides would not do: a repeated one, or one that a resumed run replaced, did not take effect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FREE_TRAINING = (
     "cpu_memory_gib", "time_attention",
 )  # fmt: skip
 _GROUPS = ("data", "score", "optimizer", "model", "schedule")  # whose files in conf/ are choices, in its order
-_NAMING = ("score", "model")  # whose choices name what is computed, so that a label has to add what differs from them
+_NAMING = ("score", "model")  # a label that names a choice of these also names the settings that differ from it
 _LONGEST = 3  # settings in a heading
 
 Place = tuple[str, ...]
@@ -57,7 +57,7 @@ def places(members: Sequence[Sequence[Run]], only: Collection[str] | None = None
     only     the names of these; None: all that count in a comparison
 
     A file of conf/ stands for the settings it makes, such as score=window, and settings that differ from it follow.
-    What most groups have is left out where something else remains.
+    A setting that most groups share is left out, unless nothing else remains.
     """
     keys = [comparison_key(runs[0]) for runs in members]
     if only is not None:
@@ -158,7 +158,7 @@ def _most_common(values: Sequence[str | None]) -> tuple[str | None] | None:
 
 
 def _same(made: str, recorded: str | None) -> bool:
-    """Whether a file's value is the recorded one: 6e-4 is read as text, and what is off may be null or false."""
+    """Whether a file's value is the recorded one: 6e-4 is read as text, and `off` may be null or false."""
     if recorded is None:
         return False
     if made == recorded or (made == "null" and recorded == "false"):

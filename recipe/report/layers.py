@@ -1,4 +1,4 @@
-"""Each layer's attention alone, as the probes of a run measured it against fp64: see recipe/parity/layers.py."""
+"""The probes' comparison of each layer's attention alone with fp64: see recipe/parity/layers.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Alone(NamedTuple):
     checks     how many there were
     errors     precision -> the largest error, as a share of what rounding explains: the run's, and a higher one
     step       of the largest, and `where` it is: layer, mode, result and row
-    unseen     what could not be compared, with the reasons
+    unseen     the parts that could not be compared, with the reasons
     """
 
     checks: int
@@ -32,7 +32,7 @@ class Alone(NamedTuple):
         return max(self.errors.values()) <= 1
 
     def sentences(self) -> list[str]:
-        """What the verdict rests on, or the fault, and what could not be seen."""
+        """The measurement behind the verdict, or the fault, and the parts that could not be compared."""
         precision, largest = max(self.errors.items(), key=lambda item: item[1])
         shares = listed([f"{share:.2g} in {name}" for name, share in self.errors.items()])
         if self.agrees:

@@ -27,7 +27,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 class Drawing(NamedTuple):
-    """A figure in its renderings; `path` is that of its files, without their ending, relative to the page."""
+    """A figure in its renderings; `path` is the path of its files, relative to the page and without suffix."""
 
     path: str
     title: str
@@ -51,14 +51,14 @@ class Report(NamedTuple):
 
     headline: str
     tone: str
-    outcome: Outcome | None  # of parity, where implementations were compared
+    outcome: Outcome | None  # the parity verdict, where implementations were compared
     sections: tuple[Section, ...]
     notes: tuple[str, ...]
     runs: Table
     sources: tuple[tuple[str, str], ...]
     method: str | None = None  # the template that explains how the verdicts are reached
     lead: Drawing | None = None  # stands beside the headline
-    commands: tuple[tuple[str, str], ...] = ()  # what to do next, and how
+    commands: tuple[tuple[str, str], ...] = ()  # the next step, and its command
 
 
 def write_report(run_set: RunSet, out: Path, reference: str = "naive") -> Report:
@@ -98,7 +98,7 @@ def write_page(report: Report, out: Path, csv: str, **shown: Any) -> None:
     """Write index.html, report.md and runs.csv.
 
     csv    the runs as numbers
-    shown  what the template of the method refers to
+    shown  values for the template of the method
     """
     shown["report"] = report
     light, dark = Markup(css_variables(dark=False)), Markup(css_variables(dark=True))
@@ -128,7 +128,7 @@ def _section(
     """Draw and describe a sweep.
 
     prefix  of its files and ids
-    settings  those that differ from other sweeps
+    settings  the ones that differ from other sweeps
     """
     verdicts_here = [verdict for verdict in verdicts if any(verdict.cell is cell for cell in sweep.cells)]
     model, data = (_all_of(str(run.option(f"{part}.name", part)) for run in sweep.runs) for part in ("model", "data"))
@@ -194,7 +194,7 @@ def sources_of(runs: Sequence[Run]) -> tuple[tuple[str, str], ...]:
 
 
 def time_of(runs: Sequence[Run]) -> str:
-    """How long runs took together, in words; empty where that is unknown."""
+    """The time from the first start to the last end of runs, in words; empty where it is unknown."""
     seconds = span(runs)
     if seconds is None:
         return ""

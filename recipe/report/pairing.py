@@ -1,4 +1,4 @@
-"""Runs of the same seed side by side: they draw the same batches and masks, so their differences mean something."""
+"""Pairs of runs with the same seed: they draw the same batches and masks, so each step can be compared."""
 
 from __future__ import annotations
 

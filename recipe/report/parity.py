@@ -4,11 +4,11 @@ Layers alone   The probe inside a run compares each layer's attention with fp64,
                Runs of older versions have no such measurement, and are judged by the others.
 Same weights   The probe inside a run compares logits and gradients of both on the run's weights, batch and dropout
                masks, beside the effect of rounding alone on the reference (parity/noise_*). Two correct implementations
-               are about that far apart, a wrong one tens to thousands of times as far; PARITY_MARGIN is allowed.
+               differ by about as much, a wrong one by tens to thousands of times as much; PARITY_MARGIN is allowed.
 Curves         The training loss must be closer to the reference's of the same seed than the reference's seeds are to
                each other, as root mean squares over WINDOW of the run, because two curves that cross are close to
-               each other by accident. Seeds draw different batches: this tells the same training from another.
-Final losses   Their floor is what rounding does to the loss of one step, added up over the updates as if it never
+               each other by accident. Seeds draw different batches: this distinguishes the same training from another.
+Final losses   Their floor is the effect of rounding on the loss of one step, added up over the updates as if it never
                cancelled. Training may amplify rounding beyond it. A difference above the floor is accepted if the
                first losses agreed to rounding, and counts against an implementation if they did not.
 
@@ -105,7 +105,7 @@ class Final(NamedTuple):
 
 
 class NotFinite(NamedTuple):
-    """A loss that is not finite at a step where that of another run, named by its label, is finite."""
+    """A loss that is not finite at a step where another run, named by its label, has a finite one."""
 
     step: int
     seed: int
@@ -134,7 +134,7 @@ class Verdict(NamedTuple):
 
     @property
     def decisive(self) -> bool:
-        """Whether anything was measured that could decide: a probe, or a curve and the spread between seeds."""
+        """Whether a measurement can decide the verdict: a probe, or a curve and the spread between seeds."""
         return bool(self.not_finite or self.alone or self.probe or (self.curve and self.curve.ratio is not None))
 
 
@@ -212,7 +212,7 @@ def curve_worst(pairs: Sequence[tuple[Run, Run]], spread: Series | None) -> Curv
         if spread is not None:
             steps, here, there = np.intersect1d(gap.steps, spread.steps, return_indices=True)
             if len(steps):
-                with np.errstate(divide="ignore", invalid="ignore"):  # nothing over nothing is nothing
+                with np.errstate(divide="ignore", invalid="ignore"):  # 0 / 0 counts as 0
                     shares = np.where(distance[here] == 0, 0.0, distance[here] / spread.values[there])
                 at, ratio = int(here[np.argmax(shares)]), float(np.max(shares))
         curves.append(Curve(float(distance[at]), ratio, int(gap.steps[at])))
@@ -279,7 +279,7 @@ def probe_worst(runs: Sequence[Run], reference: str) -> Probe | None:
 
 
 def beside_rounding(run: Run, measure: str) -> tuple[NDArray[np.int64], Array, Array]:
-    """The steps at which a probe took one of MEASURES, the differences there, and those of rounding alone."""
+    """The steps at which a probe took one of MEASURES, the differences there, and the effects of rounding alone."""
     values, noise = run.series(f"parity/{measure}"), run.series(f"parity/noise_{measure}").finite()
     steps, here, there = np.intersect1d(values.steps, noise.steps, return_indices=True)
     return steps, values.values[here], noise.values[there]

@@ -1,4 +1,4 @@
-"""Figures of what the probes measured after training: accuracy by length and distance, and the loss by position."""
+"""Figures of the probes after training: accuracy by length and distance, and the loss by position."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _position_chart(curves: Curves) -> Chart | None:
         return None
     caption = (
         "The validation loss of a token by its position in the window, means over the seeds. A line that goes on "
-        "falling gains from what was read. The vertical line is the trained length."
+        "falling gains from the context. The vertical line is the trained length."
     )
     draw = partial(draw_positions, losses=losses)
     return Chart("position-loss", "Loss by position", caption, draw, height_for(list(losses)))

@@ -1,4 +1,4 @@
-"""Run folders, found and read.
+"""Finding and reading run folders.
 
 A run that is still going, was killed in the middle of a line or never wrote its summary is read too. Each file that
 cannot be read becomes a note of one sentence.
@@ -54,7 +54,7 @@ class Run:
     status   completed, interrupted, failed, out_of_memory; unfinished where no summary was written
     config   nested, as composed
     records  the lines of metrics.jsonl, by step
-    notes    what could not be read, one sentence each
+    notes    a sentence on each file or line that could not be read
     """
 
     folder: Path
@@ -158,7 +158,7 @@ class Run:
 
     @property
     def trained(self) -> bool:
-        """Whether it took a step, so that it shows something."""
+        """Whether it took a step; a run without one has nothing to show."""
         return not self.out_of_memory and (self.status == "completed" or self.step > 0)
 
     def median(self, metric: str) -> float | None:
@@ -187,7 +187,7 @@ class Run:
 
 
 class RunSet(NamedTuple):
-    """The runs found under the given folders, and notes on how they were found."""
+    """The runs in and below some folders, and notes on the search."""
 
     runs: tuple[Run, ...]
     notes: tuple[str, ...]

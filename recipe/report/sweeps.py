@@ -16,7 +16,7 @@ from recipe.report.labels import among, comparison_key, places
 from recipe.report.pairing import by_seed
 from recipe.report.runs import UNKNOWN, Run
 
-# What a sweep over lengths or devices changes along with them, to keep the tokens of a step or of a run equal.
+# Settings that a sweep over lengths or devices also changes, to keep the tokens of a step or of a run equal.
 _BATCH = ("training.batch_size", "training.batch_tokens")
 _WITH_LENGTH = ("seq_len", *_BATCH, "training.steps", "training.eval_batches", "schedule.warmup_steps")
 _WITH_DEVICES = ("devices", *_BATCH, "parallel")
@@ -27,7 +27,7 @@ class Cell:
     """Runs equal in everything but implementation and seed: their curves may be compared step by step.
 
     names   of each run's implementation, by the run's name
-    where   the settings that set the cell apart from the others of its sweep, as overrides: ("optimizer.lr=0.003",)
+    where   the settings that distinguish the cell from the others of its sweep, as overrides: ("optimizer.lr=0.003",)
     """
 
     runs: tuple[Run, ...]
@@ -117,8 +117,8 @@ def _attention_options(run: Run) -> dict[str, Any]:
 def cells_of(runs: Sequence[Run]) -> list[Cell]:
     """Runs that may be compared step by step, in order of their sequence length.
 
-    A run that was killed recorded neither device nor precision, and its settings as composed, with references in
-    them unresolved; it belongs to the runs it shares the rest with, if those agree among themselves.
+    A run that was killed recorded neither device nor precision, and its settings have unresolved references. It belongs
+    to the runs with the same other settings, if these agree with each other.
     """
     groups: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.device == UNKNOWN):
@@ -135,7 +135,7 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
 
 
 def _same_where_known(killed: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether the settings that a killed run did record are those of the other."""
+    """Whether the settings that a killed run recorded equal the other's."""
     known = {n for n, value in killed.items() if "${" not in value} - {"device", "devices", "training.precision"}
     return all(killed[name] == other.get(name) for name in known)
 
@@ -175,12 +175,12 @@ def _partition(cells: Sequence[Cell], shared: Callable[[str], bool]) -> list[lis
 
 
 def _placed(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """The cells, each knowing what sets it apart."""
+    """The cells, each with the settings that distinguish it."""
     settings = places([cell.runs for cell in cells])
     return tuple(replace(cell, where=where) for cell, where in zip(cells, settings, strict=True))
 
 
 def _along(cells: Sequence[Cell], axis: str) -> Sweep:
-    """The sweep of cells over an axis, whose position sets them apart."""
+    """The sweep of cells over an axis, which differ by their position on it."""
     placed = [replace(cell, where=(f"{axis}={getattr(cell, axis)}",)) for cell in cells]
     return Sweep(tuple(sorted(placed, key=lambda cell: int(getattr(cell, axis)))), axis)

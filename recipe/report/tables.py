@@ -29,7 +29,7 @@ class Table(NamedTuple):
 
 
 def table(name: str, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:
-    """A table without the columns in which no row has anything; those of numbers are found by looking."""
+    """A table without empty columns. A column whose cells look like numbers is numeric."""
     cells = [tuple(row) for row in rows]
     shown = [n for n in range(len(columns)) if any(row[n] != DASH for row in cells)]
     cells = [tuple(row[n] for n in shown) for row in cells]
@@ -76,7 +76,7 @@ def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
 
 
 def caption_of(along: Sequence[Point]) -> str:
-    """What the losses and the costs of a table stand for."""
+    """The meaning of a table's losses and costs."""
     losses = [kind for point in along for kind in (point.train_loss, point.val_loss) if kind]
     several = any(loss.seeds > 1 for loss in losses)
     words = "Losses: mean over seeds ± standard deviation of one." if several else "Losses: of one seed each."
@@ -124,8 +124,8 @@ def ablation_table(runs: Sequence[Run]) -> Table | None:
 def run_table(runs: Sequence[Run], labels: Names, places: Names, subject: str = "implementation") -> Table:
     """Every run.
 
-    labels, places  the implementation, and the settings that set a run apart, by the run's name
-    subject         what the labels are
+    labels, places  the implementation, and the settings that distinguish a run, by the run's name
+    subject         the heading of the labels
     """
     rows = [
         [

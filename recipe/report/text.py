@@ -22,7 +22,7 @@ def answer(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Answer:
     """The answer to the question that a sweep asks."""
     table = points(sweep)
     decisive = [verdict for verdict in verdicts if verdict.decisive]
-    # Over lengths, running out of memory is the answer: where the memory ends.
+    # In a sweep over lengths, running out of memory is an answer, not a failure.
     if not any(run.trained or (run.out_of_memory and sweep.axis == "seq_len") for run in sweep.runs):
         return _failures(sweep)
     if any(run.ablated for run in sweep.runs):
@@ -44,7 +44,7 @@ def answer(sweep: Sweep, verdicts: Sequence[Verdict], reference: str) -> Answer:
 
 
 def parity_answer(verdicts: Sequence[Verdict], reference: str) -> Answer:
-    """The verdict in a sentence, and for each implementation what was measured where it was worst."""
+    """The verdict in a sentence, and the worst measurements of each implementation."""
     outcome = outcome_of(verdicts) or Outcome.open
     verbs = {Outcome.broken: "is broken for", Outcome.open: "is open for", Outcome.holds: "holds for"}
     groups: dict[tuple[str, Outcome], list[Verdict]] = {}
@@ -62,7 +62,7 @@ def parity_answer(verdicts: Sequence[Verdict], reference: str) -> Answer:
 
 
 def verdict_sentences(verdict: Verdict, reference: str) -> list[str]:
-    """The verdict on one implementation in sentences: measurements, evidence against it, and what is missing."""
+    """The verdict on one implementation in sentences: measurements, evidence against it, and missing measurements."""
     text = []
     probe, curve, final = verdict.probe, verdict.curve, verdict.final
     if lost := verdict.not_finite:

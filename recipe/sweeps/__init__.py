@@ -1,1 +1,1 @@
-"""Many runs: a Hydra launcher that gives every job a process, and what became of each."""
+"""Many runs: a Hydra launcher that gives every job a process, and reports the outcome of each."""

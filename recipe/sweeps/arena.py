@@ -29,7 +29,7 @@ from recipe.tracking.summary import git_state
 
 ROOT = Path(__file__).parents[2]
 ARMS = ROOT / "conf" / "arm"
-# Of the overrides on the command line, those that a run of an arena gets from its plan.
+# Overrides that a run of an arena gets from its plan, not from the command line.
 PLANNED = ("resume", "seed")
 
 
@@ -44,7 +44,7 @@ def arms_of(config: ArenaConfig) -> dict[str, list[str]]:
 
 
 def common_overrides(arguments: Sequence[str]) -> list[str]:
-    """The overrides of every run: those on the command line, without those that the plan decides."""
+    """The overrides of every run: the command line's, without the ones that the plan sets."""
     return [line for line in without(arguments, PLANNED) if not line.lstrip("+").startswith(("arena.", "ladder."))]
 
 
@@ -68,7 +68,7 @@ class ArenaSweeper(Sweeper):
 
     def __init__(self, params: None = None) -> None:
         """
-        params  of Hydra's own sweeper, which the command line reads from every sweep
+        params  an option of Hydra's default sweeper, which Hydra reads from every sweeper
         """
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
@@ -77,7 +77,7 @@ class ArenaSweeper(Sweeper):
         self.jobs: Any = Plugins.instance().instantiate_launcher(**launcher)
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
-        """Launch what is not done yet of the plan in the sweep's folder. Raises PlanError, SweepError."""
+        """Launch the runs of the plan that have no result yet in the sweep's folder. Raises PlanError, SweepError."""
         wanted, folder = self.wanted(arguments), Path(self.settings.hydra.sweep.dir)
         if "resume=auto" in arguments and read_plan(folder) is None:
             folder = newest_like(wanted, folder) or folder

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: what each one is, and what its run folder says about it."""
+"""The jobs of a sweep: their overrides, and their state according to their run folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipe.run_folder import check_not_running, read_overrides, read_summary
 
 MANIFEST = "sweep.json"
 CONSOLE = "console.log"
-# What the launcher adds to a job's overrides, and the run records with them.
+# Overrides that the launcher adds to a job's; the run records them too.
 LAUNCHER_OVERRIDES = ("resume", "tracking.group")
 
 
@@ -28,11 +28,11 @@ class Job:
     """One run of a sweep.
 
     number       its place in the sweep, from 0
-    overrides    as on the command line, without Hydra's own
+    overrides    as on the command line, without Hydra's
     folder       its run folder
     steps        updates it will make
     may_diverge  whether a loss that is not finite is its result: of an ablated attention, or of an arm in an arena
-    name         what the progress calls it; empty: the overrides that not every job has
+    name         shown by the progress; empty: the overrides that not every job has
     """
 
     number: int
@@ -100,30 +100,30 @@ class Job:
         if recorded is not None and recorded != set(without(self.overrides, LAUNCHER_OVERRIDES)):
             raise SweepError(
                 f"{self.folder} holds the run of {' '.join(sorted(recorded))}, not of {' '.join(self.overrides)}; "
-                "repeat the sweep's own overrides, or name another folder with hydra.sweep.dir."
+                "repeat the sweep's overrides, or name another folder with hydra.sweep.dir."
             )
 
     def clear_folder(self) -> None:
-        """Remove what is left of a run that died before its first checkpoint, so that the job can start again."""
+        """Remove the folder of a run that died before its first checkpoint, so that the job can start again."""
         if recorded_overrides(self.folder) is not None and not any(self.folder.glob("checkpoints/step-*")):
             shutil.rmtree(self.folder)
 
 
 def recorded_overrides(folder: Path) -> set[str] | None:
-    """The overrides of the run in `folder`, without those that the launcher added; None where none are recorded."""
+    """The overrides of the run in `folder`, without the launcher's; None where none are recorded."""
     try:
         return set(without(read_overrides(folder), LAUNCHER_OVERRIDES))
     except (OSError, UntrustedError):
         pass
     try:
-        recorded = read_summary(folder).get("overrides")  # all that a model too large for the memory leaves
+        recorded = read_summary(folder).get("overrides")  # a model too large for the memory leaves only this
     except (OSError, UntrustedError):
         return None
     return set(without(map(str, recorded), LAUNCHER_OVERRIDES)) if isinstance(recorded, list) else None
 
 
 def without(overrides: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """`overrides` except those of `keys`."""
+    """`overrides` without the ones of `keys`."""
     return [override for override in overrides if override.split("=")[0].lstrip("+~") not in keys]
 
 
@@ -143,7 +143,7 @@ def _seq_len(job: Job) -> tuple[int | None, list[str]]:
 
 
 def distinct_overrides(jobs: Sequence[Job]) -> dict[int, str]:
-    """What sets each job apart, by its number: its name, or the overrides that not every job has,
+    """A text that distinguishes each job, by its number: its name, or the overrides that not every job has,
     "attention=tiled seed=2"."""
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     return {

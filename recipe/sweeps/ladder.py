@@ -1,4 +1,4 @@
-"""A ladder as a Hydra sweeper: the sizes that are fitted, the prediction, and then the size that it is about.
+"""A ladder as a Hydra sweeper: the sizes that are fitted, the prediction, and then the predicted size.
 
 A sweep that is started again in the same folder goes on where it stopped.
 """
@@ -36,7 +36,7 @@ class LadderSweeper(ArenaSweeper):
     __module__ = "hydra_plugins.ladder_sweeper"  # Hydra takes sweepers from this package only
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
-        """Launch what is not done yet of the plan in the sweep's folder. Raises PlanError, SweepError."""
+        """Launch the runs of the plan that have no result yet in the sweep's folder. Raises PlanError, SweepError."""
         wanted, folder = self.wanted_ladder(arguments), Path(self.settings.hydra.sweep.dir)
         earlier = read_ladder(folder)
         plan = wanted if earlier is None else same_ladder(earlier, wanted, folder)

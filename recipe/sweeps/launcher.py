@@ -2,7 +2,7 @@
 
 Peak memory, compiled graphs, the allocator's cache and the W&B run belong to a process. So the launcher starts
 `python train.py <overrides>` for each job, one after the other, one on each GPU or several on the cores, follows
-metrics.jsonl, and reports what became of each. It is a Hydra launcher, the default of conf/config.yaml.
+metrics.jsonl, and reports the outcome of each. It is a Hydra launcher, the default of conf/config.yaml.
 
 submitit's local executor starts all jobs at once, and joblib's workers run several in one process; neither gives each
 job a GPU, forwards signals, goes on after a failure or resumes a sweep.
@@ -58,7 +58,7 @@ class ProcessLauncherConfig:
     """The options under `hydra.launcher.*`.
 
     gpus  null: jobs have every GPU in sight; all, or a list such as [0,1]: one job at a time on each of them
-    jobs  without gpus, how many run at once, each with its share of the cores: small models do not use many
+    jobs  without gpus, the number of jobs that run at once, each on its share of the cores: small models use few
     """
 
     _target_: str = "hydra_plugins.process_launcher.ProcessLauncher"
@@ -226,7 +226,7 @@ def job_of(composed: DictConfig, number: int, overrides: Sequence[str], folder: 
 def report_outcome(
     jobs: list[Job], folder: Path, progress: SweepProgress, number: int, last: bool = True
 ) -> list[JobReturn]:
-    """Report what became of the jobs and what to do next; exit unless all of them are done.
+    """Report the outcome of the jobs and the next command; exit unless all of them are done.
 
     last  whether no other jobs follow; else there is nothing to report where all went well
     """
@@ -264,7 +264,7 @@ def chosen_devices(gpus: Any, jobs: int = 1) -> list[str | None]:
         return [None] * jobs
     if jobs > 1:
         raise SweepError(f"hydra.launcher.jobs={jobs} is for jobs that share devices; leave it or gpus={gpus} out.")
-    import torch  # here, as completion reads this file too, and torch's import takes longer than one waits for a TAB
+    import torch  # imported here, because tab completion reads this file too, and importing torch takes too long for it
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     count = torch.cuda.device_count()

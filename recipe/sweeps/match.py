@@ -44,6 +44,6 @@ def parameters(config: Config, mlp_width: int | None) -> int:
 
 
 def vocab_size(config: Config) -> int:
-    """Of the data, where it is known before they are prepared; else that of a learned tokenizer."""
+    """The vocabulary's size: the data's, where it is known before preparation, else a learned tokenizer's."""
     task = TASKS.get(config.data.name)
     return task.vocab_size if task else SIZES.get(config.data.tokenizer, config.data.bpe_vocab_size)

@@ -16,12 +16,12 @@ from recipe.wording import duration
 
 
 class SweepProgress:
-    """Shows what the jobs of a sweep are doing, and what became of them."""
+    """Shows the progress and the outcome of a sweep's jobs."""
 
     def __init__(self, jobs: Sequence[Job], ahead: int = 0, at_once: int = 1) -> None:
         """
         ahead    jobs that follow after these
-        at_once  how many run at the same time
+        at_once  number of jobs that run at the same time
         """
         self.jobs, self.names, self.ahead, self.at_once = jobs, distinct_overrides(jobs), ahead, at_once
         self.console = Terminal()
@@ -74,8 +74,8 @@ class SweepProgress:
         self.print(f"{self.label(job)}  {self.names[job.number]}: {self.outcome(job)}, {duration(took)}{ahead}")
 
     def seconds_left(self) -> float | None:
-        """The time that the jobs which have not come to their end will take, those ahead included, if they take as long
-        as those that have. None before the first, and after the last."""
+        """The time until all jobs have ended, those of later stages included, if they take as long as the ones before.
+        None before the first job has ended, and after the last."""
         left = len(self.jobs) - len(self.over) + self.ahead
         return statistics.fmean(self.took) * left / self.at_once if self.took and left else None
 

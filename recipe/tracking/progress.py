@@ -28,7 +28,7 @@ class Terminal(Console):
         super().__init__(highlight=False, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output, also that of `print` and the interpreter's last flush."""
+        """Discard all further output, also by `print` and by the interpreter's last flush."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -77,8 +77,8 @@ class ProgressLine:
             self.print(self.line(step))
 
     def line(self, step: int) -> str:
-        """ "step  300/2000  loss 2.6013  val 2.5911 @200  1.23M tokens, 61.3k/s  1:32 left", as far as known: the
-        validation loss is that of step 200."""
+        """ "step  300/2000  loss 2.6013  val 2.5911 @200  1.23M tokens, 61.3k/s  1:32 left", as far as known;
+        200 is the step of the validation loss."""
         parts = [f"step {step:>{len(str(self.steps))}}/{self.steps}"]
         if "train/loss" in self.latest:
             parts.append(f"loss {self.latest['train/loss']:.4f}")

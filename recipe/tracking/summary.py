@@ -44,7 +44,7 @@ def environment(device: torch.device, device_count: int = 1) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """The commit checked out in `folder` and whether its tracked files differ from it; None where git cannot say."""
+    """The commit checked out in `folder` and whether its tracked files differ from it; None if git fails."""
     commit, changes = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 

@@ -13,7 +13,7 @@ FOLDER = "tensorboard"
 
 
 def installed() -> bool:
-    """Whether the package is there that writes TensorBoard's files."""
+    """Whether the package that writes TensorBoard's files is installed."""
     return importlib.util.find_spec("tensorboard") is not None
 
 

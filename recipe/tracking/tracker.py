@@ -96,7 +96,7 @@ class Tracker:
         self.name = name_of(run_folder)
         run_folder.mkdir(parents=True, exist_ok=True)
         self.metrics = MetricsFile(run_folder / "metrics.jsonl", resume_step)
-        (run_folder / "summary.json").unlink(missing_ok=True)  # it tells how a run ended, and this one is running
+        (run_folder / "summary.json").unlink(missing_ok=True)  # describes a run that has ended
         self.progress = ProgressLine(steps, resume_step or 0)
         self.mirror: WandbMirror | None = None
         self.board: Board | None = None
@@ -189,7 +189,7 @@ def start_mirror(run_folder: Path, config: TrackingConfig, run_config: Mapping[s
 
 
 def mirror_again(run_folder: Path, config: TrackingConfig) -> list[str]:
-    """Bring what summary.json has gained since the run ended to its W&B run. Returns warnings, a sentence each."""
+    """Send the entries that summary.json has gained since the run ended to W&B. Returns warnings, a sentence each."""
     if not config.mode.by_wandb:
         return []
     summary = read_summary(run_folder)

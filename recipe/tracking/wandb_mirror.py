@@ -1,8 +1,8 @@
 """Weights & Biases in a separate process, which copies metrics.jsonl into a W&B run.
 
-W&B's own process is not enough, even offline: once it is stopped, `wandb.log` takes 789 more lines and then waits
-without end, and the training with it; once it is killed, `wandb.log` raises (measured with wandb 0.31.0). Here the run
-neither waits nor fails, whatever W&B does (import, start, raise, print, hang, get killed), and the next run of a sweep
+The service process of W&B's SDK is not enough, even offline: if it is stopped, `wandb.log` takes 789 more lines and
+then waits forever, and the training with it; if it is killed, `wandb.log` raises (measured with wandb 0.31.0). With the
+mirror the run neither waits nor fails, whether W&B raises, hangs, prints or is killed, and the next run of a sweep
 starts clean. The run only writes metrics.jsonl, whose new lines the mirror reads every second. They exchange these
 messages:
 
@@ -144,7 +144,7 @@ def mirror(folder: Path, pid: int, options: dict[str, Any], orders: IO[bytes], s
     import wandb
 
     def start(options: dict[str, Any]) -> wandb.Run:
-        # `console`: this process prints nothing worth keeping; `x_stats_pid`: whose load to record.
+        # `console`: the output of this process is not of interest; `x_stats_pid`: the process whose load W&B records.
         settings = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=30, x_stats_pid=pid)
         return wandb.init(dir=str(folder), settings=settings, **options)
 
@@ -158,7 +158,7 @@ def mirror(folder: Path, pid: int, options: dict[str, Any], orders: IO[bytes], s
         run = start(options | {"mode": "offline", "resume": None})
     status.write(json.dumps({"location": run.url or str(Path(run.dir).parent.resolve()), **fallback}) + "\n")
 
-    first_step = step = run.step  # what W&B already has, where an online run is resumed
+    first_step = step = run.step  # the steps that W&B already has of a resumed online run
     order = None
     with (folder / "metrics.jsonl").open("rb") as file:
         while order is None:
@@ -170,7 +170,7 @@ def mirror(folder: Path, pid: int, options: dict[str, Any], orders: IO[bytes], s
                     run.log({name: number(value) for name, value in record.items()}, step=step)
     if order == b"finish":
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        known = {"config": summary.get("config"), **options["config"]}  # by the W&B run's own configuration
+        known = {"config": summary.get("config"), **options["config"]}  # already in the configuration of the W&B run
         run.summary.update({"summary": {k: v for k, v in summary.items() if k not in known or v != known[k]}})
         run.log({"figures/loss": wandb.Image(str(folder / "loss.png"))}, step=max(step, first_step))
         for name in PROFILE:

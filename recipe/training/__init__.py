@@ -1,1 +1,1 @@
-"""What turns a model and data into a trained run: optimizer, loop, checkpoints, meters, tracking, parity probe."""
+"""Training a model on data: optimizer, loop, checkpoints, the state of a run and its record."""

@@ -37,7 +37,7 @@ class MovingAverage:
     def update(self, updates: Tensor, skip: Tensor) -> None:
         """Add the weights after one more update. The device decides; the host does not wait.
 
-        updates  0-dim: those before this one
+        updates  0-dim: the number of updates before this one
         skip     0-dim bool: the update was not taken, and the average stays as it is
         """
         share = 1 - ((1 + updates) / (10 + updates)).clamp(max=self.decay)

@@ -47,12 +47,12 @@ MANIFEST, PARTS = "manifest.json", ("model", "training")
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be written, found or trusted; the message says which and why."""
+    """A checkpoint that cannot be written, is missing or damaged; the message names it and the reason."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description that a checkpoint holds of itself.
+    """The description in a checkpoint.
 
     step      number of updates done
     metadata  as given to `save_checkpoint`
@@ -78,7 +78,7 @@ def save_checkpoint(
     Every rank calls this and writes its share; `folder`, keep_last and metadata of the first rank count.
 
     state      {"model": name -> tensor, "training": name -> tensor}, whole or sharded
-    keep_last  how many of the newest to keep, at least 1, in addition to the best
+    keep_last  number of the newest to keep, at least 1, in addition to the best
     metadata   plain values. "val_loss", if present, is the validation loss of these very weights and decides which
                checkpoint is the best; of equals, the earliest
 
@@ -121,10 +121,9 @@ def save_checkpoint(
 
 
 def newest_valid(folder: Path, parts: Sequence[str] = PARTS, *, read: bool = True) -> tuple[Path, list[str]]:
-    """The newest checkpoint in `folder` of which these parts are undamaged, and a sentence for each newer one that was
-    passed over.
+    """The newest checkpoint in `folder` whose parts are undamaged, and a sentence for each newer, damaged one.
 
-    read  whether to read the files; else their sizes are compared alone
+    read  whether to read the files; else only their sizes are compared
 
     Raises CheckpointError where there is none.
     """
@@ -163,7 +162,7 @@ def load_checkpoint(
 
     allocate  returns the tensor to load into, given a name, whole shape and dtype. Every rank then calls this and
               reads its share. None: whole tensors on the CPU, read by this process alone
-    parts     those to load, "model" or "training"
+    parts     to load: "model" or "training"
     prefix    of the names of the tensors to load
 
     Raises CheckpointError where a part is damaged.
@@ -258,7 +257,7 @@ def _link_best(folder: Path) -> None:
 
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:
-    """Keep the newest `keep_last` up to `step`, and the best. Later ones are damaged, or another run's to judge."""
+    """Keep the newest `keep_last` up to `step`, and the best. Later ones stay: they are damaged, or another run's."""
     newest = sorted(s for s in checkpoints_in(folder) if s <= step)[-keep_last:]
     best = best_checkpoint(folder)
     for old, path in checkpoints_in(folder).items():
@@ -283,7 +282,7 @@ def _explained(path: Path) -> Iterator[None]:
         full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "Free some space" if full else "Make the folder writable"
         raise CheckpointError(
-            f"The checkpoint {path} could not be written ({cause.strerror}); those that were there are untouched. "
+            f"The checkpoint {path} could not be written ({cause.strerror}); earlier ones are untouched. "
             f"{advice}, and continue with resume={path.parents[1]}."
         ) from cause
 

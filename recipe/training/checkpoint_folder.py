@@ -1,4 +1,4 @@
-"""The folder of checkpoints: each gets its name when it is complete, and a save removes what a killed one left."""
+"""The folder of checkpoints: each gets its name when it is complete, and a save removes the remains of a killed one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A checkpoint's tensors on the disk: torch.distributed.checkpoint in safetensors files.
 
-Every rank writes its share into files of its own, and any number of ranks reads them. The format cannot execute
-anything when it is loaded.
+Every rank writes its share into separate files, and any number of ranks can read them. Loading the format cannot
+execute code.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class TrainingConfig:
     compile           torch.compile the model
     cuda_graph        with compile, on GPUs, without accumulation, and without recomputing if sharded: replay the whole
                       step as a CUDA graph
-    recompute         what the backward pass recomputes: less memory, more time
+    recompute         the part that the backward pass recomputes: less memory, more time
     residual_in_fp32  in half precision, keep the residual stream in fp32: more exact, more memory, more time
     loss              how the loss over the vocabulary is computed
     log_every         steps between two lines of metrics.jsonl
@@ -33,13 +33,13 @@ class TrainingConfig:
     checkpoint_every  steps between two checkpoints, the last after training; 0: none
     keep_last         checkpoints to keep, in addition to the best
     sample_tokens     tokens of text to print after training; 0: none
-    cpu_threads       on a CPU, threads of each process, on which the bits of sums depend; None: those of the checkpoint
-                      that is resumed, else OMP_NUM_THREADS, which torchrun sets to 1, else one for each core
-    cpu_memory_gib    on a CPU, limit of the process's own memory, as if it were a GPU of that size
+    cpu_threads       on a CPU, threads of each process, on which the bits of sums depend; None: as in the checkpoint to
+                      resume, else OMP_NUM_THREADS, which torchrun sets to 1, else one for each core
+    cpu_memory_gib    on a CPU, limit of the process's memory, as if it were a GPU of that size
     ema               decay of a moving average of the weights, which is evaluated and saved beside them; 0: none
-    profile           record where the time of a few steps goes
+    profile           record the time of a few steps by category
     memory_snapshot   record every allocation of these steps on a GPU
-    time_attention    measure after training what the attention alone takes of a step
+    time_attention    measure after training the time of the attention alone in a step
     """
 
     steps: int = 1200
@@ -72,12 +72,12 @@ class TrainingConfig:
         return 1 if self.batch_tokens is None else self.batch_tokens // tokens
 
     def is_due(self, every: int, n: int) -> bool:
-        """Whether work that is due every so many steps, 0: never, is due after n updates. It is after the last."""
+        """Whether work that is due every so many steps (0: never) is due after n updates; always due after the last."""
         return every > 0 and (n % every == 0 or n == self.steps)
 
 
 def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Iterator[str]:
-    """A sentence for each value that cannot train, with what to change. `seq_len` is at least 1."""
+    """A sentence for each value that cannot train, with the change that helps. `seq_len` is at least 1."""
     lowest = {"steps": 1, "batch_size": 1, "log_every": 1, "eval_every": 0, "eval_batches": 1}
     lowest |= {"checkpoint_every": 0, "keep_last": 1, "sample_tokens": 0}
     for name, least in lowest.items():

@@ -35,7 +35,7 @@ class GraphedStep:
         self.outputs: dict[str, Tensor] = {}
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """function(*inputs); the shapes are those of the first call."""
+        """function(*inputs), with the same shapes in every call."""
         self.calls += 1
         if self.calls <= WARMUP_CALLS:
             return self._warm_up(inputs)

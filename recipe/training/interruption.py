@@ -46,7 +46,7 @@ class Interruption:
         self.__exit__()
 
     def pass_on(self) -> None:
-        """Give SIGUSR2 to whoever waited for it before, such as submitit, which then queues the job again."""
+        """Pass SIGUSR2 to the handler that this one replaced, such as submitit's, which queues the job again."""
         if self.number == signal.SIGUSR2 and callable(self._handlers[signal.SIGUSR2]):
             os.kill(os.getpid(), signal.SIGUSR2)
 
@@ -69,7 +69,7 @@ class Interruption:
         self._asked, self._steps = self.clock(), 0
         # At most twice as many steps as before: a few that are short by chance do not silence the ranks for long.
         self._interval = max(1, min(2 * self._interval, int(SECONDS_BETWEEN_QUESTIONS / max(slowest, 1e-6))))
-        # The others do not know of a signal that came during the exchange: it is kept for the next one.
+        # The others do not know of a signal that came during the exchange: it counts in the next one.
         if number:
             self.number = int(number)
         return number > 0

@@ -30,7 +30,7 @@ class Run:
     record        of metrics and checkpoints
     interruption  by a signal
     start         updates done already
-    probes        of what the model can do, measured with every evaluation
+    probes        of the model's abilities, measured with every evaluation
     """
 
     trainer: Trainer
@@ -117,7 +117,7 @@ def train_steps(run: Run, batches: Iterator[Batch]) -> int:
 
 
 def evaluate(run: Run, final: bool) -> dict[str, float]:
-    """The validation loss and what the probes measure; after the `final` step, their details too."""
+    """The validation loss and the metrics of the probes; after the `final` step, their details too."""
     trainer = run.trainer
     metrics = trainer.measure(run.windows)
     if not run.probes:

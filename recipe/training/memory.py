@@ -21,7 +21,7 @@ class OutOfMemory(UserError, RuntimeError):
 
 @contextmanager
 def oom_guard(sentence: str) -> Iterator[None]:
-    """Turn running out of memory into OutOfMemory with `sentence`, which says what does not fit and what helps."""
+    """Turn running out of memory into OutOfMemory with `sentence`, which names the problem and a remedy."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

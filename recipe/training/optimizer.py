@@ -125,7 +125,7 @@ def adamw_of(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> tor
     return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=config.eps, fused=True, capturable=on_gpu)
 
 
-# What each has to keep to is in docs/add-an-optimizer.md.
+# docs/add-an-optimizer.md lists the requirements of an optimizer.
 OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer]] = {
     "adamw": build_adamw,
     "muon": build_muon,
@@ -178,7 +178,7 @@ def update_parameters(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: T
 
 
 def optimizer_mistakes(config: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> Iterator[str]:
-    """A sentence for each hyperparameter that cannot train, with what to change."""
+    """A sentence for each hyperparameter that cannot train, with the change that helps."""
     if config.name not in OPTIMIZERS:
         yield f"optimizer.name={config.name} is not known; choose one of {', '.join(OPTIMIZERS)}."
     if schedule.name not in SCHEDULES:

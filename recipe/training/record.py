@@ -95,7 +95,7 @@ class Record(NullRecord):
         self.environment = environment(trainer.device, trainer.world.size)
         if again and start == 0:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
-        # Before metrics.jsonl is there: a sweep goes on with a run that was stopped just then, if it knows what it was.
+        # Written before metrics.jsonl, because a sweep only continues a run with recorded overrides.
         write_recorded(folder, origin.config, origin.overrides)
         self.tracker = Tracker(
             folder,
@@ -157,7 +157,7 @@ class Record(NullRecord):
             self.tracker.finish(self.summary(status, sentence, non_finite_step))
 
     def summary(self, status: str, message: str | None, non_finite_step: int | None) -> dict[str, Any]:
-        """The content of summary.json. Losses are those of all lines, including lines from before a resume."""
+        """The content of summary.json. Losses come from all lines of metrics.jsonl, also from before a resume."""
         trainer, lines = self.trainer, read_metrics(self.folder / "metrics.jsonl")
         evaluated = [(float(line["val/loss"]), line["step"]) for line in lines if "val/loss" in line]
         best_val_loss, best_val_step = min((e for e in evaluated if math.isfinite(e[0])), default=(None, None))
@@ -196,9 +196,9 @@ class Record(NullRecord):
         }
 
     def _target(self) -> dict[str, float] | None:
-        """What the run took to training.target_loss; None where it has none, or did not reach it.
+        """The cost of reaching training.target_loss; None where there is no target, or the run did not reach it.
 
-        Its seconds are those of training: steps times their median, without evaluation and compilation.
+        Its seconds count training alone: steps times their median, without evaluation and compilation.
         """
         if self.reached is None:
             return None
@@ -206,7 +206,7 @@ class Record(NullRecord):
         return {"step": self.reached, "tokens": self.tokens, "seconds": self.reached * milliseconds / 1e3}
 
     def _attention_ms(self) -> float | None:
-        """Milliseconds that attention alone takes of a step, if the run is to measure that."""
+        """Milliseconds of attention alone in a step, if the run measures it."""
         model, training = self.trainer.model, self.trainer.training
         if not training.time_attention or self._reads_tensors():
             return None

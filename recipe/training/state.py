@@ -29,8 +29,8 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, others: Ten
 def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, others: Tensors) -> bool:
     """Fill weights, moments and `others` from a checkpoint. Hyperparameters stay the optimizer's.
 
-    Every rank calls this; the number of ranks may differ from that of the writers. Returns whether the checkpoint has
-    an average of the weights, which is passed over if `others` has none. Raises CheckpointError.
+    Every rank calls this; the number of ranks may differ from the number that wrote it. Returns whether the checkpoint
+    has an average of the weights, which is ignored if `others` has none. Raises CheckpointError.
     """
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     parameters = dict(model.named_parameters())
@@ -61,7 +61,7 @@ def restore_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def updated_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
-    """What the optimizer updates of each parameter of the model that it trains, by the parameter's name."""
+    """The tensor that the optimizer updates for each trained parameter of the model, by the parameter's name."""
     shards = optimizer.shards if isinstance(optimizer, SharedAdamW) else {}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {name: shards.get(parameter, parameter) for name, parameter in trained.items()}

@@ -34,7 +34,7 @@ FIRST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2000
 
 
 class NonFiniteError(UserError, RuntimeError):
-    """A loss or gradient that became inf or NaN; the weights are those of the step before.
+    """A loss or gradient that became inf or NaN; the weights are still those before the step.
 
     step  the update that was not taken, counted from 1
     """
@@ -153,7 +153,7 @@ class Trainer:
     def _apply(self, losses: list[Tensor]) -> dict[str, Tensor]:
         """Update the weights from the step's gradients, then clear the gradients. Returns the step's metrics."""
         norm = self.exchange.finish() / self.scale
-        # A second head has a loss of its own.
+        # A second head has a separate loss.
         loss, *further = (self.sharing.total_loss(part) for part in zip(*(x.reshape(-1) for x in losses), strict=True))
         overflow = ~norm.isfinite()
         # An overflow in fp16 is no failure as long as the scale can be reduced.

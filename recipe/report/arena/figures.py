@@ -45,7 +45,7 @@ def arena_charts(arena: Arena) -> list[Chart]:
     curves = {name: list(arm.runs.values()) for name, arm in arena.arms.items() if arm.runs}
     result += loss_chart(curves)
     if any(arm.tried for arm in arena.arms.values()):
-        caption = "On seeds of their own. A ring marks the learning rate that an arm was judged with."
+        caption = "On separate seeds. A ring marks the learning rate that an arm was judged with."
         draw = partial(draw_lr, arena=arena)
         result.append(Chart("lr-sweep", "Learning rates", caption, draw, height_for(names)))
     result += probe_charts(curves)
@@ -149,7 +149,7 @@ Panel = tuple[str, Mapping[str, Sequence[float]], Callable[[float], str]]
 
 
 def _cost_panels(arena: Arena) -> list[Panel]:
-    """What was measured of the arms' costs: a title, the values of each arm's runs, and how to write one."""
+    """The measured costs of the arms: for each a title, the values of each arm's runs, and the format of a value."""
     speed = {name: arm.over_seeds("throughput/tokens_per_s") for name, arm in arena.arms.items()}
     alone = {name: [arm.recorded("attention_ms")] for name, arm in arena.arms.items()}
     known = {name: [value for value in values if value is not None] for name, values in alone.items()}

@@ -72,7 +72,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class ArmRuns:
-    """The runs of an arm on the seeds of the plan, and those that tried learning rates."""
+    """The runs of an arm on the seeds of the plan, and the runs that tried learning rates."""
 
     name: str
     runs: Mapping[int, Run]
@@ -179,7 +179,7 @@ def result(run: Run) -> float | None:
 def compare_arms(plan: Plan, runs: Sequence[Run]) -> Arena:
     """The comparisons of a plan's arms with its baseline.
 
-    runs  found in the sweep's folder; their names are the numbers of the plan
+    runs  in the sweep's folder; their names are the numbers of the plan
     """
     known = {int(run.name): run for run in runs if run.name.isdigit()}
     arms = {arm: _arm_runs(plan, arm, known) for arm in plan.arms}

@@ -38,7 +38,7 @@ def verdict_table(arena: Arena) -> Table:
     caption = (
         "Losses are means with their deviation over the seeds; differences are paired by seed. The verdict follows "
         'from the interval under "judged by", which is wider where there are several arms (Holm) or planned looks. '
-        "p-values are those of one arm and one look."
+        "p-values are for one arm and one look."
     )
     return table("arms", "Verdicts", columns, rows, caption)
 
@@ -129,7 +129,7 @@ def lr_table(arena: Arena) -> Table | None:
             edge = "at the edge" if tried.lr == arm.lr and arm.lr_at_edge else DASH
             rows.append([arm.name, f"{tried.lr:g}", str(len(tried.losses)), mean, chosen, edge])
     columns = ["arm", "learning rate", "seeds", "val loss", "choice", "warning"]
-    caption = "Tried on seeds of their own, on which no arm is judged."
+    caption = "Tried on separate seeds, on which no arm is judged."
     return table("lr-sweep", "Learning rates", columns, rows, caption) if rows else None
 
 
@@ -175,7 +175,7 @@ def plan_table(arena: Arena) -> Table:
         ["baseline", plan.baseline],
         *[[f"arm {arm}", " ".join(overrides) or "(no overrides)"] for arm, overrides in plan.arms.items()],
         ["all arms", " ".join(plan.common)],
-        ["learning rates", "; ".join(rates) or "each arm's own"],
+        ["learning rates", "; ".join(rates) or "each arm's"],
         ["seeds of that sweep", str(plan.lr_seeds) if plan.lr_runs() else DASH],
         ["looks", "; ".join(looks)],
         ["planned looks", str(plan.planned_looks)],

@@ -159,7 +159,7 @@ def _settings(run: Run) -> dict[str, str]:
 
 
 def lr_warnings(arena: Arena) -> list[str]:
-    """A sentence for each arm whose best learning rate lies at the edge of those that were tried."""
+    """A sentence for each arm whose best learning rate is the lowest or the highest that was tried."""
     edges: dict[str, list[ArmRuns]] = {}
     for arm in arena.arms.values():
         if arm.lr_at_edge:
@@ -177,7 +177,7 @@ def go_on(arena: Arena, folder: Path) -> tuple[str, str] | None:
     again = [line for line in plan.arguments if not line.startswith(("hydra.sweep.dir=", "arena.seeds=", "resume="))]
     if any(comparison.missing for comparison in arena.comparisons):
         seeds = len(plan.seeds)
-        return "Run what is missing", _command(again, f"arena.seeds={seeds}", f"hydra.sweep.dir={folder}")
+        return "Run the missing runs", _command(again, f"arena.seeds={seeds}", f"hydra.sweep.dir={folder}")
     more = max((comparison.more or 0 for comparison in arena.comparisons), default=0)
     if not more:
         return None

@@ -115,7 +115,7 @@ def missing(plan: LadderPlan, rungs: Mapping[str, Rung]) -> list[str]:
 def _law_chart(plan: LadderPlan, rungs: Mapping[str, Rung]) -> Chart:
     caption = (
         "Final validation loss over compute: each seed (dots), the law through the sizes that were fitted (line), the "
-        f"prediction of depth {plan.next} with its 95 % interval (bar), and what was measured there (ring)."
+        f"prediction of depth {plan.next} with its 95 % interval (bar), and its measurement (ring)."
     )
     return Chart("law", "Loss over compute", caption, partial(draw_law, rungs=rungs), height_for(list(rungs)))
 

@@ -33,7 +33,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Rung:
-    """An arm: its sizes, the law through those that were fitted, and the prediction with what was measured."""
+    """An arm: its sizes, the law through the fitted ones, the prediction and the measurement."""
 
     name: str
     sizes: tuple[Size, ...]

@@ -190,7 +190,7 @@ def test_a_changed_block_is_refused_and_nothing_is_left(config, change, tmp_path
     ],
 )
 def test_a_model_that_no_architecture_describes_is_refused_by_name(config, score, named, tmp_path):
-    with pytest.raises(WeightsError, match=f"this model has: {named}"):
+    with pytest.raises(WeightsError, match=f"has this model's {named}"):
         export(build(config, score), bytes_tokenizer(), tmp_path / "exported", origin())
     assert not [*tmp_path.iterdir()]
 
