@@ -1,20 +1,23 @@
-"""Measure a trained model: tasks of lm-eval or of a file, and the loss on any text.
+"""Measure a trained model: tasks of lm-eval or of a file, the loss on any text, and probes of its attention.
 
 python eval.py run=outputs/2026-11-21/10-00-00-flash tasks=hellaswag,lambada_openai
 python eval.py run=outputs/2026-11-21/10-00-00-flash tasks=questions.jsonl
 python eval.py run=outputs/2026-11-21/10-00-00-flash data=text data.path=book.txt seq_len=4096
+python eval.py run=outputs/2026-11-21/10-00-00-flash probes=[mqar,position_loss]
 
-Without tasks and data: the loss on the whole validation split of the run. Results are printed and, for a run that is
-over, recorded under "eval" in its summary.json and in W&B.
+Without tasks, probes and data: the loss on the whole validation split of the run. Results are printed and, for a run
+that is over, recorded under "eval" in its summary.json and in W&B.
 
 run         a run folder, or a folder in Hugging Face's format, such as sample.py exports
 tasks       names of lm-eval's tasks (pip install -e '.[eval]') and .jsonl files, with commas. The lines of a file are
             {"question": ..., "choices": [...], "answer": 0} or {"text": ...}
 shots       examples before each question of lm-eval's tasks; null: as many as a task has by itself
 limit       questions or texts of each task; null: all
+probes      what train.py's probes= measures, up to 8 times the trained length: position_loss, mqar, needle, ...
 data        the corpus to take a text from: data=text data.path=<file or folder>, or another with its data.* overrides;
             data.max_tokens limits it
-seq_len     the longest context, in tokens; null: the run's. Rotary positions allow a longer one
+seq_len     the longest context, in tokens; null: the run's, and 8 times that for probes. Learned positions allow no
+            longer one
 batch       sequences of one forward pass
 checkpoint  best (by validation loss, if it was measured) or newest
 weights     trained, or ema: their moving average, from a run with training.ema
@@ -26,7 +29,7 @@ device      auto, cpu, cuda, cuda:1
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +39,12 @@ from recipe.cli import process
 if __name__ == "__main__":
     process.begin()
 
+import numpy as np
+
 from attention import ProductPrecision
 from data.check import check_data
 from data.config import DataConfig, Documents
 from data.corpora import CHAT, CORPORA
-from data.prepare import prepare
 from data.tasks import TASKS
 from data.untrusted import UntrustedError
 from recipe.cli.arguments import parse as key_values
@@ -52,15 +56,25 @@ from recipe.device import Precision, resolve_device, resolve_precision
 from recipe.distributed.world import World
 from recipe.evaluation.harness import run_tasks
 from recipe.evaluation.models import ExportedModel, LanguageModel, TrainedModel
+from recipe.evaluation.probes import (
+    Measured,
+    as_table,
+    check_length,
+    draw_probes,
+    limits,
+    probe_names,
+    run_probes,
+)
 from recipe.evaluation.scorer import Scorer
 from recipe.evaluation.tasks import run_file
-from recipe.evaluation.text import Text, measure, tokenised
+from recipe.evaluation.text import measure, tokenised, validation_text
+from recipe.huggingface.starting import is_folder
+from recipe.probes.position_loss import PositionLoss
 from recipe.run_folder import SUMMARY, StillRunning, locked, read_summary
 from recipe.sweeps import launcher
 from recipe.tracking.summary import write_summary
 from recipe.tracking.tracker import mirror_again
-from recipe.trained import ModelChoice, Trained, load_trained
-from recipe.training.checkpoint import read_manifest
+from recipe.trained import Loaded, ModelChoice, Trained, load_any, load_trained
 from recipe.training.memory import oom_guard
 
 Results = dict[str, dict[str, Any]]
@@ -78,6 +92,7 @@ class EvaluateConfig(ModelChoice):
     tasks: str | None = None
     shots: int | None = None
     limit: int | None = None
+    probes: str | None = None
     seq_len: int | None = None
     batch: int = 16
 
@@ -86,7 +101,7 @@ def parse(arguments: list[str]) -> tuple[EvaluateConfig, DataConfig | None]:
     """The typed arguments, and the corpus if one is given. Raises UserError."""
     of_data = [a for a in map(expand_home, arguments) if a.partition("=")[0].split(".")[0] == "data"]
     others = [a for a in arguments if a.partition("=")[0].split(".")[0] != "data"]
-    config = key_values(others, EvaluateConfig, "eval.py", verbatim=("run", "tasks"))
+    config = key_values(others, EvaluateConfig, "eval.py", verbatim=("run", "tasks", "probes"))
     if not config.run:
         raise ConfigError("run=<folder> is missing; name a run folder, or one in Hugging Face's format.")
     for name in ("batch", "limit", "seq_len"):
@@ -106,7 +121,20 @@ def parse(arguments: list[str]) -> tuple[EvaluateConfig, DataConfig | None]:
         raise ConfigError(f"shots={config.shots} affects tasks of lm-eval only; leave it out.")
     if len(set(files)) < len(files):
         raise ConfigError(f"tasks={config.tasks} has two files of one name; rename one, or measure one at a time.")
+    if config.probes is not None:
+        check_probes(config, of_data)
     return config, corpus_config(of_data) if of_data else None
+
+
+def check_probes(config: EvaluateConfig, of_data: list[str]) -> None:
+    """Raise ConfigError for arguments that do not fit together with probes."""
+    names = probe_names(config.probes or "")
+    if config.tasks is not None:
+        raise ConfigError(f"tasks={config.tasks} and probes={config.probes} are two measurements; make one at a time.")
+    if config.batch != EvaluateConfig.batch:
+        raise ConfigError(f"batch={config.batch} has no effect on probes; leave it out.")
+    if of_data and PositionLoss.name not in names:
+        raise ConfigError(f"{of_data[0]} has no effect on probes={config.probes}, which measure no text; leave it out.")
 
 
 def task_names(config: EvaluateConfig) -> list[str]:
@@ -162,22 +190,6 @@ def open_model(config: EvaluateConfig, run: Path, data: DataConfig | None) -> tu
     return TrainedModel(trained, config.seq_len), trained
 
 
-def validation_text(trained: Trained) -> Text:
-    """The validation split that the run was measured on. Raises ConfigError where its text has changed."""
-    data = prepare(trained.config.data)
-    if data.manifest["identity"] != read_manifest(trained.checkpoint).metadata["data"]:
-        raise ConfigError(
-            f"The text of data={trained.config.data.name} has changed since the run; name a text with data=text "
-            "data.path=..."
-        )
-    if data.val.answers is not None:
-        raise ConfigError(
-            "The run was trained on conversations, and its summary.json has the loss of their answers; name a text "
-            "with data=text data.path=..."
-        )
-    return Text(data.val.tokens, data.val.documents)
-
-
 def results(
     config: EvaluateConfig, data: DataConfig | None, model: LanguageModel, trained: Trained | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -221,7 +233,7 @@ def settings(config: EvaluateConfig, data: DataConfig | None) -> list[str]:
     return [f"{name}={getattr(value, 'value', value)}" for name, value in given.items()]
 
 
-def record(run: Path, trained: Trained, results: Results) -> None:
+def record(run: Path, trained: Loaded, results: Results) -> None:
     """Add the results to summary.json and to the run in W&B, if the run is over."""
     path = run / SUMMARY
     try:
@@ -253,20 +265,64 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"eval.py is one process, and {size} ranks were started; start it without torchrun.")
     run = Path(config.run).expanduser()
     with oom_guard(too_large(config)):
+        if config.probes is not None:
+            measure_probes(config, run, data)
+            return
         model, trained = open_model(config, run, data)
         measured: Results = {}
         given = settings(config, data)
         try:
             for task, metrics in results(config, data, model, trained):
                 name = " ".join([task, *given])
-                print(
-                    name, *(f"{metric} {formatted(value)}" for metric, value in metrics.items()), sep="  ", flush=True
-                )
+                show(name, metrics)
                 measured[name] = metrics
         finally:  # if a task fails, the results of the tasks before it are still written
             if trained is not None and measured:
                 origin = {"checkpoint": trained.checkpoint.name}
                 record(run, trained, {name: metrics | origin for name, metrics in measured.items()})
+
+
+def measure_probes(config: EvaluateConfig, run: Path, data: DataConfig | None) -> None:
+    """Print what probes measure, draw it, and record it. Raises UserError."""
+    names, given = probe_names(config.probes or ""), settings(config, data)
+    loaded = load_any(run, config, config.seq_len, documents=True)
+    check_length(loaded, config.seq_len)
+    if sentence := limits(loaded):
+        print(sentence, file=sys.stderr)
+
+    def text() -> np.ndarray:
+        if data is not None and isinstance(loaded, Trained):
+            return tokenised(CORPORA[data.name](data).whole(), TrainedModel(loaded), data.max_tokens).tokens
+        return text_of_run(run, loaded)
+
+    every: list[Measured] = []
+    try:
+        for one in run_probes(names, loaded, text, config.seq_len):
+            show(" ".join([one.probe, *given]), one.metrics)
+            print(as_table(one), flush=True)
+            every.append(one)
+    finally:  # if a probe fails, the results of the probes before it are still written
+        if every and not is_folder(run):
+            print(*draw_probes(run, every), sep="\n")
+            origin = {"checkpoint": loaded.checkpoint.name}
+            record(run, loaded, {" ".join([one.probe, *given]): one.metrics | one.details | origin for one in every})
+
+
+def text_of_run(run: Path, loaded: Loaded) -> np.ndarray:
+    """The tokens of a run's validation split. Raises ConfigError where there is none."""
+    if is_folder(run):
+        raise ConfigError("A model in Hugging Face's format has no text of its own; give data=text data.path=...")
+    if not isinstance(loaded, Trained):
+        raise ConfigError(
+            f"probes={PositionLoss.name} measures a text, and the run was trained on data={loaded.config.data.name}; "
+            "leave it out."
+        )
+    return validation_text(loaded).tokens
+
+
+def show(name: str, metrics: Mapping[str, Any]) -> None:
+    """Print a result on one line."""
+    print(name, *(f"{metric} {formatted(value)}" for metric, value in metrics.items()), sep="  ", flush=True)
 
 
 def too_large(config: EvaluateConfig) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from data.chat import ChatTemplate
 from data.config import Documents
 from data.packing import ChatBatches, PackedRows, chat_windows
 from data.store import PreparedData
-from data.tasks import TASKS, TaskData
+from data.tasks import TaskData
 from data.tasks.batches import TaskBatches, validation_batches
 from data.tokenizers import save_tokenizer
 from model.config import Recompute
@@ -32,9 +33,9 @@ from recipe.distributed.ranks import from_first_rank
 from recipe.distributed.sharing import Sharing, shards_weights
 from recipe.distributed.world import World
 from recipe.parity.probe import ParityProbe
+from recipe.probes.choice import build_probe
 from recipe.probes.position_loss import PositionLoss
 from recipe.probes.probe import Probe
-from recipe.probes.recall import TaskProbe
 from recipe.profiling.meters import StepMeter
 from recipe.profiling.peaks import product_precision
 from recipe.profiling.profiler import Profiler
@@ -198,22 +199,16 @@ def build_run(config: Config, folder: Path, overrides: list[str], data: Data, tr
 
 
 def build_probes(config: Config, data: Data) -> list[Probe]:
-    """The probes of `probes=[...]`. Raises ConfigError for one that does not fit the data."""
-    probes: list[Probe] = []
-    for name in config.probes:
-        if name == PositionLoss.name and isinstance(data, TaskData):
-            raise ConfigError(f"probes={name} measures a text, and data={data.task.name} is none; leave it out.")
-        if name == PositionLoss.name:
-            assert isinstance(data, PreparedData)
-            probes.append(PositionLoss(data.val.tokens, config.seq_len))
-        elif TASKS[name].vocab_size > data.vocab_size:
+    """The probes of `probes=[...]`. Raises ConfigError and ProbeError for one that does not fit the data."""
+
+    def text() -> np.ndarray:
+        if isinstance(data, TaskData):
             raise ConfigError(
-                f"probes={name} needs a vocabulary of {TASKS[name].vocab_size} tokens, and that of data="
-                f"{config.data.name} has {data.vocab_size}; leave it out."
+                f"probes={PositionLoss.name} measures a text, and data={data.task.name} is none; leave it out."
             )
-        else:
-            probes.append(TaskProbe(TASKS[name], config.seq_len))
-    return probes
+        return data.val.tokens
+
+    return [build_probe(name, config.seq_len, data.vocab_size, config.data.name, text) for name in config.probes]
 
 
 def build_meter(trainer: Trainer, pieces: Sequence[int]) -> StepMeter:

@@ -12,7 +12,7 @@ import torch
 from attention import IMPLEMENTATIONS, Ablation, AttentionConfig, ProductPrecision
 from data.config import Documents
 from data.tasks import TASKS
-from data.tokenizers import Tokenizer, load_tokenizer
+from data.tokenizers import FILE, Tokenizer, load_tokenizer
 from model.config import Positions, Recompute
 from model.gpt import GPT
 from recipe.build import build_gpt
@@ -56,7 +56,7 @@ class ModelChoice:
 
 
 @dataclass(frozen=True)
-class Trained:
+class Loaded:
     """A run's model, ready for use.
 
     config      of the run
@@ -67,7 +67,6 @@ class Trained:
 
     config: Config
     model: GPT
-    tokenizer: Tokenizer
     dtype: torch.dtype
     checkpoint: Path
 
@@ -77,8 +76,24 @@ class Trained:
         return torch.autocast(device, self.dtype, enabled=self.dtype is not torch.float32)
 
 
+@dataclass(frozen=True)
+class Trained(Loaded):
+    """The model of a run that was trained on a text."""
+
+    tokenizer: Tokenizer
+
+
 def load_trained(run: Path, choice: ModelChoice, seq_len: int | None = None, documents: bool = False) -> Trained:
-    """The model of a run, or of a folder of transformers.
+    """As `load_any`, for a model of text. Raises UserError for another."""
+    loaded = load_any(run, choice, seq_len, documents)
+    if not isinstance(loaded, Trained):
+        task = loaded.config.data.name
+        raise ConfigError(f"run={run} was trained on data={task}, a task without text; name another run.")
+    return loaded
+
+
+def load_any(run: Path, choice: ModelChoice, seq_len: int | None = None, documents: bool = False) -> Loaded | Trained:
+    """The model of a run, or of a folder of transformers; a `Trained`, unless it was trained on a task.
 
     seq_len    the longest input, which rotary positions allow to exceed the run's; None: the run's
     documents  whether the model separates packed documents, if the run does
@@ -87,8 +102,6 @@ def load_trained(run: Path, choice: ModelChoice, seq_len: int | None = None, doc
     """
     start = start_from(str(run)) if is_folder(run) else None
     config = read_config(run) if start is None else start.config()
-    if config.data.name in TASKS:
-        raise ConfigError(f"run={run} was trained on data={config.data.name}, a task without text; name another run.")
     on, attention = resolve_device(choice.device), choice.attention
     dtype = resolve_precision(config.training.precision, on).dtype
     longest = max(config.seq_len, seq_len or 0)
@@ -97,7 +110,12 @@ def load_trained(run: Path, choice: ModelChoice, seq_len: int | None = None, doc
             f"seq_len={seq_len} is longer than the run's {config.seq_len}, and it has learned positions for those "
             f"alone; use seq_len={config.seq_len} or less, or a run with model.positions=rotary."
         )
-    tokenizer = load_tokenizer(run) if start is None else start.load_tokenizer()
+    tokenizer = None
+    if task := TASKS.get(config.data.name):
+        vocab_size = task.vocab_size
+    else:
+        tokenizer = load_tokenizer(run) if start is None else start.load_tokenizer()
+        vocab_size = tokenizer.n_vocab
     if attention is None or attention == config.attention.name:
         chosen = config.attention
     else:
@@ -114,16 +132,17 @@ def load_trained(run: Path, choice: ModelChoice, seq_len: int | None = None, doc
         training=replace(config.training, recompute=Recompute.none),
     )
     if start is None:
-        model = build_gpt(used, tokenizer.n_vocab, on)
+        model = build_gpt(used, vocab_size, on)
         checkpoint = load_weights(model, run, choice)
     else:
         refuse_choices(choice, run)
         with torch.device("meta"):
-            model = build_gpt(used, tokenizer.n_vocab, on)
+            model = build_gpt(used, vocab_size, on)
         model.materialise(on)
         load(model, str(run))
         checkpoint = run
-    return Trained(config, model.eval().to(on), tokenizer, dtype, checkpoint)
+    loaded = Loaded(config, model.eval().to(on), dtype, checkpoint)
+    return Trained(**vars(loaded), tokenizer=tokenizer) if tokenizer else loaded
 
 
 def refuse_choices(choice: ModelChoice, folder: Path) -> None:
@@ -163,6 +182,11 @@ def load_weights(model: GPT, run: Path, choice: ModelChoice) -> Path:
     chosen = {name.removeprefix(prefix): value for name, value in chosen.items()}
     embedding = chosen.get("wte.weight", torch.zeros(0, 1))
     tokens = int(embedding.any(dim=1).sum())  # padding is zero
+    if tokens != model.vocab_size and not (run / FILE).exists():
+        raise ConfigError(
+            f"The model of {path} has {tokens} tokens and its task now {model.vocab_size}; train it again with this "
+            "version."
+        )
     if tokens != model.vocab_size and model.config.vocab_size is None:
         raise ConfigError(
             f"{run / 'tokenizer.json'} has {model.vocab_size} tokens and the model of {path} has {tokens}; put this "

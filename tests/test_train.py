@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import eval as eval_module
 import train as train_module
 from attention import AttentionConfig, build_attention
 from data.config import DataConfig, Documents
@@ -260,6 +261,18 @@ def test_a_window_as_long_as_the_sequences_is_said_to_hide_nothing(config: Confi
     assert "window=31 hides nothing" not in told
 
 
+def assert_measured_again(folder: Path, *names: str) -> None:
+    """eval.py measures and draws what training recorded at its end."""
+    eval_module.main([f"run={folder}", f"probes=[{','.join(names)}]", "checkpoint=newest", "device=cpu"])
+    recorded, metrics = summary(folder), dict[str, Any]()
+    for name in names:
+        metrics |= (again := recorded["eval"][f"{name} checkpoint=newest"])
+        assert recorded["probes"][name].items() <= again.items()
+    last = read_metrics(folder / "metrics.jsonl")[-1]
+    assert {key: value for key, value in last.items() if key.startswith("probe/")}.items() <= metrics.items()
+    assert len(list((folder / "probes").glob("*.png"))) == len(names)
+
+
 def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(config: Config) -> None:
     task = replace(
         config,
@@ -267,7 +280,7 @@ def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(confi
         model=replace(config.model, positions=Positions.rotary),
         probes=["needle", "mqar"],
     )
-    with pytest.raises(ConfigError, match=r"probes=needle needs a vocabulary of 129 tokens, and that of data=counting"):
+    with pytest.raises(UserError, match=r"probes=needle needs a vocabulary of 129 tokens, and that of data=counting"):
         run(replace(task, data=DataConfig(name="counting")), "small")
     folder = run(replace(task, training=replace(task.training, checkpoint_every=4)), "run")
     assert not (folder / "tokenizer.json").exists()
@@ -277,6 +290,7 @@ def test_a_run_trains_on_a_task_and_measures_how_far_its_attention_reaches(confi
     assert found.keys() == {"needle", "mqar"}
     assert found["needle"]["lengths"] == [32, 64, 128, 256]
     assert [len(row) for row in found["needle"]["accuracy"]] == [9] * 4
+    assert_measured_again(folder, "needle", "mqar")
     for path in (folder / "checkpoints").glob("step-00000008*"):
         shutil.rmtree(path)
     (folder / "summary.json").unlink()
@@ -293,6 +307,7 @@ def test_the_loss_by_position_of_a_text_is_measured_beyond_the_trained_length(co
     assert found["position_loss"]["trained"] == 32
     assert found["position_loss"]["positions"][0] == 0
     assert found["position_loss"]["positions"][-1] > 4 * 32
+    assert_measured_again(Path("run"), "position_loss", "induction")
     with pytest.raises(ConfigError, match="probes=position_loss measures a text, and data=mqar is none"):
         run(replace(text, data=DataConfig(name="mqar")), "task")
 

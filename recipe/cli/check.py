@@ -24,7 +24,7 @@ from recipe.distributed.ranks import from_every_rank
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
 from recipe.parity.probe import check_parity
-from recipe.probes.position_loss import PositionLoss
+from recipe.probes.choice import unknown_probes
 from recipe.profiling.profiler import check_profile
 from recipe.tracking.tracker import tracking_mistakes
 from recipe.training.config import training_mistakes
@@ -75,10 +75,7 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
 
 def probe_mistakes(config: Config) -> Iterator[str]:
     """A sentence for each unknown probe, and for probes in a run without evaluations."""
-    known = [*TASKS, PositionLoss.name]
-    yield from (
-        f"probes={name} is not known; choose among {', '.join(known)}." for name in config.probes if name not in known
-    )
+    yield from unknown_probes(config.probes)
     if config.probes and not config.training.eval_every:
         yield "probes are measured with every evaluation, and training.eval_every=0 has none; set it, or drop them."
 

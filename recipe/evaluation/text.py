@@ -11,10 +11,13 @@ import torch
 
 from data.batches import document_starts
 from data.files import Row
+from data.prepare import prepare
 from model.loss import IGNORE_INDEX
 from recipe.config import ConfigError
 from recipe.evaluation.models import LanguageModel
 from recipe.evaluation.scorer import batched, progress
+from recipe.trained import Trained
+from recipe.training.checkpoint import read_manifest
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,22 @@ def tokenised(rows: Iterable[Row], model: LanguageModel, most: int | None = None
         )
     documents = np.array([start for start in starts if start < (most or total)])
     return Text(np.concatenate(pieces)[:most], documents)
+
+
+def validation_text(trained: Trained) -> Text:
+    """The validation split that the run was measured on. Raises ConfigError where its text has changed."""
+    data = prepare(trained.config.data)
+    if data.manifest["identity"] != read_manifest(trained.checkpoint).metadata["data"]:
+        raise ConfigError(
+            f"The text of data={trained.config.data.name} has changed since the run; name a text with data=text "
+            "data.path=..."
+        )
+    if data.val.answers is not None:
+        raise ConfigError(
+            "The run was trained on conversations, and its summary.json has the loss of their answers; name a text "
+            "with data=text data.path=..."
+        )
+    return Text(data.val.tokens, data.val.documents)
 
 
 def measure(model: LanguageModel, text: Text, seq_len: int, batch: int, separate: bool) -> dict[str, float]:

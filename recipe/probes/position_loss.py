@@ -38,7 +38,7 @@ class PositionLoss(Probe):
         return {"probe/in_context_score": in_context_score(losses)}
 
     def details(self, model: GPT) -> tuple[dict[str, float], dict[str, Any]]:
-        lengths = [T for T in lengths_for(model, self.seq_len) if len(self.tokens) > T]
+        lengths = [T for T in lengths_for(model, self.seq_len, self.longest) if len(self.tokens) > T]
         longest = lengths[-1] if lengths else self.seq_len
         with stretched(model, longest):
             losses = self.losses(model, longest)
@@ -53,10 +53,12 @@ class PositionLoss(Probe):
         """The mean loss at each position of windows of T tokens: (T,)."""
         device, total = model.wte.weight.device, torch.zeros(T, dtype=torch.float64)
         starts = np.linspace(0, len(self.tokens) - T - 1, WINDOWS).astype(int)
-        for start in starts:
-            window = torch.from_numpy(self.tokens[start : start + T + 1].astype(np.int64)).to(device)
-            logits = model(window[None, :-1])[0].float()
-            total += F.cross_entropy(logits, window[1:], reduction="none").double().cpu()
+        with self.watch(f"{self.name}: windows of {T:,} tokens", len(starts)) as advance:
+            for start in starts:
+                window = torch.from_numpy(self.tokens[start : start + T + 1].astype(np.int64)).to(device)
+                logits = model(window[None, :-1])[0].float()
+                total += F.cross_entropy(logits, window[1:], reduction="none").double().cpu()
+                advance(1)
         return (total / len(starts)).numpy()
 
 

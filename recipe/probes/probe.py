@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from model.config import Positions
@@ -14,10 +14,26 @@ from model.positions import position_tables
 BEYOND = (1, 2, 4, 8)  # times the trained length
 
 
+# Takes what is measured and how many steps it has; yields a function of how many more steps are done.
+Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+@contextmanager
+def unwatched(what: str, steps: int) -> Iterator[Callable[[int], None]]:
+    """Show no progress."""
+    yield lambda done: None
+
+
 class Probe(ABC):
-    """name  as in probes=[<name>]"""
+    """
+    name     as in probes=[<name>]
+    longest  no longer inputs are measured than this, in tokens; None: BEYOND alone limits them
+    watch    shows the progress
+    """
 
     name: str
+    longest: int | None = None
+    watch: Watch = staticmethod(unwatched)
 
     @abstractmethod
     def measure(self, model: GPT) -> dict[str, float]:
@@ -28,9 +44,11 @@ class Probe(ABC):
         """After training: metrics at longer inputs, and what summary.json has under probes.<name>."""
 
 
-def lengths_for(model: GPT, trained: int) -> list[int]:
-    """The trained length and, unless positions are learned, multiples of it."""
-    return [trained] if model.config.positions is Positions.learned else [times * trained for times in BEYOND]
+def lengths_for(model: GPT, trained: int, longest: int | None = None) -> list[int]:
+    """The trained length and, unless positions are learned, multiples of it up to `longest`."""
+    if model.config.positions is Positions.learned:
+        return [trained]
+    return [trained, *(times * trained for times in BEYOND[1:] if longest is None or times * trained <= longest)]
 
 
 @contextmanager

@@ -22,14 +22,14 @@ class TaskProbe(Probe):
 
     def __init__(self, task: Task, seq_len: int) -> None:
         """seq_len  the trained length"""
-        self.name, self.task, self.seq_len = task.name, task, max(seq_len, task.min_seq_len)
+        self.name, self.task, self.seq_len = task.name, task, seq_len
 
     def measure(self, model: GPT) -> dict[str, float]:
         right, _ = self.answers(model, self.seq_len)
         return {f"probe/{self.name}": float(right.mean())}
 
     def details(self, model: GPT) -> tuple[dict[str, float], dict[str, Any]]:
-        lengths, answers = lengths_for(model, self.seq_len), []
+        lengths, answers = lengths_for(model, self.seq_len, self.longest), []
         for T in lengths:
             with stretched(model, T):
                 answers.append(self.answers(model, T))
@@ -52,11 +52,13 @@ class TaskProbe(Probe):
         """Whether each answer is right, and its distance: (n,) each."""
         sequences = drawn(self.task, T, VALIDATION_SEED, VALIDATION, range(max(FEWEST, TOKENS // T)))
         rows, right, distance = max(1, AT_ONCE // T), [], []
-        for first in range(0, len(sequences), rows):
-            inputs, targets, distances = (np.stack(x) for x in zip(*sequences[first : first + rows], strict=True))
-            asked = targets != IGNORED
-            right.append(self.predicted(model, inputs, asked) == targets[asked])
-            distance.append(distances[asked])
+        with self.watch(f"{self.name}: sequences of {T:,} tokens", len(sequences)) as advance:
+            for first in range(0, len(sequences), rows):
+                inputs, targets, distances = (np.stack(x) for x in zip(*sequences[first : first + rows], strict=True))
+                asked = targets != IGNORED
+                right.append(self.predicted(model, inputs, asked) == targets[asked])
+                distance.append(distances[asked])
+                advance(len(inputs))
         return np.concatenate(right), np.concatenate(distance)
 
     def predicted(self, model: GPT, inputs: np.ndarray, asked: np.ndarray) -> np.ndarray:
