@@ -1,8 +1,4 @@
-"""Corpora: a corpus is one or two streams of rows, and each row belongs to a split.
-
-Rows are read one by one, so no corpus has to fit into memory:
-
-    {"split": "train" | "val", "text": str, "opens": bool}      opens: this row begins a document
+"""The corpora by name: local files, conversations, and data sets of the hub.
 
 A corpus of one file gives its last part to validation. A corpus of many files holds out whole files. A stream
 of unknown length holds out documents spread evenly over it.
@@ -10,23 +6,20 @@ of unknown length holds out documents spread evenly over it.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import sysconfig
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from data.chat import chat_encoder, read_conversations, read_template
 from data.config import DataConfig
-from data.errors import DataError, brief, first_few, unreadable
+from data.corpus import Corpus, Stream, Tokenised, train_part
+from data.errors import DataError, first_few, unreadable
 from data.files import (
     TABLES,
     TEXT_SUFFIXES,
@@ -36,55 +29,10 @@ from data.files import (
     read_spans,
     reading,
     table_rows,
-    text_of,
 )
+from data.hub import HubCorpus, JoinedHubCorpus
 from data.own_tokenizer import OwnTokenizer
-from data.tokenizers import Tokenizer, encoder
-
-
-class Stream(NamedTuple):
-    """Rows, and the share of `data.max_tokens` that they can fill at most."""
-
-    rows: Iterable[Row]
-    share: float
-
-
-class Tokenised(NamedTuple):
-    """A row's tokens and, for a conversation, 1 for each token of an answer and 0 for others; both 1-D unsigned."""
-
-    tokens: np.ndarray
-    answers: np.ndarray | None = None
-
-
-class Corpus(ABC):
-    """A source of documents."""
-
-    size: int | None = None  # bytes of text, if known in advance
-
-    @abstractmethod
-    def source(self) -> dict[str, Any]:
-        """JSON that identifies the text: equal JSON means equal text."""
-
-    @abstractmethod
-    def streams(self) -> list[Stream]:
-        """The rows, in an order that never changes."""
-
-    @abstractmethod
-    def whole(self) -> Iterator[Row]:
-        """The rows of the whole text, with no part held out for validation."""
-
-    def encoder(self, tokenizer: Tokenizer) -> Callable[[Row], Tokenised]:
-        """row -> its tokens; threads can call it in parallel."""
-        encode = encoder(tokenizer)
-        return lambda row: Tokenised(encode(row["text"]))
-
-    def one_document(self) -> bool:
-        """Whether the training text is a single document, as far as this is known without reading it."""
-        return False
-
-    def notices(self) -> list[str]:
-        """Sentences about anything unexpected in how this text is used."""
-        return []
+from data.tokenizers import Tokenizer
 
 
 class FileCorpus(Corpus):
@@ -169,9 +117,9 @@ class FileCorpus(Corpus):
     def _cut_one(self) -> list[Span]:
         [file] = self.files
         if file.suffix in TABLES:
-            cut = _train_part(sum(1 for _ in table_rows(file)), self.config.val_fraction)
+            cut = train_part(sum(1 for _ in table_rows(file)), self.config.val_fraction)
         else:
-            cut = character_boundary(file, _train_part(self.total, self.config.val_fraction))
+            cut = character_boundary(file, train_part(self.total, self.config.val_fraction))
         return [Span(str(file), "train", 0, cut), Span(str(file), "val", cut, sys.maxsize)]
 
     def _name(self, file: Path) -> str:
@@ -198,71 +146,12 @@ class ChatCorpus(FileCorpus):
     @cached_property
     def n_train(self) -> int:
         """The number of conversations for training, which come first."""
-        return _train_part(sum(1 for _ in table_rows(self.file)), self.config.val_fraction)
+        return train_part(sum(1 for _ in table_rows(self.file)), self.config.val_fraction)
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Row], Tokenised]:
         assert isinstance(tokenizer, OwnTokenizer)
         encode = chat_encoder(tokenizer)
         return lambda row: Tokenised(*encode(row))
-
-
-class HubCorpus(Corpus):
-    """A data set of the Hugging Face hub, or a folder that one was downloaded to, streamed."""
-
-    def __init__(self, config: DataConfig):
-        if config.hub is None:
-            raise DataError(f"data={config.name} needs the name of a data set; set data.hub=<owner>/<name>.")
-        self.config = config
-
-    def source(self) -> dict[str, Any]:
-        c = self.config
-        names = {"hub": c.hub, "revision": c.hub_revision, "subset": c.hub_subset, "split": c.hub_split}
-        return {"corpus": c.name, **names}
-
-    def streams(self) -> list[Stream]:
-        return [Stream(self._spread(), 1.0)]
-
-    def whole(self) -> Iterator[Row]:
-        return ({"split": "whole", "text": text, "opens": True} for text in self.texts())
-
-    def texts(self) -> Iterator[str]:
-        """The text of every row that is not empty."""
-        c = self.config
-        try:
-            for row in _hub_rows(str(c.hub), c.hub_subset, c.hub_split, c.hub_revision):
-                if text := text_of(row, c.text_field, str(c.hub)):
-                    yield text
-        except DataError:
-            raise
-        except Exception as error:  # any kind: the hub's libraries raise dozens of different ones
-            raise DataError(
-                f"could not stream {c.hub} from the Hugging Face hub ({brief(error)}); check the network and the names "
-                "under data.hub, or train on local text with data=stdlib or data=text data.path=<file or folder>."
-            ) from error
-
-    def _spread(self) -> Iterator[Row]:
-        fraction = self.config.val_fraction
-        for i, text in enumerate(self.texts()):
-            is_val = math.ceil((i + 1) * fraction) > math.ceil(i * fraction)  # the first, and evenly from there
-            yield {"split": "val" if is_val else "train", "text": text, "opens": True}
-
-
-class JoinedHubCorpus(HubCorpus):
-    """A small data set of the hub whose rows are parts of one text. Validation takes the last part."""
-
-    def streams(self) -> list[Stream]:
-        text, fraction = "".join(self.texts()), self.config.val_fraction
-        cut = _train_part(len(text), fraction)
-        return [
-            Stream([{"split": "train", "text": text[:cut], "opens": True}], 1 - fraction),
-            Stream([{"split": "val", "text": text[cut:], "opens": True}], fraction),
-        ]
-
-    def whole(self) -> Iterator[Row]:
-        yield {"split": "whole", "text": "".join(self.texts()), "opens": True}
-
-    def one_document(self) -> bool:
-        return True
 
 
 def stdlib(config: DataConfig) -> Corpus:
@@ -355,27 +244,3 @@ def _files_below(root: Path, suffixes: tuple[str, ...], left_out: Callable[[str]
         subfolders[:] = [name for name in subfolders if not left_out(name)]
         files += [Path(folder, name) for name in names if name.endswith(suffixes) and not left_out(name)]
     return [file for file in files if file.is_file()]
-
-
-def _hub_rows(hub: str, subset: str | None, splits: str, revision: str | None) -> Iterator[Row]:
-    import datasets
-    from huggingface_hub import HfApi
-
-    def load(revision: str | None) -> list[datasets.IterableDataset]:
-        names = splits.split("+")
-        return [datasets.load_dataset(hub, subset, split=s, revision=revision, streaming=True) for s in names]
-
-    if not Path(hub).is_dir():  # without network, load_dataset retries for half a minute
-        HfApi().dataset_info(hub, revision=revision, timeout=20)
-    try:
-        parts = load(revision)
-    except RuntimeError as error:
-        if "scripts are no longer supported" not in str(error):
-            raise
-        parts = load("refs/convert/parquet")  # the hub converts data sets that consist of a loading script
-    for part in parts:
-        yield from part
-
-
-def _train_part(size: int, val_fraction: float) -> int:
-    return int(size * (1 - val_fraction))

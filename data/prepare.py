@@ -25,7 +25,8 @@ from rich.console import Console
 from data import own_tokenizer
 from data.check import check_data
 from data.config import DataConfig
-from data.corpora import CORPORA, ChatCorpus, Corpus, Tokenised
+from data.corpora import CORPORA, ChatCorpus
+from data.corpus import Corpus, Tokenised
 from data.errors import DataError
 from data.files import Row
 from data.progress import PreparationProgress

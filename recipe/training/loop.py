@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from data.batches import Batch, Prefetcher, Source
+from data.batches import Batch, Source
+from data.prefetcher import Prefetcher
 from recipe.parity.probe import ParityProbe
 from recipe.probes.probe import Probe
 from recipe.profiling.attention_memory import cpu_memory_limit

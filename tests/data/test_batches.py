@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import Batches, GlobalBatch, Prefetcher, eval_batches, piece_lengths
+from data.batches import Batches, GlobalBatch, eval_batches, piece_lengths
 from data.errors import DataError
+from data.prefetcher import Prefetcher
 
 TOKENS = np.arange(1003, dtype=np.uint16)
 

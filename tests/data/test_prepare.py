@@ -211,7 +211,7 @@ def test_a_stream_that_broke_off_goes_on_where_it_stopped(config, tmp_path, monk
                 raise ConnectionError("the network is gone")
             yield {"text": f"document {i} of the stream, {'and more ' * (i % 7)}"}
 
-    monkeypatch.setattr("data.corpora._hub_rows", rows)
+    monkeypatch.setattr("data.hub._hub_rows", rows)
     monkeypatch.setattr(sys.modules["data.prepare"], "SECONDS_BETWEEN_SAVES", 0.0)
     config = DataConfig("fineweb_edu", max_tokens=max_tokens, hub="owner/name", cache=str(tmp_path / "whole"))
     whole = files_of(prepare(config))
@@ -351,7 +351,7 @@ def test_max_tokens_ends_a_stream(config, monkeypatch):
             read.append(i)
             yield {"text": "ten bytes."}
 
-    monkeypatch.setattr("data.corpora._hub_rows", rows)
+    monkeypatch.setattr("data.hub._hub_rows", rows)
     data = prepare(
         DataConfig(name="fineweb_edu", hub="owner/name", cache=config.cache, max_tokens=1000, val_fraction=0.1)
     )

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import GlobalBatch, Prefetcher
+from data.batches import GlobalBatch
 from data.errors import DataError
+from data.prefetcher import Prefetcher
 from data.tasks import TASKS
 from data.tasks.batches import TRAINING, VALIDATION, TaskBatches, drawn, validation_batches
 from data.tasks.counting import Counting

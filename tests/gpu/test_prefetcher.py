@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import Batches, GlobalBatch, Prefetcher
+from data.batches import Batches, GlobalBatch
+from data.prefetcher import Prefetcher
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,7 +11,8 @@ from recipe.arena.plan import Plan
 from recipe.arena.statistics import ALPHA
 from recipe.files import to_json
 from recipe.report.arena.figures import arena_charts, forest
-from recipe.report.arena.results import Arena, Comparison, Reading, compare_arms, race
+from recipe.report.arena.race import race
+from recipe.report.arena.results import Arena, Comparison, Reading, compare_arms
 from recipe.report.arena.tables import cost_table, lr_table, plan_table, probe_table, race_table, verdict_table
 from recipe.report.arena.text import arena_answer, departures, go_on, lr_warnings
 from recipe.report.page import Report, Section, draw, sources_of, subtitle, write_page

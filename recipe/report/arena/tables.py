@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 from recipe.arena.statistics import ALPHA, Paired, paired
-from recipe.report.arena.results import Arena, ArmRuns, race
+from recipe.report.arena.race import race
+from recipe.report.arena.results import Arena, ArmRuns
 from recipe.report.costs import attention_alone, median_of
 from recipe.report.tables import DASH, Table, count, loss, memory, table
 from recipe.wording import percent

@@ -11,7 +11,8 @@ from scipy import stats
 
 from recipe.arena.plan import read_plan
 from recipe.arena.statistics import Verdict
-from recipe.report.arena.results import Arena, Comparison, compare_arms, race
+from recipe.report.arena.race import race
+from recipe.report.arena.results import Arena, Comparison, compare_arms
 from recipe.report.runs import find_runs
 from tests.recipe.report.arena.synthetic import losses_of, write_arena
 
