@@ -1,6 +1,7 @@
 """Check this checkout with the torch, Triton and Python of this environment, and record the result.
 
     python -m bench.stack
+    python -m bench.stack --smoke     a few of the tests, in a quarter of a minute
 
 Runs a selection of the tests, in Triton's interpreter. Compiles attention's kernels for several GPUs, once for each
 Triton version at a commit; this machine needs none of these GPUs. Adds rows to bench/results/stack-tests-<CPU>.json
@@ -43,11 +44,26 @@ TESTS = (
     "tests/recipe/test_config.py::test_help_names_groups_choices_and_overrides",
     "tests/test_train.py::test_the_summary_tells_how_the_run_went",
 )
+# Of each of these a test or two: kernels and their gradients, opcheck, decoding, one graph, torch's switch and so on.
+SMOKE = (
+    "tests/attention/test_flash.py::test_views_of_one_projection_get_the_gradient_of_the_formula",
+    "tests/attention/test_flash.py::test_the_operator_keeps_torchs_rules",
+    "tests/attention/test_formula.py::test_the_kernels_give_what_python_gives_of_a_formulas_text_with_all_gradients",
+    "tests/attention/test_formula.py::test_a_compiled_call_has_no_break_and_gives_the_same_by_operators_that_keep_torchs_rules",
+    "tests/attention/test_decode.py::test_new_tokens_follow_those_of_their_sequence",
+    "tests/attention/test_torch_sdpa.py",
+    "tests/attention/test_transformers.py::test_logits_and_gradients_are_those_of_eager_attention",
+    "tests/model/test_gpt.py::test_compiles_into_one_graph_for_every_step",
+    "tests/recipe/training/test_optimizer.py::test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest",
+    "tests/recipe/training/test_checkpoint.py::test_what_is_loaded_is_what_was_saved",
+    "tests/recipe/test_config.py::test_help_names_groups_choices_and_overrides",
+    "tests/test_train.py::test_the_summary_tells_how_the_run_went",
+)
 
 
-def run_tests() -> dict[str, int]:
-    """How many of TESTS passed, failed and were skipped, with their progress on the terminal."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *TESTS]
+def run_tests(tests: Sequence[str]) -> dict[str, int]:
+    """How many tests passed, failed and were skipped, with their progress on the terminal."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = []
@@ -89,6 +105,7 @@ def compile_kernels() -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a test failed or a kernel did not compile."""
     parser = command_line("bench.stack", __doc__, "stack-tests")
+    parser.add_argument("--smoke", action="store_true", help="a few of the tests")
     args = parser.parse_args(arguments)
     cpu = torch.device("cpu")
     head = measurement(command_of(parser, arguments), cpu)
@@ -104,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kernels.add(row := versions | {"kernels": compile_kernels()})
     with recorder(args.name, ["python", "torch"]) as tests:
         start = time.monotonic()
-        counts = run_tests()
-        tests.add({**versions, **counts, "seconds": round(time.monotonic() - start)})
+        counts = run_tests(SMOKE if args.smoke else TESTS)
+        tests.add({**versions, "smoke": args.smoke, **counts, "seconds": round(time.monotonic() - start)})
     print(pairs(list(tests.rows.values())), kernels_of_each(list(kernels.rows.values())), sep="\n\n", flush=True)
     return int(counts["failed"] > 0 or not all(row["kernels"][name].endswith(" kernels") for name in NVIDIA))
 

@@ -14,8 +14,9 @@ def release(version: str) -> list[int]:
 
 
 def outcome(row: Row) -> str:
-    """How many tests passed, failed and were skipped."""
-    return ", ".join(f"{row[word]} {word}" for word in ("passed", "failed", "skipped") if row[word])
+    """How many tests passed, failed and were skipped; "few" where these were bench.stack's --smoke."""
+    counts = ", ".join(f"{row[word]} {word}" for word in ("passed", "failed", "skipped") if row[word])
+    return f"few: {counts}" if row["smoke"] else counts
 
 
 @block("stack-tests", "cpu:stack-tests")
