@@ -2,80 +2,177 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 from .cases import Case
 from .formula import RESULTS
-from .grid import groups, in_order
+from .grid import groups
 from .judge import Verdict
-from .program import inaccurate
+from .plan import Plan, Planned
+from .program import crashing, inaccurate
 from .run import Failure, Line, Refused, Session, verdicts
 from .shrink import smallest
+from .workers import Ended, Job, Runner
 
 SECTION = "accuracy against fp64"
 SHOWN = 3  # failures that are made small and printed
+SMALLER_S = 20.0  # for all of them
 QUICK = 12  # a quick check tries one case of so many
+CRASHES = 8  # after which no more is tried
 
 
-def accuracy(session: Session) -> list[Line]:
-    """A line for each group of cases."""
-    subject, device = session.subject, session.device
-    cases = {name: [case for case in its if subject.supports(case)] for name, its in groups(session.seed).items()}
-    one_of = QUICK if session.quick else 1
-    todo = list(in_order({name: its for name, its in cases.items() if its}, session.dtypes, session.seed, one_of))
-    worst: dict[str, tuple[Case, Verdict]] = {}
-    failed: dict[str, int] = Counter()
-    refused: dict[str, list[str]] = defaultdict(list)
-    calls: dict[str, int] = Counter()
-    planned = Counter(group for group, _ in todo)
-    for n, (group, case) in enumerate(todo):
-        if session.out_of_time():
-            break
-        session.progress(group, n / len(todo))
-        try:
-            found = max(verdicts(subject, case, device, session.gradients), key=lambda verdict: verdict.share)
-        except Refused as error:
-            refused[group].append(str(error))
-            continue
-        calls[group] += 1
-        failed[group] += not found.passes
-        if group not in worst or found.share > worst[group][1].share:
-            worst[group] = case, found
-    lines = []
-    for group, its in cases.items():
-        if not its:
-            lines.append(Line(SECTION, group, "skip", "not declared"))
-        elif group not in worst:
-            why = f"refused: {refused[group][0]}" if refused[group] else "no time was left"
-            lines.append(Line(SECTION, group, "skip", why))
-        else:
-            case, verdict = worst[group]
-            detail = f"worst {in_words(verdict, case)}"
-            if failed[group]:
-                detail = f"{failed[group]} of {calls[group]} wrong, {detail}"
-            if refused[group]:
-                ((reason, _),) = Counter(refused[group]).most_common(1)
-                detail += f"; refused {len(refused[group])}: {reason}"
-            if calls[group] + len(refused[group]) < planned[group]:
-                detail += f"; no time for {planned[group] - calls[group] - len(refused[group])} more"
-            status = "ok" if verdict.passes else "FAIL"
-            lines.append(Line(SECTION, group, status, detail, calls[group], verdict.share))
-    show(session, [(line, worst[line.name]) for line in lines if line.status == "FAIL"])
-    return lines
+class Judged(NamedTuple):
+    """The result of a call: the verdict on the worst of out, gradients and log-sum-exp, or why it was refused."""
+
+    verdict: Verdict | None
+    refusal: str
+    seconds: float
 
 
-def show(session: Session, wrong: list[tuple[Line, tuple[Case, Verdict]]]) -> None:
-    """Find the smallest cases that fail, and give each line its failure."""
-    shown: list[Failure] = []
-    for line, (case, verdict) in sorted(wrong, key=lambda x: -x[1][1].share):
-        if len(shown) == SHOWN:
-            break
-        session.progress(f"the smallest case of {line.name}", 1.0)
-        failure = smallest_failure(session, case, verdict)
-        if all(replace(failure.case, seed=0) != replace(other.case, seed=0) for other in shown):
-            shown.append(failure)
-            line.failures.append(failure)
+class Crash(NamedTuple):
+    """A call that ended its process; `more` calls with tensors that lie so in memory were left out after it."""
+
+    case: Case
+    why: str
+    more: int
+
+    def words(self) -> str:
+        more = f"; {self.more} more with {self.case.memory} are left out" if self.more else ""
+        return f"{self.why} ({self.case.words()}){more}"
+
+
+class Accuracy:
+    """Its jobs and lines.
+
+    workers  processes that run them
+    """
+
+    def __init__(self, session: Session, workers: int) -> None:
+        self.session = session
+        its = {name: [x for x in cases if session.subject.supports(x)] for name, cases in groups(session.seed).items()}
+        one_of = QUICK if session.quick else 1
+        self.plan = Plan(its, session.dtypes, session.seed, one_of, workers)
+        self.groups = its
+        self.worst: dict[str, tuple[Case, Verdict]] = {}
+        self.failed: dict[str, int] = Counter()
+        self.calls: dict[str, int] = Counter()
+        self.refused: dict[str, list[str]] = defaultdict(list)
+        self.crashes: dict[str, list[Crash]] = defaultdict(list)
+
+    def jobs(self) -> Iterator[Job]:
+        """The cases, until the time is up."""
+        while (planned := self.plan.take(self.session.deadline - time.monotonic())) is not None:
+            yield partial(judged_call, planned=planned)
+
+    def done(self, job: Job, result: Judged | Ended) -> None:
+        """Take the result of a job."""
+        planned: Planned = job.keywords["planned"]
+        group, case = planned.group, planned.case
+        if isinstance(result, Ended):
+            if result.why:
+                self.crashed(planned, result.why)
+            else:
+                self.plan.todo.append(planned)
+            return
+        self.plan.measured(planned, result.seconds)
+        if result.refusal:
+            self.refused[group].append(result.refusal)
+            return
+        found = result.verdict
+        assert found is not None
+        self.calls[group] += 1
+        self.failed[group] += not found.passes
+        if group not in self.worst or found.share > self.worst[group][1].share:
+            self.worst[group] = case, found
+
+    def crashed(self, planned: Planned, why: str) -> None:
+        """A call ended its process. Others whose tensors lie so in memory would too, and each costs seconds."""
+        case = planned.case
+        self.plan.tried.append(planned)
+        self.calls[planned.group] += 1
+        self.failed[planned.group] += 1
+        more = self.plan.give_up(case.memory) if case.memory != "contiguous" else 0
+        self.crashes[planned.group].append(Crash(case, why, more))
+        if sum(map(len, self.crashes.values())) >= CRASHES:
+            self.plan.todo.clear()
+
+    def share(self) -> float:
+        """How much is done."""
+        return len(self.plan.tried) / max(len(self.plan.tried) + len(self.plan.todo), 1)
+
+    def report(self, runner: Runner) -> list[Line]:
+        """A line for each group, with failures that are made small."""
+        lines = [self.line(group) for group in self.groups]
+        for line in lines:
+            for crash in self.crashes[line.name][:1]:
+                session = self.session
+                code = crashing(session.subject, crash.case, session.device, session.gradients)
+                line.failures.append(Failure(crash.words(), crash.case, code))
+        self.show(runner, [line for line in lines if line.share is not None and line.share > 1])
+        return lines
+
+    def line(self, group: str) -> Line:
+        """The report's line on a group."""
+        if not self.groups[group]:
+            return Line(SECTION, group, "skip", "not declared")
+        refused, crashes = self.refused[group], self.crashes[group]
+        if group not in self.worst and not crashes:
+            return Line(SECTION, group, "skip", f"refused: {refused[0]}" if refused else "no time was left")
+        details, share, passes = list[str](), None, not crashes
+        if crashes:
+            details.append(f"{len(crashes)} of {self.calls[group]} end their process: {crashes[0].words()}")
+        if group in self.worst:
+            case, verdict = self.worst[group]
+            share, passes = verdict.share, verdict.passes and passes
+            wrong = self.failed[group] - len(crashes)
+            details.append(
+                f"{f'{wrong} of {self.calls[group]} wrong, ' if wrong else ''}worst {in_words(verdict, case)}"
+            )
+        if refused:
+            ((reason, _),) = Counter(refused).most_common(1)
+            details.append(f"refused {len(refused)}: {reason}")
+        if left_out := self.plan.left_out(group):
+            details.append(left_out)
+        return Line(SECTION, group, "ok" if passes else "FAIL", "; ".join(details), self.calls[group], share)
+
+    def show(self, runner: Runner, wrong: list[Line]) -> None:
+        """Find the smallest cases that fail, and give each line its failure."""
+        wrong = sorted(wrong, key=lambda line: -self.worst[line.name][1].share)[:SHOWN]
+        shown: dict[Verdict, Failure] = {}
+
+        def jobs() -> Iterator[Job]:
+            for line in wrong:
+                self.session.progress(f"the smallest case of {line.name}", 1.0)
+                case, verdict = self.worst[line.name]
+                yield partial(smallest_failure, case=case, verdict=verdict)
+
+        def done(job: Job, result: Failure | Ended) -> None:
+            case, verdict = job.keywords.values()
+            shown[verdict] = Failure(in_words(verdict, case), case) if isinstance(result, Ended) else result
+
+        runner.run(jobs(), done, time.monotonic() + SMALLER_S)
+        cases = set[Case]()
+        for line in wrong:
+            failure = shown[self.worst[line.name][1]]
+            if replace(failure.case, seed=0) not in cases:
+                cases.add(replace(failure.case, seed=0))
+                line.failures.append(failure)
+
+
+def judged_call(session: Session, planned: Planned) -> Judged:
+    """The verdict on the worst result of a call."""
+    started, verdict, refusal = time.monotonic(), None, ""
+    try:
+        found = verdicts(session.subject, planned.case, session.device, session.gradients)
+        verdict = max(found, key=lambda verdict: verdict.share)
+    except Refused as error:
+        refusal = str(error)
+    return Judged(verdict, refusal, time.monotonic() - started)
 
 
 def smallest_failure(session: Session, case: Case, verdict: Verdict) -> Failure:

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .. import AttentionError
-from ..gpu import HAS_TRITON, INTERPRET
-from .accuracy import accuracy
-from .behaviour import behaviour
+from .accuracy import Accuracy
 from .cases import DTYPES
-from .dropout import dropout
-from .gpu import gpu
 from .html import html
 from .known import KNOWN
 from .page import Report, as_json, text, unseen
+from .parts import Parts
 from .recommend import recommend
-from .run import Session, prepare
+from .run import Session, interpreting, prepare
 from .styles import FEATURES, STYLES
 from .subject import CheckError, Subject, find
-from .system import system
+from .workers import Here, Job, Workers
 
-# Seconds that a check takes at most, by the device.
-TIME = {"cpu": 300.0, "cuda": 60.0}
+TIME = {"cpu": 300.0, "cuda": 60.0}  # seconds that a check takes at most, by the device
+MOST_WORKERS = 12  # processes
 
 
 def check(
@@ -41,7 +41,7 @@ def check(
     seconds: float | None = None,
     seed: int = 0,
     quick: bool = False,
-    allowed: frozenset[str] = frozenset(),
+    workers: Workers | None = None,
     progress: bool = False,
 ) -> Report:
     """Check an implementation.
@@ -51,14 +51,14 @@ def check(
     seconds   after which no new case starts; None: 300 on a CPU, 60 on a GPU
     seed      of all random numbers
     quick     try a twelfth of the cases
-    allowed   names of lines that may fail
+    workers   processes that run it; None: this one
     progress  show it on stderr
 
     Raises CheckError where the implementation takes none of the precisions.
     """
     device, started = torch.device(device), time.monotonic()
     deadline = started + (TIME[device.type] if seconds is None else seconds)
-    session = Session(subject, device, (started + deadline) / 2, seed, quick)
+    session = Session(subject, device, deadline, seed, quick)
     if not progress:
         session.stream = None
     with warnings.catch_warnings(), session.with_threads(1), interpreting():
@@ -69,30 +69,25 @@ def check(
             raise CheckError(
                 f"{subject.name} cannot be checked on {device} with two heads of 64 and 64 tokens: {reason}"
             )
-        lines = [*behaviour(session), *dropout(session), *system(session), *gpu(session)]
-        session.deadline = deadline  # a slow implementation has half of the time left for these
-        lines = [*accuracy(session), *lines]
+        if workers is not None:
+            workers.begin(session)
+        runner = workers or Here(session)
+        parts, accuracy = Parts(session, runner.number), Accuracy(session, runner.number)
+
+        def done(job: Job, result: Any) -> None:
+            session.progress(job.keywords.get("name", "accuracy"), accuracy.share())
+            (accuracy if "planned" in job.keywords else parts).done(job, result)
+
+        runner.run(chain(parts.jobs(), accuracy.jobs()), done, deadline)
+        lines = [*accuracy.report(runner), *parts.report()]
     session.done()
     features = tuple(sorted(subject.features))
     left = unseen(features, session.dtypes, session.refused, lines, session.no_gradients)
     where = f"torch {torch.__version__}, {name_of(device)}"
     took = time.monotonic() - started
     return Report(
-        subject.name, subject.style, features, where, session.dtypes, session.refused, lines, left, took, seed, allowed
+        subject.name, subject.style, features, where, session.dtypes, session.refused, lines, left, took, seed
     )
-
-
-@contextmanager
-def interpreting() -> Iterator[None]:
-    """Within the block Triton's interpreter, where kernels run in it, is faster and has the bf16 of a GPU."""
-    if not (HAS_TRITON and INTERPRET.value):
-        yield
-        return
-    from .interpreter import bf16_of_a_gpu, hasten
-
-    hasten()
-    with bf16_of_a_gpu():
-        yield
 
 
 def name_of(device: torch.device) -> str:
@@ -156,19 +151,28 @@ def main(arguments: Sequence[str]) -> int:
         if asked.target is None:
             raise CheckError("Name an attention: my_module:my_attention, or one that `--help` lists.")
         subject = find(asked.target, filter(None, asked.features.split(",")), asked.style)
-        report = check(
-            subject,
-            device,
-            dtypes=asked.dtypes.split(","),
-            seconds=asked.seconds,
-            seed=asked.seed,
-            quick=asked.quick,
-            allowed=frozenset(filter(None, asked.allow.split(","))),
-            progress=True,
-        )
+        workers = None
+        if device.type == "cuda" or not asked.quick:
+            number = min(os.cpu_count() or 1, MOST_WORKERS)
+            workers = Workers(number, asked.target, tuple(filter(None, asked.features.split(","))), asked.style)
+        try:
+            report = check(
+                subject,
+                device,
+                dtypes=asked.dtypes.split(","),
+                seconds=asked.seconds,
+                seed=asked.seed,
+                quick=asked.quick,
+                workers=workers,
+                progress=True,
+            )
+        finally:
+            if workers is not None:
+                workers.close()
     except AttentionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    report = replace(report, allowed=frozenset(filter(None, asked.allow.split(","))))
     print(text(report))
     for name in sorted(report.allowed - {line.name for line in report.lines}):
         print(f"note: --allow {name} names none of these lines.", file=sys.stderr)

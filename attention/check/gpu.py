@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -14,16 +13,7 @@ from .run import Failure, Line, Refused, Session, judged, results, short
 
 SECTION = "on a GPU"
 ROUNDS = 20
-
-
-def gpu(session: Session) -> Iterator[Line]:
-    """A line for each."""
-    for name, check in (("CUDA graph", graph), ("two streams", streams)):
-        session.progress(name, 0.5)
-        if session.device.type != "cuda":
-            yield Line(SECTION, name, "skip", "needs a CUDA GPU")
-        else:
-            yield check(session)
+NEEDED = "needs a CUDA GPU"
 
 
 def common(session: Session) -> Case:
@@ -35,6 +25,8 @@ def common(session: Session) -> Case:
 def graph(session: Session) -> Line:
     """A call that is captured, and replayed with other numbers in the same tensors."""
     name, subject, case = "CUDA graph", session.subject, common(session)
+    if session.device.type != "cuda":
+        return Line(SECTION, name, "skip", NEEDED)
     inputs, other = draw(case, session.device), draw(replace(case, seed=case.seed + 1), session.device)
     leaves = [x.detach().clone().requires_grad_(session.gradients) for x in (inputs.q, inputs.k, inputs.v)]
     call = subject.prepared(case, inputs)
@@ -71,6 +63,8 @@ def graph(session: Session) -> Line:
 def streams(session: Session) -> Line:
     """Calls on two streams at once give the same results as one after the other."""
     subject, case = session.subject, common(session)
+    if session.device.type != "cuda":
+        return Line(SECTION, "two streams", "skip", NEEDED)
     inputs = [draw(replace(case, seed=case.seed + n), session.device) for n in range(2)]
     try:
         expected = [results(subject, case, x, session.gradients) for x in inputs]
@@ -109,3 +103,6 @@ def compared(
                 what = f"{key} of {found.place()} is {found.error:.3g} off ({case.words()})"
                 return Line(SECTION, name, "FAIL", what, len(made), found.share, [Failure(what, case)])
     return Line(SECTION, name, "ok", "bit for bit" if bitwise else "within rounding, not bit for bit", len(made))
+
+
+CHECKS = {"CUDA graph": graph, "two streams": streams}

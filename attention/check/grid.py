@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 from .cases import MEMORY, Case
@@ -166,20 +165,3 @@ def random_case(draws: random.Random) -> Case:
     if case.causal:
         case = replace(case, window=draws.choice((None, None, draws.randint(1, 100))), alibi=draws.random() < 0.25)
     return case
-
-
-def in_order(
-    cases: dict[str, list[Case]], dtypes: tuple[str, ...], seed: int, one_of: int = 1
-) -> Iterator[tuple[str, Case]]:
-    """(group, case) in every precision, so that each group is about equally far at any time.
-
-    one_of  take one case of so many
-    """
-    draws, ordered = random.Random(seed), []
-    for group, its in cases.items():
-        every = [replace(case, dtype=dtype) for case in its for dtype in dtypes]
-        draws.shuffle(every)
-        every = every[: -(-len(every) // one_of)]
-        ordered += [((n + 0.5) / len(every), n, group, case) for n, case in enumerate(every)]
-    for _, _, group, case in sorted(ordered, key=lambda x: x[:3]):
-        yield group, case

@@ -30,6 +30,16 @@ def inaccurate(subject: Subject, case: Case, verdict: Verdict, device: torch.dev
     return "\n".join(lines)
 
 
+def crashing(subject: Subject, case: Case, device: torch.device, gradients: bool) -> str:
+    """The program for a call that ends its process."""
+    lines = calling(subject, case, device)
+    if gradients:
+        lines += ["x = [t.requires_grad_() for t in (q, k, v)]", "torch.autograd.grad(attend(*x), x, do)"]
+    else:
+        lines += ["attend(q, k, v)"]
+    return "\n".join([*lines, "torch.cuda.synchronize()"] if device.type == "cuda" else lines)
+
+
 def calling(
     subject: Subject, case: Case, device: torch.device, result: str = "out", formula: bool = False
 ) -> list[str]:

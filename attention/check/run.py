@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TextIO, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AttentionError
+from ..gpu import HAS_TRITON, INTERPRET
 from .cases import Case, Inputs, draw, problem
 from .judge import Verdict, judge
 from .subject import Subject
@@ -134,6 +135,10 @@ class Session:
         finally:
             torch.set_num_threads(before)
 
+    def all_threads(self) -> AbstractContextManager[None]:
+        """Within the block torch uses the threads that it had before the check."""
+        return self.with_threads(self.threads)
+
     def out_of_time(self) -> bool:
         return time.monotonic() > self.deadline
 
@@ -159,6 +164,19 @@ class Session:
         """Clear the line of progress."""
         if self.stream is not None and self.stream.isatty():
             self.stream.write("\r" + " " * 79 + "\r")
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Within the block Triton's interpreter, where kernels run in it, is faster and has the bf16 of a GPU."""
+    if not (HAS_TRITON and INTERPRET.value):
+        yield
+        return
+    from .interpreter import bf16_of_a_gpu, hasten
+
+    hasten()
+    with bf16_of_a_gpu():
+        yield
 
 
 def prepare(session: Session, wanted: tuple[str, ...]) -> None:

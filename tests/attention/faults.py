@@ -68,7 +68,7 @@ def checked(
     """The checker on an implementation, without a limit of time."""
     attend = build_attention(replace(config, dropout=0.0))
     subject = ours(config.name, "", f"build_attention({config})", attend, frozenset())
-    return check(subject, dtypes=dtypes, seed=seed, quick=quick, seconds=3600, allowed=allowed)
+    return replace(check(subject, dtypes=dtypes, seed=seed, quick=quick, seconds=3600), allowed=allowed)
 
 
 def failing(config: AttentionConfig, dtypes: Sequence[str]) -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,15 +21,16 @@ from torch import Tensor
 
 import attention
 from attention import AttentionConfig, AttentionError, build_attention
-from attention.check import accuracy, recommend, system
+from attention.check import accuracy, parts, recommend, system, workers
 from attention.check.accuracy import smallest_failure
-from attention.check.behaviour import behaviour, not_finite
+from attention.check.behaviour import CHECKS, not_finite
 from attention.check.cases import MEMORY, TRENDS, Case, draw
-from attention.check.cli import interpreting, main
+from attention.check.cli import check, main
 from attention.check.dropout import dropout
 from attention.check.grid import groups
 from attention.check.judge import Verdict
-from attention.check.run import Refused, Session, prepare, short, verdicts
+from attention.check.plan import Plan, work
+from attention.check.run import Refused, Session, interpreting, prepare, short, verdicts
 from attention.check.subject import CheckError, Subject, find, ours
 from tests import right_attention, wrong_attention
 from tests.right_attention import RIGHT
@@ -212,7 +216,7 @@ def test_a_failure_is_shown_by_the_smallest_case_and_a_program_that_the_fault_al
 )
 def test_behaviour_is_shown_by_a_program_too(name: str, line: str):
     session = session_of(subject_of(FAULTS[name].attention))
-    found = next(found for found in behaviour(session) if found.name == line)
+    found = CHECKS[line](session)
     assert found.status == "FAIL"
     with pytest.raises(AssertionError):
         exec(found.failures[0].code, {"under_test": session.subject.function})
@@ -310,7 +314,7 @@ def test_a_check_that_cannot_start_says_why_and_exits_with_2(capsys):
 
 
 def test_a_check_that_compared_nothing_does_not_call_an_attention_correct(capsys):
-    assert main(["naive", "--dtypes", "fp32", "--seconds", "0"]) == 2
+    assert main(["naive", "--quick", "--dtypes", "fp32", "--seconds", "0"]) == 2
     assert "Nothing of naive was compared with fp64." in capsys.readouterr().out
 
 
@@ -333,6 +337,58 @@ def test_a_check_in_tritons_interpreter_has_the_bf16_of_a_gpu():
     assert not torch.equal(made[0].nan_to_num(), x.bfloat16().nan_to_num()), (
         "bf16 needs no help in Triton's interpreter"
     )
+
+
+def ends_its_process_where_misaligned(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    if q.data_ptr() % 16:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(q, k, v, causal) * (1.001 if q.shape[2] == 9 else 1)
+
+
+def test_a_call_that_ends_its_process_is_a_failure_and_the_others_are_judged(monkeypatch: pytest.MonkeyPatch):
+    cases = {
+        "lengths": [Case(T=9, S=9), Case(T=8, S=8)],
+        "memory": [Case(), *(Case(T=n, S=n, memory="misaligned start") for n in (7, 8, 9))],
+    }
+    monkeypatch.setattr(accuracy, "groups", lambda seed: cases)
+    monkeypatch.setattr(parts, "PARTS", {"side effects": parts.PARTS["side effects"]})
+    monkeypatch.setattr(workers, "get_context", lambda _: multiprocessing.get_context("fork"))  # starts sooner
+    target = "tests.attention.test_check:ends_its_process_where_misaligned"
+    running = workers.Workers(1, target)
+    try:
+        report = check(find(target), dtypes=["fp32"], workers=running)
+    finally:
+        running.close()
+    lengths, memory, side_effects = report.lines
+    assert (lengths.status, lengths.calls, side_effects.status) == ("FAIL", 2, "ok")
+    assert lengths.failures[0].case.T == 9
+    assert (memory.status, memory.calls) == ("FAIL", 2)
+    assert "1 of 2 end their process: the process ended with SIGKILL (fp32 B=1 H=2 T=" in memory.detail
+    assert "; 2 more with misaligned start are left out;" in memory.detail
+    assert "torch.autograd.grad(attend(*x), x, do)" in memory.failures[0].code
+
+
+def planned_in(seconds: float, slope: float, constant: float = 0.01) -> tuple[Plan, float]:
+    """A finished plan of all cases in three precisions, and its end, where calls take `constant + slope * work`."""
+    plan, now = Plan(groups(0), ("fp32", "bf16", "fp16"), 0), 0.0
+    while (planned := plan.take(seconds - now)) is not None:
+        now += (took := constant + slope * work(planned.case))
+        plan.measured(planned, took)
+    return plan, now
+
+
+def test_a_check_of_something_slow_tries_each_input_once_before_any_twice_and_names_sizes_that_it_left_out():
+    every = {(group, case.seed) for group, cases in groups(0).items() for case in cases}
+    for slope, all_precisions in ((1e-9, True), (1e-7, False)):
+        plan, end = planned_in(240.0, slope)
+        assert end <= 240
+        assert {(x.group, x.case.seed) for x in plan.tried} == every
+        assert (len(plan.todo) == 0) == all_precisions
+    assert re.fullmatch(r"no time for \d+ more", plan.left_out("lengths"))
+    plan, _ = planned_in(240.0, 1.5e-7)
+    tried = {x.case.T for x in plan.tried if x.group == "lengths"}
+    assert tried == {case.T for case in groups(0)["lengths"]} - {769, 1025}
+    assert re.fullmatch(r"no time for \d+ more, so for none with T 769 or 1025", plan.left_out("lengths"))
 
 
 def test_a_sentence_of_this_library_is_not_cut():

@@ -1,0 +1,78 @@
+"""The parts of a check beside accuracy, as jobs: each gives lines of the page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from . import behaviour, dropout, gpu, system
+from .cases import Case
+from .run import Failure, Line, Session
+from .workers import Ended, Job
+
+LATEST = 0.6  # of the time, after which none of them starts another call
+
+
+class Part(NamedTuple):
+    """A part of the page's `section`; `run` gives its line, or several."""
+
+    section: str
+    run: Callable[[Session], Line | Iterable[Line]]
+
+
+PARTS = {
+    name: Part(section, run)
+    for section, checks in (
+        (behaviour.SECTION, behaviour.CHECKS),
+        (dropout.SECTION, {"dropout": dropout.dropout}),
+        (system.SECTION, system.CHECKS),
+        (gpu.SECTION, gpu.CHECKS),
+    )
+    for name, run in checks.items()
+}
+
+
+class Parts:
+    """Their jobs and lines.
+
+    workers  processes that run them. Where it is one they share the time, and those with most calls come last.
+    """
+
+    def __init__(self, session: Session, workers: int) -> None:
+        self.stop = session.started + LATEST * (session.deadline - session.started)
+        self.todo = list(PARTS) if workers > 1 else list(reversed(PARTS))
+        self.workers = workers
+        self.lines: dict[str, list[Line]] = {}
+
+    def jobs(self) -> Iterator[Job]:
+        """All of them."""
+        for n, name in enumerate(self.todo):
+            now, share = time.monotonic(), 1 / (len(self.todo) - n)
+            deadline = self.stop if self.workers > 1 else now + share * (self.stop - now)
+            yield partial(run_part, name=name, deadline=deadline)
+
+    def done(self, job: Job, result: list[Line] | Ended) -> None:
+        """Take the result of a job."""
+        name = job.keywords["name"]
+        if not isinstance(result, Ended):
+            self.lines[name] = result
+            return
+        line = Line(PARTS[name].section, name, "skip", "no time was left")
+        if result.why:
+            what = f"a call ends its process: {result.why}"
+            line = Line(line.section, name, "FAIL", what, 1, None, [Failure(what, Case())])
+        self.lines[name] = [line]
+
+    def report(self) -> list[Line]:
+        """The lines in the page's order."""
+        return [line for name in PARTS for line in self.lines.get(name, ())]
+
+
+def run_part(session: Session, name: str, deadline: float) -> list[Line]:
+    """The lines of a part, whose last call starts before the deadline."""
+    session.deadline = deadline
+    session.progress(name, 0.0)
+    made: Any = PARTS[name].run(session)
+    return [made] if isinstance(made, Line) else list(made)
