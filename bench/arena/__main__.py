@@ -28,6 +28,7 @@ from bench.machine import processor
 from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
 from bench.runs import python
 from data.atomic import write_atomically
+from data.tasks import TASKS
 from recipe.arena.plan import read_plan
 from recipe.arena.statistics import holm_levels, judge, paired
 from recipe.ladder.plan import read_ladder
@@ -144,7 +145,8 @@ def sweep(name: str, folder: Path) -> Row:
     if plan:
         arena = compare_arms(plan, runs)
         probes = {arm: last_of_probes(list(result.runs.values())) for arm, result in arena.arms.items()}
-        return row | {"arms": plan.arms, "arena": plain(arena_json(arena)), "probes": probes}
+        maps = {arm: maps_of_tasks(list(result.runs.values())) for arm, result in arena.arms.items()}
+        return row | {"arms": plan.arms, "arena": plain(arena_json(arena)), "probes": probes, "maps": plain(maps)}
     if ladder:
         return row | {"arms": ladder.arms, "ladder": plain(ladder_json(ladder, rungs_of(ladder, runs)))}
     raise SystemExit(f"error: {folder} is neither an arena nor a ladder; name the folder of one.")
@@ -161,6 +163,17 @@ def last_of_probes(runs: Sequence[Run]) -> dict[str, float]:
     names = sorted({name for run in runs for name in run.metrics if name.startswith("probe/")})
     ends = {name: [run.series(name).last() for run in runs] for name in names}
     return {name: float(np.mean([value for value in values if value is not None])) for name, values in ends.items()}
+
+
+def maps_of_tasks(runs: Sequence[Run]) -> dict[str, Row]:
+    """The accuracy on each task by length and distance, averaged over the runs."""
+    maps = {}
+    for task in sorted({name for run in runs for name in run.recorded("probes") if name in TASKS}):
+        details = [run.recorded("probes")[task] for run in runs if task in run.recorded("probes")]
+        cells = np.array([one["accuracy"] for one in details], np.float64).mean(0)  # what was not asked is NaN
+        accuracy = [[None if np.isnan(cell) else round(cell, 4) for cell in row] for row in cells.tolist()]
+        maps[task] = {"lengths": details[0]["lengths"], "distances": details[0]["distances"], "accuracy": accuracy}
+    return maps
 
 
 def plain(value: Any) -> Any:

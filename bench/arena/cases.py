@@ -73,7 +73,11 @@ SWEEPS = {
         f"experiment=recall data=counting arena.arms='{COUNTERS}' arena.seeds=2 model.n_layers=1 model.n_heads=4 "
         f"{QUIET}"
     ),
-    "recall-needle": f"experiment=recall data=needle arena.seeds=2 seq_len=256 training.batch_size=8 {QUIET}",
+    # One layer, as two can pass the needle on from token to token. ALiBi takes up to 32 nats from it.
+    "recall-needle": (
+        "experiment=recall data=needle arena.seeds=2 model.n_layers=1 seq_len=1024 training.batch_size=4 "
+        f"training.steps=600 training.eval_every=200 {QUIET}"
+    ),
     "ladder": (
         f"experiment=ladder ladder.depths=[2,3,4,5] ladder.next=7 ladder.width=26 ladder.head=26 {QUIET} "
         "model.positions=rotary optimizer=muon optimizer.lr=2.4e-2 training.batch_size=4 training.steps=160 "
