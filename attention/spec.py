@@ -87,7 +87,9 @@ class Inputs(NamedTuple):
     sinks         (H,) fp32
     starts, ends  (B, L) int32, contiguous: document_starts and document_ends of Layout
     factors       (B or 1, H or 1, T or 1) fp32: of s, for an implementation that multiplies the queries itself
-    horizons      (B, H) int32, of ALiBi: keys at that distance or further away have no weight; None: not known
+    horizons      int32, None where not known. Of ALiBi (B, H): keys at that distance or further away have no weight. Of
+                  a formula that adds numbers of keys (B, H, tiles of queries, then of keys): for queries the first key
+                  with weight for them or later ones, for keys the end of the queries for which they have weight
     formula       a tuple: what a formula's scores are computed from, as `Spec.computed` counts it
     """
 

@@ -12,7 +12,7 @@ from .. import gpu
 from ..spec import Inputs, Spec
 
 DOCUMENT_LENGTH = 2048  # keys of a document that blocks are chosen for: the host does not know its lengths
-HORIZONS_FROM = 2048  # queries, and keys that they see: with fewer, ALiBi's horizons save less time than they take
+HORIZONS_FROM = 2048  # queries, and keys that they see: with fewer, horizons save less time than they take
 
 
 class KernelCall(NamedTuple):
@@ -65,19 +65,19 @@ class Problem(NamedTuple):
 
     @property
     def has_horizons(self) -> bool:
-        """Whether ALiBi's horizons pay.
+        """Whether horizons pay, where ALiBi or a formula has some.
 
         With other positions the key at a query's position may be missing, and horizons do not hold.
         """
         spec = self.spec
-        return spec.score.alibi and not spec.offsets and min(self.queries, self.visible) >= HORIZONS_FROM
+        return spec.score.causal and not spec.offsets and min(self.queries, self.visible) >= HORIZONS_FROM
 
 
 class Mode(NamedTuple):
     """The constants a kernel is compiled for, besides its blocks.
 
     bounded   whether the keys that a query sees may begin after the first: with a window or documents
-    horizon   whether tiles beyond ALiBi's horizon are skipped
+    horizon   whether tiles beyond a horizon are skipped, see horizon.py
     offsets   whether the last query stands elsewhere than at the last key
     fixed_max whether a row's maximum over one tile is used for all, as a soft cap keeps exp(s) from overflowing
     formula   a Code of formula.py; None where scores are changed by no formula

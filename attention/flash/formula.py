@@ -31,7 +31,7 @@ from ..formula.graph import Node, is_number, leaf, topological
 from ..formula.hoist import steps_of
 from ..formula.parse import show
 from ..formula.plan import Plan, placeholder, plan
-from ..gpu import ALIGNMENT, INTERPRET
+from ..gpu import ALIGNMENT, INTERPRET, constant_when_compiled
 from ..layout import Layout
 from ..score import Score
 from ..scores.soft_cap import tanh
@@ -353,6 +353,14 @@ def added_by(score: Score) -> str | None:
 def is_biased(score: Score) -> bool:
     """Whether a formula adds a number of each key to s, and to the kernels nothing else."""
     return added_by(score) == "column"
+
+
+@constant_when_compiled
+def numbers_of_keys(*values: Any) -> int | None:
+    """The number of the input that a formula adds to the scores of each key, for a Score's values; None where it does
+    anything else."""
+    score = Score(*values)
+    return written(score).added if is_biased(score) else None
 
 
 def sums_along_columns(spec: Spec) -> bool:

@@ -1,17 +1,24 @@
-"""How far ALiBi lets a query see: beyond its head's horizon all weights are exactly zero, and kernels skip the tiles.
+"""How far a query sees where scores fall with the distance: beyond a horizon all weights are exactly zero, and kernels
+skip the tiles.
 
-Scores and slopes are in base 2. Let `bound` be the scale times the largest norm of a head's queries times that of its
-keys. Before ALiBi no score is larger. A causal query sees the key at its position, with a bias of 0, so a row's maximum
-is at least -bound. A key at distance d scores at most bound - slope d, and has at most the weight
-2^(2 bound - slope d). Where fp32 rounds that to zero, the key adds nothing to l, o, dq, dk and dv. The plain forward
-begins with the far keys. Its sums over them are rescaled by the same tiny factor when it reaches the key at the query's
-position.
+With ALiBi, each head has one distance. Scores and slopes are in base 2. Let `bound` be the scale times the largest norm
+of a head's queries times that of its keys. Before ALiBi no score is larger. A causal query sees the key at its
+position, with a bias of 0, so a row's maximum is at least -bound. A key at distance d scores at most bound - slope d,
+and has at most the weight 2^(2 bound - slope d). Where fp32 rounds that to zero, the key adds nothing to l, o, dq, dk
+and dv. The plain forward begins with the far keys. Its sums over them are rescaled by the same tiny factor when it
+reaches the key at the query's position.
 
 A soft cap bounds the scores too. A sink only raises the maximum. Windows and documents never hide the key at the
 query's position. Numbers that are not finite, and slopes that are not positive, give no horizon.
+
+A formula that adds a number x_j to the scores of key j gives that key at most the weight 2^(2 bound + x_j - x_i), where
+x_i belongs to the key at the query's position. With the forget gates of the Forgetting Transformer x grows from key to
+key. Here it may be anything: GRAIN queries skip the keys before the first whose number is large enough for one of them,
+or for any later query. So the keys that queries see begin where those of the queries before begin, or after it.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,8 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..spec import Spec
-from .score import LOG2_E
-from .tiles import load_tile, tiles
+from .factors import factor_input, load_factors
+from .score import GRAIN, LOG2_E
+from .tiles import load_tile, tiles, unspecialised
 
 # Weights of 2^-150 and less round to zero. 8 more bits are for maxima that lag behind, see GROWTH in
 # hopper/forward_step.py, and 2 for biases that are rounded.
@@ -28,6 +36,8 @@ BITS = tl.constexpr(160.0)
 SLACK = tl.constexpr(1.02)  # for scores that are rounded: TF32 and tanh.approx are off by at most 2^-9 of the bound
 UNLIMITED = tl.constexpr(2**30)  # for a head without a horizon
 ELEMENTS = 2**14  # of the tile of a program that computes norms
+ROUNDED = tl.constexpr(2.0**-18)  # of a number of a key: how far its sum with a score may be off
+BLOCK = tl.constexpr(256)
 
 
 @triton.jit
@@ -43,7 +53,6 @@ def norms_kernel(x, p_squares, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def largest(p_x, n):
     """The largest of n numbers, none of them negative."""
-    BLOCK: tl.constexpr = 256
     b_x = tl.zeros([BLOCK], tl.float32)
     for i in range(0, n, BLOCK):
         o = i + tl.arange(0, BLOCK)
@@ -93,6 +102,128 @@ def find_horizons(q: Tensor, k: Tensor, slopes: Tensor, spec: Spec) -> Tensor:
         k_squares.shape[2],
         spec.scale * LOG2_E.value,
         cap * LOG2_E.value,
+        enable_fp_fusion=True,
+    )
+    return horizons
+
+
+@triton.jit(do_not_specialize=["S"])
+def extremes_kernel(q, x, factors, bounds, strides, S, COLUMNS: tl.constexpr):
+    """Of GRAIN queries the largest squared norm and the smallest number of the keys at their positions, of GRAIN keys
+    the largest number: in base 2, with what rounding may make of it. Grid: tiles of the longer, batch x heads.
+
+    x        the numbers of keys
+    bounds   a Bounds
+    strides  of x: of sequences and of heads, as `unspecialised` has them
+    """
+    H, T = q.shape[1], q.shape[2]
+    i_tile, i_bh = tl.program_id(0), tl.program_id(1)
+    i_b, i_h, n_q, n_k = i_bh // H, i_bh % H, tl.cdiv(T, GRAIN), tl.cdiv(S, GRAIN)
+    p_x = x + (tl.cast(i_b, tl.int64) * (strides[0] >> 2) + i_h * (strides[1] >> 2))
+    o_m = i_tile * GRAIN + tl.arange(0, GRAIN)
+    if i_tile < n_q:
+        b_q = load_tile(q, i_b, i_h, i_tile * GRAIN, GRAIN, COLUMNS).to(tl.float32)
+        if factors is not None:
+            b_q = b_q * load_factors(factors, i_b, i_h, o_m, T)[:, None]
+        b_squares = tl.sum(b_q * b_q, 1)
+        square = tl.max(tl.where(b_squares >= 0, b_squares, float("inf")), 0)
+        o_own = o_m + S - T
+        has_own = (o_m < T) & (o_own >= 0)
+        b_x = tl.load(p_x + o_own, mask=has_own, other=0.0) * LOG2_E
+        b_x = b_x - tl.abs(b_x) * ROUNDED
+        least = tl.min(tl.where(has_own, tl.where(b_x > -float("inf"), b_x, -float("inf")), float("inf")), 0)
+        tl.store(bounds.q_squares + i_bh * n_q + i_tile, square)
+        tl.store(bounds.lows + i_bh * n_q + i_tile, least)
+    if i_tile < n_k:
+        b_x = tl.load(p_x + o_m, mask=o_m < S, other=-float("inf")) * LOG2_E
+        b_x = tl.where(b_x == -float("inf"), b_x, b_x + tl.abs(b_x) * ROUNDED)
+        most = tl.max(tl.where(b_x < float("inf"), b_x, float("inf")), 0)
+        tl.store(bounds.highs + i_bh * n_k + i_tile, most)
+
+
+@triton.jit
+def reach(bounds, i_bh, i_bkv, n_q, n_squares, scale_log2):
+    """How far, in base 2, the number of a key without weight lies below that of the key at a query's position."""
+    q_square = largest(bounds.q_squares + i_bh * n_q, n_q)
+    k_square = largest(bounds.k_squares + i_bkv * n_squares, n_squares)
+    bits = BITS + 2 * SLACK * tl.sqrt(q_square) * tl.sqrt(k_square) * scale_log2
+    return tl.where(bits < float("inf"), bits, float("inf"))
+
+
+@triton.jit(do_not_specialize=["G", "n_q", "n_k", "n_squares", "scale_log2"])
+def key_horizons_kernel(p_horizons, bounds, G, n_q, n_k, n_squares, scale_log2):
+    """The first key of GRAIN queries, or the end of the queries of GRAIN keys. Grid: n_q + n_k, batch x heads.
+
+    The queries of keys are those of all G heads that share these.
+    """
+    i, i_bh = tl.program_id(0), tl.program_id(1)
+    i_bkv, o = i_bh // G, tl.arange(0, BLOCK)
+    if i < n_q:
+        b_low = tl.full([BLOCK], float("inf"), tl.float32)
+        for i_q in range(i, n_q, BLOCK):
+            b_low = tl.minimum(
+                b_low, tl.load(bounds.lows + i_bh * n_q + i_q + o, mask=i_q + o < n_q, other=float("inf"))
+            )
+        least = tl.min(b_low, 0) - reach(bounds, i_bh, i_bkv, n_q, n_squares, scale_log2)
+        b_first = tl.full([BLOCK], n_k, tl.int32)
+        for i_k in range(0, n_k, BLOCK):
+            b_high = tl.load(bounds.highs + i_bh * n_k + i_k + o, mask=i_k + o < n_k, other=-float("inf"))
+            b_first = tl.minimum(b_first, tl.where(b_high < least, n_k, i_k + o))
+        result = tl.min(b_first, 0)
+    else:
+        b_end = tl.zeros([BLOCK], tl.int32)
+        for i_head in range(i_bkv * G, i_bkv * G + G):
+            b_high = tl.full([BLOCK], -float("inf"), tl.float32)
+            for i_k in range(0, i - n_q + 1, BLOCK):
+                seen = i_k + o <= i - n_q
+                b_new = tl.load(bounds.highs + i_head * n_k + i_k + o, mask=seen, other=-float("inf"))
+                b_high = tl.maximum(b_high, b_new)
+            most = tl.max(b_high, 0) + reach(bounds, i_head, i_bkv, n_q, n_squares, scale_log2)
+            for i_q in range(0, n_q, BLOCK):
+                b_low = tl.load(bounds.lows + i_head * n_q + i_q + o, mask=i_q + o < n_q, other=float("inf"))
+                b_end = tl.maximum(b_end, tl.where((b_low > most) | (i_q + o >= n_q), 0, i_q + o + 1))
+        result = tl.max(b_end, 0)
+    tl.store(p_horizons + i_bh * (n_q + n_k) + i, result * GRAIN)
+
+
+class Bounds(NamedTuple):
+    """Of tiles of GRAIN queries or keys of each head, see `extremes_kernel`; k_squares of `largest_squares`."""
+
+    q_squares: Tensor
+    lows: Tensor
+    highs: Tensor
+    k_squares: Tensor
+
+
+def find_key_horizons(q: Tensor, k: Tensor, x: Tensor, factors: Tensor | None, spec: Spec) -> Tensor:
+    """The horizons of causal scores s + x_j, of q (B, H, T, D), multiplied by factors if any, k (B, H_kv, S, D) and
+    x (B or 1, H or 1, S), as `Inputs` has them."""
+    (B, H, T, D), (H_kv, S) = q.shape, k.shape[1:3]
+    columns, grain = max(16, triton.next_power_of_2(D)), GRAIN.value
+    n_q, n_k = triton.cdiv(T, grain), triton.cdiv(S, grain)
+    squares, lows, highs = (q.new_empty(B, H, n, dtype=torch.float32) for n in (n_q, n_q, n_k))
+    bounds = Bounds(squares, lows, highs, largest_squares(k))
+    strides = (0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
+    given = None if factors is None else factor_input(factors)
+    extremes_kernel[(max(n_q, n_k), B * H)](
+        tiles(q, grain, columns),
+        x,
+        given,
+        bounds,
+        tuple(map(unspecialised, strides)),
+        S,
+        COLUMNS=columns,
+        enable_fp_fusion=True,
+    )
+    horizons = q.new_empty(B, H, n_q + n_k, dtype=torch.int32)
+    key_horizons_kernel[(n_q + n_k, B * H)](
+        horizons,
+        bounds,
+        H // H_kv,
+        n_q,
+        n_k,
+        bounds.k_squares.shape[2],
+        spec.scale * LOG2_E.value,
         enable_fp_fusion=True,
     )
     return horizons

@@ -33,10 +33,11 @@ if HAS_TRITON:
     from .backward import Gradients
     from .decode import flash_decode, run_decode
     from .factors import scale_gradient, scaled_queries
-    from .formula import readable, sums_along_columns, with_row_terms, written
+    from .formula import numbers_of_keys, readable, sums_along_columns, with_row_terms, written
     from .formula_gradients import learned_gradients
-    from .horizon import find_horizons
+    from .horizon import find_horizons, find_key_horizons
     from .paths import PATHS, choose_path, describe_path, no_fp8_gradients
+    from .score import GRAIN
     from .tiles import addressable, rows_like
 
 MAX_HEAD_DIM = 256
@@ -101,6 +102,42 @@ flash_horizons = torch.library.custom_op(f"{NAMESPACE}::flash_horizons", run_hor
 @flash_horizons.register_fake
 def _(q: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape[:2], dtype=torch.int32)
+
+
+def run_key_horizons(q: Tensor, k: Tensor, x: Tensor, factors: Tensor | None, spec: str) -> Tensor:
+    """The horizons of a call whose formula adds the numbers x of keys, as `Inputs` has them."""
+    check(q.shape[-1], q.dtype, q.device)
+    if q.numel() == 0 or k.numel() == 0:
+        return q.new_zeros(key_horizons_shape(q, k), dtype=torch.int32)
+    with torch.cuda.device_of(q):
+        return find_key_horizons(addressable(q), addressable(k), x, factors, Spec.read(spec))
+
+
+def key_horizons_shape(q: Tensor, k: Tensor) -> tuple[int, int, int]:
+    """Of the horizons of a formula."""
+    grain = GRAIN.value
+    return *q.shape[:2], (q.shape[2] + grain - 1) // grain + (k.shape[2] + grain - 1) // grain
+
+
+flash_key_horizons = torch.library.custom_op(f"{NAMESPACE}::flash_key_horizons", run_key_horizons, mutates_args=())
+
+
+@flash_key_horizons.register_fake
+def _(q: Tensor, k: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(key_horizons_shape(q, k), dtype=torch.int32)
+
+
+def horizons(q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, compiling: bool) -> Tensor | None:
+    """The horizons of a causal call; None where its scores have none."""
+    text = spec.text()
+    if spec.score.alibi:
+        return (flash_horizons if compiling else run_horizons)(q, k, inputs.slopes, text)
+    column = None if inputs.formula is None else numbers_of_keys(*spec.score.values)
+    if column is None:
+        return None
+    factors = None if inputs.factors is None else inputs.factors.detach()
+    x = inputs.formula[column].detach()
+    return (flash_key_horizons if compiling else run_key_horizons)(q, k, x, factors, text)
 
 
 def run_forward(
@@ -321,8 +358,7 @@ class FlashAttention(Attention):
         q, k, v = prepared(q), prepared(k), prepared(v)
         text = spec.text()
         if Problem(spec, D, q.dtype, q.shape[2], k.shape[2], (0, 0)).has_horizons:
-            find = flash_horizons if compiling else run_horizons
-            inputs = inputs._replace(horizons=find(q.detach(), k.detach(), inputs.slopes, text))
+            inputs = inputs._replace(horizons=horizons(q.detach(), k.detach(), inputs, spec, compiling))
         if compiling:
             out, lse, _ = flash_forward(q, k, v, inputs.present(), text, *positions)
         else:

@@ -18,6 +18,8 @@ import triton.language as tl
 
 from ..gpu import LOG2_E
 
+GRAIN = tl.constexpr(64)  # queries, or keys, that share a horizon of a formula
+
 
 class Positions(NamedTuple):
     """Where T queries and S keys of one sequence stand, and the bounds of its documents by position, if it has any."""
@@ -29,7 +31,7 @@ class Positions(NamedTuple):
     p_starts: Any
     p_ends: Any
     length: Any  # of the documents' row
-    horizon: Any  # of ALiBi, see horizon.py
+    horizon: Any  # of ALiBi, or where those of a formula begin, see horizon.py
 
 
 @triton.jit
@@ -41,10 +43,13 @@ def locate(T, S, inputs, scalars, i_b, i_bh, n_heads):
     offset = S - T if scalars.q_start is None else (scalars.q_start >> 2) - (scalars.k_start >> 2)
     k_start = 0 if scalars.k_start is None else scalars.k_start >> 2
     horizon = 0
-    if inputs.horizons is not None:  # the furthest
-        horizon = tl.load(inputs.horizons + i_bh)
-        for i in range(1, n_heads):
-            horizon = tl.maximum(horizon, tl.load(inputs.horizons + i_bh + i))
+    if inputs.horizons is not None:
+        if inputs.slopes is None:
+            horizon = inputs.horizons + tl.cast(i_bh, tl.int64) * (tl.cdiv(T, GRAIN) + tl.cdiv(S, GRAIN))
+        else:  # the furthest
+            horizon = tl.load(inputs.horizons + i_bh)
+            for i in range(1, n_heads):
+                horizon = tl.maximum(horizon, tl.load(inputs.horizons + i_bh + i))
     if inputs.starts is None:  # zeros for what is not there: in Triton 3.6 no function returns a tuple with None in it
         pos = Positions(T, S, offset, k_start, 0, 0, 0, horizon)
     else:
@@ -66,8 +71,8 @@ def seen_keys(i_m, pos, BLOCKS: tl.constexpr, MODE: tl.constexpr):
     """(n_start, n_full_start, n_full_end, n_end): the keys that one of the queries from i_m sees, n_start to n_end.
 
     All of the queries see all keys from n_full_start to n_full_end. The other tiles are cut by the diagonal, a window,
-    a document's bounds or the end of the sequence. All but n_end are multiples of BLOCKS.k. ALiBi's horizon cuts none:
-    the keys beyond it have no weight anyway.
+    a document's bounds or the end of the sequence. All but n_end are multiples of BLOCKS.k. A horizon cuts none: the
+    keys beyond it have no weight anyway.
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
@@ -94,8 +99,10 @@ def seen_keys(i_m, pos, BLOCKS: tl.constexpr, MODE: tl.constexpr):
                 n_end = tl.minimum(n_end, document_bound(pos.p_ends, own_last, pos))
         n_start = tl.maximum(n_start, 0) // BN * BN
         n_full_start = tl.cdiv(tl.maximum(n_full_start, 0), BN) * BN
-    if MODE.horizon:
+    if MODE.horizon and MODE.alibi:
         n_start = tl.maximum(n_start, tl.maximum(i_m + pos.offset - (pos.horizon - 1), 0) // BN * BN)
+    elif MODE.horizon:
+        n_start = tl.maximum(n_start, tl.load(pos.horizon + i_m // GRAIN) // BN * BN)
     return n_start, n_full_start, n_full_end, n_end
 
 
@@ -127,8 +134,11 @@ def seeing_queries(i_n, pos, BLOCKS: tl.constexpr, MODE: tl.constexpr):
             if not MODE.causal:
                 m_start = tl.maximum(document_bound(pos.p_starts, i_n, pos) - pos.offset, 0) // BM * BM
                 m_full_start = tl.cdiv(tl.maximum(document_bound(pos.p_starts, i_last, pos) - pos.offset, 0), BM) * BM
-    if MODE.horizon:
+    if MODE.horizon and MODE.alibi:
         m_end = tl.minimum(m_end, tl.minimum(i_n + BN, pos.S) - 1 + pos.horizon - pos.offset)
+    elif MODE.horizon:
+        p_end = pos.horizon + tl.cdiv(T, GRAIN) + (tl.minimum(i_n + BN, pos.S) - 1) // GRAIN
+        m_end = tl.minimum(m_end, tl.load(p_end))
     return m_start, m_full_start, m_full_end, m_end
 
 

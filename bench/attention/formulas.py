@@ -2,6 +2,8 @@
 
     python -m bench.attention.formulas                head size 128, 8 heads, 16k tokens, bf16
     python -m bench.attention.formulas --quick        without Flex and dropout
+    python -m bench.attention.formulas --rows FoX     causal attention, and the rows whose names contain this
+    python -m bench.attention.formulas --json FILE    also write the times to a file
 
 First each formula compiles in a separate process, all at the same time. Then all are timed in turns.
 """
@@ -9,10 +11,13 @@ First each formula compiles in a separate process, all at the same time. Then al
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,6 +29,7 @@ from bench.markdown import table
 from bench.measure import Timing, interleaved
 
 H = 8
+FOX = "s + c[h, i] - c[h, j]"
 SECONDS = 0.2  # of the device, for each pass of each row
 Result = Timing | Exception
 KEY = DropoutKey(seed=1, step=2, layer=3, first_sequence=4)
@@ -40,8 +46,20 @@ class Row(NamedTuple):
     flex: bool = False
 
 
-def gates(T: int) -> dict[str, Tensor]:
+def open_gates(T: int) -> dict[str, Tensor]:
+    """Forget gates that forget nothing."""
+    return {"c": torch.zeros(1, H, T)}
+
+
+def drawn_gates(T: int) -> dict[str, Tensor]:
+    """Forget gates of which each forgets about 7 %."""
     return {"c": torch.nn.functional.logsigmoid(3 + torch.randn(1, H, T)).cumsum(-1)}
+
+
+def spread_gates(T: int) -> dict[str, Tensor]:
+    """Forget gates that leave half of a key's weight after 1 to 300 tokens, from head to head."""
+    rates = math.log(2) / torch.logspace(0, math.log10(300), H).view(1, H, 1)
+    return {"c": -(rates * 2 * torch.rand(1, H, T)).cumsum(-1)}
 
 
 ROWS = (
@@ -53,7 +71,9 @@ ROWS = (
     Row("ALiBi, formula", "s - slope[h] * (i - j)", lambda T: {"slope": alibi_slopes(H)}, learned=False, flex=True),
     Row("scalable softmax", "s * log(n + 1)", flex=True),
     Row("temperature a head", "a[h] * s", lambda T: {"a": torch.ones(H)}),
-    Row("FoX, all gradients", "s + c[h, i] - c[h, j]", gates, flex=True),
+    Row("FoX, open gates", FOX, open_gates, flex=True),
+    Row("FoX, gates of 0.93", FOX, drawn_gates, flex=True),
+    Row("FoX, half-lives 1 to 300", FOX, spread_gates, flex=True),
     Row("bias of 128 distances", "s + bias[h, min(i - j, 127)]", lambda T: {"bias": torch.randn(H, 128)}, flex=True),
     Row("bias of T x T", "s + pair[h, i, j]", lambda T: {"pair": torch.randn(H, T, T)}),
 )
@@ -83,10 +103,10 @@ def warm(number: int, T: int, D: int, dropouts: Sequence[float]) -> None:
         backward(forward())
 
 
-def warm_all(T: int, D: int, dropouts: Sequence[float]) -> None:
-    """`warm` all rows, each in a separate process."""
+def warm_all(rows: Sequence[Row], T: int, D: int, dropouts: Sequence[float]) -> None:
+    """`warm` rows, each in a process of its own."""
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=warm, args=(number, T, D, dropouts)) for number in range(len(ROWS))]
+    workers = [context.Process(target=warm, args=(ROWS.index(row), T, D, dropouts)) for row in rows]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -129,16 +149,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rows", default="")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.exit(1, "bench.attention.formulas times kernels on a CUDA GPU, and this machine has none.\n")
     T, D, start = args.tokens, args.head_dim, time.time()
     dropouts = (0.0,) if args.quick else (0.0, 0.1)
-    warm_all(T, D, dropouts)
+    rows = [row for row in ROWS if row is ROWS[0] or args.rows in row.name]
+    warm_all(rows, T, D, dropouts)
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
-    lines = [[row.name] for row in ROWS]
+    lines = [[row.name] for row in rows]
     for dropout in dropouts:
-        results = [milliseconds(pair) for pair in measured(ROWS, "flash", T, D, dropout)]
+        results = [milliseconds(pair) for pair in measured(rows, "flash", T, D, dropout)]
         base = results[0]
         if isinstance(base, str):
             parser.exit(1, f"causal attention itself failed: {base}\n")
@@ -150,13 +173,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 line += [f"{times[0]:.3f} / {times[1]:.3f}", *ratios]
         print(f"dropout {dropout} timed after {time.time() - start:.0f} s", flush=True)
     if not args.quick:
-        rows = [row for row in ROWS if row.flex]
-        others = dict(zip((row.name for row in rows), measured(rows, "flex", T, D, 0.0), strict=True))
+        flex = [row for row in rows if row.flex]
+        others = dict(zip((row.name for row in flex), measured(flex, "flex", T, D, 0.0), strict=True))
         for line in lines:
             other = milliseconds(others[line[0]]) if line[0] in others else ""
             line.append(other if isinstance(other, str) else f"{other[0]:.3f} / {other[1]:.3f}")
     columns = [c for p in dropouts for c in (f"ms, dropout {p}", "forward over causal", "backward over causal")]
-    print(table(["score", *columns, *([] if args.quick else ["flex, ms"])], lines))
+    header = ["score", *columns, *([] if args.quick else ["flex, ms"])]
+    print(table(header, lines))
+    if args.json is not None:
+        args.json.write_text(json.dumps({"tokens": T, "head_dim": D, "rows": [header, *lines]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

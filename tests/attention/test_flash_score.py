@@ -228,10 +228,10 @@ def test_a_horizon_follows_the_largest_norm_of_many_rows():
 )
 def test_long_calls_have_horizons(T, S, given, expected):
     window, offsets = given.get("window"), given.get("offsets", False)
-    for alibi in (True, False):
-        spec = Spec(Score(window=window, alibi=alibi), scale=1.0, offsets=offsets)
-        problem = Problem(spec, 64, torch.bfloat16, T, S, (9, 0))
-        assert problem.has_horizons is (alibi and expected)
+    spec = Spec(Score(window=window), scale=1.0, offsets=offsets)
+    assert Problem(spec, 64, torch.bfloat16, T, S, (9, 0)).has_horizons is expected
+    spec = Spec(Score(causal=False), scale=1.0, offsets=offsets)
+    assert not Problem(spec, 64, torch.bfloat16, T, S, (9, 0)).has_horizons
 
 
 def test_alibis_horizon_is_where_weights_are_zero():
@@ -289,3 +289,51 @@ def test_horizons_compile_with_the_call(horizons):
     q, k = (x.to(DEVICE).requires_grad_() for x in tensors[:2])
     spec = Spec(Score(alibi=True, soft_cap=3.0), scale=0.25)
     torch.library.opcheck(flash_horizons, (q, k, slopes, spec.text()))
+
+
+def forgetting(S: int) -> Tensor:
+    """(4, S): sums of logarithms of gates. The first head forgets all but a token's neighbours and the third nothing,
+    and the last has numbers that are no such sums: they also rise."""
+    rates = torch.tensor([40.0, 4.0, 0.0, 0.0])[:, None]
+    c = -rates * (0.5 + torch.rand(4, S, generator=torch.Generator().manual_seed(0))).cumsum(-1)
+    c[3] = 400 * torch.sin(torch.arange(S) / 40.0)
+    return c.to(DEVICE)
+
+
+def forget(case: Case, tensors: tuple[Tensor, ...], name: str = "flash") -> dict[str, Tensor]:
+    """out and the gradients of attention with forget gates and factors of s, of q, k, v and dout."""
+    given = (*tensors[:3], torch.linspace(0.5, 2, 4), forgetting(case.S))
+    q, k, v, a, c = (x.to(tensors[0], copy=True).requires_grad_() for x in given)
+    score = Score(formula="s * a[h] + c[h, i] - c[h, j]", window=case.window)
+    attend = build_attention(AttentionConfig(name, dropout=case.dropout))
+    out = attend(q, k, v, score=score, layout=case.layout(DEVICE), dropout_key=KEY, tensors={"a": a, "c": c}).out
+    gradients = torch.autograd.grad(out, (q, k, v, a, c), tensors[3])
+    return {"out": out, **dict(zip(("dq", "dk", "dv", "da", "dc"), gradients, strict=True))}
+
+
+GATED = Case(1, 4, 4, 200, 200, 16)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [replace(GATED, H_kv=2, T=100, dropout=0.17), replace(GATED, window=150, documents=(160, 40))],
+    ids=["more_keys_dropout", "window_documents"],
+)
+def test_keys_that_gates_forget_add_nothing(case, horizons):
+    tensors = tuple(x.to(DEVICE) for x in case.tensors(torch.float32))
+    got, exact = forget(case, tensors), forget(case, tuple(x.double() for x in tensors), "naive")
+    horizons(False)
+    for name, x in forget(case, tensors).items():
+        assert torch.equal(got[name], x), name
+        torch.testing.assert_close(got[name], exact[name], rtol=1e-4, atol=1e-4, check_dtype=False)
+
+
+def test_tiles_that_gates_forget_are_never_read(horizons):
+    """A NaN in a tile that is read reaches the results, even where its weight is zero."""
+    q, k, v, do = (x.to(DEVICE) for x in GATED.tensors(torch.float32))
+    bad_v, bad_do = v.clone(), do.clone()
+    bad_v[:, :, :64] = bad_do[:, :, -64:] = math.nan
+    found, found_back = forget(GATED, (q, k, bad_v, do)), forget(GATED, (q, k, v, bad_do))
+    for head, forgets in enumerate((True, True, False, False)):
+        far = (found["out"][:, head, -64:], found["dq"][:, head, -64:], *(found_back[x][:, head, :64] for x in DKDV))
+        assert all(x.isnan().any().item() != forgets for x in far), head

@@ -131,3 +131,36 @@ def test_the_operators_of_a_formula_with_tensors_keep_torchs_rules(path):
     assert len(calls) == 2
     for operator, (args, kwargs) in calls.items():
         torch.library.opcheck(operator, args, kwargs)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
+@pytest.mark.parametrize(("T", "window", "dropout"), [(2500, None, 0.0), (2500, 1800, 0.1), (1000, None, 0.0)])
+def test_keys_that_gates_forget_add_nothing_and_their_tiles_are_never_read(D, path, T, window, dropout, horizons):
+    """Of four heads, two forget a key within 300 tokens; the numbers of the last also rise."""
+    torch.manual_seed(0)
+    B, H, S = 2, 4, 2500
+    q, do = torch.randn(2, B, H, T, D, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, B, H, S, D, device="cuda", dtype=torch.bfloat16)
+    rates = torch.tensor([4.0, 1.5, 0.001, 0.0], device="cuda")[:, None]
+    c = -(rates * (0.5 + torch.rand(B, H, S, device="cuda"))).cumsum(-1)
+    c[:, 3] = 400 * torch.sin(torch.arange(S, device="cuda") / 300)
+    attend, score = attention(path, dropout), Score(formula="s * log(n + 1) + c[h, i] - c[h, j]", window=window)
+
+    def run(v: Tensor, do: Tensor) -> dict[str, Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, c)]
+        out = attend(*leaves[:3], score=score, dropout_key=KEY, tensors={"c": leaves[3]}).out
+        return dict(zip(("out", "dq", "dk", "dv", "dc"), (out, *torch.autograd.grad(out, leaves, do)), strict=True))
+
+    got = run(v, do)
+    bad_v, bad_do = v.clone(), do.clone()
+    bad_v[:, :, :128] = bad_do[:, :, -128:] = torch.nan
+    if T == S and window is None:
+        far, back = run(bad_v, do), run(v, bad_do)
+        for head, forgets in enumerate((True, True, False, False)):
+            ends = (far["out"][:, head, -128:], far["dq"][:, head, -128:])
+            starts = (back["dk"][:, head, :128], back["dv"][:, head, :128])
+            assert all(x.isnan().any().item() != forgets for x in (*ends, *starts)), head
+    horizons(False)
+    for name, x in run(v, do).items():
+        assert torch.equal(got[name], x), name
