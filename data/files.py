@@ -60,12 +60,12 @@ def read_spans(spans: list[Span], text_field: str) -> Iterator[Row]:
                 yield {"split": span.split, "text": text, "opens": i == 0}
 
 
-def pieces(path: Path, start: int, stop: int) -> Iterator[str]:
+def pieces(path: Path, start: int, stop: int, block_size: int = BLOCK) -> Iterator[str]:
     """The text of a range of bytes, in pieces that together have the same tokens as the whole."""
     piece, offset = b"", start
     with reading(path), path.open("rb") as file:
         file.seek(start)
-        while block := file.read(min(BLOCK, stop - offset - len(piece))):
+        while block := file.read(min(block_size, stop - offset - len(piece))):
             piece += block
             if cut := _LAST_CUT.match(piece):
                 yield _decode(piece[: cut.end()], path, offset)

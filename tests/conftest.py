@@ -4,6 +4,7 @@ The slowest files come first, so that the workers finish together.
 """
 
 import atexit
+import contextlib
 import gc
 import math
 import os
@@ -54,6 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
         folder.cleanup()
 
     config.add_cleanup(end)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Path]:
+    """The test's temporary folder, which is also the current one."""
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
 
 
 @pytest.fixture(scope="module")

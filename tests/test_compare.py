@@ -40,14 +40,11 @@ def test_one_command_writes_the_report_into_the_sweep(sweep: Path, capsys: pytes
     compare.main([str(sweep)])  # a second time reads the runs, not the report
 
 
-def test_several_folders_are_compared_in_a_folder_of_their_own(
-    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_several_folders_are_compared_in_a_folder_of_their_own(sweep: Path, here: Path) -> None:
     compare.main(["sweep/naive", "sweep/flash"])
-    assert (tmp_path / "report-out" / "report.md").is_file()
+    assert (here / "report-out" / "report.md").is_file()
     compare.main(["sweep/naive", "sweep/flash", "out=elsewhere", "reference=flash"])
-    assert "flash" in (tmp_path / "elsewhere" / "report.md").read_text()
+    assert "flash" in (here / "elsewhere" / "report.md").read_text()
 
 
 def test_runs_that_are_not_compared_with_each_other_are_kept_apart(
@@ -96,13 +93,10 @@ def test_failures_are_one_sentence_and_a_status(tmp_path: Path) -> None:
         ([".", "wandb=maybe"], "wandb=maybe is not a mode; choose one of online, offline, disabled"),
     ],
 )
-def test_mistakes_are_named(
-    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_are_named(arguments: list[str], sentence: str, here: Path) -> None:
     with pytest.raises(UserError, match=sentence):
         compare.main(arguments)
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 @pytest.mark.parametrize("out", ["file", "file/below", "/proc/x"])

@@ -312,13 +312,12 @@ def test_an_exported_folder_has_the_scores_of_its_run(tmp_path, positions, seq_l
         eval.main([f"run={folder}", f"tasks={quiz}", "device=cpu"])
 
 
-def test_a_folder_in_hugging_faces_format_runs_no_code(run, tmp_path, monkeypatch):
+def test_a_folder_in_hugging_faces_format_runs_no_code(run, here):
     pytest.importorskip("transformers")
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "exported"
+    folder = here / "exported"
     sample.main([f"run={run}", f"export={folder}"])
     (folder / "code.py").write_text("open('ran.txt', 'w')\n")
-    quiz = write(tmp_path / "quiz.jsonl", QUESTIONS)
+    quiz = write(here / "quiz.jsonl", QUESTIONS)
     for name, key, value in (
         ("config.json", "auto_map", {"AutoModelForCausalLM": "code.Model", "AutoConfig": "code.Config"}),
         ("config.json", "attn_implementation", "someone/kernel"),
@@ -418,14 +417,13 @@ def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tm
         (["tasks=long.jsonl"], r"The continuation ' xxxx.* has 31 tokens, and the model takes 1 to 24"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_sentence(run, tmp_path, monkeypatch, arguments, sentence):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "wrong.jsonl", [QUESTIONS[0], QUESTIONS[0] | {"answer": 2}])
-    write(tmp_path / "mixed.jsonl", [{"text": "a"}, QUESTIONS[0]])
+def test_what_cannot_be_measured_is_refused_in_one_sentence(run, here, arguments, sentence):
+    write(here / "wrong.jsonl", [QUESTIONS[0], QUESTIONS[0] | {"answer": 2}])
+    write(here / "mixed.jsonl", [{"text": "a"}, QUESTIONS[0]])
     for name in ("deep.json", "deep.jsonl"):
-        (tmp_path / name).write_text('{"text": ' + "[" * 100_000)
-    (tmp_path / "half.jsonl").write_text(r'{"text": "a\ud800"}')
-    write(tmp_path / "long.jsonl", [{"question": "a", "choices": ["x" * 30], "answer": 0}])
+        (here / name).write_text('{"text": ' + "[" * 100_000)
+    (here / "half.jsonl").write_text(r'{"text": "a\ud800"}')
+    write(here / "long.jsonl", [{"question": "a", "choices": ["x" * 30], "answer": 0}])
     before = (run / "summary.json").read_bytes()
     with pytest.raises(refusals()) as raised:
         eval.main([f"run={run}", "device=cpu", *arguments])

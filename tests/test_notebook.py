@@ -15,12 +15,11 @@ NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "first_comparison.ipynb"
 
 
 @pytest.mark.slow
-def test_the_notebook_trains_compares_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_trains_compares_and_draws(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     assert len(cells) == 10
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(here))
     mpl.use("agg")
     found: dict[str, Any] = {}
     for cell in cells:

@@ -43,9 +43,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+def config(here: Path) -> Config:
     """A run of seconds, on real text, below the working directory."""
-    monkeypatch.chdir(tmp_path)
     shutil.copy(os.__file__, "text.txt")
     return Config(
         seq_len=32,

@@ -5,32 +5,37 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
-from attention import Attention, AttentionShape, Score
+from attention import Attention, AttentionShape
 from recipe.profiling.attention_memory import forward_backward
 
 SECONDS = 0.3  # to measure each score
 FEWEST = 3  # passes
 
 
-def attention_ms(attend: Attention, shape: AttentionShape, B: int, T: int) -> float:
+def attention_ms(
+    attend: Attention, shape: AttentionShape, B: int, T: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Milliseconds that the attention of all layers takes, forward and backward, over B sequences of T tokens: for each
     layer's score the median of some passes after the first."""
-    return 1e3 * sum(n * seconds_of(attend, shape, score, B, T) for score, n in Counter(shape.scores).items())
+    return 1e3 * sum(
+        n * seconds_of(forward_backward(attend, shape, score, B, T), shape.device, clock)
+        for score, n in Counter(shape.scores).items()
+    )
 
 
-def seconds_of(attend: Attention, shape: AttentionShape, score: Score, B: int, T: int) -> float:
+def seconds_of(run: Callable[[], None], device: torch.device, clock: Callable[[], float]) -> float:
     """The median time of a layer's pass."""
-    run = forward_backward(attend, shape, score, B, T)
 
     def timed() -> float:
-        start = time.perf_counter()
+        start = clock()
         run()
-        if shape.device.type == "cuda":
-            torch.cuda.synchronize(shape.device)
-        return time.perf_counter() - start
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock() - start
 
     timed()  # allocates, compiles, and waits for the device's earlier work
     passes: list[float] = []

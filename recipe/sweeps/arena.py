@@ -73,6 +73,7 @@ class ArenaSweeper(Sweeper):
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
         self.loader, self.settings = hydra_context.config_loader, config
+        self.command_line = sys.argv[1:]
         launcher = {"hydra_context": hydra_context, "task_function": task_function, "config": config}
         self.jobs: Any = Plugins.instance().instantiate_launcher(**launcher)
 
@@ -106,7 +107,7 @@ class ArenaSweeper(Sweeper):
         base_lr = {name: float(cfg.optimizer.lr) for name, cfg in composed.items()}
         if arena.match is Match.params:
             arms = matched(arms, composed, arena.baseline or next(iter(arms)))
-        return new_plan(arena, arms, common, sys.argv[1:], base_lr, git_state(ROOT)["commit"])
+        return new_plan(arena, arms, common, self.command_line, base_lr, git_state(ROOT)["commit"])
 
     def launch(self, plan: Plan, runs: Sequence[PlannedRun], ahead: int) -> Sequence[JobReturn]:
         """Run the jobs of a stage. Exits where one failed or a signal came.

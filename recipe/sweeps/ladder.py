@@ -5,7 +5,6 @@ A sweep that is started again in the same folder goes on where it stopped.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +62,7 @@ class LadderSweeper(ArenaSweeper):
             sizes_of_arm = cfg.training.batch_size, cfg.seq_len, float(cfg.optimizer.lr), cfg.model.n_embd
             sizes |= {f"{name} {depth}": rule(ladder, depth, *sizes_of_arm) for depth in [*ladder.depths, ladder.next]}
         return LadderPlan(
-            arms, arena.baseline or next(iter(arms)), common, sys.argv[1:], arena.first_seed, arena.seeds,
+            arms, arena.baseline or next(iter(arms)), common, self.command_line, arena.first_seed, arena.seeds,
             ladder.depths, ladder.next, sizes, git_state(ROOT)["commit"], now(), {},
         )  # fmt: skip
 

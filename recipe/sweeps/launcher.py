@@ -112,7 +112,9 @@ class ProcessLauncher(Launcher):
         """Raises SweepError for GPUs that are not there, and for both options at once."""
         self.devices = chosen_devices(gpus, jobs)
         self.ahead = 0  # jobs that a sweeper will launch after these
+        self.cores = cores()  # for all jobs together
         self.threads = 1  # of each job, where several run at once
+        self.seconds_between_polls = SECONDS_BETWEEN_POLLS
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
         self.loader, self.config = hydra_context.config_loader, config
@@ -131,7 +133,7 @@ class ProcessLauncher(Launcher):
             job.check_folder()
         group = self.config.tracking.group or recorded_group(folder) or self.group(folder)
         running = RunningJobs()
-        self.threads = max(1, cores() // min(len(self.devices), len(jobs)))
+        self.threads = max(1, self.cores // min(len(self.devices), len(jobs)))
         with locked(folder):
             write_manifest(folder, jobs, group)
             for job in jobs:
@@ -155,7 +157,7 @@ class ProcessLauncher(Launcher):
                 device = free.pop(0)
                 running.processes[job] = self.start(job, device, group), device
                 progress.started(job)
-            time.sleep(SECONDS_BETWEEN_POLLS)
+            time.sleep(self.seconds_between_polls)
             for job, (process, device) in list(running.processes.items()):
                 if process.poll() is not None:
                     del running.processes[job]

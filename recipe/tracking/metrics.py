@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,12 @@ def read_metrics(path: Path, damaged: list[int] | None = None) -> list[dict[str,
 class MetricsFile:
     """The metrics of one run, written a line at a time."""
 
-    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+    def __init__(self, path: Path, resume_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin a new file or, with `resume_step`, keep the lines of the old one up to that step.
 
         Raises TrackingError if the file belongs to another run.
         """
-        self.path = path
+        self.path, self.clock = path, clock
         if resume_step is not None:
             records = [record for record in read_metrics(path) if record["step"] <= resume_step]
             write_atomically(path, "".join(to_json(record) + "\n" for record in records))
@@ -72,7 +72,7 @@ class MetricsFile:
         else:
             self.last_step = -1
         self.file = path.open("ab", buffering=0)
-        self.synced = time.monotonic()
+        self.synced = self.clock()
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log `metrics` after `step` updates. A second line of the same step adds to the first.
@@ -85,7 +85,7 @@ class MetricsFile:
         try:
             if self.file.write(line) != len(line):  # the disk had room for part of the line only
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if time.monotonic() - self.synced > SECONDS_BETWEEN_SYNCS:
+            if self.clock() - self.synced > SECONDS_BETWEEN_SYNCS:
                 self.sync()
         except OSError as error:
             raise TrackingError(
@@ -97,7 +97,7 @@ class MetricsFile:
     def sync(self) -> None:
         """Wait until every line is on the disk."""
         os.fsync(self.file.fileno())
-        self.synced = time.monotonic()
+        self.synced = self.clock()
 
     def close(self) -> None:
         """Sync the file to the disk and close it; safe to call twice."""

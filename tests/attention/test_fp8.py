@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
 
 from attention import (
     AttentionConfig,
@@ -14,9 +13,7 @@ from attention import (
     Score,
     UnsupportedAttention,
     build_attention,
-    gpu,
 )
-from attention.flash import paths
 from attention.flash.call import Problem
 from attention.flash.hopper.configs import fp8_blocks
 from attention.flash.hopper.fp8 import quantise, rotation
@@ -25,14 +22,6 @@ from attention.spec import Spec
 
 SPEC = Spec(Score(), scale=1.0, precision="fp8")
 PROBLEM = Problem(SPEC, 128, torch.bfloat16, queries=4096, keys=4096, capability=(9, 0))
-
-
-@pytest.fixture
-def hopper_gpu(monkeypatch):
-    """As if a Hopper GPU were at hand."""
-    monkeypatch.setattr(paths, "INTERPRET", triton.language.constexpr(False))
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
 
 
 def shape(**options) -> AttentionShape:

@@ -8,8 +8,7 @@ import pytest
 import torch
 import triton
 
-from attention import AttentionConfig, AttentionShape, KernelPath, Score, UnsupportedAttention, build_attention, gpu
-from attention.flash import paths
+from attention import AttentionConfig, AttentionShape, KernelPath, Score, UnsupportedAttention, build_attention
 from attention.flash.call import Problem
 from attention.flash.hopper.backward import Counters, Rows, delta_kernel
 from attention.flash.hopper.configs import backward_blocks
@@ -20,14 +19,6 @@ from attention.spec import Spec
 
 PROBLEM = Problem(Spec(Score(), scale=1.0), 128, torch.bfloat16, 4096, 4096, capability=(9, 0))
 EVERY_LENGTH = range(0, 2**17, 64)
-
-
-@pytest.fixture
-def hopper_gpu(monkeypatch):
-    """As if a Hopper GPU were at hand."""
-    monkeypatch.setattr(paths, "INTERPRET", triton.language.constexpr(False))
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
 
 
 def along(path: str, problem: Problem = PROBLEM, **other) -> Problem:

@@ -92,12 +92,11 @@ def test_gpt2_is_tiktokens_own(gpt2):
     assert (gpt2.n_vocab, gpt2.eot_token) == (50257, 50256)
 
 
-def test_pieces_of_a_file_have_the_tokens_of_the_whole(learned, tmp_path, monkeypatch):
+def test_pieces_of_a_file_have_the_tokens_of_the_whole(learned, tmp_path):
     tokenizer = as_encoding(learned)
-    monkeypatch.setattr("data.files.BLOCK", 997)
     text = inspect.getsource(argparse) + "".join(ODD_TEXTS[:-1]) + inspect.getsource(inspect) + "x" * 5000
     (tmp_path / "file.txt").write_bytes(text.encode())
-    parts = list(pieces(tmp_path / "file.txt", 0, 10**9))
+    parts = list(pieces(tmp_path / "file.txt", 0, 10**9, block_size=997))
     assert "".join(parts) == text
     assert len(parts) > 100
     tokens = np.concatenate([encoder(tokenizer)(part) for part in parts])

@@ -223,23 +223,21 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), MISTAKES.items(), ids=list(MISTAKES))
-def test_a_mistake_is_refused_before_anything_is_done(arguments, sentence, tmp_path, monkeypatch) -> None:
+def test_a_mistake_is_refused_before_anything_is_done(arguments, sentence, here) -> None:
     if arguments == "device=cuda" and torch.cuda.is_available():
         pytest.skip("there is a CUDA GPU here")
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=sentence) as raised:
         prepare(arguments.split())
     assert "\n" not in str(raised.value)
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize("arguments", [["-m", "seed=1,2"], ["experiment=break_it"]])
-def test_ranks_that_would_each_start_a_sweep_are_refused(arguments, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_ranks_that_would_each_start_a_sweep_are_refused(arguments, here, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="2 ranks were started; start it without torchrun"):
         prepare([*arguments, "device=cpu"])
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize("arguments", [["atention=flash", "model.n_heads=7", "seed=-1"], ["-m", "seq_len=abc,4"]])
@@ -253,8 +251,7 @@ def test_mistakes_end_the_command_with_their_sentences_alone(arguments: list[str
     assert not list(tmp_path.iterdir())
 
 
-def test_a_formula_and_the_place_of_its_mistake_stand_below_one_error(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_formula_and_the_place_of_its_mistake_stand_below_one_error(here: Path, capsys) -> None:
     with pytest.raises(ConfigError) as raised:
         prepare(["seed=-1", 'score.formula="s + cosh(i)"'])
     with pytest.raises(SystemExit):
@@ -265,8 +262,7 @@ def test_a_formula_and_the_place_of_its_mistake_stand_below_one_error(tmp_path: 
     assert place == ["    s + cosh(i)", "        ^^^^"]
 
 
-def test_all_mistakes_are_reported_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_all_mistakes_are_reported_together(here: Path) -> None:
     wrong = ["atention=flash", "model.n_head=4", "seq_len=abc", "optimizer=adam", "training.steps=2.5", "seed"]
     wrong += ["optimizer.lr=-1", "optimizer.clip=-1", "training.batch_size=0", "model.n_heads=0", "model.dropout=2"]
     wrong += ["data.max_tokens=0", "data.val_fraction=2"]
@@ -285,9 +281,8 @@ def test_a_pattern_names_files_of_conf(tmp_path: Path) -> None:
 
 
 def test_an_override_that_a_later_one_replaces_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     prepare(["seed=1", "attention=naive", "seed=2", "seed=2", "attention=tiled"])
     assert capsys.readouterr().err.splitlines() == [
         "note: seed=1 is replaced by seed=2, which stands after it.",
@@ -300,8 +295,7 @@ def test_an_override_that_a_later_one_replaces_is_named(
     assert capsys.readouterr().err == ""
 
 
-def test_flags_may_stand_among_the_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_flags_may_stand_among_the_overrides(here: Path) -> None:
     assert prepare(["model=tiny", "-m", "seed=1,2", "data=stdlib"]) == ["-m", "model=tiny", "seed=1,2", "data=stdlib"]
 
 

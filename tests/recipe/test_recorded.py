@@ -35,14 +35,13 @@ def schema() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(here: Path) -> Path:
     """A run folder with a valid checkpoint, below the working directory."""
-    monkeypatch.chdir(tmp_path)
     config = Config(device="cpu")
-    write_recorded(tmp_path / "run", as_plain(config), ["seed=1337"])
+    write_recorded(here / "run", as_plain(config), ["seed=1337"])
     state = {"model": {"x": torch.zeros(1)}, "training": {}}
-    save_checkpoint(tmp_path / "run" / "checkpoints", state, 1, keep_last=1, metadata={"config": as_plain(config)})
-    (tmp_path / "hubconf.py").write_text(f"open({RUNS!r}, 'w')\ndef go(): pass\n")
+    save_checkpoint(here / "run" / "checkpoints", state, 1, keep_last=1, metadata={"config": as_plain(config)})
+    (here / "hubconf.py").write_text(f"open({RUNS!r}, 'w')\ndef go(): pass\n")
     return Path("run")
 
 

@@ -20,12 +20,11 @@ SMALL = [
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(here: Path) -> Path:
     """The working directory: a text, and a run of three steps in `run`."""
-    monkeypatch.chdir(tmp_path)
     shutil.copy(os.__file__, "text.txt")
     assert train(*SMALL, "training.steps=3", "hydra.run.dir=run") == 0
-    return tmp_path
+    return here
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,14 +91,11 @@ def wait_for_restart(first: dict[str, int], torchrun: subprocess.Popen[bytes]) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
-def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(here: Path) -> None:
     """torchrun starts the ranks again after a kill in a step and one in a save; after the signal all stop, and one
     process goes on alone."""
     register()
     launcher.register()
-    monkeypatch.chdir(tmp_path)
     shutil.copy(os.__file__, "text.txt")
     run, whole = Path("run"), Path("whole")
     whole.mkdir()

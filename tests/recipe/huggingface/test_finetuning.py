@@ -82,24 +82,23 @@ def arguments(batch: Batch) -> dict[str, Tensor]:
     return {"input_ids": inputs, "labels": labels, "position_ids": torch.cat([positions, nothing], dim=1)}
 
 
-def test_the_page_finetunes_a_llama_as_transformers_does_and_exports_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_folder(tmp_path / "llama")
-    write_lines(tmp_path / "chats.jsonl", conversations(60))
+def test_the_page_finetunes_a_llama_as_transformers_does_and_exports_it(here):
+    write_folder(here / "llama")
+    write_lines(here / "chats.jsonl", conversations(60))
     on_chats, on_notes = commands()
     assert train(*on_chats, "hydra.run.dir=run") == 0
 
-    steps = micro_batches(tmp_path / "run", 6)
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", attn_implementation="eager")
+    steps = micro_batches(here / "run", 6)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(here / "llama", attn_implementation="eager")
     wanted = beside_transformers(theirs.train(), steps, 3e-3)
-    found = zip(losses(tmp_path / "run", "train/loss"), losses(tmp_path / "run", "optim/grad_norm"), strict=True)
+    found = zip(losses(here / "run", "train/loss"), losses(here / "run", "optim/grad_norm"), strict=True)
     for ours, reference in zip(found, wanted, strict=True):
         assert ours == pytest.approx(reference, rel=1e-5)
     assert wanted[-1][0] < 0.8 * wanted[0][0]
 
-    (tmp_path / "notes").mkdir()
+    (here / "notes").mkdir()
     for name in ("a.txt", "b.txt", "c.txt"):
-        (tmp_path / "notes" / name).write_text("It is what it is. " * 60)
+        (here / "notes" / name).write_text("It is what it is. " * 60)
     assert train(*on_notes, "training.steps=2", "hydra.run.dir=text") == 0
 
     (exporting,) = re.findall(r"^    python sample\.py (.*)$", PAGE, re.MULTILINE)
@@ -112,18 +111,17 @@ def test_the_page_finetunes_a_llama_as_transformers_does_and_exports_it(tmp_path
     names: dict[str, Any] = {}
     exec(code, names)  # the page's own
     assert names["answer"]["role"] == "assistant"
-    assert json.loads((tmp_path / "my-llama" / "generation_config.json").read_text())["eos_token_id"] == 1
+    assert json.loads((here / "my-llama" / "generation_config.json").read_text())["eos_token_id"] == 1
 
 
-def test_twenty_steps_are_those_of_the_trainer_of_transformers(tmp_path, monkeypatch):
+def test_twenty_steps_are_those_of_the_trainer_of_transformers(here):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
-    monkeypatch.chdir(tmp_path)
-    write_folder(tmp_path / "llama")
-    write_lines(tmp_path / "chats.jsonl", conversations(60))
+    write_folder(here / "llama")
+    write_lines(here / "chats.jsonl", conversations(60))
     on_chats, _ = commands()
     assert train(*on_chats, "training.steps=20", "hydra.run.dir=run") == 0
 
-    given = [arguments(batch) for batches in micro_batches(tmp_path / "run", 20) for batch in batches]
+    given = [arguments(batch) for batches in micro_batches(here / "run", 20) for batch in batches]
     shares: list[float] = []  # of each micro-batch in its step's loss
 
     class Recorder(transformers.Trainer):
@@ -140,9 +138,9 @@ def test_twenty_steps_are_those_of_the_trainer_of_transformers(tmp_path, monkeyp
         max_grad_norm=1.0, gradient_accumulation_steps=2, use_cpu=True, report_to=[], save_strategy="no",
         optim="adamw_torch",
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(here / "llama", attn_implementation="eager")
     Recorder(model, options).train()
     theirs = [sum(shares[2 * step : 2 * step + 2]) for step in range(20)]
-    ours = losses(tmp_path / "run", "train/loss")
+    ours = losses(here / "run", "train/loss")
     assert ours == pytest.approx(theirs, rel=1e-6)
     assert theirs[-1] < 0.5 * theirs[0]

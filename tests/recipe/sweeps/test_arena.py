@@ -6,7 +6,6 @@ A launcher stands for the processes, and gives each job a loss that its override
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,8 +56,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def run(*overrides: str, ends: dict[int, dict[str, Any]] | None = None) -> Launcher:
         arguments = [*ARGUMENTS, *overrides]
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
         sweeper = ArenaSweeper()
+        sweeper.command_line = arguments
         sweeper.settings = composed([*arguments, f"hydra.sweep.dir={tmp_path}"])
         sweeper.loader = SimpleNamespace(load_sweep_config=lambda _, lines: composed(lines))
         sweeper.jobs = Launcher(tmp_path)

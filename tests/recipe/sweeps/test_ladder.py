@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,8 +68,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def run(*overrides: str, lost: Sequence[int] = ()) -> Launcher:
         arguments = [*ARGUMENTS, *overrides]
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
         sweeper = LadderSweeper()
+        sweeper.command_line = arguments
         sweeper.settings = composed([*arguments, f"hydra.sweep.dir={tmp_path}"])
         sweeper.loader = SimpleNamespace(load_sweep_config=lambda _, lines: composed(lines))
         sweeper.jobs = Launcher(tmp_path, lost)

@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 
 from attention import Ablation
 from recipe.run_folder import StillRunning
-from recipe.sweeps import launcher as launcher_module
 from recipe.sweeps.jobs import SweepError, recorded_overrides
 from recipe.sweeps.launcher import ProcessLauncher, chosen_devices
 
@@ -76,16 +75,14 @@ end("completed")
 
 
 @pytest.fixture
-def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
+def sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list]:
     """sweep(jobs, **options): launch the jobs of a sweep into `multirun/2026-11-20/<name>`."""
-    script = tmp_path / "train.py"
+    script = here / "train.py"
     script.write_text(JOB)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launcher_module, "SECONDS_BETWEEN_POLLS", 0.01)
 
     def run(jobs: Sequence[str], name: str = "10-00-00", devices: list[str | None] | None = None) -> list:
         monkeypatch.setattr(sys, "argv", ["train.py", "-m", "experiment=wall"])
-        folder = tmp_path / "multirun" / "2026-11-20" / name
+        folder = here / "multirun" / "2026-11-20" / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "multirun.yaml").touch()  # as Hydra's sweeper has done by then
         config = OmegaConf.create(
@@ -114,7 +111,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
             return composed
 
         launcher = ProcessLauncher()
-        launcher.devices = devices or [None]
+        launcher.devices, launcher.cores, launcher.seconds_between_polls = devices or [None], 6, 0.01
         context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=compose))
         launcher.setup(hydra_context=context, task_function=None, config=config)
         return list(launcher.launch([job.split() for job in jobs], initial_job_idx=0))
@@ -248,7 +245,6 @@ def test_several_gpus_take_a_job_each(sweep, tmp_path):
 
 def test_jobs_on_a_cpu_run_at_once_and_share_the_cores_that_the_sweep_may_use(sweep, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(launcher_module, "cores", lambda: 6)
     sweep([f"kind=completes seed={seed}" for seed in range(2)], devices=chosen_devices(None, jobs=3))
     assert [calls(tmp_path, job)[0]["threads"] for job in range(2)] == ["3", "3"]
     sweep([f"kind=meets seed={seed}" for seed in range(2)], name="11-00-00", devices=chosen_devices(None, jobs=2))

@@ -13,7 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from recipe.tracking import metrics
 from recipe.tracking.metrics import MetricsFile, TrackingError, read_metrics
 from recipe.tracking.progress import ProgressLine, count, remaining_seconds
 from recipe.tracking.summary import draw_loss_curve, environment, git_state, write_summary
@@ -104,9 +103,8 @@ def test_whole_lines_are_read_from_a_damaged_file(tmp_path: Path) -> None:
 
 def test_lines_reach_the_disk_within_half_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, syncs = 0.0, []
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
     monkeypatch.setattr(os, "fsync", lambda descriptor: syncs.append(now))
-    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file = MetricsFile(tmp_path / "metrics.jsonl", clock=lambda: now)
     for step in range(100):
         now = float(step)
         file.append(step, {})

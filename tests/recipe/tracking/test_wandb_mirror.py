@@ -71,7 +71,6 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "__init__.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     monkeypatch.setenv("STAND_IN_NOTES", str(tmp_path / "notes"))
-    monkeypatch.setattr(tracking, "SECONDS_TO_FINISH", {"online": 10.0, "offline": 10.0})
     yield tmp_path / "notes"
     for entry in read(tmp_path / "notes"):
         assert not os.path.exists(f"/proc/{entry['pid']}"), "no process is left behind"

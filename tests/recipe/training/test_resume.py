@@ -187,16 +187,15 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, capsys: 
 
 
 @pytest.fixture
-def runs(where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(where: Path, here: Path) -> Path:
     """outputs/older and outputs/newer, copies of the complete run, below the working directory."""
     register()
     launcher.register()
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(where / "text.txt", tmp_path)
+    shutil.copy(where / "text.txt", here)
     for age, name in ((100, "older"), (50, "newer")):
-        shutil.copytree(where / "whole", tmp_path / "outputs" / name, symlinks=True)
-        os.utime(tmp_path / "outputs" / name / "checkpoints", (time.time() - age,) * 2)
-    return tmp_path / "outputs"
+        shutil.copytree(where / "whole", here / "outputs" / name, symlinks=True)
+        os.utime(here / "outputs" / name / "checkpoints", (time.time() - age,) * 2)
+    return here / "outputs"
 
 
 def resumed(*arguments: str) -> str:
