@@ -30,7 +30,7 @@ from .subject import CheckError, Subject, find
 from .workers import Here, Job, Workers
 
 TIME = {"cpu": 300.0, "cuda": 60.0}  # seconds that a check takes at most, by the device
-MOST_WORKERS = 12  # processes
+MOST_WORKERS = 12
 
 
 def check(
@@ -88,6 +88,14 @@ def check(
     return Report(
         subject.name, subject.style, features, where, session.dtypes, session.refused, lines, left, took, seed
     )
+
+
+def processes(device: torch.device) -> int:
+    """How many share a check: one for each core, on a GPU also for each 2 GiB that are free."""
+    number = min(os.cpu_count() or 1, MOST_WORKERS)
+    if device.type == "cuda":
+        number = min(number, torch.cuda.mem_get_info(device)[0] // 2**31)
+    return max(number, 1)
 
 
 def name_of(device: torch.device) -> str:
@@ -153,8 +161,9 @@ def main(arguments: Sequence[str]) -> int:
         subject = find(asked.target, filter(None, asked.features.split(",")), asked.style)
         workers = None
         if device.type == "cuda" or not asked.quick:
-            number = min(os.cpu_count() or 1, MOST_WORKERS)
-            workers = Workers(number, asked.target, tuple(filter(None, asked.features.split(","))), asked.style)
+            workers = Workers(
+                processes(device), asked.target, tuple(filter(None, asked.features.split(","))), asked.style
+            )
         try:
             report = check(
                 subject,

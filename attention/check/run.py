@@ -124,6 +124,7 @@ class Session:
     started: float = field(default_factory=time.monotonic)
     threads: int = field(default_factory=torch.get_num_threads)
     _shown: float = 0.0
+    _share: float = 0.0
 
     @contextmanager
     def with_threads(self, number: int) -> Iterator[None]:
@@ -149,8 +150,12 @@ class Session:
                 return
             yield item
 
-    def progress(self, name: str, share: float) -> None:
-        """Show how far the check is: on a terminal a line that changes, elsewhere a line every ten seconds."""
+    def progress(self, name: str, share: float | None = None) -> None:
+        """Show how far the check is: on a terminal a line that changes, elsewhere a line every ten seconds.
+
+        share  that is done; None: as much as before
+        """
+        self._share = share = self._share if share is None else share
         now = time.monotonic()
         if self.stream is None or now - self._shown < (0.1 if self.stream.isatty() else 10.0):
             return

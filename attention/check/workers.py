@@ -79,11 +79,13 @@ class Workers:
     def __init__(self, number: int, target: str, features: tuple[str, ...] = (), style: str | None = None) -> None:
         self.number, self.named, self.context = number, (target, features, style), get_context("spawn")
         self.start: Start | None = None
+        self.session: Session | None = None
         self.idle = [self.another() for _ in range(number)]
         self.busy: dict[Connection, tuple[Any, Job]] = {}  # the process and its job
 
     def begin(self, session: Session) -> None:
         """Give each process a session like this one."""
+        self.session = session
         shared = ("device", "deadline", "seed", "dtypes", "refused", "gradients", "no_gradients", "threads")
         self.start = Start(*self.named, {name: getattr(session, name) for name in shared})
         for _, connection in self.idle:
@@ -115,7 +117,10 @@ class Workers:
                 return
             if (left := deadline + GRACE_S - time.monotonic()) <= 0:
                 break
-            for connection in [x for x in wait(list(self.busy), timeout=left) if isinstance(x, Connection)]:
+            ready = wait(list(self.busy), timeout=min(left, 1.0))
+            if not ready:
+                self.show_progress()
+            for connection in [x for x in ready if isinstance(x, Connection)]:
                 process, job = self.busy.pop(connection)
                 try:
                     result = connection.recv()
@@ -135,6 +140,12 @@ class Workers:
             done(job, Ended())
         self.idle += [self.another() for _ in self.busy]
         self.busy.clear()
+
+    def show_progress(self) -> None:
+        """Show the parts that are running."""
+        names = [job.keywords.get("name", "accuracy") for _, job in self.busy.values()]
+        if self.session is not None:
+            self.session.progress(" and ".join(sorted(set(names))[:2]))
 
     def close(self) -> None:
         """End the processes."""
