@@ -108,6 +108,7 @@ def test_the_slurm_launcher_composes_where_its_plugin_is_installed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_sweep_is_one_command_and_is_not_repeated(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
     small = [

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 # Tests of the library alone, which run against the wheel as they do in the checkout.
 TESTS = ("test_peers", "test_torch_sdpa")
-HELPERS = ("conftest", "flash_attn_stand_in", "interpreter")
+HELPERS = ("composing", "conftest", "flash_attn_stand_in", "interpreter")
 
 
 @pytest.fixture(scope="module")

@@ -224,6 +224,7 @@ def test_a_stream_that_broke_off_goes_on_where_it_stopped(config, tmp_path, monk
     assert "resuming the preparation of data=fineweb_edu where it was interrupted." in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_killed_preparation_goes_on_where_it_stopped(config, tmp_path, capsys):
     config.tokenizer, config.bpe_vocab_size = "bpe", 280
     whole = files_of(prepare(config))

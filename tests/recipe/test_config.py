@@ -240,6 +240,7 @@ def test_ranks_that_would_each_start_a_sweep_are_refused(arguments, here, monkey
     assert not list(here.iterdir())
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("arguments", [["atention=flash", "model.n_heads=7", "seed=-1"], ["-m", "seq_len=abc,4"]])
 def test_mistakes_end_the_command_with_their_sentences_alone(arguments: list[str], tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, ROOT / "train.py", *arguments], cwd=tmp_path, capture_output=True, text=True)
@@ -346,6 +347,7 @@ def test_a_sweep_has_every_combination_and_the_experiments_own() -> None:
     assert len(swept) > 1
 
 
+@pytest.mark.usefixtures("forked")
 def test_help_names_groups_choices_and_overrides(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True

@@ -87,6 +87,7 @@ def test_a_recorded_override_that_is_no_plain_option_is_refused_and_does_nothing
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.usefixtures("forked")
 def test_resuming_a_strangers_run_is_refused_before_hydra_reads_its_overrides(run: Path) -> None:
     record(run, "seed=1337", HOSTILE[0])
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}

@@ -176,6 +176,7 @@ def test_a_memory_snapshot_without_a_gpu_is_refused():
         check_profile(CPU, memory_snapshot=True)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_profile_prints_nothing_but_its_table(tmp_path: Path) -> None:
     script = """
 import sys, torch

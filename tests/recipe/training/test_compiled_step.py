@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
 T, B, VOCAB = 32, 2, 90
 
 
-def trainer(attention: str, compile: bool, precision: Precision = Precision.fp32, **options: Any) -> Trainer:
+def trainer(
+    attention: str, compile: bool, precision: Precision = Precision.fp32, layers: int = 1, **options: Any
+) -> Trainer:
     attend = AttentionConfig(name=attention, dropout=0.1)
     if attention == "tiled":
         attend.block_q = attend.block_k = 16
@@ -38,7 +40,7 @@ def trainer(attention: str, compile: bool, precision: Precision = Precision.fp32
     )
     torch.manual_seed(0)
     model = GPT(
-        GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1),
+        GPTConfig(n_layers=layers, n_heads=2, n_embd=32, dropout=0.1),
         VOCAB,
         T,
         build_attention(attend),
@@ -56,7 +58,7 @@ def batches(step: int) -> list[Batch]:
 @pytest.mark.parametrize(
     ("attention", "options"),
     [
-        ("naive", {"loss": LossKind.chunked, "precision": Precision.bf16}),
+        ("naive", {"loss": LossKind.chunked, "precision": Precision.bf16, "layers": 2}),
         pytest.param(
             "naive",
             {"residual_in_fp32": False, "precision": Precision.bf16, "recompute": Recompute.block},
