@@ -38,6 +38,8 @@ class Chunk(ScoreOption):
 '''
 PROGRAM = """
 import torch
+from attention.check.interpreter import hasten
+hasten()
 from omegaconf import OmegaConf
 from attention import AttentionConfig, Score, UnsupportedAttention, build_attention
 from model.score import ScoreConfig, describe_score, layer_scores

@@ -93,7 +93,7 @@ def test_resuming_a_strangers_run_is_refused_before_hydra_reads_its_overrides(ru
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     done = subprocess.run(
         [sys.executable, TRAIN, "resume=run", "device=cpu"],
-        env=os.environ | {"PYTHONPATH": "."},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
     )
