@@ -97,10 +97,10 @@ def main(arguments: Sequence[str] | None = None, runner: Runner = run, folder: P
         prog="python -m bench.release", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = {part.name: part for part in PARTS}
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--part", nargs="+", choices=names, metavar="NAME", help="these parts, whatever their state")
-    what.add_argument("--status", action="store_true", help="list results that are missing or out of date")
-    what.add_argument("--list", action="store_true", help="the parts and their commands")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--part", nargs="+", choices=names, metavar="NAME", help="these parts, whatever their state")
+    mode.add_argument("--status", action="store_true", help="list results that are missing or out of date")
+    mode.add_argument("--list", action="store_true", help="the parts and their commands")
     parser.add_argument("--minutes", type=float, help="begin only parts that fit in this time")
     args = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)

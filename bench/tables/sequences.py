@@ -58,7 +58,7 @@ def equal_time(rows: Rows) -> str:
     """Two runs of equal time."""
     lines = []
     for row in rows:
-        windows = {at["seq_len"]: f"{at['loss']:.3f}" for at in row["whole_validation"]}
+        windows = {window["seq_len"]: f"{window['loss']:.3f}" for window in row["whole_validation"]}
         lines.append(
             [
                 case(row, "run"), f"{row['training_s']:.0f}", f"{row['tokens'] / 1e6:.1f}",
@@ -75,7 +75,7 @@ def equal_time_beside_the_paper(rows: Rows) -> str:
     by = {case(row, "run").partition(",")[0]: row for row in rows}
     flash, naive = by["flash"], by["naive"]
     long, short = (
-        next(at["perplexity"] for at in row["whole_validation"] if at["seq_len"] == n)
+        next(window["perplexity"] for window in row["whole_validation"] if window["seq_len"] == n)
         for row, n in ((flash, 4096), (naive, 1024))
     )
     return table(

@@ -25,15 +25,15 @@ SECONDS_BETWEEN_LINES = 10.0  # where there is no terminal
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on standard error or, where that is not a terminal, a line every few seconds. Yields a function that takes
     the number of items done since its last call."""
     console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
     if not console.is_terminal:
-        console.print(f"{what}: {total:,}")
+        console.print(f"{label}: {total:,}")
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(label, total=total)
         printed = started = time.monotonic()
 
         def advance(count: int) -> None:
@@ -43,7 +43,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
             if not console.is_terminal and done and now - printed >= SECONDS_BETWEEN_LINES:
                 printed = now
                 left = (now - started) / done * (total - done)
-                console.print(f"{what}: {done:,} of {total:,}, {duration(left)} left")
+                console.print(f"{label}: {done:,} of {total:,}, {duration(left)} left")
 
         yield advance
 
@@ -119,13 +119,13 @@ class Scorer:
             )
         return first, wanted
 
-    def _score(self, requests: Sequence[tuple[list[int], list[int]]], what: str) -> list[tuple[float, bool]]:
+    def _score(self, requests: Sequence[tuple[list[int], list[int]]], label: str) -> list[tuple[float, bool]]:
         """The score of each (context, continuation) in tokens."""
         longest = self.model.max_length
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         # The longest first, so that a batch too large for the memory fails at once.
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i])))
-        with progress(what, len(order)) as advance:
+        with progress(label, len(order)) as advance:
             for chosen in batched(order, self.batch):
                 rows = []
                 for i in chosen:

@@ -52,8 +52,8 @@ def fit_law(compute: ArrayLike, losses: ArrayLike) -> Law:
     return line(best.x)
 
 
-def predict(compute: Sequence[float], losses: Sequence[Sequence[float]], at: float) -> Prediction:
-    """The mean loss at the compute `at` of as many seeds as each size has, at least two.
+def predict(compute: Sequence[float], losses: Sequence[Sequence[float]], next_compute: float) -> Prediction:
+    """The mean loss at `next_compute` of as many seeds as each size has, at least two.
 
     The interval has three parts: the law's uncertainty, by a bootstrap over the seeds of each size; the distance of the
     sizes from the law; and the standard error of a mean over seeds.
@@ -64,7 +64,7 @@ def predict(compute: Sequence[float], losses: Sequence[Sequence[float]], at: flo
     law = fit_law(compute, means)
 
     def at_next(*seeds: NDArray[np.float64]) -> float:
-        return float(fit_law(compute, [np.mean(size) for size in seeds])(at))
+        return float(fit_law(compute, [np.mean(size) for size in seeds])(next_compute))
 
     resampled = stats.bootstrap(
         tuple(np.asarray(seeds) for seeds in losses), at_next, vectorized=False, n_resamples=RESAMPLES,
@@ -74,4 +74,4 @@ def predict(compute: Sequence[float], losses: Sequence[Sequence[float]], at: flo
     seeds = np.mean([np.var(size, ddof=1) / len(size) for size in losses])
     scatter = np.random.default_rng(1).normal(0.0, np.sqrt(residual + seeds), RESAMPLES)
     low, high = np.quantile(resampled.bootstrap_distribution + scatter, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Prediction(float(law(at)), float(low), float(high))
+    return Prediction(float(law(next_compute)), float(low), float(high))

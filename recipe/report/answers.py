@@ -33,9 +33,9 @@ def over_lengths(sweep: Sweep, table: Table, reference: str) -> Answer:
 
 def _wall(sweep: Sweep, table: Table) -> Answer | None:
     bullets = []
-    fits = {label: max((p.at for p in of_label if p.trained), default=0) for label, of_label in table.items()}
+    fits = {label: max((p.position for p in of_label if p.trained), default=0) for label, of_label in table.items()}
     for label, of_label in table.items():
-        failed = min((point.at for point in of_label if point.out_of_memory), default=None)
+        failed = min((point.position for point in of_label if point.out_of_memory), default=None)
         fit = f"It fits up to {fits[label]:,} tokens" if fits[label] else "It fits at no length that was tried"
         bullets.append((label, f"{fit}{f' and runs out of memory at {failed:,}' if failed else ''}."))
     if not any(point.out_of_memory for of_label in table.values() for point in of_label):
@@ -69,14 +69,15 @@ def _crossings(sweep: Sweep, reference: str) -> Answer | None:
         longest = max(crossing.longest for crossing in crossings)
         return Answer(f"Nothing overtakes {reference} for good up to {longest:,} tokens", "none", bullets)
     soonest = min(ahead, key=lambda crossing: crossing.seq_len or 0)
-    at = f"at about {soonest.seq_len:,.0f} tokens" if soonest.seq_len else f"at {soonest.first:,} tokens or fewer"
-    return Answer(f"{soonest.label} overtakes {reference} {at}", "none", bullets)
+    length = f"at about {soonest.seq_len:,.0f} tokens" if soonest.seq_len else f"at {soonest.first:,} tokens or fewer"
+    return Answer(f"{soonest.label} overtakes {reference} {length}", "none", bullets)
 
 
 def _context(table: Table) -> Answer:
     """The best context, by the implementation with the longest; others have the same losses or a broken parity."""
     known = {
-        label: [(point.at, point.val_loss) for point in losses if point.val_loss] for label, losses in table.items()
+        label: [(point.position, point.val_loss) for point in losses if point.val_loss]
+        for label, losses in table.items()
     }
     label, losses = max(known.items(), key=lambda item: len(item[1]))
     best, _ = min(losses, key=lambda at_loss: at_loss[1].mean)
@@ -89,7 +90,7 @@ def _context(table: Table) -> Answer:
 def scaling(table: Table) -> Answer:
     bullets, best = list[tuple[str, str]](), (0.0, "Throughput over devices")
     for label, of_label in table.items():
-        known = [(point.at, point.speed) for point in of_label if point.speed]
+        known = [(point.position, point.speed) for point in of_label if point.speed]
         if len(known) < 2:
             continue
         (few, slow), (many, fast) = known[0], known[-1]

@@ -45,7 +45,7 @@ class Point(NamedTuple):
 
     label: str
     cell: Cell
-    at: int
+    position: int
     runs: tuple[Run, ...]
     out_of_memory: bool
     tokens_per_s: float | None
@@ -94,7 +94,7 @@ def _point(label: str, cell: Cell, sweep: Sweep) -> Point:
     return Point(
         label=label,
         cell=cell,
-        at=sweep.at(cell),
+        position=sweep.position(cell),
         runs=runs,
         out_of_memory=not done,
         trained=any(run.trained for run in runs),
@@ -171,7 +171,7 @@ def predicted_memory(sweep: Sweep, label: str) -> list[tuple[int, float]]:
     if len(measured) < 3 or sweep.axis != "seq_len" or len({run.sequences for run in sweep.runs}) > 1:
         return []
     run = measured[0].runs[0]
-    (T0, gib0), (T1, gib1) = ((point.at, point.memory_gib or 0.0) for point in measured[:2])
+    (T0, gib0), (T1, gib1) = ((point.position, point.memory_gib or 0.0) for point in measured[:2])
     if run.attention == "naive" or (run.attention == "sdpa" and run.option("attention.backend") == "math"):
         parameters = 0.0 if attention_alone([run]) else number(run.summary.get("parameters")) or 0.0
         constant = min(STATIC_BYTES_PER_PARAMETER * parameters / GIB, gib0)
@@ -186,7 +186,8 @@ def predicted_memory(sweep: Sweep, label: str) -> list[tuple[int, float]]:
 def crossovers(sweep: Sweep, reference: str = "naive") -> list[Crossover]:
     """The length from which on each implementation is faster than `reference`, for those with lengths in common."""
     speeds = {
-        label: {point.at: point.speed for point in series if point.speed} for label, series in points(sweep).items()
+        label: {point.position: point.speed for point in series if point.speed}
+        for label, series in points(sweep).items()
     }
     theirs = speeds.get(reference, {})
     crossovers = []
@@ -197,12 +198,12 @@ def crossovers(sweep: Sweep, reference: str = "naive") -> list[Crossover]:
         gains = [math.log(ours[T].median / theirs[T].median) for T in shared]
         speedup = ours[shared[-1]].times(theirs[shared[-1]])
         lasting = next((n for n in range(len(gains)) if speedup and min(gains[n:]) > 0), None)
-        at = None
+        length = None
         if lasting:  # straight lines in the logarithms of time and length
             (T0, T1), (g0, g1) = map(math.log, shared[lasting - 1 : lasting + 1]), gains[lasting - 1 : lasting + 1]
-            at = math.exp(T0 + (T1 - T0) * -g0 / (g1 - g0))
+            length = math.exp(T0 + (T1 - T0) * -g0 / (g1 - g0))
         first = None if lasting is None else shared[lasting]
-        crossovers.append(Crossover(label, at, first, speedup, shared[-1]))
+        crossovers.append(Crossover(label, length, first, speedup, shared[-1]))
     return crossovers
 
 
@@ -210,4 +211,4 @@ def same_tokens(sweep: Sweep) -> bool:
     """Whether runs of several lengths were trained on equally many tokens, so that their losses compare contexts."""
     trained = [point for of_label in points(sweep).values() for point in of_label if point.val_loss is not None]
     totals = [point.tokens or 0.0 for point in trained]
-    return sweep.axis == "seq_len" and len({p.at for p in trained}) > 1 and 0 < max(totals) <= 1.02 * min(totals)
+    return sweep.axis == "seq_len" and len({p.position for p in trained}) > 1 and 0 < max(totals) <= 1.02 * min(totals)

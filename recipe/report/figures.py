@@ -130,7 +130,7 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
     table, result = points(sweep), []
 
     def add(name: str, title: str, caption: str, unit: str, value: Value, **more: Any) -> None:
-        dots = {label: [(p.at, y) for p in its if (y := value(p)) is not None] for label, its in table.items()}
+        dots = {label: [(p.position, y) for p in its if (y := value(p)) is not None] for label, its in table.items()}
         if any(dots.values()):
             draw = partial(draw_over_axis, sweep=sweep, dots=dots, unit=unit, **more)
             result.append(Chart(name, title, caption, draw, height_for(list(table))))
@@ -146,17 +146,17 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
     ideal = {
         label: [(cell.devices, known[0][1] * cell.devices / known[0][0]) for cell in sweep.cells]
         for label, its in table.items()
-        if sweep.axis == "devices" and (known := [(p.at, p.tokens_per_s) for p in its if p.tokens_per_s])
+        if sweep.axis == "devices" and (known := [(p.position, p.tokens_per_s) for p in its if p.tokens_per_s])
     }
     caption = "Median over the run." + (" Dashes are proportional to the devices." if ideal else "")
     add("throughput", "Throughput", caption, "tokens per second", lambda p: p.tokens_per_s, dashes=ideal)
     if sweep.axis == "seq_len" and crossovers(sweep, reference):
-        theirs = {point.at: point.step_ms for point in table[reference]}
+        theirs = {point.position: point.step_ms for point in table[reference]}
         caption = f"Step time of {reference} over that of each implementation. A ring marks where one overtakes."
         rings = [crossing.seq_len for crossing in crossovers(sweep, reference) if crossing.seq_len]
 
         def gain(point: Point) -> float | None:
-            other = theirs.get(point.at) if point.label != reference else None
+            other = theirs.get(point.position) if point.label != reference else None
             return other / point.step_ms if other and point.step_ms else None
 
         add("crossover", f"Speed relative to {reference}", caption, f"times as fast as {reference}", gain, rings=rings)
@@ -177,6 +177,6 @@ def _axis_charts(sweep: Sweep, reference: str) -> list[Chart]:
 
 
 def _until_out_of_memory(sweep: Sweep, of_label: Sequence[Point], factor: float) -> list[tuple[int, float]]:
-    end = min((point.at for point in of_label if point.out_of_memory), default=math.inf)
+    end = min((point.position for point in of_label if point.out_of_memory), default=math.inf)
     highest = HIGHEST_PREDICTION * max([point.memory_gib or 0.0 for its in points(sweep).values() for point in its])
     return [(T, factor * gib) for T, gib in predicted_memory(sweep, of_label[0].label) if end >= T and gib <= highest]

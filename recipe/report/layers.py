@@ -52,7 +52,7 @@ class Alone(NamedTuple):
 def alone_worst(runs: Sequence[Run]) -> Alone | None:
     """The worst of all checks in the runs of one implementation; None where none was made, as by older versions."""
     errors: dict[str, float] = {}
-    worst, at, where, checks, unseen = -1.0, 0, "", 0, dict[str, None]()
+    worst, step, where, checks, unseen = -1.0, 0, "", 0, dict[str, None]()
     for run in runs:
         for record in run.records:
             if ERRORS[0] not in record:
@@ -65,7 +65,7 @@ def alone_worst(runs: Sequence[Run]) -> Alone | None:
                 share = float(record[metric])  # "inf" is text
                 errors[name] = max(errors.get(name, 0.0), share)
                 if share > worst:
-                    worst, at, where = share, int(record["step"]), str(record.get("parity/attention_worst", ""))
-            for what in filter(None, str(record.get("parity/attention_unseen", "")).split("; ")):
-                unseen[what] = None
-    return Alone(checks, errors, at, where, tuple(unseen)) if checks else None
+                    worst, step, where = share, int(record["step"]), str(record.get("parity/attention_worst", ""))
+            for part in filter(None, str(record.get("parity/attention_unseen", "")).split("; ")):
+                unseen[part] = None
+    return Alone(checks, errors, step, where, tuple(unseen)) if checks else None

@@ -149,7 +149,7 @@ def draw_over_axis(
     else:
         axes.set_ylim(low - 0.1 * (high - low), high + (room + 0.05) * (high - low))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ticks = [sweep.at(cell) for cell in sweep.cells]
+    ticks = [sweep.position(cell) for cell in sweep.cells]
     axes.set_xscale("log", base=2)
     axes.set_xlim(ticks[0] / 1.2, ticks[-1] * 1.2)
     ticks = ticks[:: -(-len(ticks) // 8)]
@@ -165,7 +165,7 @@ def _mark_out_of_memory(axes: Axes, palette: Palette, sweep: Sweep) -> int:
     """
     looks, rows = styles(sweep.labels(), palette), dict[int, int]()
     for label, of_label in points(sweep).items():
-        failed = min((point.at for point in of_label if point.out_of_memory), default=None)
+        failed = min((point.position for point in of_label if point.out_of_memory), default=None)
         if failed is not None:
             row = rows[failed] = rows.get(failed, -1) + 1
             axes.annotate(

@@ -78,7 +78,7 @@ class Sweep:
     def labels(self) -> list[str]:
         return sorted({label for cell in self.cells for label in cell.labels()}, key=label_order)
 
-    def at(self, cell: Cell) -> int:
+    def position(self, cell: Cell) -> int:
         """The cell's position on the axis; without an axis, its place in the sweep."""
         return int(getattr(cell, self.axis)) if self.axis else self.cells.index(cell)
 

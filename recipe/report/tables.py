@@ -45,14 +45,14 @@ def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
     """The measurements of each implementation under each setting: along the axis, or the lowest loss first."""
     along = [point for of_label in points(sweep).values() for point in of_label]
     predicted = {label: dict(predicted_memory(sweep, label)) for label in sweep.labels()}
-    judged = {(verdict.label, sweep.at(verdict.cell)): verdict for verdict in verdicts if verdict.decisive}
+    judged = {(verdict.label, sweep.position(verdict.cell)): verdict for verdict in verdicts if verdict.decisive}
     rows = []
     for point in along if sweep.axis else ranked(sweep):
-        verdict = judged.get((point.label, point.at))
+        verdict = judged.get((point.label, point.position))
         probe = verdict.probe if verdict else None
         rows.append(
             [
-                f"{point.at:,}" if sweep.axis else ", ".join(point.cell.where) or DASH,
+                f"{point.position:,}" if sweep.axis else ", ".join(point.cell.where) or DASH,
                 point.label,
                 verdict.outcome.value if verdict else DASH,
                 times(probe.ratio).removesuffix(" times") if probe else DASH,
@@ -64,7 +64,7 @@ def cell_table(sweep: Sweep, verdicts: Sequence[Verdict]) -> Table | None:
                 DASH if point.step_ms is None else f"{point.step_ms:.3g} ms",
                 DASH if point.mfu is None else f"{100 * point.mfu:.3g} %",
                 memory(point.memory_gib),
-                memory(predicted[point.label].get(point.at)),
+                memory(predicted[point.label].get(point.position)),
             ]
         )
     columns = [sweep.axis or "settings", "implementation", "parity", "times rounding", "outcome", "seeds"]

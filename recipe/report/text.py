@@ -175,21 +175,21 @@ def notes_on(run_set: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
     runs, notes = run_set.runs, list(run_set.notes)
     if len(sweeps) > 1:
         names = names_apart([[cell.runs for cell in sweep.cells] for sweep in sweeps])
-        what = first_few(names) or "settings that change how they train"
-        notes.insert(0, f"The runs differ in {what}, so they are not all compared with each other.")
-    for what, named in {
+        differences = first_few(names) or "settings that change how they train"
+        notes.insert(0, f"The runs differ in {differences}, so they are not all compared with each other.")
+    for outcome, named in {
         "ran out of memory, which is a result too": [run.called for run in runs if run.out_of_memory],
         "came from a tree with uncommitted changes": [run.called for run in runs if run.commit.endswith("+")],
     }.items():
         if named:
-            notes.append(f"{len(named)} run{'s' if len(named) > 1 else ''} {what} ({first_few(named)}).")
-    for what, values in {
+            notes.append(f"{len(named)} run{'s' if len(named) > 1 else ''} {outcome} ({first_few(named)}).")
+    for origin, values in {
         "commits": {run.commit.rstrip("+") for run in runs},
         "torch versions": {str(run.recorded("versions").get("torch") or "") for run in runs},
         "devices": {run.device for run in runs} - {UNKNOWN},
     }.items():
         if len(known := sorted(values - {""})) > 1:
-            notes.append(f"The runs come from different {what}: {', '.join(known)}.")
+            notes.append(f"The runs come from different {origin}: {', '.join(known)}.")
     for run in runs:
         notes += [f"{run.called}: {note}" for note in run.notes]
         probed, whole = run.recorded("parity").get("tokens"), (run.sequences, run.seq_len)

@@ -97,12 +97,12 @@ def predictions(plan: LadderPlan, folder: Path) -> dict[str, list[float]]:
             flops.append(summaries[0]["flops_per_token"])
             tokens.append(summaries[0]["tokens"])
             losses.append([final_loss(summary) for summary in summaries])
-        at = at_depth(plan.next, plan.depths, flops) * tokens[0] * plan.next / plan.depths[0]
-        predictions[arm] = [*predict([f * t for f, t in zip(flops, tokens, strict=True)], losses, at), at]
+        compute = flops_at_depth(plan.next, plan.depths, flops) * tokens[0] * plan.next / plan.depths[0]
+        predictions[arm] = [*predict([f * t for f, t in zip(flops, tokens, strict=True)], losses, compute), compute]
     return predictions
 
 
-def at_depth(depth: int, depths: Sequence[int], flops: Sequence[float]) -> float:
+def flops_at_depth(depth: int, depths: Sequence[int], flops: Sequence[float]) -> float:
     """The operations of a token at another depth. By the rule, matrices take the third power of the depth, attention
     the second, and the vocabulary's head the first."""
     return float(np.polyval(np.polyfit(depths, flops, 3), depth))

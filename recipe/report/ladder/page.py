@@ -91,12 +91,12 @@ def _sentences(plan: LadderPlan, rung: Rung, baseline: Rung) -> list[str]:
             sentences.append(f"Measured {rung.measured.mean:.4f}: {error:+.4f}, {where} the interval.")
     change = None if rung is baseline else slope(rung, baseline)
     if change is not None:
-        at = differences(rung, baseline)
+        gaps = differences(rung, baseline)
         low, high = change.interval(ALPHA)
         sentences.append(
-            f"Its difference to {baseline.name} is {at[0][1].mean:+.4f} at depth {at[0][0].depth} and "
-            f"{at[-1][1].mean:+.4f} at depth {at[-1][0].depth}; ten times the compute change it by {change.mean:+.4f} "
-            f"(95 % interval {low:+.4f} to {high:+.4f})."
+            f"Its difference to {baseline.name} is {gaps[0][1].mean:+.4f} at depth {gaps[0][0].depth} and "
+            f"{gaps[-1][1].mean:+.4f} at depth {gaps[-1][0].depth}; ten times the compute change it by "
+            f"{change.mean:+.4f} (95 % interval {low:+.4f} to {high:+.4f})."
         )
     return sentences or ["Its sizes are not all measured yet."]
 
@@ -134,8 +134,8 @@ def draw_law(figure: Figure, palette: Palette, rungs: Mapping[str, Rung]) -> Non
             grid = np.geomspace(min(reach), max(reach), 60)
             axes.plot(grid, rung.law(grid), color=look.colour, ls=look.line, lw=1.8, label=name, zorder=2)
         if rung.predicted:
-            _, low, high, at = rung.predicted
-            axes.plot([at, at], [low, high], color=look.colour, lw=4, alpha=0.45, zorder=2)
+            _, low, high, compute = rung.predicted
+            axes.plot([compute, compute], [low, high], color=look.colour, lw=4, alpha=0.45, zorder=2)
         if rung.measured:
             axes.plot(
                 rung.measured.compute, rung.measured.mean, marker="o", ms=8, mfc="none", mec=look.colour, mew=1.6,

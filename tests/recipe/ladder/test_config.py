@@ -13,7 +13,7 @@ from recipe.cli.launch import prepare
 from recipe.config import ConfigError, register
 from recipe.ladder.config import LadderConfig, rule
 from recipe.sweeps import ladder, launcher
-from recipe.sweeps.ladder import at_depth
+from recipe.sweeps.ladder import flops_at_depth
 
 VALUES = {"model.n_layers": "3", "model.n_embd": "96", "model.n_heads": "3", "training.batch_tokens": "768"}
 
@@ -38,7 +38,7 @@ def test_the_operations_of_the_next_size_follow_from_those_of_four() -> None:
             model = GPT(config, 256, 128, build_attention(AttentionConfig()))
         return flops_per_token(model, 128, causal=True)
 
-    assert at_depth(6, [1, 2, 3, 4], [flops(n) for n in (1, 2, 3, 4)]) == pytest.approx(flops(6), rel=1e-9)
+    assert flops_at_depth(6, [1, 2, 3, 4], [flops(n) for n in (1, 2, 3, 4)]) == pytest.approx(flops(6), rel=1e-9)
 
 
 @pytest.mark.parametrize(

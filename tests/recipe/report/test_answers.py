@@ -89,7 +89,7 @@ def test_out_of_memory_is_a_data_point(tmp_path: Path) -> None:
     write_wall(tmp_path)
     sweep = only_sweep(tmp_path)
     naive = points(sweep)["naive"]
-    assert [point.at for point in naive if point.out_of_memory] == [4096, 8192]
+    assert [point.position for point in naive if point.out_of_memory] == [4096, 8192]
     assert all(point.tokens_per_s is None for point in naive if point.out_of_memory)
     headline, tone, bullets = answered(tmp_path)
     assert (headline, tone) == ("The longest sequence that fits: 8,192 tokens, with flash", "none")
