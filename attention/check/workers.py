@@ -108,8 +108,8 @@ class Workers:
         done  receives each job with its result, or with Ended
         """
         while True:
-            while self.idle and (job := next(jobs, None)) is not None:
-                process, connection = self.idle.pop()
+            while len(self.busy) < self.number and (job := next(jobs, None)) is not None:
+                process, connection = self.idle.pop() if self.idle else self.another()
                 with suppress(OSError):  # where it is gone, reading says so
                     connection.send(job)
                 self.busy[connection] = process, job
@@ -131,14 +131,12 @@ class Workers:
                     raise result
                 if isinstance(result, Ended):
                     connection.close()
-                    self.idle.append(self.another())
                 else:
                     self.idle.append((process, connection))
                 done(job, result)
         for process, job in self.busy.values():
             process.kill()
             done(job, Ended())
-        self.idle += [self.another() for _ in self.busy]
         self.busy.clear()
 
     def show_progress(self) -> None:
@@ -149,7 +147,13 @@ class Workers:
 
     def close(self) -> None:
         """End the processes."""
+        for process, _ in self.busy.values():
+            process.kill()
+        for _, connection in self.idle:
+            with suppress(OSError):
+                connection.send(None)
         for process in [process for process, _ in (*self.idle, *self.busy.values())]:
+            process.join(GRACE_S)
             process.kill()
             process.join()
 
@@ -166,7 +170,7 @@ def status(code: int | None) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Run the jobs that come after a Start, until the connection ends."""
+    """Run the jobs that come after a Start, until None comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the check ends its processes
     torch.set_num_threads(1)
     session = None
@@ -174,8 +178,7 @@ def serve(connection: Connection) -> None:
         warnings.simplefilter("ignore")
         with suppress(EOFError):
             start = connection.recv()
-            while True:
-                job = connection.recv()
+            while (job := connection.recv()) is not None:
                 try:
                     session = session or start.session()
                     connection.send(job(session))
