@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import platform
 import re
-import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -29,11 +28,13 @@ def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str,
     if device.type == "cuda":
         versions["cudnn"] = torch.backends.cudnn.version()
     versions |= {name: number for name in packages if (number := version(name))}
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in WRITTEN))
+    changed = summary.git(
+        ROOT, "status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in WRITTEN)
+    )
     return {
         "device": device_name(device),
         "versions": versions,
-        "commit": git("rev-parse", "HEAD"),
+        "commit": summary.git(ROOT, "rev-parse", "HEAD"),
         "dirty": None if changed is None else bool(changed),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -42,15 +43,6 @@ def environment(device: torch.device, packages: Sequence[str] = ()) -> dict[str,
 def device_name(device: torch.device) -> str:
     """A GPU's name, or a processor's with its number of threads."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-
-
-def git(*arguments: str) -> str | None:
-    """The output of a git command in this checkout; None where git gives none."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def cpu_name() -> str:

@@ -45,3 +45,8 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def number(value: Any) -> float | None:
     """A finite number, or None."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def recorded_number(value: Any) -> float | None:
+    """A number as `to_json` writes it, where one that is not finite is a word; None for anything else."""
+    return float(value) if isinstance(value, int | float) or value in ("nan", "inf", "-inf") else None

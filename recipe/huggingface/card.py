@@ -11,6 +11,7 @@ import yaml
 
 from data.untrusted import UntrustedError
 from recipe.config import ConfigError
+from recipe.files import recorded_number
 from recipe.run_folder import SUMMARY, read_summary
 from recipe.training.checkpoint import read_manifest
 
@@ -89,7 +90,7 @@ def facts(architecture: str, origin: Origin) -> Iterator[tuple[str, str]]:
     losses = {
         key: value
         for key in ("train_loss", "val_loss", "best_val_loss")
-        if (value := number(known.get(key))) is not None
+        if (value := recorded_number(known.get(key))) is not None
     }
     for key, label in (("train_loss", "training loss at the end"), ("val_loss", "validation loss at the end")):
         if key in losses:
@@ -107,8 +108,3 @@ def facts(architecture: str, origin: Origin) -> Iterator[tuple[str, str]]:
         yield "commit of gpt-attention", f"`{git['commit']}`" + (" with changes" if git.get("dirty") else "")
     if "finished" in known:
         yield "finished", str(known["finished"])
-
-
-def number(value: Any) -> float | None:
-    """A number of summary.json, where one that is not finite is a word; None for anything else."""
-    return float(value) if isinstance(value, int | float) or value in ("nan", "inf", "-inf") else None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from data.untrusted import UntrustedError, read_end, read_json
 from recipe.errors import UserError
-from recipe.files import flatten, number
+from recipe.files import flatten, number, recorded_number
 from recipe.run_folder import CONFIG, OVERRIDES, SUMMARY, read_config_values, read_overrides, read_summary
 from recipe.tracking.metrics import read_metrics
 
@@ -86,7 +86,7 @@ class Run:
         points: dict[str, list[tuple[int, float]]] = {}
         for record in self.records:
             for metric, logged in record.items():
-                if metric != "step" and (value := _float(logged)) is not None:
+                if metric != "step" and (value := recorded_number(logged)) is not None:
                     points.setdefault(metric, []).append((int(record["step"]), value))
         return {
             name: Series(np.array([s for s, _ in values], np.int64), np.array([v for _, v in values]))
@@ -296,11 +296,6 @@ def _read(folder: Path, name: str, read: Callable[[Path], Content], empty: Conte
 def _reason(error: OSError | UntrustedError) -> str:
     """Why a file is left out, as the rest of a sentence that begins with its name."""
     return f"cannot be read ({error.strerror if isinstance(error, OSError) else f'it {error}'})"
-
-
-def _float(value: Any) -> float | None:
-    """A number, also one that strict JSON spells as a word: nan, inf, -inf."""
-    return float(value) if isinstance(value, int | float) or value in ("nan", "inf", "-inf") else None
 
 
 def _natural(part: str) -> tuple[int, str]:

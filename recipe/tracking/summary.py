@@ -45,11 +45,12 @@ def environment(device: torch.device, device_count: int = 1) -> dict[str, Any]:
 
 def git_state(folder: Path) -> dict[str, Any]:
     """The commit checked out in `folder` and whether its tracked files differ from it; None if git fails."""
-    commit, changes = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain", "--untracked-files=no")
+    commit, changes = git(folder, "rev-parse", "HEAD"), git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def git(folder: Path, *arguments: str) -> str | None:
+    """The output of a git command in a folder; None where git fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
