@@ -1,6 +1,6 @@
 """Llama's block at the sizes of its presets: 1.2 billion parameters on a GPU, and 162 million on a CPU.
 
-    python -m bench.llama --cases train     1B, 8 x 4,096 tokens a step, bf16: tokens/s and MFU, 90 s
+    python -m bench.llama --cases train     1B, 8 x 4,096 tokens a step, bf16: tokens/s and MFU, 75 s
     python -m bench.llama --cases decode    1B, one prompt, bf16, beside the bandwidth bound, a minute
     python -m bench.llama --cases cpu       160M in fp32, steps of 512 tokens, beside transformers' eager, two minutes
 
@@ -15,6 +15,7 @@ Results go to bench/results/llama-<device>.json.
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import tempfile
@@ -58,6 +59,12 @@ def trained(steps: int) -> Row:
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         row = train(overrides, Path(folder))
+        metrics = Path(folder) / "metrics.jsonl"
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    for line in lines:
+        rate, causal, full = (line.get(f"throughput/{name}") for name in ("tokens_per_s", "mfu_causal", "mfu_full"))
+        if None not in (rate, causal, full):
+            print(f"step {line['step']}: {rate:,.0f} tokens/s, MFU {causal:.1%} causal, {full:.1%} full", flush=True)
     shown = ("status", "message", "tokens_per_s", "step_ms", "mfu_full", "mfu_causal", "peak_allocated_gib")
     return {"case": "train", "by": "this project"} | {name: row[name] for name in shown if name in row}
 
@@ -133,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line("bench.llama", __doc__, "llama")
     parser.add_argument("--cases", nargs="+", choices=["train", "decode", "cpu"], required=True)
     parser.add_argument("--rounds", default=5, type=int, help="repeats of decoding, and of steps on a CPU")
-    parser.add_argument("--steps", default=30, type=int, help="of training 1B")
+    parser.add_argument("--steps", default=20, type=int, help="of training 1B")
     args = parser.parse_args(arguments)
     register()
     launcher.register()

@@ -108,6 +108,7 @@ PARTS = (
     Part("softmax", "bench.attention.softmax", "softmax", 1, kernels=("softmax",)),
     Part("decode", "bench.generate.decode", "decode", 1, kernels=("cache",)),
     Part("generate-one", "bench.generate --cases one", "generate", 3, kernels=("attention", "cache")),
+    Part("parts", "bench.parts", "parts", 4, kernels=STEP),
     Part("llama-train", "bench.llama --cases train", "llama", 2, kernels=STEP),
     Part("llama-decode", "bench.llama --cases decode", "llama", 1, kernels=("attention", "cache")),
     Part("llama-cpu", "bench.llama --cases cpu", "llama", 2, gpus=0),
