@@ -35,12 +35,7 @@ $(VENV)/.pip:
 	$(PIP) --upgrade pip
 	@touch $@
 
-# The library needs torch and Triton alone: continuous integration compiles its kernels while the rest is installed.
-$(VENV)/.library: $(VENV)/.pip pyproject.toml
-	$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --editable .
-	@touch $@
-
-$(VENV)/.installed: $(VENV)/.library
+$(VENV)/.installed: $(VENV)/.pip pyproject.toml
 	$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[$(EXTRAS)]'
 	@touch $@
 
@@ -67,15 +62,22 @@ stack: $(VENV)/.pip ## test every supported torch and Python, each in a temporar
 	@test -x $(BIN)/nox || $(PIP) 'nox[uv]>=2025.2.9'
 	$(BIN)/nox $(PAIRS)
 
-# For continuous integration, whose other checks use the Triton of a newer torch.
-.PHONY: oldest-triton
+# For continuous integration, whose other checks use the Triton of a newer torch, and which installs torch beside the
+# rest: pip installs one package after another, and torch with Triton takes as long as all others.
+.PHONY: torch packages oldest-triton
+torch: $(VENV)/.pip
+	$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) --no-deps torch triton
+
+packages: $(VENV)/.pip
+	$(PIP) $(addprefix --constraint ,$(CONSTRAINTS)) $$($(BIN)/python .ci/packages.py $(EXTRAS))
+
 OLDEST := .cache/oldest-triton
 $(OLDEST)/.installed: $(VENV)/.pip
 	rm -rf $(OLDEST)
 	$(PIP) --no-deps --target $(OLDEST) 'triton==3.6.*'
 	@touch $@
 
-oldest-triton: $(VENV)/.library $(OLDEST)/.installed
+oldest-triton: setup $(OLDEST)/.installed
 	TRITON_INTERPRET=0 PYTHONPATH=$(OLDEST) $(BIN)/python -m bench.stack.kernels sm_80 sm_90a
 
 docs: setup ## build the documentation site in docs/_build/html (half a minute)

@@ -91,9 +91,10 @@ def horizons(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
 
-    def turn(item: pytest.Item) -> tuple[bool, bool]:
+    def turn(item: pytest.Item) -> tuple[bool, bool, bool]:
         starts_sweeps = item.path.parent.name in ("arena", "sweeps")  # of many processes, one after the other
-        return not (starts_sweeps and slow[item.path]), not slow[item.path]
+        quick = item.path.parent.name in ("data", "model")  # less than a second a file
+        return not (starts_sweeps and slow[item.path]), not slow[item.path], quick
 
     items.sort(key=turn)
 
