@@ -62,7 +62,7 @@ IMPLEMENTATIONS: dict[str, type[Attention]] = {
 
 
 def build_attention(config: AttentionConfig) -> Attention:
-    """The implementation that `config.name` names; raises UnsupportedAttention for unsupported options."""
+    """The implementation of the name `config.name`; raises UnsupportedAttention for unsupported options."""
     try:
         implementation = IMPLEMENTATIONS[config.name]
     except KeyError:

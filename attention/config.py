@@ -20,7 +20,7 @@ class DropoutRng(Enum):
     """The source of dropout's random bits."""
 
     replay = "replay"  # keep_mask: the same mask for every implementation, tile size, device and rank
-    torch = "torch"  # the backend's own generator, whose masks no other implementation can reproduce
+    torch = "torch"  # the backend's generator, whose masks no other implementation can reproduce
 
 
 class SDPABackend(Enum):
@@ -37,7 +37,7 @@ class SDPABackend(Enum):
 
 
 class KernelPath(Enum):
-    """The kernels of attention=flash; `auto` takes those that were measured to be the fastest (flash/paths.py)."""
+    """The kernels of attention=flash; `auto` takes the fastest by measurement (flash/paths.py)."""
 
     auto = "auto"
     plain = "plain"
@@ -63,11 +63,11 @@ class AttentionConfig:
     ablate     leave out one line of the online softmax (tiled)
     backend    which of torch's kernels to use (sdpa); auto or flash (flex)
     allow_tf32 let fp32 matrix products round their inputs to TF32 (flash)
-    path       whose kernels to use: plain Triton for every GPU, or those for Hopper (flash)
+    path       the kernels to use: plain Triton for every GPU, or the ones for Hopper (flash)
     precision  of the products: as q, k and v, or fp8, for evaluation and inference on a Hopper GPU (flash)
 
     Every implementation reads `name` and `dropout`; an option it does not read is refused unless left at its default.
-    Options with a choice take it by name too: path="plain". Raises AttentionError for a choice that is not there.
+    Options with a choice take it by name too: path="plain". Raises AttentionError for an unknown choice.
     """
 
     name: str = "naive"

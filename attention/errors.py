@@ -1,4 +1,4 @@
-"""Refusals: one sentence each, which every program words with the names that its users write."""
+"""Refusals: one sentence each, in which every program can name options in its users' notation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Option(NamedTuple):
-    """A choice of the caller's that a refusal names, such as Option("attention.path", "hopper").
+    """An option of the caller that a refusal names, such as Option("attention.path", "hopper").
 
     name   attention for the implementation, attention.<field> and score.<field> for the fields of AttentionConfig and
-           Score, layout.<field> for those of Layout, cache, or formula for the text itself
+           Score, layout.<field> for the fields of Layout, cache, or formula for the text itself
     """
 
     name: str
@@ -22,7 +22,7 @@ class AttentionError(ValueError):
 
     template, parts  the sentence, with {} where a part stands: an Option, or anything that `format` prints
 
-    `str` words Options as arguments in Python: path="hopper". `worded` takes other words for them.
+    `str` writes Options as arguments in Python: path="hopper". `worded` takes another notation.
     The base of ScoreError and UnsupportedAttention.
     """
 
@@ -53,7 +53,7 @@ class UnsupportedAttention(AttentionError):
 
 
 def no_dropout(name: str, rate: float) -> UnsupportedAttention:
-    """The refusal of dropout by an implementation that has none."""
+    """The refusal of dropout by an implementation without dropout."""
     template, names = listed(["naive", "tiled", "flash"])
     return UnsupportedAttention(
         f"{{}} has no dropout; set {{}} instead of {rate}, or choose {template}.",
@@ -63,7 +63,7 @@ def no_dropout(name: str, rate: float) -> UnsupportedAttention:
     )
 
 
-# Words for features that no field with a value asks for.
+# Words for features that do not follow from one field's value.
 PHRASES = {
     "layout.documents": "document bounds",
     "layout.offsets": "q_start or k_start",
@@ -74,7 +74,7 @@ PHRASES = {
 
 
 def in_python(option: Option) -> str:
-    """An Option as Python code has it: name="flash", window=16."""
+    """An Option in Python: name="flash", window=16."""
     if option.name in PHRASES:
         return PHRASES[option.name]
     name = option.name.rpartition(".")[2]
@@ -82,7 +82,7 @@ def in_python(option: Option) -> str:
 
 
 def quoted(value: object) -> str:
-    """A value as Python code has it, with double quotes around text."""
+    """A value in Python, with double quotes around text."""
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 

@@ -1,8 +1,8 @@
-"""torch's FlexAttention, compiled: the yardstick for windows, documents, biases, caps and sinks.
+"""torch's FlexAttention, compiled: the comparison for windows, documents, biases, caps and sinks.
 
 Its mask and score functions, and the block masks that skip invisible tiles, come from the same Score and Layout that
 the other implementations read. It has no dropout, and no backward pass on a CPU. `attention.backend=flash` compiles
-them into the kernels of flash-attn 4 in place of torch's own.
+them into the kernels of flash-attn 4 instead of torch's.
 
 Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels".
 """
@@ -59,7 +59,7 @@ class FlexAttention(Attention):
             flash_attn_4(FLASH, AUTO)
             self.kernel_options = {"BACKEND": "FLASH"}
         self.compiled = torch.compile(flex_attention, dynamic=False)
-        # By what determines a mask: the tensor of documents, its version (it may change in place), and the mask.
+        # Keys: the tensor of documents, its version (it may change in place), and the other properties of a mask.
         self.block_masks: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
 
     def check(self, shape: AttentionShape) -> None:
@@ -98,7 +98,7 @@ class FlexAttention(Attention):
     def block_mask(
         self, score: Score, layout: Layout, B: int, T: int, S: int, device: torch.device
     ) -> BlockMask | None:
-        """The blocks to visit, built again only where something that determines them has changed; None: all."""
+        """The blocks to visit, built again only when documents or sizes have changed; None: all."""
         mask = mask_function(score, layout, T, S)
         if mask is None:
             return None
@@ -125,7 +125,7 @@ def no_backward_on_a_cpu() -> UnsupportedAttention:
 
 
 def mask_function(score: Score, layout: Layout, T: int, S: int) -> Mask | None:
-    """Whether query i of sequence b sees key j; None where every query sees every key."""
+    """A function: whether query i of sequence b sees key j; None where every query sees every key."""
     q_start, k_start, starts = layout.query_start(T, S), layout.k_start, layout.document_starts
     if not score.causal and starts is None:
         return None
@@ -135,7 +135,7 @@ def mask_function(score: Score, layout: Layout, T: int, S: int) -> Mask | None:
         seen = key <= query if score.causal else j >= 0
         if score.hides_keys:
             seen = seen & (key >= score.first_key(query))
-        if starts is not None:  # a document's start tells it from others; before the row there is none
+        if starts is not None:  # a document's start identifies it; before the row there is none
             seen = seen & (query >= 0) & (starts[b, query] == starts[b, key])
         return seen
 
@@ -143,7 +143,7 @@ def mask_function(score: Score, layout: Layout, T: int, S: int) -> Mask | None:
 
 
 def score_function(call: Call, T: int, S: int) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
-    """The changed score of query i and key j in head h; None where scores stay as they are."""
+    """A function: the changed score of query i and key j in head h; None where scores do not change."""
     layout, steps = call.layout, call.spec.score.steps()
     if steps is None or steps.is_identity:
         return None

@@ -18,7 +18,7 @@ if HAS_TRITON:
     INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Triton's interpreter, without a GPU
     LOG2_E = tl.constexpr(1.4426950408889634)
 
-# Of custom operators, which are global: the checkout's attention and an installed gpt_attention can share a process.
+# Custom operators are global: so the checkout's attention and an installed gpt_attention have different namespaces.
 NAMESPACE = __name__.partition(".")[0]
 Function = TypeVar("Function", bound=Callable[..., Any])
 ALIGNMENT = 16  # bytes: Hopper's copy engine needs it for a tensor's start and every stride
@@ -35,7 +35,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """Mark a function that the compiler calls while it traces, and whose result it takes for a constant.
+    """Mark a function that the compiler calls while it traces, and whose result it treats as a constant.
 
     torch.compiler.assume_constant_result does the same, but loads the compiler, which doubles the time of an import.
     """

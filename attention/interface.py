@@ -1,4 +1,4 @@
-"""The attention contract: one call, and one way to be refused.
+"""The attention contract: one call, and one way to refuse it.
 
 Every implementation answers the same call
 
@@ -45,7 +45,7 @@ class AttentionShape:
 
     scores     of its layers
     documents  whether its batches have document bounds
-    training   whether it is to be trained, and not only evaluated
+    training   whether it will be trained, not only evaluated
     """
 
     head_dim: int
@@ -70,13 +70,13 @@ class AttentionOutput(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call without its q, k and v, with defaults filled in; see `Attention.__call__`.
+    """The arguments of a call besides q, k and v, with defaults filled in; see `Attention.__call__`.
 
-    spec         what is known before there are tensors: score, scale and so on
+    spec         the arguments that are not tensors: score, scale and so on
     layout       positions and documents
-    dropout_key  (7,) int64, as `DropoutKey.pack` gives it; None where nothing is to be dropped
+    dropout_key  (7,) int64, from `DropoutKey.pack`; None drops nothing
     tensors      of the score, by name: see Score.tensors
-    formula      what the formula's scores are computed from (formula/hoist.py); set by `Attention.prepare`
+    formula      the inputs of the formula's scores (formula/hoist.py); set by `Attention.prepare`
     factors      of s, one for each query, where the implementation `scales_queries` itself
     """
 
@@ -98,7 +98,7 @@ class Attention(ABC):
     options: ClassVar[frozenset[str]] = frozenset()  # fields of AttentionConfig it reads, besides name and dropout
     supports: ClassVar[frozenset[str]] = frozenset()  # the FEATURES that it has besides causal attention
     scales_queries: ClassVar[bool] = False  # whether a formula's factors of s come as Call.factors, and not within q
-    exact: ClassVar[bool] = False  # whether it computes this very function, so that another exact one may replace it
+    exact: ClassVar[bool] = False  # whether it computes the contract's function, so that another may replace it
 
     def __init__(self, config: AttentionConfig) -> None:
         """Raises UnsupportedAttention for options that this class does not support."""
@@ -133,7 +133,7 @@ class Attention(ABC):
         return None
 
     def check_features(self, features: Mapping[str, Option]) -> None:
-        """Raise UnsupportedAttention unless this class has all `features`: name -> the choice that asks for it."""
+        """Raise UnsupportedAttention unless this class has all `features`: name -> the option that needs it."""
         for feature, asked_by in features.items():
             if feature not in self.supports:
                 template, names = listed([cls.name for cls in Attention.__subclasses__() if feature in cls.supports])
@@ -167,11 +167,11 @@ class Attention(ABC):
         dropout_key  determines the mask, packed or not (`DropoutKey.pack`); None (evaluation) drops nothing
         return_lse   also return the log of the softmax's sum, which counts the sink: log(exp(sink) + sum of exp(s)).
                      For a query that sees nothing that is the sink, or -inf without one
-        tensors      those that the score needs, by name (attention/scores/), or all in one mapping, tensors={...}
+        tensors      the score's tensors, by name (attention/scores/), or all in one mapping, tensors={...}
 
         Queries that see nothing give zeros, even with a sink. Dropout addresses rows and columns of the call, whatever
-        the documents. Raises ValueError for tensors that do not fit together, UnsupportedAttention for what this
-        implementation does not support.
+        the documents. Raises ValueError for tensors that do not fit together, UnsupportedAttention for arguments that
+        this implementation does not support.
         """
         check_inputs(q, k, v, layout)
         self.check_features(score.features() | layout.features())
@@ -195,19 +195,19 @@ class Attention(ABC):
         return_lse: bool = False,
         **tensors: Any,
     ) -> AttentionOutput:
-        """Attend from the last T tokens of each sequence to those that a cache holds, without dropout or gradient.
+        """Attend from the last T tokens of each sequence to the tokens in a cache, without dropout or gradient.
 
         q      (B, H, T, D)   row t of sequence b is its token cache.lengths[b] - T + t; usually T is 1
-        cache  keys and values, those of the queries' own tokens included: `cache.write` first
+        cache  keys and values, also of the queries' tokens: call `cache.write` first
 
-        The rest as in `__call__`. Queries before a sequence's first token, all of them where its length is 0, see
-        nothing and give zeros. Only shapes decide what runs, and nothing waits for a GPU: a captured CUDA graph may be
-        replayed after lengths and pages have changed. Raises ValueError for tensors that do not fit together,
-        UnsupportedAttention for what this implementation does not support.
+        Other arguments as in `__call__`. Queries before a sequence's first token, all of them where its length is 0,
+        see nothing and give zeros. The work depends on shapes alone, and nothing waits for a GPU: a captured CUDA graph
+        may be replayed after lengths and pages have changed. Raises ValueError for tensors that do not fit together,
+        UnsupportedAttention for arguments that this implementation does not support.
         """
         cache.check()
         B, k, v = cache.lengths.shape[0], cache.k, cache.v
-        if cache.pages is not None:  # as one page for each sequence: what remains to be checked does not depend on it
+        if cache.pages is not None:  # as one page for each sequence: the remaining checks do not depend on the pages
             k, v = (x[:1].expand(B, -1, -1, -1) for x in (k, v))
         check_inputs(q, k, v, ONE_DOCUMENT)
         self.check_features(score.features() | {"cache": Option("cache")})
@@ -250,8 +250,8 @@ class Attention(ABC):
     def prepare(self, q: Tensor, call: Call, S: int) -> tuple[Tensor, Call]:
         """A call with its formula, for q (B, H, T, D) and S keys.
 
-        A factor of s that is the same along a row multiplies q, and all else that is not computed for every score is
-        computed here. Raises FormulaError for tensors that do not fit.
+        A factor of s that is the same along a row multiplies q. Other parts of the formula that do not depend on the
+        single score are computed here too. Raises FormulaError for tensors that do not fit.
         """
         spec = call.spec
         if spec.score.expression is None or (spec.score.formula is None and "formula" not in self.supports):
@@ -275,7 +275,7 @@ class Attention(ABC):
         """The implementation's part of `__call__`. lse is None if computing it takes extra work."""
 
     def lse(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
-        """The log-sum-exp that `__call__` describes, for an implementation whose `attend` returns none."""
+        """The log-sum-exp of `__call__`, for an implementation whose `attend` does not return it."""
         template, names = listed(["naive", "tiled", "flash"])
         raise UnsupportedAttention(
             f"{{}} does not return the log-sum-exp; use {template}.", Option("attention", self.name), *names
@@ -283,7 +283,7 @@ class Attention(ABC):
 
 
 def plain(option: object) -> object:
-    """The value of an option that may be a choice."""
+    """The value of an option; of an enum its name."""
     return option.value if isinstance(option, Enum) else option
 
 

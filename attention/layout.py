@@ -1,4 +1,4 @@
-"""Where queries and keys stand, and which document each belongs to: tensors of a batch."""
+"""The positions of queries and keys, and the documents that they belong to: tensors of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import Option, ScoreError
 
 
 class Layout(NamedTuple):
-    """Where the queries and keys of a call stand in their rows, and where the rows' documents begin and end.
+    """The positions of a call's queries and keys in their rows, and the bounds of the rows' documents.
 
     q_start          position of the first query; None: the last query stands at the last key's position
     k_start          position of the first key
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
         return torch.arange(offset, offset + T, device=device)
 
     def features(self) -> dict[str, Option]:
-        """The features beyond one document with default positions: name -> the choice that asks for it."""
+        """The features beyond one document with default positions: name -> the option that needs it."""
         asked = {
             "documents": self.document_starts is not None,
             "lengths": self.lengths is not None,
@@ -66,10 +66,10 @@ def documents(starts: Tensor) -> Layout:
 
 
 def packed(cu_seqlens: Tensor, length: int) -> Layout:
-    """The layout of one row of `length` tokens that documents lie side by side in.
+    """The layout of one row of `length` tokens in which documents lie side by side.
 
-    cu_seqlens  (n + 1,) integers, where each document begins and, last, the row's length, as flash-attn's varlen has
-                them. Two equal ones are an empty document.
+    cu_seqlens  (n + 1,) integers, where each document begins and, last, the row's length, as in flash-attn's varlen.
+                Two equal ones are an empty document.
 
     Reads the values, so it waits for the device. Raises ScoreError.
     """

@@ -21,7 +21,7 @@ from .scores.sinks import with_sinks
 
 
 class NaiveAttention(Attention):
-    """Attention as the paper writes it."""
+    """Attention by the paper's formula."""
 
     name = "naive"
     supports = FEATURES | {"lengths"}
@@ -45,7 +45,7 @@ class NaiveAttention(Attention):
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:
         longest = cache.longest()
         if q.shape[0] == q.shape[2] == 1 and host_sees(cache.lengths):
-            # One query of one sequence, whose length the host knows: it gets only the keys it sees, and needs no mask.
+            # One query of one sequence, whose length the host knows: pass only its visible keys, without a mask.
             first = int(key_intervals(call.spec.score, Layout(), 1, longest, "cpu").first)
             k, v = cache.read(first, longest)
             scores = with_sinks(changed_scores(q, k, call, (first, longest)), call.tensors.get("sinks"))

@@ -1,7 +1,7 @@
-"""Attention by other libraries: torch's varlen_attn, and flash-attn 4. They are choices, and the default of nothing.
+"""Attention by other libraries: torch's varlen_attn, and flash-attn 4. Neither is a default.
 
-Both take bf16 and fp16 on a GPU, keep memory linear in the sequence and have no dropout. Documents reach them as
-sequences that lie one after the other, which is what they were made for: keys of other documents are not visited.
+Both take bf16 and fp16 on a GPU, keep memory linear in the sequence and have no dropout. Documents are passed as
+successive sequences of variable length, so keys of other documents are not visited.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Sequences(NamedTuple):
 class Peer(Attention):
     """The base of this module's implementations.
 
-    Refusals suggest subclasses of Attention itself, and so never one of these: they may not be installed.
+    Refusals suggest direct subclasses of Attention only, never one of these: they may not be installed.
     """
 
     exact = True
-    capabilities: tuple[int, ...]  # compute capabilities that the kernels are for, without what follows the point
+    capabilities: tuple[int, ...]  # major compute capabilities that the kernels support
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
@@ -74,7 +74,7 @@ class Peer(Attention):
                     OURS,
                 )
             sequences = self.sequences(call.layout.document_starts, T)
-        # For rows that see nothing the libraries have several rules; ours is zero.
+        # For rows that see nothing the libraries have different rules; here the result is zero.
         empty = max(0, T - S) if call.spec.score.causal else 0
         out, lse = self.kernels(q[:, :, empty:], k, v, call, sequences)
         if empty:
@@ -90,7 +90,7 @@ class Peer(Attention):
         """out (B, H, T, D) and lse (B, H, T); each query sees a key."""
 
     def find_sequences(self, starts: Tensor, T: int) -> Sequences:
-        """The sequences of a batch with document_starts (B, T or more). Waits for the device, once for all layers."""
+        """The documents of a batch, from document_starts (B, T or more). Waits for the device, once for all layers."""
         if self.kept is None or self.kept[0] is not starts or self.kept[1] != starts._version:
             B, device = len(starts), starts.device
             begins = starts[:, :T] == torch.arange(T, device=device)
@@ -101,7 +101,7 @@ class Peer(Attention):
 
 
 class VarlenAttention(Peer):
-    """Attention by torch's varlen_attn: FlashAttention-2, or what torch.nn.attention has made active in its place."""
+    """Attention by torch's varlen_attn: FlashAttention-2, or its replacement by torch.nn.attention's switch."""
 
     name = "varlen"
     supports = frozenset({"full", "window", "documents"})
@@ -187,7 +187,7 @@ class FA4Attention(Peer):
 
 
 def tokens(x: Tensor) -> Tensor:
-    """(B, H, T, D) to (B * T, H, D): a view where x lies in memory as a model has it."""
+    """(B, H, T, D) to (B * T, H, D): a view if x has the memory layout of a model's tensors."""
     return x.transpose(1, 2).flatten(0, 1)
 
 

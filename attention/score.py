@@ -1,9 +1,8 @@
 """The function that attention computes: which keys a query sees, and how scores are changed.
 
-A Score is fixed for a layer, and kernels are compiled for it; a Layout (layout.py) comes with a batch. A score's
-options have a file each in attention/scores/. The visible keys of a query are always one interval, also
-when everything is combined. `key_intervals` computes it; masks, the tiles to visit and the rows that see nothing all
-follow from it.
+A Score is fixed for a layer, and kernels are compiled for it; a Layout (layout.py) comes with a batch. Each option of
+a score has a file in attention/scores/. The visible keys of a query are always one interval, also when options are
+combined. `key_intervals` computes it; masks, the tiles to visit and the rows that see nothing all follow from it.
 
     s = formula(scale q k^T, i, j, ...)          i and j are positions; attention/formula reads formulas
     p = softmax of s over the visible keys
@@ -29,7 +28,7 @@ from .scores import OPTIONS, HeadTensor, ScoreOption
 Range = tuple[int, int]  # start, stop
 # Name, type and default of each option, for a dataclass.
 FIELDS: tuple[tuple[str, Any, Any], ...] = tuple((option.name, option.type, option.default) for option in OPTIONS)
-# The base that has Score's fields, in the order of its arguments.
+# The base class with Score's fields, in the order of its arguments.
 Fields: Any = make_dataclass(
     "Fields",
     [("causal", bool, True), *FIELDS, ("formula", str | Callable | None, None)],
@@ -42,7 +41,7 @@ Described = TypeVar("Described", bound=type)
 
 
 def describe_options(dataclass: Described) -> Described:
-    """Put the options, described in their own docstrings, before `formula` in a class's docstring."""
+    """Insert the options' docstrings before `formula` in a class's docstring."""
     lines = "".join(f"    {option.name:<9} {option.__doc__}\n" for option in OPTIONS)
     dataclass.__doc__ = str(dataclass.__doc__).replace("    formula ", f"{lines}    formula ", 1)
     return dataclass
@@ -50,23 +49,23 @@ def describe_options(dataclass: Described) -> Described:
 
 @describe_options
 class Score(Fields):
-    """Who sees whom and how scores are changed, in one layer. Hashable.
+    """The visible keys and the changes of scores in one layer. Hashable.
 
-    causal    a query sees no key after its own position
-    formula   what the score becomes, instead of the options that change it: text such as "s - slope[h] * (i - j)", of
-              which attention/formula/ knows the language, or a Python function of s, i, j, h, n and tensors. None: s
+    causal    a query sees no key after its position
+    formula   the changed score, instead of an option that changes it: text such as "s - slope[h] * (i - j)", in the
+              language of attention/formula/, or a Python function of s, i, j, h, n and tensors. None: s
 
     Raises ScoreError. It also has
 
     values        of its fields
-    options       those that are on, with their values
+    options       the ones that are on, with their values
     head_tensors  the tensors (H,) that they need, besides those of a formula
     hides_keys    whether a query may not see the first keys
     most_keys     the most keys that a query sees; None: all
-    expression    the formula of the score, whichever option gives it; None where the score is s
+    expression    the formula of the score, also where it comes from an option; None where the score is s
     """
 
-    # Made once, and not properties: torch.compile calls no method of a Score that it takes for a constant.
+    # Attributes, not properties: torch.compile treats a Score as a constant, and calls none of its methods.
     values: tuple[Any, ...]
     options: tuple[tuple[ScoreOption, Any], ...]
     head_tensors: tuple[HeadTensor, ...]
@@ -75,7 +74,7 @@ class Score(Fields):
     expression: str | None
 
     def complete(self) -> None:
-        """Check the fields, and make what follows from them."""
+        """Check the fields, and set the attributes that follow from them."""
         if callable(self.formula):
             self.__dict__["formula"] = trace(self.formula)
         check_type("causal", self.causal, bool, "true or false")
@@ -111,11 +110,11 @@ class Score(Fields):
         self.__dict__["expression"] = expression
 
     def steps(self) -> Steps | None:
-        """How the formula is computed; None where the score is s."""
+        """The steps of computing the formula; None where the score is s."""
         return None if self.expression is None else steps_of(self.expression, self.causal, self.most_keys)
 
     def features(self) -> dict[str, Option]:
-        """The features beyond plain causal attention: name -> the choice that asks for it."""
+        """The features beyond plain causal attention: name -> the option that needs it."""
         asked = {} if self.causal else {"full": Option("score.causal", False)}
         asked |= {option.name: Option(f"score.{option.name}", value) for option, value in self.options}
         if self.formula is not None and (steps := self.steps()) is not None and not steps.is_identity:
@@ -125,7 +124,7 @@ class Score(Fields):
     def tensors(self) -> dict[str, tuple[str, ...]]:
         """The tensors that a call needs for this score, by name, with the meaning of each axis (formula/axes.py).
 
-        Those of options are (H,). Those that the formula names can have a batch before their axes.
+        An option's tensor is (H,). A formula's tensors can have a batch before their axes.
         """
         steps = self.steps()
         named = {} if steps is None else dict(steps.axes)
@@ -154,7 +153,7 @@ def take_rows(x: Tensor, rows: tuple[Range, ...], dim: int) -> Tensor:
 
 
 class KeyIntervals(NamedTuple):
-    """The keys that each query sees: those from `first` up to, but not including, `end`.
+    """The keys that each query sees: from `first` up to, but not including, `end`.
 
     first, end     (T,) or, with documents or lengths, (B, T) integers
     begins, stops  whether `first` is ever above 0 and `end` ever below the number of keys
@@ -184,12 +183,12 @@ class KeyIntervals(NamedTuple):
         return fully_masked.unsqueeze(-3) if fully_masked.ndim == 3 else fully_masked
 
     def meet(self, rows: Range, columns: Range) -> bool:
-        """Whether one of the rows sees one of the columns. Looks at values."""
+        """Whether one of the rows sees one of the columns. Reads values."""
         first, end = self.first[..., slice(*rows)], self.end[..., slice(*rows)]
         return bool(((first < columns[1]) & (end > columns[0]) & (first < end)).any())
 
     def cover(self, rows: Range, columns: Range) -> bool:
-        """Whether every row sees every column. Looks at values."""
+        """Whether every row sees every column. Reads values."""
         first, end = self.first[..., slice(*rows)], self.end[..., slice(*rows)]
         return bool(((first <= columns[0]) & (end >= columns[1])).all())
 

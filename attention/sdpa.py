@@ -1,7 +1,7 @@
-"""torch's own scaled_dot_product_attention, the yardstick: one call, several kernels behind it.
+"""torch's scaled_dot_product_attention, for comparison: one call, several kernels behind it.
 
 `attention.backend` names the kernel; `auto` leaves the choice to torch. None of them can draw the mask of
-attention/dropout, so dropout needs `attention.rng=torch`. The kernel then draws its own mask from torch's default
+attention/dropout, so dropout needs `attention.rng=torch`. The kernel then draws its mask from torch's default
 generator, and its runs match others in distribution only.
 
 Windows, documents and queries that are not aligned with the keys need a mask in memory, T x S for each sequence. ALiBi,
@@ -62,7 +62,7 @@ class SDPAAttention(Attention):
         (T, S), score, dropout = (q.shape[2], k.shape[2]), call.spec.score, call.spec.threshold > 0
         n_masked = max(0, T - S) if score.causal else 0  # the first rows see nothing, for which torch has no rule
         seen = key_intervals(score, call.layout, T, S, q.device)
-        # torch aligns its causal mask to the top left, which is ours where T = S; with fewer queries it needs a mask.
+        # torch aligns its causal mask to the top left: the same if T = S; with fewer queries it needs a mask.
         masked = seen.begins or (score.causal and 1 < T < S)
         mask = seen.mask((n_masked, T), (0, S)) if masked else None
         q, scale = q[:, :, n_masked:], call.spec.scale

@@ -1,4 +1,4 @@
-"""The tensors of a call: the shapes that they must have, and the defaults of those that a score needs."""
+"""The tensors of a call: their required shapes, and the defaults of a score's tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .score import Score
 
 
 def score_tensors(score: Score, given: dict[str, Any], q: Tensor) -> dict[str, Tensor]:
-    """The tensors of a score, by name, those that the caller left out included. Raises ValueError.
+    """The tensors of a score, by name, with defaults for the ones that the caller left out. Raises ValueError.
 
-    `prepare` checks the shapes of those that belong to a formula.
+    `prepare` checks the shapes of a formula's tensors.
     """
     given = (given.pop("tensors", None) or {}) | given
     H, wanted, of_options = q.shape[1], score.tensors(), score.head_tensors

@@ -16,10 +16,10 @@ from .spec import Inputs, Spec
 
 
 class TileScores:
-    """Which tiles there are to visit, and the scores of one."""
+    """The tiles to visit, and the scores of one."""
 
     def __init__(self, q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, q_start: int | None, k_start: int) -> None:
-        """q (B, H, T, D) and k (B, H_kv, S, D); q_start and k_start as Layout has them."""
+        """q (B, H, T, D) and k (B, H_kv, S, D); q_start and k_start as in Layout."""
         self.T, self.S, self.spec = q.shape[2], k.shape[2], spec
         self.layout = Layout(q_start, k_start, inputs.starts, inputs.ends)
         self.seen = key_intervals(spec.score, self.layout, self.T, self.S, q.device)
@@ -50,7 +50,7 @@ class TileScores:
         return hide(b_s, self.hidden(rows, columns), -torch.inf)
 
     def change_with_gradients(self, b_s: Tensor, rows: Range, columns: Range) -> tuple[Tensor, TileGradients]:
-        """`change`, and what takes a tile's gradient back to what the formula is computed from."""
+        """`change`, and an object that takes a tile's gradient back to the formula's inputs."""
         tile, slopes = None, [1.0]
         if self.formula is not None:
             tile = Tile(self.formula, b_s.flatten(1, 2), rows, columns)
@@ -72,14 +72,14 @@ class TileScores:
 
 
 class TileGradients:
-    """The derivatives of a tile's scores by s and by all else that a formula computes them from."""
+    """The derivatives of a tile's scores by s and by the other inputs of a formula."""
 
     def __init__(self, tile: Tile | None, slopes: list[Any], hidden: Tensor | None) -> None:
         """slopes: by s, then by each input of the formula: tensors, or numbers where they are the same everywhere."""
         self.tile, self.slopes, self.hidden = tile, slopes, hidden
 
     def back(self, b_ds: Tensor) -> Tensor:
-        """The gradient of the scaled scores, of that of the changed ones; those of the formula's inputs are summed."""
+        """The gradient of the scaled scores, from the changed scores'; sums the gradients of a formula's inputs."""
         if self.tile is not None and self.tile.formula.sums:
             learned = self.tile.formula.sums
             self.tile.add_to_sums({k: self.times(b_ds, self.slopes[k + 1]).flatten(1, 2) for k in learned})
@@ -94,7 +94,7 @@ class TileGradients:
 
 
 def hide(b_x: Tensor, hidden: Tensor | None, value: float) -> Tensor:
-    """A tile with `value` in place of what is hidden."""
+    """A tile with `value` in place of hidden scores."""
     return b_x if hidden is None else b_x.masked_fill_(hidden, value)
 
 

@@ -104,7 +104,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1: q (B, H, T, D) and k, v (B, H_kv, S, D) to out (B, H, T, D) and lse (B, H, T).
 
-    q_start, k_start  as Layout has them
+    q_start, k_start  as in Layout
     """
     T, S, H_kv = q.shape[2], k.shape[2], k.shape[1]
     key, sinks, dropout = inputs.key, inputs.sinks, spec.threshold / 256
@@ -129,7 +129,7 @@ def forward(
             m_new = torch.maximum(m, b_s.amax(dim=-1, keepdim=True))
             if spec.ablate == Ablation.no_max_subtraction.value:
                 m_new = torch.zeros_like(m)
-            alpha = torch.exp(m - m_new)  # takes l and o from the old maximum to the new one
+            alpha = torch.exp(m - m_new)  # rescales l and o from the old maximum to the new one
             if spec.ablate == Ablation.no_rescaling.value:
                 alpha = torch.ones_like(m)
             b_p = torch.exp(b_s - m_new)
@@ -149,7 +149,7 @@ def forward(
 
 
 def backward(do: Tensor, saved: Sequence[Tensor], spec: Spec, q_start: int | None, k_start: int) -> list[Tensor]:
-    """Algorithm 2: the gradients of q, k, v, of what the formula learns and of the sinks, if any, from that of out.
+    """Algorithm 2: from the gradient of out the gradients of q, k, v, the formula's learned inputs and the sinks.
 
     saved  q, k, v, out, lse and the inputs that are present, with the shapes of `forward`
     """
@@ -205,7 +205,7 @@ def keep_tile(key: Tensor, dropout: float, q: Tensor, S: int, rows: Range, colum
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Matrix product as a tensor core makes it: operands in their own precision, sums in fp32."""
+    """Matrix product like a tensor core's: operands in their precision, sums in fp32."""
     return a.to(accum_dtype(a.dtype)) @ b.to(accum_dtype(b.dtype))
 
 

@@ -1,11 +1,12 @@
-"""The kernels of attention=flash under torch's own calls: an implementation for torch.nn.attention's switch.
+"""The kernels of attention=flash under torch's calls: an implementation for torch.nn.attention's switch.
 
 >>> import gpt_attention.torch_sdpa
 >>> gpt_attention.torch_sdpa.register()
 >>> torch.nn.attention.activate_flash_attention_impl("gpt_attention_flash")
 
 From then on every call that torch gives to its FlashAttention on a GPU runs these kernels: scaled_dot_product_attention
-with the backend FLASH_ATTENTION, the modules that call it, and varlen_attn, in training too. What they lack is refused.
+with the backend FLASH_ATTENTION, the modules that call it, and varlen_attn, in training too. Calls that they do not
+support are refused.
 
 torch calls the functions of KERNELS in place of its kernels, whose arguments torch's native_functions.yaml describes.
 """
@@ -46,7 +47,7 @@ class Active:
         self.library: Library | None = library
 
     def remove(self) -> None:
-        """Give torch's own kernels back."""
+        """Restore torch's kernels."""
         self.library = None
 
 
@@ -57,7 +58,7 @@ def register() -> None:
 
 
 def activate(key: str = "CUDA") -> Active:
-    """Put KERNELS in the place of torch's for the devices of a dispatch key."""
+    """Replace torch's kernels by KERNELS for the devices of a dispatch key."""
     if not HAS_TRITON:
         raise refused("needs Triton, which is not installed")
     library = Library("aten", "IMPL")
@@ -67,7 +68,7 @@ def activate(key: str = "CUDA") -> Active:
 
 
 def run(operator: str, kernel: Callable[[SimpleNamespace], Any], *given: Any, **named: Any) -> Any:
-    """A kernel's results for the arguments with which torch calls an aten operator."""
+    """A kernel's results for torch's arguments of an aten operator."""
     return kernel(arguments_of(operator, given, named))
 
 
@@ -111,7 +112,7 @@ def packed_inputs(starts_q: Tensor, starts_k: Tensor | None, total: int) -> Inpu
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
-    """q (B, H, T, D) and k, v (B, H_kv, S, D) to out, which lies in memory as q does, and lse (B, H, T)."""
+    """q (B, H, T, D) and k, v (B, H_kv, S, D) to out, with q's memory layout, and lse (B, H, T)."""
     out, lse, _ = run_forward(prepared(q), prepared(k), prepared(v), inputs.present(), spec.text(), 0, 0)
     return out if out.shape == q.shape else torch.empty_like(q).copy_(out[..., : q.shape[-1]]), lse
 

@@ -1,6 +1,6 @@
 """Attention for generation: a few new queries of each sequence against a cache of keys and values.
 
 cache.py     Cache, contiguous or paged, and how new keys and values enter it: start reading here
-write.py     where new tokens go, in torch; write_kernel.py: in Triton
+write.py     writes new tokens to their slots, in torch; write_kernel.py: in Triton
 tiled.py     flash-decoding in plain PyTorch; flash/decode_kernel.py: in Triton
 """

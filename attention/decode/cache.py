@@ -26,8 +26,8 @@ class Cache(NamedTuple):
 
     k, v     (B, H_kv, L, D), or paged (P, H_kv, page, D): P pages of 16, 32, 64, 128 or 256 slots
     lengths  (B,) int32, on the same device: the tokens of each sequence, new ones included. 0: no sequence here
-    pages    (B, n) int32: sequence b keeps its tokens from i * page on in page pages[b, i]. Entries of pages that
-             no query sees (behind the length, before the window) are never followed and may be -1. None: contiguous
+    pages    (B, n) int32: page pages[b, i] holds sequence b's tokens from i * page on. Entries of pages that no query
+             sees (behind the length, before the window) are never followed and may be -1. None: contiguous
 
     The values of lengths and pages are not checked, which would wait for the device: a length beyond the capacity drops
     the tokens that have no slot, and a page number of P or more reads and writes memory outside the cache.
@@ -94,7 +94,7 @@ class Cache(NamedTuple):
         return k.masked_fill(empty, 0.0), v.masked_fill(empty, 0.0)
 
     def longest(self) -> int:
-        """The length of the longest sequence, or where reading that would wait for a device, the capacity."""
+        """The length of the longest sequence or, where reading it would wait for a device, the capacity."""
         return min(int(self.lengths.max()), self.capacity) if host_sees(self.lengths) else self.capacity
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""`Cache.write` in Triton: one launch, which knows on the device which tokens have a slot."""
+"""`Cache.write` in Triton: one launch, which finds out on the device which tokens have a slot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Rows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The cache's lengths and pages, and cu_seqlens, as `write` has them."""
+    """The cache's lengths and pages, and cu_seqlens, as for `write`."""
 
     lengths: Any
     pages: Any
@@ -46,7 +46,7 @@ def write_kernel(k, v, new_k, new_v, places, T, H_kv, B, capacity, n_pages, PAGE
     if places.cu_seqlens is None:
         i_b = i_row
         position = tl.load(places.lengths + i_b) - T + i_t
-    else:  # empty sequences end where others do: the first that ends behind the token is its own
+    else:  # empty sequences end where others do: the token's sequence is the first that ends behind it
         o_b = tl.arange(0, SEQUENCES)
         b_end = tl.load(places.cu_seqlens + 1 + o_b, mask=o_b < B, other=T + 1)
         i_b = tl.minimum(tl.sum((b_end <= i_t).to(tl.int32), 0), B - 1)
@@ -87,7 +87,7 @@ def write(
     new_v: Tensor,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """`write` of write.py by a kernel, which waits for nothing."""
+    """`write` of write.py by a kernel; does not wait for the device."""
     (rows, H_kv, T, D), B = new_k.shape, lengths.shape[0]
     if new_k.numel() == 0:
         return

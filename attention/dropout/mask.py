@@ -59,8 +59,8 @@ class DropoutKey:
     first_query      position in its sequence of the call's first query, a multiple of 16
     first_key        position in its sequence of the call's first key, a multiple of 64
 
-    Tensors let the key change every step without recompiling and without a host synchronisation. The last three are
-    for a call that has a part of the heads, queries or keys: it draws that part of the whole call's mask.
+    Tensors let the key change every step without recompiling and without a host synchronisation. The last three fields
+    are for a call on a part of the heads, queries or keys: it draws this part of the whole call's mask.
     """
 
     seed: int | Tensor
@@ -95,7 +95,7 @@ class DropoutKey:
             if isinstance(position, int) and position % unit:
                 raise ValueError(f"{name}={position} of a dropout key must be a multiple of {unit}.")
         # Each part is a launch on a GPU, so equal numbers that follow one another make one part.
-        parts: list[tuple[int | Tensor, int]] = []  # a field, and how often it comes
+        parts: list[tuple[int | Tensor, int]] = []  # a value, and how many times in a row it comes
         for field in fields(self):
             value = getattr(self, field.name)
             if parts and isinstance(value, int) and isinstance(parts[-1][0], int) and parts[-1][0] == value:
@@ -116,7 +116,7 @@ FIELDS = tuple(field.name for field in fields(DropoutKey))  # a constant: torch.
 
 
 def moved(key: Tensor, **given: int) -> Tensor:
-    """A packed key with other values of the fields `given`, on its device."""
+    """A packed key in which the fields `given` have new values, on its device."""
     parts = list(key.split(1))
     for name, value in given.items():
         i = FIELDS.index(name)

@@ -1,6 +1,6 @@
-"""The options of a `Score`, one file each: all that an option is. A new file is a new option.
+"""The options of a `Score`: each file holds everything about one option. A new file is a new option.
 
-option.py has their base. Formulas that need no option of their own are presets in conf/score/.
+option.py has the base class. Formulas that need no option are presets in conf/score/.
 """
 
 from importlib import import_module

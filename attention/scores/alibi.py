@@ -62,5 +62,5 @@ if HAS_TRITON:
 
     @triton.jit
     def alibi_row_bias(slope2, o_m, i_reference, pos, MODE: tl.constexpr):
-        """What `alibi_bias` adds too much for the queries o_m: to be subtracted from their log-sum-exp."""
+        """The excess of `alibi_bias` for the queries o_m, which is subtracted from their log-sum-exp."""
         return 0.0 if MODE.exact else slope2 * (o_m + pos.offset - i_reference).to(tl.float32)

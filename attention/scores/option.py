@@ -1,4 +1,4 @@
-"""The base of the options that a `Score` has: a file of this folder each."""
+"""The base class of a `Score`'s options; each option is a file of this folder."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..formula.graph import Node
 
 
 class HeadTensor(NamedTuple):
-    """A tensor (H,) of one number for each query head that an option needs.
+    """A tensor (H,) that an option needs: one number for each query head.
 
-    initial  its numbers for H heads on a device; of a learned one those it starts from
+    initial  its numbers, or a learned tensor's first ones, for H heads on a device
     learned  whether it is a parameter of a model; a call then has to give it
     meaning  of one of its numbers
     """
@@ -36,8 +36,8 @@ class Recognised(NamedTuple):
 class ScoreOption:
     """An option of `Score`, which is off at its default. A subclass holds all that depends on the option.
 
-    Its docstring is its line in that of `Score`. Every implementation computes an option that changes scores as a
-    formula, and reads from here which keys an option hides, so that a new option changes no other file.
+    Its docstring becomes its line in `Score`'s docstring. Implementations compute an option that changes scores as a
+    formula, and read from here which keys an option hides, so that a new option changes no other file.
 
     name        of the field and of the feature
     order       among the options: of Score's arguments, and in which they change a score
@@ -46,8 +46,8 @@ class ScoreOption:
     looks_back  whether it needs causal=True
     hides_keys  whether a query sees fewer keys with it, see `first_key`
     is_formula  whether it changes scores, see `formula`
-    in_kernels  whether attention=flash has its own Triton code for it, in the subclass's file; without that it computes
-                the formula, and refuses an option that has none
+    in_kernels  whether the subclass's file has Triton code for attention=flash, which else computes the formula, and
+                refuses an option without one
     tensor      that a call needs for it
     """
 
@@ -64,14 +64,14 @@ class ScoreOption:
     tensor: ClassVar[HeadTensor | None] = None
 
     def check(self, value: Any) -> None:
-        """Raise ScoreError for a value of the right type that means nothing."""
+        """Raise ScoreError for a value of the right type that is not possible."""
 
     def formula(self, value: Any, s: str) -> str:
         """The changed score as a formula, for a score that is the expression s."""
         raise NotImplementedError
 
     def recognised(self, x: Node) -> Recognised | None:
-        """The option whose formula x is, where a kernel has a faster way for it."""
+        """The option with the formula x, where a kernel has faster code for it."""
         return None
 
     def first_key(self, value: Any, query: Any) -> Any:

@@ -2,8 +2,8 @@
 
     p = exp(s) / (exp(sink_h) + sum over visible keys of exp(s))
 
-Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"; gpt-oss. A sink is a key that has no value
-and that every query sees, also one that sees nothing else.
+Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"; gpt-oss. A sink acts like a key without
+a value that every query sees, also a query that sees nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .option import HeadTensor, ScoreOption
 
 
 def no_sinks_yet(n_heads: int, device: torch.device | str | None = None) -> Tensor:
-    """The logits (H,) that a model starts from."""
+    """A model's initial logits (H,)."""
     return torch.zeros(n_heads, device=device)
 
 
@@ -50,7 +50,7 @@ def start_with_sinks(m: Tensor, l: Tensor, sinks: Tensor | None) -> None:
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out (B, H, T, D) and lse (B, H, T) with the sinks (H,), of those without them.
+    """out (B, H, T, D) and lse (B, H, T) with the sinks (H,), from out and lse without them.
 
     A sink takes exp(sink) of the softmax's sum, and leaves the rest exp(lse).
     """

@@ -1,4 +1,4 @@
-"""A window: a query sees its last keys alone. Beltagy et al. 2020, "Longformer"; Jiang et al. 2023, "Mistral 7B"."""
+"""A window: a query sees only its last keys. Beltagy et al. 2020, "Longformer"; Jiang et al. 2023, "Mistral 7B"."""
 
 from __future__ import annotations
 

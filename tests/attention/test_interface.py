@@ -90,13 +90,6 @@ def test_tensors_of_different_precision_are_refused():
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled"])
-def test_nothing_is_dropped_without_a_key(name):
-    q, k, v, _ = Case(1, 2, 2, 30, 30, 8).tensors(torch.float32)
-    evaluated = build_attention(AttentionConfig(name, dropout=0.5))(q, k, v).out
-    assert torch.equal(evaluated, build_attention(AttentionConfig(name))(q, k, v).out)
-
-
-@pytest.mark.parametrize("name", ["naive", "tiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [1, 33, 256])
 def test_naive_and_tiled_take_any_head_size_and_precision(name, dtype, head_dim):
