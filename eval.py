@@ -311,7 +311,7 @@ def measure_probes(config: EvaluateConfig, run: Path, data: DataConfig | None) -
 def text_of_run(run: Path, loaded: Loaded) -> np.ndarray:
     """The tokens of a run's validation split. Raises ConfigError where there is none."""
     if is_folder(run):
-        raise ConfigError("A model in Hugging Face's format has no text of its own; give data=text data.path=...")
+        raise ConfigError("A model in Hugging Face's format has no text; give data=text data.path=...")
     if not isinstance(loaded, Trained):
         raise ConfigError(
             f"probes={PositionLoss.name} measures a text, and the run was trained on data={loaded.config.data.name}; "

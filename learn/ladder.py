@@ -105,7 +105,7 @@ class Measured:
 
 
 class Call(NamedTuple):
-    """A step's tensors in slow memory, each with its own count of moves, its arguments, and its output (d,)."""
+    """A step's tensors in slow memory, each with a separate count of moves, its arguments, and its output (d,)."""
 
     slow: dict[str, Slow]
     arguments: dict[str, Any]

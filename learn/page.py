@@ -28,7 +28,7 @@ from learn.tracing import Recording, record
 from learn.why import reasons
 
 TEMPLATES = Path(__file__).parent / "templates"
-# What the page's controls offer. A window is causal.
+# The choices of the page's controls. A window is causal.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "algorithm": ("flash_1", "flash_2"),
     "direction": ("forward", "backward"),

@@ -37,8 +37,8 @@ class Step:
 
     line     its place in the function's source, from 0
     fast     the tensors in fast memory by name
-    idle     those of them that no later line reads before their names are given to others
-    slow     those in slow memory
+    idle     the names of fast tensors that no later line reads before assigning them again
+    slow     the tensors in slow memory
     tile     the tiles that the loops around the line are at: {"i": rows of queries, "j": rows of keys}
     read     numbers read from slow memory so far, and `written` to it
     """
@@ -71,7 +71,7 @@ class Source:
     """A function's lines, counted from 0, and their names.
 
     first     the file's number of the first line
-    loops     what a loop assigns, with the loop's first and last line
+    loops     the name that a loop assigns, with the loop's first and last line
     assigned  the names that a line assigns
     read      the names that a line reads
     """

@@ -22,9 +22,10 @@ from recipe.config import Config, as_plain
 from recipe.device import Precision
 from recipe.distributed.world import World
 from recipe.parity.probe import ParityConfig, ParityProbe
-from recipe.report.parity import Outcome, Verdict, judge
+from recipe.report.parity import judge
 from recipe.report.runs import find_runs
 from recipe.report.sweeps import cells_of
+from recipe.report.verdict import Outcome, Verdict
 from recipe.tracking.metrics import MetricsFile
 from recipe.training.config import TrainingConfig
 from recipe.training.loop import compare

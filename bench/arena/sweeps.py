@@ -1,4 +1,4 @@
-"""Verdicts of many sweeps at once: real ones, and ones whose losses are drawn at random from those of real runs."""
+"""Verdicts of many sweeps at once: real ones, and ones whose losses are drawn at random from real runs."""
 
 from __future__ import annotations
 

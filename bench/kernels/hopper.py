@@ -21,7 +21,7 @@ from attention.spec import Inputs, Spec
 from bench.kernels.compiler import Launch
 from bench.kernels.plain import EVERYTHING
 
-LENGTHS = {"": 16384, "-middle": 4096, "-short": 512}  # at some head sizes each has its own shape of blocks
+LENGTHS = {"": 16384, "-middle": 4096, "-short": 512}  # at some head sizes each has a different shape of blocks
 LONGEST = max(LENGTHS.values())
 
 

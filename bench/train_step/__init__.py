@@ -1,1 +1,1 @@
-"""Whole training steps: their speed and memory beside those of nanoGPT."""
+"""Whole training steps: their speed and memory beside nanoGPT's."""

@@ -1,5 +1,5 @@
 "use strict";
-// Plays recordings: it shows what was recorded and computes nothing of its own but which step comes next.
+// Plays recordings: it shows recorded values, and computes only which step comes next.
 const byId = (id) => document.getElementById(id);
 const settings = JSON.parse(byId("settings").textContent);
 const OF_QUERIES = new Set(["Q", "O", "l", "m", "lse", "dO", "dQ", "D"]);

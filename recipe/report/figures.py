@@ -10,16 +10,12 @@ from typing import Any
 from recipe.drawing import Chart, height_for
 from recipe.parity import PARITY_MARGIN
 from recipe.report.costs import Point, attention_alone, crossovers, points, predicted_memory, same_tokens
-from recipe.report.parity import (
-    Outcome,
-    Verdict,
-    rounding_of_a_step,
-    seed_spread,
-)
+from recipe.report.parity import rounding_of_a_step, seed_spread
 from recipe.report.plots import Curves, Value, draw_difference, draw_over_axis, draw_probe, draw_steps
 from recipe.report.probes import probe_charts
 from recipe.report.runs import Run
 from recipe.report.sweeps import Cell, Sweep
+from recipe.report.verdict import Outcome, Verdict
 from recipe.wording import memory_unit
 
 MOST_CELLS = 2  # of a sweep, whose parity is drawn

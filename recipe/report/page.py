@@ -16,11 +16,12 @@ from recipe.files import number
 from recipe.parity import PARITY_MARGIN
 from recipe.report.figures import charts
 from recipe.report.labels import heading, headings, places
-from recipe.report.parity import Outcome, Verdict, judge, outcome_of
+from recipe.report.parity import judge
 from recipe.report.runs import Run, RunSet
 from recipe.report.sweeps import Sweep, labels_of, sweeps_of
 from recipe.report.tables import Table, ablation_table, cell_table, run_table, runs_csv
 from recipe.report.text import Answer, answer, notes_on
+from recipe.report.verdict import Outcome, Verdict, outcome_of
 from recipe.wording import duration
 
 TEMPLATES = Path(__file__).parent / "templates"

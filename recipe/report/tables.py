@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from recipe.report.costs import Loss, Point, attention_alone, points, predicted_memory, ranked
-from recipe.report.parity import Verdict
 from recipe.report.runs import Run, number
 from recipe.report.sweeps import Sweep
+from recipe.report.verdict import Verdict
 from recipe.wording import duration, memory_unit, percent, size, times
 
 DASH = "-"

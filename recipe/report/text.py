@@ -10,9 +10,10 @@ from recipe.parity import PARITY_MARGIN
 from recipe.report.answers import Answer, costs, over_lengths, ranking, scaling
 from recipe.report.costs import points
 from recipe.report.labels import names_apart
-from recipe.report.parity import MEASURES, Final, Gap, Outcome, Verdict, outcome_of
+from recipe.report.parity import MEASURES
 from recipe.report.runs import UNKNOWN, Run, RunSet
 from recipe.report.sweeps import Sweep
+from recipe.report.verdict import Final, Gap, Outcome, Verdict, outcome_of
 from recipe.wording import listed, percent, size, times
 
 LOSSES = {"val/loss": "validation loss", "train/loss": "training loss"}

@@ -9,20 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.report.parity import (
-    Gap,
-    NotFinite,
-    Outcome,
-    Verdict,
-    judge,
-    outcome_of,
-    rolling_rms,
-    seed_spread,
-    window_of,
-)
+from recipe.report.parity import judge, rolling_rms, seed_spread, window_of
 from recipe.report.runs import find_runs
 from recipe.report.sweeps import cells_of
 from recipe.report.text import parity_answer
+from recipe.report.verdict import Gap, NotFinite, Outcome, Verdict, outcome_of
 from tests.recipe.report.synthetic import ERRORS, write_run
 
 
