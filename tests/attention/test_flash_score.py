@@ -139,13 +139,14 @@ DKDV = ("dk", "dv")
 # Of these slopes the first leaves a query nothing but its neighbours, and the last two have no horizon.
 SLOPES = (40.0, 4.0, 1.0, 0.02, 0.0, -0.01)
 FAR = Case(1, 6, 6, 200, 200, 16, alibi=True)
+THREE_TILES = replace(FAR, H_kv=3, T=140, S=140)
 FAR_CASES = {
-    "more_keys": replace(FAR, H_kv=3, T=100),
-    "more_queries": replace(FAR, H_kv=3, S=150),
-    "large_scores": replace(FAR, spread=20.0),
-    "soft_cap_sinks": replace(FAR, H_kv=2, soft_cap=2.0, sinks=True),
-    "window_documents": replace(FAR, H_kv=2, window=150, documents=(160, 40)),
-    "dropout": replace(FAR, H_kv=3, T=140, S=140, dropout=0.17),
+    "more_keys": replace(THREE_TILES, T=70),
+    "more_queries": replace(THREE_TILES, S=100),
+    "large_scores": replace(THREE_TILES, H_kv=6, spread=20.0),
+    "soft_cap_sinks": replace(THREE_TILES, H_kv=2, soft_cap=2.0, sinks=True),
+    "window_documents": replace(THREE_TILES, H_kv=2, window=100, documents=(115, 25)),
+    "dropout": replace(THREE_TILES, dropout=0.17),
 }
 
 

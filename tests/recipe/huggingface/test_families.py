@@ -284,6 +284,7 @@ def test_a_run_starts_from_a_folder_and_the_command_line_may_change_what_has_no_
     assert sentence.endswith("has model.norm_place=both, and the model before; set model.norm_place=both.")
 
 
+@pytest.mark.usefixtures("forked")
 def test_loading_takes_memory_for_the_model_and_one_tensor(tmp_path):
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
     config = transformers.LlamaConfig(**shape, num_key_value_heads=8, vocab_size=VOCAB)

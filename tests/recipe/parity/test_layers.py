@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -52,8 +53,12 @@ def test_every_fault_is_caught_in_bf16(name: str, caplog: pytest.LogCaptureFixtu
         assert not found["whole_model"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", RIGHT)
+HALVES = ("naive", "tiled in small tiles", "base_two")  # in the other half precision too
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*itertools.product(RIGHT, ("fp32", "bf16")), *((name, "fp16") for name in HALVES)]
+)
 def test_correct_attention_is_not_accused(name: str, dtype: str):
     config = replace(RIGHT[name], dropout=0.0 if name == "sdpa" else 0.1)
     found = probed(Fault(config, Score(sinks=name != "sdpa")), dtype, seed=7, count=1)
