@@ -13,7 +13,7 @@
     tiles.py     tiles of (B, H, T, D) tensors, in and out of the chip
     configs.py   block sizes for each head size, dtype, dropout and architecture
 
-Dropout's mask is drawn by attention/dropout/kernel.py. docs/notes/kernels.md records what was tried;
+Dropout's mask is drawn by attention/dropout/kernel.py. docs/notes/kernels.md records experiments;
 bench/attention/tune.py finds block sizes.
 
 `forward` and `backward` are the contract between paths.py and the kernels. Another path is a module with functions of
