@@ -61,7 +61,7 @@ class Family:
     names         modules of the model and theirs
     keys          options of model.* and their keys in config.json
     parts         options that all of its models share
-    fixed         keys with which only some values can be computed here: the values, the first of which is the default
+    fixed         keys that change the computation, and the values that a model here supports, the files' default first
     defaults      of keys that files may leave out
     biases        the keys for biases of all linear layers, or of attention's
     windows       whether sliding_window applies to all layers, or to the layers that layer_types names

@@ -179,7 +179,7 @@ class Listener:
                 out = self.attend(q, k, v, **called.options, **tensors).out
             got["out"] = out.detach()
             if self.training:
-                with torch.autocast(q.device.type, enabled=False):  # as in training, where the backward pass is outside
+                with torch.autocast(q.device.type, enabled=False):  # training's backward pass is outside it too
                     given = torch.autograd.grad(out, list(leaves.values()), do, allow_unused=True)
                 got |= dict(zip(leaves, given, strict=True))
         tf32 = q.dtype is torch.float32 and self.attend.config.allow_tf32
