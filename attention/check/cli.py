@@ -122,7 +122,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--dtypes", default="fp32,bf16,fp16", metavar="A,B", help="precisions, of fp32, bf16, fp16, fp64"
     )
-    found.add_argument("--seconds", type=float, help="stop starting cases after this time (300; on a GPU 60)")
+    found.add_argument(
+        "--seconds", type=float, help="start no call after this time (300, on a GPU 60; with --recommend no limit)"
+    )
     found.add_argument("--seed", type=int, default=0, help="of all random numbers")
     found.add_argument("--quick", action="store_true", help="a twelfth of the cases")
     found.add_argument("--allow", default="", metavar="A,B", help='lines that may fail, such as "the same again"')
