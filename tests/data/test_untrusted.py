@@ -49,7 +49,7 @@ def test_what_would_take_time_or_memory_is_refused(
     assert time.perf_counter() - begin < 5
 
 
-def test_a_file_larger_than_its_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_larger_than_its_limit_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "sparse.json").open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(UntrustedError, match="is larger than 64 MiB"):

@@ -51,7 +51,7 @@ class Launcher:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def start(tmp_path: Path):
     """start(*overrides, ends={number: summary}): one start of the sweep in tmp_path; returns the launcher."""
 
     def run(*overrides: str, ends: dict[int, dict[str, Any]] | None = None) -> Launcher:

@@ -63,7 +63,7 @@ class Launcher:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def start(tmp_path: Path):
     """start(*overrides, lost=(number, ...)): one start of the sweep in tmp_path; returns the launcher."""
 
     def run(*overrides: str, lost: Sequence[int] = ()) -> Launcher:
