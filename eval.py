@@ -29,7 +29,7 @@ device      auto, cpu, cuda, cuda:1
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ from data.check import check_data
 from data.config import DataConfig, Documents
 from data.corpora import CHAT, CORPORA
 from data.tasks import TASKS
-from data.untrusted import UntrustedError
 from recipe.cli.arguments import parse as key_values
 from recipe.cli.compose import compose_right, expand_home, to_config
 from recipe.cli.launch import refuse
@@ -65,19 +64,16 @@ from recipe.evaluation.probes import (
     probe_names,
     run_probes,
 )
+from recipe.evaluation.results import Results, record, show
 from recipe.evaluation.scorer import Scorer
 from recipe.evaluation.tasks import run_file
 from recipe.evaluation.text import measure, tokenised, validation_text
 from recipe.huggingface.starting import is_folder
 from recipe.probes.position_loss import PositionLoss
-from recipe.run_folder import SUMMARY, StillRunning, locked, read_summary
 from recipe.sweeps import launcher
-from recipe.tracking.summary import write_summary
-from recipe.tracking.tracker import mirror_again
 from recipe.trained import Loaded, ModelChoice, Trained, load_any, load_trained
 from recipe.training.memory import oom_guard
 
-Results = dict[str, dict[str, Any]]
 # The options of data=... that choose a text. The others say how to train on it.
 OF_TEXT = ("data", "data.path", "data.text_field", "data.max_tokens")
 # The arguments that change a result; a result's name includes each of these that was given.
@@ -218,11 +214,6 @@ def results(
     yield name, measure(model, text, model.max_length, config.batch, separate) | {"seq_len": model.max_length}
 
 
-def formatted(value: float) -> str:
-    """A count whole, a measurement to six digits."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
-
-
 def settings(config: EvaluateConfig, data: DataConfig | None) -> list[str]:
     """The arguments that differ from their defaults and change a result."""
     values = {name.replace("attention_", "attention."): getattr(config, name) for name in SETTINGS}
@@ -231,28 +222,6 @@ def settings(config: EvaluateConfig, data: DataConfig | None) -> list[str]:
     if data is not None and data.max_tokens is not None:
         given["data.max_tokens"] = data.max_tokens
     return [f"{name}={getattr(value, 'value', value)}" for name, value in given.items()]
-
-
-def record(run: Path, trained: Loaded, results: Results) -> None:
-    """Add the results to summary.json and to the run in W&B, if the run is over."""
-    path = run / SUMMARY
-    try:
-        with locked(run):
-            try:
-                summary = read_summary(run)
-            except FileNotFoundError:
-                print(f"{path} does not exist yet: the results are only printed.", file=sys.stderr)
-                return
-            except UntrustedError as error:
-                print(f"{path} {error}: the results are only printed.", file=sys.stderr)
-                return
-            earlier = summary.get("eval")
-            summary["eval"] = (earlier if isinstance(earlier, dict) else {}) | results
-            write_summary(path, summary)
-            for warning in mirror_again(run, trained.config.tracking):
-                print(f"warning: {warning}", file=sys.stderr)
-    except StillRunning:
-        print(f"{run} is still running: the results are only printed.", file=sys.stderr)
 
 
 def main(arguments: list[str]) -> None:
@@ -318,11 +287,6 @@ def text_of_run(run: Path, loaded: Loaded) -> np.ndarray:
             "leave it out."
         )
     return validation_text(loaded).tokens
-
-
-def show(name: str, metrics: Mapping[str, Any]) -> None:
-    """Print a result on one line."""
-    print(name, *(f"{metric} {formatted(value)}" for metric, value in metrics.items()), sep="  ", flush=True)
 
 
 def too_large(config: EvaluateConfig) -> str:

@@ -1,8 +1,10 @@
-"""Measuring a trained model: tasks of lm-eval, tasks in a file, and the loss on any text.
+"""Measuring a trained model: tasks of lm-eval, tasks in a file, the loss on any text, and probes.
 
 models.py   one interface for a run's model and for one exported to Hugging Face
 scorer.py   log-likelihoods and continuations of texts, batched
 harness.py  the tasks of EleutherAI's lm-eval, through the scorer
 tasks.py    the tasks of a .jsonl file, through the scorer, without lm-eval
 text.py     loss and bits per byte on a text
+probes.py   the probes of train.py, for a run that has ended
+results.py  prints the results, and adds them to the run
 """
