@@ -63,10 +63,10 @@ class Muon(torch.optim.Optimizer):
         skip, group = self.found_inf.bool(), self.param_groups[0]
         averages = [self.average(matrix) for matrix in self.matrices]
         # The mean of the momentum and itself is itself, bit for bit.
-        gradients = []
-        for matrix, average in zip(self.matrices, averages, strict=True):
-            assert matrix.grad is not None
-            gradients.append(torch.where(skip, average, matrix.grad / self.grad_scale))
+        gradients = [matrix.grad for matrix in self.matrices if matrix.grad is not None]
+        torch._foreach_div_(gradients, self.grad_scale)
+        for i, (matrix, average) in enumerate(zip(self.matrices, averages, strict=True)):
+            gradients[i] = torch.where(skip, average, gradients[i])
             matrix.grad = None
         torch._foreach_lerp_(averages, gradients, 1 - self.momentum)
         torch._foreach_lerp_(gradients, averages, self.momentum)
@@ -74,10 +74,13 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_mul_(self.matrices, 1 - lr * group["weight_decay"])
         weights, ahead = self.parts(self.matrices), self.parts(gradients)
         for stack in self.stacks:
-            updates = orthogonal(torch.stack([ahead[i].bfloat16() for i in stack])).float()
-            updates *= -0.2 * sqrt(max(updates.shape[1:]))
-            for i, update in zip(stack, updates, strict=True):
-                weights[i].addcmul_(update, lr)
+            shape = weights[stack[0]].shape
+            stacked = torch.empty(len(stack), *shape, dtype=torch.bfloat16, device=lr.device)
+            torch._foreach_copy_(stacked.unbind(), [ahead[i] for i in stack])
+            updates = torch.empty_like(stacked, dtype=torch.float32)
+            factor = (lr * (-0.2 * sqrt(max(shape)))).reshape(1)  # whose fp32 a number without dimensions would lose
+            torch.mul(orthogonal(stacked), factor, out=updates)
+            torch._foreach_add_([weights[i] for i in stack], updates.unbind())
         self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
         self.adamw.step()
 
