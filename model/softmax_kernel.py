@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.gpu import INTERPRET
+
 IGNORE_INDEX = tl.constexpr(-100)
 LOG2_E = tl.constexpr(1.4426950408889634)
 WARPS = 32
@@ -33,10 +35,15 @@ def accumulate(m, s, b_x):
 
 
 @triton.jit
-def capped(b_x, CAP: tl.constexpr):
+def capped(b_x, CAP: tl.constexpr, EXACT: tl.constexpr):
     """c tanh(x / c) of logits, or x where there is no cap c."""
     if CAP is not None:
-        b_x = CAP - 2.0 * CAP / (tl.exp2(b_x * (2.0 * LOG2_E / CAP)) + 1.0)
+        if EXACT:
+            b_x = CAP - 2.0 * CAP / (tl.exp2(b_x * (2.0 * LOG2_E / CAP)) + 1.0)
+        else:  # off by 2^-11 of itself, where bf16 is off by 2^-9
+            asm: tl.constexpr = "tanh.approx.f32 $0, $1;"
+            b_x *= 1.0 / CAP
+            b_x = CAP * tl.inline_asm_elementwise(asm, "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1)
     return b_x
 
 
@@ -44,7 +51,7 @@ def capped(b_x, CAP: tl.constexpr):
 def uncapped_gradient(b_dx, b_x, CAP: tl.constexpr):
     """The gradient of logits, from the gradient b_dx of the capped ones, b_x."""
     if CAP is not None:
-        b_dx = b_dx * (1.0 - (b_x / CAP) * (b_x / CAP))
+        b_dx = b_dx * (1.0 - b_x * b_x * (1.0 / (CAP * CAP)))
     return b_dx
 
 
@@ -52,11 +59,12 @@ def uncapped_gradient(b_dx, b_x, CAP: tl.constexpr):
 def softmax_gradient_kernel(p_x, p_targets, p_losses, stride, vocab_size, V, LANES: tl.constexpr, CAP: tl.constexpr):
     """One row of logits, which becomes its gradient, and its loss. Grid: rows."""
     i = tl.program_id(0).to(tl.int64)
+    EXACT: tl.constexpr = INTERPRET or p_x.dtype.element_ty != tl.bfloat16
     p_row = p_x + i * stride
     target = tl.load(p_targets + i)
     # Read before it is overwritten. A target outside the vocabulary makes the loss NaN.
     known = (target >= 0) & (target < vocab_size)
-    x_target = capped(tl.load(p_row + target, mask=known, other=float("nan")).to(tl.float32), CAP)
+    x_target = capped(tl.load(p_row + target, mask=known, other=float("nan")).to(tl.float32), CAP, EXACT)
 
     BLOCK: tl.constexpr = 8 * LANES
     o_x = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -67,8 +75,8 @@ def softmax_gradient_kernel(p_x, p_targets, p_losses, stride, vocab_size, V, LAN
     m = tl.full((LANES,), float("-inf"), tl.float32)
     s = tl.full((LANES,), 0.0, tl.float32)
     for start in range(0, whole, BLOCK):
-        m, s = accumulate(m, s, capped(tl.load(p_row + start + o_x).to(tl.float32), CAP))
-    b_x = capped(tl.load(p_row + whole + o_x, mask=in_row, other=0.0).to(tl.float32), CAP)
+        m, s = accumulate(m, s, capped(tl.load(p_row + start + o_x).to(tl.float32), CAP, EXACT))
+    b_x = capped(tl.load(p_row + whole + o_x, mask=in_row, other=0.0).to(tl.float32), CAP, EXACT)
     m, s = accumulate(m, s, tl.where(in_vocabulary, b_x, float("-inf")))
     row_max = tl.max(m, axis=0)
     lse = row_max + tl.log(tl.sum(s * tl.exp2((m - row_max) * LOG2_E), axis=0))
@@ -76,10 +84,10 @@ def softmax_gradient_kernel(p_x, p_targets, p_losses, stride, vocab_size, V, LAN
     kept = target != IGNORE_INDEX
     lse2 = tl.where(kept, lse * LOG2_E, float("inf"))  # infinity makes the gradient of an ignored row zero
     for start in range(0, whole, BLOCK):
-        b_x = capped(tl.load(p_row + start + o_x).to(tl.float32), CAP)
+        b_x = capped(tl.load(p_row + start + o_x).to(tl.float32), CAP, EXACT)
         b_dx = uncapped_gradient(tl.exp2(b_x * LOG2_E - lse2), b_x, CAP)
         tl.store(p_row + start + o_x, b_dx.to(p_x.dtype.element_ty))
-    b_x = capped(tl.load(p_row + whole + o_x, mask=in_row, other=0.0).to(tl.float32), CAP)
+    b_x = capped(tl.load(p_row + whole + o_x, mask=in_row, other=0.0).to(tl.float32), CAP, EXACT)
     b_dx = tl.where(in_vocabulary, uncapped_gradient(tl.exp2(b_x * LOG2_E - lse2), b_x, CAP), 0.0)
     tl.store(p_row + whole + o_x, b_dx.to(p_x.dtype.element_ty), mask=in_row)
     tl.debug_barrier()  # the target's column was written by some other thread
