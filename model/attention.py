@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
@@ -28,7 +29,8 @@ from attention.interface import AttentionOutput
 from attention.layout import Layout
 from attention.score import Score
 from model.config import AttentionBias, Gate, GPTConfig, NormOver
-from model.norms import build_qk_norm
+from model.fused_rotation import can_fuse_rotation, norm_and_rotate
+from model.norms import RMSNorm, build_qk_norm
 from model.positions import PositionTables, has_rotation
 from model.score import ScoreConfig
 from model.score_tensors import ScoreTensors
@@ -65,6 +67,8 @@ def labelled(name: str) -> AbstractContextManager[object]:
 class SelfAttention(nn.Module):
     """Fused projection to queries, keys and values; the model's attention; projection back."""
 
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
     log_scale: Tensor | None  # (H,), learned
     value_weights: Tensor | None  # of this layer's values, the first layer's and the embedding, as far as there are
 
@@ -79,8 +83,9 @@ class SelfAttention(nn.Module):
         of_output = config.bias or config.attention_bias is AttentionBias.all
         self.c_attn = nn.Linear(config.n_embd, width + 2 * kv_width, bias=of_inputs)
         self.c_proj = nn.Linear(width, config.n_embd, bias=of_output)
-        self.qk_norm, self.over_width = config.qk_norm, config.qk_norm_over is NormOver.width
-        if self.qk_norm:
+        self.q_norm = self.k_norm = None
+        self.over_width = config.qk_norm_over is NormOver.width
+        if config.qk_norm:
             widths = (width, kv_width) if self.over_width else (self.head_dim, self.head_dim)
             self.q_norm, self.k_norm = (build_qk_norm(config, width) for width in widths)
         self.register_parameter("log_scale", None)
@@ -116,10 +121,7 @@ class SelfAttention(nn.Module):
         B, T, _ = x.shape
         heads = self.c_attn(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2 H_kv, D)
         q, k, values = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
-        if self.qk_norm:
-            q, k = self.normalised(q, self.q_norm), self.normalised(k, self.k_norm)
-        if self.rotates:
-            q, k = around.positions.rotate(q), around.positions.rotate(k)
+        q, k = self.prepared(q, self.q_norm, around.positions), self.prepared(k, self.k_norm, around.positions)
         if self.log_scale is not None:
             assert around.positions.log_n is not None
             q = (q * (around.positions.log_n * self.log_scale)[..., None]).to(values.dtype)
@@ -134,12 +136,20 @@ class SelfAttention(nn.Module):
             out = around.attend(q, k, v, **given, **tensors).out  # (B, H, T, D)
         out = out.transpose(1, 2)
         if self.c_gate is not None:
-            out = out * torch.sigmoid(self.c_gate(x)).view(B, T, self.n_heads, -1).to(out.dtype)
+            gate = aligned_linear(x, self.c_gate)
+            out = out * torch.sigmoid(gate).view(B, T, self.n_heads, -1).to(out.dtype)
         return self.c_proj(out.reshape(B, T, -1)), values
 
-    def normalised(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Queries or keys x (B, T, heads, D), each head's or all channels together."""
-        return (norm(x.flatten(-2)).view_as(x) if self.over_width else norm(x)).to(x.dtype)
+    def prepared(self, x: Tensor, norm: RMSNorm | None, positions: PositionTables) -> Tensor:
+        """Queries or keys x (B, T, heads, D), normalised, each head's or all channels together, and rotated."""
+        cos, sin = positions.cos, positions.sin
+        if norm is not None and self.rotates and not self.over_width and can_fuse_rotation(x, cos):
+            assert cos is not None
+            assert sin is not None
+            return norm_and_rotate(x, norm.scale(), cos, sin, norm.eps)
+        if norm is not None:
+            x = (norm(x.flatten(-2)).view_as(x) if self.over_width else norm(x)).to(x.dtype)
+        return positions.rotate(x) if self.rotates else x
 
     def mixed(self, v: Tensor, around: Surroundings) -> Tensor:
         """The values (B, T, H_kv, D) that this layer attends to."""
@@ -153,3 +163,12 @@ class SelfAttention(nn.Module):
         if around.embedding is not None:
             others.append(around.embedding.view_as(v).to(v.dtype))
         return sum((w * x for w, x in zip(weights[1:], others, strict=True)), weights[0] * v)
+
+
+def aligned_linear(x: Tensor, linear: nn.Linear) -> Tensor:
+    """linear(x), in a product with as many further columns as make rows of whole 16 bytes, which GPUs are built for."""
+    missing = -linear.out_features % 8
+    if not missing or not x.is_cuda:
+        return linear(x)
+    bias = None if linear.bias is None else F.pad(linear.bias, (0, missing))
+    return F.linear(x, F.pad(linear.weight, (0, 0, 0, missing)), bias)[..., : linear.out_features]

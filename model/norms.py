@@ -31,10 +31,13 @@ class RMSNorm(nn.Module):
         start = torch.zeros if self.plus_one else torch.ones
         self.register_parameter("weight", None if scale is NormScale.none else nn.Parameter(start(width)))
 
+    def scale(self) -> Tensor | None:
+        """w (width,); None: 1."""
+        return 1 + self.weight if self.plus_one and self.weight is not None else self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """x (..., width) in any precision; the result is in fp32 or fp64."""
-        weight = 1 + self.weight if self.plus_one and self.weight is not None else self.weight
-        return F.rms_norm(x.to(accum_dtype(x.dtype)), x.shape[-1:], weight, self.eps)
+        return F.rms_norm(x.to(accum_dtype(x.dtype)), x.shape[-1:], self.scale(), self.eps)
 
 
 def build_norm(config: GPTConfig) -> nn.Module:

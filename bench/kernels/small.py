@@ -15,6 +15,7 @@ from bench.attention import softmax
 from bench.kernels.compiler import Launch
 from bench.kernels.plain import EVERYTHING
 from model.dropout_kernel import launch_draw_bits
+from model.rotation_kernel import launch_rotate, launch_rotate_gradient
 from model.softmax_kernel import launch_softmax_gradient
 
 # architecture -> dtypes and page sizes of caches; None: contiguous
@@ -38,6 +39,13 @@ def launches(architecture: int) -> Iterator[Launch]:
         f"model/sm{architecture}/loss-of-capped-logits",
         lambda: launch_softmax_gradient(logits, targets, 50257, cap=30.0),
     )
+    q, dy = (
+        torch.empty(2, 64, 24, 64, dtype=torch.bfloat16)[:, :, :16],
+        torch.empty(2, 64, 16, 64, dtype=torch.bfloat16),
+    )
+    given = torch.empty(64), torch.empty(64, 32), torch.empty(64, 32), 1e-6
+    yield Launch(f"model/sm{architecture}/rotation", lambda: launch_rotate(q, *given))
+    yield Launch(f"model/sm{architecture}/rotation-gradient", lambda: launch_rotate_gradient(dy, q, *given))
     for kind in softmax.KERNELS:
         yield Launch(f"softmax/sm{architecture}/{kind}", partial(softmax.softmax, torch.empty(10, 4000), kind))
 
