@@ -14,7 +14,7 @@ from data.batches import Batch
 from model.config import GPTConfig, Recompute
 from model.dropout import LAYER, draw_masks, drop
 from model.gpt import GPT, Computation
-from model.loss import LossKind, cross_entropy
+from model.loss import LossKind, capped, cross_entropy
 from model.score import ScoreConfig
 from model.softmax_kernel import launch_softmax_gradient
 from recipe.build import build_trainer
@@ -205,15 +205,26 @@ def test_chunked_loss_takes_a_fraction_of_the_memory():
     assert peaks[LossKind.chunked] < 1.2 * 2**30 < 12 * 2**30 < peaks[LossKind.plain]
 
 
-@pytest.mark.parametrize("vocab_size", [50_257, 8192, 100])
-def test_softmax_kernel_equals_torchs(vocab_size):
+@pytest.mark.parametrize(("vocab_size", "cap"), [(50_257, None), (50_257, 5.0), (8192, None), (100, 5.0)])
+def test_softmax_kernel_equals_torchs(vocab_size, cap):
     x = 4 * torch.randn(300, -(-vocab_size // 64) * 64, device=DEVICE)
     targets = torch.randint(vocab_size, (300,), device=DEVICE)
     targets[::7] = -100
     logits = x[:, :vocab_size].clone().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    expected = torch.nn.functional.cross_entropy(capped(logits, cap), targets, reduction="none")
     (gradient,) = torch.autograd.grad(expected.sum(), logits)
-    losses = launch_softmax_gradient(x, targets, vocab_size)
+    losses = launch_softmax_gradient(x, targets, vocab_size, cap)
     torch.testing.assert_close(losses, expected.detach())
     torch.testing.assert_close(x[:, :vocab_size], gradient)
     assert not x[:, vocab_size:].any()
+
+
+def test_the_loss_of_capped_logits_in_bf16_is_off_by_their_rounding_alone():
+    x, targets = (4 * torch.randn(300, 50_304, device=DEVICE)).bfloat16(), torch.randint(50_257, (300,), device=DEVICE)
+    logits = x[:, :50_257].double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(capped(logits, 15.0), targets, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    losses = launch_softmax_gradient(x, targets, 50_257, 15.0)
+    assert (losses - expected).abs().max() < 15 * 2**-11
+    rounding = (gradient.bfloat16() - gradient).norm()
+    assert (x[:, :50_257] - gradient).norm() < 1.1 * rounding

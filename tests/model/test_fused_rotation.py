@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from model.config import GPTConfig, Positions
-from model.fused_rotation import norm_and_rotate, normed_rotation, normed_rotation_gradient
+from model.fused_rotation import can_fuse_rotation, norm_and_rotate, normed_rotation, normed_rotation_gradient
 from model.positions import position_tables, rotate
 from tests.interpreter import run_interpreted
 
@@ -64,3 +64,20 @@ for D, learned, per_row in ((64, True, False), (128, False, True), (16, True, Tr
     wanted = torch.autograd.grad(expected, [x, *([weight] if learned else [])], dy)
     torch.testing.assert_close([dx, *([dw] if learned else [])], list(wanted))
 """)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_in_training_on_a_gpu_it_takes_the_kernels_and_is_off_by_rounding_alone():
+    x, weight, cos, sin = (y.cuda() for y in inputs(torch.float64, T=64, D=64))
+    assert can_fuse_rotation(x.bfloat16(), cos)
+    assert not can_fuse_rotation(x.bfloat16()[:, :63], cos[:63])  # tokens that fill no program
+    exact, rounded = x.requires_grad_(), x.detach().bfloat16().requires_grad_()
+    upstream = torch.randn_like(exact)
+    results = []
+    for y, dtype in ((exact, torch.float64), (rounded, torch.float32)):
+        w = weight.to(dtype).requires_grad_()
+        out = rotate(F.rms_norm(y, (64,), w, EPS), cos, sin) if y is exact else None
+        out = norm_and_rotate(y, w, cos.float(), sin.float(), EPS) if out is None else out
+        results.append((out, *torch.autograd.grad(out, (y, w), upstream.to(out.dtype))))
+    for reference, ours in zip(*results, strict=True):
+        assert (ours - reference).norm() <= 2**-7 * reference.norm()
