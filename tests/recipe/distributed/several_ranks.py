@@ -65,6 +65,9 @@ PARALLEL = {
     "keys, sharded": ParallelConfig(DataParallel.shard, context=2, context_by=ContextBy.keys),
 }
 
+# Number of ranks -> the precisions in which they train what one rank trains.
+AUTOCAST = {1: (Precision.bf16, Precision.fp16), 2: (Precision.fp16,), 4: (Precision.bf16,)}
+
 # Numbers of ranks, each of which resumes from the checkpoint of the number before it.
 SHARD, REPLICATE = DataParallel.shard, DataParallel.replicate
 CHAIN = ((4, SHARD), (2, SHARD), (1, REPLICATE), (4, REPLICATE))
@@ -150,7 +153,7 @@ def work(world: World) -> dict[str, Any]:
     if world.size <= 2:  # a sum of two terms has one order, in a library too
         for name in ("exact", "sharded"):
             found[f"{name}, two terms"] = train(build(world, PARALLEL[name], micro_batches=2), range(STEPS))
-    for precision in (Precision.bf16, Precision.fp16):
+    for precision in AUTOCAST[world.size]:
         for name in ("exact", "sharded"):
             trainer = build(world, PARALLEL[name], precision=precision)
             found[f"{name}, {precision.value}"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
