@@ -26,7 +26,7 @@ from tests.forked.server import process_of
 from tests.recipe.training.test_resume import steps_logged, train
 
 ROOT = Path(__file__).parents[3]
-STEPS = 120
+STEPS = 150
 OVERRIDES = [
     "data=text", "data.path=text.txt", "data.cache=cache", "seq_len=32", "device=cpu", "tracking=disabled",
     "model.n_layers=1", "model.n_embd=32", "model.dropout=0.1", "attention.dropout=0.1",
