@@ -34,6 +34,7 @@ from .score import (
     seen_keys,
     sees_key,
 )
+from .score_gradients import Targets, fill_unseen
 from .tiles import (
     ROW_ALIGNMENT,
     addressable,
@@ -53,7 +54,7 @@ from .tiles import (
 
 
 class Queries(NamedTuple):
-    """The tensors that the backward reads row by row, for one query head."""
+    """The tensors that the backward reads row by row, for one query head, and where it writes ds of it, or 0."""
 
     q: Any
     do: Any
@@ -62,6 +63,7 @@ class Queries(NamedTuple):
     i_b: Any
     i_h: Any
     i_bh: Any
+    p_ds: Any
 
 
 class Keys(NamedTuple):
@@ -214,11 +216,12 @@ def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, BLOCKS: tl.constexpr,
 
 @triton.jit
 def dkdv_step(
-    b_totals, b_kv, queries, i_m, i_n, scores, MASKED, SUMS: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr
+    b_totals, b_kv, queries, i_m, i_n, scores, MASKED, TARGETS: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr
 ):  # fmt: skip
     """Keys and values at i_n collect their gradients from queries at i_m.
 
-    b_totals: dk, dv, and where SUMS the sums of ds (BN,), without the scale of what dropout keeps
+    b_totals: dk, dv, and the sums of ds (BN,) where TARGETS has sums, without the scale of what dropout keeps
+    TARGETS: whether there is each of Targets
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
@@ -276,16 +279,20 @@ def dkdv_step(
             b_p = b_p * b_slope
         b_ds = b_p * (b_dp - b_delta[None, :])
     b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, MODE)
-    if SUMS:
+    if TARGETS[0]:
         b_sum += tl.sum(b_ds, 1)
+    if TARGETS[1]:
+        KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
+        p_ds = queries.p_ds + o_m.to(tl.int64)[None, :] * pos.S + o_n[:, None]
+        tl.store(p_ds, b_ds * KEEP_SCALE, mask=(o_m < pos.T)[None, :] & (o_n < pos.S)[:, None])
     return b_dk, b_dv, b_sum
 
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, do, dk, dv, lse2, delta, sums, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr
+    q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr
 ):  # fmt: skip
-    """dk and dv of one tile of keys, summed over the G query heads that share it, and `sums` of each of these heads.
+    """dk and dv of one tile of keys, summed over the G query heads that share it, and Targets of each of these heads.
 
     Grid: tiles x batch x key/value heads, the keys seen by most queries first.
     """
@@ -295,7 +302,7 @@ def dkdv_kernel(
     THRESHOLD: tl.constexpr = MODE.threshold
     STAGES: tl.constexpr = BLOCKS.stages
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
-    SUMS: tl.constexpr = sums is not None
+    TARGETS: tl.constexpr = (targets.sums is not None, targets.ds is not None)
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     G = H // H_kv
     i_tile, i_bkv = swizzle_program_id(tl.cdiv(S, BN), scalars)
@@ -310,24 +317,27 @@ def dkdv_kernel(
     m_start, m_full_start, m_full_end, m_end = seeing_queries(i_n, pos, BLOCKS, MODE)
     for i_h in range(i_kv * G, i_kv * G + G):
         scores = load_scores(scalars, pos, interval, inputs, i_b, i_h, i_n + tl.arange(0, BN), True, MODE)
-        queries = Queries(q, do, lse2, delta, i_b, i_h, i_b * H + i_h)
+        p_ds = 0
+        if TARGETS[1]:
+            p_ds = targets.ds + tl.cast(i_b * H + i_h, tl.int64) * T * S
+        queries = Queries(q, do, lse2, delta, i_b, i_h, i_b * H + i_h, p_ds)
         b_totals = b_dk, b_dv, tl.zeros([BN], tl.float32)
         # One loop with a branch for tiles that need a mask, or one loop for those and one for the others. With dropout
         # a second copy of the loop costs registers that the mask needs.
         if MODE.bounded or THRESHOLD:
             for i_m in tl.range(m_start, m_end, BM, num_stages=STAGES):
                 masked = (i_m < m_full_start) | (i_m + BM > m_full_end) if MODE.bounded else i_m < m_full_start
-                b_totals = dkdv_step(b_totals, b_kv, queries, i_m, i_n, scores, masked, SUMS, BLOCKS, MODE)
+                b_totals = dkdv_step(b_totals, b_kv, queries, i_m, i_n, scores, masked, TARGETS, BLOCKS, MODE)
         else:
             for i_m in tl.range(m_start, m_full_start, BM, num_stages=STAGES):
-                b_totals = dkdv_step(b_totals, b_kv, queries, i_m, i_n, scores, True, SUMS, BLOCKS, MODE)
+                b_totals = dkdv_step(b_totals, b_kv, queries, i_m, i_n, scores, True, TARGETS, BLOCKS, MODE)
             for i_m in tl.range(m_full_start, m_end, BM, num_stages=STAGES):
-                b_totals = dkdv_step(b_totals, b_kv, queries, i_m, i_n, scores, False, SUMS, BLOCKS, MODE)
+                b_totals = dkdv_step(b_totals, b_kv, queries, i_m, i_n, scores, False, TARGETS, BLOCKS, MODE)
         b_dk, b_dv, b_sum = b_totals
-        if SUMS:
+        if TARGETS[0]:
             o_n = i_n + tl.arange(0, BN)
             o_sum = tl.cast(i_b * H + i_h, tl.int64) * S + o_n
-            tl.store(sums + o_sum, b_sum * KEEP_SCALE, mask=o_n < S)
+            tl.store(targets.sums + o_sum, b_sum * KEEP_SCALE, mask=o_n < S)
     store_tile(dv, i_b, i_kv, i_n, b_dv * KEEP_SCALE, BN, BD)
     store_tile(dk, i_b, i_kv, i_n, b_dk * (scalars.scale * KEEP_SCALE), BN, BD)
 
@@ -336,12 +346,14 @@ class Gradients(NamedTuple):
     """The results of a backward: dq, dk and dv, of the shapes of q, k and v.
 
     sums  (B, H, S) fp32, filled with zeros: for each key the sum of ds over the queries; None where nobody asks for it
+    ds    (B, H, T, S) fp32, None where nobody asks for it
     """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     sums: Tensor | None = None
+    ds: Tensor | None = None
 
 
 class Tensors(NamedTuple):
@@ -358,6 +370,7 @@ class Tensors(NamedTuple):
     dk: Tensor
     dv: Tensor
     sums: Tensor | None = None
+    ds: Tensor | None = None
 
 
 def launch_dq(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
@@ -383,6 +396,8 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
     """The second pass: fills dk and dv."""
     (B, H, T, _), mode = x.q.shape, mode_of(call, x.q)
     H_kv, S = x.k.shape[1:3]
+    if x.ds is not None:
+        fill_unseen(x.ds, call, blocks.q, blocks.k, mode)
     dkdv_kernel[(triton.cdiv(S, blocks.k) * B * H_kv,)](
         tiles(x.q, blocks.q, mode.columns),
         tiles(x.k, blocks.k, mode.columns),
@@ -392,7 +407,7 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         tiles(x.dv, blocks.k, mode.columns),
         row_tiles(x.lse2, T, blocks.q),
         row_tiles(x.delta, T, blocks.q),
-        x.sums,
+        Targets(x.sums, x.ds),
         kernel_inputs(call, T, x.k.shape[2]),
         launch_scalars(call, head_group_size(B * H_kv, x.q[0, : H // H_kv])),
         BLOCKS=blocks,

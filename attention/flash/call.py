@@ -82,7 +82,7 @@ class Mode(NamedTuple):
     fixed_max whether a row's maximum over one tile is used for all, as a soft cap keeps exp(s) from overflowing
     formula   a Code of formula.py; None where scores are changed by no formula
     biased    whether that formula adds a number of each key to s, and nothing else
-    added     "distance" where a number of each distance is added to s, which is no `formula` then; else None
+    added     "distance" or "pair" where one number of each is added to s, which is no `formula` then; else None
     exact     whether scores are of fp32, and are changed without approximation
     precision of the products of fp32 numbers, "ieee" or "tf32"
     columns   of a tile: the head size, rounded up

@@ -27,6 +27,7 @@ from ..formula.call import positions, visible_distances
 from ..formula.evaluate import Given, full_index, run, sum_of_entries
 from ..formula.hoist import Steps
 from ..layout import Layout
+from .backward import Gradients
 from .call import KernelCall
 from .configs import Blocks
 from .formula import Place, added_by, kernel_inputs, written
@@ -348,15 +349,16 @@ class Pass:
 def summed(x: Tensor, like: Tensor) -> Tensor:
     """x (B, H, ...) summed over the batch and the heads where `like` has one for all."""
     for axis in (0, 1):
-        x = x.sum(axis, keepdim=True, dtype=torch.float64) if like.shape[axis] == 1 else x
+        if like.shape[axis] == 1 and x.shape[axis] > 1:  # else a sum would copy gradients of all pairs, in fp64
+            x = x.sum(axis, keepdim=True, dtype=torch.float64)
     return x
 
 
-def learned_gradients(saved: Sequence[Tensor], do: Tensor, sums: Tensor | None, call: KernelCall) -> list[Tensor]:
+def learned_gradients(saved: Sequence[Tensor], do: Tensor, known: Gradients, call: KernelCall) -> list[Tensor]:
     """The gradients of the inputs `call.spec.learned`, in this order.
 
     saved  q, k, v, out and lse2 of the forward
-    sums   those of ds along the columns, where the backward was asked for them
+    known  what the backward of q, k and v has written
     """
     spec, steps = call.spec, call.spec.score.steps()
     if not spec.learned:
@@ -368,15 +370,17 @@ def learned_gradients(saved: Sequence[Tensor], do: Tensor, sums: Tensor | None, 
     entering = written(spec.score).entering
     # What is added to all scores of a row cancels in the softmax.
     found = {k: torch.zeros_like(inputs[k]) for k in spec.learned if k not in entering}
-    if sums is not None and added_by(spec.score) == "column":  # the one number that a score depends on besides s
-        found.update({k: sums for k in spec.learned if k in entering})
+    # The backward gives the gradient of the one number that a score depends on besides s.
+    whole = known.sums if added_by(spec.score) == "column" else known.ds
+    if whole is not None:
+        found.update(dict.fromkeys(entering.intersection(spec.learned), whole))
     stages = {
         k: steps.hoisted[k][0] if k < len(steps.hoisted) else "table"
         for k in spec.learned
         if k in entering and k not in found
     }
     if stages:
-        found.update(by_second_pass(Pass(saved, do, call, steps), stages, sums))
+        found.update(by_second_pass(Pass(saved, do, call, steps), stages, known.sums))
     return [
         (found[k] if stages.get(k) in ("pair", "table") else summed(found[k], inputs[k])).to(inputs[k].dtype)
         for k in spec.learned

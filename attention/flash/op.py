@@ -38,6 +38,7 @@ if HAS_TRITON:
     from .horizon import find_horizons, find_key_horizons
     from .paths import PATHS, choose_path, describe_path, no_fp8_gradients
     from .score import GRAIN
+    from .score_gradients import room_for_ds
     from .tiles import addressable, rows_like
 
 MAX_HEAD_DIM = 256
@@ -174,7 +175,7 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k
     call = KernelCall.of(inputs, spec, q_start, k_start)
     gradients = empty_gradients(q, k, v)
     sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32) if sums_along_columns(call.spec) else None
-    found = Gradients(*split_qkv_grad(gradients, q, k), sums)
+    found = Gradients(*split_qkv_grad(gradients, q, k), sums, room_for_ds(call, q, k))
     factors, dfactors = call.inputs.factors, None
     with torch.cuda.device_of(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
@@ -183,7 +184,7 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k
             q = scaled_queries(q, factors)
         path = PATHS[choose_path(call.problem(q, k), backward=True)]
         dsinks = path.backward(do, q, k, v, out, lse2, found, call)
-        learned = learned_gradients((q, k, v, out, lse2), addressable(do), sums, call)
+        learned = learned_gradients((q, k, v, out, lse2), addressable(do), found, call)
         if factors is not None:
             dfactors = scale_gradient(found.dq, given, factors, call.spec.factors == "learned")
     return [*gradients, *learned, *(x for x in (dsinks, dfactors) if x is not None)]

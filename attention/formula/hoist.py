@@ -165,7 +165,7 @@ def spread(x: Tensor, names: tuple[str, ...], place: Place, stage: str) -> Tenso
     """A view of the entries x[h, i], or whatever other order its indices `names` have, as (B or 1, H, T)."""
     names = ("b", *names) if x.ndim == len(names) + 1 else names
     for name, start, length in (("i", place.q_start, place.sizes[2]), ("j", place.k_start, place.sizes[3])):
-        if name in names and start is not None:
+        if name in names and start is not None and (start, length) != (0, x.shape[names.index(name)]):
             x = x.narrow(names.index(name), start, length)
     order = ("b", "h", "i", "j") if stage == "pair" else ("b", "h", "j" if "j" in names else "i")
     x = x.permute([names.index(name) for name in order if name in names])

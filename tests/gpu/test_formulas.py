@@ -64,7 +64,9 @@ def test_fp32_is_as_accurate_as_fp32(text):
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
-@pytest.mark.parametrize("text", ["s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]"])
+@pytest.mark.parametrize(
+    "text", ["s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]", "s + pair[h, i, j]", "s - slope[h] * (i - j)"]
+)
 def test_gradients_are_the_same_bits_in_every_repeat(text, path):
     torch.manual_seed(0)
     B, H, T, D = 2, 4, 2000, 64

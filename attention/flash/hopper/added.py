@@ -1,23 +1,34 @@
-"""A number that a formula adds to s, for each distance i - j: most tiles of scores see one number, and do not gather.
+"""A number that a formula adds to s and does nothing else: one for each distance i - j, or one for each pair.
 
 From some distance on, all may have the same number. A tile of such pairs is computed as causal attention's: its number
 joins the row's offset, with which the scores enter the exponential. Only the tiles before it gather. Which tiles these
 are follows from the length of the vector of distances, whatever the formula's text is.
+
+The numbers of pairs are what the products q k^T begin with. They are loaded a step before, and a producer has them
+brought to the L2 cache before that: a memory's latency is longer than a step.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
+from ...gpu import ALIGNMENT
 from ...spec import Inputs
 from .. import tiles as plain
 from ..call import KernelCall, Mode
-from ..formula import added_by, kernel_inputs, written
+from ..formula import COLUMN_ALIGNMENT, LARGEST_TILE, added_by, kernel_inputs, written
 from ..score import LOG2_E
 
-STAGES = ("distance",)  # of numbers that the Hopper kernels add by themselves
+STAGES = ("distance", "pair")  # of numbers that the Hopper kernels add by themselves
+ALIGNED = tl.constexpr(COLUMN_ALIGNMENT)
+LINE = tl.constexpr(32)  # numbers of fp32 that the L2 cache holds together
 
 
 def hopper_mode(call: KernelCall, q: Tensor) -> Mode:
@@ -31,7 +42,23 @@ def hopper_inputs(call: KernelCall, T: int, S: int) -> Inputs:
     inputs, score = kernel_inputs(call, T, S), call.spec.score
     if added_by(score) not in STAGES:
         return inputs
-    return inputs._replace(formula=(inputs.formula[written(score).added],))
+    number = written(score).added
+    if added_by(score) == "pair":
+        return inputs._replace(formula=(pair_input(call.inputs.formula[number]),))
+    return inputs._replace(formula=(inputs.formula[number],))
+
+
+def pair_input(x: Tensor) -> tuple[Any, ...]:
+    """Numbers of pairs (B or 1, H or 1, T, S) as these kernels read them: without masks, and several at a time.
+
+    Rows are COLUMN_ALIGNMENT apart, or a multiple of it, and go on to the end of a tile of keys.
+    """
+    T, S = x.shape[2:]
+    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    if S % LARGEST_TILE.value or x.data_ptr() % ALIGNMENT or any(stride % COLUMN_ALIGNMENT for stride in steps):
+        x = F.pad(x, (0, -S % LARGEST_TILE.value)).contiguous()
+    strides = [0 if x.shape[n] == 1 else x.stride(n) // COLUMN_ALIGNMENT for n in range(3)]
+    return (x, *map(plain.unspecialised, (*strides, T, S)))
 
 
 @triton.jit
@@ -61,3 +88,35 @@ def near_numbers(x, i_b, i_h, o_m, o_n, pos):
     """The numbers of the pairs of queries o_m and keys o_n."""
     o = tl.minimum(tl.maximum(o_m - o_n + (pos.offset - (x[4] >> 2)), 0), (x[3] >> 2) - 1)
     return tl.load(first_number(x, i_b, i_h) + o)
+
+
+@triton.jit
+def pair_place(x, i_b, i_h, i_m, i_n):
+    """Where the number of query i_m and key i_n is, and how far apart rows are."""
+    step = (x[3] >> 2) * ALIGNED
+    o_head = (tl.cast(i_b, tl.int64) * (x[1] >> 2) + tl.cast(i_h, tl.int64) * (x[2] >> 2)) * ALIGNED
+    return x[0] + (o_head + tl.cast(i_m, tl.int64) * step + i_n), step
+
+
+@triton.jit
+def pair_numbers(x, i_b, i_h, i_m, i_n, o_m, o_n):
+    """The numbers of the queries i_m + o_m, or for one beyond the last of that, and the keys i_n + o_n."""
+    T = x[4] >> 2
+    i_m = tl.maximum(tl.minimum(i_m, T - 1), 0)
+    first, step = pair_place(x, i_b, i_h, i_m, i_n)
+    return tl.load((first + tl.minimum(o_m, T - 1 - i_m) * step) + o_n)  # what columns add is part of the instruction
+
+
+@gluon.jit
+def prefetch_pairs(x, i_b, i_h, i_m, i_n, ROWS: gl.constexpr, BN: gl.constexpr):
+    """One warp: have the numbers of ROWS queries from i_m and BN keys from i_n brought to the L2 cache."""
+    LINES: gl.constexpr = BN // LINE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [1, 1], [1, 0])
+    T, S = x[4] >> 2, x[5] >> 2
+    i_m = gl.maximum(gl.minimum(i_m, T - 1), 0)
+    first, step = pair_place(x, i_b, i_h, i_m, 0)
+    o_n = gl.minimum(i_n + gl.arange(0, LINES, gl.SliceLayout(0, LAYOUT)) * LINE, S - 1)[None, :]
+    for i in range(0, ROWS, 32):
+        o_m = gl.minimum(i + gl.arange(0, 32, gl.SliceLayout(1, LAYOUT)), T - 1 - i_m)[:, None]
+        ASM: gl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+        gl.inline_asm_elementwise(ASM, "=r,l", [first + (o_m * step + o_n)], dtype=gl.int32, is_pure=False, pack=1)

@@ -31,10 +31,11 @@ from .. import tiles as plain
 from ..backward import Gradients
 from ..call import KernelCall
 from ..score import LOG2_E, locate
+from ..score_gradients import Targets, fill_unseen
 from .added import far_number, hopper_inputs, hopper_mode
 from .backward_pipeline import HALF, PARTS, WIDTH, allocate, bias_columns, next_tile
 from .backward_roles import mask_drawer, producer, writer
-from .backward_step import S_LAYOUT, Queries, first_scores, no_sums, step
+from .backward_step import S_LAYOUT, Queries, first_scores, load_added, no_sums, step
 from .compat import barrier
 from .configs import backward_blocks
 from .ordered_sum import adder
@@ -85,11 +86,17 @@ def store_sums(sums, b_sum, i_bh, i_n, S, KEEP: gl.constexpr):
 
 
 @gluon.jit
-def consumer(sums, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """Eight warps: dk and dv of a tile of keys, summed over the G query heads that share it, and all its dq tiles.
+def head_of_ds(ds, i_bh, i_n, pos, BLOCKS: gl.constexpr):
+    """Where ds of a head's first query and of key i_n is written; 0 where nobody asks for it."""
+    p_ds = 0
+    if BLOCKS.writes_ds:
+        p_ds = ds + gl.cast(i_bh, gl.int64) * pos.T * pos.S + i_n
+    return p_ds
 
-    sums (B, H, S): for each key the sum of ds over the queries; None where nobody asks for it.
-    """
+
+@gluon.jit
+def consumer(targets, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """Eight warps: dk and dv of a tile of keys, summed over the G query heads that share it, and all its dq tiles."""
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     KEY_STAGES: gl.constexpr = BLOCKS.key_stages
@@ -119,7 +126,8 @@ def consumer(sums, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         b_dv = gl.zeros([BN, BD], gl.float32, LAYOUT)
         # k stays in registers, an operand of s in all steps; at head size 128 there is no room for it.
         b_k = k_s.load(gl.DotOperandLayout(0, S_LAYOUT, 2)) if BD == 64 else k_s
-        s_flight = first_scores(b_k, i_step, n_steps > 0, buffers, barriers, BLOCKS)
+        numbers = load_added(tile.i_h, (tile.end - 1) * BLOCKS.q, tile, program, BLOCKS, MODE)
+        s_flight = first_scores(b_k, i_step, n_steps > 0, numbers, program, BLOCKS, MODE)
         b_s = warpgroup_mma_wait(0, deps=(s_flight,))
         # Counted, because a division would delay each step's first product.
         i_h, i_tile_m = tile.i_h, tile.end - 1
@@ -132,13 +140,17 @@ def consumer(sums, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
             next_slope2 = load_slope(program.inputs, known_h, MODE)
             next_bias = load_bias(program.inputs, tile.i_b, known_h, i_n, BLOCKS, MODE)
             next_far = far_number(program.inputs, tile.i_b, known_h, MODE)
-            queries = Queries(i_h, i_tile_m, slope2, bias, far, i_step + i, i + 1 < n_steps)
+            next_m = gl.where(ends_head, tile.end - 1, i_tile_m - 1) if MODE.added == "pair" else 0
+            p_ds = head_of_ds(targets.ds, tile.i_b * sizes.H + i_h, i_n, pos, BLOCKS)
+            queries = Queries(
+                i_h, i_tile_m, slope2, bias, far, p_ds, known_h, next_m, i_step + i, i + 1 < n_steps
+            )  # fmt: skip
             b_s, b_dk, b_dv, b_sum = step(
                 b_s, b_dk, b_dv, b_sum, b_k, stage.index, queries, tile, pos, program, BLOCKS, MODE
             )
             if BLOCKS.sums:  # noqa: SIM102 - this one is decided by the compiler
                 if ends_head:
-                    store_sums(sums, b_sum, tile.i_b * sizes.H + i_h, i_n, sizes.S, KEEP_SCALE)
+                    store_sums(targets.sums, b_sum, tile.i_b * sizes.H + i_h, i_n, sizes.S, KEEP_SCALE)
                     b_sum = no_sums(BLOCKS)
             slope2 = next_slope2
             bias = next_bias
@@ -164,11 +176,11 @@ class Counters(NamedTuple):
 class KernelArguments(NamedTuple):
     """The kernel's arguments besides the tensors that the copy engine moves.
 
-    sums  see `consumer`
+    targets: a Targets
     """
 
     counters: Any
-    sums: Any
+    targets: Any
     inputs: Any
     scalars: Any
 
@@ -197,7 +209,7 @@ def backward_kernel(q, k, v, do, dq, dk, dv, rows, delta, dq_sum, call, CONFIG: 
     if BLOCKS.mask_drawer:
         gl.warp_specialize(
             [
-                (consumer, (call.sums, Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS, MODE)),
+                (consumer, (call.targets, Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS, MODE)),
                 (
                     producer,
                     (
@@ -230,7 +242,7 @@ def backward_kernel(q, k, v, do, dq, dk, dv, rows, delta, dq_sum, call, CONFIG: 
     else:
         gl.warp_specialize(
             [
-                (consumer, (call.sums, Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS, MODE)),
+                (consumer, (call.targets, Program(call.inputs, call.scalars, buffers, barriers, sizes), BLOCKS, MODE)),
                 (
                     producer,
                     (
@@ -346,7 +358,7 @@ def backward(
 
     Returns the gradient of the sinks (H,), or None where there are none.
     """
-    (dq, dk, dv, sums), sinks, slopes = gradients, call.inputs.sinks, call.inputs.slopes
+    (dq, dk, dv, sums, ds), sinks, slopes = gradients, call.inputs.sinks, call.inputs.slopes
     if q.numel() == 0 or k.numel() == 0:
         for gradient in (dq, dk, dv):
             gradient.zero_()
@@ -356,6 +368,9 @@ def backward(
     H_kv, S = k.shape[1:3]
     if mode.biased and H_kv != H:  # each head has biases of its own, and the keys' operand is that of one
         blocks = blocks._replace(rows_in_products=False)
+    if ds is not None:
+        blocks = blocks._replace(writes_ds=True)
+        fill_unseen(ds, call, blocks.q, blocks.k, mode)
     n_m, n_n = triton.cdiv(T, blocks.q), triton.cdiv(S, blocks.k)
     if T > S or call.spec.offsets:  # a query tile may then see no key tile that would write its dq
         dq.zero_()
@@ -404,7 +419,7 @@ def backward(
         else row_tiles(lse2, T, blocks.q),
         None if in_products else row_tiles(rows.delta, T, blocks.q),
         matrix(dq_sum, blocks.q * blocks.columns // WIDTH.value),
-        KernelArguments(counters, sums, hopper_inputs(call, T, S), scalars),
+        KernelArguments(counters, Targets(sums, ds), hopper_inputs(call, T, S), scalars),
         CONFIG=Config(blocks, mode),
         num_warps=8,
         enable_fp_fusion=True,

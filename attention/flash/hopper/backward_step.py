@@ -24,7 +24,7 @@ from ..score import (
     log2_factor,
     seen_by_query,
 )
-from .added import is_near, near_numbers
+from .added import is_near, near_numbers, pair_numbers
 from .backward_pipeline import HALF, SLOTS, WIDTH, half_of, piece_of
 from .compat import barrier, reinterpret
 from .dropout import draw_transposed, drop_transposed, load_key, word_layout
@@ -39,6 +39,8 @@ class Queries(NamedTuple):
 
     bias      of each key, where a formula gives it one (see `load_bias`), else 0
     far       see `far_number`
+    p_ds      where to write ds for the first query of the head and the first key; 0 where nobody asks for it
+    next_h, next_tile  of the next step
     i_step    of the pipeline
     has_next  whether another step follows with the same keys
     """
@@ -48,6 +50,9 @@ class Queries(NamedTuple):
     slope2: Any
     bias: Any
     far: Any
+    p_ds: Any
+    next_h: Any
+    next_tile: Any
     i_step: Any
     has_next: Any
 
@@ -198,11 +203,29 @@ def no_sums(BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def write_ds(p_ds, b_ds, i_m, i_n, pos):
+    """Write ds (BN, M) of the queries from i_m and the keys from i_n."""
+    M: gl.constexpr = b_ds.shape[1]
+    BN: gl.constexpr = b_ds.shape[0]
+    LAYOUT: gl.constexpr = b_ds.type.layout
+    o_m = gl.arange(0, M, gl.SliceLayout(0, LAYOUT))[None, :]
+    o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))[:, None]
+    p_ds = (p_ds + i_m.to(gl.int64) * pos.S + o_m * pos.S) + o_n
+    if (i_m + M <= pos.T) & (i_n + BN <= pos.S):
+        gl.store(p_ds, b_ds)
+    else:
+        gl.store(p_ds, b_ds, mask=(i_m + o_m < pos.T) & (i_n + o_n < pos.S))
+
+
+@gluon.jit
+def add_to_dk(
+    b_p, b_p_kept, b_dp, b_dk, b_sum, half, queries, tile, pos, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr
+):  # fmt: skip
     """(ds in pieces, dk + ds^T q and b_sum + ds^T 1 in flight), of what `add_to_dv` gives.
 
     ds is also stored, for dq.
     """
+    KEEP_SCALE: gl.constexpr = 256 / (256 - MODE.threshold)
     N: gl.constexpr = BLOCKS.pieces
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HALF // N, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
@@ -212,6 +235,8 @@ def add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half, buffers, BLOCKS: gl.conste
         piece = piece_of(half, j, BLOCKS)
         dp_piece = gl.convert_layout(dp_pieces[j], LAYOUT)
         ds_piece32 = score_gradients(b_p[j], b_p_kept[j], dp_piece, piece, BLOCKS, MODE)
+        if BLOCKS.writes_ds:
+            write_ds(queries.p_ds, ds_piece32 * KEEP_SCALE, piece.i_m, tile.i_tile * BLOCKS.k, pos)
         ds_piece = gl.convert_layout(ds_piece32.to(half.q.dtype), P_LAYOUT)
         b_ds += (ds_piece,)  # type: ignore[assignment]
         if j == N - 1:  # all of it at once: the compiler has all warps wait between stores to slices of a tile
@@ -232,15 +257,34 @@ def unknown_zero(i):
 
 
 @gluon.jit
-def product(a, b, half, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
-    """In flight: a b^T (BN, HALF), less lse2 (i = 0) or delta (1) of each query where they come with the products."""
+def load_added(i_h, i_m, tile, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """(BN, HALF): what a formula adds to the scores of HALF queries from i_m, for `product`; 0 where none of pairs."""
+    numbers = 0.0
+    if MODE.added == "pair":
+        BN: gl.constexpr = BLOCKS.k
+        o_m = gl.arange(0, HALF, gl.SliceLayout(0, S_LAYOUT))[None, :]
+        o_n = gl.arange(0, BN, gl.SliceLayout(1, S_LAYOUT))[:, None]
+        numbers = pair_numbers(program.inputs.formula[0], tile.i_b, i_h, i_m, tile.i_tile * BN, o_m, o_n)
+    return numbers
+
+
+@gluon.jit
+def product(a, b, half, i: gl.constexpr, numbers, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """In flight: a b^T (BN, HALF), less lse2 (i = 0) or delta (1) of each query where they come with the products.
+
+    numbers: see `load_added`; they are added where i = 0.
+    """
     BN: gl.constexpr = BLOCKS.k
+    ADDED: gl.constexpr = MODE.added == "pair" and i == 0
     b_c = gl.zeros([BN, HALF], gl.float32, S_LAYOUT)
+    if ADDED:
+        b_c = numbers * (LOG2_E / program.scalars.scale_log2)
     if BLOCKS.rows_in_products:
-        b_c = warpgroup_mma(buffers.ones.index(i), half.parts.permute((1, 0)), b_c, use_acc=False, is_async=True)
+        ones = program.buffers.ones.index(i)
+        b_c = warpgroup_mma(ones, half.parts.permute((1, 0)), b_c, use_acc=ADDED, is_async=True)
         b_c = warpgroup_mma(a, b.permute((1, 0)), b_c, is_async=True)
     else:
-        b_c = warpgroup_mma(a, b.permute((1, 0)), b_c, use_acc=False, is_async=True)
+        b_c = warpgroup_mma(a, b.permute((1, 0)), b_c, use_acc=ADDED, is_async=True)
     return b_c
 
 
@@ -251,12 +295,12 @@ def done(flight, operands, n: gl.constexpr):
 
 
 @gluon.jit
-def first_scores(b_k, i_step, is_there, buffers, barriers, BLOCKS: gl.constexpr):
+def first_scores(b_k, i_step, is_there, numbers, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """In flight: s (BN, HALF) of the first half of a step's query tile, which has then arrived."""
     stage = stage_of(i_step, BLOCKS.stages)
-    wait_full(barriers.full, stage, is_there)
-    half = half_of(0, stage.index, 0, buffers, BLOCKS)
-    return product(b_k, half.q, half, 0, buffers, BLOCKS)
+    wait_full(program.barriers.full, stage, is_there)
+    half = half_of(0, stage.index, 0, program.buffers, BLOCKS)
+    return product(b_k, half.q, half, 0, numbers, program, BLOCKS, MODE)
 
 
 @gluon.jit
@@ -301,7 +345,7 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     K: gl.constexpr = PIECES * (2 if BLOCKS.sums else 1)  # and `add_to_dk`
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
     buffers, barriers = program.buffers, program.barriers
-    i_h, i_tile_m, _, _, _, i_step, has_next = queries
+    i_h, i_tile_m, _, _, _, _, next_h, next_tile, i_step, has_next = queries
     i_s = i_step % BLOCKS.stages
     zero = unknown_zero(i_step)
     k_s, v_s = buffers.k.index(i_k + zero), buffers.v.index(i_k + zero)
@@ -313,16 +357,19 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     half = half_of(i_tile_m * BM, i_s, 0, buffers, BLOCKS)
 
     # (BN, HALF): the scores transposed, so that p^T and ds^T go from registers straight into the next product.
-    dp_flight = product(v_s, half.do, half, 1, buffers, BLOCKS)
+    dp_flight = product(v_s, half.do, half, 1, 0.0, program, BLOCKS, MODE)
     if TWO:
         half_1 = half_of(i_tile_m * BM, i_s, 1, buffers, BLOCKS)
-        s_flight_1 = product(b_k, half_1.q, half_1, 0, buffers, BLOCKS)
+        numbers = load_added(i_h, half_1.i_m, tile, program, BLOCKS, MODE)
+        s_flight_1 = product(b_k, half_1.q, half_1, 0, numbers, program, BLOCKS, MODE)
     b_w = draw(i_h, half.i_m, tile, program.inputs, BLOCKS, MODE)
     b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, half, is_cut, queries, tile, pos, program, BLOCKS, MODE)
     if TWO:
-        dp_flight_1 = product(v_s, half_1.do, half_1, 1, buffers, BLOCKS)
+        dp_flight_1 = product(v_s, half_1.do, half_1, 1, 0.0, program, BLOCKS, MODE)
     b_dp = warpgroup_mma_wait(2 * N + PIECES if TWO else PIECES, deps=(dp_flight,))
-    b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half, buffers, BLOCKS, MODE)
+    b_ds, dk_flight = add_to_dk(
+        b_p, b_p_kept, b_dp, b_dk, b_sum, half, queries, tile, pos, buffers, BLOCKS, MODE
+    )  # fmt: skip
     if TWO:
         b_w = draw(i_h, half_1.i_m, tile, program.inputs, BLOCKS, MODE)
         b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, N + K)
@@ -331,8 +378,9 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
         b_dp, b_dk = finished[0], finished[1]
         if BLOCKS.sums:
             b_sum = finished[2]
-        b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half_1, buffers, BLOCKS, MODE)
+        b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half_1, queries, tile, pos, buffers, BLOCKS, MODE)
     b_dv = done((dv_flight,), b_p_kept, K)[0]
+    numbers = load_added(next_h, next_tile * BM, tile, program, BLOCKS, MODE)
     fence_async_shared()
     barrier()
     zeros_dq = gl.zeros([BM, BD], gl.float32, DQ_LAYOUT)
@@ -343,7 +391,7 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     if BLOCKS.sums:
         b_sum = finished[1]
     mbarrier.arrive(barriers.empty.index(i_s))
-    s_flight = first_scores(b_k, i_step + 1, has_next, buffers, barriers, BLOCKS)
+    s_flight = first_scores(b_k, i_step + 1, has_next, numbers, program, BLOCKS, MODE)
     b_dq = warpgroup_mma_wait(N, deps=(dq_flight,))
 
     slot = stage_of(i_step, SLOTS)

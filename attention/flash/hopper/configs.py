@@ -63,6 +63,7 @@ class BackwardBlocks(NamedTuple):
     mask_drawer       whether four more warps draw dropout's mask, which takes registers and shared memory
     pieces            1 or 2: of 64 queries; the products of a piece run while the weights of the next are computed
     sums              whether ds is summed along the columns
+    writes_ds         whether ds is written to device memory
     """
 
     q: int
@@ -74,6 +75,7 @@ class BackwardBlocks(NamedTuple):
     mask_drawer: bool
     pieces: int
     sums: bool
+    writes_ds: bool = False
 
 
 def forward_blocks(problem: Problem) -> ForwardBlocks:
@@ -117,7 +119,7 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
     head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
     alibi, sums = score.alibi, sums_along_columns(problem.spec)
     changed = score.soft_cap is not None or (
-        score.formula is not None and added_by(score) not in ("column", "distance")
+        score.formula is not None and added_by(score) not in ("column", "distance", "pair")
     )
     # lse2 and delta cannot come with their products where a soft cap, a formula or dropout changes s or dp in between.
     # Below 1,024 keys it takes longer to write them as operands than it saves. At head size 64 they take the place of

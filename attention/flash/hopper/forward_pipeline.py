@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..formula import LARGEST_TILE
 from ..score import locate
 from ..tiles import swizzle
+from .added import prefetch_pairs
 from .compat import barrier, reinterpret, tma_load
 from .schedule import key_tiles
 from .softmax import PARTS, ROWS, bias_in_product, column_numbers
@@ -184,6 +185,9 @@ def producer(q, k, v, parts, p_work, program, BLOCKS: gl.constexpr, MODE: gl.con
         keys = Keys(k, v, parts, i_b, i_h // sizes.G, first_part(i_bh, sizes, MODE), n_start, n_end)
         for j in range(n_end - n_start + 1):
             stage = stage_of(i_step, STAGES)
+            if MODE.added == "pair":
+                i_n = gl.maximum(n_end - 1 - j, n_start) * BN
+                prefetch_pairs(program.inputs.formula[0], i_b, i_h, i_m, i_n, CONSUMERS * ROWS, BN)
             wait_empty(barriers.kv_empty, stage)
             fetch(j, stage.index, keys, buffers, barriers, BLOCKS, MODE)
             i_step += 1

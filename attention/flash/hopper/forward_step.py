@@ -32,6 +32,7 @@ from .softmax import (
     as_operand,
     exponent_factor,
     finish_scores,
+    load_added,
     load_queries,
     n_pieces,
     new_maximum,
@@ -63,12 +64,14 @@ class State(NamedTuple):
     o     the sum of weights times values, (ROWS, columns), of the tiles before the last one
     p     the weights of the last tile, in 16 bits
     m, l  of each row the maximum and the sum of weights
+    numbers  that a formula adds to the scores of the next tile, see `load_added`
     """
 
     o: Any
     p: Any
     m: Any
     l: Any
+    numbers: Any
 
 
 @gluon.jit
@@ -105,7 +108,7 @@ def step(
     p comes in pieces of N keys each, of which there are several only where a row's maximum is known in advance. The
     keys of this step have arrived when it starts, and those of the next when it ends.
     """
-    o, b_p, m, l = state
+    o, b_p, m, l, numbers = state
     BN: gl.constexpr = BLOCKS.k
     PIECES: gl.constexpr = n_pieces(MODE)
     N: gl.constexpr = BN // PIECES
@@ -119,7 +122,7 @@ def step(
 
     if BLOCKS.ping_pong:
         mbarrier.wait(barriers.order.index(c), i_order & 1)
-    s_flight = start_scores(stage.index, queries, buffers, S_LAYOUT, MODE, N)
+    s_flight = start_scores(stage.index, numbers, queries, buffers, S_LAYOUT, MODE, N)
     # Draws a mask while the scores are computed.
     o_flight, operands = start_outputs(o, b_p, i_step, i_n + BN, queries, P_LAYOUT, buffers, BLOCKS, MODE)
 
@@ -138,6 +141,9 @@ def step(
         # (ROWS, N) l is summed before anything is dropped.
         b_p32 += (gl.exp2(b_s * factor - (m_safe - shift)[:, None]),)  # type: ignore[assignment]
         l += row_sum(b_p32[j], N)
+    if MODE.added == "pair":  # room for the numbers
+        b_p = rounded(b_p32, P_LAYOUT, dtype, MODE, N)
+    numbers = load_added(i_n - BN, queries, BN, S_LAYOUT, MODE)
 
     # A wait that ptxas does not move the softmax across: without it, all of it would come after the product with v.
     wait_full(barriers.kv_full, stage_of(i_step + 1, BLOCKS.stages))
@@ -145,7 +151,9 @@ def step(
     release_stage(i_step, keys, buffers, barriers, BLOCKS, MODE)
     if not MODE.fixed_max:
         o = rescale(o, gl.convert_layout(alpha, O_ROWS), BLOCKS.columns)
-    return State(o, rounded(b_p32, P_LAYOUT, dtype, MODE, N), m, l)
+    if MODE.added != "pair":
+        b_p = rounded(b_p32, P_LAYOUT, dtype, MODE, N)
+    return State(o, b_p, m, l, numbers)
 
 
 @gluon.jit
@@ -166,8 +174,9 @@ def first_tile(i_step, i_n, is_cut, queries, keys, work, program, BLOCKS: gl.con
     buffers, barriers = program.buffers, program.barriers
     factor = exponent_factor(queries.scale_log2, MODE)
     stage = stage_of(i_step, BLOCKS.stages)
+    numbers = load_added(i_n, queries, BN, S_LAYOUT, MODE)
     wait_full(barriers.kv_full, stage)
-    s_flight = start_scores(stage.index, queries, buffers, S_LAYOUT, MODE, N)
+    s_flight = start_scores(stage.index, numbers, queries, buffers, S_LAYOUT, MODE, N)
     b_s = ()
     for j in gl.static_range(PIECES):
         b_s += (warpgroup_mma_wait(0, deps=(s_flight[j],)),)  # type: ignore[assignment]
@@ -193,8 +202,9 @@ def first_tile(i_step, i_n, is_cut, queries, keys, work, program, BLOCKS: gl.con
         l += gl.convert_layout(0.25 * gl.exp2(m_sink - m_safe), gl.SliceLayout(1, l.type.layout))[:, None]
     b_p = rounded(b_p32, P_LAYOUT, buffers.q.dtype, MODE, N)
     o = gl.zeros([ROWS, BD], gl.float32, O_LAYOUT)
+    numbers = load_added(i_n - BN, queries, BN, S_LAYOUT, MODE)
     wait_full(barriers.kv_full, stage_of(i_step + 1, BLOCKS.stages))
-    return State(o, b_p, m, l), o_m, b_row_bias
+    return State(o, b_p, m, l, numbers), o_m, b_row_bias
 
 
 @gluon.jit
@@ -264,7 +274,7 @@ def last_product(
     state, o_m, b_row_bias, i_step, i_n, queries, keys, work, program, BLOCKS: gl.constexpr, MODE: gl.constexpr
 ):
     """The Result of a State with the values of the first tile of keys, at i_n."""
-    o, b_p, m, l = state
+    o, b_p, m, l, _ = state
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     buffers, barriers = program.buffers, program.barriers
     o_flight, operands = start_outputs(o, b_p, i_step, i_n, queries, P_LAYOUT, buffers, BLOCKS, MODE)

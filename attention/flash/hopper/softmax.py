@@ -17,7 +17,7 @@ from ..score import (
     log2_factor,
     sees_key,
 )
-from .added import far_number, is_near, near_numbers
+from .added import far_number, is_near, near_numbers, pair_numbers
 from .dropout import drop, load_key
 
 ROWS = gl.constexpr(64)  # of queries: what a warpgroup multiplies at once
@@ -134,9 +134,21 @@ def n_pieces(MODE):
 
 
 @gluon.jit
-def start_scores(i_s, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.constexpr, N: gl.constexpr):
+def load_added(i_n, queries, BN: gl.constexpr, LAYOUT: gl.constexpr, MODE: gl.constexpr):
+    """(ROWS, BN): the numbers that a formula adds to the scores of the keys from i_n; 0 where it has none of pairs."""
+    numbers = 0.0
+    if MODE.added == "pair":
+        a = queries.added
+        o_m = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+        o_n = gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))[None, :]
+        numbers = pair_numbers(a.x, a.i_b, a.i_h, queries.i_m, gl.maximum(i_n, 0), o_m, o_n)
+    return numbers
+
+
+@gluon.jit
+def start_scores(i_s, numbers, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.constexpr, N: gl.constexpr):
     """In flight: q k^T (ROWS, N) for each piece of the key tile in stage i_s, with what comes with the product: ALiBi's
-    biases, or the numbers that a formula adds for keys."""
+    biases, or the numbers that a formula adds for keys, or those of pairs, `numbers` of `load_added`."""
     b_k = buffers.k.index(i_s)
     s_flight = ()
     for j in gl.static_range(n_pieces(MODE)):
@@ -149,6 +161,9 @@ def start_scores(i_s, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.constexpr
         elif MODE.biased:
             b_parts = buffers.parts.index(i_s).permute((1, 0))
             s_piece = warpgroup_mma(buffers.columns, b_parts, s_piece, use_acc=False, is_async=True)
+            s_piece = warpgroup_mma(queries.b_q, b_columns, s_piece, is_async=True)
+        elif MODE.added == "pair":
+            s_piece = numbers * (LOG2_E / queries.scale_log2)
             s_piece = warpgroup_mma(queries.b_q, b_columns, s_piece, is_async=True)
         else:
             s_piece = warpgroup_mma(queries.b_q, b_columns, s_piece, use_acc=False, is_async=True)
