@@ -59,6 +59,7 @@ COUNTERS = (
     "window: model.positions=rotary score=window score.window=16 | alibi: model.positions=none score=alibi | "
     "none: model.positions=none | none_two_layers: model.positions=none model.n_layers=2"
 )
+FAR = "none: model.positions=none | alibi: model.positions=none score=alibi"
 SWEEPS = {
     "toy": (
         f"experiment=arena arena.arms='causal | window: score=window score.window=16 | alibi | sinks' {QUIET} {TOY} "
@@ -75,8 +76,8 @@ SWEEPS = {
     ),
     # One layer, as two can pass the needle on from token to token. ALiBi takes up to 32 nats from it.
     "recall-needle": (
-        "experiment=recall data=needle arena.seeds=2 model.n_layers=1 seq_len=1024 training.batch_size=4 "
-        f"training.steps=600 training.eval_every=200 {QUIET}"
+        f"experiment=recall data=needle arena.arms='{FAR}' arena.seeds=2 model.n_layers=1 seq_len=1024 "
+        f"training.batch_size=4 training.steps=400 training.eval_every=200 {QUIET}"
     ),
     "ladder": (
         f"experiment=ladder ladder.depths=[2,3,4,5] ladder.next=7 ladder.width=26 ladder.head=26 {QUIET} "
