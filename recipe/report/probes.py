@@ -99,8 +99,10 @@ def draw_heat(
             axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=ink, fontsize=8.5)
         axes.set_yticks(range(len(heat)), [short_length(T) for T in lengths[: len(heat)]])
         axes.set_ylim(len(heat) - 0.5, -0.5)
-    every[-1].set_xlim(-0.5, len(distances) - 0.5)
-    every[-1].set_xticks(range(len(distances)), [short_length(d) for d in distances])
+    filled = [column for heat in maps.values() for column in np.flatnonzero((~np.isnan(heat)).any(0)).tolist()]
+    columns = 1 + max(filled, default=len(distances) - 1)
+    every[-1].set_xlim(-0.5, columns - 0.5)
+    every[-1].set_xticks(range(columns), [short_length(d) for d in distances[:columns]])
     every[-1].set_xlabel("tokens back", color=palette["muted"], loc="right")
 
 

@@ -22,6 +22,7 @@ from recipe.wording import memory_unit, percent, short_number
 
 ROW = 0.46  # inches of an arm
 LOSS = "nats per token"
+ATTENTION = "attention, ms"
 
 
 def forest(arena: Arena) -> Chart:
@@ -52,10 +53,12 @@ def arena_charts(arena: Arena) -> list[Chart]:
     panels = _cost_panels(arena)
     if panels:
         alone = attention_alone(list(arena.runs.values()))
-        caption = (
-            "Medians of the runs; the lines span them. Attention: of all layers in a step, measured alone. "
-            f"Memory: {'of one attention layer' if alone else 'the peak of the device'}."
-        )
+        caption = "Medians of the runs; the lines span them."
+        titles = [title for title, *_ in panels]
+        if ATTENTION in titles:
+            caption += " Attention: of all layers in a step, measured alone."
+        if any(title.startswith("memory") for title in titles):
+            caption += f" Memory: {'of one attention layer' if alone else 'the peak of the device'}."
         draw = partial(draw_costs, panels=panels, names=names)
         result.append(Chart("costs", "Speed and memory", caption, draw, 0.7 + 0.4 * len(names)))
     return result
@@ -95,6 +98,7 @@ def _draw_row(axes: Axes, palette: Palette, row: int, comparison: Comparison, lo
     axes.annotate(
         f"{comparison.test.mean:+.4f}  {words}", (comparison.test.mean, row), xytext=(0, 9), textcoords="offset points",
         ha="center", color=palette["ink"], fontsize=8.5, zorder=5,
+        bbox={"facecolor": palette["surface"], "edgecolor": "none", "pad": 0.5},
     )  # fmt: skip
 
 
@@ -158,7 +162,7 @@ def _cost_panels(arena: Arena) -> list[Panel]:
     memory = {name: [factor * gib for gib in its] for name, its in peaks.items()}
     panels: list[Panel] = [
         ("tokens/s", speed, short_number),
-        ("attention, ms", known, "{:.3g}".format),
+        (ATTENTION, known, "{:.3g}".format),
         (f"memory, {unit}", memory, "{:.3g}".format),
     ]
     return [panel for panel in panels if any(panel[1].values())]

@@ -138,8 +138,10 @@ class Comparison:
 
     @property
     def share(self) -> float | None:
-        """The mean difference as a share of the baseline's loss."""
-        return self.test.mean / self.baseline.loss if self.test and self.baseline.loss else None
+        """The mean difference as a share of the baseline's loss; None where that loss is the smaller of the two."""
+        if self.test is None or not self.baseline.loss or abs(self.test.mean) > self.baseline.loss:
+            return None
+        return self.test.mean / self.baseline.loss
 
 
 @dataclass(frozen=True)

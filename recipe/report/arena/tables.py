@@ -22,12 +22,13 @@ def verdict_table(arena: Arena) -> Table:
     for comparison in arena.comparisons:
         test, interval = comparison.test, comparison.interval
         alone = test.interval(ALPHA) if test else None
+        share = "" if comparison.share is None else f" ({100 * comparison.share:+.2f} %)"
         rows.append(
             [
                 comparison.arm.name,
                 comparison.verdict.value,
                 *_of_arm(comparison.arm),
-                f"{test.mean:+.4f} ({100 * (comparison.share or 0.0):+.2f} %)" if test else DASH,
+                f"{test.mean:+.4f}{share}" if test else DASH,
                 bounds(alone),
                 bounds(interval),
                 f"{comparison.p:.2g}" if test else DASH,

@@ -60,14 +60,15 @@ def _verdict(comparison: Comparison, arena: Arena) -> str:
     name = comparison.verdict.value.capitalize()
     if comparison.test is None or comparison.interval is None:
         return f"{name}: fewer than two pairs of seeds have a finite loss."
-    mean, share = float(comparison.test.mean), comparison.share or 0.0
+    mean = float(comparison.test.mean)
     corrected = "" if comparison.level == ALPHA else "corrected "
     bounds = f"{corrected}95 % interval {_bounds(comparison.interval)}"
     if comparison.diverged:
         return f"{name}, by the ranks of the differences; where both are finite, the mean is {mean:+.4f}."
     if comparison.verdict in (Verdict.better, Verdict.worse):
         side = "lower" if mean < 0 else "higher"
-        return f"{name}: its loss is {abs(mean):.4f} {side} ({percent(abs(share))}; {bounds})."
+        share = "" if comparison.share is None else f"{percent(abs(comparison.share))}; "
+        return f"{name}: its loss is {abs(mean):.4f} {side} ({share}{bounds})."
     inside = f", inside the margin of {percent(arena.plan.margin)}" if comparison.verdict is Verdict.equivalent else ""
     return f"{name}: its loss differs by {mean:+.4f} ({bounds}){inside}."
 

@@ -13,6 +13,8 @@ from recipe.arena.plan import read_plan
 from recipe.arena.statistics import Verdict
 from recipe.report.arena.race import race
 from recipe.report.arena.results import Arena, Comparison, compare_arms
+from recipe.report.arena.tables import verdict_table
+from recipe.report.arena.text import arena_answer
 from recipe.report.runs import find_runs
 from tests.recipe.report.arena.synthetic import losses_of, write_arena
 
@@ -51,6 +53,16 @@ def test_the_interval_is_scipys_paired_t_interval_of_the_final_losses(tmp_path: 
     interval = expected.confidence_interval(0.95)
     assert found.interval == pytest.approx((interval.low, interval.high))
     assert found.share == pytest.approx(np.mean(np.subtract(ours, theirs)) / np.mean(theirs))
+
+
+def test_a_loss_near_zero_has_no_percentages(tmp_path: Path) -> None:
+    arena = read(write_arena(tmp_path, {"base": -2.4, "high": -0.5}, seeds=3))
+    assert of(arena, "high").share is None
+    sentence = dict(arena_answer(arena).bullets)["high"]
+    verdicts_of = verdict_table(arena)
+    cell = verdicts_of.rows[1][verdicts_of.columns.index("difference")]
+    assert "higher (95 % interval" in sentence
+    assert "%" not in cell
 
 
 def test_pairing_removes_what_the_arms_of_a_seed_share(tmp_path: Path) -> None:
