@@ -13,9 +13,10 @@ from __future__ import annotations
 from functools import lru_cache, reduce
 from typing import NamedTuple
 
+from ..errors import FormulaError, Option
 from . import operations as ops
 from .derivative import derivatives
-from .graph import Node, is_number, leaf, make, number, real, topological
+from .graph import Mistake, Node, is_number, leaf, make, number, real, topological
 from .operations import rebuild
 from .parse import parse
 from .ranges import INF, Reach, intervals
@@ -93,7 +94,16 @@ def is_distance(x: Node) -> bool:
 @lru_cache(maxsize=1024)
 def plan(text: str, causal: bool = True, window: int | None = None) -> Plan:
     """The plan of a formula, in attention of which these two are known. Raises FormulaError."""
-    formula, s = parse(text), leaf("s")
+    formula = parse(text)
+    try:
+        return planned(formula, Reach(causal=causal, window=window))
+    except Mistake as mistake:  # constants of the derivative, as of nested powers, that are too large
+        raise FormulaError("{} or its derivative cannot be computed, as {}.", Option("formula"), str(mistake)) from None
+
+
+def planned(formula: Node, reach: Reach) -> Plan:
+    """The plan of a formula's graph. Raises Mistake."""
+    s = leaf("s")
     (slope,) = derivatives(formula, [s])
     factor = number(1.0)
     if stage(slope) in ("head", "row") and not has_steps(formula):  # the formula is slope s + its value at s = 0
@@ -103,7 +113,7 @@ def plan(text: str, causal: bool = True, window: int | None = None) -> Plan:
         terms = summands(formula)
     rows = total([x for x in terms if stage(x) in ("head", "row")])
     columns = total([x for x in terms if stage(x) == "column"])
-    hoist = Hoist(Reach(causal=causal, window=window))
+    hoist = Hoist(reach)
     score = hoist(total([x for x in terms if stage(x) in ("pair", "score")]))
     value = score
     for x in (rows, columns):

@@ -213,9 +213,15 @@ KINDS = ("square", "more keys", "more queries", "documents", "window", "offset",
 
 
 def draw(
-    rng: random.Random, text: str, kind: str, longest: int = 130, head_dim: int | None = None, length: int | None = None
+    rng: random.Random,
+    text: str,
+    kind: str,
+    longest: int = 130,
+    head_dim: int | None = None,
+    length: int | None = None,
+    tensors: Maker | None = None,
 ) -> Problem:
-    """A random problem of one of KINDS, of `length` tokens where it is given."""
+    """A random problem of one of KINDS, of `length` tokens where it is given. `tensors`: for a text not in FORMULAS."""
     torch.manual_seed(rng.randrange(2**31))
     B, H_kv, G = rng.choice([1, 2]), rng.choice([1, 2]), rng.choice([1, 2, 3])
     H, D = H_kv * G, head_dim or rng.choice([16, 24])
@@ -244,14 +250,14 @@ def draw(
                 starts[:, cut:] = cut
             ends = torch.stack([(row[:, None] == row).sum(-1) + row for row in starts]).int()
             layout = Layout(document_starts=starts, document_ends=ends)
-    tensors = FORMULAS[text](B, H, max(T, S) + 12)
+    drawn = (tensors or FORMULAS[text])(B, H, max(T, S) + 12)
     return Problem(
         text,
         torch.randn(B, H, T, D),
         torch.randn(B, H_kv, S, D),
         torch.randn(B, H_kv, S, D),
         torch.randn(B, H, T, D),
-        tensors,
+        drawn,
         score,
         layout,
         first,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -10,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from attention import Attention, AttentionConfig, Cache, Score, UnsupportedAttention, build_attention
+from attention import Attention, AttentionConfig, Cache, Layout, Score, UnsupportedAttention, build_attention
+from attention.check.run import interpreting
 from attention.errors import FormulaError
 from attention.flash.formula import written
 from attention.formula import tanh, where
@@ -19,6 +21,7 @@ from attention.formula.trace import trace
 from attention.interface import Call
 from tests.attention.formulas import FORMULAS, KINDS, Problem, assert_right, draw
 from tests.attention.operators import compiled
+from tests.attention.random_formulas import CONFIGS, main, random_case
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled"])
@@ -92,6 +95,34 @@ def test_the_log_sum_exp_counts_what_is_the_same_along_a_row():
         torch.testing.assert_close(lse, problem.lse().float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["naive", "tiled", "flash", "flex"])
+def test_a_random_formula_is_as_accurate_as_its_precision(name):
+    assert random_case(seed=0, number=list(CONFIGS).index(name), longest=33).failure(name) is None
+
+
+def test_the_command_of_random_formulas_reduces_a_failing_case_and_ends_with_1(capsys):
+    def wrong(config: AttentionConfig) -> Any:
+        attend = build_attention(config)
+        return lambda *given, **more: attend(*given, **more)._replace(out=1.1 * attend(*given, **more).out)
+
+    with mock.patch("tests.attention.random_formulas.build_attention", wrong):
+        assert main(["--implementation", "naive", "--first", "9", "--cases", "1", "--longest", "33"]) == 1
+    printed = capsys.readouterr().out
+    assert "naive: 0 of 1 cases are right" in printed
+    assert "log(sigmoid(x0))" in printed.splitlines()[0]
+    assert "log(sigmoid(x0))" not in printed[printed.index("The smallest that fails: ") :]
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
+def test_the_gradient_of_a_slope_is_as_accurate_for_positions_far_into_a_text(name):
+    """Rows of ds sum to zero only up to rounding: a sum of ds times i less one of ds times j would lose all digits."""
+    problem = replace(draw(random.Random(0), "s - slope[h] * (i - j)", "square", longest=19), dropout=0.0)
+    problem = replace(problem, first=10**6, layout=Layout(q_start=10**6, k_start=10**6))
+    for dtype in (torch.float32, torch.bfloat16):
+        with interpreting():
+            assert_right(problem, build_attention(AttentionConfig(name)), dtype)
+
+
 def test_two_formulas_of_one_shape_have_functions_of_different_names():
     """Triton's cache on disk knows a nested function by its name alone."""
     codes = [written(Score(formula=text)).code for text in ("s + sin(s)", "s + cos(s)")]
@@ -139,6 +170,9 @@ REFUSED = {
     "s + 9 ** 9 ** 9": r"a whole exponent lies between",
     "s ** 9": r"exponent",
     "((((s ** 8) ** 8 + s) ** 8 + s) ** 8 + s) ** 8": r"no finite value",
+    "(s ** 9) ** 9": r"a whole exponent lies between",
+    "(" * 40 + "tanh(s)" + ") ** 8" * 40: r"^the formula or its derivative .* a constant is too large[^\n]*$",
+    "(" * 40 + "s" + ") ** 8" * 40: r"a constant is too large",
     "i + j": r"does not depend on s",
     "i < j": r"is a comparison",
     "s + t[s]": r"an index of t must be a whole number",
@@ -154,8 +188,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_is_no_formula_is_refused_where_it_stands(text):
+    start = time.process_time()
     with pytest.raises(FormulaError, match=REFUSED[text]):
         Score(formula=text)
+    assert time.process_time() - start < 2
 
 
 def test_tensors_that_do_not_fit_are_refused():

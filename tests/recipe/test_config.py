@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -261,6 +262,20 @@ def test_a_formula_and_the_place_of_its_mistake_stand_below_one_error(here: Path
     assert first.startswith("error: seed=-1")
     assert second.startswith("error: score.formula has no function cosh")
     assert place == ["    s + cosh(i)", "        ^^^^"]
+
+
+def test_a_formula_has_quotes_on_the_command_line_and_none_in_a_file() -> None:
+    """A shell leaves the inner quotes to Hydra."""
+    line = shlex.split(
+        """'score.formula="s + bias[h, min(i - j, 127)]"' 'score.learned.bias={shape: [h, 128], init: 0}'"""
+    )
+    given, file = composed(*prepare(line)).score, composed("score=bias").score
+    assert given.formula == file.formula == "s + bias[h, min(i - j, 127)]"
+    assert given.learned == {"bias": {"shape": ["h", 128], "init": 0}}
+    assert "formula: s + bias" in (CONF / "score" / "bias.yaml").read_text()
+    for line in ("score.formula=s * log(n)", "score.formula=s - t[h] * (i - j)"):
+        with pytest.raises(ConfigError, match=r"score\.formula"):
+            prepare([line])
 
 
 def test_all_mistakes_are_reported_together(here: Path) -> None:
