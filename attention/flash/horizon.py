@@ -14,7 +14,8 @@ query's position. Numbers that are not finite, and slopes that are not positive,
 A formula that adds a number x_j to the scores of key j gives that key at most the weight 2^(2 bound + x_j - x_i), where
 x_i belongs to the key at the query's position. With the forget gates of the Forgetting Transformer x grows from key to
 key. Here it may be anything: GRAIN queries skip the keys before the first whose number is large enough for one of them,
-or for any later query. So the keys that queries see begin where those of the queries before begin, or after it.
+or for any later query. So the keys that queries see begin where those of the queries before begin, or after it. Norms
+are computed only for heads whose numbers fall by BITS or more.
 """
 
 import math
@@ -38,6 +39,14 @@ UNLIMITED = tl.constexpr(2**30)  # for a head without a horizon
 ELEMENTS = 2**14  # of the tile of a program that computes norms
 ROUNDED = tl.constexpr(2.0**-18)  # of a number of a key: how far its sum with a score may be off
 BLOCK = tl.constexpr(256)
+TILES = 16  # of GRAIN numbers that a program reads
+
+
+@triton.jit
+def largest_square(b_x):
+    """The largest squared norm of a row of b_x; infinity for NaN."""
+    b_squares = tl.sum(b_x * b_x, 1)
+    return tl.max(tl.where(b_squares >= 0, b_squares, float("inf")), 0)
 
 
 @triton.jit
@@ -46,8 +55,7 @@ def norms_kernel(x, p_squares, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     H, n_tiles = x.shape[1], tl.cdiv(x.shape[2], ROWS)
     i_bh, i_tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
     b_x = load_tile(x, i_bh // H, i_bh % H, i_tile * ROWS, ROWS, COLUMNS).to(tl.float32)
-    b_squares = tl.sum(b_x * b_x, 1)
-    tl.store(p_squares + tl.program_id(0), tl.max(tl.where(b_squares >= 0, b_squares, float("inf")), 0))
+    tl.store(p_squares + tl.program_id(0), largest_square(b_x))
 
 
 @triton.jit
@@ -107,112 +115,156 @@ def find_horizons(q: Tensor, k: Tensor, slopes: Tensor, spec: Spec) -> Tensor:
     return horizons
 
 
-@triton.jit(do_not_specialize=["S"])
-def extremes_kernel(q, x, factors, bounds, strides, S, COLUMNS: tl.constexpr):
-    """Of GRAIN queries the largest squared norm and the smallest number of the keys at their positions, of GRAIN keys
-    the largest number: in base 2, with what rounding may make of it. Grid: tiles of the longer, batch x heads.
+class Bounds(NamedTuple):
+    """Of tiles of GRAIN queries or keys of each head, in base 2, with what rounding may make of it.
+
+    lows   (B, H, n_q) of queries, the smallest number of the keys at their positions
+    highs  (B, H, n_k) of keys, the largest number
+    q_squares, k_squares  (B, H or H_kv, tiles) the largest squared norms in tiles of rows, where the head `may_forget`
+    """
+
+    lows: Tensor
+    highs: Tensor
+    q_squares: Tensor
+    k_squares: Tensor
+
+
+@triton.jit(do_not_specialize=["T", "S", "H"])
+def extremes_kernel(x, bounds, strides, T, S, H, TILES: tl.constexpr):
+    """The lows and highs of TILES tiles. Grid: such groups of the longer of queries and keys, batch x heads.
 
     x        the numbers of keys
-    bounds   a Bounds
     strides  of x: of sequences and of heads, as `unspecialised` has them
     """
-    H, T = q.shape[1], q.shape[2]
-    i_tile, i_bh = tl.program_id(0), tl.program_id(1)
-    i_b, i_h, n_q, n_k = i_bh // H, i_bh % H, tl.cdiv(T, GRAIN), tl.cdiv(S, GRAIN)
-    p_x = x + (tl.cast(i_b, tl.int64) * (strides[0] >> 2) + i_h * (strides[1] >> 2))
-    o_m = i_tile * GRAIN + tl.arange(0, GRAIN)
-    if i_tile < n_q:
-        b_q = load_tile(q, i_b, i_h, i_tile * GRAIN, GRAIN, COLUMNS).to(tl.float32)
-        if factors is not None:
-            b_q = b_q * load_factors(factors, i_b, i_h, o_m, T)[:, None]
-        b_squares = tl.sum(b_q * b_q, 1)
-        square = tl.max(tl.where(b_squares >= 0, b_squares, float("inf")), 0)
-        o_own = o_m + S - T
-        has_own = (o_m < T) & (o_own >= 0)
-        b_x = tl.load(p_x + o_own, mask=has_own, other=0.0) * LOG2_E
-        b_x = b_x - tl.abs(b_x) * ROUNDED
-        least = tl.min(tl.where(has_own, tl.where(b_x > -float("inf"), b_x, -float("inf")), float("inf")), 0)
-        tl.store(bounds.q_squares + i_bh * n_q + i_tile, square)
-        tl.store(bounds.lows + i_bh * n_q + i_tile, least)
-    if i_tile < n_k:
-        b_x = tl.load(p_x + o_m, mask=o_m < S, other=-float("inf")) * LOG2_E
-        b_x = tl.where(b_x == -float("inf"), b_x, b_x + tl.abs(b_x) * ROUNDED)
-        most = tl.max(tl.where(b_x < float("inf"), b_x, float("inf")), 0)
-        tl.store(bounds.highs + i_bh * n_k + i_tile, most)
+    i_bh, n_q, n_k = tl.program_id(1), tl.cdiv(T, GRAIN), tl.cdiv(S, GRAIN)
+    p_x = x + (tl.cast(i_bh // H, tl.int64) * (strides[0] >> 2) + i_bh % H * (strides[1] >> 2))
+    o_tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    o_m = o_tile[:, None] * GRAIN + tl.arange(0, GRAIN)[None, :]
+    o_own = o_m + S - T
+    has_own = (o_m < T) & (o_own >= 0)
+    b_x = tl.load(p_x + o_own, mask=has_own, other=0.0) * LOG2_E
+    b_x = b_x - tl.abs(b_x) * ROUNDED
+    b_low = tl.min(tl.where(has_own, tl.where(b_x > -float("inf"), b_x, -float("inf")), float("inf")), 1)
+    tl.store(bounds.lows + i_bh * n_q + o_tile, b_low, mask=o_tile < n_q)
+    b_x = tl.load(p_x + o_m, mask=o_m < S, other=-float("inf")) * LOG2_E
+    b_x = tl.where(b_x == -float("inf"), b_x, b_x + tl.abs(b_x) * ROUNDED)
+    b_high = tl.max(tl.where(b_x < float("inf"), b_x, float("inf")), 1)
+    tl.store(bounds.highs + i_bh * n_k + o_tile, b_high, mask=o_tile < n_k)
 
 
 @triton.jit
-def reach(bounds, i_bh, i_bkv, n_q, n_squares, scale_log2):
+def may_forget(bounds, i_bh, n_q, n_k):
+    """Whether the numbers of a head leave some key without weight, if all products of queries and keys are zero."""
+    b_low = tl.full([BLOCK], -float("inf"), tl.float32)
+    b_high = tl.full([BLOCK], float("inf"), tl.float32)
+    for i in range(0, n_q, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        b_low = tl.maximum(b_low, tl.load(bounds.lows + i_bh * n_q + o, mask=o < n_q, other=-float("inf")))
+    for i in range(0, n_k, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        b_high = tl.minimum(b_high, tl.load(bounds.highs + i_bh * n_k + o, mask=o < n_k, other=float("inf")))
+    return tl.min(b_high, 0) + BITS < tl.max(b_low, 0)
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k"])
+def both_norms_kernel(q, k, factors, bounds, n_q, n_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The largest squared norms among ROWS rows of q, multiplied by factors if any, and of k.
+
+    Nothing is read or stored for heads that forget nothing. Grid: tiles of queries, then of keys; batch x heads.
+    """
+    H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
+    G, n_squares = H // H_kv, tl.cdiv(T, ROWS)
+    i_tile, i_bh = tl.program_id(0), tl.program_id(1)
+    if i_tile < n_squares:
+        if may_forget(bounds, i_bh, n_q, n_k):
+            i_b, i_h, i_m = i_bh // H, i_bh % H, i_tile * ROWS
+            b_q = load_tile(q, i_b, i_h, i_m, ROWS, COLUMNS).to(tl.float32)
+            if factors is not None:
+                b_q = b_q * load_factors(factors, i_b, i_h, i_m + tl.arange(0, ROWS), T)[:, None]
+            tl.store(bounds.q_squares + i_bh * n_squares + i_tile, largest_square(b_q))
+    elif i_bh % G == 0:
+        forgets = may_forget(bounds, i_bh, n_q, n_k)
+        for i in range(1, G):
+            forgets |= may_forget(bounds, i_bh + i, n_q, n_k)
+        if forgets:
+            i_bkv, i_tile = i_bh // G, i_tile - n_squares
+            b_k = load_tile(k, i_bkv // H_kv, i_bkv % H_kv, i_tile * ROWS, ROWS, COLUMNS).to(tl.float32)
+            tl.store(bounds.k_squares + i_bkv * tl.cdiv(S, ROWS) + i_tile, largest_square(b_k))
+
+
+@triton.jit
+def reach(bounds, i_bh, i_bkv, n_q_squares, n_k_squares, scale_log2):
     """How far, in base 2, the number of a key without weight lies below that of the key at a query's position."""
-    q_square = largest(bounds.q_squares + i_bh * n_q, n_q)
-    k_square = largest(bounds.k_squares + i_bkv * n_squares, n_squares)
+    q_square = largest(bounds.q_squares + i_bh * n_q_squares, n_q_squares)
+    k_square = largest(bounds.k_squares + i_bkv * n_k_squares, n_k_squares)
     bits = BITS + 2 * SLACK * tl.sqrt(q_square) * tl.sqrt(k_square) * scale_log2
     return tl.where(bits < float("inf"), bits, float("inf"))
 
 
-@triton.jit(do_not_specialize=["G", "n_q", "n_k", "n_squares", "scale_log2"])
-def key_horizons_kernel(p_horizons, bounds, G, n_q, n_k, n_squares, scale_log2):
+@triton.jit(do_not_specialize=["G", "n_q", "n_k", "n_q_squares", "n_k_squares", "scale_log2"])
+def key_horizons_kernel(p_horizons, bounds, G, n_q, n_k, n_q_squares, n_k_squares, scale_log2):
     """The first key of GRAIN queries, or the end of the queries of GRAIN keys. Grid: n_q + n_k, batch x heads.
 
     The queries of keys are those of all G heads that share these.
     """
     i, i_bh = tl.program_id(0), tl.program_id(1)
     i_bkv, o = i_bh // G, tl.arange(0, BLOCK)
+    result = 0
     if i < n_q:
-        b_low = tl.full([BLOCK], float("inf"), tl.float32)
-        for i_q in range(i, n_q, BLOCK):
-            b_low = tl.minimum(
-                b_low, tl.load(bounds.lows + i_bh * n_q + i_q + o, mask=i_q + o < n_q, other=float("inf"))
-            )
-        least = tl.min(b_low, 0) - reach(bounds, i_bh, i_bkv, n_q, n_squares, scale_log2)
-        b_first = tl.full([BLOCK], n_k, tl.int32)
-        for i_k in range(0, n_k, BLOCK):
-            b_high = tl.load(bounds.highs + i_bh * n_k + i_k + o, mask=i_k + o < n_k, other=-float("inf"))
-            b_first = tl.minimum(b_first, tl.where(b_high < least, n_k, i_k + o))
-        result = tl.min(b_first, 0)
+        if may_forget(bounds, i_bh, n_q, n_k):
+            b_low = tl.full([BLOCK], float("inf"), tl.float32)
+            for i_q in range(i, n_q, BLOCK):
+                b_new = tl.load(bounds.lows + i_bh * n_q + i_q + o, mask=i_q + o < n_q, other=float("inf"))
+                b_low = tl.minimum(b_low, b_new)
+            least = tl.min(b_low, 0) - reach(bounds, i_bh, i_bkv, n_q_squares, n_k_squares, scale_log2)
+            b_first = tl.full([BLOCK], n_k, tl.int32)
+            for i_k in range(0, n_k, BLOCK):
+                b_high = tl.load(bounds.highs + i_bh * n_k + i_k + o, mask=i_k + o < n_k, other=-float("inf"))
+                b_first = tl.minimum(b_first, tl.where(b_high < least, n_k, i_k + o))
+            result = tl.min(b_first, 0)
     else:
-        b_end = tl.zeros([BLOCK], tl.int32)
         for i_head in range(i_bkv * G, i_bkv * G + G):
-            b_high = tl.full([BLOCK], -float("inf"), tl.float32)
-            for i_k in range(0, i - n_q + 1, BLOCK):
-                seen = i_k + o <= i - n_q
-                b_new = tl.load(bounds.highs + i_head * n_k + i_k + o, mask=seen, other=-float("inf"))
-                b_high = tl.maximum(b_high, b_new)
-            most = tl.max(b_high, 0) + reach(bounds, i_head, i_bkv, n_q, n_squares, scale_log2)
-            for i_q in range(0, n_q, BLOCK):
-                b_low = tl.load(bounds.lows + i_head * n_q + i_q + o, mask=i_q + o < n_q, other=float("inf"))
-                b_end = tl.maximum(b_end, tl.where((b_low > most) | (i_q + o >= n_q), 0, i_q + o + 1))
-        result = tl.max(b_end, 0)
+            end = n_q
+            if may_forget(bounds, i_head, n_q, n_k):
+                b_high = tl.full([BLOCK], -float("inf"), tl.float32)
+                for i_k in range(0, i - n_q + 1, BLOCK):
+                    seen = i_k + o <= i - n_q
+                    b_new = tl.load(bounds.highs + i_head * n_k + i_k + o, mask=seen, other=-float("inf"))
+                    b_high = tl.maximum(b_high, b_new)
+                most = tl.max(b_high, 0) + reach(bounds, i_head, i_bkv, n_q_squares, n_k_squares, scale_log2)
+                b_end = tl.zeros([BLOCK], tl.int32)
+                for i_q in range(0, n_q, BLOCK):
+                    b_low = tl.load(bounds.lows + i_head * n_q + i_q + o, mask=i_q + o < n_q, other=float("inf"))
+                    b_end = tl.maximum(b_end, tl.where((b_low > most) | (i_q + o >= n_q), 0, i_q + o + 1))
+                end = tl.max(b_end, 0)
+            result = tl.maximum(result, end)
     tl.store(p_horizons + i_bh * (n_q + n_k) + i, result * GRAIN)
-
-
-class Bounds(NamedTuple):
-    """Of tiles of GRAIN queries or keys of each head, see `extremes_kernel`; k_squares of `largest_squares`."""
-
-    q_squares: Tensor
-    lows: Tensor
-    highs: Tensor
-    k_squares: Tensor
 
 
 def find_key_horizons(q: Tensor, k: Tensor, x: Tensor, factors: Tensor | None, spec: Spec) -> Tensor:
     """The horizons of causal scores s + x_j, of q (B, H, T, D), multiplied by factors if any, k (B, H_kv, S, D) and
     x (B or 1, H or 1, S), as `Inputs` has them."""
     (B, H, T, D), (H_kv, S) = q.shape, k.shape[1:3]
-    columns, grain = max(16, triton.next_power_of_2(D)), GRAIN.value
-    n_q, n_k = triton.cdiv(T, grain), triton.cdiv(S, grain)
-    squares, lows, highs = (q.new_empty(B, H, n, dtype=torch.float32) for n in (n_q, n_q, n_k))
-    bounds = Bounds(squares, lows, highs, largest_squares(k))
-    strides = (0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
-    given = None if factors is None else factor_input(factors)
-    extremes_kernel[(max(n_q, n_k), B * H)](
-        tiles(q, grain, columns),
-        x,
-        given,
+    columns = max(16, triton.next_power_of_2(D))
+    rows = min(256, ELEMENTS // columns)
+    n_q, n_k = triton.cdiv(T, GRAIN.value), triton.cdiv(S, GRAIN.value)
+    shapes = (H, n_q), (H, n_k), (H, triton.cdiv(T, rows)), (H_kv, triton.cdiv(S, rows))
+    bounds = Bounds(*(q.new_empty(B, *shape, dtype=torch.float32) for shape in shapes))
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
+    extremes_kernel[(triton.cdiv(max(n_q, n_k), TILES), B * H)](
+        x, bounds, tuple(map(unspecialised, strides)), T, S, H, TILES=TILES, enable_fp_fusion=True
+    )
+    n_q_squares, n_k_squares = bounds.q_squares.shape[2], bounds.k_squares.shape[2]
+    both_norms_kernel[(n_q_squares + n_k_squares, B * H)](
+        tiles(q, rows, columns),
+        tiles(k, rows, columns),
+        None if factors is None else factor_input(factors),
         bounds,
-        tuple(map(unspecialised, strides)),
-        S,
+        n_q,
+        n_k,
+        ROWS=rows,
         COLUMNS=columns,
+        num_warps=8,
         enable_fp_fusion=True,
     )
     horizons = q.new_empty(B, H, n_q + n_k, dtype=torch.int32)
@@ -222,7 +274,8 @@ def find_key_horizons(q: Tensor, k: Tensor, x: Tensor, factors: Tensor | None, s
         H // H_kv,
         n_q,
         n_k,
-        bounds.k_squares.shape[2],
+        n_q_squares,
+        n_k_squares,
         spec.scale * LOG2_E.value,
         enable_fp_fusion=True,
     )
