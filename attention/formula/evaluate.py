@@ -180,7 +180,7 @@ def full_index(x: Tensor, index: Sequence[Any], b: Tensor) -> list[Tensor]:
 def sum_of_entries(terms: Tensor, index: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """Zeros of `shape`, to which each of the terms is added at its index; in fp64, and in one order."""
     if not index:
-        return terms.double().sum().reshape(*shape)
+        return terms.double().sum().reshape(list(shape))
     place = torch.zeros(terms.shape, dtype=torch.int64, device=terms.device)
     for x, size in zip(index, shape, strict=True):
         place = place * size + x
