@@ -117,28 +117,48 @@ def by_length(values: Mapping[str, float], task: str) -> list[str]:
     return [f"{100 * values[name]:.0f} %" if name in values else "" for name in names]
 
 
-@block("arena-recall", "xeon:arena")
-def recall(rows: Rows) -> str:
-    """The accuracy of each arm on the tasks at the trained length and beyond it."""
-    lines = []
-    for task in ("mqar", "counting"):
-        probes: Mapping[str, Mapping[str, float]] = (of_case(rows, f"recall-{task}") or {"probes": {}})["probes"]
-        lines += [[f"`{task}`", f"`{arm}`", *by_length(values, task)] for arm, values in probes.items()]
-    return table(["task", "arm", "64 tokens, as trained", "128", "256", "512"], lines)
+@block("arena-mqar", "xeon:arena")
+def mqar(rows: Rows) -> str:
+    """The accuracy of each arm on associative recall."""
+    return recalled(rows, "mqar")
+
+
+@block("arena-counting", "cpu:arena")
+def counting(rows: Rows) -> str:
+    """The accuracy of each arm on counting."""
+    return recalled(rows, "counting")
 
 
 @block("arena-needle", "cpu:arena")
 def needle(rows: Rows) -> str:
-    """The accuracy on the needle at the trained length and beyond it."""
-    row = of_case(rows, "recall-needle")
+    """The accuracy of each arm on the needle."""
+    return recalled(rows, "needle")
+
+
+def recalled(rows: Rows, task: str) -> str:
+    """The accuracy of each arm on a task, at the trained length and at 2, 4 and 8 times that."""
+    row = of_case(rows, f"recall-{task}")
     if row is None:
         return "Not measured yet."
     probes: Mapping[str, Mapping[str, float]] = row["probes"]
     trained = next((int(word.split("=")[1]) for word in row["overrides"] if word.startswith("seq_len=")), 64)
-    lines = [[f"`{arm}`", *by_length(values, "needle")] for arm, values in probes.items()]
-    return table([
-        "right answers", f"{trained} tokens, as trained", *(f"{n * trained:,}" for n in (2, 4, 8))
-    ], lines)  # fmt: skip
+    lines = [[f"`{arm}`", *by_length(values, task)] for arm, values in probes.items()]
+    lengths = [f"{trained:,} tokens, as trained", *(f"{n * trained:,}" for n in (2, 4, 8))]
+    return table([f"`{task}`: right answers", *lengths], lines)
+
+
+@block("arena-needle-far", "cpu:arena")
+def needle_far(rows: Rows) -> str:
+    """The accuracy of each arm on the needle in the longest texts, by distance."""
+    row = of_case(rows, "recall-needle")
+    if row is None:
+        return "Not measured yet."
+    maps = {arm: tasks["needle"] for arm, tasks in row["maps"].items()}
+    longest = max(one["lengths"][-1] for one in maps.values())
+    far = [n for n, low in enumerate(next(iter(maps.values()))["distances"]) if longest // 32 <= low < longest]
+    lines = [[f"`{arm}`", *(f"{100 * one['accuracy'][-1][n]:.0f} %" for n in far)] for arm, one in maps.items()]
+    ranges = [f"{longest >> k:,} to {(longest >> k - 1) - 1:,}" for k in range(len(far), 0, -1)]
+    return table([f"of {longest:,} tokens, the needle is back by", *ranges], lines)
 
 
 @block("arena-ladder", "xeon:arena")
