@@ -186,7 +186,8 @@ class Writer:
                 lines += ["    if size is None:", f"        x{k} = tl.load(p{k} + first + o)", "    else:"]
                 lines.append(f"        x{k} = tl.load(p{k} + first + o, mask=first + o < size, other=0.0)")
             elif stage == "row":
-                lines.append(f"    x{k} = tl.load(p{k} + o, mask=o < size, other=0.0)")
+                # Rows past the end have the last row's number: a formula may divide by it, and 0 times NaN is NaN.
+                lines.append(f"    x{k} = tl.load(p{k} + tl.minimum(o, size - 1))")
             else:
                 lines.append(f"    x{k} = tl.load(p{k})")
             names.append(f"x{k}")

@@ -46,6 +46,7 @@ FORMULAS: dict[str, Maker] = {
     "max(s, -1) - exp(-abs(s)) * m[h]": lambda B, H, L: {"m": torch.rand(H)},
     "s + x[b, h, i] * y[b, h, j]": lambda B, H, L: {"x": torch.randn(B, H, L), "y": torch.randn(B, H, L)},
     "s + a / (abs(i - j) + 1)": lambda B, H, L: {"a": torch.randn(())},
+    "tanh(s) / r[h, i]": lambda B, H, L: {"r": 1 + torch.rand(H, L)},
     # causal only
     "s * sqrt(i + 1) - log(i - j + 1) * d[h]": lambda B, H, L: {"d": torch.rand(H)},
     "s + bias[h, min(i - j, 7)] * s": lambda B, H, L: {"bias": torch.randn(H, 8) * 0.2},
