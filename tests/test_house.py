@@ -42,8 +42,6 @@ MOST_OF_A_KERNEL = 12
 # Signatures that stay as they are: name of the module and the function, and the number of parameters.
 LONGER = {
     "attention.dropout.mask.keep_mask": 9,  # documented as stable, see docs/use-as-a-library.md
-    "attention.flash.backward.dkdv_kernel": 13,
-    "attention.flash.hopper.backward.delta_kernel": 13,
 }
 
 Imports = dict[str, set[str]]

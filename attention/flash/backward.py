@@ -288,14 +288,21 @@ def dkdv_step(
     return b_dk, b_dv, b_sum
 
 
+class Config(NamedTuple):
+    """`dkdv_kernel`'s constants."""
+
+    blocks: Any
+    mode: Any
+
+
 @triton.jit
-def dkdv_kernel(
-    q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr
-):  # fmt: skip
+def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars, CONFIG: tl.constexpr):
     """dk and dv of one tile of keys, summed over the G query heads that share it, and Targets of each of these heads.
 
     Grid: tiles x batch x key/value heads, the keys seen by most queries first.
     """
+    BLOCKS: tl.constexpr = CONFIG.blocks
+    MODE: tl.constexpr = CONFIG.mode
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
@@ -410,8 +417,7 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         Targets(x.sums, x.ds),
         kernel_inputs(call, T, x.k.shape[2]),
         launch_scalars(call, head_group_size(B * H_kv, x.q[0, : H // H_kv])),
-        BLOCKS=blocks,
-        MODE=mode,
+        CONFIG=Config(blocks, mode),
         **compile_options(blocks),
     )
 

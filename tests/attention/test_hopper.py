@@ -10,7 +10,7 @@ import triton
 
 from attention import AttentionConfig, AttentionShape, KernelPath, Score, UnsupportedAttention, build_attention
 from attention.flash.call import Problem
-from attention.flash.hopper.backward import Counters, Rows, delta_kernel
+from attention.flash.hopper.backward import Counters, DeltaConstants, Rows, delta_kernel
 from attention.flash.hopper.configs import backward_blocks
 from attention.flash.hopper.key_numbers import parts_kernel
 from attention.flash.paths import choose_path, describe_path
@@ -130,7 +130,7 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products, k
     blocks = backward_blocks(PROBLEM._replace(head_dim=D))._replace(q=rows)
     delta_kernel[(B * H * n_m,)](
         tiles(out, rows, D), tiles(do, rows, D), lse2, stored, counters, slopes, scale_log2, H, T, n_m,
-        BLOCKS=blocks, KEEP=0.9, BIASED=keys_biased,
+        BLOCKS=blocks, CONSTANTS=DeltaConstants(0.9, keys_biased),
     )  # fmt: skip
     biased, delta = stored.lse2, stored.delta
     if in_products:  # in bf16, as sums of three numbers each

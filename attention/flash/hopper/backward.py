@@ -294,10 +294,16 @@ def split(x):
     return tl.join(tl.join(high, low), tl.join(middle, tl.zeros_like(x))).reshape([x.shape[0], 4])
 
 
+class DeltaConstants(NamedTuple):
+    """`delta_kernel`'s constants besides its tiles."""
+
+    keep: float  # probability that dropout keeps a weight
+    biased: bool  # whether `Rows.parts` has ones, for the parts of a bias of the keys
+
+
 @triton.jit(do_not_specialize=["scale_log2", "H", "T", "n_m"])
 def delta_kernel(
-    out, do, lse2, rows, counters, slopes, scale_log2, H, T, n_m,
-    BLOCKS: tl.constexpr, KEEP: tl.constexpr, BIASED: tl.constexpr,
+    out, do, lse2, rows, counters, slopes, scale_log2, H, T, n_m, BLOCKS: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
     """delta of one tile of queries without dropout's rescaling, and lse2, which with ALiBi includes the query biases.
 
@@ -308,7 +314,7 @@ def delta_kernel(
     i_bh, i_m = tl.program_id(0) // n_m, tl.program_id(0) % n_m * BM
     b_do = plain.load_tile(do, i_bh // H, i_bh % H, i_m, BM, BD).to(tl.float32)
     b_out = plain.load_tile(out, i_bh // H, i_bh % H, i_m, BM, BD).to(tl.float32)
-    b_delta = tl.sum(b_out * b_do, 1) * KEEP
+    b_delta = tl.sum(b_out * b_do, 1) * CONSTANTS.keep
     o_m = i_m + tl.arange(0, BM)
     o_row = i_bh.to(tl.int64) * tl.cdiv(T, plain.ROW_ALIGNMENT) * plain.ROW_ALIGNMENT + o_m
     o_tile = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -325,7 +331,7 @@ def delta_kernel(
         # 1e30 for infinity, which has no second and third part.
         b_lse = tl.where(b_lse2 == float("inf"), 1e30, b_lse2 / scale_log2)
         b_parts = tl.join(split(b_lse), split(b_delta)).reshape([BM, 8])
-        if BIASED:  # ones, for the parts of the bias
+        if CONSTANTS.biased:  # ones, for the parts of the bias
             p_parts = rows.parts + o_tile[:, None] * 16 + tl.arange(0, 8)[None, :]
             tl.store(p_parts, b_parts.to(tl.bfloat16))
             ones = tl.zeros([BM, 8], tl.float32) + (1 - tl.arange(0, 8) % 2)[None, :]
@@ -398,8 +404,7 @@ def backward(
         T,
         n_m,
         BLOCKS=blocks,
-        KEEP=(256 - call.spec.threshold) / 256,
-        BIASED=mode.biased,
+        CONSTANTS=DeltaConstants((256 - call.spec.threshold) / 256, mode.biased),
         enable_fp_fusion=True,
     )
     n_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
