@@ -97,7 +97,18 @@ def launch_rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, ep
     cos, sin = cos.contiguous(), sin.contiguous()
     with torch.cuda.device_of(x):
         rotate_kernel[(B * T * D // (2 * PAIRS.value),)](
-            x, weight, cos, sin, y, x.stride(1), cos.numel() // (D // 2), eps, H, D // 2, num_warps=WARPS
+            x,
+            weight,
+            cos,
+            sin,
+            y,
+            x.stride(1),
+            cos.numel() // (D // 2),
+            eps,
+            H,
+            D // 2,
+            num_warps=WARPS,
+            enable_fp_fusion=True,
         )
     return y
 
@@ -113,7 +124,20 @@ def launch_rotate_gradient(
     parts = None if weight is None else torch.empty(programs, D, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         rotate_gradient_kernel[(programs,)](
-            dy, x, weight, cos, sin, dx, parts, x.stride(1), cos.numel() // (D // 2), eps, H, D // 2, num_warps=WARPS
+            dy,
+            x,
+            weight,
+            cos,
+            sin,
+            dx,
+            parts,
+            x.stride(1),
+            cos.numel() // (D // 2),
+            eps,
+            H,
+            D // 2,
+            num_warps=WARPS,
+            enable_fp_fusion=True,
         )
     return dx, torch.empty(0, device=x.device) if parts is None else parts.sum(0)
 
