@@ -273,9 +273,9 @@ def test_a_formula_has_quotes_on_the_command_line_and_none_in_a_file() -> None:
     assert given.formula == file.formula == "s + bias[h, min(i - j, 127)]"
     assert given.learned == {"bias": {"shape": ["h", 128], "init": 0}}
     assert "formula: s + bias" in (CONF / "score" / "bias.yaml").read_text()
-    for line in ("score.formula=s * log(n)", "score.formula=s - t[h] * (i - j)"):
+    for unquoted in ("score.formula=s * log(n)", "score.formula=s - t[h] * (i - j)"):
         with pytest.raises(ConfigError, match=r"score\.formula"):
-            prepare([line])
+            prepare([unquoted])
 
 
 def test_all_mistakes_are_reported_together(here: Path) -> None:
