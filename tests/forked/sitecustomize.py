@@ -15,21 +15,25 @@ def run(arguments: list[str]) -> None:
     import signal
     import socket
 
+    passed_on = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # until the command's number is known
     server = socket.socket(socket.AF_UNIX)
     server.connect(os.environ["FORK_SERVER"])
     request = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ), "client": os.getpid()}
     socket.send_fds(server, [json.dumps(request).encode() + b"\n"], [0, 1, 2])
     replies = server.makefile()
     command = int(replies.readline())
-    if not command:
-        return
 
     def pass_on(number: int, frame: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(command, number)
 
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, pass_on)
+    if command:
+        for number in passed_on:
+            signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
+    if not command:
+        return
     status = int(replies.readline() or "1")
     if status < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
