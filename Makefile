@@ -58,7 +58,7 @@ kernels: setup ## compile all GPU kernels, which needs no GPU, and renew their r
 	$(BIN)/python -m bench.kernels
 
 # PAIRS="-k 'torch_2_15 and python_3_14'" is one of them.
-stack: $(VENV)/.pip ## test every supported torch and Python, each in a temporary environment of 6 GB (45 minutes; goes on where it stopped)
+stack: $(VENV)/.pip ## test every supported torch and Python, each in a temporary environment of 6 GB (20 of them, about two minutes each; goes on where it stopped)
 	@test -x $(BIN)/nox || $(PIP) 'nox[uv]>=2025.2.9'
 	$(BIN)/nox $(PAIRS)
 
