@@ -85,5 +85,5 @@ SWEEPS = {
         "training.log_every=50"
     ),
     "formulas": f"experiment=formulas {QUIET}",
-    "parts": "experiment=speedrun training.steps=200 arena.seeds=2 tracking=disabled",
+    "parts": "experiment=speedrun hydra.launcher.jobs=2 tracking=disabled",
 }
