@@ -1,6 +1,6 @@
-"""The price of each part of `experiment=speedrun` in tokens/s: steps of GPT-2's shape with one part at a time.
+"""The price of each part of the model in tokens/s: steps of GPT-2's shape with one part at a time.
 
-    python -m bench.parts                           every arm, a quarter of a minute each
+    python -m bench.parts                           the arms of experiment=speedrun, and the other parts
     python -m bench.parts --arms gpt2 muon          some of them
 
 A step has 32 x 1,024 random tokens in bf16, compiled and replayed as a CUDA graph; each arm is built in this process,
@@ -32,12 +32,23 @@ from recipe.training.graphed_step import WARMUP_CALLS
 
 SIZE = ["model=gpt2", "attention=flash", "seq_len=1024", "training.batch_size=32", "training.compile=true"]
 VOCABULARY = 50_257
+# Parts of docs/models.md that experiment=speedrun does not try.
+OTHERS = {
+    "norm_both": "model.norm_place=both",
+    "geglu": "model.mlp=geglu",
+    "grouped_heads": "model.n_kv_heads=4",
+    "gate_element": "model.gate=element",
+    "value_embeddings": "model.value_embeddings=2",
+    "log_scale": "model.log_scale=true",
+    "mtp": "model.mtp=0.3",
+}
 
 
 def arms() -> dict[str, list[str]]:
-    """The overrides of each arm of experiment=speedrun by its name; the first is the baseline."""
+    """The overrides of each arm by its name; the first is the baseline."""
     text = yaml.safe_load((ROOT / "conf" / "experiment" / "speedrun.yaml").read_text())["arena"]["arms"]
-    return read_arms(text, [path.stem for path in (ROOT / "conf" / "arm").glob("*.yaml")])
+    tried = read_arms(text, [path.stem for path in (ROOT / "conf" / "arm").glob("*.yaml")])
+    return tried | {name: [override] for name, override in OTHERS.items()}
 
 
 def timed(overrides: Sequence[str], device: torch.device, steps: int) -> Row:
