@@ -7,7 +7,6 @@
     python -m bench.attention --device cpu           small sizes, on a CPU
     python -m bench.attention --only flash sdpa-cudnn --lengths 4096 --heads 128 --dropout 0.1
     python -m bench.attention --cold --only flash --lengths 4096 --dropout 0     how long a first call compiles
-    python -m bench.attention --draw bench/results/attention-nvidia-h200.json    only draw a result's figures
 
 The length grows; the tokens of a batch and the hidden size stay the same. A sequence longer than the batch is a batch
 by itself. A forward pass counts as 4 B H T T D FLOPs, visible keys only, and a backward pass as 2.5 times as many.
@@ -32,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -41,7 +39,7 @@ from attention import AttentionConfig, build_attention
 from bench.attention.cells import describe, measure
 from bench.attention.peers import PACKAGES, PLAIN, VARIANTS, Problem, candidates
 from bench.attention.time_budget import TimeBudget
-from bench.attention.views import notes, publish, tables
+from bench.attention.views import notes, tables
 from bench.machine import device_name, require_gpu
 from bench.measure import release
 from bench.record import Recorder, command_line, command_of, measurement, read, result_file
@@ -109,7 +107,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cold", action="store_true", help="compile everything again, with an empty cache for this run"
     )
-    parser.add_argument("--draw", type=Path, metavar="JSON", help="draw the figures of a result beside it")
     return parser
 
 
@@ -118,10 +115,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argument_parser()
     args = parser.parse_args(arguments)
     args.command = command_of(parser, arguments)
-    if args.draw:
-        if not args.draw.is_file():
-            parser.error(f"--draw: there is no file {args.draw}")
-        return args
     if args.device == "cuda":
         require_gpu(parser, "; --device cpu measures small sizes on this CPU")
     names = list(candidates())
@@ -142,13 +135,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, write the result and print its tables, or draw an earlier result."""
+    """Measure, write the result and print its tables."""
     args = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)  # tables in a file keep their full width
-    if args.draw:
-        for figure in publish(read(args.draw), args.draw):
-            console.print(figure)
-        return
     if args.cold:
         folder = tempfile.mkdtemp(prefix="bench-attention-")
         atexit.register(shutil.rmtree, folder)

@@ -27,9 +27,9 @@ from attention.flash.hopper.fp8 import quantise
 from attention.flash.hopper.fp8_forward import attend
 from attention.spec import Inputs, Spec
 from bench.machine import device_name, require_gpu
-from bench.markdown import pivot
 from bench.measure import interleaved
 from bench.record import Recorder, Row, command_line, command_of, measurement, read, result_file
+from bench.tables.attention import fp8 as table
 
 LENGTHS, HEAD_SIZES = (1024, 2048, 4096, 8192, 16384), (64, 128)
 TOKENS, HIDDEN = 16384, 2048
@@ -99,17 +99,6 @@ def errors(head_size: int, device: torch.device) -> list[Row]:
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown: TFLOP/s by length, and errors by input."""
-    return pivot(
-        rows,
-        lambda row: f"head size {row['head_size']}, {row['name']}",
-        lambda row: f"error, {row['inputs']} inputs" if "error" in row else f"{row['length']:,}",
-        lambda row: f"{row['error']:.3f}" if "error" in row else f"{row.get('tflops', 0):,.0f}",
-        corner="TFLOP/s",
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, write the result and print it."""
     parser = command_line("bench.attention.fp8", __doc__, "fp8")
@@ -127,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             recorder.add(*speed(length, head_size, device, args.seconds))
         for head_size in args.heads:
             recorder.add(*errors(head_size, device))
-    print(table([row for row in read(path) if row["name"] != QUANTISATION]))
+    print(table(read(path)))
     print(path)
 
 

@@ -4,7 +4,7 @@
     python -m bench.attention.kernel_paths --variants window alibi --heads 64 --dropout 0 --lengths 4096 16384
 
 Measures the problems of bench.attention. After each problem its result replaces the earlier one in
-bench/results/kernel-paths-<device>.json. At the end all are printed as a table.
+bench/results/kernel-paths-<device>.json. At the end the tables of docs/kernels.md are printed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from attention import AttentionConfig, KernelPath, build_attention
 from bench.attention.__main__ import DROPOUTS, HEAD_SIZES, HIDDEN, QUICK_LENGTHS, TOKENS
 from bench.attention.peers import VARIANTS, Problem
 from bench.machine import device_name, require_gpu
-from bench.markdown import both, pivot
 from bench.measure import interleaved
 from bench.record import Recorder, Row, command_line, command_of, measurement, read, result_file
+from bench.tables.attention import path_ratios, paths
 
 PATHS = (KernelPath.hopper, KernelPath.plain)
 IDENTITY = ("head_size", "variant", "dropout", "length")
@@ -56,25 +56,6 @@ def measure(problem: Problem, seconds: float) -> Row:
     return row
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown: a line for each head size, variant, dropout and path, forward/backward TFLOP/s for each length."""
-    of_paths = [row | {"path": path.value} for row in rows for path in PATHS]
-    return pivot(
-        of_paths,
-        lambda row: ", ".join(
-            [f"D {row['head_size']}", row["variant"], *dropout_words(row["dropout"]), row["path"]]
-        ),
-        lambda row: str(row["length"]),
-        lambda row: both(row[row["path"]], "tflops"),
-        columns=[str(length) for length in sorted({row["length"] for row in rows})],
-    )  # fmt: skip
-
-
-def dropout_words(rate: float) -> list[str]:
-    """The part of a label that names a dropout rate; none without dropout."""
-    return [f"dropout {rate:g}"] if rate else []
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, write each problem's row, and print the table."""
     parser = command_line("bench.attention.kernel_paths", __doc__, "kernel-paths")
@@ -96,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             problem = Problem(max(1, tokens // T), hidden // D, T, D, variant, p, torch.bfloat16, device)
             row = {"head_size": D, "variant": variant, "dropout": p, "length": T}
             recorder.add(row | measure(problem, args.seconds))
-    print(table(read(path)))
+    rows = read(path)
+    print(paths(rows), path_ratios(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

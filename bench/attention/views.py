@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -15,20 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.markdown import both, pivot
-from recipe.drawing import (
-    Chart,
-    Palette,
-    Style,
-    height_for,
-    label_axes,
-    legend,
-    log_axis,
-    render_png,
-    styles,
-)
+from recipe.drawing import Chart, Palette, Style, height_for, label_axes, legend, log_axis, styles
 from recipe.wording import short_length, short_number
 
-KINDS = ("speed", "memory", "crossover")
 SHORT = {"out of memory": "OOM", "too slow": "slow", "refused": "-", "failed": "failed"}
 
 Row = dict[str, Any]
@@ -112,43 +97,12 @@ def figures(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def publish(rows: Sequence[Row], path: Path) -> list[Path]:
-    """Draw every figure that the rows allow as PNG beside `path`, and name the files."""
-    written = []
-    for chart in charts(rows, path.stem):
-        png = path.with_name(f"{chart.name}.png")
-        png.write_bytes(render_png(chart, dark=False))
-        written.append(png)
-    return written
-
-
-def charts(rows: Sequence[Row], stem: str) -> Iterator[Chart]:
-    """Speed, memory and crossover for each head size and mask that was measured."""
-    for head_size, variant in dict.fromkeys((row["head_size"], row["variant"]) for row in rows):
-        for kind in KINDS:
-            chart = chart_of(rows, kind, head_size, variant)
-            if chart is not None:
-                yield replace(chart, name=f"{stem}-{chart.name}")
-
-
-def chart_of(rows: Sequence[Row], kind: str, head_size: int, variant: str) -> Chart | None:
-    """The figure of one of KINDS for a head size and mask; None where no row has such a value."""
-    shown = with_naive([row for row in rows if row["head_size"] == head_size and row["variant"] == variant])
-    if all(value_of(kind)(row) is None for row in shown):
-        return None
-    draw, taller = {"speed": (draw_speed, 2.2), "memory": (draw_memory, 1.0), "crossover": (draw_crossover, 1.0)}[kind]
-    return Chart(
-        f"{kind}-d{head_size}{'' if variant == 'causal' else f'-{variant}'}",
-        f"Attention, head size {head_size}, {variant}: {kind}",
-        "",
-        partial(draw, rows=shown),
-        taller * height_for(list(named(shown))),
-    )
-
-
-def value_of(name: str) -> Value:
-    """The value of a row that a figure shows: forward TFLOP/s, GiB, or speed over naive's."""
-    return {"speed": tflops("forward"), "memory": gibibytes, "crossover": gain}[name]
+def chart_of(rows: Sequence[Row], kind: str, head_size: int) -> Chart:
+    """The causal figure of a head size: "speed" or "memory"."""
+    shown = [row for row in rows if row["head_size"] == head_size and row["variant"] == "causal"]
+    draw, taller = {"speed": (draw_speed, 2.2), "memory": (draw_memory, 1.0)}[kind]
+    title = f"Attention, head size {head_size}, causal: {kind}"
+    return Chart(f"{kind}-d{head_size}", title, "", partial(draw, rows=shown), taller * height_for(list(named(shown))))
 
 
 def tflops(direction: str) -> Value:
@@ -157,22 +111,6 @@ def tflops(direction: str) -> Value:
 
 def gibibytes(row: Row) -> float | None:
     return row["extra_bytes"] / 2**30 if row.get("extra_bytes") is not None else None
-
-
-def gain(row: Row) -> float | None:
-    ms = step_ms(row)
-    return row["naive_ms"] / ms if row["name"] != "naive" and row["naive_ms"] and ms else None
-
-
-def step_ms(row: Row) -> float | None:
-    """A forward and a backward pass, None if it was not measured."""
-    return row["forward"]["ms"] + row["backward"]["ms"] if row["status"] == "measured" else None
-
-
-def with_naive(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each with naive's time on the same problem as `naive_ms`, None if it was not measured."""
-    naive = {(row["length"], row["dropout"]): step_ms(row) for row in rows if row["name"] == "naive"}
-    return [row | {"naive_ms": naive.get((row["length"], row["dropout"]))} for row in rows]
 
 
 def dropouts(rows: Sequence[Row]) -> list[float]:
@@ -200,55 +138,20 @@ def draw_speed(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
 
 
 def draw_memory(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
-    """Memory over length, both logarithmic; a cross at the upper edge where there was not enough."""
-    styled = line_styles(rows, palette)
-    for axes, rate in draw_by_dropout(figure, palette, rows, gibibytes, "GiB above the inputs"):
+    """Memory over length, both logarithmic, side by side for each dropout; a cross where the memory did not suffice."""
+    rates, styled = dropouts(rows), line_styles(rows, palette)
+    grid = figure.subplots(1, len(rates), squeeze=False, sharey=True)[0]
+    values = [x for x in map(gibibytes, rows) if x]
+    for axes, rate in zip(grid, rates, strict=True):
+        title = f"GiB above the inputs, dropout {rate:g}" if rate == rates[0] else f"dropout {rate:g}"
+        plot(axes, palette, rows, rate, gibibytes, title)
+        log_axis(axes, min(values) / 1.5, max(values) * 1.5)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short_number(y)))
         for label, cells in named([row for row in rows if row["dropout"] == rate]).items():
             short = [row["length"] for row in cells if row["status"] == "out of memory"]
             if short:
                 axes.plot(short[0], axes.get_ylim()[1], "X", color=styled[label].colour, ms=7, clip_on=False)
-
-
-def draw_crossover(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
-    """Speed over naive's, forward and backward together, marking the length at which each overtakes it."""
-    for axes, rate in draw_by_dropout(figure, palette, rows, gain, "times as fast as naive"):
-        axes.axhline(1, color=palette["naive"], lw=1.4, zorder=1)
-        for cells in named([row for row in rows if row["dropout"] == rate]).values():
-            crossing = overtakes([(row["length"], gain(row)) for row in cells])
-            if crossing:
-                axes.plot(crossing, 1, "o", color=palette["surface"], mec=palette["ink"], mew=1.3, ms=6, zorder=5)
-                axes.annotate(
-                    f"{crossing:,.0f}", (crossing, 1), xytext=(5, -12), textcoords="offset points", color=palette["ink"]
-                )
-
-
-def overtakes(points: Sequence[tuple[int, float | None]]) -> float | None:
-    """The length at which the gain last rises through 1; None if it never does.
-
-    Between measurements it is interpolated on logarithmic axes.
-    """
-    known = [(length, value) for length, value in points if value is not None]
-    for (left, below), (right, above) in reversed(list(pairwise(known))):
-        if below < 1 <= above:
-            return left * (right / left) ** (math.log(1 / below) / math.log(above / below))
-    return None
-
-
-def draw_by_dropout(
-    figure: Figure, palette: Palette, rows: Sequence[Row], value: Value, title: str
-) -> list[tuple[Axes, float]]:
-    """One value over length on logarithmic axes, side by side for each dropout."""
-    rates = dropouts(rows)
-    grid = figure.subplots(1, len(rates), squeeze=False, sharey=True)[0]
-    values = [x for x in map(value, rows) if x]
-    for axes, rate in zip(grid, rates, strict=True):
-        plot(
-            axes, palette, rows, rate, value, f"{title}, dropout {rate:g}" if rate == rates[0] else f"dropout {rate:g}"
-        )
-        log_axis(axes, min(values) / 1.5, max(values) * 1.5)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short_number(y)))
     legend_of_all(figure, grid, palette)
-    return list(zip(grid, rates, strict=True))
 
 
 def plot(axes: Axes, palette: Palette, rows: Sequence[Row], rate: float, value: Value, title: str) -> None:

@@ -213,23 +213,16 @@ def bytes_figure(rows: Rows) -> Chart:
     return bytes_chart(rows)
 
 
-def chart(rows: Rows, kind: str, head_size: int) -> Chart:
-    """One of the figures of bench.attention for a head size, causal."""
-    chosen = chart_of(rows, kind, head_size, "causal")
-    assert chosen is not None, f"no row has a value for {kind} at head size {head_size}"
-    return chosen
-
-
 @figure("attention-speed", "attention")
 def speed_figure(rows: Rows) -> Chart:
     """TFLOP/s over the length at head size 128."""
-    return chart(rows, "speed", 128)
+    return chart_of(rows, "speed", 128)
 
 
 @figure("attention-memory", "attention-naive")
 def memory_figure(rows: Rows) -> Chart:
     """Memory over the length at head size 64."""
-    return chart(rows, "memory", 64)
+    return chart_of(rows, "memory", 64)
 
 
 def share(row: Row) -> str:

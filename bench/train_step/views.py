@@ -1,4 +1,4 @@
-"""The table and the figure of training steps."""
+"""Rows of training steps beside nanoGPT's, and their figure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.attention.views import over_lengths
-from bench.markdown import pivot
 from bench.record import Row
 from recipe.drawing import Chart, Palette, label_axes, legend, styles
 
@@ -50,20 +49,6 @@ def beside(rows: Sequence[Row], theirs: Sequence[Row]) -> list[Row]:
     shown = {(row["shape"], row["dropout"]) for row in rows}
     nano = [row | {"attention": NANOGPT} for row in theirs if (row["shape"], row["dropout"]) in shown]
     return [*nano, *rows]
-
-
-def table(rows: Sequence[Row], theirs: Sequence[Row]) -> str:
-    """Markdown: a line for each shape, dropout and recomputation, a column for nanoGPT and each implementation."""
-    everything = beside(rows, theirs)
-
-    def line(row: Row) -> str:
-        recompute = [f"recompute {row['recompute']}"] if row.get("recompute", "none") != "none" else []
-        dropout = [f"dropout {row['dropout']:g}"] if row["dropout"] else []
-        return ", ".join([row["shape"].replace("x", " x "), *dropout, *recompute])
-
-    everything.sort(key=lambda row: (row["dropout"], length(row), row.get("recompute", "none") != "none"))
-    cells = pivot(everything, line, column, result, corner="batch x seq_len", columns=columns(everything))
-    return f"tokens/s (GiB at the peak)\n\n{cells}"
 
 
 def length(row: Row) -> int:

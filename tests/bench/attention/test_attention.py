@@ -17,7 +17,6 @@ from bench.attention.__main__ import main
 from bench.attention.cells import try_out, with_ratios
 from bench.attention.peers import Candidate, Problem, candidates, from_package, installed
 from bench.attention.time_budget import TimeBudget, TooSlow
-from bench.attention.views import overtakes
 from bench.record import read
 
 SIZES = {"device": "cpu", "dtype": "fp32", "tokens": 64, "hidden": 16, "heads": 8, "masks": "causal", "seconds": 0.001}
@@ -99,13 +98,6 @@ def test_errors_are_given_where_the_mask_is_known(rows):
             assert max(row["error"].values()) < 1e-5
         elif row["status"] == "measured":
             assert row["error"] is None
-
-
-def test_the_figures_of_a_result_are_drawn_beside_it(result):
-    assert list(result.parent.iterdir()) == [result]
-    main(["--draw", str(result)])
-    drawn = {path.name for path in result.parent.iterdir()} - {result.name}
-    assert drawn == {f"{result.stem}-{name}-d8.png" for name in ("speed", "crossover")}
 
 
 @pytest.mark.slow
@@ -211,14 +203,6 @@ def test_the_time_of_a_step_is_without_what_comes_before_it(monkeypatch):
     problem = Problem(B=1, H=1, T=16, D=8, variant="causal", dropout=0.0, dtype=torch.float32, device=CPU)
     row = try_out(candidates()["naive"].build(problem), *problem.tensors(), expected=None, device=CPU)
     assert row["step_s"] < 0.5
-
-
-def test_the_crossing_lies_between_the_lengths_that_enclose_it():
-    assert overtakes([(128, 0.5), (512, 2.0)]) == pytest.approx(256)
-    assert overtakes([(128, 0.5), (256, None), (512, 1.0)]) == pytest.approx(512)
-    assert overtakes([(128, 2.0), (512, 0.5), (2048, 2.0)]) == pytest.approx(1024)  # the last time counts
-    assert overtakes([(128, 0.2), (512, 0.5)]) is None
-    assert overtakes([(128, 2.0), (512, 4.0)]) is None
 
 
 PACKAGE = """

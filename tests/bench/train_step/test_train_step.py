@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from bench.record import RESULTS, Recorder, Row, read
 from bench.train_step.__main__ import main, measure_all, overrides
 from bench.train_step.nanogpt import SHAPES
-from bench.train_step.views import ATTENTIONS, IDENTITY, beside, chart, column, length, table
+from bench.train_step.views import ATTENTIONS, IDENTITY, beside, chart, column, length
 from recipe.cli import compose
 from recipe.config import register
 from recipe.drawing import scheme
@@ -36,35 +36,6 @@ def test_every_cell_is_a_command_that_train_accepts(attention, dropout):
         assert config.training.batch_size * config.seq_len == 32_768
         assert (config.attention.name, config.attention.dropout) == (attention, dropout)
         assert (config.training.steps, config.training.recompute.value) == (60, "block")
-
-
-def test_the_table_sets_implementations_beside_nanogpt():
-    oom: Row = {"status": "out_of_memory", "tokens_per_s": None, "peak_allocated_gib": None}
-    rows = [
-        row("flash", speed=771_000),
-        row("naive", speed=200_000),
-        row("flash", "4x8192", 0.1),
-        row("naive", "4x8192", 0.1, **oom),
-        row("flash", speed=800_000, extra=["training.residual_in_fp32=false"], peak_allocated_gib=9.5),
-        row("flash", speed=3_000_000, gpus=4),
-    ]
-    head, rule, *lines = [[c.strip() for c in line.split("|")[1:-1]] for line in table(rows, NANOGPT).splitlines()[2:]]
-    assert set(rule) == {"---"}
-    assert dict(zip(head, lines[0], strict=True)) == {
-        "batch x seq_len": "32 x 1024",
-        "nanoGPT": "514,000 (21.3)",
-        "flash": "771,000 (11.0)",
-        "flash on 4 GPUs": "3,000,000 (11.0)",
-        "flash residual_in_fp32=false": "800,000 (9.5)",
-        "naive": "200,000 (11.0)",
-    }
-    assert lines[1][0] == "4 x 8192, dropout 0.1"
-    assert lines[1][head.index("naive")] == "out of memory"
-    assert len(lines) == 2
-
-
-def test_nanogpts_figures_stand_only_beside_steps_of_as_many_tokens():
-    assert "514,000" not in table([row("flash", "64x1024")], NANOGPT)
 
 
 def drawn(rows: list[Row], theirs: list[Row], dropout: float) -> Figure:
