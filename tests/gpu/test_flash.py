@@ -123,17 +123,19 @@ def test_repeats_of_changed_scores_are_bitwise_equal(D):
         assert all(torch.equal(again[name], x) for name, x in first.items())
 
 
-def test_a_replayed_graph_follows_its_documents():
-    q, k, v, do = Case(2, 2, 2, 200, 200, 64).tensors(torch.bfloat16, "cuda")
+@EACH_PATH
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_replayed_graph_follows_its_documents(path, D):
+    q, k, v, do = Case(2, 2, 2, 300, 300, D).tensors(torch.bfloat16, "cuda")
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    starts = torch.zeros(2, 200, dtype=torch.int32, device="cuda")
+    starts = torch.zeros(2, 300, dtype=torch.int32, device="cuda")
 
     def run(starts: Tensor) -> list[Tensor]:
-        out = flash()(q, k, v, layout=documents(starts)).out
+        out = flash(path=path)(q, k, v, layout=documents(starts)).out
         return [out, *torch.autograd.grad(out, (q, k, v), do)]
 
     graph, results = captured(lambda: run(starts))
-    for bound in (77, 150):
+    for bound in (128, 77, 250):
         starts.zero_()[:, bound:] = bound
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(results, run(starts), strict=True))
@@ -201,11 +203,12 @@ def test_tensors_of_more_than_two_to_the_31_elements():
         torch.testing.assert_close(x[-1:, -1:].double(), alone[name])
 
 
-def test_a_replayed_graph_draws_the_masks_of_its_key():
+@EACH_PATH
+def test_a_replayed_graph_draws_the_masks_of_its_key(path):
     q, k, v, do = Case(2, 2, 2, 200, 200, 64).tensors(torch.bfloat16, "cuda")
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     step = torch.zeros((), dtype=torch.int64, device="cuda")
-    attend = flash(0.1)
+    attend = flash(0.1, path)
 
     def run(step: int | Tensor) -> list[Tensor]:
         out = attend(q, k, v, dropout_key=DropoutKey(1, step, 0, 0)).out
@@ -295,10 +298,11 @@ print(time.perf_counter() - start)
     assert float(done.stdout) < 10
 
 
+@EACH_PATH
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_kernels_run_on_the_gpu_of_their_tensors():
+def test_kernels_run_on_the_gpu_of_their_tensors(path):
     """Tensors on another GPU than the current one give the same results as on the current one."""
-    attend, results = flash(0.1), []
+    attend, results = flash(0.1, path), []
     for device in ("cuda:0", "cuda:1"):
         generator = torch.Generator().manual_seed(0)
         fused = torch.randn(2, 200, 8, 64, generator=generator).bfloat16().to(device).requires_grad_()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, AttentionOutput, DropoutKey, KernelPath, Score, build_attention, keep_mask
+from attention import AttentionConfig, AttentionOutput, KernelPath, Score, build_attention, keep_mask
 from attention.dropout import drop_threshold
 from attention.flash.call import KernelCall, Problem
 from attention.flash.hopper.configs import forward_blocks
@@ -24,7 +24,6 @@ from tests.attention.reference import (
     assert_each_field_of_the_key_changes_the_mask,
     formula,
 )
-from tests.gpu.graphs import captured
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
@@ -268,23 +267,6 @@ def test_views_give_what_copies_give(D):
         assert all(torch.equal(a, b) for a, b in zip(run(flash(), *views), copies, strict=True)), moved
 
 
-def test_a_replayed_graph_draws_the_masks_of_its_key():
-    q, k, v, do = Case(2, 2, 2, 200, 200, 128).tensors(torch.bfloat16, "cuda")
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    step = torch.zeros((), dtype=torch.int64, device="cuda")
-    attend = flash(0.1)
-
-    def forward_backward(step: int | Tensor) -> list[Tensor]:
-        out = attend(q, k, v, dropout_key=DropoutKey(1, step, 0, 0)).out
-        return [out, *torch.autograd.grad(out, (q, k, v), do)]
-
-    graph, results = captured(lambda: forward_backward(step))
-    for n in (3, 4):
-        step.fill_(n)
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(results, forward_backward(n), strict=True))
-
-
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(("score", "dropout"), [(Score(), 0.1), (Score(alibi=True), 0.0)], ids=["dropout", "alibi"])
 def test_memory_at_16k_tokens(score, dropout, D):
@@ -298,13 +280,3 @@ def test_memory_at_16k_tokens(score, dropout, D):
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(attend(q, k, v).out, (q, k, v), do)
     assert torch.cuda.max_memory_allocated() - before <= (256 + 140) * 2**20
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_kernels_run_on_the_gpu_of_their_tensors():
-    """Tensors on another GPU than the current one give the same results as on the current one."""
-    results = []
-    for device in ("cuda:0", "cuda:1"):
-        tensors = Case(2, 4, 2, 300, 300, 128).tensors(torch.bfloat16, device)
-        results.append([x.cpu() for x in run(partial(flash(0.1), dropout_key=KEY), *tensors)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

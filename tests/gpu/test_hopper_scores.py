@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, KernelPath, Layout, Score, build_attention, documents
+from attention import AttentionConfig, KernelPath, Layout, Score, build_attention
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients, gradients_with_slopes
 from tests.gpu.graphs import captured
 from tests.gpu.test_flash import SCORES
@@ -167,23 +167,6 @@ def test_five_hundred_repeats_of_a_ragged_batch_are_bitwise_equal(changed, D, dr
     assert_repeats(lambda: gradients(attend, *tensors, sinks=sinks).values())
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_a_graph_replayed_with_other_documents_follows_them(D):
-    q, k, v, do = Case(2, 2, 2, 300, 300, D).tensors(torch.bfloat16, "cuda")
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    starts = torch.zeros(2, 300, dtype=torch.int32, device="cuda")
-
-    def forward_backward(starts: Tensor) -> list[Tensor]:
-        out = flash()(q, k, v, layout=documents(starts)).out
-        return [out, *torch.autograd.grad(out, (q, k, v), do)]
-
-    graph, results = captured(lambda: forward_backward(starts))
-    for bound in (128, 77, 250):
-        starts.zero_()[:, bound:] = bound
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(results, forward_backward(starts), strict=True))
-
-
 # At head size 64 and normal q and k, the horizons of these slopes are about 20, 150, 600, 3,000 and 15,000 keys.
 SLOPES = (8.0, 1.0, 0.25, 0.05, 0.01, 0.0)
 FAR = Case(1, 6, 6, 2500, 2500, 64, alibi=True)
@@ -201,10 +184,7 @@ FAR_CASES = {
 HOPPER, PLAIN = (AttentionConfig("flash", path=path) for path in (KernelPath.hopper, KernelPath.plain))
 
 
-def run_far(
-    case: Case, config: AttentionConfig, tensors: tuple[Tensor, ...], slopes: tuple[float, ...] = SLOPES
-) -> dict[str, Tensor]:
-    return gradients_with_slopes(case, config, tensors, slopes)
+run_far = partial(gradients_with_slopes, slopes=SLOPES)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -250,10 +230,10 @@ def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, D, ho
     k[:, :, 3] = (direction * (10 * D**0.5)).to(k)
     large, row = (k, 3) if loud == "key" else (q, 2400)
     large[:, :, row] *= 1000
-    got = run_far(case, HOPPER, (q, k, v, do), slopes)
+    got = run_far(case, HOPPER, (q, k, v, do), slopes=slopes)
     torch.testing.assert_close(got["out"][:, :, 2400], v[:, :, 3].double())
     horizons(False)
-    for name, x in run_far(case, HOPPER, (q, k, v, do), slopes).items():
+    for name, x in run_far(case, HOPPER, (q, k, v, do), slopes=slopes).items():
         assert torch.equal(got[name], x), name
 
 
