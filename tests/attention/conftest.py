@@ -1,8 +1,11 @@
-"""Hardware that this machine need not have."""
+"""Fixtures: a Hopper GPU that this machine need not have, and attention that is right or wrong on purpose."""
 
 from __future__ import annotations
 
 import pytest
+
+import attention
+from tests import right_attention, wrong_attention
 
 
 @pytest.fixture
@@ -15,3 +18,10 @@ def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "INTERPRET", triton.language.constexpr(False))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry also has the implementations of tests/wrong_attention and tests/right_attention.py."""
+    for cls in (*wrong_attention.CLASSES, *right_attention.CLASSES):
+        monkeypatch.setitem(attention.IMPLEMENTATIONS, cls.name, cls)

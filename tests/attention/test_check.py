@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import attention
 from attention import AttentionConfig, AttentionError, build_attention
 from attention.check import accuracy, parts, recommend, system, workers
 from attention.check.accuracy import smallest_failure
@@ -31,32 +29,14 @@ from attention.check.grid import groups
 from attention.check.judge import Verdict
 from attention.check.plan import Plan, work
 from attention.check.run import Refused, Session, interpreting, prepare, short, verdicts
-from attention.check.subject import CheckError, Subject, find, ours
-from tests import right_attention, wrong_attention
+from attention.check.subject import CheckError, Subject, find
+from tests.attention.subjects import CASES, subject_of
 from tests.right_attention import RIGHT
 from tests.wrong_attention import FAULTS
 
 CPU = torch.device("cpu")
 PAGE = Path(__file__).parents[2] / "docs" / "check.md"
-# Of each kind of call one, small.
-CASES = {
-    "causal": Case(T=33, S=33, B=2, H=4, H_kv=2),
-    "full": Case(T=20, S=35, D=8, causal=False),
-    "more keys": Case(T=9, S=40, window=7, memory="channels not adjacent"),
-    "more queries": Case(T=40, S=9, sinks=True),
-    "changed": Case(T=36, S=36, soft_cap=2.0, alibi=True, sinks=True, spread=3.0),
-    "documents": Case(T=40, S=40, B=2, documents=(3, 20, 17)),
-}
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cls in (*wrong_attention.CLASSES, *right_attention.CLASSES):
-        monkeypatch.setitem(attention.IMPLEMENTATIONS, cls.name, cls)
-
-
-def subject_of(config: AttentionConfig, expression: str = "under_test") -> Subject:
-    return ours(expression, "", expression, build_attention(replace(config, dropout=0.0)), frozenset())
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 def session_of(subject: Subject, *dtypes: str) -> Session:

@@ -7,36 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-import attention
-from attention import AttentionConfig, build_attention
+from attention import AttentionConfig
 from attention.check.cases import Case, draw, problem
 from attention.check.formula import evaluate, expected_rounding
 from attention.check.judge import judge
 from attention.check.run import results, verdicts
-from attention.check.subject import Subject, ours
-from tests import right_attention
 from tests.attention import reference
+from tests.attention.subjects import CASES, subject_of
 from tests.right_attention import RIGHT
 
-# Of each kind of call one, small.
-CASES = {
-    "causal": Case(T=33, S=33, B=2, H=4, H_kv=2),
-    "full": Case(T=20, S=35, D=8, causal=False),
-    "more keys": Case(T=9, S=40, window=7, memory="channels not adjacent"),
-    "more queries": Case(T=40, S=9, sinks=True),
-    "changed": Case(T=36, S=36, soft_cap=2.0, alibi=True, sinks=True, spread=3.0),
-    "documents": Case(T=40, S=40, B=2, documents=(3, 20, 17)),
-}
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cls in right_attention.CLASSES:
-        monkeypatch.setitem(attention.IMPLEMENTATIONS, cls.name, cls)
-
-
-def subject_of(config: AttentionConfig) -> Subject:
-    return ours("under_test", "", "under_test", build_attention(config), frozenset())
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -1,0 +1,24 @@
+"""Implementations and cases for the tests of `gpt-attention check`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attention import AttentionConfig, build_attention
+from attention.check.cases import Case
+from attention.check.subject import Subject, ours
+
+# A small case of each kind of call.
+CASES = {
+    "causal": Case(T=33, S=33, B=2, H=4, H_kv=2),
+    "full": Case(T=20, S=35, D=8, causal=False),
+    "more keys": Case(T=9, S=40, window=7, memory="channels not adjacent"),
+    "more queries": Case(T=40, S=9, sinks=True),
+    "changed": Case(T=36, S=36, soft_cap=2.0, alibi=True, sinks=True, spread=3.0),
+    "documents": Case(T=40, S=40, B=2, documents=(3, 20, 17)),
+}
+
+
+def subject_of(config: AttentionConfig, expression: str = "under_test") -> Subject:
+    """The implementation that `config` names, without dropout, as the check takes it."""
+    return ours(expression, "", expression, build_attention(replace(config, dropout=0.0)), frozenset())
