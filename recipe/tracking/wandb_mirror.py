@@ -1,10 +1,10 @@
 """Weights & Biases in a separate process, which copies metrics.jsonl into a W&B run.
 
-The service process of W&B's SDK is not enough, even offline: if it is stopped, `wandb.log` takes 789 more lines and
-then waits forever, and the training with it; if it is killed, `wandb.log` raises (measured with wandb 0.31.0). With the
-mirror the run neither waits nor fails, whether W&B raises, hangs, prints or is killed, and the next run of a sweep
-starts clean. The run only writes metrics.jsonl, whose new lines the mirror reads every second. They exchange these
-messages:
+Guarded calls of W&B's SDK would be enough without a network, with a wrong key and where its service process is killed:
+`wandb.init` and `wandb.log` then raise. They are not enough where that service stops answering: `wandb.log` waits
+forever, and so does the end of a process that logs from a thread (wandb 0.31.0). With the mirror the run neither waits
+nor fails, and the next run of a sweep starts clean. The run only writes metrics.jsonl, whose new lines the mirror reads
+every second. They exchange these messages:
 
     to the mirror    a line of JSON with the arguments of wandb.init; then "finish", once the run folder is complete
     from the mirror  {"location": ...} when the W&B run has started, with {"offline": reason} where its server could
