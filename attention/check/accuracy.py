@@ -20,10 +20,10 @@ from .shrink import smallest
 from .workers import Ended, Job, Runner
 
 SECTION = "accuracy against fp64"
-SHOWN = 3  # failures that are made small and printed
-SMALLER_S = 20.0  # for all of them
-QUICK = 12  # a quick check tries one case of so many
-CRASHES = 8  # after which no more is tried
+SHOWN = 3  # failures that are reduced to a small case and printed
+SMALLER_S = 20.0  # seconds to reduce all of them
+QUICK = 12  # a quick check tries one case in 12
+CRASHES = 8  # the check of accuracy stops after so many
 
 
 class Judged(NamedTuple):
@@ -35,7 +35,7 @@ class Judged(NamedTuple):
 
 
 class Crash(NamedTuple):
-    """A call that ended its process; `more` calls with tensors that lie so in memory were left out after it."""
+    """A call that ended its process. `more` calls with the same memory layout were left out afterwards."""
 
     case: Case
     why: str
@@ -47,17 +47,16 @@ class Crash(NamedTuple):
 
 
 class Accuracy:
-    """Its jobs and lines.
+    """The calls of all cases as jobs, and the lines of the report that follow from their results.
 
-    workers  processes that run them
+    workers  the number of processes that run the jobs
     """
 
     def __init__(self, session: Session, workers: int) -> None:
         self.session = session
-        its = {name: [x for x in cases if session.subject.supports(x)] for name, cases in groups(session.seed).items()}
-        one_of = QUICK if session.quick else 1
-        self.plan = Plan(its, session.dtypes, session.seed, one_of, workers)
-        self.groups = its
+        supports, one_of = session.subject.supports, QUICK if session.quick else 1
+        self.groups = {name: [case for case in cases if supports(case)] for name, cases in groups(session.seed).items()}
+        self.plan = Plan(self.groups, session.dtypes, session.seed, one_of, workers)
         self.worst: dict[str, tuple[Case, Verdict]] = {}
         self.failed: dict[str, int] = Counter()
         self.calls: dict[str, int] = Counter()
@@ -70,7 +69,7 @@ class Accuracy:
             yield partial(judged_call, planned=planned)
 
     def done(self, job: Job, result: Judged | Ended) -> None:
-        """Take the result of a job."""
+        """Record the result of a job."""
         planned: Planned = job.keywords["planned"]
         group, case = planned.group, planned.case
         if isinstance(result, Ended):
@@ -83,15 +82,16 @@ class Accuracy:
         if result.refusal:
             self.refused[group].append(result.refusal)
             return
-        found = result.verdict
-        assert found is not None
+        verdict = result.verdict
+        assert verdict is not None
         self.calls[group] += 1
-        self.failed[group] += not found.passes
-        if group not in self.worst or found.share > self.worst[group][1].share:
-            self.worst[group] = case, found
+        self.failed[group] += not verdict.passes
+        if group not in self.worst or verdict.share > self.worst[group][1].share:
+            self.worst[group] = case, verdict
 
     def crashed(self, planned: Planned, why: str) -> None:
-        """A call ended its process. Others whose tensors lie so in memory would too, and each costs seconds."""
+        """Record a call that ended its process, and leave out other calls with its memory layout: they would end theirs
+        too, and each costs seconds."""
         case = planned.case
         self.plan.tried.append(planned)
         self.calls[planned.group] += 1
@@ -102,11 +102,11 @@ class Accuracy:
             self.plan.todo.clear()
 
     def share(self) -> float:
-        """How much is done."""
+        """The share of the calls that have been tried."""
         return len(self.plan.tried) / max(len(self.plan.tried) + len(self.plan.todo), 1)
 
     def report(self, runner: Runner) -> list[Line]:
-        """A line for each group, with failures that are made small."""
+        """A line for each group of cases. The worst failures are reduced to small cases."""
         lines = [self.line(group) for group in self.groups]
         for line in lines:
             for crash in self.crashes[line.name][:1]:
@@ -141,7 +141,7 @@ class Accuracy:
         return Line(SECTION, group, "ok" if passes else "FAIL", "; ".join(details), self.calls[group], share)
 
     def show(self, runner: Runner, wrong: list[Line]) -> None:
-        """Find the smallest cases that fail, and give each line its failure."""
+        """Reduce the worst failures to small cases, and add them to their lines."""
         wrong = sorted(wrong, key=lambda line: -self.worst[line.name][1].share)[:SHOWN]
         shown: dict[Verdict, Failure] = {}
 
@@ -168,15 +168,15 @@ def judged_call(session: Session, planned: Planned) -> Judged:
     """The verdict on the worst result of a call."""
     started, verdict, refusal = time.monotonic(), None, ""
     try:
-        found = verdicts(session.subject, planned.case, session.device, session.gradients)
-        verdict = max(found, key=lambda verdict: verdict.share)
+        judged = verdicts(session.subject, planned.case, session.device, session.gradients)
+        verdict = max(judged, key=lambda verdict: verdict.share)
     except Refused as error:
         refusal = str(error)
     return Judged(verdict, refusal, time.monotonic() - started)
 
 
 def smallest_failure(session: Session, case: Case, verdict: Verdict) -> Failure:
-    """The failure of a case, with the smallest case that shows one."""
+    """The failure of a case, reduced to the smallest case that still fails."""
     subject, device = session.subject, session.device
 
     def judged(case: Case) -> Verdict | None:
@@ -190,15 +190,15 @@ def smallest_failure(session: Session, case: Case, verdict: Verdict) -> Failure:
 
     again = judged(case)
     if again is None:
-        what = f"{in_words(verdict, case)}; the same call again was right, so it is not the input that decides"
+        what = f"{in_words(verdict, case)}; a repetition of the call was right, so the input alone does not decide"
         return Failure(what, case)
-    if "fp32" in session.dtypes and judged(replace(case, dtype="fp32")):  # where the error stands out
+    if "fp32" in session.dtypes and judged(replace(case, dtype="fp32")):  # in which an error is clearest
         case = replace(case, dtype="fp32")
     case = smallest(case, lambda case: judged(case) is not None)
-    found = judged(case)
-    if found is None:
+    smaller = judged(case)
+    if smaller is None:
         return Failure(f"{in_words(verdict, case)}; not every call shows it", case)
-    return Failure(in_words(found, case), case, inaccurate(subject, case, found, device))
+    return Failure(in_words(smaller, case), case, inaccurate(subject, case, smaller, device))
 
 
 def in_words(verdict: Verdict, case: Case) -> str:

@@ -1,4 +1,4 @@
-"""Properties that hold bit for bit, whatever the rounding: hidden keys have no influence, calls repeat, and others."""
+"""Properties that rounding does not affect: hidden keys have no influence, repeated calls give the same bits, etc."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .run import Failure, Line, Refused, Session, judged, results
 
 SECTION = "behaviour"
 REPEATS = 24
-Keys = tuple[str, str, Tensor]  # which keys change: in words, as code of an index, and as (B, H_kv, S) bool
+Keys = tuple[str, str, Tensor]  # the keys to change: in words, as the code of an index, and as (B, H_kv, S) bool
 
 
 def line(session: Session, name: str, calls: int, wrong: list[Failure], fine: str) -> Line:
-    """The report's line on a property: the `wrong` failures, or the property that held."""
+    """The report's line on a property: its failures, or where there are none, the sentence `fine`."""
     late = session.out_of_time()
     if not calls:
         return Line(SECTION, name, "skip", "no time was left" if late else "every call was refused")
@@ -47,25 +47,25 @@ def leaks(session: Session) -> Line:
         if subject.supports(case)
         for keys in key_sets(case)
     ]
-    random.Random(session.seed).shuffle(pairs)  # some of each, where the time is short
+    random.Random(session.seed).shuffle(pairs)  # so that a short check tries some of each case
     refused: set[Case] = set()
     for case, (words, code, changed) in session.timely(pairs):
         if case in refused:
             continue
         try:
-            found = leak(session, case, changed)
+            result = leak(session, case, changed)
         except Refused:
             refused.add(case)
             continue
         calls += 2
-        if found and len(wrong) < 1:
-            what = f"{found} changed with {words}, which its rows must not see ({case.words()})"
-            wrong.append(Failure(what, case, leak_program(session, case, code, found)))
+        if result and len(wrong) < 1:
+            what = f"{result} changed with {words}, which its rows must not see ({case.words()})"
+            wrong.append(Failure(what, case, leak_program(session, case, code, result)))
     return line(session, "hidden keys", calls, wrong, "hidden keys, sequences and heads change nothing, bit for bit")
 
 
 def key_sets(case: Case) -> Iterator[Keys]:
-    """Keys to change."""
+    """The keys that a check changes."""
     j = torch.arange(case.S)
     for first in (1, 16, 33, 63, 64, 65, 100, 128):
         if first < case.S:
@@ -80,7 +80,7 @@ def key_sets(case: Case) -> Iterator[Keys]:
 
 
 def leak(session: Session, case: Case, changed: Tensor) -> str:
-    """Which result shows a leak; nothing where none does."""
+    """The name of the first result that depends on hidden keys; empty where none does."""
     inputs = draw(case, session.device)
     changed = changed.to(session.device)
     seen = problem(case, inputs).seen.expand(case.B, case.H, -1, -1)
@@ -102,34 +102,34 @@ def leak(session: Session, case: Case, changed: Tensor) -> str:
     return ""
 
 
-def leak_program(session: Session, case: Case, keys: str, found: str) -> str:
+def leak_program(session: Session, case: Case, keys: str, result: str) -> str:
     """The program that shows that a result changes with hidden keys."""
     group = case.H // case.H_kv
     lines = [
-        *calling(session.subject, case, session.device, found),
+        *calling(session.subject, case, session.device, result),
         "changed = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)",
         f"changed[{keys}] = True",
         "other = [torch.where(changed[..., None], -100 * x, x) for x in (k, v)]",
         f"rows = ~(seen & changed{f'.repeat_interleave({group}, 1)' if group > 1 else ''}[:, :, None]).any(-1)",
     ]
-    if found in ("out", "lse"):
+    if result in ("out", "lse"):
         return "\n".join([*lines, "assert torch.equal(attend(q, k, v)[rows], attend(q, *other)[rows])"])
     lines += [
         "def gradient(k, v):",
         "    x = [t.detach().requires_grad_() for t in (q, k, v)]",
-        f"    return torch.autograd.grad(attend(*x), x, do * rows[..., None])[{('dq', 'dk', 'dv').index(found)}]",
+        f"    return torch.autograd.grad(attend(*x), x, do * rows[..., None])[{('dq', 'dk', 'dv').index(result)}]",
     ]
-    if found == "dq":
+    if result == "dq":
         return "\n".join([*lines, "assert torch.equal(gradient(k, v)[rows], gradient(*other)[rows])"])
     lines += ["assert (gradient(*other)[changed] == 0).all(), 'hidden keys have a gradient'"]
     return "\n".join([*lines, "assert torch.equal(gradient(k, v)[~changed], gradient(*other)[~changed])"])
 
 
 def not_finite(session: Session) -> Line:
-    """NaN and infinity reach the rows that see them, and no row that the formula keeps finite.
+    """NaN and infinity reach the rows that see them, and no row for which the formula gives finite values.
 
-    Between the two are rows that do not see the key: the formula multiplies its value by a weight of zero, which gives
-    NaN, and an implementation may skip it.
+    Rows that do not see the key are not judged: the formula multiplies its value by a weight of zero, which gives NaN,
+    and an implementation may skip the key.
     """
     subject, calls, wrong = session.subject, 0, list[Failure]()
     case = Case(T=70, S=70, B=2, H=4, H_kv=2, seed=session.seed, causal="causal" in subject.features)
@@ -161,11 +161,11 @@ def not_finite(session: Session) -> Line:
                     what = f"{value} in {name}[0, 0, 33, 2] {verb} {result} {where} ({here.words()})"
                     code = not_finite_program(session, here, name, value, lost) if result == "out" else ""
                     wrong.append(Failure(what, here, code))
-    return line(session, "NaN and infinity", calls, wrong, "reach what the formula gives them to, and nothing else")
+    return line(session, "NaN and infinity", calls, wrong, "reach the same results as in the formula")
 
 
 def not_finite_program(session: Session, case: Case, name: str, value: float, lost: bool) -> str:
-    """The program that puts a value into q, k or v, which then is lost or spreads."""
+    """The program that puts a value into q, k or v, which then is lost or spreads too far."""
     shown = "assert got.isfinite()[exact.isfinite()].all()"
     if lost:
         shown = "assert not got.isfinite()[~exact.isfinite() & seen[:, 33, None]].any()"
@@ -180,7 +180,7 @@ def not_finite_program(session: Session, case: Case, name: str, value: float, lo
 
 
 def repeats(session: Session) -> Line:
-    """The same call gives the same bits."""
+    """Repeated calls give the same bits."""
     subject, calls, wrong, fewest = session.subject, 0, list[Failure](), REPEATS
     for dtype in session.timely(session.dtypes):
         case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=2, dtype=dtype, seed=session.seed)
@@ -203,7 +203,7 @@ def repeats(session: Session) -> Line:
 
 
 def repeat_program(session: Session, case: Case, differs: list[str]) -> str:
-    """The program that calls again and again."""
+    """The program that repeats a call until its results differ."""
     lines = calling(session.subject, case, session.device)
     if "out" in differs:
         lines += [f"outs = [attend(q, k, v) for _ in range({2 * REPEATS})]"]
@@ -224,7 +224,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def batch(session: Session) -> Line:
-    """A sequence gives the same alone and in a batch."""
+    """A sequence gives the same results alone and in a batch."""
     subject, calls, wrong, bitwise, share = session.subject, 0, list[Failure](), True, 0.0
     for dtype in session.timely(session.dtypes):
         case = Case(T=97, S=97, D=32, B=4, H=4, H_kv=2, dtype=dtype, seed=session.seed)
@@ -234,15 +234,15 @@ def batch(session: Session) -> Line:
             with session.all_threads():
                 together = results(subject, case, inputs, session.gradients)
             for b in range(case.B):
-                at = slice(b, b + 1)
-                alone = inputs.changed(**{name: getattr(inputs, name)[at] for name in ("q", "k", "v", "do")})
+                one_row = slice(b, b + 1)
+                alone = inputs.changed(**{name: getattr(inputs, name)[one_row] for name in ("q", "k", "v", "do")})
                 with session.all_threads():
                     got = results(subject, one, alone, session.gradients)
                 calls += 1
-                equal = all(x is None or same(x[at], got[name]) for name, x in together.items())
+                equal = all(x is None or same(x[one_row], got[name]) for name, x in together.items())
                 bitwise &= equal
                 if not equal:  # another order of sums is no fault
-                    parts = {name: None if x is None else x[at] for name, x in together.items()}
+                    parts = {name: None if x is None else x[one_row] for name, x in together.items()}
                     worst = max((*judged(one, alone, parts), *judged(one, alone, got)), key=lambda v: v.share)
                     share = max(share, worst.share)
                     if not worst.passes:
@@ -254,7 +254,7 @@ def batch(session: Session) -> Line:
 
 
 def evaluation(session: Session) -> Line:
-    """A call without gradients gives the same."""
+    """A call without gradients gives the same output as one with gradients."""
     subject, calls, wrong, bitwise = session.subject, 0, list[Failure](), True
     for dtype in session.timely(session.dtypes):
         for T, S in ((65, 65), (1, 130), (128, 128)):
@@ -292,7 +292,7 @@ def evaluation_program(session: Session, case: Case, row: tuple[int, ...], allow
 
 
 def side_effects(session: Session) -> Line:
-    """A call changes neither its inputs nor torch's random numbers."""
+    """A call changes neither its inputs nor the state of torch's generator."""
     subject, calls, wrong = session.subject, 0, list[Failure]()
     for dtype in session.timely(session.dtypes):
         case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=2, dtype=dtype, seed=session.seed)

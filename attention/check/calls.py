@@ -1,4 +1,4 @@
-"""The reference problem of a call of an Attention, for the judge: its Score, Layout and tensors by definition."""
+"""The judge's reference problem for a call of an Attention, made from its Score, Layout and tensors by definition."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def problem_of(
     dropout: float = 0.0,
     tensors: dict[str, Any] | None = None,
 ) -> Callable[[slice], Problem]:
-    """The problem of some of the query heads, for q (B, H, T, D) and k (B, H_kv, S, D).
+    """A function that gives the problem of some query heads, for q (B, H, T, D) and k (B, H_kv, S, D).
 
-    dropout  the probability with which weights are dropped, where there is a key
+    dropout  the probability of dropping a weight; it counts only with a dropout_key
     tensors  slopes (H,) and sinks (H,), where the score needs them
 
     Raises NotImplementedError for a score that the formula does not know.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .formula import Problem
 
-# How q, k, v and the gradient of out lie in memory: an expression in x. The code that reproduces a failure has it too.
+# Memory layouts of q, k, v and the gradient of out: expressions in x, which programs that show a failure contain too.
 MEMORY = {
     "contiguous": "x",
     "heads between tokens": "x.transpose(1, 2).contiguous().transpose(1, 2)",
@@ -21,7 +21,7 @@ MEMORY = {
     "every other token": "x.repeat_interleave(2, dim=2)[:, :, ::2]",
     "batch innermost": "x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2)",
 }
-# Factors of the keys, (S, 1), which make the running maximum of a row grow, or jump now and then.
+# Factors of the keys, (S, 1). They make the running maximum of a row grow steadily, or jump now and then.
 TRENDS = {
     "none": "1.0",
     "rising": "torch.linspace(0, 6, S).unsqueeze(1)",
@@ -34,14 +34,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 class Case:
     """One attention problem: q (B, H, T, D) against k, v (B, H_kv, S, D).
 
-    top_left   causal: query i sees key j iff j <= i; else iff j <= i + S - T, so that the last query sees all keys
-    window     keys a query sees, the one at its position included
-    documents  their lengths, which add up to S = T; each further sequence of the batch has them in another order
+    top_left   with causal: query i sees key j if j <= i; otherwise if j <= i + S - T, so the last one sees all keys
+    window     the number of keys that a query sees, the key at its position included
+    documents  lengths of documents, which add up to S = T; each further sequence of the batch has another order
     scale      of the scores; None: D ** -0.5
     dropout    probability of dropping a weight
     spread     standard deviation of the scores
-    size       standard deviation of v, and below 1 of the gradient of out too
-    memory     one of MEMORY, and `trend` one of TRENDS
+    size       standard deviation of v and, where it is below 1, of the gradient of out
+    memory     one of MEMORY
+    trend      one of TRENDS
     """
 
     T: int = 64
@@ -88,12 +89,12 @@ class Case:
         return {name for name, needed in needs.items() if needed}
 
     def document_lengths(self) -> list[tuple[int, ...]]:
-        """Of each sequence."""
-        turns = [b % max(len(self.documents), 1) for b in range(self.B)]
-        return [self.documents[n:] + self.documents[:n] for n in turns]
+        """The lengths of the documents in each sequence."""
+        shifts = [b % max(len(self.documents), 1) for b in range(self.B)]
+        return [self.documents[n:] + self.documents[:n] for n in shifts]
 
     def document_starts(self) -> list[list[int]]:
-        """For each position of each sequence the start of its document."""
+        """The start of the document at each position of each sequence."""
         return [
             [sum(lengths[:n]) for n, length in enumerate(lengths) for _ in range(length)]
             for lengths in self.document_lengths()
@@ -103,7 +104,7 @@ class Case:
         return 1 / math.sqrt(self.D) if self.scale is None else self.scale
 
     def first_position(self) -> int:
-        """Of the queries, where the first key stands at 0."""
+        """The position of the first query; the first key has position 0."""
         return 0 if self.top_left else self.S - self.T
 
     def words(self) -> str:
@@ -121,7 +122,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of a case. `starts` (B, S) int32: where each position's document begins; the rest as in Problem."""
+    """The tensors of a case. `starts`, (B, S) int32: the document's start at each position; others as in Problem."""
 
     q: Tensor
     k: Tensor

@@ -29,7 +29,7 @@ from .styles import FEATURES, STYLES
 from .subject import CheckError, Subject, find
 from .workers import Here, Job, Workers
 
-TIME = {"cpu": 300.0, "cuda": 60.0}  # seconds that a check takes at most, by the device
+TIME = {"cpu": 300.0, "cuda": 60.0}  # the most seconds that a check takes, by the device
 MOST_WORKERS = 12
 
 
@@ -46,13 +46,13 @@ def check(
 ) -> Report:
     """Check an implementation.
 
-    subject   as `find` gives it
+    subject   from `find`
     dtypes    names in cases.DTYPES
-    seconds   after which no new case starts; None: 300 on a CPU, 60 on a GPU
+    seconds   no new case starts after this time; None: 300 on a CPU, 60 on a GPU
     seed      of all random numbers
     quick     try a twelfth of the cases
-    workers   processes that run it; None: this one
-    progress  show it on stderr
+    workers   the processes that run the check; None: this process
+    progress  show the progress on stderr
 
     Raises CheckError where the implementation takes none of the precisions.
     """
@@ -62,7 +62,7 @@ def check(
     if not progress:
         session.stream = None
     with warnings.catch_warnings(), session.with_threads(1), interpreting():
-        warnings.simplefilter("ignore")  # of libraries, hundreds of times
+        warnings.simplefilter("ignore")  # libraries would repeat theirs hundreds of times
         prepare(session, tuple(dtypes))
         if not session.dtypes:
             reason = next(iter(session.refused.values()))
@@ -91,7 +91,7 @@ def check(
 
 
 def processes(device: torch.device) -> int:
-    """How many share a check: one for each core, on a GPU also for each 2 GiB that are free."""
+    """The number of processes for a check: at most one for each core and, on a GPU, for each 2 GiB of free memory."""
     number = min(os.cpu_count() or 1, MOST_WORKERS)
     if device.type == "cuda":
         number = min(number, torch.cuda.mem_get_info(device)[0] // 2**31)
@@ -105,41 +105,41 @@ def name_of(device: torch.device) -> str:
     return f"{platform.machine()} CPU with {torch.get_num_threads()} threads"
 
 
-def parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     names = "\n".join(f"  {name:<16}{known.words}" for name, known in KNOWN.items())
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="gpt-attention check",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Is this attention correct? Judges forward, gradients and log-sum-exp against fp64, and more.",
         epilog=f"implementations with a name:\n{names}\n\nThe exit status is 0 if it is correct, 1 if not, 2 if the "
         "check could not start.",
     )
-    found.add_argument("target", nargs="?", help="my_module:my_attention, or a name from the list below")
-    found.add_argument("--style", choices=STYLES, help="how it is called; by default its parameters decide")
-    found.add_argument("--features", default="", metavar="A,B", help=f"declare more: {', '.join(sorted(FEATURES))}")
-    found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    found.add_argument(
+    parser.add_argument("target", nargs="?", help="my_module:my_attention, or a name from the list below")
+    parser.add_argument("--style", choices=STYLES, help="how it is called; by default its parameters decide")
+    parser.add_argument("--features", default="", metavar="A,B", help=f"declare more: {', '.join(sorted(FEATURES))}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
         "--dtypes", default="fp32,bf16,fp16", metavar="A,B", help="precisions, of fp32, bf16, fp16, fp64"
     )
-    found.add_argument(
+    parser.add_argument(
         "--seconds", type=float, help="start no call after this time (300, on a GPU 60; with --recommend no limit)"
     )
-    found.add_argument("--seed", type=int, default=0, help="of all random numbers")
-    found.add_argument("--quick", action="store_true", help="a twelfth of the cases")
-    found.add_argument("--allow", default="", metavar="A,B", help='lines that may fail, such as "the same again"')
-    found.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
-    found.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
-    found.add_argument("--recommend", action="store_true", help="time all implementations that are correct here")
-    found.add_argument("--shape", default="4x16x4096x64", metavar="BxHxTxD", help="for --recommend; BxH/H_kvxTxD too")
-    found.add_argument("--window", type=int, help="for --recommend")
-    found.add_argument("--full", action="store_true", help="for --recommend: not causal")
-    return found
+    parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
+    parser.add_argument("--quick", action="store_true", help="a twelfth of the cases")
+    parser.add_argument("--allow", default="", metavar="A,B", help='lines that may fail, such as "the same again"')
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
+    parser.add_argument("--recommend", action="store_true", help="time all implementations that are correct here")
+    parser.add_argument("--shape", default="4x16x4096x64", metavar="BxHxTxD", help="for --recommend; BxH/H_kvxTxD too")
+    parser.add_argument("--window", type=int, help="for --recommend")
+    parser.add_argument("--full", action="store_true", help="for --recommend: not causal")
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    asked = parser().parse_args(arguments)
+    asked = argument_parser().parse_args(arguments)
     try:
         for dtype in asked.dtypes.split(","):
             if dtype not in DTYPES:

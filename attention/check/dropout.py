@@ -1,7 +1,7 @@
 """Dropout: how many weights it drops, which ones, how it scales the others, and whether the backward drops the same.
 
-The mask that an implementation drew is read off its output where v has a single 1 in each column: out is then the
-weights themselves. With that mask the formula judges out and all gradients as it does without dropout.
+Where v has a single 1 in each column, the output is the weights themselves, and shows the mask that the implementation
+used. With this mask the formula judges the output and all gradients as it does without dropout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .program import calling
 from .run import Failure, Line, Refused, Session, judged, results
 
 SECTION = "dropout"
-RATE = 32 / 256  # drawn exactly by masks in steps of 1/256 too
+RATE = 32 / 256  # which masks with rates in steps of 1/256 have exactly
 DEVIATIONS = 5.5
 
 
@@ -26,7 +26,7 @@ def dropout(session: Session) -> Iterator[Line]:
     if "dropout" not in session.subject.features:
         yield Line(SECTION, "dropout", "skip", "not declared")
         return
-    # The mask is read in the highest precision, where no weight rounds to zero.
+    # The mask is read in the highest precision, in which no weight rounds to zero.
     dtype = next((name for name in ("fp32", "bf16", "fp16") if name in session.dtypes), "fp32")
     case = Case(T=96, S=160, D=32, B=2, H=4, H_kv=2, dtype=dtype, causal=False, dropout=RATE, seed=session.seed + 1)
     case = replace(case, causal="full" not in session.subject.features)
@@ -64,23 +64,23 @@ def agreement(a: Tensor, b: Tensor, seen: Tensor) -> float:
     """By how many standard deviations two independent masks agree more or less often than they should."""
     n = seen.sum().item()
     expected = RATE**2 + (1 - RATE) ** 2
-    found = ((a == b) & seen).sum().item() / n
-    return (found - expected) / (expected * (1 - expected) / n) ** 0.5
+    share = ((a == b) & seen).sum().item() / n
+    return (share - expected) / (expected * (1 - expected) / n) ** 0.5
 
 
 def rate(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
     """The share of weights that is dropped."""
     n = int(seen.sum())
-    found = (~keep & seen).sum().item() / n
-    off = (found - RATE) / (RATE * (1 - RATE) / n) ** 0.5
-    detail = f"{found:.4f} of {n:,} weights dropped where {RATE} were asked for ({off:+.1f} deviations)"
+    share = (~keep & seen).sum().item() / n
+    off = (share - RATE) / (RATE * (1 - RATE) / n) ** 0.5
+    detail = f"{share:.4f} of {n:,} weights were dropped, and {RATE} was requested ({off:+.1f} deviations)"
     if abs(off) <= DEVIATIONS:
         return Line(SECTION, "rate", "ok", detail, 1)
     return Line(SECTION, "rate", "FAIL", detail, 1, None, [Failure(detail, case)])
 
 
 def independence(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
-    """Masks of other heads, sequences, rows, columns and seeds have nothing in common."""
+    """Masks of different heads, sequences, rows, columns and seeds are independent."""
     pairs = {
         "heads 0 and 1": (keep[:, 0], keep[:, 1], seen[:, 0]),
         "heads 0 and 2": (keep[:, 0], keep[:, 2], seen[:, 0]),
@@ -112,7 +112,7 @@ def shared_program(case: Case) -> list[str]:
 
 
 def scheme(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
-    """The same seed gives the same mask; an implementation of ours draws our mask."""
+    """The same seed gives the same mask, and an implementation of this library draws the mask of `keep_mask`."""
     again, _ = drawn_mask(session, case)
     if not torch.equal(again, keep):
         what = "the same seed gives another mask in the next call"
@@ -121,7 +121,7 @@ def scheme(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
     if wanted is None:
         return Line(SECTION, "mask", "ok", "the same seed gives the same mask", 2)
     if torch.equal(wanted & seen, keep & seen):
-        return Line(SECTION, "mask", "ok", "the key's own, weight by weight", 2)
+        return Line(SECTION, "mask", "ok", "that of keep_mask, weight by weight", 2)
     b, h, i, j = ((wanted ^ keep) & seen).nonzero()[0].tolist()
     what = (
         f"sequence {b}, head {h}, query {i}, key {j} is {'kept' if keep[b, h, i, j] else 'dropped'}, unlike keep_mask"
@@ -130,7 +130,7 @@ def scheme(session: Session, case: Case, keep: Tensor, seen: Tensor) -> Line:
 
 
 def replay(session: Session) -> Line:
-    """out and gradients, with the mask that the forward drew."""
+    """The output and the gradients, judged with the mask of the forward pass."""
     subject, calls, wrong, share = session.subject, 0, list[Failure](), 0.0
     sizes = ((64, 64, 32), (97, 97, 32), (33, 130, 64), (1, 70, 16), (129, 129, 16))
     for T, S, D in sizes:
@@ -140,14 +140,14 @@ def replay(session: Session) -> Line:
             try:
                 inputs = draw(case, session.device)
                 keep, _ = drawn_mask(session, replace(case, dtype=session.dtypes[0]))
-                found = judged(case, inputs, results(subject, case, inputs, session.gradients), keep)
+                verdicts = judged(case, inputs, results(subject, case, inputs, session.gradients), keep)
             except Refused:
                 continue
             calls += 1
-            worst = max(found, key=lambda v: v.share)
+            worst = max(verdicts, key=lambda v: v.share)
             share = max(share, worst.share)
             if not worst.passes:
-                bad = next(v for v in found if not v.passes)
+                bad = next(v for v in verdicts if not v.passes)
                 what = f"{bad.name} of {bad.place()} is {bad.error:.3g} off with the mask that the forward drew"
                 wrong.append(Failure(f"{what}, {bad.share:.3g} times what rounding explains ({case.words()})", case))
     if not calls:

@@ -1,11 +1,11 @@
-"""Attention written out once more, its backward pass, and the rounding to expect of each result.
+"""An independent formula for attention and its backward pass, and the rounding to expect of each result.
 
     s   = c tanh(scale q k^T / c) + shift,  -inf where the query does not see the key        raw = scale q k^T
     p   = exp(s) / (exp(sink) + sum of exp(s))                         out = dropout(p) v
     dS  = P (dP - delta),  delta = rowsum(dP P)                        Dao 2023, "FlashAttention-2", algorithm 2
 
-Nothing here calls an implementation. In fp64 the formula is what implementations are measured against; in their
-precision it shows how far rounding alone leads.
+No implementation is called here. Implementations are compared with the formula in fp64; in their precision, the formula
+shows the error of rounding alone.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Where the formula rounds a sum once, an implementation may round several times: it rescales, or adds tile by tile.
+# The formula rounds a sum once. An implementation may round it several times, because it rescales or adds tile by tile.
 SEVERAL = 64.0
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One call without its q, k and v.
+    """A call of attention, without its q, k and v.
 
     scale       of the scores
     seen        (B or 1, H or 1, T, S) bool: whether the query sees the key
     soft_cap    c in c tanh(s / c), or None
     shift       added to the scores, broadcast to (B, H, T, S): ALiBi; or None
-    bias        the same, with a gradient; or None
+    bias        added to the scores in the same way, with a gradient; or None
     sinks       (H,), or None
     keep        (B, H, T, S) bool: the weights that dropout keeps; None: all
     keep_scale  the factor of kept weights
@@ -44,7 +44,7 @@ class Problem:
     keep_scale: float = 1.0
 
     def keys_reversed(self) -> Problem:
-        """The same with the keys in reverse order, which changes nothing but the order of sums."""
+        """The problem with its keys in reverse order, which changes only the order of sums."""
 
         def flip(x: Tensor | None) -> Tensor | None:
             return x if x is None or x.shape[-1] == 1 else x.flip(-1)
@@ -56,7 +56,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Passes:
-    """Intermediate and final results of one forward and backward pass; shapes (B, H, T, S) but for those noted.
+    """Intermediate and final results of a forward and backward pass, of shape (B, H, T, S) unless noted otherwise.
 
     tanh       of the raw scores over the soft cap, or None: the cap's derivative is 1 - tanh^2
     p, kept    the weights before and after dropout

@@ -17,13 +17,13 @@ NEEDED = "needs a CUDA GPU"
 
 
 def common(session: Session) -> Case:
-    """A case of usual sizes in the last of the precisions, of which 16 bits come last."""
+    """A case of usual sizes in the last of the precisions: 16 bits, where the implementation takes them."""
     causal = "causal" in session.subject.features
     return Case(T=256, S=256, D=64, B=2, H=4, H_kv=4, dtype=session.dtypes[-1], seed=session.seed, causal=causal)
 
 
 def graph(session: Session) -> Line:
-    """A call that is captured, and replayed with other numbers in the same tensors."""
+    """A captured call, replayed with other values in the same tensors, gives the results of an ordinary call."""
     name, subject, case = "CUDA graph", session.subject, common(session)
     if session.device.type != "cuda":
         return Line(SECTION, name, "skip", NEEDED)
@@ -98,10 +98,10 @@ def compared(
             if x is not None and right is not None and torch.equal(x, right):
                 continue
             bitwise = False
-            (found,) = judged(case, inputs, {key: x})
-            if not found.passes:
-                what = f"{key} of {found.place()} is {found.error:.3g} off ({case.words()})"
-                return Line(SECTION, name, "FAIL", what, len(made), found.share, [Failure(what, case)])
+            (verdict,) = judged(case, inputs, {key: x})
+            if not verdict.passes:
+                what = f"{key} of {verdict.place()} is {verdict.error:.3g} off ({case.words()})"
+                return Line(SECTION, name, "FAIL", what, len(made), verdict.share, [Failure(what, case)])
     return Line(SECTION, name, "ok", "bit for bit" if bitwise else "within rounding, not bit for bit", len(made))
 
 

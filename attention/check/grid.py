@@ -1,4 +1,4 @@
-"""All cases of a check, in groups that vary one thing each."""
+"""All cases of a check, in groups. Each group varies one property."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .cases import MEMORY, Case
 
-# Around multiples of the tiles in use: 16, 32, 48, 64, 80, 96, 128, 192, 256.
+# Around multiples of common tile sizes: 16, 32, 48, 64, 80, 96, 128, 192, 256.
 EDGES = tuple(n + d for n in (48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256) for d in (-1, 0, 1))
 LENGTHS: tuple[int, ...] = (*range(1, 47), *EDGES, 320, 383, 511, 513, 769, 1025)
 HEAD_SIZES: tuple[int, ...] = (
@@ -140,7 +140,7 @@ def groups(seed: int) -> dict[str, list[Case]]:
 
 
 def random_case(draws: random.Random) -> Case:
-    """A case of any sizes and features, which may be more than an implementation has."""
+    """A case with random sizes and features, some of which an implementation may lack."""
     H_kv = draws.choice((1, 1, 2, 3))
     T = draws.choice((draws.randint(1, 40), draws.randint(1, 300)))
     case = Case(

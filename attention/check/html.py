@@ -1,4 +1,4 @@
-"""The page of a check for a browser: one file that needs nothing else."""
+"""The report of a check as a self-contained page for a browser."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def html(report: Report) -> str:
         rows = "".join(row(line, report) for line in report.lines if line.section == section)
         parts.append(f"<h2>{escape(section[0].upper() + section[1:])}</h2><table>{rows}</table>")
     if report.failures():
-        parts.append("<h2>Programs that show it</h2>")
+        parts.append("<h2>Programs that reproduce the failures</h2>")
     for line, failure in report.failures():
         code = f"<pre>{escape(failure.code)}</pre>" if failure.code else ""
         parts.append(f"<p><b>{escape(line.name)}</b>: {escape(failure.what)}</p>{code}")
     if report.unseen:
-        parts.append("<h2>Not seen</h2><ul>" + "".join(f"<li>{escape(x)}</li>" for x in report.unseen) + "</ul>")
+        parts.append("<h2>Not checked</h2><ul>" + "".join(f"<li>{escape(x)}</li>" for x in report.unseen) + "</ul>")
     title = f"Check of {escape(report.target)}"
     head = f"<meta charset='utf-8'><title>{title}</title><meta name='viewport' content='width=device-width'>"
     head += f"<style>{STYLE}</style>"

@@ -1,8 +1,7 @@
-"""Triton's interpreter, in which kernels run without a GPU: some five times as fast, and with the bf16 of a GPU.
+"""Makes Triton's interpreter, in which kernels run without a GPU, about four times as fast, and gives it a GPU's bf16.
 
-The tests use it too, but for bf16. They show that `hasten` changes no bit.
-
-The time of an attention, forward and backward, with and without each replacement alone:
+The tests use `hasten` too, and one of them shows that it changes no bit. The time of an attention's forward and
+backward pass, without replacements, with all, and with all but some:
 
     none 3.5 s   all 0.96 s   all but languages 2.3 s, overflow 1.5 s, dtypes, blocks or tensors 1.2 s each
 """
@@ -21,7 +20,7 @@ from triton.runtime import interpreter
 
 @cache
 def hasten() -> None:
-    """Skip work of the interpreter whose result it does not use, or has computed before; until the process ends."""
+    """Skip work of the interpreter whose result is not used or is known already, until the process ends."""
     replace_language_once()
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     look_dtypes_up_once()
@@ -30,7 +29,7 @@ def hasten() -> None:
 
 
 def replace_language_once() -> None:
-    """The functions of tl are replaced when a kernel starts, and again whenever it calls a function: not again."""
+    """Replace the functions of tl only when a kernel starts. Triton does it again at every call of a function."""
     replace = interpreter._patch_lang
 
     def replace_once(fn: Any) -> Any:
@@ -41,7 +40,7 @@ def replace_language_once() -> None:
 
 
 def look_dtypes_up_once() -> None:
-    """Each lookup of numpy's dtype builds a table of all of them."""
+    """Remember numpy's dtypes. Triton builds a table of all of them at each lookup."""
     look_up: Any = interpreter._get_np_dtype
     known: dict[str, Any] = {}
 
@@ -55,7 +54,7 @@ def look_dtypes_up_once() -> None:
 
 
 def derive_blocks_once() -> None:
-    """A block's type checks its shape and prints its name each time it is made."""
+    """Remember the shape and name of block types. Triton checks and formats them for each new type."""
     initialise: Any = tl.block_type.__init__
     known: dict[tuple, tuple] = {}
 
@@ -71,7 +70,7 @@ def derive_blocks_once() -> None:
 
 
 def derive_tensors_once() -> None:
-    """A tensor derives its shape and size from its type."""
+    """Remember shape and size by the type of a tensor. Triton derives them for each new tensor."""
     initialise: Any = tl.tensor.__init__
     known: dict[str, tuple] = {}
 
@@ -87,10 +86,10 @@ def derive_tensors_once() -> None:
 
 @contextmanager
 def bf16_of_a_gpu() -> Iterator[None]:
-    """Within the block bf16 is what it is on a GPU.
+    """Within the block, bf16 has a GPU's arithmetic.
 
-    The interpreter stores its bits as integers. By itself it cuts digits off where a GPU rounds to the nearest number,
-    and multiplies and adds the integers.
+    The interpreter stores the bits of bf16 as integers. Its arithmetic is that of the integers, and its conversion cuts
+    digits off where a GPU rounds to the nearest number.
     """
     builder = interpreter.InterpreterBuilder
     replaced = {name: getattr(builder, name) for name in ("cast_impl", "binary_op", "unary_op", "create_dot")}
@@ -133,7 +132,7 @@ def in_fp32(x: Any) -> Any:
 
 
 def rounded(x: Any) -> Any:
-    """A tensor of the interpreter in fp32, rounded to the nearest bf16; of two as near, to the even one."""
+    """A tensor of the interpreter in fp32, rounded to the nearest bf16, ties to even."""
     bits = np.ascontiguousarray(x.data).view(np.uint32)
     nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     data = np.where(np.isnan(x.data), 0x7FFF, nearest).astype(np.uint16)

@@ -1,9 +1,9 @@
-"""Is a difference rounding? Errors against fp64, row by row, beside those of the same-precision formula.
+"""Decides whether errors are rounding: row by row, by comparison with the errors of the same-precision formula.
 
-A row belongs to one query or key: the last dimension of out, dq, dk and dv, a number of lse, a head's sink. Its
-error is measured in units of the rounding to expect of that row (formula.py), so that a row of small numbers counts as
-much as one of large ones. An implementation's worst row may be LIMITS times as far from fp64 as the worst row of the
-formula in the same precision: twice for out and lse, three times for gradients, as FlashAttention's tests have it.
+A row belongs to one query or key: the last dimension of out, dq, dk and dv, or one value of lse; a sink is a row too.
+The error of a row is measured in units of the rounding to expect of it (formula.py), so that a row of small values
+counts as much as one of large values. An implementation's worst row may be LIMITS times as far from fp64 as the worst
+row of the formula in the same precision: twice for out and lse, three times for gradients, as FlashAttention tests it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LIMITS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsinks": 3.0
 
 
 def least(n: int) -> float:
-    """The worst of n rounding errors, in units of the expected one: the formula counts as at least this far off.
+    """The least error, in units of the expected rounding, that the formula is credited with for n elements.
 
-    Where little is computed the formula may be exact by accident. Of n normal numbers the largest is about
-    sqrt(2 log n) deviations away.
+    Where little is computed, the formula may be exact by accident. The largest of n normal numbers is about
+    sqrt(2 log n) standard deviations from zero.
     """
     return max(1.5, 0.7 * math.sqrt(1 + math.log(n)))
 
@@ -35,10 +35,11 @@ def least(n: int) -> float:
 class Verdict:
     """The worst row of one result.
 
-    share    of the error that is allowed: above 1 the difference is not rounding
+    share    the error as a share of the allowed one: above 1 it is not rounding
     row      its indices: (sequence, head, query or key); (head,) for a sink
-    error    of its largest element; `formula`: the same-precision formula's in this row; `allowed`: the limit
-             that passes
+    error    the largest of the row
+    formula  the same-precision formula's error in this row
+    allowed  the largest error that passes
     """
 
     name: str
@@ -61,8 +62,8 @@ class Verdict:
 
 
 class Errors(NamedTuple):
-    """Of each row of one result: the error, the same-precision formula's, and the expected rounding; and how many
-    elements the rows have in all."""
+    """For each row of a result: its error, the same-precision formula's error and the expected rounding; and the number
+    of elements of all rows."""
 
     got: Tensor
     formula: Tensor
@@ -70,20 +71,20 @@ class Errors(NamedTuple):
     elements: int
 
     def verdict(self, name: str) -> Verdict:
-        """The judgement of the result with that name."""
+        """The verdict on the result with that name."""
         if self.got.numel() == 0:
             return Verdict(name, 0.0)
-        # A row without rounding, such as one that sees nothing, may have no error: 0 / 0 is 0, the rest infinite.
+        # A row without rounding, such as one that sees no key, must have no error: 0 / 0 counts as 0, x / 0 as inf.
         units = (self.got / self.expected).masked_fill(self.got == 0, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
-        # Nor is a row judged in which the formula overflows.
+        # A row in which the formula overflows is not judged.
         overflows = ~self.formula.isfinite()
         units, formula = units.masked_fill(overflows, 0.0), self.formula.masked_fill(overflows, 0.0)
         formula = (formula / self.expected).masked_fill(formula == 0, 0.0)
         allowed = LIMITS[name] * max(least(self.elements), formula.max().item())
-        at = int(units.argmax())
-        row = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), self.got.shape))
-        share, error, its, unit = (x.flatten()[at].item() for x in (units, self.got, self.formula, self.expected))
-        return Verdict(name, share / allowed, row, error, its, unit * allowed)
+        worst = int(units.argmax())
+        row = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), self.got.shape))
+        share, error, other, unit = (x.flatten()[worst].item() for x in (units, self.got, self.formula, self.expected))
+        return Verdict(name, share / allowed, row, error, other, unit * allowed)
 
 
 def judge(
@@ -97,24 +98,24 @@ def judge(
 ) -> list[Verdict]:
     """Judge the results of an implementation for q, do (B, H, T, D) and k, v (B, H_kv, S, D), in the precision of q.
 
-    problem  of the call, or a function that gives it for some query heads: then the scores of one key/value head are in
-             memory at a time
-    got      some of formula.RESULTS, in the shapes that `evaluate` gives them; None: missing, which fails
-    eps      of the products, where it is not that of q's precision, as with TF32
+    problem  the problem, or a function that gives it for some query heads; with a function, only the scores of one
+             key/value head are in memory at the same time
+    got      some of formula.RESULTS, in the shapes of `evaluate`; None fails
+    eps      the relative rounding error of products where it is not that of q's precision, as with TF32
 
     Returns a verdict for each of `got`.
     """
     if isinstance(problem, Problem):
-        found = [errors(q, k, v, do, problem, got, eps)]
+        judged = [errors(q, k, v, do, problem, got, eps)]
     else:
-        group, found = q.shape[1] // k.shape[1], []
+        group, judged = q.shape[1] // k.shape[1], []
         for g in range(k.shape[1]):
             one, heads = slice(g, g + 1), slice(g * group, (g + 1) * group)
             part = {name: None if x is None else cut(name, x, heads, one) for name, x in got.items()}
-            found.append(errors(q[:, heads], k[:, one], v[:, one], do[:, heads], problem(heads), part, eps))
+            judged.append(errors(q[:, heads], k[:, one], v[:, one], do[:, heads], problem(heads), part, eps))
     verdicts = []
     for name in got:
-        parts, dim = [part[name] for part in found], 0 if name == "dsinks" else 1
+        parts, dim = [part[name] for part in judged], 0 if name == "dsinks" else 1
         whole = Errors(
             torch.cat([part.got for part in parts], dim),
             torch.cat([part.formula for part in parts], dim),
@@ -142,12 +143,12 @@ def errors(
     eps: float | None = None,
 ) -> dict[str, Errors]:
     """The errors of each result's rows."""
-    inputs, found = (q, k, v, do), {}
+    inputs, result = (q, k, v, do), {}
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False), full_precision_products():
         doubles = q.double(), k.double(), v.double(), do.double()
         exact = evaluate(*doubles, problem)
         expected = expected_rounding(*doubles, problem, exact, q.dtype, eps)
-        # The order of sums is arbitrary too: the formula counts with the worse of two.
+        # The order of sums is arbitrary: the larger error of two orders counts for the formula.
         backwards = evaluate(q, k.flip(2), v.flip(2), do, problem.keys_reversed()).results
         backwards |= {name: backwards[name].flip(2) for name in ("dk", "dv")}
         if "dbias" in backwards and backwards["dbias"].shape[-1] > 1:
@@ -164,17 +165,17 @@ def errors(
                 right,
             )
             theirs = [distance(name, formula[name].double(), right) for formula in formulas]
-            found[name] = Errors(mine, torch.stack(theirs).amax(dim=0), expected[name], right.numel())
-    return found
+            result[name] = Errors(mine, torch.stack(theirs).amax(dim=0), expected[name], right.numel())
+    return result
 
 
 def distance(name: str, x: Tensor, exact: Tensor) -> Tensor:
-    """The largest error of each row; NaN where one is not a number and the other is."""
+    """The largest error of each row; not finite where only one of the two is NaN."""
     same = (x == exact) | (x.isnan() & exact.isnan())
-    if name == "lse":  # of a row that sees nothing, implementations return -inf, inf or the lowest number
+    if name == "lse":  # for a row that sees no key, implementations return -inf, inf or the lowest number
         same |= exact == -torch.inf
-    apart = (x - exact).abs().masked_fill(same, 0.0)
-    return apart if name in ("lse", "dsinks") else apart.nan_to_num(nan=math.inf).amax(dim=-1)
+    error = (x - exact).abs().masked_fill(same, 0.0)
+    return error if name in ("lse", "dsinks") else error.nan_to_num(nan=math.inf).amax(dim=-1)
 
 
 @contextmanager

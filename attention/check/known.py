@@ -1,6 +1,6 @@
-"""Implementations that a user names without a module: this library's, torch's, transformers' and flash-attn's.
+"""Implementations that have a name: this library's, torch's, transformers' and flash-attn's.
 
-A name stands for lines of imports and an expression, which a program that reproduces a failure shows as they are.
+A name stands for import lines and an expression. Programs that reproduce a failure contain both.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ PACKAGE = __package__.partition(".")[0]
 
 
 class Unavailable(ImportError):
-    """An implementation that is not installed, or does not run here."""
+    """An implementation that is not installed, or does not run on this machine."""
 
 
 class Known(NamedTuple):
-    """How to get an implementation.
+    """How to import and call an implementation.
 
     style     one of styles.STYLES; None: its parameters decide
     words     a description
@@ -36,7 +36,7 @@ class Known(NamedTuple):
     needs: str = "torch 2.11 or newer"
 
 
-# Packages, and how to install them.
+# Packages, and how to install them, for error messages.
 TRANSFORMERS = "transformers (`pip install transformers`)"
 FA2 = "flash-attn 2 (`pip install flash-attn`)"
 FA3 = "flash-attn 3 (built from the folder hopper of github.com/Dao-AILab/flash-attention)"
@@ -67,7 +67,7 @@ KNOWN = {
     "tiled": _ours("tiled", "FlashAttention-2 in plain PyTorch, of this library"),
     "flash": _ours("flash", "the Triton kernels of this library"),
     "flex": _ours("flex", "torch's FlexAttention, through this library's masks"),
-    "flex-flash": _ours("flex", "the same in the kernels of flash-attn 4", ", backend='flash'"),
+    "flex-flash": _ours("flex", "FlexAttention with the kernels of flash-attn 4", ", backend='flash'"),
     "sdpa": _sdpa("", "torch's scaled_dot_product_attention, the backend of its choice"),
     "sdpa-flash": _sdpa("FLASH_ATTENTION", "its FlashAttention"),
     "sdpa-efficient": _sdpa("EFFICIENT_ATTENTION", "its memory-efficient attention"),
@@ -120,7 +120,7 @@ def from_transformers(name: str) -> Callable[..., Tensor]:
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(name)
     package = "flash_attn.cute" if name == "flash_attention_4" else package
     if package is not None:
-        importlib.import_module(package)  # else transformers fetches kernels
+        importlib.import_module(package)  # without it, transformers would download kernels
     if name == "eager":  # each model has its own; Gemma 2's is the one with a soft cap
         return as_plain(eager_attention_forward, name)
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
@@ -129,7 +129,7 @@ def from_transformers(name: str) -> Callable[..., Tensor]:
 
 
 def as_plain(function: Callable[..., Any], name: str = "sdpa") -> Callable[..., Tensor]:
-    """A function of a module, query, key, value and mask, called like a plain one.
+    """An attention function of transformers, which takes a module and a mask, as a plain function of q, k and v.
 
     name  the attn_implementation whose masks it takes
     """

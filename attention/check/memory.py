@@ -1,7 +1,7 @@
 """The memory that an implementation takes, counted tensor by tensor.
 
-A GPU's allocator records the peak of the whole process; the CPU's records nothing. So a dispatch mode watches every
-operator: each tensor that it returns counts until the last reference to it is gone.
+A GPU's allocator records the peak of the whole process, and the CPU's records nothing. So a dispatch mode watches all
+operators: each tensor that an operator returns counts until the last reference to it is gone.
 """
 
 from __future__ import annotations

@@ -19,11 +19,14 @@ from .styles import FEATURES
 class Report:
     """A finished check.
 
-    target, style, features  the implementation: as the user named it, how it was called, and what it declares
-    where                    versions and the device
-    dtypes                   precisions that it takes, and `refused` those that it does not, with the reason
-    unseen                   sentences on what was not checked, and why
-    allowed                  names of lines that may fail
+    target    the name of the implementation, as the user gave it
+    style     its calling convention
+    features  the features that it declares
+    where     versions and the device
+    dtypes    the precisions that it takes
+    refused   the precisions that it refuses, with the reasons
+    unseen    sentences on the parts that were not checked, with the reasons
+    allowed   names of lines that may fail
     """
 
     target: str
@@ -56,7 +59,7 @@ class Report:
         return f"{self.target} fails {len(self.failed())} of {len(checked)} checks."
 
     def failures(self) -> list[tuple[Line, Failure]]:
-        """Those that can be shown, with their lines."""
+        """All failures, with their lines."""
         return [(line, failure) for line in self.lines for failure in line.failures]
 
 
@@ -79,14 +82,14 @@ def text(report: Report) -> str:
         if failure.code:
             page += ["", textwrap.indent(failure.code, "    ")]
     if report.unseen:
-        page += ["", "Not seen:"]
+        page += ["", "Not checked:"]
         for sentence in report.unseen:
             page += textwrap.wrap(sentence, width, initial_indent="  - ", subsequent_indent="    ")
     return "\n".join([*page, "", f"{report.headline()} ({report.seconds:.0f} s)"])
 
 
 def as_json(report: Report) -> str:
-    """The report as JSON; `correct` is the verdict."""
+    """The report as JSON. Its field `correct` is the verdict."""
     content: dict[str, Any] = {
         "correct": report.compared() and not report.failed(),
         "headline": report.headline(),
@@ -98,25 +101,27 @@ def as_json(report: Report) -> str:
 def unseen(
     features: Sequence[str], dtypes: Sequence[str], refused: dict[str, str], lines: Sequence[Line], gradients: str
 ) -> list[str]:
-    """Sentences on what was not checked, and why.
+    """Sentences on the parts that were not checked, with the reasons.
 
-    gradients  why there were none; empty where there were
+    gradients  the reason why there were no gradients; empty where there were some
     """
-    found = []
+    sentences = []
     missing = sorted(FEATURES - set(features) - {"top_left", "empty", "full", "causal", "lse", "document_rows"})
     if missing:
-        found.append(f"{', '.join(missing)}: not declared by its parameters (--features adds some).")
+        sentences.append(f"{', '.join(missing)}: not declared by its parameters (--features adds some).")
     if "lse" not in features:
-        found.append("The log-sum-exp: the call does not return it.")
+        sentences.append("The log-sum-exp: the call does not return it.")
     if gradients:
-        found.append(f"Gradients ({', '.join(x for x in RESULTS if x[0] == 'd')}): {gradients}")
+        sentences.append(f"Gradients ({', '.join(x for x in RESULTS if x[0] == 'd')}): {gradients}")
     for dtype, reason in refused.items():
-        found.append(f"{dtype} is not checked: {reason}")
+        sentences.append(f"{dtype} is not checked: {reason}")
     if not {"fp32", "fp64"} & set(dtypes):
-        found.append("Errors below the rounding of 16 bits, such as a scale 0.1 % off: no higher precision is taken.")
+        sentences.append(
+            "Errors below the rounding of 16 bits, such as a scale 0.1 % off: it takes no higher precision."
+        )
     short = [line.name for line in lines if "no time" in line.detail]
     if short:
-        found.append(f"Some cases of {', '.join(short)}: time was up (--seconds).")
+        sentences.append(f"Some cases of {', '.join(short)}: time was up (--seconds).")
     if any(line.section == "on a GPU" and line.status == "skip" for line in lines):
-        found.append("Races, CUDA graphs and streams: this check ran without a GPU.")
-    return found
+        sentences.append("Races, CUDA graphs and streams: this check ran without a GPU.")
+    return sentences

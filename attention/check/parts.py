@@ -1,4 +1,4 @@
-"""The parts of a check beside accuracy, as jobs: each gives lines of the page."""
+"""The parts of a check other than accuracy, as jobs. Each gives lines of the report."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .cases import Case
 from .run import Failure, Line, Session
 from .workers import Ended, Job
 
-LATEST = 0.6  # of the time, after which none of them starts another call
+LATEST = 0.6  # the share of the time after which these parts start no more calls
 
 
 class Part(NamedTuple):
-    """A part of the page's `section`; `run` gives its line, or several."""
+    """A part of a check: the section of its lines in the report, and the function that gives one line or several."""
 
     section: str
     run: Callable[[Session], Line | Iterable[Line]]
@@ -35,9 +35,10 @@ PARTS = {
 
 
 class Parts:
-    """Their jobs and lines.
+    """The jobs of all parts, and their lines of the report.
 
-    workers  processes that run them. Where it is one they share the time, and those with most calls come last.
+    workers  the number of processes that run the jobs. A single process divides the time among the parts, of which
+             those with most calls come last.
     """
 
     def __init__(self, session: Session, workers: int) -> None:
@@ -47,14 +48,14 @@ class Parts:
         self.lines: dict[str, list[Line]] = {}
 
     def jobs(self) -> Iterator[Job]:
-        """All of them."""
+        """A job for each part."""
         for n, name in enumerate(self.todo):
             now, share = time.monotonic(), 1 / (len(self.todo) - n)
             deadline = self.stop if self.workers > 1 else now + share * (self.stop - now)
             yield partial(run_part, name=name, deadline=deadline)
 
     def done(self, job: Job, result: list[Line] | Ended) -> None:
-        """Take the result of a job."""
+        """Record the result of a job."""
         name = job.keywords["name"]
         if not isinstance(result, Ended):
             self.lines[name] = result
@@ -66,12 +67,12 @@ class Parts:
         self.lines[name] = [line]
 
     def report(self) -> list[Line]:
-        """The lines in the page's order."""
+        """The lines of all parts, in the order of the report."""
         return [line for name in PARTS for line in self.lines.get(name, ())]
 
 
 def run_part(session: Session, name: str, deadline: float) -> list[Line]:
-    """The lines of a part, whose last call starts before the deadline."""
+    """The lines of a part. Its last call starts before the deadline."""
     session.deadline = deadline
     session.progress(name, 0.0)
     made: Any = PARTS[name].run(session)

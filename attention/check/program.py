@@ -1,4 +1,4 @@
-"""A failure as a program of about ten lines: it needs torch and the implementation, and ends in AssertionError."""
+"""A failure as a program of about ten lines, which needs torch and the implementation, and ends in AssertionError."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def inaccurate(subject: Subject, case: Case, verdict: Verdict, device: torch.dev
         doubles = ", ".join(f"{name}.double()" for name in names)
         lines += [f"got, exact = {call}, formula({doubles})"]
     else:
-        at = names.index(verdict.name[1:])
+        index = names.index(verdict.name[1:])
         lines += [
             f"x = [t.requires_grad_() for t in ({', '.join(names)})]",
             "y = [t.detach().double().requires_grad_() for t in x]",
-            f"got = torch.autograd.grad({call}, x[{at}], do)[0]",
-            f"exact = torch.autograd.grad(formula(*y), y[{at}], do.double())[0]",
+            f"got = torch.autograd.grad({call}, x[{index}], do)[0]",
+            f"exact = torch.autograd.grad(formula(*y), y[{index}], do.double())[0]",
         ]
     row = ", ".join(map(str, verdict.row))
     lines += [f"assert (error := (got - exact)[{row}].abs().max()) <= {verdict.allowed:.3g}, error"]
@@ -45,7 +45,7 @@ def calling(
 ) -> list[str]:
     """The lines that define q, k, v, do, seen and `attend`, which calls the implementation as the case does.
 
-    result   lse: `attend` gives the log-sum-exp
+    result   "lse": `attend` returns the log-sum-exp
     formula  define `formula` too
     """
     call = subject.code(case, draw(case, device), lse=result == "lse")
@@ -88,7 +88,7 @@ def preamble(subject: Subject, case: Case, device: torch.device) -> list[str]:
 
 
 def in_formula(case: Case, names: list[str], result: str = "out") -> list[str]:
-    """A function `formula` of tensors with these names, which gives the output or, where that is the result, the
+    """The lines that define `formula`, a function of tensors with these names: the output or, for result "lse", the
     log-sum-exp."""
     group = case.H // case.H_kv
     k, v = (f"{x}.repeat_interleave({group}, 1)" if group > 1 else x for x in "kv")

@@ -1,4 +1,4 @@
-"""The fastest implementation that is correct, for given sizes: `gpt-attention check --recommend`."""
+"""The fastest correct implementation for given sizes: `gpt-attention check --recommend`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from .subject import CheckError, Subject, find
 
 TRIALS, TRIAL_S = 50, 1.0
 LAST = ("hf-eager", "sdpa-math", "tiled", "naive")  # rarely the fastest, and the slowest to measure
-JUDGED = {"cpu": 512, "cuda": 2048}  # at most so many queries and keys are compared with fp64
+JUDGED = {"cpu": 512, "cuda": 2048}  # the most queries and keys that are compared with fp64
 
 
 @dataclass
 class Candidate:
     """An implementation for the given sizes.
 
-    worst     the largest error, as a share of the error that rounding explains; None where it was not compared
-    forward   milliseconds without gradients, `both` of forward and backward; None where it does not run
-    why       the reason why it does not run
+    worst    the largest error, as a share of the error that rounding explains; None where it was not compared
+    forward  milliseconds of a forward pass without gradients; None where it does not run
+    both     milliseconds of a forward and backward pass; None where one of them does not run
+    why      the reason why it does not run
     """
 
     name: str
@@ -50,7 +51,7 @@ class Candidate:
 
 
 def recommend(asked: argparse.Namespace, device: torch.device) -> int:
-    """Print a table and the fastest; returns the exit status, 1 where none is correct."""
+    """Print a table and the fastest implementations. Returns the exit status, 1 where no implementation is correct."""
     case = wanted(asked.shape, asked.dtypes.split(","), asked.window, not asked.full)
     started, candidates = time.monotonic(), []
     names = [asked.target] if asked.target else []
@@ -77,12 +78,12 @@ def recommend(asked: argparse.Namespace, device: torch.device) -> int:
 
 def wanted(shape: str, dtypes: list[str], window: int | None, causal: bool) -> Case:
     """The case for a shape BxHxTxD or BxH/H_kvxTxD. Raises CheckError."""
-    found = re.fullmatch(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)", shape)
-    if found is None:
+    match = re.fullmatch(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)", shape)
+    if match is None:
         raise CheckError(
             f"--shape {shape} must be BxHxTxD, such as 4x16x4096x64, or BxH/H_kvxTxD, such as 4x16/4x4096x64."
         )
-    B, H, H_kv, T, D = (int(x) if x else int(found[2]) for x in found.groups())
+    B, H, H_kv, T, D = (int(x) if x else int(match[2]) for x in match.groups())
     if min(B, H, H_kv, T, D) < 1 or H % H_kv:
         raise CheckError(f"--shape {shape} needs positive numbers, and query heads a multiple of key/value heads.")
     dtype = next((x for x in ("bf16", "fp16") if x in dtypes), dtypes[0])
@@ -91,31 +92,31 @@ def wanted(shape: str, dtypes: list[str], window: int | None, causal: bool) -> C
 
 def measured(name: str, case: Case, device: torch.device) -> Candidate:
     """Judge and time an implementation."""
-    found = Candidate(name)
+    candidate = Candidate(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             subject = find(name)
         except AttentionError as error:
-            found.why = str(error)
-            return found
+            candidate.why = str(error)
+            return candidate
         if not subject.supports(case):
-            found.why = f"lacks {', '.join(sorted(case.features() - subject.features))}"
-            return found
+            candidate.why = f"lacks {', '.join(sorted(case.features() - subject.features))}"
+            return candidate
         length = min(case.T, JUDGED[device.type])
         small = replace(case, T=length, S=length, B=1)
         try:
             gradients = differentiable(subject, small, device)
-            found.worst = max(verdict.share for verdict in verdicts(subject, small, device, gradients))
-            found.forward = milliseconds(subject, case, device, gradients=False)
-            found.both = milliseconds(subject, case, device, gradients=True) if gradients else None
+            candidate.worst = max(verdict.share for verdict in verdicts(subject, small, device, gradients))
+            candidate.forward = milliseconds(subject, case, device, gradients=False)
+            candidate.both = milliseconds(subject, case, device, gradients=True) if gradients else None
         except Refused as error:
-            found.why = str(error)
+            candidate.why = str(error)
         except torch.OutOfMemoryError:
-            found.why = "out of memory"
+            candidate.why = "out of memory"
         except RuntimeError as error:
-            found.why = short(error)
-    return found
+            candidate.why = short(error)
+    return candidate
 
 
 def differentiable(subject: Subject, case: Case, device: torch.device) -> bool:
@@ -130,7 +131,7 @@ def differentiable(subject: Subject, case: Case, device: torch.device) -> bool:
 
 
 def milliseconds(subject: Subject, case: Case, device: torch.device, gradients: bool) -> float:
-    """The median time of a call, after one that is not counted."""
+    """The median time of a call. The first call is not counted."""
     inputs = draw(case, device)
     call = subject.prepared(case, inputs)
     leaves = [x.requires_grad_(gradients) for x in (inputs.q, inputs.k, inputs.v)]
@@ -159,7 +160,7 @@ def milliseconds(subject: Subject, case: Case, device: torch.device, gradients: 
 
 
 def table(candidates: list[Candidate], case: Case, device: torch.device) -> str:
-    """All candidates, those that are correct first and the fastest of them at the top."""
+    """All candidates, correct ones first, ordered by their time."""
     order = sorted(candidates, key=lambda x: (not x.correct, x.both or x.forward or float("inf"), x.name))
     rows = [["", "forward ms", "both ms", "correct"], *(x.row() for x in order)]
     widths = [max(len(row[n]) for row in rows) for n in range(3)]

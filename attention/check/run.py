@@ -1,4 +1,4 @@
-"""Runs a case through an implementation and judges its results; `Session` is shared by the parts of a check."""
+"""Runs cases and judges their results. All parts of a check share a `Session`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Refused(Exception):
 
 
 def short(error: Exception) -> str:
-    """An error on one line. This library's errors are sentences that end with a remedy."""
+    """An error on one line, cut where it is long; this library's errors are sentences, and stay whole."""
     if isinstance(error, AttentionError):
         return str(error)
     words = " ".join(f"{type(error).__name__}: {error}".split())
@@ -38,23 +38,23 @@ def results(subject: Subject, case: Case, inputs: Inputs, gradients: bool = True
     give. Raises Refused."""
     leaves = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks", "bias")}
     leaves = {name: x.detach().requires_grad_(gradients) for name, x in leaves.items() if x is not None}
-    found: dict[str, Tensor | None] = {}
+    values: dict[str, Tensor | None] = {}
     try:
         with torch.set_grad_enabled(gradients):
             out, lse = subject(case, inputs.changed(**leaves), lse=True)
-        found["out"] = out.detach()
+        values["out"] = out.detach()
         if lse is not None:
-            found["lse"] = lse.detach()
+            values["lse"] = lse.detach()
         if gradients:
             given = torch.autograd.grad(out, list(leaves.values()), inputs.do, allow_unused=True)
-            found |= {f"d{name}": x for name, x in zip(leaves, given, strict=True)}
+            values |= {f"d{name}": x for name, x in zip(leaves, given, strict=True)}
     except Exception as error:
         if str(error).startswith("CUDA error"):
-            raise  # nothing can be computed after it
+            raise  # the GPU computes nothing after it
         raise Refused(short(error)) from error
-    if "dbias" in found and found["dbias"] is None:
-        del found["dbias"]  # a bias is often a constant; a sink is learned
-    return found
+    if "dbias" in values and values["dbias"] is None:
+        del values["dbias"]  # a bias is often a constant; a sink is learned
+    return values
 
 
 def verdicts(subject: Subject, case: Case, device: torch.device, gradients: bool = True) -> list[Verdict]:
@@ -70,11 +70,11 @@ def judged(case: Case, inputs: Inputs, got: Mapping[str, Tensor | None], keep: T
 
 @dataclass
 class Failure:
-    """A failure, and the program that shows it.
+    """A failure, and a program that reproduces it.
 
-    what  the failure in words, with numbers
-    case  the smallest that shows it
-    code  a program of about ten lines whose last one raises AssertionError; empty where nothing smaller could be shown
+    what  the failure in words
+    case  the smallest case that fails
+    code  a program of about ten lines that ends in AssertionError; empty where there is none
     """
 
     what: str
@@ -84,10 +84,10 @@ class Failure:
 
 @dataclass
 class Line:
-    """A verdict: a line of the page.
+    """A verdict: a line of the report.
 
     status  ok, FAIL, note (a property that is no fault) or skip (with the reason)
-    calls   cases or calls that it rests on
+    calls   the number of cases or calls that support it
     share   the largest error, as a share of the limit; None where nothing was compared
     """
 
@@ -104,11 +104,14 @@ class Line:
 class Session:
     """The state that the parts of a check share.
 
-    dtypes     of Case, that the implementation takes; `refused` has the others with the reason
-    gradients  whether the implementation has a backward pass; else `no_gradients` has the reason
-    deadline   of time.monotonic(), after which no new case starts
-    quick      a fraction of the cases
-    threads    of torch on a CPU where threads may matter; elsewhere one, as small tensors are computed faster so
+    deadline      no new case starts after this value of time.monotonic()
+    quick         try only some of the cases
+    dtypes        the precisions that the implementation takes, by their names in cases.DTYPES
+    refused       the other precisions, with the reasons
+    gradients     whether the implementation has a backward pass
+    no_gradients  the reason why it has none
+    threads       the number of torch's threads where a check depends on it; elsewhere it is one, which is faster for
+                  small tensors
     """
 
     subject: Subject
@@ -128,7 +131,7 @@ class Session:
 
     @contextmanager
     def with_threads(self, number: int) -> Iterator[None]:
-        """Within the block torch uses so many threads on a CPU."""
+        """Within the block, torch uses `number` threads on a CPU."""
         before = torch.get_num_threads()
         torch.set_num_threads(number)
         try:
@@ -137,7 +140,7 @@ class Session:
             torch.set_num_threads(before)
 
     def all_threads(self) -> AbstractContextManager[None]:
-        """Within the block torch uses the threads that it had before the check."""
+        """Within the block, torch uses as many threads as before the check."""
         return self.with_threads(self.threads)
 
     def out_of_time(self) -> bool:
@@ -153,7 +156,7 @@ class Session:
     def progress(self, name: str, share: float | None = None) -> None:
         """Show how far the check is: on a terminal a line that changes, elsewhere a line every ten seconds.
 
-        share  that is done; None: as much as before
+        share  the share that is done; None: unchanged
         """
         self._share = share = self._share if share is None else share
         now = time.monotonic()
@@ -166,14 +169,14 @@ class Session:
         self.stream.flush()
 
     def done(self) -> None:
-        """Clear the line of progress."""
+        """Clear the progress line."""
         if self.stream is not None and self.stream.isatty():
             self.stream.write("\r" + " " * 79 + "\r")
 
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Within the block Triton's interpreter, where kernels run in it, is faster and has the bf16 of a GPU."""
+    """Within the block, Triton's interpreter is faster and has a GPU's bf16, if kernels run in it."""
     if not (HAS_TRITON and INTERPRET.value):
         yield
         return
@@ -185,9 +188,9 @@ def interpreting() -> Iterator[None]:
 
 
 def prepare(session: Session, wanted: tuple[str, ...]) -> None:
-    """See which precisions the implementation takes, and whether it has gradients.
+    """Try which precisions the implementation takes, and whether it has gradients.
 
-    The case is a common one; an implementation with other head sizes or lengths may still refuse it.
+    The case has usual sizes; an implementation for other head sizes or lengths may refuse it.
     """
     for dtype in wanted:
         case = Case(T=64, S=64, D=64, B=1, H=2, H_kv=2, dtype=dtype, causal="causal" in session.subject.features)

@@ -13,9 +13,10 @@ HEAD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def smallest(case: Case, fails: Callable[[Case], bool], seconds: float = 5.0) -> Case:
-    """The smallest case to which `case` can be simplified, one change after another, while it still fails.
+    """The smallest case that still fails and can be reached from `case` by one simplification after another.
 
-    fails  whether a case fails. It is asked for at most `seconds`
+    fails    whether a case fails
+    seconds  after which no more cases are tried
     """
     stop = time.monotonic() + seconds
     while time.monotonic() < stop:
@@ -31,7 +32,7 @@ def smallest(case: Case, fails: Callable[[Case], bool], seconds: float = 5.0) ->
 
 
 def simplifications(case: Case) -> Iterator[Case]:
-    """Simpler cases, those that remove most first."""
+    """Simpler cases; those that remove most come first."""
     plain = Case(dtype=case.dtype)
     for name in ("documents", "bias", "sinks", "alibi", "soft_cap", "window", "scale", "memory", "trend", "size"):
         if getattr(case, name) != getattr(plain, name):

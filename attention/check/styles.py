@@ -7,7 +7,7 @@
     varlen        f(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)    q (total, H, D)
     transformers  f(module, q, k, v, attention_mask, scaling=..., dropout=...)          q (B, H, T, D), out (B, T, H, D)
 
-Each argument is a value and the code that writes it, so that a failure can be shown as a program.
+Each argument is a value and the code of it, for programs that reproduce a failure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .cases import Case, Inputs, problem
 
-# Names that libraries give to one and the same parameter.
+# The names that libraries give to the same parameter.
 ALIASES = {
     "causal": ("causal", "is_causal"),
     "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),
@@ -40,24 +40,24 @@ ALIASES = {
     "grouped": ("enable_gqa",),
     "deterministic": ("deterministic",),
 }
-FEATURE_OF = {"slopes": "alibi", "cu_seqlens": "documents", "aux": "lse"}  # where a role has another name
-# What a caller may ask for. Four are less plain: `grouped`, fewer key/value heads than query heads; `empty`, rows that
-# see nothing; `document_rows`, documents that differ from sequence to sequence of a batch; `top_left`, a causal flag
-# that starts at the upper left, where a mask says anything else.
+FEATURE_OF = {"slopes": "alibi", "cu_seqlens": "documents", "aux": "lse"}  # where role and feature differ in name
+# The features that a call may need. `grouped`: fewer key/value heads than query heads. `empty`: rows that see no key.
+# `document_rows`: documents that differ between the sequences of a batch. `top_left`: a causal flag by which query i
+# sees the keys j <= i, whatever the number of keys.
 FEATURES = {"causal", "full", "window", "documents", "soft_cap", "alibi", "sinks", "bias", "scale", "dropout", "lse"}
 FEATURES |= {"grouped", "empty", "document_rows", "top_left"}
 STYLES = ("ours", "plain", "sdpa", "flash", "varlen", "transformers")
 
 
 class Argument(NamedTuple):
-    """An argument's value, and the code that writes it in the names q, k, v, slopes, sinks, bias, seen and starts."""
+    """An argument's value and its code, an expression in q, k, v, slopes, sinks, bias, seen and starts."""
 
     value: Any
     code: str
 
 
 class Layout(NamedTuple):
-    """Where heads and tokens stand: to a function's shape from (B, H, T, D), and back for B and T."""
+    """The order of axes: functions, and their code, from (B, H, T, D) to a function's shape and back."""
 
     put: Callable[[Tensor], Tensor]
     put_code: str
@@ -104,7 +104,7 @@ class Signature:
         self.any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.parameters.values())
 
     def name(self, role: str) -> str | None:
-        """The parameter that has a role of ALIASES."""
+        """The name of the parameter with a role of ALIASES, if there is one."""
         return next((name for name in ALIASES[role] if name in self.parameters), None)
 
     def pair(self, name: str | None) -> bool:
@@ -126,16 +126,16 @@ class Signature:
 
     def features(self, style: str) -> frozenset[str]:
         """The features that the parameters offer."""
-        if style == "sdpa":  # a mask says anything; a causal flag without one starts at the upper left
-            found = FEATURES - {"soft_cap", "alibi", "sinks", "lse", "grouped"}
-            return frozenset(found | ({"grouped"} if self.name("grouped") else set()))
+        if style == "sdpa":  # a mask can express any of these; the causal flag starts at the upper left
+            masked = FEATURES - {"soft_cap", "alibi", "sinks", "lse", "grouped"}
+            return frozenset(masked | ({"grouped"} if self.name("grouped") else set()))
         roles = {role for role in ALIASES if self.name(role)}
-        found = {FEATURE_OF.get(role, role) for role in roles} & FEATURES | {"grouped", "causal", "empty"}
+        offered = {FEATURE_OF.get(role, role) for role in roles} & FEATURES | {"grouped", "causal", "empty"}
         if "causal" in roles or self.pair(self.name("window")):
-            found |= {"full"}
+            offered |= {"full"}
         if style == "varlen":
-            found |= {"documents", "document_rows"}
-        return frozenset(found | ({"document_rows"} if "documents" in roles else set()))
+            offered |= {"documents", "document_rows"}
+        return frozenset(offered | ({"document_rows"} if "documents" in roles else set()))
 
 
 def arguments(
@@ -165,7 +165,7 @@ def arguments(
     else:
         if signature.name("causal"):
             give("causal", case.causal)
-        elif signature.pair(window):  # the window says it
+        elif signature.pair(window):  # the window expresses it
             give("window", (-1, 0) if case.causal else (-1, -1))
         if case.window is not None:
             give("window", (case.window - 1, 0) if signature.pair(window) else case.window)
@@ -198,13 +198,13 @@ def arguments(
 
 
 def needs_mask(case: Case) -> bool:
-    """Whether torch's scaled_dot_product_attention needs a mask: its causal flag starts at the upper left."""
+    """Whether torch's scaled_dot_product_attention needs a mask, because its causal flag starts at the upper left."""
     aligned = case.T == case.S or case.top_left or not case.causal
     return bool(case.window is not None or case.documents or case.bias or not aligned)
 
 
 def bounds(case: Case, device: torch.device) -> list[Argument]:
-    """cu_seqlens of queries and of keys, and their greatest lengths, of sequences that lie one after the other."""
+    """cu_seqlens of queries and of keys, and the greatest lengths of both, for packed sequences."""
     queries, keys = (case.T,) * case.B, (case.S,) * case.B
     if case.documents:
         queries = keys = tuple(length for lengths in case.document_lengths() for length in lengths)

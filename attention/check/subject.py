@@ -33,15 +33,16 @@ def dropout_key(seed: int) -> DropoutKey:
 
 @dataclass
 class Subject:
-    """A callable and how to call it.
+    """A callable, and how to call it.
 
     name        as the user gave it
-    imports     lines of code that bring it, and `expression` the code that names it
+    imports     lines of code that import it
+    expression  the code that names it
     function    the callable
     style       one of styles.STYLES
-    features    that it supports, of styles.FEATURES
-    dropping    for an implementation of this library, the callable and its code at a dropout rate
-    result      code that takes the output from the returned value, known after the first call
+    features    the features of styles.FEATURES that it supports
+    dropping    for an implementation of this library: the callable with a dropout rate, and its code
+    result      the code that takes the output from the returned value; known after the first call
     """
 
     name: str
@@ -58,7 +59,7 @@ class Subject:
         self.signature = Signature(self.function)
 
     def __call__(self, case: Case, inputs: Inputs, lse: bool = False) -> tuple[Tensor, Tensor | None]:
-        """out (B, H, T, D), and where asked for and supported the log-sum-exp (B, H, T)."""
+        """out (B, H, T, D), and the log-sum-exp (B, H, T) if it is wanted and supported."""
         call = self.prepared(case, inputs, lse)
         if not case.dropout:
             return call(inputs.q, inputs.k, inputs.v)
@@ -69,7 +70,7 @@ class Subject:
     def prepared(
         self, case: Case, inputs: Inputs, lse: bool = False
     ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]:
-        """A function of q, k and v that calls as `__call__` does, with all other arguments made beforehand."""
+        """`__call__` as a function of q, k and v. All other arguments are made in advance."""
         positional, named = self.arguments(case, inputs, lse)
         function = self.function if self.dropping is None else self.dropping(case.dropout)[0]
         layout, rest = LAYOUTS[self.style], [x.value for x in positional[3:]]
@@ -128,9 +129,9 @@ class Subject:
         return lines + (["import dataclasses"] if "dataclasses." in code else [])
 
     def code(self, case: Case, inputs: Inputs, lse: bool = False) -> str:
-        """An expression for the output (B, H, T, D), in the names q, k, v, slopes, sinks, bias, seen and starts.
+        """An expression for the output (B, H, T, D) in q, k, v, slopes, sinks, bias, seen and starts.
 
-        lse  the log-sum-exp instead
+        lse  an expression for the log-sum-exp instead
         """
         positional, named = self.arguments(case, inputs, lse)
         given = ", ".join([x.code for x in positional] + [f"{name}={x.code}" for name, x in named.items()])
@@ -140,7 +141,7 @@ class Subject:
         return f"{expression}({given}){self.result}{LAYOUTS[self.style].take_code.format(case.B, case.T)}"
 
     def mask(self, case: Case, device: torch.device) -> Tensor | None:
-        """The weights that dropout keeps, (B, H, T, S), where the implementation has to draw our mask."""
+        """The mask that an implementation of this library has to draw, (B, H, T, S); None for other implementations."""
         if self.style != "ours":
             return None
         return keep_mask(dropout_key(case.seed), case.dropout, case.B, case.H, case.T, case.S, device=device)
@@ -153,10 +154,10 @@ class Subject:
 def find(target: str, features: Iterable[str] = (), style: str | None = None) -> Subject:
     """The implementation that a user names: one of known.KNOWN, or module:name.
 
-    features  to add to those that its parameters show
+    features  further features, besides those that its parameters show
     style     one of STYLES; None: the parameters decide
 
-    Modules in the current folder count too. Raises CheckError.
+    Modules in the current folder can be imported. Raises CheckError.
     """
     declared = frozenset(features)
     for feature in declared:
@@ -174,16 +175,16 @@ def find(target: str, features: Iterable[str] = (), style: str | None = None) ->
         signature = Signature(function)
     if isinstance(function, Attention):
         return ours(target, imports, expression, function, declared)
-    found = frozenset({"causal", "scale", "grouped", "empty"}) if style == "ours" else signature.features(style)
+    offered = frozenset({"causal", "scale", "grouped", "empty"}) if style == "ours" else signature.features(style)
     declared |= getattr(function, "features", frozenset())
     if "full" in declared and style == "plain" and signature.name("causal") is None:
-        found -= {"causal"}  # without a parameter it computes one of the two
-    found = (found | declared) - getattr(function, "without", frozenset())
-    return Subject(target, imports, expression, function, style, found)
+        offered -= {"causal"}  # without a parameter it computes one of the two
+    supported = (offered | declared) - getattr(function, "without", frozenset())
+    return Subject(target, imports, expression, function, style, supported)
 
 
 def load(target: str, style: str | None) -> tuple[str, str, Any, str | None]:
-    """The imports, expression, callable and, where it is known, style of a target."""
+    """The imports, the expression, the callable and, if it is known, the style of a target."""
     if target in KNOWN:
         known = KNOWN[target]
         try:
@@ -244,7 +245,7 @@ def ours(target: str, imports: str, expression: str, attend: Attention, declared
 
 
 def namespace(imports: str) -> dict[str, Any]:
-    """The names that lines of imports bring."""
+    """The names that import lines define."""
     names: dict[str, Any] = {}
     exec(imports, names)
     return names

@@ -1,4 +1,4 @@
-"""How an implementation fits into torch: derivatives in fp64, memory, custom operators, compilation."""
+"""The implementation in torch: derivatives in fp64, memory, custom operators, compilation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .run import Failure, Line, Refused, Session, judged, results, short
 SECTION = "in torch"
 BUILTIN = {"aten", "prims", "prim", "inductor", "higher_order", "profiler", "_c10d_functional", "cuda"}
 DOUBLING = (128, 256, 512, 1024)  # lengths
-SLOW_S = 2.0  # a call that takes longer is the longest
+SLOW_S = 2.0  # no longer length is tried after a call that takes so many seconds
 
 
 def derivatives(session: Session) -> Line:
-    """torch.autograd.gradcheck, where fp64 is taken."""
+    """torch.autograd.gradcheck, if the implementation takes fp64."""
     name, subject, calls = "gradcheck", session.subject, 0
     if not session.gradients:
         return Line(SECTION, name, "skip", f"no gradients: {session.no_gradients}")
@@ -54,13 +54,13 @@ def derivatives(session: Session) -> Line:
             if not calls:
                 return Line(SECTION, name, "skip", f"fp64 is not taken: {short(error)}")
             continue
-        (found,) = judged(case, inputs, {"out": got})
-        if not found.passes and found.error < 1e-5:
-            return Line(SECTION, name, "skip", f"fp64 is computed in less: out is {found.error:.1g} off")
+        (verdict,) = judged(case, inputs, {"out": got})
+        if not verdict.passes and verdict.error < 1e-5:
+            return Line(SECTION, name, "skip", f"fp64 is computed in less: out is {verdict.error:.1g} off")
         calls += 1
         try:
             torch.autograd.gradcheck(out, leaves, fast_mode=True)
-        except Exception as error:  # its own, or one of the backward pass
+        except Exception as error:  # of gradcheck, or of the backward pass
             what = f"{short(error)} ({case.words()})"
             lines = calling(subject, case, session.device)
             lines += ["x = [t.requires_grad_() for t in (q, k, v)]", "assert torch.autograd.gradcheck(attend, x)"]
@@ -78,7 +78,7 @@ def memory(session: Session) -> Line:
         case = Case(T=T, S=T, D=32, B=1, H=2, H_kv=2, dtype=session.dtypes[0], causal=True)
         inputs = draw(case, session.device)
         try:
-            results(session.subject, case, inputs, session.gradients)  # what is allocated once
+            results(session.subject, case, inputs, session.gradients)  # allocates what later calls reuse
             sizes[T] = peak(session, case)
         except Refused as error:
             return Line(SECTION, "memory", "skip", f"refused: {error}")
@@ -121,11 +121,11 @@ class Recorder(torch.fx.Interpreter):
 def compiled_call(
     session: Session, case: Case, calls: dict[Any, tuple[Any, Any]] | None = None
 ) -> dict[str, Tensor | None]:
-    """The results of a case through torch.compile(fullgraph=True), with generated code on a GPU alone.
+    """The results of a case through torch.compile(fullgraph=True), which generates code on a GPU only.
 
-    calls  receives the custom operators of the graphs, with their arguments; nothing is generated then
+    calls  receives the custom operators of the graphs with their arguments; no code is generated then
     """
-    # Imported late: they bring much.
+    # Imported here, because they import many modules.
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -145,19 +145,19 @@ def compiled_call(
 
 
 def compilation(session: Session) -> Line:
-    """One graph without breaks, and the same results."""
+    """A compiled call is one graph without breaks, with the same results."""
     case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=2, dtype=session.dtypes[0], seed=session.seed)
     custom = bool(recorded(session))
     try:
-        found = compiled_call(session, case)
+        compiled = compiled_call(session, case)
     except Exception as error:
         what = f"torch.compile(fullgraph=True): {short(error)}"
-        if not custom:  # plain Python may do what a graph cannot
+        if not custom:  # plain Python may use features that a graph lacks
             return Line(SECTION, "compilation", "note", what, 1)
         lines = calling(session.subject, case, session.device)
         lines += ["torch.compile(attend, fullgraph=True, backend='aot_eager')(q, k, v)"]
         return Line(SECTION, "compilation", "FAIL", what, 1, None, [Failure(what, case, "\n".join(lines))])
-    worst = max(judged(case, draw(case, session.device), found), key=lambda v: v.share)
+    worst = max(judged(case, draw(case, session.device), compiled), key=lambda v: v.share)
     if worst.passes:
         return Line(SECTION, "compilation", "ok", f"one graph, within rounding ({worst.share:.2f})", 1, worst.share)
     what = f"compiled, {worst.name} of {worst.place()} is {worst.error:.3g} off ({case.words()})"
@@ -175,17 +175,17 @@ def recorded(session: Session) -> dict[Any, tuple[Any, Any]]:
 
 def operators(session: Session) -> Line:
     """torch.library.opcheck of each custom operator."""
-    found = recorded(session)
-    if not found:
+    calls = recorded(session)
+    if not calls:
         return Line(SECTION, "operators", "skip", "no custom operator")
-    for operator, (args, kwargs) in found.items():
+    for operator, (args, kwargs) in calls.items():
         try:
             torch.library.opcheck(operator, args, kwargs)
         except Exception as error:
             what = f"opcheck of {operator}: {short(error)}"
             return Line(SECTION, "operators", "FAIL", what, 1, None, [Failure(what, Case())])
-    names = ", ".join(sorted({str(operator.overloadpacket) for operator in found}))
-    return Line(SECTION, "operators", "ok", f"opcheck passes: {names}", len(found))
+    names = ", ".join(sorted({str(operator.overloadpacket) for operator in calls}))
+    return Line(SECTION, "operators", "ok", f"opcheck passes: {names}", len(calls))
 
 
 CHECKS = {"gradcheck": derivatives, "memory": memory, "compilation": compilation, "operators": operators}

@@ -1,7 +1,7 @@
-"""Processes that run the parts of a check side by side, and apart from it: a call that ends its process is a failure.
+"""Processes that run the parts of a check in parallel. A call that ends its process is a failure; the check goes on.
 
-After an illegal address a CUDA context computes nothing, and a kernel for CPUs may end its process. The part that did
-so is reported, and another process takes the next.
+After an illegal address, a CUDA context computes nothing more, and a kernel for CPUs may end its process. The check
+reports the call that did so, and starts another process.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import torch
 from .run import Session, interpreting, short
 from .subject import find
 
-GRACE_S = 5.0  # what runs at the deadline has so long to end
-Job = partial[Any]  # a module's function of a Session, and its other arguments: it goes to another process
+GRACE_S = 5.0  # seconds that jobs have to end after the deadline
+Job = partial[Any]  # a module's function of a Session with its other arguments, which is sent to a process
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a job that did not end: its process did, or the time was up.
+    """The result of a job that did not finish: its process ended, or the time was up.
 
-    why  in words; empty where the time was up
+    why  the reason in words; empty where the time was up
     """
 
     why: str = ""
@@ -40,10 +40,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class Start:
-    """How a process gets its session.
+    """The message from which a process makes its session.
 
     target, features, style  arguments of `find`
-    settings                 of Session, by name
+    settings                 arguments of Session, by name
     """
 
     target: str
@@ -56,7 +56,7 @@ class Start:
 
 
 class Here:
-    """Runs jobs in this process, one after the other; a call that ends the process ends the check."""
+    """Runs jobs in this process, one after the other. A call that ends the process ends the check."""
 
     number = 1
 
@@ -64,7 +64,7 @@ class Here:
         self.session = session
 
     def run(self, jobs: Iterator[Job], done: Callable[[Job, Any], None], deadline: float) -> None:
-        """As `Workers.run`. A job ends in its own time."""
+        """As `Workers.run`, but jobs are not interrupted at the deadline."""
         for job in jobs:
             done(job, job(self.session))
 
@@ -72,8 +72,8 @@ class Here:
 class Workers:
     """Processes that run jobs. They start at once, and wait for `begin`.
 
-    number                   of processes
-    target, features, style  arguments of `find`, with which each finds the implementation
+    number                   the number of processes
+    target, features, style  arguments of `find`, by which each process imports the implementation
     """
 
     def __init__(self, number: int, target: str, features: tuple[str, ...] = (), style: str | None = None) -> None:
@@ -84,7 +84,7 @@ class Workers:
         self.busy: dict[Connection, tuple[Any, Job]] = {}  # the process and its job
 
     def begin(self, session: Session) -> None:
-        """Give each process a session like this one."""
+        """Send each process the settings of a session."""
         self.session = session
         shared = ("device", "deadline", "seed", "dtypes", "refused", "gradients", "no_gradients", "threads")
         self.start = Start(*self.named, {name: getattr(session, name) for name in shared})
@@ -93,24 +93,24 @@ class Workers:
 
     def another(self) -> tuple[Any, Connection]:
         """A new process and the connection to it."""
-        mine, its = self.context.Pipe()
-        process = self.context.Process(target=serve, args=(its,), daemon=True)
+        mine, theirs = self.context.Pipe()
+        process = self.context.Process(target=serve, args=(theirs,), daemon=True)
         process.start()
-        its.close()
+        theirs.close()
         if self.start is not None:
             mine.send(self.start)
         return process, mine
 
     def run(self, jobs: Iterator[Job], done: Callable[[Job, Any], None], deadline: float) -> None:
-        """Run jobs until there is none, or until the deadline is past.
+        """Run all jobs, or as many as end by the deadline.
 
-        jobs  are taken one by one, whenever a process is idle
+        jobs  taken one by one, whenever a process is idle
         done  receives each job with its result, or with Ended
         """
         while True:
             while len(self.busy) < self.number and (job := next(jobs, None)) is not None:
                 process, connection = self.idle.pop() if self.idle else self.another()
-                with suppress(OSError):  # where it is gone, reading says so
+                with suppress(OSError):  # reading from a process that is gone raises an error below
                     connection.send(job)
                 self.busy[connection] = process, job
             if not self.busy:
@@ -140,7 +140,7 @@ class Workers:
         self.busy.clear()
 
     def show_progress(self) -> None:
-        """Show the parts that are running."""
+        """Show the names of running parts."""
         names = [job.keywords.get("name", "accuracy") for _, job in self.busy.values()]
         if self.session is not None:
             self.session.progress(" and ".join(sorted(set(names))[:2]))
@@ -162,7 +162,7 @@ Runner = Here | Workers
 
 
 def status(code: int | None) -> str:
-    """How a process ended, in words."""
+    """The exit status of a process in words."""
     if code is not None and code < 0:
         with suppress(ValueError):
             return signal.Signals(-code).name
@@ -170,8 +170,8 @@ def status(code: int | None) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Run the jobs that come after a Start, until None comes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the check ends its processes
+    """Receive a Start, then jobs, and run them until None comes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the check ends its processes itself
     torch.set_num_threads(1)
     session = None
     with warnings.catch_warnings(), interpreting():
@@ -183,7 +183,7 @@ def serve(connection: Connection) -> None:
                     session = session or start.session()
                     connection.send(job(session))
                 except Exception as error:
-                    if str(error).startswith("CUDA error"):  # nothing can be computed after it
+                    if str(error).startswith("CUDA error"):  # the GPU computes nothing after it
                         connection.send(Ended(short(error)))
                         os._exit(1)
                     error.add_note(traceback.format_exc())

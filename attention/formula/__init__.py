@@ -1,12 +1,12 @@
 """Scores by formula: `Score(formula=...)`, as text or as a Python function that uses the functions of this module.
 
-graph.py, operations.py    expressions as a graph in which equal ones are one node
-parse.py, trace.py         from text, by a white list, and from a Python function
-derivative.py, ranges.py   derivatives; the range of every expression
-plan.py, hoist.py          parts that are computed once for a row, a column or a distance, and not for each score
-evaluate.py, tile.py       in torch
-call.py, check.py, axes.py    a call's positions; the shapes of tensors; mistakes
-describe.py                in words
+graph.py, operations.py     a formula as a graph, in which equal expressions are one node
+parse.py, trace.py          graphs from text, by a white list, and from Python functions
+derivative.py, ranges.py    derivatives; the range of every expression
+plan.py, hoist.py           the parts that are computed once for a row, a column or a distance instead of for each score
+evaluate.py, tile.py        formulas computed in torch
+call.py, check.py, axes.py  the positions of a call; the shapes of its tensors; mistakes in a formula
+describe.py                 a formula in words
 """
 
 from functools import partial

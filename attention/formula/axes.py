@@ -1,4 +1,4 @@
-"""The tensors of a formula, and the meaning of their axes."""
+"""The tensors that a formula reads, and the meaning of their axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Axes = tuple[str, ...]
 
 
 def loads(text: str) -> list[Node]:
-    """The loads of a formula."""
+    """The nodes of a formula that load an entry of a tensor."""
     return [x for x in topological([parse(text)]) if x.op == "load"]
 
 
@@ -22,13 +22,13 @@ def loads(text: str) -> list[Node]:
 def axes(text: str) -> dict[str, Axes]:
     """The tensors of a formula, by name, with the meaning of each axis.
 
-    "batch", "head", "row" (positions of queries), "column" (positions of keys), "position" (of both), or "table" for
-    one that is indexed by anything else. A tensor can have a batch before these axes. Raises FormulaError.
+    "batch", "head", "row" (positions of queries), "column" (positions of keys), "position" (of both), or "table" for an
+    axis with any other index. A tensor can have a batch axis before these. Raises FormulaError.
     """
-    found: dict[str, list[set[str]]] = {}
+    letters: dict[str, list[set[str]]] = {}
     for x in loads(text):
         names = [AXES.get(y.value, "table") if y.op == "leaf" else "table" for y in x.args]
-        known = found.setdefault(x.value, [set() for _ in names])
+        known = letters.setdefault(x.value, [set() for _ in names])
         if len(known) != len(names):
             raise FormulaError(
                 f"{{}} has {x.value} with {len(known)} indices and with {len(names)}.", Option("formula")
@@ -39,4 +39,4 @@ def axes(text: str) -> dict[str, Axes]:
     def together(names: set[str]) -> str:
         return next(iter(names)) if len(names) == 1 else "position" if names == {"row", "column"} else "table"
 
-    return {name: tuple(map(together, known)) for name, known in found.items()}
+    return {name: tuple(map(together, known)) for name, known in letters.items()}

@@ -1,4 +1,4 @@
-"""The formula of one call: positions of queries and keys, the parts computed before the scores, and its tiles."""
+"""The formula of a call: positions of queries and keys, the parts computed before the scores, and tiles of scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tile import TileFormula
 
 
 def reach_of(score: Score, layout: Layout, T: int, S: int, H: int) -> Reach:
-    """The positions of T queries and S keys."""
+    """The range of positions of T queries and S keys."""
     first, keys = layout.query_start(T, S), (layout.k_start, layout.k_start + S - 1)
     queries = (0, S - 1) if layout.lengths is not None else (first, first + T - 1)
     return Reach(queries, keys, score.causal, score.most_keys, H)
@@ -30,13 +30,13 @@ def visible_distances(score: Score, layout: Layout, T: int, S: int) -> tuple[int
 
 
 def positions(layout: Layout, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """i, (T,) or with lengths (B, T), of which those before the first position are 0; and j (S,)."""
+    """The positions of queries, (T,) or with lengths (B, T), and of keys, (S,). Queries before 0 count as 0."""
     i = (layout.own_keys(T, S, device) + layout.k_start).clamp(min=0)
     return i, torch.arange(layout.k_start, layout.k_start + S, device=device)
 
 
 def place_of(score: Score, layout: Layout, q: Tensor, S: int, steps: Steps) -> Place:
-    """Where queries q (B, H, T, D) and S keys stand, as far as the numbers that are hoisted ask for it."""
+    """The positions of queries q (B, H, T, D) and S keys, as far as the hoisted values need them."""
     B, H, T, _ = q.shape
     first = layout.query_start(T, S)
     ordered = layout.lengths is None and first >= 0
@@ -50,7 +50,7 @@ def place_of(score: Score, layout: Layout, q: Tensor, S: int, steps: Steps) -> P
 
 
 def seen_keys(score: Score, layout: Layout, T: int, S: int, device: torch.device) -> Tensor:
-    """How many of S keys each of T queries sees, at least 1: (T,), or with lengths or documents (B, T)."""
+    """The number of S keys that each of T queries sees, at least 1: (T,), or with lengths or documents (B, T)."""
     first = layout.query_start(T, S) - layout.k_start
     bounded = layout.lengths is not None or layout.document_starts is not None or score.hides_keys
     if score.causal and not bounded and 0 <= first <= S - T:
@@ -62,7 +62,7 @@ def seen_keys(score: Score, layout: Layout, T: int, S: int, device: torch.device
 def prepared(
     score: Score, layout: Layout, q: Tensor, S: int, tensors: dict[str, Tensor]
 ) -> tuple[Tensor | None, float, tuple[Tensor, ...]]:
-    """The factors of s (B or 1, H or 1, T or 1), the number that scales s besides, and what scores are computed from.
+    """The factors of s, (B or 1, H or 1, T or 1), or a number that scales s; and the inputs of a score's formula.
 
     Raises FormulaError for tensors that do not fit.
     """
@@ -81,7 +81,7 @@ def prepared(
 def tile_formula(
     score: Score, layout: Layout, inputs: Sequence[Tensor], T: int, S: int, device: torch.device
 ) -> TileFormula | None:
-    """The formula of a call of T queries and S keys, for tiles of its scores; None where the score is s."""
+    """The formula of a call of T queries and S keys, for tiles of scores; None where the score is s itself."""
     steps = score.steps()
     if steps is None or steps.is_identity:
         return None

@@ -1,4 +1,4 @@
-"""The requirements of a formula on its tensors, and mistakes that show before a call: in indices, sizes and values."""
+"""The tensors that a formula needs, and its mistakes that are known before a call: in indices, sizes and values."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .ranges import INF, Reach, intervals
 from .tile import TileFormula
 
 MOST_TENSORS = 8
-MOST_OPERATIONS = 64  # for each score
-PROBED = 16  # tokens
+MOST_OPERATIONS = 64  # of a score and its derivative
+PROBED = 16  # tokens for which a formula is tried
 FORMULA = Option("formula")
 
 
 def computes_with_heads(text: str) -> bool:
-    """Whether a formula uses a head's number other than as an index by itself into an axis of heads."""
+    """Whether a formula computes with h, the number of a head, or uses it as an index of another axis than heads."""
     used = axes(text)
     for x in topological([parse(text)]):
         for k, y in enumerate(x.args):
@@ -52,7 +52,7 @@ def check(text: str, causal: bool, window: int | None) -> None:
 
 
 def check_index(x: Node, reach: Reach, sizes: tuple[int, ...] | None) -> None:
-    """Raise FormulaError where an index of a load can be negative, or reach a tensor's size where `sizes` are given."""
+    """Raise FormulaError where an index of a load can be negative or, with `sizes`, too large for its axis."""
     ranges = intervals(list(x.args), reach)
     for k, y in enumerate(x.args):
         low, high = ranges[y]
@@ -70,7 +70,7 @@ def check_index(x: Node, reach: Reach, sizes: tuple[int, ...] | None) -> None:
 
 
 def check_tensors(text: str, tensors: Mapping[str, Tensor], B: int, reach: Reach) -> None:
-    """Raise FormulaError unless each tensor of the formula is there and has a size for every index of the call."""
+    """Raise FormulaError unless all tensors of the formula are given, and are large enough for the call's indices."""
     for name, names in axes(text).items():
         x, wanted = tensors.get(name), f"({', '.join(names)}{',' * (len(names) == 1)})"
         if x is None:
@@ -103,7 +103,7 @@ def least_sizes(text: str, reach: Reach) -> dict[str, list[int]]:
 def probe(text: str, causal: bool, window: int | None) -> None:
     """Raise FormulaError for a formula that has no finite value for some query and key, whatever its tensors hold.
 
-    It is computed for a few tokens, scores from -8 to 8, and tensors of several constants.
+    The formula is tried for a few tokens, scores from -8 to 8, and tensors filled with several constants.
     """
     reach = Reach((0, PROBED - 1), (0, PROBED - 1), causal, window, heads=2)
     sizes = least_sizes(text, reach)
@@ -129,6 +129,6 @@ def probe(text: str, causal: bool, window: int | None) -> None:
 
 
 def reach_of(reach: Reach) -> tuple[int, int]:
-    """The lowest and the highest distance of a call, whose positions are known."""
+    """The lowest and the highest distance of a call with known positions."""
     low, high = reach.distance()
     return int(low), int(high)

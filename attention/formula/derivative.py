@@ -1,4 +1,4 @@
-"""Derivatives of a formula: reverse mode on its graph, so that they share what the value has computed."""
+"""Derivatives of a formula by reverse mode on its graph, so that they share intermediate results with the value."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def derivatives(output: Node, wanted: Sequence[Node]) -> list[Node]:
 
 
 def added(a: Node, b: Node) -> Node:
-    """a + b, inside of a choice that both make."""
+    """a + b. Where both choose by the same condition, the sum is inside of the choice."""
     if a.op == b.op == "where" and a.args[0] is b.args[0]:
         return ops.where(a.args[0], added(a.args[1], b.args[1]), added(a.args[2], b.args[2]))
     return ops.add(a, b)
 
 
 def product(g: Node, factor: Node) -> Node:
-    """g times a factor, inside of a choice between 0 and 1."""
+    """g times a factor. Where g chooses between 0 and 1, the product is inside of the choice."""
     if g.op == "where" and all(is_number(x) and x.value in (0, 1) for x in g.args[1:]):
         return ops.where(g.args[0], *(ops.multiply(x, factor) for x in g.args[1:]))
     return ops.multiply(g, factor)

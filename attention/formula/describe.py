@@ -1,4 +1,4 @@
-"""A formula in words: the parts computed for each score, and the parts computed before."""
+"""A formula in words: the parts computed for each score, and the parts computed in advance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALONG = {
 
 
 def describe(text: str, causal: bool, window: int | None) -> str:
-    """The formula, its derivative by s, and the parts computed before the scores."""
+    """The formula, its derivative by s, and the parts that are computed in advance."""
     x, p = parse(text), plan(text, causal, window)
     (slope,) = derivatives(x, [leaf("s")])
     parts = [f"score: {show(x)}", f"derivative by s: {show(slope)}"]

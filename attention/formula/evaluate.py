@@ -1,5 +1,5 @@
-"""Formulas in torch: a list of steps, which torch.compile follows, and entries of tensors whose gradients are summed in
-a fixed order."""
+"""Formulas computed in torch, as lists of steps that torch.compile can trace; and entries of tensors, whose gradients
+are summed in a fixed order."""
 
 from __future__ import annotations
 
@@ -15,55 +15,57 @@ from .graph import Node, topological
 
 
 class Program(NamedTuple):
-    """Steps in order, each (operation, numbers of the steps whose results it takes, value), and those to return."""
+    """Steps in order, each (operation, steps that give its arguments, value), and the steps that give the results."""
 
     steps: tuple[tuple[str, tuple[int, ...], Any], ...]
     outputs: tuple[int, ...]
 
 
 def program(outputs: Sequence[Node], hoisted: Sequence[Node] = (), tables: Sequence[Node] = ()) -> Program:
-    """Steps that compute nodes, of leaves, of hoisted numbers, and of tables: loads that are given like these."""
-    numbers: dict[Node, int] = {}
+    """The steps that compute nodes from leaves, hoisted values, and tables: loads whose entries are given too."""
+    index: dict[Node, int] = {}
     steps: list[tuple[str, tuple[int, ...], Any]] = []
     given = {x: ("table", (), k) for k, x in enumerate(tables)}
     for x in topological(outputs):
         value = hoisted.index(x.value) if x.op == "hoisted" else (x.value, bare(x)) if x.op == "load" else x.value
-        steps.append(given.get(x) or (x.op, tuple(numbers[y] for y in x.args), value))
-        numbers[x] = len(steps) - 1
-    return Program(tuple(steps), tuple(numbers[x] for x in outputs))
+        steps.append(given.get(x) or (x.op, tuple(index[y] for y in x.args), value))
+        index[x] = len(steps) - 1
+    return Program(tuple(steps), tuple(index[x] for x in outputs))
 
 
 def bare(load: Node) -> tuple[str, ...] | None:
-    """The leaves that are a load's indices, if nothing is computed and none comes twice."""
+    """The indices of a load, if each is a leaf and no leaf comes twice; otherwise None."""
     names = tuple(x.value for x in load.args if x.op == "leaf")
     return names if len(set(names)) == len(load.args) else None
 
 
 def leaves_of(steps: Program, is_view: Callable[[tuple[str, ...] | None], bool]) -> list[str]:
-    """The leaves that a program computes with. `is_view`: whether the entries of a tensor with such bare indices are a
-    view of it, which asks for no leaves."""
+    """The leaves that a program needs.
+
+    is_view  whether a load with these bare indices is a view of its tensor, which needs no leaves
+    """
     names: list[str] = []
     wanted = list(steps.outputs)
     while wanted:
-        op, numbers, value = steps.steps[wanted.pop()]
+        op, arguments, value = steps.steps[wanted.pop()]
         if op == "leaf":
             names.append(value)
         elif op != "load":
-            wanted += numbers
+            wanted += arguments
         elif not is_view(value[1]):
             names.append("b")
-            wanted += numbers
+            wanted += arguments
     return names
 
 
 class Given(NamedTuple):
     """The inputs of a program.
 
-    leaves   name -> tensor, shaped so that all broadcast: at least those of `leaves_of`
-    dtype    of real numbers
-    hoisted  in the plan's order
-    tables   entries of tables, in the plan's order
-    load     (name, leaves that are indices or None, indices) -> entries of a tensor
+    leaves   name -> tensor, in shapes that broadcast: at least those of `leaves_of`
+    dtype    of real values
+    hoisted  the hoisted values, in the plan's order
+    tables   the entries of tables, in the plan's order
+    load     (name, bare indices or None, indices) -> entries of a tensor
     """
 
     leaves: dict[str, Tensor]
@@ -100,10 +102,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 def run(steps: Program, given: Given) -> list[Any]:
-    """The results of a program: tensors, or numbers where they are constants."""
+    """The results of a program: tensors, or Python numbers for constants."""
     results: list[Any] = []
-    for op, numbers, value in steps.steps:
-        a = [results[k] for k in numbers]
+    for op, arguments, value in steps.steps:
+        a = [results[k] for k in arguments]
         match op:
             case "number":
                 x = value
@@ -136,7 +138,7 @@ def run(steps: Program, given: Given) -> list[Any]:
 
 
 def both_tensors(a: Any, b: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two numbers as tensors of one dtype: the dtype of the operand that is a tensor."""
+    """Two operands as tensors of one dtype: that of the operand which is a tensor already."""
     like = a if isinstance(a, Tensor) else b
     if not isinstance(like, Tensor):
         dtype = torch.int64 if isinstance(a, int) and isinstance(b, int) else dtype
@@ -146,7 +148,7 @@ def both_tensors(a: Any, b: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class Entries(torch.autograd.Function):
-    """x[index] for whole numbers, any of which may come more than once."""
+    """x[index] for integer indices, any of which may repeat."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *index: Tensor) -> Tensor:
@@ -161,14 +163,14 @@ class Entries(torch.autograd.Function):
 
 
 def entries(x: Tensor, index: Sequence[Tensor]) -> Tensor:
-    """The entries of x at whole numbers that broadcast; the gradient of one is the sum over them, in a fixed order."""
+    """The entries of x at integer indices that broadcast. The gradient of an entry is summed in a fixed order."""
     return Entries.apply(x, *index)
 
 
 def full_index(x: Tensor, index: Sequence[Any], b: Tensor) -> list[Tensor]:
-    """An index into x by tensors, each moved into x where it lies outside.
+    """The indices as tensors, clamped to the sizes of x.
 
-    b  the sequences' numbers, for an x that has them before its other indices
+    b  the numbers of the sequences, for an x with a batch axis before the other axes
     """
     if x.ndim == len(index) + 1:
         index = [b, *index]
@@ -178,16 +180,16 @@ def full_index(x: Tensor, index: Sequence[Any], b: Tensor) -> list[Tensor]:
 
 @torch.library.custom_op(f"{NAMESPACE}::sum_of_entries", mutates_args=())
 def sum_of_entries(terms: Tensor, index: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Zeros of `shape`, to which each of the terms is added at its index; in fp64, and in one order."""
+    """A tensor of `shape` with the sums of the terms at each index, added in fp64 in a fixed order."""
     if not index:
         return terms.double().sum().reshape(list(shape))
     place = torch.zeros(terms.shape, dtype=torch.int64, device=terms.device)
     for x, size in zip(index, shape, strict=True):
         place = place * size + x
     total = torch.Size(shape).numel()
-    if terms.device.type == "cpu":  # one after the other; index_put would add in parallel
+    if terms.device.type == "cpu":  # in sequence; index_put would add in parallel
         sums = torch.bincount(place.flatten(), weights=terms.double().flatten(), minlength=total)
-    else:  # sorts by place
+    else:  # index_put_ sorts by place
         sums = torch.zeros(total, dtype=torch.float64, device=terms.device)
         sums.index_put_((place.flatten(),), terms.double().flatten(), accumulate=True)
     return sums.view(*shape)

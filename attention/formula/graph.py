@@ -1,10 +1,10 @@
 """The graph of a formula: every expression is one `Node`, and equal expressions are the same node.
 
-    s        the scaled score, a real number                i, j     positions of the query and the key, whole numbers
-    h, b     numbers of the query head and the sequence     n        how many keys the query sees
+    s     the scaled score, a real number                    i, j  the positions of query and key, integers
+    h, b  the numbers of the query head and the sequence     n     the number of keys that the query sees
 
-Whole numbers (positions, and integer arithmetic on them) can be indices; real numbers are computed in fp32.
-The functions of operations.py make the nodes that an expression consists of.
+Integers (positions, and integer arithmetic on them) can be indices; real numbers are computed in fp32. The functions of
+operations.py make nodes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 LEAVES = ("s", "i", "j", "h", "b", "n")
-LARGEST = 1e30  # constant: fp32 holds it
+LARGEST = 1e30  # of a constant; fp32 can represent it
 Number = int | float
 
 
 class Mistake(Exception):
-    """A mistake in an expression, as a sentence without its end. `parse` and `trace` add the place."""
+    """A mistake in an expression, as the end of a sentence. `parse` and `trace` add the place."""
 
 
 class Node:
-    """An expression, made by functions of this package alone.
+    """An expression. Only the functions of this package make nodes.
 
     op     a name of OPERATIONS, or "number", "leaf", "load" (an entry of a tensor) or "hoisted" (plan.py)
     args   nodes; for a load its indices
-    value  of a number; the name of a leaf or tensor; the exponent of a power
-    kind   "real", "whole" or "truth"
+    value  the value of a number; the name of a leaf or tensor; the exponent of a power
+    kind   "real", "whole" (an integer) or "truth"
     deps   the leaves on which it depends
     """
 
@@ -47,7 +47,7 @@ _NODES: WeakValueDictionary[tuple, Node] = WeakValueDictionary()
 
 
 def make(op: str, args: tuple[Node, ...] = (), value: Any = None, kind: str = "real", deps: Iterable[str] = ()) -> Node:
-    """The node of these parts, as it stands: nothing is simplified. deps are those beyond the arguments'."""
+    """The node with these parts, without simplification. deps are in addition to those of the arguments."""
     key = (op, args, value, kind)
     node = _NODES.get(key)
     if node is None:
@@ -59,14 +59,14 @@ def make(op: str, args: tuple[Node, ...] = (), value: Any = None, kind: str = "r
 
 
 def number(x: Number) -> Node:
-    """A constant: whole for an int, real for a float."""
+    """A constant: an integer for an int, real for a float."""
     if not math.isfinite(x) or abs(x) > LARGEST or (isinstance(x, int) and abs(x) >= 2**31):
         raise Mistake("a constant is too large: whole numbers stay below 2^31, others below 1e30")
     return make("number", value=x, kind="whole" if isinstance(x, int) else "real")
 
 
 def truth(x: bool) -> Node:
-    """A comparison whose result is known."""
+    """A comparison with a known result."""
     return make("number", value=x, kind="truth")
 
 
@@ -76,7 +76,7 @@ def leaf(name: str) -> Node:
 
 
 def as_node(x: Any) -> Node:
-    """A node as it is, a number as a constant."""
+    """A node unchanged, a Python number as a constant."""
     if isinstance(x, Node):
         return x
     if isinstance(x, bool) or not isinstance(x, int | float):
@@ -99,7 +99,7 @@ def real(x: Node) -> Node:
 
 
 def matched(a: Operand, b: Operand) -> tuple[Node, Node]:
-    """Two numbers of one kind: a whole one beside a real one becomes real."""
+    """Two operands of one kind: an integer becomes real if the other is real."""
     x, y = as_node(a), as_node(b)
     if "truth" in (x.kind, y.kind) or x.kind != y.kind:
         x, y = real(x), real(y)
@@ -107,7 +107,7 @@ def matched(a: Operand, b: Operand) -> tuple[Node, Node]:
 
 
 def fold(function: Callable[..., Number], *args: Node) -> Node | None:
-    """The function of constants; None where an argument is none."""
+    """The function's value for constants; None where an argument is not constant."""
     if not all(is_number(x) for x in args):
         return None
     try:
@@ -117,7 +117,7 @@ def fold(function: Callable[..., Number], *args: Node) -> Node | None:
 
 
 def topological(outputs: Iterable[Node]) -> list[Node]:
-    """All nodes that `outputs` are made of, arguments first."""
+    """All nodes of the graph of `outputs`, arguments before the nodes that use them."""
     done: dict[Node, None] = {}
     stack = list(outputs)[::-1]
     while stack:

@@ -17,16 +17,17 @@ from .plan import plan
 
 
 class Steps(NamedTuple):
-    """A plan as programs: only tuples, numbers and text, which torch.compile takes for constants.
+    """A plan as programs, made of tuples, numbers and text alone, which are constants for torch.compile.
 
-    factor       of s, where it is no number; `scale` is the number otherwise
-    hoisted      (stage, far, program) of each
+    factor       of s, where it is not a number
+    scale        of s, where the factor is a number
+    hoisted      (stage, far, program) of each hoisted value
     value        the score
-    gradients    the score, and its derivatives by s, by each of the hoisted numbers and by each table's entry
-    tables       (name, program of the indices) of each
-    axes         (name, meaning of each axis) of the tensors, see check.py
-    by_position  whether a score's computation asks for the positions of its query and key, or for its head
-    is_identity  whether nothing is left to do to s but the factor
+    gradients    the score, and its derivatives by s, by each hoisted value and by each table's entry
+    tables       (name, program of the indices) of each table
+    axes         (name, meaning of each axis) of the tensors; see axes.py
+    by_position  whether the computation of a score needs the positions of its query and key, or its head
+    is_identity  whether the score is s times the factor
     """
 
     factor: Program | None
@@ -40,7 +41,7 @@ class Steps(NamedTuple):
     is_identity: bool
 
     def programs(self) -> list[tuple[str, Program]]:
-        """Those that are run before any score, with their stages, but for those of distances."""
+        """The programs that run before the scores, except those of distances, with their stages."""
         factor = [] if self.factor is None else [("row", self.factor)]
         return factor + [(stage, steps) for stage, _, steps in self.hoisted if stage != "distance"]
 
@@ -70,18 +71,18 @@ def steps_of(text: str, causal: bool, window: int | None) -> Steps:
 
 
 class Place(NamedTuple):
-    """Where the queries and keys of a call stand.
+    """The positions of a call's queries and keys.
 
     sizes      (B, H, T, S): sequences, query heads, queries and keys
     device     of the tensors
-    i          positions of the queries, (T,) or, with lengths, (B, T); those before the first as 0
+    i          positions of the queries, (T,) or, with lengths, (B, T); 0 instead of negative ones
     j          positions of the keys, (S,)
-    n          how many keys each query sees, at least 1, (T,) or (B, T)
-    q_start    position of the first query, where the others follow it; None: with lengths, or before the first
+    n          the number of keys that each query sees, at least 1, (T,) or (B, T)
+    q_start    position of the first query, if the others follow it; None with lengths, and if it is negative
     k_start    position of the first key
     distances  the lowest and the highest i - j of pairs that see each other
 
-    i, j and n are None where nothing asks for them.
+    i, j and n are None where no program needs them.
     """
 
     sizes: tuple[int, int, int, int]
@@ -94,7 +95,7 @@ class Place(NamedTuple):
     distances: tuple[int, int]
 
     def leaves(self, stage: str, far: int | None, names: Sequence[str]) -> dict[str, Tensor]:
-        """The leaves `names` of a stage's program, to broadcast to (B, H, length), or for pairs to (B, H, T, S)."""
+        """The leaves `names` for a stage, in shapes that broadcast to (B, H, length), or for pairs to (B, H, T, S)."""
         device, last = self.device, (1, 1) if stage == "pair" else (1,)
         leaves: dict[str, Tensor] = {}
         if "h" in names:
@@ -113,33 +114,33 @@ class Place(NamedTuple):
         return leaves
 
     def asked(self, stage: str, steps: Program) -> list[str]:
-        """The leaves that a program of this stage computes with."""
+        """The leaves that a program of this stage needs."""
         return leaves_of(steps, lambda names: self.is_view(names, stage))
 
     def is_view(self, names: tuple[str, ...] | None, stage: str) -> bool:
-        """Whether the entries of a tensor that these bare indices name are a view of it."""
+        """Whether the entries of a tensor at these bare indices are a view of it."""
         return names is not None and stage != "distance" and ("i" not in names or self.q_start is not None)
 
 
 def distances(reach: tuple[int, int], far: int | None, device: torch.device) -> Tensor:
-    """The distances of a hoisted vector, the last of them that stands for all further ones."""
+    """The distances of a hoisted vector. The last one stands for all greater distances."""
     low, high = reach
     return torch.arange(low, max(low, high if far is None else min(high, far)) + 1, device=device)
 
 
 def factors_of(q: Tensor, steps: Steps, tensors: dict[str, Tensor], place: Place) -> Tensor:
-    """The factors of s that are the same along a row, for q (B, H, T, D): (B or 1, H or 1, T or 1)."""
+    """The factors of s, each the same along a row, for q (B, H, T, D): (B or 1, H or 1, T or 1)."""
     assert steps.factor is not None
     return evaluated("row", None, steps.factor, tensors, place, accum_dtype(q.dtype))
 
 
 def scaled_queries(q: Tensor, factors: Tensor) -> Tensor:
-    """q (B, H, T, D) times factors of its rows."""
+    """q (B, H, T, D), each row times its factor."""
     return (q.to(factors.dtype) * factors.unsqueeze(-1)).to(q.dtype)
 
 
 def hoisted(steps: Steps, tensors: dict[str, Tensor], place: Place, dtype: torch.dtype) -> list[Tensor]:
-    """The hoisted numbers, (B or 1, H or 1, length) each, of length 1 for a head; for pairs (B or 1, H or 1, T, S)."""
+    """The hoisted values, (B or 1, H or 1, length) each, with length 1 for a head; for pairs (B or 1, H or 1, T, S)."""
     return [evaluated(stage, far, steps, tensors, place, dtype) for stage, far, steps in steps.hoisted]
 
 
@@ -162,7 +163,7 @@ def evaluated(
 
 
 def spread(x: Tensor, names: tuple[str, ...], place: Place, stage: str) -> Tensor:
-    """A view of the entries x[h, i], or whatever other order its indices `names` have, as (B or 1, H, T)."""
+    """A view of the entries x[h, i] as (B or 1, H, T), for indices `names` in any order."""
     names = ("b", *names) if x.ndim == len(names) + 1 else names
     for name, start, length in (("i", place.q_start, place.sizes[2]), ("j", place.k_start, place.sizes[3])):
         if name in names and start is not None and (start, length) != (0, x.shape[names.index(name)]):

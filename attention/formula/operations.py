@@ -1,7 +1,7 @@
 """Arithmetic on the nodes of a formula.
 
-Constants are folded, a constant factor comes first, and sums of whole numbers have one normal form, so that i - j is
-the same node however it is written. Nothing else changes: an expression is evaluated as it was written.
+Constants are folded, a constant factor comes first, and sums of integers have one normal form, so that i - j is the
+same node however it is written. Otherwise an expression is evaluated as it was written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGEST_POWER = 8
 
 
 def load(name: str, *index: Operand) -> Node:
-    """An entry of the tensor `name`, by whole numbers."""
+    """An entry of the tensor `name`, at integer indices."""
     nodes = tuple(map(as_node, index))
     for x in nodes:
         if x.kind != "whole":
@@ -44,7 +44,7 @@ def load(name: str, *index: Operand) -> Node:
 
 
 def linear(x: Node) -> tuple[dict[Node, int], int]:
-    """A whole number as a sum: how often it has each term that is no sum itself, and its constant."""
+    """An integer expression as a sum: the coefficient of each term that is not a sum itself, and the constant."""
     if x.op == "number":
         return {}, x.value
     if x.op in ("add", "sub"):
@@ -62,7 +62,7 @@ def linear(x: Node) -> tuple[dict[Node, int], int]:
 
 
 def from_linear(terms: dict[Node, int], constant: int) -> Node:
-    """The whole number from the terms that `linear` gave; i and j become one term, i - j, where nothing else enters."""
+    """The integer with these terms, the inverse of `linear`. i and j with opposite coefficients become i - j."""
     i, j = leaf("i"), leaf("j")
     if terms.get(i) and terms.get(j) == -terms[i]:
         distance = make("sub", (i, j) if terms[i] > 0 else (j, i), kind="whole")
@@ -82,7 +82,7 @@ def from_linear(terms: dict[Node, int], constant: int) -> Node:
 
 
 def scaled(times: int, x: Node) -> Node:
-    """A whole number several times."""
+    """An integer expression times a constant."""
     return make("mul", (number(times), x), kind="whole")
 
 
@@ -134,7 +134,7 @@ def negate(a: Operand) -> Node:
 
 
 def multiply(a: Operand, b: Operand) -> Node:
-    """A constant factor comes first. A product of two whole numbers that vary is real: it could overflow 32 bits."""
+    """A constant factor comes first. A product of two integers that vary is real, because it could overflow 32 bits."""
     x, y = as_node(a), as_node(b)
     if y.op == "number":
         x, y = y, x
@@ -179,7 +179,7 @@ def divide(a: Operand, b: Operand) -> Node:
 
 
 def power(a: Operand, b: Operand) -> Node:
-    """x ** n by multiplication for whole n; exp(y log x) where the exponent varies."""
+    """x ** n by multiplication for an integer n, otherwise exp(y log x)."""
     x, y = real(as_node(a)), as_node(b)
     if y.op == "number" and float(y.value).is_integer():
         n = int(y.value)
@@ -199,7 +199,7 @@ def power(a: Operand, b: Operand) -> Node:
 
 
 def whole_division(op: str, a: Operand, b: Operand) -> Node:
-    """Floor division or its remainder, as Python has them."""
+    """Floor division ("floordiv") or its remainder ("mod"), as in Python."""
     x, y = as_node(a), as_node(b)
     if x.kind != "whole" or y.kind != "whole" or y.op != "number" or y.value < 1:
         raise Mistake("// and % take a whole number and a positive whole constant, as in i // 64")
@@ -212,7 +212,7 @@ def whole_division(op: str, a: Operand, b: Operand) -> Node:
 
 
 def extreme(op: str, a: Operand, b: Operand) -> Node:
-    """The smaller or the larger of two numbers."""
+    """The smaller ("min") or the larger ("max") of two numbers."""
     x, y = matched(a, b)
     if (folded := fold(min if op == "min" else max, x, y)) is not None:
         return folded
@@ -253,7 +253,7 @@ def invert(a: Node) -> Node:
 
 
 def condition(x: Any) -> Node:
-    """x, if it is a comparison."""
+    """x, which must be a comparison. Raises Mistake."""
     if not isinstance(x, Node) or x.kind != "truth":
         raise Mistake("a condition is a comparison, as in i - j < 8")
     return x
@@ -282,7 +282,7 @@ FUNCTIONS: dict[str, Callable[[float], Number]] = {
 
 
 def unary(op: str, a: Operand) -> Node:
-    """A name of FUNCTIONS, of a real number; abs also of a whole one, and floor(x) is whole."""
+    """A function of FUNCTIONS of a real number. abs also takes integers, and floor(x) is an integer."""
     x = as_node(a)
     if op == "floor" and x.kind == "whole":
         return x
@@ -295,7 +295,7 @@ def unary(op: str, a: Operand) -> Node:
 
 
 def rebuild(x: Node, change: dict[Node, Node]) -> Node:
-    """x with nodes replaced, simplified again. `change` collects the result of every node."""
+    """x with nodes replaced by `change`, and simplified again. `change` grows by all nodes of x."""
     for y in topological([x]):
         if y not in change:
             args = tuple(change[z] for z in y.args)
@@ -304,7 +304,7 @@ def rebuild(x: Node, change: dict[Node, Node]) -> Node:
 
 
 def combine(x: Node, args: tuple[Node, ...]) -> Node:
-    """The operation of x, of other arguments."""
+    """The operation of x with other arguments."""
     match x.op:
         case "load":
             return load(x.value, *args)

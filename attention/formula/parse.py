@@ -1,4 +1,4 @@
-"""A formula as text: read by a white list over Python's syntax tree, so that nothing is ever evaluated, and written."""
+"""Formulas as text: reads them by a white list over Python's syntax tree, evaluating nothing, and writes them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .graph import LEAVES, Mistake, Node, leaf, number, real, topological
 
 LONGEST = 500  # characters
 MOST_NODES = 200  # of a graph
-DEEPEST = 60  # expressions within each other
-# Names of a call's other arguments: no tensor of a formula can have them.
+DEEPEST = 60  # nested expressions
+# The names of a call's other arguments, which no tensor of a formula can have.
 TAKEN = {"q", "k", "v", "cache", "score", "layout", "scale", "dropout_key", "return_lse", "tensors", "sinks"}
 
 CALLS: dict[str, tuple[int, Callable[..., Node]]] = {
@@ -45,7 +45,7 @@ COMPARE: dict[type[ast.AST], Callable[[Node, Node], Node]] = {
 
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Node:
-    """The graph of a formula, a real number. Raises FormulaError, which shows the place."""
+    """The graph of a formula. Raises FormulaError, which shows the place of the mistake."""
     if not text.isascii() or len(text) > LONGEST or not text.strip():
         raise FormulaError(
             f"{{}} must be text of 1 to {LONGEST} characters of ASCII, such as s * log(n).", Option("formula")
@@ -53,7 +53,7 @@ def parse(text: str) -> Node:
     text = " ".join(text.split())
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's about odd code
+            warnings.simplefilter("ignore")  # Python warns of unusual code
             tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         column = (getattr(error, "offset", 0) or 1) - 1
@@ -62,7 +62,7 @@ def parse(text: str) -> Node:
 
 
 def finished(x: Node) -> Node:
-    """A whole formula, checked. Raises FormulaError."""
+    """The graph of a whole formula, after checks. Raises FormulaError."""
     formula = Option("formula")
     if x.kind == "truth":
         raise FormulaError("{} is a comparison and not a number; write where(condition, a, b).", formula)
@@ -79,13 +79,13 @@ def finished(x: Node) -> Node:
 
 
 def refusal(what: str, text: str, start: int, end: int) -> FormulaError:
-    """The error "{formula} <mistake>", and below it the text with the place marked."""
+    """The error "{formula} <mistake>", with the text of the formula and the marked place below."""
     marks = " " * start + "^" * max(1, end - start)
     return FormulaError("{} {}:\n    {}\n    {}", Option("formula"), what, text, marks)
 
 
 class Reader:
-    """Makes nodes of a syntax tree."""
+    """Makes a graph from a syntax tree."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -151,7 +151,7 @@ class Reader:
         return function(*args)
 
     def tensor(self, named: ast.Name) -> str:
-        """The name of a tensor, if it can be one."""
+        """The name of a tensor. Refuses names that no tensor can have."""
         if named.id in CALLS:
             self.refuse(f"uses the function {named.id} as a number", named)
         if named.id in LEAVES or named.id in TAKEN or named.id.startswith("_"):
@@ -164,8 +164,8 @@ INFIX |= {"lt": ("<", 3), "le": ("<=", 3), "eq": ("==", 3), "ne": ("!=", 3), "an
 
 
 def show(x: Node) -> str:
-    """The formula as text that `parse` reads as the same node."""
-    written: dict[Node, tuple[str, int]] = {}  # with how tightly its operation binds
+    """The formula as text, from which `parse` makes the same node."""
+    written: dict[Node, tuple[str, int]] = {}  # the text, and the precedence of its operation
     for y in topological([x]):
         written[y] = written_as(y, [written[z] for z in y.args])
     return written[x][0]

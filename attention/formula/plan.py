@@ -1,11 +1,11 @@
-"""The plan of a formula: which parts are computed once a head, row, column or distance, and which for each score.
+"""The plan of a formula: the parts computed once for a head, row, column or distance, and the parts for each score.
 
-    formula = value(factor s, hoisted numbers, i, j)
+    formula = value(factor s, hoisted values, i, j)
 
-A part that is the same for a head, along a row or column, or for all pairs of one distance i - j is hoisted: torch
-computes it once, before any score. The implementation that computes the scores then reads vectors, and gives each its
-gradient; autograd goes on from there to the caller's tensors. A factor of s that is the same along a row never reaches
-an implementation: it multiplies the queries.
+A part that is the same for a head, along a row or column, or for all pairs at one distance i - j is hoisted: torch
+computes it once, before the scores. The implementation that computes the scores reads the hoisted vectors, and returns
+their gradients, from which autograd computes those of the caller's tensors. A factor of s that is the same along a row
+multiplies the queries instead.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .operations import rebuild
 from .parse import parse
 from .ranges import INF, Reach, intervals
 
-FURTHEST = 2**20  # distance
+FURTHEST = 2**20  # the greatest distance at which a vector may become constant
 COSTLY = {"exp", "log", "sqrt", "tanh", "sigmoid", "sin", "cos", "floor", "load"}
 DEPS = {"head": (), "row": ("i",), "column": ("j",), "distance": ("i", "j"), "pair": ("i", "j")}
 
 
 class Hoisted(NamedTuple):
-    """A part that is computed beforehand, with or without a batch and with or without heads.
+    """A part that is computed before the scores. It may differ from sequence to sequence and from head to head.
 
     node   the expression
-    stage  "head": one number; "row" or "column": one for each query or key; "distance": one for each i - j;
-           "pair": one for each query and key, an entry of a tensor that is given so
-    far    distances from this on have the same number; None: there is no such distance
+    stage  "head": one value; "row" or "column": one for each query or key; "distance": one for each i - j;
+           "pair": one for each query and key, read from a tensor that has an entry for each
+    far    the distance from which on all values are equal; None: there is none
     """
 
     node: Node
@@ -43,14 +43,14 @@ class Hoisted(NamedTuple):
 class Plan(NamedTuple):
     """A formula as implementations compute it.
 
-    factor      of s, the same along a row: it multiplies the queries
-    hoisted     in the order in which `make("hoisted", value=node)` stand for them in value, score and derivatives
-    value       the score, of s = factor scale q k^T, the hoisted numbers and positions
-    score       value without the terms that are the same along a row or a column
-    row, column the numbers of these terms in `hoisted`; None where there is none
-    derivative  of value by s
-    weights     derivatives of value by each of the hoisted numbers, then by each of `tables`
-    tables      loads that value makes for each pair, by computed indices
+    factor       of s, the same along a row; it multiplies the queries
+    hoisted      the hoisted parts; nodes `make("hoisted", value=node)` stand for them in value, score and derivatives
+    value        the score as a function of s = factor scale q k^T, the hoisted values and positions
+    score        `value` without the summands that are the same along a row or a column
+    row, column  the indices of these summands in `hoisted`; None where there is none
+    derivative   of `value` by s
+    weights      the derivatives of `value` by each hoisted value, then by each of `tables`
+    tables       the loads for each pair of query and key whose indices are computed
     """
 
     formula: Node
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 
 
 def stage(x: Node) -> str:
-    """How often an expression must be computed: once for a head, a row, a column, a pair of them or a score."""
+    """How often an expression must be computed: once for each head, row, column, pair of query and key, or score."""
     if "s" in x.deps:
         return "score"
     of_row = "i" in x.deps or "n" in x.deps
@@ -76,7 +76,7 @@ def stage(x: Node) -> str:
 
 
 def of_distance(x: Node) -> bool:
-    """Whether x depends on the positions by i - j alone."""
+    """Whether x depends on the positions only through i - j."""
     free: dict[Node, bool] = {}
     for y in topological([x]):
         if y.op == "leaf":
@@ -93,11 +93,11 @@ def is_distance(x: Node) -> bool:
 
 @lru_cache(maxsize=1024)
 def plan(text: str, causal: bool = True, window: int | None = None) -> Plan:
-    """The plan of a formula, in attention of which these two are known. Raises FormulaError."""
+    """The plan of a formula for a causal or full attention with this window. Raises FormulaError."""
     formula = parse(text)
     try:
         return planned(formula, Reach(causal=causal, window=window))
-    except Mistake as mistake:  # constants of the derivative, as of nested powers, that are too large
+    except Mistake as mistake:  # such as too large constants in the derivative of nested powers
         raise FormulaError("{} or its derivative cannot be computed, as {}.", Option("formula"), str(mistake)) from None
 
 
@@ -108,42 +108,42 @@ def planned(formula: Node, reach: Reach) -> Plan:
     factor = number(1.0)
     if stage(slope) in ("head", "row") and not has_steps(formula):  # the formula is slope s + its value at s = 0
         factor, rest = slope, rebuild(formula, {s: number(0.0)})
-        terms = [s, *summands(rest)]
+        parts = [s, *summands(rest)]
     else:
-        terms = summands(formula)
-    rows = total([x for x in terms if stage(x) in ("head", "row")])
-    columns = total([x for x in terms if stage(x) == "column"])
+        parts = summands(formula)
+    rows = total([x for x in parts if stage(x) in ("head", "row")])
+    columns = total([x for x in parts if stage(x) == "column"])
     hoist = Hoist(reach)
-    score = hoist(total([x for x in terms if stage(x) in ("pair", "score")]))
+    score = hoist(total([x for x in parts if stage(x) in ("pair", "score")]))
     value = score
     for x in (rows, columns):
         if not is_number(x):
             value = ops.add(value, hoist(x))
-    found = tuple(hoist.found.values())
-    numbers = {entry.node: k for k, entry in enumerate(found)}
+    hoisted = tuple(hoist.entries.values())
+    index = {entry.node: k for k, entry in enumerate(hoisted)}
     tables = tuple(x for x in topological([value]) if x.op == "load")
-    placed = [placeholder(entry) for entry in found]
+    placed = [placeholder(entry) for entry in hoisted]
     derivative, *weights = derivatives(value, [s, *placed, *tables])
-    row, column = numbers.get(rows), numbers.get(columns)
-    return Plan(formula, factor, found, value, score, row, column, derivative, tuple(weights), tables)
+    row, column = index.get(rows), index.get(columns)
+    return Plan(formula, factor, hoisted, value, score, row, column, derivative, tuple(weights), tables)
 
 
 def has_steps(x: Node) -> bool:
-    """Whether x can jump where s does not."""
+    """Whether x can be discontinuous in s."""
     return any("s" in y.deps and (y.kind == "truth" or y.op == "floor") for y in topological([x]))
 
 
 def placeholder(x: Hoisted) -> Node:
-    """The node that stands for a hoisted number."""
+    """The node that stands for a hoisted value."""
     return make("hoisted", (), x.node, x.node.kind, DEPS[x.stage])
 
 
 class Hoist:
-    """Replaces the parts of an expression that can be computed beforehand, and collects them."""
+    """Replaces the parts of an expression that can be hoisted, and collects them in `entries`."""
 
     def __init__(self, reach: Reach) -> None:
         self.reach = reach
-        self.found: dict[Node, Hoisted] = {}
+        self.entries: dict[Node, Hoisted] = {}
         self.done: dict[Node, Node] = {}
 
     def __call__(self, x: Node) -> Node:
@@ -152,12 +152,12 @@ class Hoist:
         return self.done[x]
 
     def replaced(self, x: Node) -> Node:
-        at = stage(x)
+        of = stage(x)
         if x.op in ("number", "leaf") and x is not leaf("n"):
             return x
-        if at in ("head", "row", "column") and (x.kind == "real" or is_costly(x)) and x.kind != "truth":
-            return self.hoisted(x, at)
-        if at == "pair" and x.kind != "truth":
+        if of in ("head", "row", "column") and (x.kind == "real" or is_costly(x)) and x.kind != "truth":
+            return self.hoisted(x, of)
+        if of == "pair" and x.kind != "truth":
             if of_distance(x) and is_costly(x) and x.op not in ("add", "sub", "mul", "neg"):
                 return self.hoisted(x, "distance")
             bare = [y for y in x.args if y in (leaf("b"), leaf("h"), leaf("i"), leaf("j"))]
@@ -167,7 +167,7 @@ class Hoist:
 
     @staticmethod
     def arguments(x: Node) -> tuple[Node, ...]:
-        """The arguments of x; in a product, factors of one stage together, so that they are hoisted as one."""
+        """The arguments of x. Factors of one stage are multiplied first, so that they are hoisted together."""
         groups: dict[str, list[Node]] = {"row": [], "column": [], "": []}
         for y in factors(x) if x.op == "mul" else []:
             groups[{"head": "row"}.get(stage(y), stage(y)) if stage(y) in ("head", "row", "column") else ""].append(y)
@@ -176,10 +176,10 @@ class Hoist:
         product, *others = (reduce(ops.multiply, group) for group in groups.values() if group)
         return product, reduce(ops.multiply, others)
 
-    def hoisted(self, x: Node, at: str) -> Node:
-        if x not in self.found:
-            self.found[x] = Hoisted(x, at, far_distance(x, self.reach) if at == "distance" else None)
-        return placeholder(self.found[x])
+    def hoisted(self, x: Node, of: str) -> Node:
+        if x not in self.entries:
+            self.entries[x] = Hoisted(x, of, far_distance(x, self.reach) if of == "distance" else None)
+        return placeholder(self.entries[x])
 
 
 def factors(x: Node) -> list[Node]:
@@ -193,7 +193,7 @@ def is_costly(x: Node) -> bool:
 
 
 def far_distance(x: Node, reach: Reach) -> int | None:
-    """The least distance from which on x is the same, as the whole numbers in it are; None: there is none."""
+    """The least distance from which on x is constant, because the integers in it are; None: there is none."""
     if not reach.causal:
         return None
     parts = whole_parts(x)
@@ -212,14 +212,14 @@ def far_distance(x: Node, reach: Reach) -> int | None:
 
 
 def whole_parts(x: Node) -> list[Node]:
-    """The largest whole numbers in x that depend on positions."""
+    """The largest integer expressions in x that depend on positions."""
     if x.kind == "whole" or x.op == "leaf":
         return [x] if x.deps & {"i", "j", "n"} else []
     return list(dict.fromkeys(y for z in x.args for y in whole_parts(z)))
 
 
 def summands(x: Node) -> list[Node]:
-    """Terms whose sum is x; a factor of a head is multiplied out where that tells a row from a column."""
+    """Expressions whose sum is x. A factor of a head is multiplied out, which separates rows from columns."""
     match x.op:
         case "add":
             return summands(x.args[0]) + summands(x.args[1])
@@ -237,7 +237,7 @@ def summands(x: Node) -> list[Node]:
 
 
 def total(terms: list[Node]) -> Node:
-    """The sum of terms."""
+    """The sum of expressions."""
     result = number(0.0)
     for x in terms:
         result = ops.add(result, x)

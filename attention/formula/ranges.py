@@ -1,4 +1,4 @@
-"""The range of every expression, from where queries and keys stand: interval arithmetic."""
+"""The range of every expression by interval arithmetic, from the positions of queries and keys."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Interval = tuple[float, float]  # the lowest and the highest value
 
 
 class Reach(NamedTuple):
-    """The places of a call's queries and keys.
+    """The positions of a call's queries and keys.
 
     queries, keys  the lowest and the highest position
-    causal         no query sees a key behind itself
-    window         keys that a query sees; None: all
-    heads          query heads; infinity where they are not known
+    causal         whether queries see no keys at later positions
+    window         the number of keys that a query sees; None: all
+    heads          the number of query heads; infinity where it is not known
     """
 
     queries: Interval = (0, INF)
@@ -29,14 +29,14 @@ class Reach(NamedTuple):
     heads: float = INF
 
     def distance(self) -> Interval:
-        """Of i - j, for a query that sees a key."""
+        """The range of i - j, for a query that sees a key."""
         low, high = self.queries[0] - self.keys[1], self.queries[1] - self.keys[0]
         if self.causal:
             low, high = max(low, 0), max(high, 0)
         return low, high if self.window is None else min(high, self.window - 1)
 
     def leaf(self, name: str) -> Interval:
-        """Of a leaf."""
+        """The range of a leaf."""
         most = self.keys[1] - self.keys[0] + 1
         if name == "n" and self.window is not None:
             most = min(most, self.window)
@@ -51,7 +51,7 @@ class Reach(NamedTuple):
 
 
 def intervals(outputs: Sequence[Node], reach: Reach) -> dict[Node, Interval]:
-    """The range of each number that `outputs` are made of, for the pairs that see each other; loads can be anything."""
+    """The ranges of all numbers in `outputs`, for queries and keys that see each other. Loads have any value."""
     known: dict[Node, Interval] = {}
     for x in topological(outputs):
         if x.kind == "truth":
@@ -66,7 +66,7 @@ def intervals(outputs: Sequence[Node], reach: Reach) -> dict[Node, Interval]:
 
 
 def of_sum(x: Node, known: dict[Node, Interval], reach: Reach) -> Interval:
-    """Of a whole number, where i and j vary together: j = i - d for a distance d."""
+    """The range of an integer sum in which i and j vary together: j = i - d for a distance d."""
     terms, constant = linear(x)
     i, j = terms.pop(leaf("i"), 0), terms.pop(leaf("j"), 0)
     rest = [scaled(known[term], times) for term, times in terms.items()]
@@ -97,13 +97,13 @@ def products(x: Interval, y: Interval) -> Interval:
 def monotone(function: Callable[[float], float], lowest: float, highest: float) -> Callable[[Interval], Interval]:
     """An increasing function of an interval; where Python's floats overflow, it is `lowest` or `highest`."""
 
-    def at(x: float, instead: float) -> float:
+    def value(x: float, instead: float) -> float:
         try:
             return function(x)
         except (ValueError, OverflowError):
             return instead
 
-    return lambda x: (at(x[0], lowest), at(x[1], highest))
+    return lambda x: (value(x[0], lowest), value(x[1], highest))
 
 
 def magnitude(x: Interval) -> Interval:

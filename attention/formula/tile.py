@@ -1,4 +1,4 @@
-"""The scores of a tile by a formula, and the gradients of all that they are computed from, in torch."""
+"""The scores of a tile by a formula, and the gradients of the formula's inputs, in torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TileFormula:
 
     i         (T,) or (B, T)   positions of the queries
     j         (S,)             positions of the keys
-    visible   the lowest and the highest i - j of pairs that can see each other
-    inputs    tensors that enter the formula besides s: hoisted numbers, then tables as they were given
+    visible   the lowest and the highest i - j of queries and keys that can see each other
+    inputs    the tensors in the formula besides s: hoisted values, then tables as they were given
     """
 
     def __init__(self, steps: Steps, inputs: Sequence[Tensor], i: Tensor, j: Tensor, visible: Range) -> None:
@@ -33,7 +33,7 @@ class TileFormula:
         return run(self.steps.value, Tile(self, s, rows, columns).given)[0]
 
     def start_sums(self, wanted: Collection[int]) -> None:
-        """Begin to add up the gradients of the inputs with these numbers; `Tile.add_to_sums` adds a tile's."""
+        """Begin the sums of the gradients of some inputs, by their indices. `Tile.add_to_sums` adds a tile's gradients."""
         for k in wanted:
             x = (*self.hoisted, *self.tables)[k]
             many = k >= len(self.hoisted) or self.steps.hoisted[k][0] in ("head", "distance")
@@ -48,8 +48,8 @@ class TileFormula:
 class Tile:
     """One tile of the scores of a `TileFormula`, (B, H, rows, columns).
 
-    i, j  positions that broadcast over the tile. For a pair that cannot see each other, j is one that i can see: so
-          nothing is computed where it may have no value, such as log(i - j + 1) before the diagonal
+    i, j  positions that broadcast over the tile. For a key that the query cannot see, j is the nearest key that it can
+          see, so that all scores have a value, as log(i - j + 1) has not above the diagonal
     """
 
     def __init__(self, formula: TileFormula, s: Tensor, rows: Range, columns: Range) -> None:
@@ -74,11 +74,11 @@ class Tile:
             self.given.tables.append(entries(x.to(s.dtype), index))
 
     def value_and_gradients(self) -> list[Any]:
-        """The scores, and their derivatives by s and by each of the inputs: tensors, or numbers where they are one."""
+        """The scores, and their derivatives by s and by each of the inputs: tensors, or numbers for constants."""
         return run(self.formula.steps.gradients, self.given)
 
     def cut(self, x: Tensor, stage: str) -> Tensor:
-        """The tile's part of hoisted numbers, to broadcast over it."""
+        """The tile's part of hoisted values, in a shape that broadcasts over the tile."""
         match stage:
             case "head":
                 return x.unsqueeze(-1)
@@ -97,7 +97,7 @@ class Tile:
         return [b.view(-1, 1, 1, 1), h.view(-1, 1, 1), d.clamp(max=x.shape[2] - 1)]
 
     def add_to_sums(self, terms: dict[int, Tensor]) -> None:
-        """Add gradients of the tile, (B, H, rows, columns) for the number of each input, to those of the inputs."""
+        """Add the tile's gradients of inputs, {index of the input: (B, H, rows, columns)}, to the sums."""
         count = len(self.formula.hoisted)
         for k, x in terms.items():
             total = self.formula.sums[k]

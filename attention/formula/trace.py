@@ -1,9 +1,9 @@
-"""A Python function as a formula: it is called once, with objects that write down what is done to them.
+"""A Python function as a formula: the function is called once, with objects that record all operations on them.
 
 >>> def score(s, i, j, h, slope):
 ...     return where(i - j < 64, s, s - slope[h] * (i - j))
 
-The function's arguments are named: s, i, j, h, b and n are what they are in a formula, and all others are tensors.
+Arguments named s, i, j, h, b and n have their meaning in formulas, and all others are tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .parse import CALLS, TAKEN, finished, show
 
 
 class Traced:
-    """An expression under construction. torch's functions take it too: torch.tanh(s)."""
+    """An expression in the making. torch's functions accept it, as in torch.tanh(s)."""
 
     __slots__ = ("node",)
     __hash__ = None  # type: ignore[assignment]
@@ -48,7 +48,7 @@ def of(x: Any) -> Node:
 
 
 def called(name: str, *args: Any) -> Traced:
-    """A function of formulas, of traced expressions and numbers."""
+    """A function of formulas, called with traced expressions and numbers."""
     count, function = CALLS[name]
     if len(args) != count:
         raise Mistake(f"{name} takes {count} arguments, not {len(args)}")
@@ -85,7 +85,7 @@ for _name, _unary in {"neg": ops.negate, "invert": ops.invert, "abs": lambda x: 
 
 
 class Tensor:
-    """A tensor under construction of a formula: an index gives an entry; by itself it is a number."""
+    """A tensor of a formula in the making. An index gives an entry; a tensor without dimensions is a number."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -95,7 +95,7 @@ class Tensor:
 
 
 def trace(function: Callable) -> str:
-    """The formula, as text, that a function computes. Raises FormulaError."""
+    """The text of the formula that a function computes. Raises FormulaError."""
     arguments: dict[str, Any] = {}
     for name in inspect.signature(function).parameters:
         if name in TAKEN or name in CALLS or name.startswith("_"):
