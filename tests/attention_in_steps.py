@@ -1,4 +1,4 @@
-"""Attention forward and backward in steps, of which a test replaces one: see tests/wrong_attention.py."""
+"""Attention forward and backward in steps, of which tests replace one: see tests/wrong_attention."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Hydra, which composes more than a thousand configurations in the tests, made twice as fast.
 
-What is replaced computes the same: tests/recipe/test_composing.py compares configurations with those of Hydra as it is.
+The replacements compute the same: tests/recipe/test_composing.py compares configurations with those of plain Hydra.
 The time of a configuration, each replacement added to those before it:
 
     none 55 ms   repository 51 ms   metadata 45 ms   choices 37 ms   files 32 ms   interpolations 29 ms
@@ -28,12 +28,12 @@ _loaded: dict[str, Any] = {}
 
 
 def _share_repository(self: Any, delegate: Any) -> None:
-    """A composition copies all that is registered, and then only gives its copy other sources."""
+    """Share registered sources. Hydra copies all of them for each composition."""
     self.delegate, self.cache = copy.copy(delegate), {}
 
 
 def _copy_metadata(self: Any, memo: dict[int, Any]) -> Any:
-    """Metadata holds types and names besides two dictionaries."""
+    """Copy the two dictionaries of metadata deeply, and its types and names by reference."""
     copied = copy.copy(self)
     copied.flags = copy.copy(self.flags)
     copied.resolver_cache = copy.deepcopy(self.resolver_cache, memo) if self.resolver_cache else defaultdict(dict)
@@ -41,12 +41,12 @@ def _copy_metadata(self: Any, memo: dict[int, Any]) -> Any:
 
 
 def _name_choices_if_read(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
-    """A configuration of the choices so far is made for each file; it is read where a default interpolates."""
+    """Make the configuration of the choices so far only for a default that interpolates, which alone reads it."""
     return _name_choices(overrides, defaults, self_added) if any(d.is_interpolation() for d in defaults) else None
 
 
 def _load_once(file: Any) -> Any:
-    """The same text is parsed again for every configuration."""
+    """Parse the same text once."""
     if not isinstance(file, io.TextIOBase):
         return _load(file)
     text = file.read()

@@ -14,7 +14,8 @@ from torch import Tensor
 def formula(q, k, v, scale, left, right, softcap=0.0, sink=None) -> tuple[Tensor, Tensor]:
     """One sequence: q (T, H, D), k and v (S, H_kv, D) to out (T, H, D) and lse (H, T).
 
-    left, right  keys that a query sees before and after its own, which for the last query is the last; None: all
+    left, right  the number of keys that a query sees before and after its position; the last query has the position of
+                 the last key; None: all
     """
     (T, H, _), S = q.shape, k.shape[0]
     k, v = (x.repeat_interleave(H // x.shape[1], dim=1).transpose(0, 1) for x in (k, v))

@@ -1,4 +1,4 @@
-"""An attention of one's own that computes another function than the reference."""
+"""A user's attention that computes another function than the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with many parts at once, for tests of what has to know every part."""
+"""Models with many parts at once, for tests of code that has to support every part."""
 
 from __future__ import annotations
 

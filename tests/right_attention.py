@@ -1,4 +1,4 @@
-"""Correct attention in many ways, of which no check may accuse one. RIGHT has ten by name."""
+"""Correct attention in many ways, none of which a check may accuse. RIGHT has ten of them by name."""
 
 from __future__ import annotations
 

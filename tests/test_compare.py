@@ -40,14 +40,14 @@ def test_one_command_writes_the_report_into_the_sweep(sweep: Path, capsys: pytes
     compare.main([str(sweep)])  # a second time reads the runs, not the report
 
 
-def test_several_folders_are_compared_in_a_folder_of_their_own(sweep: Path, here: Path) -> None:
+def test_the_report_on_several_folders_is_in_a_new_folder(sweep: Path, here: Path) -> None:
     compare.main(["sweep/naive", "sweep/flash"])
     assert (here / "report-out" / "report.md").is_file()
     compare.main(["sweep/naive", "sweep/flash", "out=elsewhere", "reference=flash"])
     assert "flash" in (here / "elsewhere" / "report.md").read_text()
 
 
-def test_runs_that_are_not_compared_with_each_other_are_kept_apart(
+def test_runs_that_cannot_be_compared_are_in_separate_sections(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for lr in (0.001, 0.01):

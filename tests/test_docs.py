@@ -1,4 +1,4 @@
-"""The code of docs/, run as its pages say."""
+"""The code of docs/, run as its pages describe."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def block_after(sentence: str) -> str:
 
 
 @pytest.mark.slow
-def test_an_attention_added_as_the_page_says_trains_and_agrees_with_naive(tmp_path):
+def test_an_attention_added_by_the_steps_of_the_page_trains_and_agrees_with_naive(tmp_path):
     for name in ("attention", "conf"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)  # a script's own folder comes first on Python's path, where no link leads
+        shutil.copy(path, tmp_path)  # a script's folder comes first on Python's path, where no link leads
     for path in ROOT.iterdir():
         if path.is_dir() and not (path.name.startswith(".") or path.name in ("attention", "conf")):
             (tmp_path / path.name).symlink_to(path)

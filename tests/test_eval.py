@@ -165,7 +165,7 @@ def test_the_loss_on_a_text_is_cross_entropy_over_windows_of_any_length(tmp_path
     assert (found["tokens"], found["seq_len"]) == (len(tokens) - 1, seq_len)
 
 
-def test_results_are_kept_where_what_comes_after_does_not_fit_the_memory(tmp_path):
+def test_results_survive_a_later_part_that_does_not_fit_in_memory(tmp_path):
     run, text, tasks = (
         make_run(tmp_path / "run", "rotary"),
         tmp_path / "book.txt",
@@ -194,7 +194,7 @@ def test_the_moving_average_of_the_weights_is_measured_on_request(tmp_path):
     assert evaluated(run, *arguments)[f"{text} weights=ema"]["loss"] == plain["loss"]
 
 
-def test_documents_that_a_run_keeps_apart_are_kept_apart(tmp_path):
+def test_documents_that_share_a_window_have_the_losses_of_documents_alone(tmp_path):
     """With positions that restart, documents that share a window have the losses that they have alone."""
     config = DataConfig(documents=Documents.restart)
     run = make_run(tmp_path / "run", "rotary", config)
@@ -241,7 +241,7 @@ def test_results_add_to_the_summary_and_a_run_that_goes_on_keeps_none(run, tmp_p
     assert not (run / "summary.json").exists()
 
 
-def test_lm_evals_own_implementation_of_a_task_gives_the_same_metrics(run, tmp_path):
+def test_lm_evals_implementation_of_a_task_gives_the_same_metrics(run, tmp_path):
     pytest.importorskip("lm_eval")
     files = {"quiz": QUESTIONS, "texts": [{"text": text} for text in TEXTS]}
     paths = {name: write(tmp_path / f"{name}.jsonl", lines) for name, lines in files.items()}
@@ -356,7 +356,7 @@ def test_a_folder_without_a_tokenizer_is_called_so_whatever_its_model(tmp_path, 
         eval.main([f"run={tmp_path}", "tasks=questions.jsonl", "device=cpu"])
 
 
-def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tmp_path):
+def test_an_exported_folder_gets_the_same_scores_from_lm_evals_model(run, tmp_path):
     pytest.importorskip("lm_eval")
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -417,7 +417,7 @@ def test_an_exported_folder_has_the_scores_that_lm_evals_own_model_gives(run, tm
         (["tasks=long.jsonl"], r"The continuation ' xxxx.* has 31 tokens, and the model takes 1 to 24"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_sentence(run, here, arguments, sentence):
+def test_texts_and_tasks_that_cannot_be_measured_are_refused_in_one_sentence(run, here, arguments, sentence):
     write(here / "wrong.jsonl", [QUESTIONS[0], QUESTIONS[0] | {"answer": 2}])
     write(here / "mixed.jsonl", [{"text": "a"}, QUESTIONS[0]])
     for name in ("deep.json", "deep.jsonl"):

@@ -1,4 +1,4 @@
-"""The house: modules import only from layers below and in no circle, and signatures stay short enough to read."""
+"""The structure: modules import only from lower layers and never in a circle, and signatures stay short."""
 
 from __future__ import annotations
 

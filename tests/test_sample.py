@@ -161,7 +161,7 @@ def test_a_run_that_left_a_line_out_is_not_exported_as_if_it_had_not(run, tmp_pa
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="flash runs on a CPU in Triton's interpreter only")
 def test_the_prompt_alone_is_computed_in_8_bits(run, capsys, monkeypatch):
-    """The plain kernels stand in for those of fp8, which need a Hopper GPU."""
+    """The plain kernels replace those of fp8, which need a Hopper GPU."""
     lengths: list[tuple[str, int]] = []
 
     def forward(q, k, v, out, call):
@@ -234,7 +234,7 @@ def test_a_text_of_many_depends_on_its_prompt_and_number_alone(run, tmp_path, ca
 SAMPLED = ["temperature=0.5", "top_k=20", "seed=3"]
 
 
-def test_equal_prompts_of_a_file_get_texts_of_their_own(run, tmp_path, capsys):
+def test_equal_prompts_of_a_file_get_different_texts(run, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("def \n" * 4)
     main([f"run={run}", f"prompts={tmp_path / 'prompts.txt'}", "tokens=12", *SAMPLED])
     texts = {line["index"]: line["text"] for line in map(json.loads, capsys.readouterr().out.splitlines())}
@@ -242,7 +242,7 @@ def test_equal_prompts_of_a_file_get_texts_of_their_own(run, tmp_path, capsys):
     assert len(set(texts.values())) == 4
 
 
-def test_samples_of_a_prompt_are_texts_of_their_own_in_order(run, tmp_path, capsys):
+def test_samples_of_a_prompt_differ_and_come_in_order(run, tmp_path, capsys):
     main([f"run={run}", "prompt=def ", "samples=3", "batch=2", "tokens=12", *SAMPLED])
     printed = capsys.readouterr().out
     first, *others = printed.split("--- sample ")[1:]
@@ -298,7 +298,7 @@ def test_prompts_that_cannot_be_continued_are_refused_in_one_sentence(run, tmp_p
     assert (tmp_path / "full").read_text() == "something else"
 
 
-def test_what_does_not_fit_the_memory_ends_in_one_sentence(run, tmp_path):
+def test_a_batch_that_does_not_fit_in_memory_ends_in_one_sentence(run, tmp_path):
     (tmp_path / "prompts.txt").write_text("a\nb\n")
     sentence = "model with batch=9 does not fit in the memory of cpu"
     with cpu_memory_limit(data_gib() + 2), pytest.raises(UserError, match=sentence):

@@ -77,7 +77,7 @@ def losses(folder: Path) -> list[tuple[int, Any, Any]]:
     ]
 
 
-def test_one_command_trains_on_real_text_and_says_where_everything_is(tmp_path: Path) -> None:
+def test_one_command_trains_on_real_text_and_prints_the_paths_of_its_results(tmp_path: Path) -> None:
     small = ["data.max_tokens=200000", "seq_len=32", "model.n_layers=2", "model.n_embd=64", "training.steps=120"]
     quick = ["training.eval_every=60", "training.eval_batches=4", "schedule.warmup_steps=10", "tracking=disabled"]
     done = subprocess.run(
@@ -98,7 +98,7 @@ def test_one_command_trains_on_real_text_and_says_where_everything_is(tmp_path: 
     assert len(sample) > 100
 
 
-def test_compiling_is_said_before_it_begins(
+def test_compiling_is_announced_before_it_begins(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = ""
@@ -118,7 +118,7 @@ def test_compiling_is_said_before_it_begins(
     assert "step 0/1" not in said.partition("compiling")[0]
 
 
-def test_the_summary_tells_how_the_run_went(config: Config) -> None:
+def test_the_summary_describes_the_run(config: Config) -> None:
     folder = run(config, "run")
     stored, lines = summary(folder), read_metrics(folder / "metrics.jsonl")
     evaluated = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
@@ -227,7 +227,7 @@ def test_init_from_starts_with_the_weights_of_a_gpt2(config: Config) -> None:
 
 
 @pytest.mark.slow
-def test_documents_of_a_row_are_told_apart_in_training_evaluation_and_the_probe(
+def test_documents_of_a_row_are_separated_in_training_evaluation_and_the_probe(
     config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("texts").mkdir()
@@ -252,7 +252,9 @@ def test_documents_of_a_row_are_told_apart_in_training_evaluation_and_the_probe(
     assert len(set(at_the_start)) == 3
 
 
-def test_a_window_as_long_as_the_sequences_is_said_to_hide_nothing(config: Config, capsys: pytest.CaptureFixture[str]):
+def test_a_window_as_long_as_the_sequences_gets_a_note_that_it_hides_nothing(
+    config: Config, capsys: pytest.CaptureFixture[str]
+):
     score = ScoreConfig(layers=[{"window": 31}, {"window": 32}])
     run(replace(config, score=score, training=replace(config.training, steps=2, sample_tokens=0)), "run")
     told = capsys.readouterr().out

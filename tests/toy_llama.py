@@ -33,7 +33,7 @@ def conversation(*texts: str) -> dict[str, list[dict[str, str]]]:
 
 
 def conversations(count: int) -> list[dict[str, list[dict[str, str]]]]:
-    """Sums of one and of two turns, of different lengths."""
+    """Conversations about sums, of one or two turns and of different lengths."""
     lines = []
     for n in range(count):
         turns = [f"What is {n} + {n % 7}?", f"It is {n + n % 7}." + " Yes." * (n % 5)]

@@ -33,7 +33,7 @@ class TileFormula:
         return run(self.steps.value, Tile(self, s, rows, columns).given)[0]
 
     def start_sums(self, wanted: Collection[int]) -> None:
-        """Begin the sums of the gradients of some inputs, by their indices. `Tile.add_to_sums` adds a tile's gradients."""
+        """Begin the sums of the gradients of inputs, by their indices. `Tile.add_to_sums` adds a tile's gradients."""
         for k in wanted:
             x = (*self.hoisted, *self.tables)[k]
             many = k >= len(self.hoisted) or self.steps.hoisted[k][0] in ("head", "distance")
@@ -48,7 +48,7 @@ class TileFormula:
 class Tile:
     """One tile of the scores of a `TileFormula`, (B, H, rows, columns).
 
-    i, j  positions that broadcast over the tile. For a key that the query cannot see, j is the nearest key that it can
+    i, j  positions that broadcast over the tile. For a key that a query cannot see, j is the nearest key that it can
           see, so that all scores have a value, as log(i - j + 1) has not above the diagonal
     """
 

@@ -85,7 +85,7 @@ for _name, _unary in {"neg": ops.negate, "invert": ops.invert, "abs": lambda x: 
 
 
 class Tensor:
-    """A tensor of a formula in the making. An index gives an entry; a tensor without dimensions is a number."""
+    """A tensor of a formula in the making. An index gives an entry; that of a tensor without dimensions is ()."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -42,7 +42,7 @@ TESTS = (
     "tests/recipe/training/test_optimizer.py",
     "tests/recipe/training/test_checkpoint.py",
     "tests/recipe/test_config.py::test_help_names_groups_choices_and_overrides",
-    "tests/test_train.py::test_the_summary_tells_how_the_run_went",
+    "tests/test_train.py::test_the_summary_describes_the_run",
 )
 # Of each of these a test or two: kernels and their gradients, opcheck, decoding, one graph, torch's switch and so on.
 SMOKE = (
@@ -55,9 +55,9 @@ SMOKE = (
     "tests/attention/test_transformers.py::test_logits_and_gradients_are_those_of_eager_attention",
     "tests/model/test_gpt.py::test_compiles_into_one_graph_for_every_step",
     "tests/recipe/training/test_optimizer.py::test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest",
-    "tests/recipe/training/test_checkpoint.py::test_what_is_loaded_is_what_was_saved",
+    "tests/recipe/training/test_checkpoint.py::test_the_loaded_state_is_the_saved_one",
     "tests/recipe/test_config.py::test_help_names_groups_choices_and_overrides",
-    "tests/test_train.py::test_the_summary_tells_how_the_run_went",
+    "tests/test_train.py::test_the_summary_describes_the_run",
 )
 
 

@@ -1,7 +1,7 @@
-"""Which registered implementations the contract's tests hold, what each of them supports, and on which cases.
+"""The implementations that the contract's tests check, the features that each supports, and the cases.
 
-An implementation that is registered is tested: nothing here or in the tests names it. What it refuses, such as dropout
-or a log-sum-exp, it is not tested for; test_contract.py says what those of this repository must not refuse.
+All registered implementations are tested, and none is named here. Features that an implementation refuses, such as
+dropout or a log-sum-exp, are not tested; test_contract.py lists the features that this repository's must support.
 """
 
 from __future__ import annotations

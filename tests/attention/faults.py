@@ -1,4 +1,4 @@
-"""Who catches what: planted faults by the checker and by the probe of a run, and correct attention by neither.
+"""Planted faults that the checker and the probe of a run catch, and correct attention that they must not accuse.
 
     python -m tests.attention.faults                     every fault in three precisions: five minutes on two cores
     python -m tests.attention.faults --right 5 --quick   ten kinds of correct attention with five seeds: five minutes
@@ -52,7 +52,7 @@ stack = ExitStack()  # of a process that measures
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Within the block `build_attention` knows the tests' own implementations."""
+    """Within the block `build_attention` also knows the implementations of the tests."""
     before = dict(attention.IMPLEMENTATIONS)
     attention.IMPLEMENTATIONS.update({cls.name: cls for cls in (*wrong_attention.CLASSES, *right_attention.CLASSES)})
     try:
@@ -90,8 +90,8 @@ def batches(seed: int, documents: bool, count: int) -> Iterator[tuple[Batch, Dro
 
 
 def probed(fault: Fault, dtype: str, seed: int = 0, count: int = PROBES) -> Row:
-    """What a run's probes say, on a small model with weights as they are at the start: of each layer alone, in the
-    run's precision and in a higher one, and of the whole model."""
+    """The results of a run's probe on a small model with initial weights: for each layer alone, in the run's precision
+    and in a higher one, and for the whole model."""
     torch.manual_seed(seed)
     n_kv_heads = 2 if fault.grouped else 4
     asked = fault.score
@@ -116,8 +116,8 @@ def probed(fault: Fault, dtype: str, seed: int = 0, count: int = PROBES) -> Row:
 
 
 def fault_rows(row: Row) -> list[Row]:
-    """What catches the fault of a row in a run of that precision: the lines of the check, in it alone or with the
-    others, and the probe."""
+    """A row with everything that catches its fault in its precision: lines of the check, in that precision alone and in
+    all precisions, and the probe."""
     fault, dtype = FAULTS[row["name"]], row["dtype"]
     alone = failing(fault.attention, (dtype,))
     caught = {"check": alone, "check_higher": alone or failing(fault.attention, tuple(DTYPES))}
@@ -125,7 +125,8 @@ def fault_rows(row: Row) -> list[Row]:
 
 
 def right_rows(name: str, seed: int, quick: bool) -> list[Row]:
-    """What accuses correct attention, for each precision: the check of all of them stands at each."""
+    """Rows with everything that accuses correct attention, one for each precision. All of them contain the check's
+    result, which covers all precisions."""
     allowed = ALLOWED.get(name, NONE)
     report = checked(RIGHT[name], tuple(DTYPES), seed, quick, allowed)
     share = max(line.share for line in report.lines if line.share is not None)

@@ -1,4 +1,4 @@
-"""Random problems for scores by formula, and what they give: Python itself evaluates the formula's text, on tensors.
+"""Random problems for scores by formula, and their results: Python evaluates the text of the formula on tensors.
 
 Nothing here calls the code under test but for `Layout`, which only carries a problem's documents.
 """

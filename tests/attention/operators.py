@@ -1,4 +1,4 @@
-"""Which custom operators a compiled call reaches, and with what."""
+"""The custom operators that a compiled call reaches, and their arguments."""
 
 from __future__ import annotations
 

@@ -83,9 +83,9 @@ MOST_TENSORS = 6
 
 
 class Case(NamedTuple):
-    """A problem, which `seed` fills with numbers.
+    """A problem, with values from `seed`.
 
-    parts    terms of the formula, of which the first computes with s
+    parts    summands of the formula, of which the first contains s
     entries  the indices of each tensor, by its name
     """
 
@@ -103,7 +103,7 @@ class Case(NamedTuple):
         return " + ".join(self.parts)
 
     def tensors(self, B: int, H: int, L: int) -> dict[str, Tensor]:
-        """Random numbers for the formula's tensors."""
+        """Random values for the formula's tensors."""
         sizes = {"B": B, "H": H, "L": L, "K": 16}
         used = {name: axes for name, axes in self.entries.items() if name in self.text}
         return {name: 0.5 * torch.randn([sizes[letter] for letter in ENTRIES[axes]]) for name, axes in used.items()}

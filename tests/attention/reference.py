@@ -95,7 +95,7 @@ class Case:
 
 
 def changed_scores(q: Tensor, k: Tensor, case: Case) -> Tensor:
-    """q k^T / sqrt(D), (B, H, T, S), changed as the case says, before anything is hidden.
+    """q k^T / sqrt(D), (B, H, T, S), changed by the options of the case, before keys are hidden.
 
     In the precision of q and k, but for soft cap, ALiBi and sinks, which are fp32's or better.
     """
@@ -160,7 +160,7 @@ def formula(
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v in the precision of its inputs throughout.
 
-    case   what attention is to compute where that is more than `causal` says
+    case   the options of attention where there are more than `causal`
     keep   (B, H, T, S) bool, the weights that dropout keeps, and `rate` the probability of dropping that it realises
     """
     case = case or Case(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal=causal)
@@ -304,7 +304,7 @@ def assert_accurate(
 
 
 def assert_as_accurate(got: dict[str, Tensor], expected: Expected, factor: float, of: str) -> None:
-    """As `assert_accurate`, for results that have been computed. `of` says in the message what they are of."""
+    """As `assert_accurate`, for computed results. `of` describes them in the message."""
     for name, exact in expected.exact.items():
         error = (got[name] - exact).abs().max().item()
         plain_error = (expected.plain[name] - exact).abs().max().item()

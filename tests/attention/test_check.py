@@ -142,7 +142,7 @@ def test_a_class_of_this_library_is_built_and_an_attribute_declares_features(mon
     assert worst(subject, Case(T=20, S=30, causal=False)).passes
 
 
-def test_what_cannot_be_found_or_called_is_refused_in_a_sentence(monkeypatch):
+def test_targets_that_cannot_be_imported_or_called_are_refused_in_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it is not installed
     for target, word in (
         ("fa4", "fa4 needs flash-attn 4 .`pip install --pre flash-attn-4`., and importing it failed"),
@@ -377,7 +377,7 @@ def test_a_sentence_of_this_library_is_not_cut():
     assert len(short(ValueError(words))) == 160
 
 
-def test_what_an_attention_refuses_is_listed_and_not_held_against_it():
+def test_calls_that_an_attention_refuses_are_listed_and_no_failures():
     def picky(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
         if q.shape[-1] % 8:
             raise ValueError("head sizes are multiples of 8")

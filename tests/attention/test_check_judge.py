@@ -75,7 +75,7 @@ def test_a_single_wrong_row_counts_however_small_its_numbers_are(name: str):
     assert (found.name, found.row) == (name, row)
 
 
-def test_what_is_missing_of_another_shape_or_not_a_number_fails():
+def test_a_missing_result_one_of_another_shape_and_nan_fail():
     inputs = draw(case := Case())
     got = results(subject_of(AttentionConfig("naive")), case, inputs)
     out = got["out"]

@@ -1,4 +1,4 @@
-"""Every registered implementation against the formula in fp64, held to a small multiple of that formula's own error."""
+"""Every registered implementation against the formula in fp64: errors stay below a small multiple of the formula's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_error_is_a_small_multiple_of_the_plain_formulas(name, case, causal, dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("name", REPLAYING)
-def test_dropout_drops_what_the_mask_says_and_nothing_else(name, case, dtype):
+def test_dropout_drops_exactly_the_weights_of_the_mask(name, case, dtype):
     assert_as_accurate_as_it_must(name, replace(case, dropout=0.17), dtype)
 
 
@@ -180,7 +180,7 @@ def test_scores_whose_exponentials_underflow_still_make_a_softmax(name):
         if (name, which, bad) != ("sdpa", "q", -torch.inf)
     ],
 )
-def test_what_is_not_finite_reaches_the_rows_that_see_it(name, which, bad):
+def test_values_that_are_not_finite_reach_the_rows_that_see_them(name, which, bad):
     """A score of -inf has weight 0 where a row has other scores, and gives 0 / 0 where it has none."""
     q, k, v, _ = Case(1, 2, 2, 70, 70, 16).tensors(torch.float32)
     q[..., 3], k[..., 3] = q[..., 3].abs() + 1, k[..., 3].abs() + 1

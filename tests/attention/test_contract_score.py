@@ -64,7 +64,7 @@ def test_gradients_are_the_derivatives_of_the_output(name, shape):
 
 
 @pytest.mark.parametrize("name", supporting("window"))
-def test_a_window_of_one_gives_each_query_its_own_value(name):
+def test_with_a_window_of_one_the_output_is_the_value_at_the_same_position(name):
     q, k, v, _ = tensors_of(name, Case(2, 2, 2, 70, 70, 16))
     assert torch.equal(build(name)(q, k, v, score=Score(window=1)).out, v)
 

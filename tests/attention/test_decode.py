@@ -1,4 +1,4 @@
-"""Attention to a cache, against the formula in fp64, sequence by sequence; and how keys and values enter the cache."""
+"""Attention to a cache, against the formula in fp64, sequence by sequence; and writing keys and values to the cache."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def paged(cache: Cache, size: int) -> Cache:
 
 
 def small_cache() -> Cache:
-    """Room for 32 tokens of two sequences, two heads of 8 numbers."""
+    """A cache for 32 tokens of two sequences, with two heads of 8 channels."""
     return Cache(torch.zeros(2, 2, 32, 8), torch.zeros(2, 2, 32, 8), torch.zeros(2, dtype=torch.int32))
 
 
@@ -168,7 +168,7 @@ def test_new_tokens_follow_those_of_their_sequence(size, in_kernel, monkeypatch)
 
     def taken(x: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
         rows = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
-        return [x[b][:, rows[b]] for b in range(3)]  # (H_kv, n, D); before the first token whatever lies there
+        return [x[b][:, rows[b]] for b in range(3)]  # (H_kv, n, D); before the first token any values
 
     k, v = (torch.cat(taken(x, [0] * 3, prompts), dim=1)[None] for x in (tokens.k, tokens.v))
     packed.write(k, v, torch.tensor([0, *prompts]).cumsum(0))

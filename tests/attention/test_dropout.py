@@ -1,4 +1,4 @@
-"""The keep mask against Philox's published vectors, against its own docstring, and against chance."""
+"""The keep mask against Philox's published vectors, against its docstring, and against chance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def words(text: str) -> list[int]:
 
 
 def sigmas(count: torch.Tensor | int, trials: int, probability: float) -> torch.Tensor:
-    """How many standard deviations a binomial count lies from its mean."""
+    """The distance of a binomial count from its mean, in standard deviations."""
     return (torch.as_tensor(count) - trials * probability) / (trials * probability * (1 - probability)) ** 0.5
 
 
@@ -95,7 +95,7 @@ def test_a_key_or_a_rate_that_the_mask_does_not_have_is_refused(changed, p, sent
         keep_mask(replace(KEY, **changed), p, 1, 1, 16, 64)
 
 
-def test_every_coordinate_draws_a_mask_of_its_own():
+def test_every_coordinate_of_the_key_draws_another_mask():
     p, agreement = 0.5, 0.5  # two independent fair masks agree in half of their places
     masks = [keep_mask(KEY, p, 2, 2, 64, 128)[b, h] for b in (0, 1) for h in (0, 1)]
     for field in ("seed", "step", "layer"):

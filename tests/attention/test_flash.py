@@ -264,7 +264,7 @@ def test_the_operator_keeps_torchs_rules(layout, dropout):
         ),
     ],
 )
-def test_what_the_kernels_cannot_do_is_refused_when_the_model_is_built(shape, reason, monkeypatch):
+def test_shapes_that_the_kernels_lack_are_refused_when_the_model_is_built(shape, reason, monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     asked = {"head_dim": 64, "n_heads": 4, "n_kv_heads": 4, "dtype": torch.bfloat16, "device": torch.device("cuda:0")}
     with pytest.raises(UnsupportedAttention, match=reason):

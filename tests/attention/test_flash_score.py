@@ -188,7 +188,7 @@ def test_alibis_horizon_reaches_a_key_whose_score_outweighs_its_bias(loud, horiz
         torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-3 * x.abs().max().item())
 
 
-def test_each_sequence_has_horizons_of_its_own(horizons):
+def test_each_sequence_has_separate_horizons(horizons):
     case = replace(FAR, B=2, H_kv=2)
     q, k, v, do = (x.to(DEVICE) for x in case.tensors(torch.float32))
     q[1] *= 30
@@ -262,7 +262,7 @@ def test_numbers_that_are_not_finite_leave_no_horizon(bad, soft_cap):
     assert unlimited[1].tolist() == 3 * [False] + 3 * [True]
 
 
-def test_positions_that_may_lack_a_querys_own_key_have_no_horizons(horizons):
+def test_positions_at_which_a_query_may_lack_its_key_have_no_horizons(horizons):
     q, k, v, do = (x.to(DEVICE) for x in Case(1, 2, 2, 128, 64, 16).tensors(torch.float32))
     layout, score, slopes = Layout(q_start=100), Score(alibi=True), torch.tensor([30.0, 5.0], device=DEVICE)
     got, expected = (
@@ -293,8 +293,8 @@ def test_horizons_compile_with_the_call(horizons):
 
 
 def forgetting(S: int) -> Tensor:
-    """(4, S): sums of logarithms of gates. The first head forgets all but a token's neighbours and the third nothing,
-    and the last has numbers that are no such sums: they also rise."""
+    """(4, S): sums of logarithms of gates. The first head forgets all but a token's neighbours, the third nothing,
+    and the values of the last are not such sums, because they also rise."""
     rates = torch.tensor([40.0, 4.0, 0.0, 0.0])[:, None]
     c = -rates * (0.5 + torch.rand(4, S, generator=torch.Generator().manual_seed(0))).cumsum(-1)
     c[3] = 400 * torch.sin(torch.arange(S) / 40.0)

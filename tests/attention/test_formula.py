@@ -35,7 +35,7 @@ def test_a_formula_gives_what_python_gives_of_its_text_with_all_gradients(name):
 
 
 def test_the_kernels_give_what_python_gives_of_a_formulas_text_with_all_gradients():
-    """One formula for each way in which its numbers are stored and their gradients summed."""
+    """One formula for each way in which its values are stored and their gradients are summed."""
     rng = random.Random(0)
     kinds = [
         ("s + c[h, i] - c[h, j]", "documents"),
@@ -187,7 +187,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_is_no_formula_is_refused_where_it_stands(text):
+def test_mistakes_in_a_formula_are_refused_with_their_place(text):
     start = time.process_time()
     with pytest.raises(FormulaError, match=REFUSED[text]):
         Score(formula=text)

@@ -1,4 +1,4 @@
-"""attention.precision=fp8 without a Hopper GPU: which calls are refused, and the quantised tensors its kernels read."""
+"""attention.precision=fp8 without a Hopper GPU: refused calls, and the quantised tensors that its kernels read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fp8(**options):
     ],
     ids=["Ampere", "Blackwell", "fp32", "wide", "score", "dropout"],
 )
-def test_what_it_does_not_support_is_refused_by_name(other, reason, hopper_gpu):
+def test_calls_that_fp8_lacks_are_refused_by_name(other, reason, hopper_gpu):
     for path in ("auto", "hopper"):
         assert describe_path(PROBLEM._replace(spec=SPEC._replace(path=path))) == "fp8"
     with pytest.raises(UnsupportedAttention, match=rf'^precision="fp8" {reason}.*precision="inputs"'):

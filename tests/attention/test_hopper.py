@@ -1,4 +1,4 @@
-"""The Hopper path without a Hopper GPU: which calls run on which kernels."""
+"""The Hopper path without a Hopper GPU: the kernels that calls run on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flash(**options):
     ids=["Ampere", "Blackwell", "fp32", "narrow", "wide"],
 )
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_what_the_hopper_kernels_cannot_do_is_refused_where_named_and_left_to_plain_by_auto(
+def test_calls_that_the_hopper_kernels_lack_are_refused_on_path_hopper_and_go_to_plain_on_auto(
     other, reason, backward, hopper_gpu
 ):
     with pytest.raises(UnsupportedAttention, match=rf'path="hopper" {reason}.*choose path="auto"'):
@@ -133,7 +133,7 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products, k
         BLOCKS=blocks, CONSTANTS=DeltaConstants(0.9, keys_biased),
     )  # fmt: skip
     biased, delta = stored.lse2, stored.delta
-    if in_products:  # in bf16, as sums of three numbers each
+    if in_products:  # in bf16, as sums of three parts each
         parts = stored.parts[:, :8].float().view(B, H, n_m * rows, 4, 2).sum(3)
         biased, delta = -parts[..., 0] * scale_log2, -parts[..., 1]
     if keys_biased:  # what the parts of the keys' bias are multiplied by

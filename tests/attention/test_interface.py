@@ -1,4 +1,4 @@
-"""Calls that break the contract are refused with a message that says what to change."""
+"""Calls that break the contract are refused with a message that names a remedy."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_naive_and_tiled_take_any_head_size_and_precision(name, dtype, head_dim)
 
 
 class TestSDPA:
-    def test_dropout_needs_torchs_own_generator(self):
+    def test_dropout_needs_torchs_generator(self):
         with pytest.raises(UnsupportedAttention, match=r'dropout=0.1; set rng="torch"'):
             build_attention(AttentionConfig("sdpa", dropout=0.1))
 

@@ -1,4 +1,4 @@
-"""The interpreter that the tests hasten computes the bits of Triton's own."""
+"""The faster interpreter of the tests computes the same bits as Triton's."""
 
 from __future__ import annotations
 

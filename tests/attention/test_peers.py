@@ -1,4 +1,4 @@
-"""Attention by other libraries: that they get what was asked for, and refuse by name what they lack.
+"""Attention by other libraries: they get the arguments of the call, and calls that they lack are refused by name.
 
 Where there is no GPU, tests/flash_attn_stand_in.py takes the place of the libraries; tests/gpu/test_peers.py has them.
 """
@@ -73,7 +73,9 @@ def shape(device: torch.device = CUDA, dtype: torch.dtype = torch.bfloat16, head
 
 
 @pytest.mark.parametrize("name", ["varlen", "fa4"])
-def test_what_the_kernels_lack_is_refused_by_name_when_the_model_is_built(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_calls_that_the_kernels_lack_are_refused_by_name_when_the_model_is_built(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     with monkeypatch.context() as context:
         flash_attn_stand_in.install(context)
         attend = build_attention(AttentionConfig(name))
@@ -97,7 +99,7 @@ def test_what_the_kernels_lack_is_refused_by_name_when_the_model_is_built(name: 
         attend(q, q, q)
 
 
-def test_what_the_library_refuses_itself_is_a_refusal_with_its_reason(installed: None, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_of_the_library_becomes_a_refusal_with_its_reason(installed: None, monkeypatch: pytest.MonkeyPatch):
     def no_kernel(*_: Any, **options: Any):
         assert not options["softcap"], "softcap is not supported with head_dim=256"
         raise RuntimeError("no kernel image is available")

@@ -1,4 +1,4 @@
-"""Scores and layouts: what they mean, what is refused, flex, and which tiles tiled visits."""
+"""Scores and layouts: their meaning, refused combinations, flex, and the tiles that tiled visits."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_what_an_implementation_does_not_support_is_refused_when_the_model_is_built(name, feature, monkeypatch):
+def test_a_score_that_an_implementation_lacks_is_refused_when_the_model_is_built(name, feature, monkeypatch):
     if name in ("varlen", "fa4"):
         flash_attn_stand_in.install(monkeypatch)
     score, has_documents, asked_by = FEATURES[feature]

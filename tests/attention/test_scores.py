@@ -1,4 +1,4 @@
-"""A score's options are a file each: a new file, and a preset, are all that a new option takes."""
+"""Each option of a score is one file: a new option takes a new file and a preset."""
 
 from __future__ import annotations
 

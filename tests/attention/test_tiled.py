@@ -1,4 +1,4 @@
-"""What tiled is for: one tile of scores at a time, the same result for every tile size, linear memory."""
+"""The properties of tiled: one tile of scores at a time, the same result for every tile size, linear memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_tiles_above_the_diagonal_are_never_visited_and_others_once_in_each_pass
     assert flops.get_total_flops() == flops_of_tiles(case, 16, 32)
 
 
-def test_only_inputs_output_and_log_sum_exp_are_kept_for_the_backward():
+def test_only_inputs_output_and_log_sum_exp_are_saved_for_the_backward():
     q, k, v, _ = (x.requires_grad_() for x in Case(2, 4, 2, 300, 300, 8).tensors(torch.float32))
     kept: list[torch.Tensor] = []
 

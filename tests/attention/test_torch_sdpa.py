@@ -94,7 +94,7 @@ def test_varlen_attn_out_fills_the_tensor_that_it_is_given(active: None):
     assert torch.equal(out, expected)
 
 
-def test_what_torch_returns_beside_out_has_the_shapes_that_torch_expects(active: None):
+def test_the_outputs_besides_out_have_the_shapes_that_torch_expects(active: None):
     q = torch.randn(2, 3, 20, 16)
     with torch.device("meta"):
         expected = torch.ops.aten._scaled_dot_product_flash_attention(torch.empty_like(q), *2 * [torch.empty_like(q)])
@@ -111,7 +111,7 @@ def refuses(why: str) -> Any:
     return pytest.raises(UnsupportedAttention, match=f"gpt_attention_flash, which is active .*{why}.*sdpa_kernel")
 
 
-def test_what_the_kernels_lack_is_refused_in_a_sentence_that_says_what_to_change(active: None):
+def test_calls_that_the_kernels_lack_are_refused_with_a_remedy(active: None):
     q = torch.randn(1, 2, 8, 16)
     with refuses("set dropout_p to 0, not 0.1"):
         aten._scaled_dot_product_flash_attention(q, q, q, 0.1)
@@ -120,7 +120,7 @@ def test_what_the_kernels_lack_is_refused_in_a_sentence_that_says_what_to_change
 
 
 @with_varlen
-def test_what_the_kernels_lack_of_varlen_attn_is_refused_too(active: None):
+def test_calls_of_varlen_attn_that_the_kernels_lack_are_refused(active: None):
     x = torch.randn(8, 2, 16)
     bounds, others = torch.tensor([0, 8], dtype=torch.int32), torch.tensor([0, 4, 8], dtype=torch.int32)
     with refuses("cu_seq_q and cu_seq_k must be equal"):

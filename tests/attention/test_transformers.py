@@ -1,4 +1,4 @@
-"""Models of transformers with our attention, against their own eager one."""
+"""Models of transformers with this library's attention, against their eager attention."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_dropout_is_the_same_in_every_implementation_and_run_under_one_key(model
     model.train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # torch's own dropout, which no key determines
+            module.p = 0.0  # torch's dropout, which no key determines
     for block in model.transformer.h:
         block.attn.attn_dropout.p = 0.25
     inputs = {"input_ids": tokens(), "use_cache": False}
@@ -138,7 +138,7 @@ def test_dropout_is_the_same_in_every_implementation_and_run_under_one_key(model
         results(model, "gpt_attention_tiled", inputs)
 
 
-def test_a_layer_drops_what_the_key_of_its_index_says():
+def test_a_layer_draws_the_mask_of_its_index():
     q, k, v = torch.randn(3, 2, 4, 20, 8).unbind()
     layer: Any = SimpleNamespace(layer_idx=3)
     with dropout_key(seed=5, step=7, first_sequence=11):
@@ -149,7 +149,7 @@ def test_a_layer_drops_what_the_key_of_its_index_says():
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_what_cannot_be_said_is_refused_and_never_ignored(model):
+def test_inputs_that_attention_cannot_express_are_refused_and_never_ignored(model):
     model.set_attn_implementation("gpt_attention_tiled")
     holes = torch.ones(2, T)
     holes[0, 5] = 0
@@ -164,7 +164,7 @@ def test_what_cannot_be_said_is_refused_and_never_ignored(model):
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_what_the_kernels_do_not_support_is_refused_in_the_words_of_transformers(model, monkeypatch):
+def test_options_that_the_kernels_lack_are_refused_by_their_names_in_transformers(model, monkeypatch):
     monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
     model.set_attn_implementation("gpt_attention_flash")
     with pytest.raises(UnsupportedAttention) as raised:

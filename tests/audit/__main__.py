@@ -2,7 +2,7 @@
 
 A mistake is answered well if the command ends within SECONDS with a status other than 0, names the cause in few lines,
 shows no traceback, and leaves every file as it was. Each command runs as `python <program> <arguments>` does, in a
-folder of its own and in a copy of this process, which has imported the libraries already.
+separate folder and in a fork of this process, which has imported the libraries already.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def become(command: Sequence[str], folder: Path, output: Path) -> None:
 
 
 def build(folder: Path) -> None:
-    """Make the workshop. Raises RuntimeError where one of its own commands fails."""
+    """Make the workshop. Raises RuntimeError where a command that prepares it fails."""
     furnish(folder)
     os.chdir(folder)
     for command, ending in zip(COMMANDS, endings(COMMANDS), strict=True):

@@ -1,4 +1,4 @@
-"""Result files: what a row says of its measurement, what replaces it, and what a killed measurement leaves."""
+"""Result files: the measurement of a row, rows that replace others, and the rows of a killed measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def now(**changed: object) -> Row:
     return {"command": "python -m bench.some", "device": "GPU", "versions": {"torch": "2"}, "sizes": {}} | changed
 
 
-def test_a_row_says_how_it_was_measured(tmp_path: Path) -> None:
+def test_a_row_has_its_measurement(tmp_path: Path) -> None:
     head = measurement(["bench.some", "--text", "a b"], CPU, tokens=4)
     with Recorder(tmp_path / "some.json", ("name",), head) as recorder:
         recorder.add({"name": "flash", "ms": 1.0})

@@ -1,4 +1,4 @@
-"""The batch is a function of the step, whatever cuts it, fetches it or came before it."""
+"""A batch is a function of the step, however it is divided or fetched, and whatever came before."""
 
 import threading
 import time
@@ -116,7 +116,7 @@ def test_too_few_tokens_for_a_window_say_so():
 @pytest.mark.parametrize(
     ("length", "count", "sizes"), [(1003, 5, [4] * 5), (1003, 99, [4] * 15), (60, 2, [3]), (17, 2, [1])]
 )
-def test_evaluation_windows_are_evenly_spaced_and_apart(length, count, sizes):
+def test_evaluation_windows_are_evenly_spaced_and_do_not_overlap(length, count, sizes):
     batches = eval_batches(TOKENS[:length], 16, 4, count)
     assert [len(inputs) for inputs, *_ in batches] == sizes
     assert all(torch.equal(inputs + 1, targets) for inputs, targets, *_ in batches)

@@ -1,4 +1,4 @@
-"""Conversations: their tokens and answers beside transformers' own, their rows, and lines that are none."""
+"""Conversations: their tokens and answers against those of transformers, their rows, and lines that are refused."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_epoch_has_every_conversation_once_and_learns_its_answers_alone(data)
 def test_a_batch_is_the_same_however_it_is_cut(data):
     rows = packed(data)
     whole = ChatBatches(rows, GlobalBatch(4), seed=1)
-    for step in (0, 5):  # the second lies in a later epoch
+    for step in (0, 5):  # the second is in a later epoch
         cuts = [(GlobalBatch(1, rank, 2, 2), micro) for micro in (0, 1) for rank in (0, 1)]
         parts = [ChatBatches(rows, cut, seed=1).stored(step, micro) for cut, micro in cuts]
         for of_whole, *of_parts in zip(whole.stored(step)[:3], *(part[:3] for part in parts), strict=True):

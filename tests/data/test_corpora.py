@@ -1,4 +1,4 @@
-"""What text a corpus holds, how it is split, and how it fails."""
+"""The text of a corpus, its split, and its failures."""
 
 import codecs
 import gzip
@@ -160,7 +160,7 @@ def test_shakespeare_is_cut_as_nanogpt_cuts_it(tmp_path):
     assert [len(found["train"][0]), len(found["val"][0])] == [1003854, 111540]
 
 
-def test_without_network_a_sentence_says_what_to_do(monkeypatch):
+def test_without_a_network_a_sentence_names_a_remedy(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"could not stream owner/name .*data=stdlib or data=text data\.path="):
         documents(DataConfig(name="fineweb_edu", hub="owner/name"))
@@ -250,7 +250,7 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
         ([100] * 20 + [0], [r"left out, because they are empty: .*/20\.txt\."]),
     ],
 )
-def test_what_one_may_not_expect_of_a_text_is_reported(tmp_path, sizes, notices):
+def test_an_uneven_split_and_empty_files_get_a_notice(tmp_path, sizes, notices):
     for i, size in enumerate(sizes):
         (tmp_path / f"{i}.txt").write_text("x" * size)
     told = CORPORA["text"](of_text(tmp_path)).notices()

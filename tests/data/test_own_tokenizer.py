@@ -104,7 +104,7 @@ def test_a_continuation_keeps_the_blank_before_its_first_word(file):
 
 
 def test_text_goes_on_after_bytes_that_are_no_characters(file):
-    """A model may generate any tokens, and the library's own stream of text raises an error at such bytes."""
+    """A model may generate any tokens, and the library's stream of text raises an error at such bytes."""
     tokenizer = OwnTokenizer("own", file.read_text())
     for tokens in np.random.default_rng(0).integers(tokenizer.n_vocab, size=(20, 60)).tolist():
         stream = text_stream(tokenizer)
@@ -119,7 +119,7 @@ def test_a_tokenizer_without_an_end_of_text_gets_one():
     assert tokenizer.encode_ordinary("<|endoftext|>") == [1]  # text that looks like it is text
 
 
-def test_what_is_no_tokenizer_is_refused_in_one_sentence(config, tmp_path):
+def test_a_file_that_is_no_tokenizer_is_refused_in_one_sentence(config, tmp_path):
     (tmp_path / "other.json").write_text('{"a": 1}')
     for name, sentence in {
         "gtp2": "data.tokenizer=gtp2 is not known; choose one of bytes, gpt2, bpe, or name a tokenizer.json.",

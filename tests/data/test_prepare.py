@@ -108,7 +108,7 @@ def test_prepared_tokens_are_opened_without_reading_text(config, corpus, capsys)
     assert capsys.readouterr().err == ""
 
 
-def test_each_recipe_has_a_folder_of_its_own(config):
+def test_each_recipe_of_preparation_has_a_separate_folder(config):
     folders = {prepare(config).folder}
     config.val_fraction = 0.3
     folders.add(prepare(config).folder)
@@ -171,7 +171,7 @@ def test_damage_is_noticed_and_repaired(config, name, damage, capsys):
     assert f"preparing {sound.folder} again: " in capsys.readouterr().err
 
 
-def test_of_several_at_once_one_prepares(config, capsys):
+def test_only_one_of_several_processes_prepares(config, capsys):
     with ThreadPoolExecutor(4) as pool:
         prepared = list(pool.map(prepare, [config] * 4))
     assert len({data.manifest["identity"] for data in prepared}) == 1
@@ -179,7 +179,7 @@ def test_of_several_at_once_one_prepares(config, capsys):
     assert contents(config.cache) == {prepared[0].folder.name}
 
 
-def test_who_comes_second_waits_and_says_so(config):
+def test_the_second_process_waits_and_prints_that_it_waits(config):
     folder = prepare(config).folder
     (folder / "manifest.json").unlink()
     output = io.StringIO()
@@ -261,7 +261,7 @@ module.prepare(DataConfig("text", {config.path!r}, "bpe", 280, cache={config.cac
 
 
 @pytest.mark.parametrize("damage", ["recipe", "short file", "no tokenizer"])
-def test_what_was_interrupted_is_not_trusted_when_it_is_not_whole(config, corpus, damage):
+def test_an_interrupted_preparation_is_not_used_if_it_is_incomplete(config, corpus, damage):
     whole = files_of(prepare(config))
     folder = prepare(config).folder
     partial = folder.with_name(f".{folder.name}.partial")

@@ -1,4 +1,4 @@
-"""Tasks: right answers found again from the inputs alone, and sequences that are a function of their number."""
+"""Tasks: their answers follow from the inputs, and a sequence is a function of its number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = (32, 64, 200)
 
 
 def solve_mqar(inputs: list[int], i: int) -> tuple[int, int]:
-    """The value after the first occurrence of the key, and where it stands."""
+    """The value after the first occurrence of the key, and its position."""
     first = inputs.index(inputs[i])
     return inputs[first + 1], first + 1
 

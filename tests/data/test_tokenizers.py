@@ -1,4 +1,4 @@
-"""Tokenisers against bytes, against tiktoken's own GPT-2, and against the library that learned the BPE."""
+"""Tokenizers against bytes, against tiktoken's GPT-2, and against the library that trained the BPE."""
 
 import argparse
 import inspect
@@ -85,7 +85,7 @@ def test_bpe_learns_the_same_tokens_again():
     assert (first.n_vocab, first.eot_token) == (500, 499)
 
 
-def test_gpt2_is_tiktokens_own(gpt2):
+def test_gpt2_gives_the_tokens_of_tiktoken(gpt2):
     own = tiktoken.get_encoding("gpt2")
     for text in ODD_TEXTS:
         assert encoder(gpt2)(text).tolist() == own.encode(text, disallowed_special=())
@@ -128,7 +128,7 @@ def test_a_folder_without_tokenizer_is_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_gpt2_without_network_says_what_to_do(monkeypatch, tmp_path):
+def test_gpt2_without_a_network_is_refused_with_a_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")  # nothing listens there
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})

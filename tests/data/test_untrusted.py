@@ -38,7 +38,7 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
     ids=lambda value: getattr(value, "__name__", str(value))[:20],
 )
-def test_what_would_take_time_or_memory_is_refused(
+def test_content_that_would_take_much_time_or_memory_is_refused(
     read: Callable[[Path], object], content: str, reason: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "file"
@@ -58,14 +58,14 @@ def test_a_file_larger_than_its_limit_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
-def test_what_is_no_regular_file_is_refused_at_once(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_path_that_is_no_regular_file_is_refused_at_once(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "summary.json")
     for read in (read_json, read_yaml, read_end):
         with pytest.raises((UntrustedError, OSError)):
             read(tmp_path / "summary.json")
 
 
-def test_what_the_recipe_writes_is_read(tmp_path: Path) -> None:
+def test_values_that_the_recipe_writes_can_be_read(tmp_path: Path) -> None:
     value = {"config": {"optimizer": {"betas": [0.9, 0.95], "eps": 1e-8}}, "message": "déjà", "seed": 2**64 - 1}
     (tmp_path / "value").write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
     assert read_json(tmp_path / "value") == value

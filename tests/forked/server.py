@@ -1,8 +1,8 @@
-"""A Python process that has imported what the commands need, and forks for each: a start in 0.1 s instead of 4.
+"""A Python process that has imported the libraries of the commands, and forks for each: they start in 0.1 s, not 4 s.
 
 `python -m tests.forked.server <socket>` ends when its standard input does. It imports nothing until the first command
-comes. A command has its own arguments, variables, folder, input and output. Where variables differ that libraries read
-as they are imported, the command is refused.
+comes. A command gets its arguments, environment, folder, input and output. A command is refused if it has another value
+for a variable that libraries read when they are imported.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_at_import(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve(client: socket.socket, imported_with: dict[str, str]) -> None:
-    """Start the client's command, tell its process id and then its status; kill it if the client goes."""
+    """Start the client's command, send its process id and then its status. Kill it if the client disconnects."""
     message, files, _, _ = socket.recv_fds(client, 1 << 20, 3)
     while not message.endswith(b"\n"):
         message += client.recv(1 << 20)

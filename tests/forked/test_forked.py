@@ -1,4 +1,4 @@
-"""A forked command is like one that was started: what it is given, what it leaves, how it ends."""
+"""A forked command behaves like a started one: its input, its files and its end."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Q_ROWS, KV_ROWS = 1, 128
 
 
 def e4m3(x: Tensor) -> Tensor:
-    """The nearest numbers of 8 bits, in fp32."""
+    """The nearest 8-bit values, in fp32."""
     return x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
 
 

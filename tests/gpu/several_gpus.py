@@ -1,4 +1,4 @@
-"""What test_several_gpus.py runs in two processes with a GPU each: the same training on one GPU and on both.
+"""The work of test_several_gpus.py in two processes with a GPU each: the same training on one GPU and on both.
 
 torchrun --nproc-per-node 2 -m tests.gpu.several_gpus <folder>
 """

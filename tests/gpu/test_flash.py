@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: the full grid of shapes, and what only a GPU can show."""
+"""The Triton kernels on a GPU: the full grid of shapes, and properties that only a GPU can show."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_tf32_is_used_where_asked_for_alone():
 @pytest.mark.parametrize("dropout", [0.0, 0.17])
 @pytest.mark.parametrize("case", grid()[1::13], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
 def test_pointers_give_what_descriptors_give(case, dropout, monkeypatch):
-    """Pointers are what GPUs older than Hopper use, with their own block sizes."""
+    """GPUs older than Hopper use pointers, with other block sizes."""
     monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
     assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.bfloat16, "cuda", factor=3.0)
 

@@ -18,7 +18,7 @@ from tests.gpu.graphs import captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 PATHS = [KernelPath.plain, KernelPath.hopper]
-# One for each way in which numbers are stored, and their gradients summed.
+# One for each way in which values are stored and their gradients are summed.
 CHOSEN = [
     "s * log(n + 1)",
     "s - slope[h] * (i - j)",
@@ -139,7 +139,7 @@ def test_the_operators_of_a_formula_with_tensors_keep_torchs_rules(path):
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.value)
 @pytest.mark.parametrize(("T", "window", "dropout"), [(2500, None, 0.0), (2500, 1800, 0.1), (1000, None, 0.0)])
 def test_keys_that_gates_forget_add_nothing_and_their_tiles_are_never_read(D, path, T, window, dropout, horizons):
-    """Of four heads, two forget a key within 300 tokens; the numbers of the last also rise."""
+    """Of four heads, two forget a key within 300 tokens; the values of the last also rise."""
     torch.manual_seed(0)
     B, H, S = 2, 4, 2500
     q, do = torch.randn(2, B, H, T, D, device="cuda", dtype=torch.bfloat16)

@@ -66,7 +66,7 @@ def test_scores_may_be_far_apart():
 
 
 def test_views_give_what_copies_give():
-    """Views of one projection, and a misaligned one: the same bits as from tensors of their own."""
+    """Views of one projection, and a misaligned one: the same bits as from copies."""
     fused = torch.randn(2, 300, 8, 128, device="cuda", dtype=torch.bfloat16)
     q, k, v = (x.transpose(1, 2) for x in fused.split([4, 2, 2], dim=2))
     shifted = torch.empty(q.numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(q.shape).copy_(q)

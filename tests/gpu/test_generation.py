@@ -58,7 +58,7 @@ def served(model: GPT, given: list[list[int]], sampling: Sampling, limit: int = 
 
 @torch.no_grad()
 def shortfalls(model: GPT, prompt: list[int], found: list[int]) -> Tensor:
-    """How far the logit of each token found lies below the largest, with the whole text through the model."""
+    """The distance of each generated token's logit from the largest, with the whole text through the model."""
     logits = model(torch.tensor([[*prompt, *found[:-1]]], device="cuda"))[0, len(prompt) - 1 :].float()
     return logits.amax(dim=1) - logits.gather(1, torch.tensor(found, device="cuda")[:, None])[:, 0]
 
@@ -79,7 +79,7 @@ def test_where_every_layer_has_a_window_the_cache_slides_beyond_seq_len(slots):
     longer = build(GROUPED, WINDOWS, "naive", "cuda", seq_len=80 + limit)
     engine = Engine(model, [Request(prompt, limit) for prompt in given], Sampling(0.0), slots=slots)
     assert engine.steps.graph is not None
-    assert engine.steps.cache.size.pages == 3 * slots  # a window's 70 keys lie in two pages, or in three
+    assert engine.steps.cache.size.pages == 3 * slots  # a window's 70 keys span two or three pages
     for _ in engine.run():
         pass
     for prompt, request in zip(given, engine.requests, strict=True):

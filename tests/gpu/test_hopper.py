@@ -151,7 +151,7 @@ def test_with_one_key_dq_and_dk_are_what_the_rounding_of_out_leaves(D, causal, d
 
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 0.75, 255 / 256])
-def test_every_rate_drops_what_keep_mask_says(p, D):
+def test_every_rate_drops_the_weights_of_keep_mask(p, D):
     q, k, _, _ = Case(1, 2, 2, D, D, D).tensors(torch.bfloat16, "cuda")
     unit = torch.eye(D, device="cuda", dtype=torch.bfloat16).expand(1, 2, D, D).contiguous()
     seen = torch.ones(D, D, device="cuda", dtype=torch.bool).tril()
@@ -253,7 +253,7 @@ def test_long_sequences_use_the_whole_mask(D):
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_views_give_what_copies_give(D):
-    """Views of one projection, and each tensor misaligned in turn: the same bits as from tensors of their own."""
+    """Views of one projection, and each tensor misaligned in turn: the same bits as from copies."""
     fused = torch.randn(2, 300, 8, D, device="cuda", dtype=torch.bfloat16)
     q, k, v = (x.transpose(1, 2) for x in fused.split([4, 2, 2], dim=2))
     do = torch.randn(2, 300, 4, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)

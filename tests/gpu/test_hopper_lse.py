@@ -58,7 +58,7 @@ def test_the_log_sum_exp_may_be_far_from_zero(offset):
 @pytest.mark.parametrize("q_start", [None, 70], ids=["at_the_end", "elsewhere"])
 @pytest.mark.parametrize("D", [64, 128])
 def test_rows_without_keys_have_the_sink_alone(D, q_start, dropout):
-    """Queries before the first key: more of them than a tile has. Positions that are given may say so too."""
+    """Queries before the first key, more than a tile has; also through positions that the caller gives."""
     case = Case(2, 4, 2, 300, 150, D, sinks=True, dropout=dropout)
     before = case.T - case.S
     layout = Layout() if q_start is None else Layout(q_start=q_start, k_start=q_start + before)

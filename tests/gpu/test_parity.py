@@ -1,4 +1,4 @@
-"""The probe on a GPU: a spectator of compiled and replayed steps, content with the memory it is given."""
+"""The probe on a GPU: it changes no compiled or replayed step, and stays within its memory."""
 
 from __future__ import annotations
 

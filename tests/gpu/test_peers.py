@@ -47,7 +47,7 @@ def test_a_peer_computes_the_formula_and_its_gradients(name: str, case: Case):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_model_is_told_before_training_whether_the_kernels_take_its_shape(name: str):
+def test_a_shape_that_the_kernels_do_not_support_is_refused_before_training(name: str):
     try:
         attend = build_attention(CONFIGS[name])
     except UnsupportedAttention as reason:

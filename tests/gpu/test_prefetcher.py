@@ -1,4 +1,4 @@
-"""The prefetcher's own stream on a GPU: every batch arrives whole and lives until it has been read."""
+"""The prefetcher's stream on a GPU: every batch arrives complete and lives until it has been read."""
 
 import numpy as np
 import pytest

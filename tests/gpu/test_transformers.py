@@ -1,4 +1,4 @@
-"""Models of transformers with the kernels on a GPU, against their own eager attention."""
+"""Models of transformers with the kernels on a GPU, against their eager attention."""
 
 from __future__ import annotations
 

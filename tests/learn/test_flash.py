@@ -42,14 +42,14 @@ def test_the_texts_example_gives_its_tile_sizes() -> None:
         block_sizes(d=3, M=11)
 
 
-def test_flash_attention_1_moves_what_algorithm_1_says() -> None:
+def test_flash_attention_1_has_the_traffic_of_algorithm_1() -> None:
     """N = 5, B_c = 4, B_r = 3: K and V are read once; each of two key tiles reads Q, O, l, m and writes O, l, m."""
     traffic = solve(Problem(), "flash_1").traffic
     assert traffic.read == 2 * 15 + 2 * (15 + 15 + 5 + 5)
     assert traffic.written == 2 * (15 + 5 + 5)
 
 
-def test_traffic_falls_with_memory_as_the_theorem_says_and_the_standards_does_not() -> None:
+def test_traffic_falls_with_memory_as_in_the_theorem_and_that_of_standard_attention_does_not() -> None:
     N, d = 32, 4
     curves = count(N, d)
     standard, flash = curves.moved["standard"], curves.moved["flash_1"]

@@ -32,7 +32,7 @@ def test_every_step_gives_the_texts_number_and_torchs(rung: Rung) -> None:
         (flash.flash_2_forward, 1),
     ],
 )
-def test_each_step_reads_the_scores_as_often_as_its_name_says(function, reads: int) -> None:
+def test_each_softmax_reads_the_scores_as_often_as_expected(function, reads: int) -> None:
     assert passes(function) == reads
 
 

@@ -1,4 +1,4 @@
-"""learn/page.py: what the page shows is what the functions computed, also in a browser."""
+"""learn/page.py: the page shows the values that the functions computed, also in a browser."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_recorded_end_is_that_of_an_unrecorded_run() -> None:
         assert (last.read, last.written) == (alone.traffic.read, alone.traffic.written)
 
 
-def test_what_a_tile_left_behind_is_told_from_what_is_in_use() -> None:
+def test_memory_that_a_tile_has_freed_is_not_counted() -> None:
     """FlashAttention-2 with its first queries and the second, last tile of keys."""
     recording = record_choice(FIRST)
     idle = {

@@ -34,7 +34,7 @@ def test_bits_are_the_keep_mask(p: float, n_sites: int, B: int, T: int, C: int) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_dropped_is_zero_and_the_rest_makes_up_for_it(dtype: torch.dtype) -> None:
+def test_dropped_values_are_zero_and_the_others_are_scaled_up(dtype: torch.dtype) -> None:
     n_sites, B, T, C = SHAPES[0]
     x = torch.randn(B, T, C, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     for site, mask in enumerate(draw_masks(KEY, 0.1, n_sites, B, T, C, CPU)):

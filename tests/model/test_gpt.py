@@ -173,7 +173,7 @@ def test_dropout_is_a_function_of_the_key_and_of_nothing_else(attention, residua
     assert torch.equal(model(*window(), dropout_key=KEY), model(*window()))
 
 
-def test_each_layer_has_its_own_mask():
+def test_each_layer_has_a_separate_mask():
     spy = Spy()
     spy.dropout = 0.5
     GPT(SMALL, 100, 16, spy)(window()[0], dropout_key=KEY)
@@ -182,7 +182,7 @@ def test_each_layer_has_its_own_mask():
 
 
 @pytest.mark.parametrize("recompute", list(Recompute))
-def test_each_site_of_the_residual_stream_drops_by_a_mask_of_its_own(recompute):
+def test_each_site_of_the_residual_stream_has_a_separate_mask(recompute):
     """Site 0 is the embedding, 1 + 2 l the attention of block l and 2 + 2 l its MLP."""
     model = build(replace(SMALL, dropout=0.25), computation=Computation(recompute))
     seen: dict[str, tuple[Tensor, Tensor]] = {}
@@ -289,7 +289,7 @@ def test_compiles_into_one_graph_for_every_step():
 
 
 @pytest.mark.slow
-def test_compiled_the_masks_of_the_residual_stream_are_kept_as_bits():
+def test_a_compiled_step_stores_the_masks_of_the_residual_stream_as_bits():
     torch._dynamo.reset()
     model = build(replace(SMALL, n_layers=2, dropout=0.1))
     stored: dict[int, int] = {}

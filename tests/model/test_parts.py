@@ -1,4 +1,4 @@
-"""Every part of the model against the textbook, transformers' frequencies, torch's own counts, and itself compiled."""
+"""Every part of the model against the textbook, transformers' frequencies, torch's counts, and its compiled version."""
 
 from __future__ import annotations
 

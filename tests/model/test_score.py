@@ -61,7 +61,7 @@ def test_all_that_is_wrong_with_a_score_is_reported_once():
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled"])
-def test_what_the_first_layer_does_not_see_reaches_through_the_second(name):
+def test_keys_that_the_first_layer_does_not_see_arrive_through_the_second(name):
     """Two windows of three reach four tokens back; with a full second layer, to the start."""
     changed = tokens()
     changed[:, 4] = (changed[:, 4] + 1) % 100
@@ -120,7 +120,7 @@ def test_sinks_are_learned_and_do_not_decay(name):
 @pytest.mark.parametrize("positions", Positions)
 @pytest.mark.parametrize("name", ["naive", "tiled"])
 def test_documents_of_a_row_are_what_they_are_alone(name, positions):
-    """With positions that restart, a packed row gives each document the logits it has in a row of its own."""
+    """With positions that restart, each document of a packed row has the logits that it has alone."""
     config = replace(SMALL, positions=positions)
     model = build(config, name, documents=True, restart_positions=True).eval()
     starts = torch.tensor([[0] * 5 + [5] * 1 + [6] * 10, [0] * 16], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Models whose scores are a formula with tensors of their own."""
+"""Models whose scores are formulas with learned tensors."""
 
 from __future__ import annotations
 

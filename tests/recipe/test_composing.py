@@ -1,4 +1,4 @@
-"""What the tests replace in Hydra to save time changes no configuration."""
+"""The replacements in Hydra that save the tests time change no configuration."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ def test_a_sweep_is_refused_whole_if_one_of_its_scores_needs_a_text_of_several_d
     assert prepare([*sweep, "score=causal,window"])
 
 
-def test_what_a_value_has_to_be_can_be_said_of_every_key() -> None:
+def test_every_key_of_the_configuration_has_a_description_of_its_values() -> None:
     assert all(expected(key) for key in keys())
 
 
@@ -353,7 +353,7 @@ def test_a_preset_of_scores_is_changed_by_single_values() -> None:
     assert layer_scores(own, 2) == (Score(window=8), Score(window=64, sinks=True))
 
 
-def test_a_sweep_has_every_combination_and_the_experiments_own() -> None:
+def test_a_sweep_has_every_combination_and_its_values_replace_those_of_the_experiment() -> None:
     jobs = compose.jobs(["attention=naive,tiled", "seed=1,2", "seq_len=64"])
     assert len(jobs) == 4
     assert ["attention=tiled", "seed=1", "seq_len=64"] in jobs

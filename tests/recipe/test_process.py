@@ -1,4 +1,4 @@
-"""How a program ends: with its status, all that it printed, and what was registered for its end; without a teardown."""
+"""The end of a program: its status, all of its output, and handlers registered for the exit, but no teardown."""
 
 from __future__ import annotations
 

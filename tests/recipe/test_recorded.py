@@ -1,4 +1,4 @@
-"""A run folder from a stranger is data: nothing that lies in it runs, and a refusal says which line is to go."""
+"""A run folder from a stranger is data: nothing in it runs, and a refusal names the line to remove."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_every_option_and_every_file_of_conf_may_be_recorded(run: Path) -> None:
         ("score.layers", [{"window": "${oc.env:SHLVL}"}, {}]),
     ],
 )
-def test_a_recorded_configuration_refers_to_its_own_options_alone(run: Path, name: str, value: object) -> None:
+def test_a_recorded_configuration_may_only_refer_to_its_options(run: Path, name: str, value: object) -> None:
     config = as_plain(Config())
     group, _, option = name.rpartition(".")
     (config[group] if group else config)[option] = value

@@ -1,4 +1,4 @@
-"""What is refused changes nothing: not the run that was to be resumed, nor one that is running, nor the disk."""
+"""A refused command changes nothing: neither the run to resume, nor a running one, nor the disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Attention with the mistakes one makes, for tests that have to catch them.
+"""Attention with common mistakes, for tests that have to catch them.
 
-FAULTS has each of them by name. A class replaces one step of tests/attention_in_steps.py; its docstring says what is
-wrong.
+FAULTS has each of them by name. A class replaces one step of tests/attention_in_steps.py; its docstring describes the
+mistake.
 """
 
 from attention import Ablation, AttentionConfig

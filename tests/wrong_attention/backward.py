@@ -1,4 +1,4 @@
-"""Mistakes in dropout's masks, and those that gradients alone show."""
+"""Mistakes in dropout's masks, and mistakes that only gradients show."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class EvaluationAlone(Steps):
 
 @fault(documents=True)
 class DocumentOffByOne(Steps):
-    """A query sees the last key of the document before its own."""
+    """A query sees the last key of the preceding document."""
 
     def seen(self, backward):
         seen, starts = super().seen(backward), self.starts()

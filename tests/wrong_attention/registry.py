@@ -11,10 +11,10 @@ from tests.attention_in_steps import InSteps, Steps
 
 @dataclass(frozen=True)
 class Fault:
-    """A wrong attention, and a run in which it does something wrong.
+    """A wrong attention, and a run in which its mistake has an effect.
 
     score      of the run's layers
-    documents  whether the run tells documents apart
+    documents  whether the run separates documents
     grouped    whether query heads share key/value heads
     """
 

@@ -162,7 +162,7 @@ def test_flops_count_visible_keys_alone():
 
 
 @pytest.mark.slow
-def test_every_variant_is_measured_against_its_own_formula(tmp_path):
+def test_every_variant_is_compared_with_its_formula(tmp_path):
     variants = ["--masks", "window", "documents", "alibi", "soft_cap", "sinks", "--dropout", "0.1"]
     rows = run(tmp_path, "--lengths", "32", "--only", "naive", "tiled", "flex", *variants)
     for row in rows:
@@ -180,7 +180,7 @@ def test_ratios_are_to_the_fastest_of_the_others():
     assert [row["forward"]["of_fastest_peer"] for row in with_ratios(rows)] == [1.5, 1.0, 0.75]
 
 
-def test_what_grows_too_slow_is_not_waited_for():
+def test_a_length_predicted_to_be_too_slow_is_skipped():
     def row(length: int, step_s: float | None = None) -> dict:
         return {"name": "a", "head_size": 8, "variant": "causal", "dropout": 0.0, "length": length} | (
             {} if step_s is None else {"step_s": step_s}
@@ -214,7 +214,7 @@ called = {}
 """
 
 
-def test_a_package_is_called_with_its_own_layout_and_refused_dropout_it_lacks(tmp_path, monkeypatch):
+def test_a_package_is_called_in_its_layout_and_refuses_dropout_that_it_lacks(tmp_path, monkeypatch):
     (tmp_path / "stand_in_for_flash_attn.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
     problem = Problem(B=2, H=3, T=16, D=8, variant="causal", dropout=0.0, dtype=torch.float32, device=CPU)

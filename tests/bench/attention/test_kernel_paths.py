@@ -1,4 +1,4 @@
-"""attention.path=auto against the measured speeds of the kernel paths."""
+"""The choices of attention.path=auto against the measured speeds of the kernel paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.attention.peers import VARIANTS
 from bench.record import RESULTS, read
 
 
-def test_what_auto_chooses_was_measured_to_take_no_longer_than_the_plain_kernels() -> None:
+def test_the_kernels_that_auto_chooses_were_measured_to_be_no_slower_than_the_plain_ones() -> None:
     """Forward and backward together, to half a percent; the forward alone, as in an evaluation, to two."""
     slower = []
     for measured in read(RESULTS / "kernel-paths-nvidia-h200.json"):

@@ -44,7 +44,7 @@ def test_the_parts_measure_every_result_file_that_the_documents_show_but_those_o
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_the_command_of_a_part_is_accepted_and_writes_its_result_file(part: Part, monkeypatch, capsys) -> None:
-    """Without a GPU it is accepted up to the sentence that says so; experiments on a CPU are looked up."""
+    """Without a GPU, a command ends with the sentence that it needs one; experiments on a CPU are looked up."""
     module, *arguments = shlex.split(part.command)
     if torch.cuda.is_available():
         pytest.skip("it would measure")
@@ -80,7 +80,7 @@ def test_a_finished_part_is_up_to_date_until_a_kernel_it_measured_changes(tmp_pa
     assert status(part, path, NOW | {"attention": "2"}).state == "older than the kernels: attention"
 
 
-def test_what_is_missing_or_not_to_be_trusted_is_told_apart(tmp_path: Path) -> None:
+def test_missing_and_untrusted_files_are_distinguished(tmp_path: Path) -> None:
     assert status(PART, tmp_path / "none.json", NOW).state == "missing"
     assert status(PART, record(tmp_path, dirty=True), NOW).state == "measured with uncommitted changes"
     assert status(PART, record(tmp_path, command="python -m bench.other"), NOW).state == "measured by another command"
@@ -101,7 +101,7 @@ def test_further_overrides_after_a_commands_end_are_the_same_part(tmp_path: Path
 
 
 def test_it_measures_what_is_out_of_date_and_a_second_call_continues(tmp_path, capsys) -> None:
-    """With a stand-in for the measuring alone: it records each part as done."""
+    """With a stand-in for measuring, which records each part as done."""
     device = device_name(torch.device("cpu"))
     head = measurement([], torch.device("cpu")) | {"dirty": False}
     done: list[str] = []
@@ -158,7 +158,7 @@ def test_the_committed_results_carry_todays_kernels_or_say_that_they_do_not() ->
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_a_part_runs_as_its_command_says(tmp_path) -> None:
+def test_a_part_runs_its_command(tmp_path) -> None:
     """A real benchmark on a CPU, at a size that takes seconds."""
     arguments = "--device cpu --lengths 16 32 --heads 8 --tokens 32 --hidden 8 --dtype fp32 --only naive sdpa-math"
     command = f"bench.attention {arguments} --masks causal --dropout 0 --name tiny --results {tmp_path}"

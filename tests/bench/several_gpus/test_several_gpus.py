@@ -1,4 +1,4 @@
-"""What is measured on several GPUs, as far as it shows without one."""
+"""The benchmark of several GPUs, as far as it can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_time_that_includes_compiling_replaces_none_that_does_not(tmp_path: Pa
         assert [found["step_ms"] for found in read(recorder.path)] == [kept]
 
 
-def test_every_group_of_steps_tells_the_median_so_far_and_the_first_one_that_it_compiled() -> None:
+def test_progress_shows_the_median_so_far_and_that_the_first_steps_compiled() -> None:
     seconds = {0: 70.0, 2: 4.0, 5: 9.0, 8: 5.0}
     case = Case("speed", "exact", 1024, 32, groups=3, group=3, first=2)
     assert [*train_in_groups(case, lambda step, count: seconds[step] if count == (3 if step else 2) else -1)] == [

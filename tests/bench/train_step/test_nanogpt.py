@@ -1,4 +1,4 @@
-"""nanoGPT's benchmark: what its bench.py is asked for, and what is kept of its answer."""
+"""nanoGPT's benchmark: the settings that its bench.py gets, and the row that is made of its output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_benchmark_of_the_checkout_runs_with_the_shape_and_dropout_of_the_ce
     assert row["tokens_per_s"] == pytest.approx(4 * 100 / 0.150)
 
 
-def test_a_failure_is_reported_in_its_own_words(checkout):
+def test_a_failure_is_reported_with_its_message(checkout):
     row = nanogpt.measure(checkout, "4x100", 0.75)
     assert row["status"] == "failed"
     assert "MemoryError: too much" in row["message"]

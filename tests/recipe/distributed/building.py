@@ -1,4 +1,4 @@
-"""What test_sharding.py runs in two processes: one rank's part of building a sharded trainer.
+"""The work of test_sharding.py in two processes: one rank's part of building a sharded trainer.
 
 python -m tests.recipe.distributed.building cpu|cuda <folder>, with torchrun's variables
 """

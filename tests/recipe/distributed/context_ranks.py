@@ -1,4 +1,4 @@
-"""What test_context.py runs in four processes: attention with sequences split over the processes.
+"""The work of test_context.py in four processes: attention with sequences split over the processes.
 
 python -m tests.recipe.distributed.context_ranks <folder> <port>
 """

@@ -1,4 +1,4 @@
-"""What test_several_ranks.py runs in four processes: the same training on 4, 2 and 1 of them.
+"""The work of test_several_ranks.py in four processes: the same training on 4, 2 and 1 of them.
 
 python -m tests.recipe.distributed.several_ranks <folder> <7 ports>
 """
@@ -142,7 +142,7 @@ def one_loss(trainer: Trainer) -> str:
 
 
 def work(world: World) -> dict[str, Any]:
-    """Everything that is compared between numbers of ranks."""
+    """All results that are compared between runs on different numbers of ranks."""
     found: dict[str, Any] = {}
     for name, parallel in PARALLEL.items():
         if world.size < parallel.context:
@@ -150,7 +150,7 @@ def work(world: World) -> dict[str, Any]:
         trainer = build(world, parallel)
         found[name] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
         found[name]["whole model"] = one_loss(trainer)
-    if world.size <= 2:  # a sum of two terms has one order, in a library too
+    if world.size <= 2:  # a sum of two has one order, in a library too
         for name in ("exact", "sharded"):
             found[f"{name}, two terms"] = train(build(world, PARALLEL[name], micro_batches=2), range(STEPS))
     for precision in AUTOCAST[world.size]:

@@ -59,7 +59,9 @@ CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32)
         ),
     ],
 )
-def test_what_these_ranks_cannot_do_is_one_sentence(parallel: ParallelConfig, ranks: int, sentence: str) -> None:
+def test_a_division_of_work_that_the_ranks_cannot_do_is_refused_in_one_sentence(
+    parallel: ParallelConfig, ranks: int, sentence: str
+) -> None:
     (said,) = mistakes(replace(CONFIG, parallel=parallel), ranks)
     assert sentence in said
 

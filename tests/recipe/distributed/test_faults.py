@@ -1,4 +1,4 @@
-"""Several ranks lose nothing when one of them is killed or told to stop, and resume as one."""
+"""Several ranks lose nothing when one of them is killed or interrupted, and resume as one."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def wait_for_restart(first: dict[str, int], torchrun: subprocess.Popen[bytes]) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
-def test_a_rank_that_is_killed_and_one_told_to_stop_lose_nothing(here: Path) -> None:
+def test_a_killed_rank_and_an_interrupted_one_lose_nothing(here: Path) -> None:
     """torchrun starts the ranks again after a kill in a step and one in a save; after the signal all stop, and one
     process goes on alone."""
     register()

@@ -43,13 +43,15 @@ def test_the_first_rank_names_those_that_did_not_come(address: str) -> None:
         join(World(0, 3))
 
 
-def test_another_rank_says_that_the_first_did_not_come(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_rank_reports_that_the_first_did_not_come(address: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankError, match=rf"Rank 1 of 2 waited 0\.5 s at {address}, and rank 0 did not join"):
         join(World(1, 2))
     assert "frame #" not in capfd.readouterr().err
 
 
-def test_a_rank_without_an_address_says_how_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_an_address_is_refused_with_the_command_that_starts_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RankError, match=r"RANK=1 of WORLD_SIZE=2 needs MASTER_ADDR.*torchrun"):
         join(World(1, 2))
@@ -117,7 +119,7 @@ def test_torchrun_ends_with_the_sentence_of_the_rank_that_failed(monkeypatch, tm
     assert capsys.readouterr().err == ""
 
 
-def test_under_torchrun_a_mistake_of_all_ranks_is_said_once(tmp_path: Path) -> None:
+def test_under_torchrun_a_mistake_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*torchrun, ROOT / "train.py", "seq_len=abc", "device=cpu"], cwd=tmp_path, capture_output=True, text=True

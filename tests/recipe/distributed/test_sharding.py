@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def built(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """What each of so many ranks says of building a sharded trainer on a CPU."""
+    """The report of each rank on building a sharded trainer on a CPU."""
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-m", "tests.recipe.distributed.building", "cpu", str(folder)]
     started = [

@@ -1,4 +1,4 @@
-"""Sampling without a cache: the whole text through the model, and torch's own draws."""
+"""Sampling without a cache: the whole text through the model, and torch's random draws."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def logits_of(model: GPT, tokens: Sequence[int], first: int) -> Tensor:
 def expected(
     model: GPT,
     prompt: Sequence[int],
-    found: Sequence[int],
+    generated: Sequence[int],
     temperature: float = 0.0,
     top_k: int | None = None,
     seed: int = 0,
 ) -> list[int]:
-    """The tokens that follow the prompt, the prompt and found[0], and so on: equal to `found` if that is correct."""
+    """The tokens that follow the prompt, the prompt and generated[0], and so on: equal to `generated` if right."""
     generator = torch.Generator().manual_seed(seed)
     tokens = []
-    for logits in logits_of(model, [*prompt, *found[:-1]], len(prompt)):
+    for logits in logits_of(model, [*prompt, *generated[:-1]], len(prompt)):
         if top_k is not None and top_k < len(logits):
             logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
         if temperature == 0:

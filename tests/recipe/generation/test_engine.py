@@ -42,7 +42,7 @@ def build(
 
 
 def drained(engine: Engine) -> list[list[int]]:
-    """The tokens that the engine yields for each request, checked against the request's own list."""
+    """The tokens that the engine yields for each request, checked against the request's list."""
     received: dict[Request, list[int]] = {request: [] for request in engine.requests}
     for request, token in engine.run():
         received[request].append(token)
@@ -117,7 +117,7 @@ def test_where_every_layer_has_a_window_the_cache_slides_beyond_seq_len(name, mo
     model, longer = (build(GROUPED, WINDOWS, seq_len, name) for seq_len in (80, 300))
     (prompt,) = prompts(75)
     engine = Engine(model, [Request(prompt, 200)], Sampling(0.0))
-    assert engine.steps.cache.size.pages == 3  # a window's 70 keys lie in two pages, or in three
+    assert engine.steps.cache.size.pages == 3  # a window's 70 keys span two or three pages
     check_greedy(engine, longer, monkeypatch)
 
 
@@ -206,7 +206,7 @@ def test_streams_of_random_numbers_are_exponential_and_independent():
     torch.testing.assert_close(noise.of(torch.zeros(slots, dtype=torch.int64))[1].double(), e[0, 0])
 
 
-def test_equal_prompts_with_streams_of_their_own_get_the_tokens_they_get_alone():
+def test_equal_prompts_with_separate_streams_get_the_same_tokens_as_alone():
     model = build(seq_len=24)
     (prompt,) = prompts(10)
     streams = [(0, 0), (0, 1), (3, 0), (0, 2)]
@@ -273,13 +273,13 @@ def test_weights_are_in_the_precision_of_products_and_tokens_are_those_of_autoca
         ((3,), {"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(lengths, sampling, sentence):
+def test_impossible_requests_are_refused(lengths, sampling, sentence):
     with pytest.raises(GenerationError, match=sentence):
         Engine(build(), [Request(prompt, 3) for prompt in prompts(*lengths)], Sampling(**sampling))
 
 
 @pytest.mark.parametrize(("gib", "advice"), [(1.0, "set batch=3, as that many fit"), (0.1, "not even one fits")])
-def test_a_cache_that_does_not_fit_says_how_many_sequences_would(monkeypatch, gib, advice):
+def test_a_cache_that_does_not_fit_is_refused_with_the_number_of_sequences_that_would(monkeypatch, gib, advice):
     config = GPTConfig(n_layers=32, n_heads=8, n_embd=1024)  # 256 KiB a token
     free = int(gib * 2**30)
     monkeypatch.setattr(memory, "free_memory", lambda device: free)

@@ -1,4 +1,4 @@
-"""What test_families.py runs in a process of its own: the most memory that loading a folder's model takes.
+"""The work of test_families.py in a separate process: the most memory that loading a folder's model takes.
 
 python -m tests.recipe.huggingface.loading_memory <folder>
 """

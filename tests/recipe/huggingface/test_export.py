@@ -125,7 +125,7 @@ def test_transformers_reads_the_folder_as_the_same_model(name, config, score, ar
     assert not warnings
     assert answer["generated_text"] == prompt + continued
     assert len(set(continued)) > 2
-    (without_length,) = generate(prompt, return_tensors=True)  # the pipeline's own default is 256 more tokens
+    (without_length,) = generate(prompt, return_tensors=True)  # the pipeline's default is 256 more tokens
     assert len(without_length["generated_token_ids"]) <= SEQ_LEN
     batch = read(["x" * 14, prompt], padding=True, return_tensors="pt")
     _, beside_a_longer_one = theirs.generate(**batch, max_new_tokens=30, do_sample=False)
@@ -206,7 +206,7 @@ def test_every_file_of_the_folder_may_be_read_by_those_whom_the_umask_allows(tmp
     assert set(modes.values()) == {0o640}
 
 
-def test_the_card_tells_what_the_run_did(tmp_path):
+def test_the_model_card_describes_the_run(tmp_path):
     summary = {
         "parameters": 123_456,
         "tokens": 1_000_000,

@@ -1,4 +1,4 @@
-"""Folders of transformers' own models, read, computed and written again, for random shapes of each architecture."""
+"""Folders of transformers' models, read, computed and written again, for random shapes of each architecture."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_models_of_transformers_learn_the_same_here_and_are_written_as_they_were
 
 
 def test_the_preset_of_nanochat_learns_as_the_model_of_transformers_does():
-    """It turns queries and keys the other way round, which is the same with the halves of each head exchanged."""
+    """The model rotates queries and keys in the other direction: the same as exchanging the halves of each head."""
 
     def exchanged(model: GPT) -> dict[str, Tensor]:
         family = Family("nanochat", "NanoChatForCausalLM", BEFORE | {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"})

@@ -1,4 +1,4 @@
-"""docs/finetuning.md as it says: conversations in, an export out, and the losses of transformers on the way."""
+"""The steps of docs/finetuning.md: conversations in, an export out, and the same losses as in transformers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def beside_transformers(
 
 
 def arguments(batch: Batch) -> dict[str, Tensor]:
-    """A batch for transformers, whose labels stand one place later; positions that begin anew separate documents."""
+    """A batch for transformers, whose labels are shifted by one; positions that restart separate documents."""
     assert batch.document_starts is not None
     nothing = torch.zeros_like(batch.inputs[:, :1])
     inputs = torch.cat([batch.inputs, nothing], dim=1)
@@ -109,7 +109,7 @@ def test_the_page_finetunes_a_llama_as_transformers_does_and_exports_it(here):
     assert read_back.apply_chat_template(line)["input_ids"] == toy.apply_chat_template(line)["input_ids"]
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
-    exec(code, names)  # the page's own
+    exec(code, names)  # the page's
     assert names["answer"]["role"] == "assistant"
     assert json.loads((here / "my-llama" / "generation_config.json").read_text())["eos_token_id"] == 1
 

@@ -91,7 +91,7 @@ def test_weights_of_another_model_are_refused_with_the_override_that_fits(folder
         load_gpt2(build(**model), str(folder))
 
 
-def test_all_that_does_not_fit_is_said_at_once(folder):
+def test_all_mistakes_are_reported_at_once(folder):
     wrong = replace(CONFIG, n_layers=2, n_heads=8, bias=False, qk_norm=True)
     found = list(folder_mistakes(str(folder), wrong, layer_scores(ScoreConfig(sinks=True), 2), 64, 257))
     for named in ("model.n_layers=3", "model.n_heads=4", "model.qk_norm=false", "score.sinks=false", "model.bias=true"):

@@ -15,7 +15,7 @@ def ablated(ablate: Ablation, block: int = 16) -> dict[str, dict[str, object]]:
 
 
 def first_overflow(limit: float, block: int) -> tuple[int, int]:
-    """The tile and row of the first score beyond `limit`, with tiles visited row by row, found in the full scores."""
+    """The tile and row of the first score beyond `limit`, with tiles visited row by row, from the full scores."""
     q, k, _ = growing_scores(4 * block, 4 * block)
     scores = (q.double() @ k.double().mT)[0, 0] / q.shape[-1] ** 0.5
     tiles = (scores > limit).view(4, block, 4, block).transpose(1, 2)  # (i, j, row, column)

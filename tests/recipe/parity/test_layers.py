@@ -1,4 +1,4 @@
-"""Each layer's attention alone: what a run's probe sees in bf16 that the whole model's rounding hides."""
+"""Each layer's attention alone: a run's probe detects errors in bf16 that the whole model's rounding hides."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TakesBf16Alone(NaiveAttention):
         return super().attend(q, k, v, call)
 
 
-def test_what_could_not_be_seen_is_recorded(monkeypatch: pytest.MonkeyPatch):
+def test_precisions_in_which_layers_were_not_compared_are_recorded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(attention.IMPLEMENTATIONS, "takes_bf16_alone", TakesBf16Alone)
     found = probed(Fault(AttentionConfig("takes_bf16_alone")), "bf16", count=1)
     assert found["warned"] is None

@@ -1,4 +1,4 @@
-"""The probe: what it measures, that it disturbs nothing, and that it tells wrong implementations from right ones."""
+"""The probe: its measurements, that it changes nothing, and that it detects exactly the wrong implementations."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_nan_is_beyond_rounding():
     assert beyond_rounding(measured | {"parity/grad_rel_err": math.nan}) is not None
 
 
-def test_a_reference_that_runs_out_of_memory_gets_less_and_says_so(caplog: pytest.LogCaptureFixture):
+def test_a_reference_that_runs_out_of_memory_gets_fewer_tokens_with_a_note(caplog: pytest.LogCaptureFixture):
     probe = probe_for(AttentionConfig(), reference="too_large")
     model, micro_batch = small_gpt(AttentionConfig()), next(batches(1, 1))
     assert probe.measure(model, *micro_batch)["parity/tokens"] == [1, 16]

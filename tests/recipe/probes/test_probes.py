@@ -142,7 +142,7 @@ def test_a_model_that_gains_from_its_context_has_a_negative_score() -> None:
 
 
 def answers(tokens: list[int], n_layers: int, score: ScoreConfig | None = None, **model: Any) -> Tensor:
-    """The logits after each token, from weights that tell tokens apart: (T, V)."""
+    """The logits after each token, from weights that distinguish tokens: (T, V)."""
     torch.manual_seed(1)
     gpt = GPT(replace(SMALL, n_layers=n_layers, **model), 256, T, build_attention(AttentionConfig()), score=score)
     for weight in gpt.parameters():

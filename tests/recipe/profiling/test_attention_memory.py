@@ -1,4 +1,4 @@
-"""The meter that counts an attention's own tensors."""
+"""The meter of the memory of an attention's tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_generators_are_left_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_limit_on_the_cpu_is_kept_and_lifted():
+def test_a_memory_limit_on_a_cpu_holds_during_the_block_and_not_afterwards():
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with cpu_memory_limit(16):
         with pytest.raises(RuntimeError, match="can't allocate memory"):

@@ -130,7 +130,7 @@ def test_warm_up_steps_are_not_counted() -> None:
     assert meter.medians()["throughput/step_ms"] == pytest.approx(1000)
 
 
-def test_what_happens_under_pause_is_not_counted_and_all_else_is() -> None:
+def test_the_time_of_a_pause_is_not_counted_and_all_other_time_is() -> None:
     meter = scripted([0, 1, 2, 102, 103])  # two steps, a pause of 100 s, a step
     take_steps(meter, 2)
     with meter.paused():

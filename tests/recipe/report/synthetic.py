@@ -1,7 +1,7 @@
 """Synthetic run folders like those of train.py, generated independently of how the report reads them.
 
 A loss curve is the sum of a decay that all runs share, a slow drift per seed, batch noise per seed and step, and the
-implementation's own part: rounding that training amplifies, or an error.
+implementation's part: rounding that training amplifies, or an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ERRORS = {
 }
 
 
-SEEDS_APART = 0.008  # how far rounding can drive two runs of one seed apart: about as far as two seeds are
+SEEDS_APART = 0.008  # the largest difference that rounding makes between runs of a seed: about that between seeds
 
 
 def _wandering(generator: np.random.Generator, length: int) -> np.ndarray:
@@ -65,9 +65,9 @@ def write_run(
     """Write one run folder.
 
     stop      the last step done, where that is not all of them
-    error     the name of what is wrong with the implementation, of ERRORS
-    vary      by how much of it the speed of steps varies, up and down
-    chaos     by how much training amplifies rounding in 100 steps, until runs are as far apart as seeds: 1 is tame
+    error     the error of the implementation, a name of ERRORS
+    vary      the share by which the speed of steps varies, up and down
+    chaos     the factor by which training amplifies rounding in 100 steps, up to the difference between seeds
     """
     loss_noise, logit_noise, grad_noise = ROUNDING[precision]
     done = steps if stop is None else stop

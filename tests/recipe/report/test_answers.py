@@ -1,4 +1,4 @@
-"""What the report derives over lengths, devices and settings, against laws that the made-up runs were made from."""
+"""The report's conclusions over lengths, devices and settings, against the laws of the synthetic runs."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_run_that_was_killed_before_its_first_step_fits_nothing(tmp_path: Path
     assert answered(tmp_path).headline == "The longest sequence that fits: 4,096 tokens, with flash"
 
 
-def test_on_a_cpu_the_wall_says_what_stands_for_a_gpu_and_whose_memory_is_shown(tmp_path: Path) -> None:
+def test_on_a_cpu_the_memory_limit_and_the_counted_memory_are_explained(tmp_path: Path) -> None:
     for seq_len in (512, 1024):
         oom = {"status": "out_of_memory", "stop": 0, "peak_gib": None} if seq_len == 1024 else {"peak_gib": 0.2}
         limit = {"training.cpu_memory_gib": 2.0}
@@ -232,7 +232,7 @@ def test_devices_are_compared_by_their_throughput(tmp_path: Path) -> None:
         ("cpu", 2, 0.02, "It trains 1.3 times as fast as naive."),
     ],
 )
-def test_a_speed_is_told_with_its_spread_or_not_at_all(
+def test_a_speed_is_given_with_its_spread_or_not_at_all(
     device: str, seeds: int, vary: float, said: str, tmp_path: Path
 ) -> None:
     for attention, speed in (("naive", 1e4), ("flash", 1.3e4)):
@@ -246,7 +246,7 @@ def test_a_speed_is_told_with_its_spread_or_not_at_all(
     assert "times as fast" in said or "times as fast" not in told
 
 
-def test_a_cpu_whose_load_changed_between_two_seeds_says_nothing_of_speed(tmp_path: Path) -> None:
+def test_speeds_on_a_cpu_whose_load_changed_between_seeds_do_not_differ_measurably(tmp_path: Path) -> None:
     for n, (attention, speed) in enumerate((("naive", 1e4), ("flash", 1.3e4), ("naive", 2e4), ("flash", 1.2e4))):
         cpu = {"device": {"type": "cpu", "name": "it", "count": 1}}
         write_run(tmp_path / str(n), attention, seed=n // 2, probe_every=0, tokens_per_s=speed, summary=cpu)
@@ -276,7 +276,7 @@ def test_a_sweep_over_seeds_shows_the_mean_and_the_deviation_and_says_so(tmp_pat
 @pytest.mark.parametrize(
     ("seeds", "said"), [(1, r"\(one seed\)"), (2, r"± [\d.]+ \(mean ± standard deviation of 2 seeds\)")]
 )
-def test_the_headline_of_one_setting_says_of_how_many_seeds_it_is(seeds: int, said: str, tmp_path: Path) -> None:
+def test_the_headline_of_one_setting_names_the_number_of_seeds(seeds: int, said: str, tmp_path: Path) -> None:
     for seed in range(seeds):
         write_run(tmp_path / str(seed), "flash", seed, probe_every=0)
     assert re.fullmatch(rf"flash: validation loss [\d.]+ {said}", answered(tmp_path).headline)
@@ -318,7 +318,7 @@ def write_ablated(folder: Path, ablate: str, precision: str, **options: Any) -> 
     write_run(folder, "tiled", precision=precision, overrides=changed, summary={"ablation": measured}, **options)
 
 
-def test_an_ablation_says_where_it_breaks_and_what_training_makes_of_it(tmp_path: Path) -> None:
+def test_an_ablation_is_answered_with_its_effect_on_training(tmp_path: Path) -> None:
     write_ablated(tmp_path / "0", "none", "fp32")
     write_ablated(tmp_path / "1", "no_rescaling", "fp32", error="no_rescaling")
     write_ablated(tmp_path / "2", "no_max_subtraction", "fp32", status="failed", stop=30, non_finite_step=31)

@@ -1,4 +1,4 @@
-"""What the figures show, read from their axes."""
+"""The content of the figures, read from their axes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_runs_that_logged_a_single_loss_have_no_curve(tmp_path: Path) -> None:
     assert charts_of(tmp_path) == {}
 
 
-def test_ticks_of_losses_that_hardly_differ_are_told_apart(tmp_path: Path, figure: Figure) -> None:
+def test_ticks_of_losses_that_hardly_differ_have_different_labels(tmp_path: Path, figure: Figure) -> None:
     write_run(tmp_path / "a", steps=40)
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     flat = [line | ({"train/loss": 5.5 + 1e-3 * n} if "train/loss" in line else {}) for n, line in enumerate(lines)]

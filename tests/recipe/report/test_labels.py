@@ -79,7 +79,7 @@ def recorded(run: Run, name: str) -> str:
 
 
 def assert_true(text: str, runs: Iterable[Run]) -> None:
-    """Each setting that a label names is that of every run; a file of conf/ also stands for all that it makes."""
+    """Each setting in a label is that of every run; the name of a file in conf/ implies all settings that it makes."""
     named = claims(text)
     for run in runs:
         for name, value in named:

@@ -1,4 +1,4 @@
-"""The page as a reader gets it: self-contained, and without overflow in a real browser on a phone and on a desktop."""
+"""The page is self-contained, and does not overflow in a browser, on a phone or on a desktop."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_page_and_the_markdown_say_the_same(folder: Path, report: Report, pa
         assert escape_markdown(text) in markdown
 
 
-def test_what_users_named_is_escaped(folder: Path, report: Report, page: str) -> None:
+def test_names_that_users_chose_are_escaped(folder: Path, report: Report, page: str) -> None:
     assert "<disk>" not in page
     assert "<b>&other" not in page
     assert "odd &lt;name&gt; | &amp; more" in page
@@ -151,7 +151,7 @@ def test_the_numbers_can_be_copied(folder: Path, report: Report) -> None:
     assert rows["wall-naive-1024"]["status"] == "out_of_memory"
 
 
-def test_a_report_of_nothing_but_failures_says_so(tmp_path: Path) -> None:
+def test_the_headline_of_failed_runs_is_that_they_failed(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "naive", status="failed", stop=0, message="no such file")
     (write_run(tmp_path / "b", "flash", status="failed", stop=0) / "metrics.jsonl").write_text("")
     report = write_report(find_runs([tmp_path]), tmp_path / "report")
@@ -160,7 +160,7 @@ def test_a_report_of_nothing_but_failures_says_so(tmp_path: Path) -> None:
     assert "a failed after step 0: no such file." in report.notes
 
 
-def test_numbers_are_written_as_one_says_them() -> None:
+def test_numbers_are_written_with_units_and_few_digits() -> None:
     assert [short_length(n) for n in (1000, 1024, 524288)] == ["1,000", "1k", "512k"]
     assert [short_number(x) for x in (0, 1.5e6, 40_000, 0.05, 1e-6)] == ["0", "1.5M", "40k", "0.05", "10⁻⁶"]
     assert [power_of_ten(x) for x in (1e-6, -2e-5, 1.0, 0)] == ["10⁻⁶", "-2·10⁻⁵", "10⁰", "0"]

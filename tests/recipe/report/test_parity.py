@@ -74,7 +74,7 @@ def test_the_bullet_names_what_was_measured(tmp_path: Path) -> None:
     assert parity_answer([verdict], "naive").headline == "Parity holds for flash"
 
 
-def test_losses_that_are_equal_to_the_last_bit_are_said_to_be(tmp_path: Path) -> None:
+def test_losses_that_are_bitwise_equal_are_reported_so(tmp_path: Path) -> None:
     for seed in (1, 2):
         write_run(tmp_path / f"naive-{seed}", "naive", seed)
         twin = write_run(tmp_path / f"tiled-{seed}", "tiled", seed)
@@ -169,7 +169,7 @@ def test_where_the_reference_did_not_run_an_ablated_one_is_broken_by_its_intact_
     assert verdicts["tiled"].outcome is Outcome.open
 
 
-def test_an_ablated_run_says_nothing_against_another(tmp_path: Path) -> None:
+def test_an_ablated_run_does_not_count_against_another(tmp_path: Path) -> None:
     write_run(tmp_path / "0", "tiled", status="failed", stop=120, non_finite_step=121)
     write_run(tmp_path / "1", "tiled", overrides={"attention.ablate": "no_rescaling"})
     assert {verdict.outcome for verdict in judged(tmp_path)} == {Outcome.open}
@@ -215,7 +215,7 @@ def test_without_losses_to_compare_a_good_probe_is_not_enough(tmp_path: Path) ->
     assert only(tmp_path).gaps == (Gap.no_shared_losses,)
 
 
-def test_dropout_that_draws_its_own_masks_is_not_judged(tmp_path: Path) -> None:
+def test_dropout_with_other_masks_is_not_judged(tmp_path: Path) -> None:
     own = {"attention.dropout": 0.1, "attention.rng": "torch"}
     for seed in (1, 2):
         write_run(tmp_path / f"naive-{seed}", "naive", seed, overrides={"attention.dropout": 0.1})

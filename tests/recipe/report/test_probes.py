@@ -47,5 +47,5 @@ def test_arms_without_longer_lengths_stand_beside_those_with_them() -> None:
         {"position_loss": LOSS | {"loss": ["x", "y", "z"]}},
     ],
 )
-def test_what_is_damaged_is_left_out(damage: dict[str, Any]) -> None:
+def test_damaged_probes_are_left_out(damage: dict[str, Any]) -> None:
     assert probe_charts({"causal": [run(damage)]}) == []

@@ -21,7 +21,7 @@ def notes(folder: Path) -> list[str]:
     return notes_on(found, sweeps_of(found.runs))
 
 
-def test_a_run_says_what_its_files_say(tmp_path: Path) -> None:
+def test_a_run_is_read_from_its_files(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", "flash", 7, steps=100, seq_len=512, peak_gib=11.5))
     assert (run.attention, run.seed, run.seq_len, run.status, run.step) == ("flash", 7, 512, "completed", 100)
     assert (run.device, run.precision, run.commit) == ("NVIDIA H200", "bf16", "0123456")
@@ -205,7 +205,7 @@ def test_dirty_trees_mixed_commits_and_devices_are_named(tmp_path: Path) -> None
     ]
 
 
-def test_labels_tell_variants_of_an_implementation_apart(tmp_path: Path) -> None:
+def test_labels_distinguish_variants_of_an_implementation(tmp_path: Path) -> None:
     write_run(tmp_path / "1", "naive")
     write_run(tmp_path / "2", "tiled", overrides={"attention.block_q": 16, "attention.block_k": 16})
     write_run(tmp_path / "3", "tiled", overrides={"attention.block_q": 128, "attention.block_k": 32})
@@ -255,7 +255,7 @@ def test_a_killed_run_joins_those_it_shares_its_settings_with(tmp_path: Path) ->
     assert len(cells_of(find_runs([tmp_path]).runs)) == 3
 
 
-def test_of_several_tries_the_one_that_came_furthest_stands_for_its_seed(tmp_path: Path) -> None:
+def test_of_several_runs_of_a_seed_the_one_with_most_steps_counts(tmp_path: Path) -> None:
     write_run(tmp_path / "1", status="interrupted", stop=390)
     write_run(tmp_path / "2")
     write_run(tmp_path / "3", status="failed", stop=10)

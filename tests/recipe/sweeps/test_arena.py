@@ -31,7 +31,7 @@ def schema() -> None:
 
 
 class Launcher:
-    """Runs jobs without processes. `refuse` is called with a job's overrides, and says how it ends instead."""
+    """Runs jobs without processes. `refuse` is called with a job's overrides, and returns how it ends instead."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.ahead = folder, 0
@@ -68,7 +68,7 @@ def start(tmp_path: Path):
     return run
 
 
-def test_learning_rates_come_first_and_each_arm_goes_on_with_its_own(start, tmp_path: Path) -> None:
+def test_learning_rates_come_first_and_each_arm_then_uses_its_best(start, tmp_path: Path) -> None:
     launched = start("arena.seeds=2").launched
     (first, ahead, tried), (second, last, runs) = launched
     assert (first, ahead, len(tried)) == (0, 4, 6)

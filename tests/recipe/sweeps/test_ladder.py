@@ -1,4 +1,4 @@
-"""A ladder as a sweep: the sizes, the prediction before the next one, going on. A launcher stands for the processes."""
+"""A ladder as a sweep: the sizes, the prediction before the next one, continuing. A launcher replaces the processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TensorBoard itself reads of a run, before and after it was resumed."""
+"""The values that TensorBoard reads from a run, before and after it was resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's records survive kills, resumes and full disks, and say what they should."""
+"""A run's records are right, and survive kills, resumes and full disks."""
 
 import io
 import json
@@ -169,7 +169,7 @@ def test_a_summary_is_replaced_in_one_step(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_the_environment_says_what_ran_where() -> None:
+def test_the_environment_names_software_and_machine() -> None:
     found = environment(torch.device("cpu"))
     assert found["device"] == {"type": "cpu", "name": "cpu", "count": 1}
     assert found["versions"]["torch"] == torch.__version__

@@ -111,7 +111,7 @@ def test_the_mirror_holds_what_the_run_folder_holds(tmp_path: Path, notes: Path)
     assert finish["summary"] == {"summary": {"status": "completed", "val_loss": 3.0}}, "the configuration is there once"
 
 
-def test_what_the_summary_gains_later_is_brought_to_the_same_run(tmp_path: Path, notes: Path) -> None:
+def test_later_entries_of_the_summary_are_sent_to_the_same_run(tmp_path: Path, notes: Path) -> None:
     summary: dict[str, Any] = {"status": "completed", "config": {"seed": 1}, "git": "c"}
     with track(tmp_path / "run") as tracker:
         tracker.log(0, {"val/loss": 3.0})

@@ -57,7 +57,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+def test_the_loaded_state_is_the_saved_one(tmp_path: Path) -> None:
     saved = {
         "model": {
             "transposed": torch.randn(3, 5).t(),
@@ -371,7 +371,7 @@ def test_a_copy_of_the_run_folder_without_links_goes_on(tmp_path: Path) -> None:
     assert names(tmp_path / "copy") == {"step-00000001", "step-00000002", "best"}
 
 
-def test_a_run_that_goes_on_before_a_damaged_checkpoint_keeps_its_own(tmp_path: Path) -> None:
+def test_a_run_resumed_before_a_damaged_checkpoint_keeps_the_new_checkpoints(tmp_path: Path) -> None:
     save(tmp_path, 400)
     (save(tmp_path, 500) / FILES[0]).write_bytes(b"")
     save(tmp_path, 450, keep_last=1)

@@ -114,7 +114,7 @@ def test_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> Non
     assert len({trainer.model(inputs, targets, dropout_key=key).item() for key in keys}) == 3
 
 
-def test_torchs_own_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
+def test_torchs_dropout_differs_from_step_to_step_and_micro_step_to_micro_step() -> None:
     trainer = build(AttentionConfig("sdpa", dropout=0.5, rng=DropoutRng.torch))
     inputs, targets, *_ = batches(trainer).batch(0)
     places = ((0, 0), (0, 1), (1, 0), (0, 0))
@@ -153,7 +153,7 @@ def test_accumulated_micro_batches_are_one_batch_with_the_same_masks() -> None:
 
 
 @pytest.mark.parametrize("culprit", ["loss", "gradient"])
-def test_what_is_not_finite_stops_before_the_update_and_is_named_exactly(culprit: str) -> None:
+def test_a_step_that_is_not_finite_stops_before_its_update_and_is_named(culprit: str) -> None:
     trainer, reference = build(), build()
     losses(reference, range(4))
     for step in range(8):
@@ -377,7 +377,7 @@ def test_ranks_ask_each_other_about_once_a_second_and_a_signal_ends_the_run_with
         dist.destroy_process_group()
 
 
-def test_who_waited_for_slurms_signal_before_gets_it_after_the_run() -> None:
+def test_an_earlier_handler_of_slurms_signal_is_called_after_the_run() -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
     try:
@@ -408,7 +408,7 @@ def test_a_failure_is_noticed_before_anything_is_saved() -> None:
         RuntimeError("can't start new thread"),
     ],
 )
-def test_running_out_of_memory_says_what_makes_the_run_smaller(error: Exception) -> None:
+def test_running_out_of_memory_ends_with_a_sentence_on_smaller_settings(error: Exception) -> None:
     sentence = r"attention=naive with seq_len=32 and training.batch_size=4 .*tiled"
     with pytest.raises(OutOfMemory, match=sentence), oom_guard(too_large_step(build())):
         raise error

@@ -1,4 +1,4 @@
-"""The optimizers' groups and updates against torch's plain ones, and the schedules against their formulas."""
+"""The optimizers' groups and updates against torch's, and the schedules against their formulas."""
 
 from __future__ import annotations
 

@@ -47,11 +47,11 @@ def write_arena(
     """Write an arena whose first arm is the baseline.
 
     effects    of each arm on the final loss
-    deviation  of what is an arm's own at each seed
+    deviation  of the part of the loss that depends on arm and seed
     looks      that are planned; looked: the seeds of each that was taken
     step_ms    of each arm; 50 by default
     rates      learning rates that each arm tried, and their effect on the loss; the lowest is chosen
-    changes    by (arm, seed): what the summary has instead, or None for a run without a folder
+    changes    by (arm, seed): other values in the summary, or None for a run without a folder
     """
     arms, rates = list(effects), dict(rates or {})
     best = min(rates, key=rates.__getitem__) if rates else 0.003

@@ -1,4 +1,4 @@
-"""The report of an arena as a reader gets it."""
+"""The pages of an arena's report."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_when_the_looks_are_used_up_the_way_on_is_other_seeds(tmp_path: Path) ->
         ({"rates": {0.001: 0.1, 0.003: 0.0}}, "The best learning rate of base and arm is the highest that was tried"),
     ],
 )
-def test_what_departs_from_the_plan_is_said(tmp_path: Path, options: dict, note: str) -> None:
+def test_departures_from_the_plan_are_noted(tmp_path: Path, options: dict, note: str) -> None:
     arena = arena_of(write_arena(tmp_path / "s", {"base": 0.0, "arm": -0.1}, **options))
     notes = [*lr_warnings(arena), *departures(arena)]
     assert any(note in said for said in notes), notes

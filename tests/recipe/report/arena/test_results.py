@@ -1,4 +1,4 @@
-"""What an arena's runs say: differences, verdicts, and readings at equal cost."""
+"""The results of an arena's runs: differences, verdicts, and readings at equal cost."""
 
 from __future__ import annotations
 
