@@ -23,12 +23,12 @@ class DataConfig:
     tokenizer       bytes, gpt2, bpe, or a tokenizer.json of Hugging Face's tokenizers
     bpe_vocab_size  tokens that tokenizer=bpe learns at most, end-of-text included
     max_tokens      tokens to prepare, training and validation together; null for all
-    val_fraction    of the text that is held out for validation
+    val_fraction    share of the text that is held out for validation
     cache           folder of the prepared tokens
     hub             name of a data set on the Hugging Face hub, or a folder it was downloaded to
-    hub_revision    of that data set
-    hub_subset      of that data set
-    hub_split       of that data set; "train+test" joins two
+    hub_revision    revision of the data set of data.hub
+    hub_subset      subset of that data set
+    hub_split       split of that data set; "train+test" joins two
     documents       how attention treats documents that share a sequence
     text_field      the field of .jsonl, .parquet and hub rows that holds the text
     """

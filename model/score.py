@@ -20,7 +20,7 @@ Fields: Any = make_dataclass("Fields", [("name", str, "causal"), *FIELDS])
 class ScoreConfig(Fields):
     """The options under `score.*`.
 
-    name      of the preset, for tables and legends
+    name      name of the preset, for tables and legends
     formula   the changed score, such as "s * log(n)"; None: s (docs/formulas.md)
     learned   shapes of the formula's learned tensors by name, such as {bias: [h, 128]} for h heads, or with a first
               value {bias: {shape: [h, 128], init: 0.5}}

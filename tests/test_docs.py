@@ -18,8 +18,7 @@ from attention import IMPLEMENTATIONS
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "add-an-attention.md").read_text()
 VARIANTS = (ROOT / "docs" / "variants.md").read_text()
-# Pages for users. Lab notes are none, and the reference of the configuration is as long as the configuration.
-PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "configuration.md"]
+PAGES = sorted((ROOT / "docs").glob("*.md"))  # for users; lab notes are in docs/notes/
 
 
 def block_after(sentence: str) -> str:

@@ -1,11 +1,11 @@
-"""docs/configuration.md: every override, from the dataclasses of the configuration and their docstrings."""
+"""docs/configuration.md and its second page: every override, from the configuration's dataclasses."""
 
 from __future__ import annotations
 
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -20,6 +20,7 @@ from recipe.wording import as_typed
 
 OPTION = re.compile(r"^    (\w+(?:, \w+)*) +(\S.*)$")  # one name or several, then their meaning
 CONTINUED = re.compile(r"^     +(\S.*)$")
+FIRST_PAGE = ("attention", "score", "model", "data")  # the parts that docs/configuration.md describes
 
 
 def meanings(config_type: type) -> dict[str, str]:
@@ -86,20 +87,30 @@ def rows(config: Any, prefix: str) -> Iterator[list[str]]:
 
 @block("configuration")
 def configuration() -> str:
-    """A section for each part of the configuration, with the presets of its group."""
+    """The root's options, and a section for each part that determines what is computed."""
+    config = defaults()
+    return "\n\n".join([section(config, ""), *sections(config, FIRST_PAGE)])
+
+
+@block("configuration-training")
+def training() -> str:
+    """A section for each other part, and the experiments."""
+    config = defaults()
+    names = [f.name for f in fields(config) if f.name not in FIRST_PAGE and is_dataclass(getattr(config, f.name))]
+    experiments = ", ".join(f"`{name}`" for name in choices("experiment"))
+    return "\n\n".join([*sections(config, names), f"## experiment\n\n`experiment=` chooses one of {experiments}."])
+
+
+def defaults() -> Config:
+    """The configuration without overrides."""
     register()
     launcher.register()
-    config = compose.to_config(compose.composed([]))
-    return "\n\n".join(sections(config))
+    return compose.to_config(compose.composed([]))
 
 
-def sections(config: Config) -> Iterator[str]:
-    """The root's options, then each part's."""
-    yield section(config, "")
-    for f in fields(config):
-        part = getattr(config, f.name)
-        if is_dataclass(part):
-            presets = ", ".join(f"`{name}`" for name in choices(f.name))
-            chosen = f"`{f.name}=` chooses a preset of [conf/{f.name}/](../conf/{f.name}): {presets}.\n\n"
-            yield f"## {f.name}\n\n{chosen if presets else ''}{section(part, f'{f.name}.')}"
-    yield f"## experiment\n\n`experiment=` chooses one of {', '.join(f'`{name}`' for name in choices('experiment'))}."
+def sections(config: Config, parts: Iterable[str]) -> Iterator[str]:
+    """A section for each of these parts: the presets of its group, and its options."""
+    for name in parts:
+        presets = ", ".join(f"`{preset}`" for preset in choices(name))
+        chosen = f"`{name}=` chooses a preset of [conf/{name}/](../conf/{name}): {presets}.\n\n"
+        yield f"## {name}\n\n{chosen if presets else ''}{section(getattr(config, name), f'{name}.')}"

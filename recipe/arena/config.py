@@ -37,11 +37,11 @@ class ArenaConfig:
     arms        separated by |: each is a name, a colon and its overrides, or the name of a file of conf/arm/
     baseline    the arm that the others are compared with; None: the first
     seeds       seeds that each arm trains with; more of them continue a sweep
-    first_seed  the first of them
+    first_seed  the first of these seeds
     margin      the largest difference in loss that does not matter, as a share of the baseline's loss
     looks       how often the verdicts may be read, each time after more seeds; together they are wrong in 5 % at most
     lr          factors of each arm's optimizer.lr that are tried first; empty: none is tried
-    lr_seeds    seeds of that sweep, which no arm is judged on
+    lr_seeds    seeds of the sweep over learning rates, on which no arm is judged
     match       params: the width of each arm's MLP gives it as many parameters as the baseline has; none: as composed
     arm, stage  set for each run of an arena: its arm, and lr or seeds
     """

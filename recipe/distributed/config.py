@@ -27,11 +27,11 @@ class ParallelConfig:
 
     data                   replicate: each rank keeps all weights, gradients and moments; shard: some rows of each
     reshard_after_forward  with shard: drop a block's gathered weights after its forward pass, and gather them again for
-                           its backward pass; False: keep them until then
+                           its backward pass; false: keep them until the backward pass
     context                ranks that share the rows of every sequence; 1: each rank has whole sequences
     context_by             the tensors that these ranks exchange in attention: heads or keys
     exact                  add gradients in an order that does not depend on the number of ranks: the same losses, bit
-                           for bit; False: in the library's order, and with replicated weights AdamW's update is
+                           for bit; false: in the library's order, and with replicated weights AdamW's update is
                            shared (shared_update.py)
     timeout_s              seconds to wait for another rank before giving up
     """

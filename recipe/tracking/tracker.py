@@ -56,8 +56,8 @@ class TrackingConfig:
     """The options under `tracking.*`.
 
     mode     online, offline, tensorboard or disabled
-    project  of W&B
-    group    of W&B, shared by the runs of a sweep
+    project  the project in W&B
+    group    the group in W&B, which the runs of a sweep share
     """
 
     mode: TrackingMode = TrackingMode.offline

@@ -18,7 +18,7 @@ class TrainingConfig:
     steps             updates of the weights
     batch_size        sequences per rank and micro-batch
     batch_tokens      tokens of one step over all micro-batches and ranks; None: one micro-batch per rank
-    precision         of the model's computations
+    precision         precision of the model's computations
     compile           torch.compile the model
     cuda_graph        with compile, on GPUs, without accumulation, and without recomputing if sharded: replay the whole
                       step as a CUDA graph

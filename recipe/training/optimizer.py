@@ -27,9 +27,9 @@ class OptimizerConfig:
     lr            the peak of the schedule
     weight_decay  per step, times the learning rate, of matrices and embeddings only
     betas         decay of the running means of the gradient and of its square
-    eps           added to the root of the second
+    eps           added to the root of the mean of squares
     clip          largest norm of the gradient over all parameters; 0: no clipping
-    momentum      of Muon
+    momentum      decay of Muon's momentum
     muon_lr       the peak for Muon's matrices; None: lr
     """
 
