@@ -128,7 +128,9 @@ def orthogonal(x: Tensor) -> Tensor:
 def hidden_matrices(model: nn.Module) -> list[tuple[Tensor, list[int]]]:
     """The weights of the linear layers but the head, each with the row counts of the matrices in it."""
     attentions = [m for m in model.modules() if isinstance(m, SelfAttention)]
-    fused = {m.c_attn: [n * m.head_dim for n in (m.n_heads, m.n_kv_heads, m.n_kv_heads)] for m in attentions}
+    fused: dict[nn.Module, list[int]] = {
+        m.c_attn: [n * m.head_dim for n in (m.n_heads, m.n_kv_heads, m.n_kv_heads)] for m in attentions
+    }
     head = getattr(model, "lm_head", None)
     linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     return [(m.weight, fused.get(m, [len(m.weight)])) for m in linear if m.weight.requires_grad]

@@ -69,6 +69,14 @@ def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Fou
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact, all parts", "sharded, all parts"])
+def test_all_parts_at_once_have_the_same_bits_on_any_number_of_ranks(found: Found, name: str) -> None:
+    (alone,) = found[1]
+    for rank in (*found[2], *found[4]):
+        assert rank[name] == alone["exact, all parts"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "size"), [("fp16", 2), ("bf16", 4)])
 def test_runs_under_autocast_are_equal_too_though_sharded_ranks_gather_rounded_matrices(
     found: Found, precision: str, size: int
