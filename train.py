@@ -37,6 +37,7 @@ from data.tasks.batches import TaskBatches
 from data.tokenizers import load_tokenizer
 from data.untrusted import UntrustedError
 from model.counting import num_parameters
+from model.linear import products_by
 from model.score import ScoreConfig, describe_score
 from recipe import CONF
 from recipe.build import (
@@ -93,7 +94,7 @@ def train(config: Config, folder: Path, overrides: list[str]) -> int:
         check_ranks_agree(config)
         folder = from_first_rank(lambda: folder)
         checkpoint = find_checkpoint(config, folder, world)
-        with computing_with(cpu_threads(config, checkpoint)):
+        with computing_with(cpu_threads(config, checkpoint)), products_by(config.training.cpu_products):
             run = prepare(config, folder, overrides, checkpoint, world, device)
             if run is None:
                 return 0

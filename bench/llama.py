@@ -2,14 +2,15 @@
 
     python -m bench.llama --cases train     1B, 8 x 4,096 tokens a step, bf16: tokens/s and MFU, 75 s
     python -m bench.llama --cases decode    1B, one prompt, bf16, beside the bandwidth bound, a minute
-    python -m bench.llama --cases cpu       160M in fp32, steps of 512 tokens, beside transformers' eager, two minutes
+    python -m bench.llama --cases cpu       160M in fp32, steps of 512 and 2,048 tokens, beside transformers' eager
 
 train   train.py with model=llama-1b attention=flash and torch.compile, the residual stream in bf16; the median step
         counts. MFU is a share of the peak for dense bf16 products; it counts the operations of causal or of full
         attention, as torchtitan does
 decode  a prompt of 337 tokens continued by 512, greedily, weights in bf16, compiled. The bound is the GPU's bandwidth
         over the bytes that each token reads: all weights, of which the embedding is the head too
-cpu     a step is forward, backward, clipping and AdamW. Steps alternate; the median counts
+cpu     a step of one sequence is forward, backward, clipping and AdamW. Steps alternate; the median counts. Ours has
+        attention=sdpa, and training.cpu_products=onednn except where it says "BLAS"
 
 Results go to bench/results/llama-<device>.json.
 """
@@ -21,8 +22,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from bench.record import Recorder, Row, command_line, command_of, measurement, r
 from bench.runs import train
 from data.batches import Batch
 from model.counting import num_parameters
+from model.linear import products_by
 from recipe.build import build_model, build_trainer
 from recipe.cli.compose import composed, to_config
 from recipe.config import register
@@ -47,7 +50,9 @@ from recipe.tracking.tracker import TrackingMode
 BANDWIDTHS = {"H200": 4.8e12, "H100": 3.35e12}
 ONE_B, VOCABULARY = "model=llama-1b", 128_256
 PROMPT, ADDED = 337, 512
-SMALL_VOCABULARY, TOKENS = 32_000, 512
+SMALL_VOCABULARY, CPU_TOKENS = 32_000, (512, 2048)  # 2,048: the longest input of llama-160m
+ONEDNN = "training.cpu_products=onednn"
+OURS = {"": [ONEDNN], ", compiled": [ONEDNN, "training.compile=true"], ", BLAS": []}
 
 
 def trained(steps: int) -> Row:
@@ -91,19 +96,19 @@ def decoded(device: torch.device, rounds: int) -> Row:
     }  # fmt: skip
 
 
-def steps_on_cpu() -> dict[str, Callable[[], Any]]:
-    """Name -> a training step of 160M, by this project and by transformers."""
+def steps_on_cpu(length: int) -> dict[str, Callable[[], Any]]:
+    """Name -> a training step of 160M on so many tokens, by this project and by transformers."""
     import transformers
 
-    device, tokens = torch.device("cpu"), torch.randint(SMALL_VOCABULARY, (1, TOKENS + 1))
+    device, tokens = torch.device("cpu"), torch.randint(SMALL_VOCABULARY, (1, length + 1))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     made: dict[str, Callable[[], Any]] = {}
-    for name, extra in (("this project", []), ("this project, compiled", ["training.compile=true"])):
-        given = ["model=llama", f"seq_len={TOKENS}", "attention=sdpa", "device=cpu", "training.batch_size=1", *extra]
+    for name, extra in OURS.items():
+        given = ["model=llama", f"seq_len={length}", "attention=sdpa", "device=cpu", "training.batch_size=1", *extra]
         config = to_config(composed(given))
         config.tracking.mode = TrackingMode.disabled
         trainer = build_trainer(config, build_model(config, SMALL_VOCABULARY, device, World()), device, World())
-        made[name] = partial(trainer.update, 1, [batch])
+        made[f"this project{name}"] = products_by(config.training.cpu_products)(partial(trainer.update, 1, [batch]))
     options = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
     llama = transformers.AutoConfig.for_model("llama", vocab_size=SMALL_VOCABULARY, **options)
     theirs: Any = transformers.AutoModelForCausalLM.from_config(llama, attn_implementation="eager").train()
@@ -118,9 +123,9 @@ def steps_on_cpu() -> dict[str, Callable[[], Any]]:
     return made | {"transformers, eager": step}
 
 
-def on_cpu(rounds: int) -> Iterator[Row]:
+def on_cpu(length: int, rounds: int) -> Iterator[Row]:
     """The row of each, timed in turns; the first step of each does not count."""
-    prepared = steps_on_cpu()
+    prepared = steps_on_cpu(length)
     seconds: dict[str, list[float]] = {name: [] for name in prepared}
     for done in range(rounds + 1):
         for name, step in prepared.items():
@@ -132,8 +137,8 @@ def on_cpu(rounds: int) -> Iterator[Row]:
     of_theirs = statistics.median(seconds["transformers, eager"])
     for name, times in seconds.items():
         median = statistics.median(times)
-        row = {"tokens_per_s": TOKENS / median, "step_s": median, "times_transformers": of_theirs / median}
-        yield {"case": "cpu", "by": name, "threads": torch.get_num_threads()} | row
+        row = {"tokens_per_s": length / median, "step_s": median, "times_transformers": of_theirs / median}
+        yield {"case": "cpu", "by": name, "tokens": length, "threads": torch.get_num_threads()} | row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", choices=["train", "decode", "cpu"], required=True)
     parser.add_argument("--rounds", default=5, type=int, help="repeats of decoding, and of steps on a CPU")
     parser.add_argument("--steps", default=20, type=int, help="of training 1B")
+    parser.add_argument("--tokens", nargs="+", default=CPU_TOKENS, type=int, help="of a step on a CPU")
     args = parser.parse_args(arguments)
     register()
     launcher.register()
@@ -151,10 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if cuda else "cpu")
     path = result_file(args.name, device_name(device), args.results)
     now = measurement(command_of(parser, arguments), device, ["transformers"])
-    with Recorder(path, ("case", "by"), now) as recorder:
+    rows: dict[str, Callable[[], Iterable[Row]]] = {
+        "train": lambda: [trained(args.steps)],
+        "decode": lambda: [decoded(device, args.rounds)],
+        "cpu": lambda: chain.from_iterable(on_cpu(length, args.rounds) for length in args.tokens),
+    }
+    with Recorder(path, ("case", "by", "tokens"), now) as recorder:
         for case in args.cases:
-            rows = {"train": lambda: [trained(args.steps)], "decode": lambda: [decoded(device, args.rounds)]}
-            for row in on_cpu(args.rounds) if case == "cpu" else rows[case]():
+            for row in rows[case]():
                 print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
                 recorder.add(row)
     print(f"results: {path}")

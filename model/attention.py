@@ -30,6 +30,7 @@ from attention.layout import Layout
 from attention.score import Score
 from model.config import AttentionBias, Gate, GPTConfig, NormOver
 from model.fused_rotation import can_fuse_rotation, norm_and_rotate
+from model.linear import Linear
 from model.norms import RMSNorm, build_qk_norm
 from model.positions import PositionTables, has_rotation
 from model.score import ScoreConfig
@@ -81,8 +82,8 @@ class SelfAttention(nn.Module):
         width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         of_inputs = config.bias or config.attention_bias is not AttentionBias.none
         of_output = config.bias or config.attention_bias is AttentionBias.all
-        self.c_attn = nn.Linear(config.n_embd, width + 2 * kv_width, bias=of_inputs)
-        self.c_proj = nn.Linear(width, config.n_embd, bias=of_output)
+        self.c_attn = Linear(config.n_embd, width + 2 * kv_width, bias=of_inputs)
+        self.c_proj = Linear(width, config.n_embd, bias=of_output)
         self.q_norm = self.k_norm = None
         self.over_width = config.qk_norm_over is NormOver.width
         if config.qk_norm:
@@ -99,7 +100,7 @@ class SelfAttention(nn.Module):
         self.c_gate = None
         if config.gate is not Gate.none:
             gates = self.n_heads if config.gate is Gate.head else width
-            self.c_gate = nn.Linear(config.n_embd, gates, bias=config.bias)
+            self.c_gate = Linear(config.n_embd, gates, bias=config.bias)
         for tensor in score.head_tensors:
             values = tensor.initial(self.n_heads, None)
             if tensor.learned:

@@ -19,6 +19,7 @@ from attention.score import Range, Score, take_rows
 from model.attention import Surroundings
 from model.blocks import Block, Masks, call
 from model.config import GPTConfig
+from model.linear import Linear
 from model.loss import IGNORE_INDEX
 from model.norms import build_norm
 from model.score import ScoreConfig
@@ -55,7 +56,7 @@ class FurtherToken(nn.Module):
     def __init__(self, config: GPTConfig, score: Score, options: ScoreConfig, recompute_attention: bool) -> None:
         super().__init__()
         self.ln_h, self.ln_e = build_norm(config), build_norm(config)
-        self.c_join = nn.Linear(2 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_join = Linear(2 * config.n_embd, config.n_embd, bias=config.bias)
         self.block = Block(config, score, options, config.n_layers - 1, recompute_attention)
         self.ln_f = build_norm(config)
 

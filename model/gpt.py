@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.dropout import DropoutKey
@@ -31,6 +30,7 @@ from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
 from model.forward import Embedded, Pass
 from model.further import Further, FurtherToken
+from model.linear import Linear, linear
 from model.loss import LossKind, capped, cross_entropy
 from model.mlps import MLP
 from model.norms import build_norm
@@ -115,7 +115,7 @@ class GPT(nn.Module):
             Block(config, score, options, layer, recompute_attention) for layer, score in enumerate(self.scores)
         )
         self.ln_f = build_norm(config)
-        self.lm_head = None if config.tied else nn.Linear(width, rows, bias=False)
+        self.lm_head = None if config.tied else Linear(width, rows, bias=False)
         self.value_embeddings = nn.ModuleList(
             nn.Embedding(rows, config.kv_heads * config.head_size) for _ in range(config.value_embeddings)
         )
@@ -279,7 +279,7 @@ class GPT(nn.Module):
 
         head  a copy of the model's in another precision; None: the model's
         """
-        x = F.linear(hidden, self.head if head is None else head)[..., : self.vocab_size]
+        x = linear(hidden, self.head if head is None else head)[..., : self.vocab_size]
         return capped(x, self.config.logit_cap)
 
     def extend(

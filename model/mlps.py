@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from model.config import Activation, GPTConfig
 from model.fused_mlp import can_fuse, fused_mlp
+from model.linear import Linear
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -42,15 +43,15 @@ GATED: dict[Activation, Callable[[Tensor], Tensor]] = {Activation.swiglu: F.silu
 class MLP(nn.Module):
     """Two linear layers, with a function between them that a third one may gate."""
 
-    c_gate: nn.Linear | None
+    c_gate: Linear | None
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width = config.mlp_width or 4 * config.n_embd
         self.activation = (PLAIN | GATED)[config.mlp]
-        self.c_gate = nn.Linear(config.n_embd, width, bias=config.bias) if config.mlp in GATED else None
-        self.c_fc = nn.Linear(config.n_embd, width, bias=config.bias)
-        self.c_proj = nn.Linear(width, config.n_embd, bias=config.bias)
+        self.c_gate = Linear(config.n_embd, width, bias=config.bias) if config.mlp in GATED else None
+        self.c_fc = Linear(config.n_embd, width, bias=config.bias)
+        self.c_proj = Linear(width, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., C) to (..., C)."""

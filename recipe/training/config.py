@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from model.config import Recompute
+from model.linear import Products
 from model.loss import LossKind
 from recipe.device import Precision
 from recipe.distributed.world import World
@@ -35,6 +38,8 @@ class TrainingConfig:
     sample_tokens     tokens of text to print after training; 0: none
     cpu_threads       on a CPU, threads of each process, on which the bits of sums depend; None: as in the checkpoint to
                       resume, else OMP_NUM_THREADS, which torchrun sets to 1, else one for each core
+    cpu_products      on a CPU in fp32, the library of the linear layers' products: torch's BLAS, or oneDNN, which is
+                      twice as fast on AMD's processors with AVX-512 and rounds differently
     cpu_memory_gib    on a CPU, limit of the process's memory, as if it were a GPU of that size
     ema               decay of a moving average of the weights, which is evaluated and saved beside them; 0: none
     profile           record the time of a few steps by category
@@ -60,6 +65,7 @@ class TrainingConfig:
     keep_last: int = 2
     sample_tokens: int = 200
     cpu_threads: int | None = None
+    cpu_products: Products = Products.blas
     cpu_memory_gib: float | None = None
     ema: float = 0.0
     profile: bool = False
@@ -85,6 +91,8 @@ def training_mistakes(config: TrainingConfig, seq_len: int, world: World) -> Ite
             yield f"training.{name}={getattr(config, name)} must be at least {least}."
     if config.cpu_threads is not None and config.cpu_threads < 1:
         yield f"training.cpu_threads={config.cpu_threads} must be at least 1, or null for the usual number."
+    if config.cpu_products is Products.onednn and not torch.backends.mkldnn.is_available():
+        yield "training.cpu_products=onednn is not part of this build of torch; use training.cpu_products=blas."
     if config.cpu_memory_gib is not None and not config.cpu_memory_gib > 0:
         yield f"training.cpu_memory_gib={config.cpu_memory_gib} must be above 0, or null for no limit."
     if not 0 <= config.ema < 1:
