@@ -50,7 +50,7 @@ from recipe.cli.arguments import parse as key_values
 from recipe.cli.compose import compose_right, expand_home, to_config
 from recipe.cli.launch import refuse
 from recipe.cli.wording import one_sentence
-from recipe.config import ConfigError, register
+from recipe.config import ConfigError
 from recipe.device import Precision, resolve_device, resolve_precision
 from recipe.distributed.world import World
 from recipe.evaluation.harness import run_tasks
@@ -70,7 +70,6 @@ from recipe.evaluation.tasks import run_file
 from recipe.evaluation.text import measure, tokenised, validation_text
 from recipe.huggingface.starting import is_folder
 from recipe.probes.position_loss import PositionLoss
-from recipe.sweeps import launcher
 from recipe.trained import Loaded, ModelChoice, Trained, load_any, load_trained
 from recipe.training.memory import oom_guard
 
@@ -140,8 +139,6 @@ def task_names(config: EvaluateConfig) -> list[str]:
 
 def corpus_config(overrides: list[str]) -> DataConfig:
     """The corpus that overrides of `data` choose. Raises UserError."""
-    register()
-    launcher.register()
     if not any(override.startswith("data=") for override in overrides):
         raise ConfigError(f"{overrides[0]} does not say which text to measure; name it with data=, such as data=text.")
     for override in overrides:

@@ -40,10 +40,8 @@ from model.counting import num_parameters
 from model.linear import products_by
 from recipe.build import build_model, build_trainer
 from recipe.cli.compose import composed, to_config
-from recipe.config import register
 from recipe.distributed.world import World
 from recipe.generation import Sampling
-from recipe.sweeps import launcher
 from recipe.tracking.tracker import TrackingMode
 
 # Bytes per second: NVIDIA's datasheets of the H200 SXM and of the H100 SXM.
@@ -149,8 +147,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", default=20, type=int, help="of training 1B")
     parser.add_argument("--tokens", nargs="+", default=CPU_TOKENS, type=int, help="of a step on a CPU")
     args = parser.parse_args(arguments)
-    register()
-    launcher.register()
     cuda = set(args.cases) != {"cpu"}
     if cuda:
         require_gpu(parser, "; --cases cpu needs none")

@@ -24,9 +24,7 @@ from data.batches import Batch
 from recipe.arena.config import read_arms
 from recipe.build import build_model, build_trainer
 from recipe.cli.compose import composed, to_config
-from recipe.config import register
 from recipe.distributed.world import World
-from recipe.sweeps import launcher
 from recipe.tracking.tracker import TrackingMode
 from recipe.training.graphed_step import WARMUP_CALLS
 
@@ -79,8 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", default=20, type=int, help="timed steps of an arm")
     args = parser.parse_args(arguments)
     require_gpu(parser)
-    register()
-    launcher.register()
     device = torch.device("cuda")
     now = measurement(command_of(parser, arguments), device)
     path = result_file(args.name, device_name(device), args.results)

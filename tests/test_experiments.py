@@ -20,18 +20,11 @@ from data.batches import eval_batches
 from recipe.cli import compose
 from recipe.cli.launch import prepare
 from recipe.cli.wording import explain
-from recipe.config import ConfigError, register
-from recipe.sweeps import launcher
+from recipe.config import ConfigError
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
 MULTI_GPU, SLURM = "hydra_plugins.process_launcher.ProcessLauncher", "hydra_plugins.hydra_submitit_launcher"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schema() -> None:
-    register()
-    launcher.register()
 
 
 def commands(file: Path) -> list[list[str]]:

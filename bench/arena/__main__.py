@@ -50,13 +50,9 @@ MACHINE = "machine.json"  # in a sweep's folder: where its runs were trained
 def train_seeds(folder: Path, last: int, overrides: Sequence[str]) -> None:
     """Train a configuration with the seeds 1, 2, ... in folder/<seed>, without the runs that are already complete."""
     from recipe.cli.compose import composed, to_config
-    from recipe.config import register
-    from recipe.sweeps import launcher
     from recipe.sweeps.jobs import Job
     from train import train
 
-    register()
-    launcher.register()
     for seed in range(1, last + 1):
         run, given = folder / str(seed), [*overrides, f"seed={seed}"]
         if Job(seed, (), run, 0).status == "completed":

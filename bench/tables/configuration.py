@@ -14,8 +14,7 @@ from bench.machine import ROOT
 from bench.markdown import table
 from bench.tables.blocks import TableError, block
 from recipe.cli import compose
-from recipe.config import Config, register, type_hints
-from recipe.sweeps import launcher
+from recipe.config import Config, type_hints
 from recipe.wording import as_typed
 
 OPTION = re.compile(r"^    (\w+(?:, \w+)*) +(\S.*)$")  # one name or several, then their meaning
@@ -103,8 +102,6 @@ def training() -> str:
 
 def defaults() -> Config:
     """The configuration without overrides."""
-    register()
-    launcher.register()
     return compose.to_config(compose.composed([]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -22,13 +23,22 @@ from omegaconf.errors import OmegaConfBaseException
 from recipe import CONF
 from recipe.cli.arguments import suggestion
 from recipe.cli.wording import expected, explain, misses_shape
-from recipe.config import Config, ConfigError, holds_mapping, is_key, keys
+from recipe.config import Config, ConfigError, holds_mapping, is_key, keys, register
+from recipe.sweeps import arena, ladder, launcher
 
 MOST_JOBS = 10_000  # of a sweep: each is composed and checked before the first one starts
 
 
+@functools.cache
+def register_all() -> None:
+    """Make the schema of the configuration, the launcher and the sweepers known to Hydra, once in a process."""
+    for part in (register, launcher.register, arena.register, ladder.register):
+        part()
+
+
 def composed(overrides: list[str]) -> DictConfig:
     """The configuration that Hydra composes, with Hydra's options under `hydra`."""
+    register_all()
     with initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
         return compose("config", overrides, return_hydra_config=True)
 

@@ -23,6 +23,7 @@ from recipe.cli.compose import (
     compose_right,
     jobs,
     lines,
+    register_all,
     replaced,
     swept_mistakes,
     to_config,
@@ -30,10 +31,10 @@ from recipe.cli.compose import (
 from recipe.cli.resume import check_folder, check_writable, resumed
 from recipe.cli.starting import with_start
 from recipe.cli.wording import explain, one_sentence
-from recipe.config import ConfigError, register
+from recipe.config import ConfigError
 from recipe.distributed.world import World
 from recipe.run_folder import check_not_running
-from recipe.sweeps import arena, ladder, launcher
+from recipe.sweeps import launcher
 from recipe.sweeps.jobs import without
 from recipe.sweeps.submitit_jobs import share_checkout
 
@@ -43,10 +44,7 @@ MANY_JOBS = 50  # take seconds to compose
 def launch(main: Callable[[], None]) -> None:
     """Call `main`, decorated with hydra.main, on the checked command line."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors that it would print over several lines
-    register()
-    launcher.register()
-    arena.register()
-    ladder.register()
+    register_all()
     with one_sentence():
         sys.argv[1:] = prepare(sys.argv[1:])
         main()

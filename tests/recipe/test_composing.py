@@ -8,8 +8,6 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.cli.compose import composed, to_config
-from recipe.config import register
-from recipe.sweeps import launcher
 from tests.composing import REPLACED, as_it_is
 
 
@@ -33,8 +31,6 @@ def metadata(config: DictConfig) -> dict[str, Any]:
     ids=str,
 )
 def test_configurations_are_those_of_hydra_as_it_is(overrides: list[str]) -> None:
-    register()
-    launcher.register()
     assert all(replaced())
     hastened = [composed(overrides) for _ in range(2)]
     with as_it_is():

@@ -22,20 +22,13 @@ from recipe.cli import compose
 from recipe.cli.check import mistakes
 from recipe.cli.launch import prepare
 from recipe.cli.wording import expected
-from recipe.config import Config, ConfigError, as_plain, keys, register
+from recipe.config import Config, ConfigError, as_plain, keys
 from recipe.errors import UserError, fail
-from recipe.sweeps import launcher
 from recipe.training.optimizer import OPTIMIZERS, SCHEDULES
 from tests import toy_llama
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schema() -> None:
-    register()
-    launcher.register()
 
 
 def composed(*overrides: str) -> Config:

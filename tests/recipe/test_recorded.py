@@ -15,23 +15,16 @@ import yaml
 
 from recipe.cli import compose
 from recipe.cli.resume import recorded_overrides
-from recipe.config import Config, ConfigError, as_plain, register
+from recipe.config import Config, ConfigError, as_plain
 from recipe.recorded import MOST_REFERENCES, read_config
 from recipe.report.runs import find_runs
 from recipe.run_folder import write_recorded
-from recipe.sweeps import launcher
 from recipe.sweeps.jobs import recorded_group
 from recipe.training.checkpoint import save_checkpoint
 from tests.data.test_untrusted import ALIASES
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 RUNS = "ran.txt"  # the file that a stranger's code would write
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schema() -> None:
-    register()
-    launcher.register()
 
 
 @pytest.fixture

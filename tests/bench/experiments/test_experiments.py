@@ -12,8 +12,6 @@ from bench.experiments.cases import EXPERIMENTS, Run
 from bench.experiments.sources import sources
 from bench.runs import recorded, train
 from recipe.cli import compose
-from recipe.config import register
-from recipe.sweeps import launcher
 
 TINY = (
     "device=cpu data=text data.tokenizer=bytes seq_len=32 model.n_layers=1 model.n_heads=2 model.n_embd=16 "
@@ -25,8 +23,6 @@ TINY = (
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_train_accepts_every_run_and_no_two_share_a_case(name):
-    register()
-    launcher.register()
     runs = list(EXPERIMENTS[name]())
     for run in runs:
         overrides = run.overrides.replace("<sources>", "sources").split()

@@ -13,9 +13,7 @@ from bench.train_step.__main__ import main, measure_all, overrides
 from bench.train_step.nanogpt import SHAPES
 from bench.train_step.views import ATTENTIONS, IDENTITY, beside, chart, column, length
 from recipe.cli import compose
-from recipe.config import register
 from recipe.drawing import scheme
-from recipe.sweeps import launcher
 
 NANOGPT = read(RESULTS / "nanogpt-nvidia-h200.json")
 
@@ -29,8 +27,6 @@ def row(attention: str, shape: str = "32x1024", dropout: float = 0.0, speed: flo
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_every_cell_is_a_command_that_train_accepts(attention, dropout):
-    register()
-    launcher.register()
     for shape in SHAPES:
         config = compose.to_config(compose.composed(overrides(attention, shape, dropout, "block", 60)))
         assert config.training.batch_size * config.seq_len == 32_768

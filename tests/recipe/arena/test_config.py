@@ -8,17 +8,10 @@ import pytest
 
 from recipe.arena.config import ArenaConfig, arena_mistakes, read_arms
 from recipe.cli.launch import prepare
-from recipe.config import ConfigError, register
-from recipe.sweeps import launcher
+from recipe.config import ConfigError
 
 FILES = ["alibi", "sinks"]
 TINY = ["experiment=arena", "data.cache=cache", "device=cpu"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schema() -> None:
-    register()
-    launcher.register()
 
 
 def test_arms_are_overrides_or_files() -> None:

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.config import register
-from recipe.sweeps import launcher
 from recipe.tracking.metrics import read_metrics
 from recipe.training.checkpoint import load_checkpoint, newest_valid
 from recipe.training.checkpoint_folder import PARTIAL
@@ -94,8 +92,6 @@ def wait_for_restart(first: dict[str, int], torchrun: subprocess.Popen[bytes]) -
 def test_a_killed_rank_and_an_interrupted_one_lose_nothing(here: Path) -> None:
     """torchrun starts the ranks again after a kill in a step and one in a save; after the signal all stop, and one
     process goes on alone."""
-    register()
-    launcher.register()
     shutil.copy(os.__file__, "text.txt")
     run, whole = Path("run"), Path("whole")
     whole.mkdir()

@@ -25,14 +25,13 @@ from recipe.build import build_model
 from recipe.cli.check import init_mistakes
 from recipe.cli.compose import composed, to_config
 from recipe.cli.starting import with_start
-from recipe.config import Config, register
+from recipe.config import Config
 from recipe.distributed.world import World
 from recipe.generation import Engine, Request, Sampling
 from recipe.huggingface.families import BEFORE, FAMILIES, Family
 from recipe.huggingface.loading import load
 from recipe.huggingface.starting import start_from
 from recipe.huggingface.weights import describe, renamed
-from recipe.sweeps import launcher
 
 transformers = pytest.importorskip("transformers")
 
@@ -219,8 +218,6 @@ def test_the_preset_of_nanochat_learns_as_the_model_of_transformers_does():
         return tensors
 
     heads, rounding = 4, Rounding()
-    register()
-    launcher.register()
     sizes = ["model.n_layers=2", f"model.n_heads={heads}", "model.n_embd=32", "seq_len=64", "device=cpu"]
     config = to_config(composed(["model=nanochat", *sizes]))
     for seed in range(SHAPES):
@@ -266,8 +263,6 @@ def test_a_scaling_without_its_original_length_begins_at_the_longest_input(tmp_p
 def test_a_run_starts_from_a_folder_and_the_command_line_may_change_what_has_no_weights(tmp_path):
     _, folder = next(folders("gemma2", tmp_path))
     (folder / "tokenizer.json").write_text("{}")
-    register()
-    launcher.register()
     overrides = with_start([f"init_from={folder}", "model.dropout=0.1", "seq_len=32"])
     config = to_config(composed(overrides))
     start = start_from(str(folder))

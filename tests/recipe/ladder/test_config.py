@@ -10,19 +10,11 @@ from model.config import GPTConfig
 from model.counting import flops_per_token
 from model.gpt import GPT
 from recipe.cli.launch import prepare
-from recipe.config import ConfigError, register
+from recipe.config import ConfigError
 from recipe.ladder.config import LadderConfig, rule
-from recipe.sweeps import ladder, launcher
 from recipe.sweeps.ladder import flops_at_depth
 
 VALUES = {"model.n_layers": "3", "model.n_embd": "96", "model.n_heads": "3", "training.batch_tokens": "768"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schema() -> None:
-    register()
-    launcher.register()
-    ladder.register()
 
 
 def test_depth_decides_width_heads_batch_and_learning_rate() -> None:

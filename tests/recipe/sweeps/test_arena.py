@@ -15,19 +15,11 @@ import pytest
 
 from recipe.arena.plan import PlanError, read_plan
 from recipe.cli.compose import composed
-from recipe.config import register
-from recipe.sweeps import launcher
 from recipe.sweeps.arena import ArenaSweeper
 from recipe.sweeps.jobs import SweepError
 
 ARGUMENTS = ["experiment=arena", 'arena.arms="causal: score=causal | alibi: score=alibi"', "arena.lr_seeds=1"]
 BEST = {"causal": 0.003, "alibi": 0.006}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schema() -> None:
-    register()
-    launcher.register()
 
 
 class Launcher:

@@ -12,24 +12,15 @@ import pytest
 
 from recipe.arena.plan import PlanError
 from recipe.cli.compose import composed
-from recipe.config import register
 from recipe.ladder.plan import read_ladder
 from recipe.report.ladder.page import ladder_answer, missing, write_ladder_report
 from recipe.report.ladder.results import rungs_of
 from recipe.report.runs import find_runs
-from recipe.sweeps import ladder, launcher
 from recipe.sweeps.jobs import SweepError
 from recipe.sweeps.ladder import LadderSweeper
 
 ARGUMENTS = ["experiment=ladder", 'arena.arms="causal: score=causal | near: score=alibi"', "arena.seeds=2"]
 GAIN = 0.1  # of near, at every size
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schema() -> None:
-    register()
-    launcher.register()
-    ladder.register()
 
 
 def law(depth: int, seed: int) -> float:

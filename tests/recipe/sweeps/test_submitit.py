@@ -15,8 +15,6 @@ import pytest
 
 from recipe.cli.compose import composed
 from recipe.cli.wording import explain
-from recipe.config import register
-from recipe.sweeps import launcher
 from tests.recipe.distributed.test_faults import wait_for
 from tests.recipe.training.test_resume import steps_logged
 
@@ -95,16 +93,12 @@ def test_a_job_of_two_tasks_is_queued_again_and_resumes_and_is_named_in_a_senten
 
 def test_slurm_jobs_have_a_gpu_each(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    register()
-    launcher.register()
     slurm = composed(["hydra/launcher=slurm", "hydra.launcher.partition=gpu"]).hydra.launcher
     assert slurm._target_ == "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
     assert (slurm.gpus_per_node, slurm.tasks_per_node, slurm.partition) == (1, 1, "gpu")
 
 
 def test_without_submitit_the_package_to_install_is_named() -> None:
-    register()
-    launcher.register()
     with pytest.raises(Exception, match="submitit_of_another_name") as raised:
         composed(["hydra/launcher=submitit_of_another_name"])
     sentence = str(explain(raised.value))

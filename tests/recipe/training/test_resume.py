@@ -29,12 +29,11 @@ from recipe.build import build_model
 from recipe.cli import compose
 from recipe.cli.launch import prepare
 from recipe.cli.resume import check_resumable
-from recipe.config import ConfigError, register
+from recipe.config import ConfigError
 from recipe.device import computing_with
 from recipe.distributed.world import World
 from recipe.recorded import read_config
 from recipe.run_folder import StillRunning, locked
-from recipe.sweeps import launcher
 from recipe.tracking.metrics import read_metrics
 from recipe.training.checkpoint import CheckpointError, load_checkpoint, newest_valid, read_manifest
 
@@ -118,8 +117,6 @@ def where(tmp_path_factory: pytest.TempPathFactory, forked: None) -> Path:
 def test_a_resume_reads_every_file_of_the_checkpoint_once_on_the_first_rank_alone(
     where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register()
-    launcher.register()
     digest, read = hashlib.file_digest, list[str]()
 
     def counted(file: Any, name: Any) -> Any:
@@ -148,8 +145,6 @@ def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began
     where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one thread and of two they differ, which torchrun and a process alone have by default."""
-    register()
-    launcher.register()
     monkeypatch.chdir(where)
     given = [*OVERRIDES, "seq_len=128", "training.batch_size=12", "training.batch_tokens=1536", "model.n_embd=128"]
     given += ["schedule=constant", "schedule.warmup_steps=0", "training.eval_every=0"]
@@ -178,8 +173,6 @@ def test_on_a_cpu_the_bits_are_those_of_the_number_of_threads_that_the_run_began
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Stopped by a signal, resumed, interrupted from the keyboard, resumed, killed, resumed."""
-    register()
-    launcher.register()
     run, overrides, stopped = where / "interrupted", OVERRIDES, 0
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
         again = command(*overrides, "resume=auto", f"hydra.run.dir={run.name}")
@@ -210,8 +203,6 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(where: Path, capsys: 
 @pytest.fixture
 def runs(where: Path, here: Path) -> Path:
     """outputs/older and outputs/newer, copies of the complete run, below the working directory."""
-    register()
-    launcher.register()
     shutil.copy(where / "text.txt", here)
     for age, name in ((100, "older"), (50, "newer")):
         shutil.copytree(where / "whole", here / "outputs" / name, symlinks=True)
