@@ -1,15 +1,15 @@
 """FlashAttention-2 in Triton, and in Gluon for Hopper: several kernel paths behind one contract.
 
     op.py        the custom operators, their gradients, and the Attention that calls them: start reading here
-    paths.py     the kernel paths, and which of them a call takes
+    paths.py     the kernel paths, and the choice among them
     forward.py   the plain forward, one kernel: out and lse                     forward(...)
     backward.py  the plain backward, two kernels: dq and delta, then dk and dv  backward(...)
     hopper/      the kernels for Hopper
     decode.py    attention to a cache; its kernels are in decode_kernel.py: splits of the keys, and their join
-    score.py     which tiles of keys and queries see each other, and how scores change
+    score.py     the tiles of keys and queries that see each other, and changes to scores
     horizon.py   the distance beyond which ALiBi leaves a key no weight
-    formula.py   scores by formula: their functions in Triton; formula_gradients.py has passes for what they learn
-    recognise.py scores by the options that kernels have code for, or by a formula
+    formula.py   scores by formula: their functions in Triton; formula_gradients.py has the gradients of learned tensors
+    recognise.py formulas that equal options for which kernels have code
     tiles.py     tiles of (B, H, T, D) tensors, in and out of the chip
     configs.py   block sizes for each head size, dtype, dropout and architecture
 

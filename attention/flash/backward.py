@@ -54,7 +54,7 @@ from .tiles import (
 
 
 class Queries(NamedTuple):
-    """The tensors that the backward reads row by row, for one query head, and where it writes ds of it, or 0."""
+    """The tensors that the backward reads row by row, for one query head, and the address for its ds, or 0."""
 
     q: Any
     do: Any
@@ -83,7 +83,7 @@ class Rows(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The numbers that turn q k^T into weights, for one head. Zeros stand for features that MODE does not have.
+    """The values that turn q k^T into weights, for one head; zero for features that MODE does not have.
 
     scale_log2, slope2  scale and slope times log2(e)
     formula    a Terms
@@ -220,7 +220,7 @@ def dkdv_step(
 ):  # fmt: skip
     """Keys and values at i_n collect their gradients from queries at i_m.
 
-    b_totals: dk, dv, and the sums of ds (BN,) where TARGETS has sums, without the scale of what dropout keeps
+    b_totals: dk, dv, and the sums of ds (BN,) where TARGETS has sums; without the scale of kept weights
     TARGETS: whether there is each of Targets
     """
     BM: tl.constexpr = BLOCKS.q
@@ -268,7 +268,7 @@ def dkdv_step(
     b_dp = dot(b_v, b_do.T, None, MODE)
     b_delta = load_row(queries.delta, queries.i_bh, i_m, BM)
     if THRESHOLD:
-        # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
+        # b_p_kept still holds the weights that dropout kept: the mask need not be applied to dp as well.
         b_ds = times_derivative(b_p_kept.to(tl.float32) * b_dp - b_p * b_delta[None, :], b_tanh, MODE)
         if MODE.formula is not None and MODE.formula.has_slope:
             b_ds = b_ds * b_slope
@@ -352,8 +352,8 @@ def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars, CONF
 class Gradients(NamedTuple):
     """The results of a backward: dq, dk and dv, of the shapes of q, k and v.
 
-    sums  (B, H, S) fp32, filled with zeros: for each key the sum of ds over the queries; None where nobody asks for it
-    ds    (B, H, T, S) fp32, None where nobody asks for it
+    sums  (B, H, S) fp32, filled with zeros: for each key the sum of ds over the queries; None if it is not needed
+    ds    (B, H, T, S) fp32, None if it is not needed
     """
 
     dq: Tensor

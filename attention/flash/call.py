@@ -65,7 +65,7 @@ class Problem(NamedTuple):
 
     @property
     def has_horizons(self) -> bool:
-        """Whether horizons pay, where ALiBi or a formula has some.
+        """Whether horizons save time, where ALiBi or a formula has some.
 
         With other positions the key at a query's position may be missing, and horizons do not hold.
         """
@@ -78,13 +78,13 @@ class Mode(NamedTuple):
 
     bounded   whether the keys that a query sees may begin after the first: with a window or documents
     horizon   whether tiles beyond a horizon are skipped, see horizon.py
-    offsets   whether the last query stands elsewhere than at the last key
-    fixed_max whether a row's maximum over one tile is used for all, as a soft cap keeps exp(s) from overflowing
-    formula   a Code of formula.py; None where scores are changed by no formula
-    biased    whether that formula adds a number of each key to s, and nothing else
-    added     "distance" or "pair" where one number of each is added to s, which is no `formula` then; else None
-    exact     whether scores are of fp32, and are changed without approximation
-    precision of the products of fp32 numbers, "ieee" or "tf32"
+    offsets   whether the last query has another position than the last key
+    fixed_max whether one tile's maximum of a row serves for all tiles, as a soft cap keeps exp(s) from overflowing
+    formula   a Code of formula.py; None without a formula
+    biased    whether that formula only adds a value for each key to s
+    added     "distance" or "pair" where a value for each is added to s, and `formula` is None; else None
+    exact     whether scores are fp32 and are changed without approximations
+    precision of the products of fp32 values, "ieee" or "tf32"
     columns   of a tile: the head size, rounded up
 
     Kernels assign the fields that they pass on to local names: to Triton 3.6 a member is not a constant. A constexpr

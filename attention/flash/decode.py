@@ -64,7 +64,7 @@ def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tenso
     """q (B, H, T, D) against a Cache to out (B, H, T, D) and lse (B, H, T).
 
     cache   k, v, lengths and pages, as Cache has them
-    inputs  slopes and sinks, (H,) fp32, where the score has them, and a formula's numbers
+    inputs  slopes and sinks, (H,) fp32, where the score has them, and a formula's values
     spec    the text of a Spec
     """
     k, v, lengths, pages = Cache(*cache)  # type: ignore[arg-type]

@@ -8,8 +8,8 @@ A program carries m, l and o over its keys as the forward kernel does (forward.p
 
     out = sum of exp(m_i - M) o_i / sum of exp(m_i - M) l_i        M = max of m_i
 
-Where the splits of a sequence lie depends only on its own length, and they are added in order: a sequence has bitwise
-the same result whatever other sequences there are, contiguous or in pages.
+The bounds of a sequence's splits depend only on its length, and splits are added in order: a sequence has bitwise
+the same result beside any other sequences, contiguous or in pages.
 Lengths are read on the device; programs beyond a sequence's end return at once.
 """
 
@@ -71,7 +71,7 @@ class Partial(NamedTuple):
 
 @triton.jit
 def locate_rows(i_b, i_n, p_pages, n_first, n_end, PAGE: tl.constexpr, ROWS: tl.constexpr):
-    """The place (row or page) and slot of the positions i_n to i_n + ROWS, and which lie within n_first and n_end.
+    """The place (row or page) and slot of the positions i_n to i_n + ROWS, and the mask of n_first to n_end.
 
     Slots within a page have 32 bits, which saves registers.
     """
@@ -79,7 +79,7 @@ def locate_rows(i_b, i_n, p_pages, n_first, n_end, PAGE: tl.constexpr, ROWS: tl.
     m_n = (o_n >= n_first) & (o_n < n_end)
     if PAGE is None:
         o_place, o_slot = tl.cast(i_b, tl.int64), o_n.to(tl.int64)
-    elif PAGE >= ROWS:  # the tile lies in one page
+    elif PAGE >= ROWS:  # the tile is in one page
         o_place, o_slot = tl.load(p_pages + i_n // PAGE).to(tl.int64), o_n % PAGE
     else:
         o_place, o_slot = tl.load(p_pages + o_n // PAGE, mask=m_n, other=0).to(tl.int64)[:, None], o_n % PAGE
@@ -98,7 +98,7 @@ def load_rows(x, i_h, o_place, o_slot, m_n, COLUMNS: tl.constexpr):
 def scores(b_q, b_k, MODE: tl.constexpr):
     """b_q b_k^T in fp32.
 
-    On a GPU a product of fp32 numbers adds one column after the other. The error of a single chain is larger than that
+    On a GPU a product of fp32 values adds one column after the other. The error of a single chain is larger than that
     of a product with one row, whose sums are trees. So there are several chains, and their sum is a tree.
     """
     if MODE.exact:
@@ -212,7 +212,7 @@ def decode_kernel(
         o = dot(b_p.to(b_v.dtype), b_v, o * alpha[:, None], MODE)
 
     if results.partial is None:
-        # Rows that see nothing are zero; l = 0 is no test, as scores of -inf give it too.
+        # Rows that see no key are zero; l = 0 is no test, as scores of -inf give it too.
         l = tl.where(first < end, l, 1.0)
         o = (o / l[:, None]).to(results.out.dtype.element_ty)
         o_out = (tl.cast(i_b, tl.int64) * H + o_h) * T + o_t

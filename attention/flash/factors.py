@@ -1,7 +1,7 @@
 """Factors of s that are the same along a row: they multiply the queries, before any score is computed.
 
 The Hopper forward multiplies each tile of queries in shared memory, see hopper/forward_step.py. Others have the queries
-multiplied in a pass of its own, and so has every backward, whose tiles of queries are read many times. The product is
+multiplied in a separate pass, and so has every backward, whose tiles of queries are read many times. The product is
 rounded to the queries' precision, the same everywhere.
 
     q' = A q        dq = A dq'        dA = rowsum(dq' q)

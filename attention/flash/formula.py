@@ -3,7 +3,7 @@
 A kernel calls the functions of its constant MODE.formula, a `Code`. The text is readable: `describe` gives it, and the
 functions' names end in a digest of it, because Triton's cache on disk knows a nested function by its name alone.
 
-    head, row, column   load the hoisted numbers of a head, of rows and of columns: before a kernel's loops, or in them
+    head, row, column   load the hoisted values of a head, of rows and of columns: before a kernel's loops, or in them
     value               the score of q k^T
     slope               value, and its derivative by s
     weights             value, and its derivatives by all that the formula is computed from
@@ -39,7 +39,7 @@ from ..spec import Inputs, Spec
 from .call import KernelCall
 
 LARGEST_TILE = tl.constexpr(128)  # keys
-COLUMN_ALIGNMENT = 4  # numbers of fp32: 16 bytes
+COLUMN_ALIGNMENT = 4  # fp32 values: 16 bytes
 
 
 class Code(NamedTuple):
@@ -169,7 +169,7 @@ class Writer:
         }
 
     def loads(self, stage: str, meaning: str) -> str:
-        """The function that loads the hoisted numbers of a stage, in their order.
+        """The function that loads the hoisted values of a stage, in their order.
 
         Those of columns are given by the `first` of a tile and their places in it. Where `size` is None, whole tiles
         are loaded, several numbers at a time: see `column_input`.

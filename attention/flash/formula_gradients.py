@@ -1,4 +1,4 @@
-"""Gradients of the tensors that a formula's scores are computed from: a pass of their own, after that of q, k and v.
+"""Gradients of the tensors that a formula's scores are computed from: a separate pass, after that of q, k and v.
 
 With w the derivative of a score by such a number, and ds the gradient of the score, each number's gradient is the sum
 of ds w over the scores that it enters. Every sum is made in one order, without atomics:

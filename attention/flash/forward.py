@@ -132,7 +132,7 @@ def forward_kernel(q, k, v, out, rows, inputs, scalars, BLOCKS: tl.constexpr, MO
     # Kept weights are rescaled once, here, by the inverse of the keep probability.
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
     o = o * (KEEP_SCALE / l)[:, None]
-    # Rows that see nothing are zero; l = 0 is no test, as scores of -inf give it too.
+    # Rows that see no key are zero; l = 0 is no test, as scores of -inf give it too.
     if MODE.bounded or MODE.offsets:
         first, end = interval
         o = tl.where((first < end)[:, None], o, 0.0)  # type: ignore[index]

@@ -133,7 +133,7 @@ class Bounds(NamedTuple):
 def extremes_kernel(x, bounds, strides, T, S, H, TILES: tl.constexpr):
     """The lows and highs of TILES tiles. Grid: such groups of the longer of queries and keys, batch x heads.
 
-    x        the numbers of keys
+    x        the values of keys
     strides  of x: of sequences and of heads, as `unspecialised` has them
     """
     i_bh, n_q, n_k = tl.program_id(1), tl.cdiv(T, GRAIN), tl.cdiv(S, GRAIN)

@@ -106,7 +106,7 @@ def _(q: Tensor, *_: Any) -> Tensor:
 
 
 def run_key_horizons(q: Tensor, k: Tensor, x: Tensor, factors: Tensor | None, spec: str) -> Tensor:
-    """The horizons of a call whose formula adds the numbers x of keys, as `Inputs` has them."""
+    """The horizons of a call whose formula adds the values x of keys, as `Inputs` has them."""
     check(q.shape[-1], q.dtype, q.device)
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(key_horizons_shape(q, k), dtype=torch.int32)

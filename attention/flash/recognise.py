@@ -33,7 +33,7 @@ def recognised(text: str) -> Options | None:
 
 
 def has_code(score: Score) -> bool:
-    """Whether the kernels have code for all that a score asks for."""
+    """Whether the kernels have code for all options of a score."""
     return score.formula is None and all(option.in_kernels for option, _ in score.options)
 
 

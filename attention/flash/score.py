@@ -8,7 +8,7 @@ from a shape alone.
     sees_key, seen_by_query         the mask of a tile
     change_scores                   soft cap, then ALiBi, by the functions of attention/scores/; scores in base 2
 
-Query i stands at key i + offset, where offset is S - T unless the layout gives positions.
+Query i has the position of key i + offset, where offset is S - T unless the layout gives positions.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ GRAIN = tl.constexpr(64)  # queries, or keys, that share a horizon of a formula
 
 
 class Positions(NamedTuple):
-    """Where T queries and S keys of one sequence stand, and the bounds of its documents by position, if it has any."""
+    """The positions of T queries and S keys of one sequence, and the bounds of its documents, if it has any."""
 
     T: Any
     S: Any
@@ -38,7 +38,7 @@ class Positions(NamedTuple):
 def locate(T, S, inputs, scalars, i_b, i_bh, n_heads):
     """The positions of sequence i_b, for n_heads query heads from i_bh, an index over the heads of all sequences.
 
-    scalars has q_start and k_start unless the last query stands at the last key.
+    scalars has q_start and k_start unless the last query has the position of the last key.
     """
     offset = S - T if scalars.q_start is None else (scalars.q_start >> 2) - (scalars.k_start >> 2)
     k_start = 0 if scalars.k_start is None else scalars.k_start >> 2
@@ -50,7 +50,7 @@ def locate(T, S, inputs, scalars, i_b, i_bh, n_heads):
             horizon = tl.load(inputs.horizons + i_bh)
             for i in range(1, n_heads):
                 horizon = tl.maximum(horizon, tl.load(inputs.horizons + i_bh + i))
-    if inputs.starts is None:  # zeros for what is not there: in Triton 3.6 no function returns a tuple with None in it
+    if inputs.starts is None:  # zeros for missing fields: in Triton 3.6 no function returns a tuple with None in it
         pos = Positions(T, S, offset, k_start, 0, 0, 0, horizon)
     else:
         length = scalars.length >> 2

@@ -19,18 +19,18 @@ from .formula import added_by, kernel_inputs, written
 from .score import locate, seeing_queries
 from .tiles import launch_scalars
 
-MOST = 2**30  # numbers of ds that may be written down where fewer are learned
+MOST = 2**30  # the most elements of ds that are written where fewer values are learned
 
 
 class Targets(NamedTuple):
-    """What a backward writes of ds where somebody asks for it: sums along the columns (B, H, S), all (B, H, T, S)."""
+    """The parts of ds that a backward writes if they are needed: sums along the columns (B, H, S), all (B, H, T, S)."""
 
     sums: Any
     ds: Any
 
 
 def writes_ds(call: KernelCall, q: Tensor, k: Tensor) -> bool:
-    """Whether the backward writes ds: where that is what a learned tensor has for its gradient, or not much larger."""
+    """Whether the backward writes ds: if a learned tensor's gradient is ds, or is not much smaller."""
     score, number = call.spec.score, None
     if added_by(score) == "pair":
         number = written(score).added

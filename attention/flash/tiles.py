@@ -1,7 +1,7 @@
 """Tiles of (B, H, T, D) tensors, in and out of the chip.
 
 From Hopper on, a tile moves by the copy engine: one thread names a tensor descriptor (base, shape, strides) and a
-position, zeros fill what lies beyond the tensor's end, and what is stored there is clipped. Older GPUs do the same by
+position, elements beyond the tensor's end are read as zeros, and stores there are clipped. Older GPUs do the same by
 pointer arithmetic and masks. Either way one kernel serves every memory layout, and offsets have 64 bits.
 """
 
@@ -22,7 +22,7 @@ from .configs import Blocks
 from .formula import is_biased, written
 from .score import LOG2_E
 
-ROW_ALIGNMENT = tl.constexpr(4)  # numbers of fp32: 16 bytes
+ROW_ALIGNMENT = tl.constexpr(4)  # fp32 values: 16 bytes
 LARGEST_FIXED = 60.0  # soft cap: exp of it is 2^87, far from the largest bf16 and fp32
 L2_BUDGET = 8 * 2**20  # bytes of an H200's 50 MiB that the heads in flight may fill
 
@@ -83,7 +83,7 @@ def descriptor_strides(x: Tensor) -> list[int]:
 
 
 def rows_like(q: Tensor) -> Tensor:
-    """(B, H, T and up to three more) fp32: room for one number a row of q, with rows aligned for the copy engine."""
+    """(B, H, T and up to three more) fp32: one value for each row of q, with rows aligned for the copy engine."""
     B, H, T, _ = q.shape
     return q.new_empty(
         B, H, (T + ROW_ALIGNMENT.value - 1) // ROW_ALIGNMENT.value * ROW_ALIGNMENT.value, dtype=torch.float32
@@ -91,7 +91,7 @@ def rows_like(q: Tensor) -> Tensor:
 
 
 def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor | Strided:
-    """(B, H, T or more) of `rows_like` as a kernel's argument, to be moved `rows` numbers at a time."""
+    """(B, H, T or more) of `rows_like` as a kernel's argument, to be moved `rows` values at a time."""
     B, H, T_padded = x.shape
     if not has_copy_engine(x.device):
         # -T, as 1 would be a constant: a tuple with two constants in another tuple is lost on Triton 3.6.
@@ -116,11 +116,11 @@ class Rows(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """The numbers of a launch other than its tensors' shapes. All whole ones are `unspecialised`.
+    """The scalars of a launch besides its tensors' shapes. All integers are `unspecialised`.
 
     scale_log2  the scale times log2(e)
     n_together  heads that run at the same time, see `head_group_size`
-    q_start, k_start  None where the last query stands at the last key
+    q_start, k_start  None where the last query has the position of the last key
     length      of the documents' rows, None without documents
     """
 
@@ -133,7 +133,7 @@ class Scalars(NamedTuple):
 
 
 def launch_scalars(call: KernelCall, n_together: int) -> Scalars:
-    """The numbers of a call's launch."""
+    """The scalars of a call's launch."""
     starts, scale = call.inputs.starts, call.spec.scale
     length = None if starts is None else starts.shape[1]
     positions = (call.q_start, call.k_start) if call.spec.offsets else (None, None)
@@ -214,7 +214,7 @@ def swizzle_program_id(n_tiles, scalars):
 
 @triton.jit
 def tile_pointers(x, i_b, i_h, i_t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Where the rows from i_t of one head of a Strided lie, (ROWS, COLUMNS), and which of them the tensor has."""
+    """The addresses of rows from i_t of one head of a Strided, (ROWS, COLUMNS), and the mask of those in the tensor."""
     o_t, o_d = i_t + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     p_x = x.pointer + tl.cast(i_b, tl.int64) * x.stride_b + tl.cast(i_h, tl.int64) * x.stride_h
     p_x = p_x + o_t.to(tl.int64)[:, None] * x.stride_t + o_d[None, :]
@@ -234,7 +234,7 @@ def load_tile(x, i_b, i_h, i_t, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def store_tile(x, i_b, i_h, i_t, b_x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Write (ROWS, COLUMNS) to the rows from i_t of one head, as far as they lie in the tensor."""
+    """Write (ROWS, COLUMNS) to the rows from i_t of one head, as far as they are in the tensor."""
     if isinstance(x, tl.tensor_descriptor):
         x.store([i_b, i_h, i_t, 0], b_x.to(x.dtype).reshape(1, 1, ROWS, COLUMNS))
     else:
@@ -244,7 +244,7 @@ def store_tile(x, i_b, i_h, i_t, b_x, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 
 @triton.jit
 def load_row(x, i_bh, i_t, ROWS: tl.constexpr):
-    """One number for each row from i_t of one head: (ROWS,), zero beyond the tensor."""
+    """One value for each row from i_t of one head: (ROWS,), zero beyond the tensor."""
     if isinstance(x, tl.tensor_descriptor):
         b_x = x.load([i_bh, i_t]).reshape(ROWS)
     else:
@@ -269,6 +269,6 @@ def store_lse(rows, lse2, i_bh, T, o_m):
 def dot(b_a, b_b, b_c, MODE: tl.constexpr):
     """b_a b_b + b_c in fp32."""
     if INTERPRET:
-        # The interpreter would multiply bfloat16's bit patterns. In fp32 the products of 16-bit numbers are exact.
+        # The interpreter would multiply bfloat16's bit patterns. In fp32 the products of 16-bit values are exact.
         b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
     return tl.dot(b_a, b_b, b_c, input_precision=MODE.precision)

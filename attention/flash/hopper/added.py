@@ -1,11 +1,11 @@
-"""A number that a formula adds to s and does nothing else: one for each distance i - j, or one for each pair.
+"""Formulas that only add a value to s: one for each distance i - j, or one for each pair of query and key.
 
-From some distance on, all may have the same number. A tile of such pairs is computed as causal attention's: its number
-joins the row's offset, with which the scores enter the exponential. Only the tiles before it gather. Which tiles these
-are follows from the length of the vector of distances, whatever the formula's text is.
+From some distance on, all values may be the same. A tile of such pairs is computed like causal attention: its value
+joins the row's offset, with which the scores enter the exponential. Only nearer tiles gather values. The length of the
+vector of distances determines these tiles, whatever the formula's text is.
 
-The numbers of pairs are what the products q k^T begin with. They are loaded a step before, and a producer has them
-brought to the L2 cache before that: a memory's latency is longer than a step.
+The accumulators of the products q k^T begin with the values of pairs. They are loaded a step before, and a producer
+requests them for the L2 cache before that: the latency of memory is longer than a step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..call import KernelCall, Mode
 from ..formula import COLUMN_ALIGNMENT, LARGEST_TILE, added_by, kernel_inputs, written
 from ..score import LOG2_E
 
-STAGES = ("distance", "pair")  # of numbers that the Hopper kernels add by themselves
+STAGES = ("distance", "pair")  # of values that the Hopper kernels add by themselves
 ALIGNED = tl.constexpr(COLUMN_ALIGNMENT)
-LINE = tl.constexpr(32)  # numbers of fp32 that the L2 cache holds together
+LINE = tl.constexpr(32)  # fp32 values that the L2 cache holds together
 
 
 def hopper_mode(call: KernelCall, q: Tensor) -> Mode:
-    """The Mode of a call, without its formula where all that this does is to add a number."""
+    """The Mode of a call, without its formula if that only adds a value."""
     mode, added = plain.mode_of(call, q), added_by(call.spec.score)
     return mode._replace(formula=None, added=added) if added in STAGES else mode
 
@@ -49,7 +49,7 @@ def hopper_inputs(call: KernelCall, T: int, S: int) -> Inputs:
 
 
 def pair_input(x: Tensor) -> tuple[Any, ...]:
-    """Numbers of pairs (B or 1, H or 1, T, S) as these kernels read them: without masks, and several at a time.
+    """Values of pairs (B or 1, H or 1, T, S) as these kernels read them: without masks, and several at a time.
 
     Rows are COLUMN_ALIGNMENT apart, or a multiple of it, and go on to the end of a tile of keys.
     """
@@ -63,13 +63,13 @@ def pair_input(x: Tensor) -> tuple[Any, ...]:
 
 @triton.jit
 def first_number(x, i_b, i_h):
-    """Where the numbers of a head begin; x is a vector of distances as `kernel_inputs` has it."""
+    """The address of a head's values; x is a vector of distances as `kernel_inputs` has it."""
     return x[0] + tl.cast(i_b, tl.int64) * (x[1] >> 2) + i_h * (x[2] >> 2)
 
 
 @triton.jit
 def far_number(inputs, i_b, i_h, MODE: tl.constexpr):
-    """The number of the furthest distances, times log2(e); 0 where a formula does not add numbers of distances."""
+    """The value of the furthest distances, times log2(e); 0 where a formula adds no values for distances."""
     far = 0.0
     if MODE.added == "distance":
         x = inputs.formula[0]
@@ -79,7 +79,7 @@ def far_number(inputs, i_b, i_h, MODE: tl.constexpr):
 
 @triton.jit
 def is_near(x, i_m, i_n, BN: tl.constexpr, pos):
-    """Whether a pair of the queries from i_m and the BN keys from i_n has another number than the furthest."""
+    """Whether a pair of the queries from i_m and the BN keys from i_n has another value than the furthest."""
     return i_m + pos.offset - (i_n + (BN - 1)) < (x[4] >> 2) + (x[3] >> 2) - 1
 
 
@@ -92,7 +92,7 @@ def near_numbers(x, i_b, i_h, o_m, o_n, pos):
 
 @triton.jit
 def pair_place(x, i_b, i_h, i_m, i_n):
-    """Where the number of query i_m and key i_n is, and how far apart rows are."""
+    """The address of the value of query i_m and key i_n, and the stride of rows."""
     step = (x[3] >> 2) * ALIGNED
     o_head = (tl.cast(i_b, tl.int64) * (x[1] >> 2) + tl.cast(i_h, tl.int64) * (x[2] >> 2)) * ALIGNED
     return x[0] + (o_head + tl.cast(i_m, tl.int64) * step + i_n), step
@@ -100,16 +100,16 @@ def pair_place(x, i_b, i_h, i_m, i_n):
 
 @triton.jit
 def pair_numbers(x, i_b, i_h, i_m, i_n, o_m, o_n):
-    """The numbers of the queries i_m + o_m, or for one beyond the last of that, and the keys i_n + o_n."""
+    """The values of the queries i_m + o_m and the keys i_n + o_n; beyond the last query, those of the last."""
     T = x[4] >> 2
     i_m = tl.maximum(tl.minimum(i_m, T - 1), 0)
     first, step = pair_place(x, i_b, i_h, i_m, i_n)
-    return tl.load((first + tl.minimum(o_m, T - 1 - i_m) * step) + o_n)  # what columns add is part of the instruction
+    return tl.load((first + tl.minimum(o_m, T - 1 - i_m) * step) + o_n)  # o_n is part of the instruction
 
 
 @gluon.jit
 def prefetch_pairs(x, i_b, i_h, i_m, i_n, ROWS: gl.constexpr, BN: gl.constexpr):
-    """One warp: have the numbers of ROWS queries from i_m and BN keys from i_n brought to the L2 cache."""
+    """One warp requests the values of ROWS queries from i_m and BN keys from i_n for the L2 cache."""
     LINES: gl.constexpr = BN // LINE
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [1, 1], [1, 0])
     T, S = x[4] >> 2, x[5] >> 2

@@ -1,7 +1,7 @@
 """The backward kernel on Hopper: five products, where the plain backward's two passes make seven.
 
 A program takes tiles of keys, one after the other, and walks over the query tiles that see them, the last first. It
-keeps dk and dv. Its contributions to dq go to a workspace of fp32 numbers in device memory, where many key tiles add to
+keeps dk and dv. Its contributions to dq go to a workspace of fp32 values in device memory, where many key tiles add to
 one query tile. They add **in the order of the key tiles**, so that gradients stay bitwise reproducible: a counter for
 each query tile holds the index of the next key tile that may add. A key tile waits only for tiles before it. Another
 counter hands out the key tiles in order, so a program waits only for tiles that are already being worked on. The order
@@ -52,7 +52,7 @@ def load_slope(inputs, i_h, MODE: gl.constexpr):
 
 @gluon.jit
 def load_bias(inputs, i_b, i_h, i_n, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """(BN,) in base 2: what a formula adds for the keys from i_n; 0 where nothing, or where it comes with s."""
+    """(BN,) in base 2: the values that a formula adds for the keys from i_n; 0 where there are none or s has them."""
     BN: gl.constexpr = BLOCKS.k
     bias = 0.0
     if MODE.biased and not BLOCKS.rows_in_products:
@@ -63,7 +63,7 @@ def load_bias(inputs, i_b, i_h, i_n, BLOCKS: gl.constexpr, MODE: gl.constexpr):
 
 @gluon.jit
 def place_bias(target, inputs, scale, i_b, i_h, i_n, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """Set the operand that brings lse2 into s to bring what a formula adds for the keys from i_n as well.
+    """Put the values that a formula adds for the keys from i_n into the operand that adds lse2 to s.
 
     No product may be reading it. As the first addend of s it meets lse2, and cancels where it is large.
     """
@@ -87,7 +87,7 @@ def store_sums(sums, b_sum, i_bh, i_n, S, KEEP: gl.constexpr):
 
 @gluon.jit
 def head_of_ds(ds, i_bh, i_n, pos, BLOCKS: gl.constexpr):
-    """Where ds of a head's first query and of key i_n is written; 0 where nobody asks for it."""
+    """Where ds of a head's first query and of key i_n is written; 0 if it is not needed."""
     p_ds = 0
     if BLOCKS.writes_ds:
         p_ds = ds + gl.cast(i_bh, gl.int64) * pos.T * pos.S + i_n
@@ -287,7 +287,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def split(x):
-    """x (M,) as (M, 4): three numbers whose sum is -x, exact in bf16, and a zero."""
+    """x (M,) as (M, 4): three values, exact in bf16, whose sum is -x, and a zero."""
     high = -x.to(tl.bfloat16).to(tl.float32)
     middle = -(x + high).to(tl.bfloat16).to(tl.float32)
     low = -x - high - middle
@@ -345,7 +345,7 @@ def delta_kernel(
 def heads_together(n_heads: int, n_programs: int, columns: int) -> int:
     """The number of heads that the programs work on at a time: two key tiles of each at head size 64, six at 128.
 
-    With more tiles of a head they wait for each other. With fewer, what they read again does not stay in the L2 cache.
+    With more tiles of a head they wait for each other. With fewer, tiles that they reread do not stay in the L2 cache.
     """
     return min(n_heads, max(1, n_programs // (2 if columns == 64 else 6)))
 
@@ -372,7 +372,7 @@ def backward(
     blocks, mode = backward_blocks(call.problem(q, k)), hopper_mode(call, q)
     B, H, T, _ = q.shape
     H_kv, S = k.shape[1:3]
-    if mode.biased and H_kv != H:  # each head has biases of its own, and the keys' operand is that of one
+    if mode.biased and H_kv != H:  # heads differ in their biases, and the keys' operand belongs to one head
         blocks = blocks._replace(rows_in_products=False)
     if ds is not None:
         blocks = blocks._replace(writes_ds=True)

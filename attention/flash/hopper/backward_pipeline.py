@@ -1,7 +1,7 @@
-"""Shared memory of the backward kernel: tiles that its roles exchange, and barriers that say when they are there.
+"""Shared memory of the backward kernel: tiles that its roles exchange, and barriers that signal when they are filled.
 
-The producer hands out key tiles, fills stages, and the consumer empties them; the consumer fills slots of dq and the
-adders empty them. A barrier's phase is the parity of how often it was waited for.
+The producer hands out key tiles and fills stages, and the consumer empties them. The consumer fills slots of dq, and
+the adders empty them. The phase of a barrier is the parity of the number of waits for it.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from .key_numbers import split
 from .schedule import query_tiles
 
 SLOTS = gl.constexpr(2)  # of dq in shared memory
-WIDTH = gl.constexpr(256)  # of a row of the workspace: a number for each of the consumer's threads
-HALF = gl.constexpr(64)  # queries that are worked on at a time
+WIDTH = gl.constexpr(256)  # of a row of the workspace: a value for each of the consumer's threads
+HALF = gl.constexpr(64)  # queries in one step
 PARTS = gl.constexpr(16)  # columns of the smallest product: three parts of lse2 and of delta, and zeros
 
 
@@ -27,7 +27,7 @@ class Buffers(NamedTuple):
 
     parts  for each stage: lse2 and delta as operands, where they come with the products s and dp
     ones   the other operand: for lse2, and for delta
-    words  for each stage: dropout's, where the drawer draws them
+    words  for each stage: dropout's words, where the dropout warps draw them
     """
 
     k: Any
@@ -49,7 +49,7 @@ class Barriers(NamedTuple):
     """One barrier for the key tile handed out (tile), one for each stage of keys (kv, dkdv), for each stage of queries
     (full, empty, words) and for each slot of dq.
 
-    The producer and the drawer both wait for `empty`, and fill a stage together.
+    The producer and the dropout warps both wait for `empty`, and fill a stage together.
     """
 
     tile_full: Any
@@ -112,7 +112,7 @@ def every_second_column(i: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def bias_columns(b_x, LAYOUT: gl.constexpr):
-    """(BN, PARTS): ones in the columns 0, 2, 4 and 6, for lse2; b_x (BN,) as three numbers of bf16 in 8, 10 and 12."""
+    """(BN, PARTS): ones in the columns 0, 2, 4 and 6, for lse2; b_x (BN,) as three bf16 values in 8, 10 and 12."""
     high, middle, low = split(b_x)
     o_c = gl.zeros([b_x.shape[0], 1], gl.int32, LAYOUT) + gl.arange(0, PARTS, gl.SliceLayout(0, LAYOUT))[None, :]
     b_low = gl.where(o_c == 12, low[:, None], 0.0)

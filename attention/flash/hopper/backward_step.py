@@ -39,7 +39,7 @@ class Queries(NamedTuple):
 
     bias      of each key, where a formula gives it one (see `load_bias`), else 0
     far       see `far_number`
-    p_ds      where to write ds for the first query of the head and the first key; 0 where nobody asks for it
+    p_ds      where to write ds for the first query of the head and the first key; 0 if it is not needed
     next_h, next_tile  of the next step
     i_step    of the pipeline
     has_next  whether another step follows with the same keys
@@ -59,7 +59,7 @@ class Queries(NamedTuple):
 
 @gluon.jit
 def draw(i_h, i_m, tile, inputs, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """Dropout's words for HALF queries from i_m of head i_h; zero without dropout, or where the drawer has drawn them.
+    """Dropout's words for HALF queries from i_m of head i_h; zero without dropout, and where the dropout warps draw.
 
     The key is loaded every time: there are no registers to keep it in.
     """
@@ -104,7 +104,7 @@ def weights(
     o_m = half.i_m + gl.arange(0, M, gl.SliceLayout(0, LAYOUT))
     o_rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
-    # Of the half's first query: `delta_kernel` adds to lse2 what the others' bias differs by.
+    # For the half's first query: `delta_kernel` adds the difference of the others' bias to lse2.
     own = half.i_half + pos.offset
     b_bias = alibi_bias(slope2, o_m[None, :], o_rows[:, None], i_n, own, pos, MODE) if MODE.alibi else None
     b_slope = 1.0
@@ -149,11 +149,11 @@ def weights(
 
 @gluon.jit
 def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """(BN, M): ds, of what `weights` gives and dp."""
+    """(BN, M): ds, from the results of `weights` and dp."""
     LAYOUT: gl.constexpr = b_dp.type.layout
     b_delta = 0.0 if BLOCKS.rows_in_products else half.delta.load(LAYOUT)
     if MODE.threshold:
-        # b_p_kept still holds what dropout kept: the mask need not be applied to dp as well.
+        # b_p_kept still holds the weights that dropout kept: the mask need not be applied to dp as well.
         b_kept = gl.convert_layout(b_p_kept, LAYOUT)
         if MODE.soft_cap is not None or (MODE.formula is not None and MODE.formula.has_slope):
             b_ds32 = b_p * (gl.where(b_kept != 0.0, b_dp, 0.0) - b_delta)
@@ -221,7 +221,7 @@ def write_ds(p_ds, b_ds, i_m, i_n, pos):
 def add_to_dk(
     b_p, b_p_kept, b_dp, b_dk, b_sum, half, queries, tile, pos, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr
 ):  # fmt: skip
-    """(ds in pieces, dk + ds^T q and b_sum + ds^T 1 in flight), of what `add_to_dv` gives.
+    """(ds in pieces, dk + ds^T q and b_sum + ds^T 1 in flight), from the results of `add_to_dv`.
 
     ds is also stored, for dq.
     """
@@ -258,7 +258,7 @@ def unknown_zero(i):
 
 @gluon.jit
 def load_added(i_h, i_m, tile, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """(BN, HALF): what a formula adds to the scores of HALF queries from i_m, for `product`; 0 where none of pairs."""
+    """(BN, HALF): the values that a formula adds for pairs of HALF queries from i_m, for `product`; else 0."""
     numbers = 0.0
     if MODE.added == "pair":
         BN: gl.constexpr = BLOCKS.k
@@ -305,7 +305,7 @@ def first_scores(b_k, i_step, is_there, numbers, program, BLOCKS: gl.constexpr, 
 
 @gluon.jit
 def give_dq(b_dq, slot, is_first, is_last, scalars, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """Write dq of a query tile to a slot: as fp32 numbers for the workspace, or all of it in 16 bits.
+    """Write dq of a query tile to a slot: as fp32 values for the workspace, or all of it in 16 bits.
 
     The workspace holds a tile in the order of the registers, and nothing is shuffled: (registers, threads).
     """
@@ -333,7 +333,7 @@ def give_dq(b_dq, slot, is_first, is_last, scalars, buffers, BLOCKS: gl.constexp
 
 @gluon.jit
 def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """A tile of keys and values collects its gradients from a query tile, which gets its own through a slot.
+    """A tile of keys and values adds up its gradients from a query tile, whose gradient goes through a slot.
 
     Of a query tile of two halves, the products of one run during the exponentials of the other.
     """

@@ -1,7 +1,7 @@
 """Names that differ between the releases of Gluon (Triton 3.6 to 3.9), and those that it does not export.
 
-Gluon is Triton's lower level: layouts, shared memory and barriers are written out. It is experimental, so what another
-release may rename stands here, and the kernels take it from here.
+Gluon is Triton's lower level: layouts, shared memory and barriers are written out. It is experimental: the names that
+another release may change are collected here, and the kernels import them from here.
 """
 
 from triton._C.libtriton import ir

@@ -86,7 +86,7 @@ def forward_blocks(problem: Problem) -> ForwardBlocks:
         return ForwardBlocks(
             consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, ping_pong=False, out_in_q=True
         )
-    if head_dim > 64:  # what comes with the product besides q and k leaves no room for a second stage of queries
+    if head_dim > 64:  # the further operands of the product leave no room for a second stage of queries
         q_stages = 1 if alibi or biased else 2
         return ForwardBlocks(
             consumers=2, k=128, columns=128, stages=2, q_stages=q_stages, registers=240, ping_pong=False

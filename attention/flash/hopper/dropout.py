@@ -80,7 +80,7 @@ def clear(b_p, b_drop):
 
 @gluon.jit
 def drop(b_p, key, i_m, i_n, THRESHOLD: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """b_p (M, N) of four warps, queries from i_m and keys from i_n, with what dropout drops set to zero."""
+    """b_p (M, N) of four warps, queries from i_m and keys from i_n, with dropped weights set to zero."""
     CALLS: gl.constexpr = call_layout(M, N)
     WORDS: gl.constexpr = word_layout(M // 2, N // 2, 4)
     b_w = draw(key, i_m, i_n, M, N, CALLS).permute([0, 1, 4, 3, 2]).reshape([M // 2, N // 2])
@@ -99,7 +99,7 @@ def draw_transposed(key, i_m, i_n, M: gl.constexpr, N: gl.constexpr, WARPS: gl.c
 
 @gluon.jit
 def drop_transposed(b_p, b_w, THRESHOLD: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """b_p (N, M) with what dropout drops set to zero; b_w are its words, in the `word_layout` of eight warps."""
+    """b_p (N, M) with dropped weights set to zero; b_w are dropout's words, in the `word_layout` of eight warps."""
     m_3, m_2, m_1, m_0 = dropped_bytes(b_w, THRESHOLD)
     # (j >> 4, j & 7, i >> 4, i & 7, bit 3 of i, bit 3 of j) -> (N, M)
     b_drop = gl.join(gl.join(m_3, m_1), gl.join(m_2, m_0)).reshape([N // 16, 8, M // 16, 8, 2, 2])

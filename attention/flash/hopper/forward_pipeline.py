@@ -1,7 +1,7 @@
-"""Shared memory of the forward kernel: tiles that its roles exchange, and barriers that say when they are there.
+"""Shared memory of the forward kernel: tiles that its roles exchange, and barriers that signal when they are filled.
 
-The producer fills, the consumers empty; a consumer alone fills what it has emptied. A barrier's phase is the parity of
-how often it was waited for.
+The producer fills stages and the consumers empty them; without a producer, the consumer fills the stages that it has
+emptied. The phase of a barrier is the parity of the number of waits for it.
 """
 
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from .stages import Stage, stage_of, wait_empty, wait_full
 class Buffers(NamedTuple):
     """Shared memory: stages of q and a tile of out for each consumer, stages of k and v.
 
-    work     for each stage of q, which queries these are, where a producer says so
-    parts    stages of the numbers that a formula adds for keys, see key_numbers.py
-    columns  of a key tile, numbered, where ALiBi's biases come with the product; ones, where a formula's numbers do
+    work     for each stage of q: the queries in it, where a producer assigns them
+    parts    stages of the values that a formula adds for keys, see key_numbers.py
+    columns  of a key tile, numbered, where ALiBi's biases come with the product; ones, where a formula's values do
     """
 
     q: Any
@@ -68,7 +68,7 @@ class Work(NamedTuple):
 class Keys(NamedTuple):
     """The key tiles from n_start up to n_end of key/value head i_kv of sequence i_b, and their tensors.
 
-    parts  of the numbers that a formula adds for keys, or None; those of the query head begin at row i_row
+    parts  of the values that a formula adds for keys, or None; those of the query head begin at row i_row
     """
 
     k: Any
@@ -208,7 +208,7 @@ def fetch_queries(q, i_b, i_h, i_m, i_q, buffers, barriers, BLOCKS: gl.constexpr
 
 @gluon.jit
 def first_part(i_bh, sizes, MODE: gl.constexpr):
-    """The row where the numbers of a query head's keys begin, in whole tiles; 0 where there are none."""
+    """The row at which the values of a query head's keys begin, in whole tiles; 0 where there are none."""
     return i_bh * (gl.cdiv(sizes.S, LARGEST_TILE) * LARGEST_TILE) if MODE.biased else 0
 
 

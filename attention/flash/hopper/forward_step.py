@@ -64,7 +64,7 @@ class State(NamedTuple):
     o     the sum of weights times values, (ROWS, columns), of the tiles before the last one
     p     the weights of the last tile, in 16 bits
     m, l  of each row the maximum and the sum of weights
-    numbers  that a formula adds to the scores of the next tile, see `load_added`
+    numbers  the values that a formula adds to the scores of the next tile, see `load_added`
     """
 
     o: Any
@@ -141,7 +141,7 @@ def step(
         # (ROWS, N) l is summed before anything is dropped.
         b_p32 += (gl.exp2(b_s * factor - (m_safe - shift)[:, None]),)  # type: ignore[assignment]
         l += row_sum(b_p32[j], N)
-    if MODE.added == "pair":  # room for the numbers
+    if MODE.added == "pair":  # room for the values
         b_p = rounded(b_p32, P_LAYOUT, dtype, MODE, N)
     numbers = load_added(i_n - BN, queries, BN, S_LAYOUT, MODE)
 
@@ -299,7 +299,7 @@ def write(out, rows, result, i_bh, queries, work, program, c: gl.constexpr, BLOC
     sizes, barriers, i_m = program.sizes, program.barriers, queries.i_m
     # Kept weights are rescaled once, here, by the inverse of the keep probability.
     o = o * gl.convert_layout(KEEP_SCALE / l_row, O_ROWS)[:, None]
-    # Rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too.
+    # Rows that see no key are zero. l = 0 does not identify them, as scores of -inf give it too.
     if MODE.bounded or MODE.offsets:
         first, end = queries.interval
         o = gl.where((gl.convert_layout(first, O_ROWS) < gl.convert_layout(end, O_ROWS))[:, None], o, 0.0)

@@ -1,6 +1,6 @@
 """Keys and values in 8 bits, as the kernel of attention.precision=fp8 reads them.
 
-FlashAttention-3 (Shah et al. 2024), section 3.3: e4m3 numbers with a scale for each tile, and q and k rotated by a
+FlashAttention-3 (Shah et al. 2024), section 3.3: e4m3 values with a scale for each tile, and q and k rotated by a
 random orthogonal matrix R, which leaves (q R) (k R)^T = q k^T and spreads a column of outliers over all columns. q is
 read once, and the kernel that reads it rotates and rounds it (hopper/fp8_queries.py).
 R = diag(signs) Hadamard matrix: its entries are 1 and -1, so the products with it are exact, and (q R) (k R)^T is as
@@ -25,7 +25,7 @@ KV_ROWS = tl.constexpr(128)  # that share a scale: a tile of keys
 HALF = tl.constexpr(64)  # columns of q and k, and rows of v, that a product takes at once
 PROGRAMS, STAGES = {64: 2, 128: 1}, 4  # on a multiprocessor, tiles in flight: as much as its shared memory holds
 LARGEST = tl.constexpr(448.0)  # of e4m3
-# A tile of smaller numbers gets the scale of these, so that scales and their products are normal numbers.
+# A tile of smaller values gets the scale of these, so that scales and their products are normal numbers.
 SMALLEST = tl.constexpr(2.0**-40)
 
 
@@ -65,7 +65,7 @@ def product(b_x, b_y):
 
 @triton.jit
 def tile_scale(b_max):
-    """The scale of a tile whose rows' largest numbers are b_max (M,)."""
+    """The scale of a tile whose rows have the largest magnitudes b_max (M,)."""
     return tl.maximum(tl.max(b_max, 0), SMALLEST) / LARGEST
 
 

@@ -1,9 +1,9 @@
 """The forward kernel of attention.precision=fp8: hopper/forward.py with both products in e4m3.
 
-k and v come as `quantise` leaves them (hopper/fp8.py): numbers of 8 bits, and a scale for each tile. The producer, the
+k and v come as `quantise` leaves them (hopper/fp8.py): 8-bit values, and a scale for each tile. The producer, the
 pipeline and the schedule are those of hopper/forward.py. What differs:
 
-- q is read once, so each consumer rotates and rounds its own (hopper/fp8_queries.py), and keeps them in registers.
+- q is read once, so each consumer rotates and rounds its queries (hopper/fp8_queries.py), and keeps them in registers.
 - The tensor cores take v in rows of keys, so it is stored transposed, with the keys of each row in the order in which a
   thread holds its weights. No weight changes threads between the two products.
 - A key tile's scale of v goes into the exponent of its weights: p v = 2^(s + log2(scale) - m) v8. l divides it out.
@@ -222,7 +222,7 @@ def consumer(out, rows, p_kv, constants, program, c: gl.constexpr, BLOCKS: gl.co
         i_step += 1
 
         inverse = gl.convert_layout(approximate("rcp", l_row), O_ROWS)
-        if MODE.causal:  # rows that see nothing are zero; l = 0 tells less, as scores of -inf give it too
+        if MODE.causal:  # rows that see no key are zero; scores of -inf give l = 0 too
             inverse = gl.where(i_m + gl.arange(0, ROWS, O_ROWS) >= sizes.T - sizes.S, inverse, 0.0)
         o = o * inverse[:, None]
         b_out = buffers.out.index(c)
@@ -278,7 +278,7 @@ def attend(q: Tensor, x: Quantised, out: Tensor, call: KernelCall, blocks: Forwa
     H_kv = x.k.shape[1]
     lse, lse2 = out.new_empty(B, H, T, dtype=torch.float32), rows_like(out)
     n_m = triton.cdiv(T, blocks.consumers * ROWS.value)
-    # Half of what fits the budget: 0.5% faster from 4,096 tokens on.
+    # Half of the heads that fit the budget: 0.5% faster from 4,096 tokens on.
     n_together = max(1, head_group_size(B * H, x.k[0, 0], H // H_kv) // 2)
     n_programs = torch.cuda.get_device_properties(out.device).multi_processor_count
     # Rotating q and k has made their products as many times larger as they have columns.

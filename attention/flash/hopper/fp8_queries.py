@@ -1,4 +1,4 @@
-"""Queries in 8 bits: each consumer of hopper/fp8_forward.py rotates and rounds its own, and keeps them in registers."""
+"""Queries in 8 bits: each consumer of hopper/fp8_forward.py rotates and rounds its queries, which stay in registers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,7 +17,7 @@ from .softmax import ROWS
 
 @gluon.jit
 def load_rotation(r, COLUMNS: gl.constexpr):
-    """(the left half of R in shared memory, HALF rows at a time, a barrier that says when it is there)."""
+    """(the left half of R in shared memory, HALF rows at a time, a barrier that signals when it is filled)."""
     N: gl.constexpr = COLUMNS // HALF
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], r.dtype)
     b_r = gl.allocate_shared_memory(r.dtype, [N, HALF, HALF], layout)

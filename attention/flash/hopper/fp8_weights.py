@@ -1,4 +1,4 @@
-"""The weights of attention.precision=fp8: from scores to e4m3 numbers that the product with v takes from registers.
+"""The weights of attention.precision=fp8: from scores to e4m3 values that the product with v takes from registers.
 
 The exponentials of a tile would take a multiprocessor as long as both of its products at head size 128. So there are
 none: an e4m3 number, its bits read as an integer, is nearly a logarithm, 8 (log2(p) + 7), where 2^f is taken for 1 + f,
@@ -17,7 +17,7 @@ OFFSET = gl.constexpr(8)
 GROWTH = gl.constexpr(0.75)
 # The mean of 8 (log2(1 + f) - f), which is at most 0.7 of a unit of the last place.
 CENTRE = gl.constexpr(0.45)
-# fp16 numbers below 2^-13 are whole multiples of it, and their bits say how many.
+# fp16 values below 2^-13 are whole multiples of it, and their bits say how many.
 UNIT = gl.constexpr(2.0**-24)
 
 

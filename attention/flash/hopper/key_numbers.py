@@ -1,6 +1,6 @@
-"""The numbers that a formula adds to the scores of each key, as an operand of the product q k^T.
+"""The values that a formula adds to the scores of each key, as an operand of the product q k^T.
 
-A number of fp32 is the sum of three of bf16. They stand in the columns of a narrow matrix, and its product with ones is
+A fp32 value is the sum of three bf16 values. They are columns of a narrow matrix, and its product with ones is
 the first addend of q k^T: no thread loads a key's number, or keeps it in registers.
 """
 
@@ -20,7 +20,7 @@ COLUMNS = tl.constexpr(8)  # of the matrix in device memory: rows of 16 bytes
 
 @triton.jit
 def split(x):
-    """(high, middle, low): three numbers of fp32, exact in bf16, whose sum is x; of infinity, it and two zeros."""
+    """(high, middle, low): three fp32 values, exact in bf16, whose sum is x; of infinity, it and two zeros."""
     high = x.to(tl.bfloat16).to(tl.float32)
     is_finite = tl.abs(high) < float("inf")
     rest = tl.where(is_finite, x - tl.where(is_finite, high, 0.0), 0.0)
@@ -30,7 +30,7 @@ def split(x):
 
 @triton.jit(do_not_specialize=["stride_b", "stride_h", "scale", "H", "S"])
 def parts_kernel(x, p_parts, stride_b, stride_h, scale, H, S, ROWS: tl.constexpr):
-    """The parts of ROWS numbers of x, divided by scale; zeros beyond the last key. Grid: tiles, batch x heads."""
+    """The parts of ROWS values of x, divided by scale; zeros beyond the last key. Grid: tiles, batch x heads."""
     i_b, i_h = tl.program_id(1) // H, tl.program_id(1) % H
     o_n, o_c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)[None, :]
     p_x = x + (tl.cast(i_b, tl.int64) * stride_b + tl.cast(i_h, tl.int64) * stride_h)

@@ -13,7 +13,7 @@ from .compat import reinterpret, tma_add, tma_load, tma_store
 
 @gluon.jit
 def await_order(p_next, i_tile):
-    """Spin until the counter is i_tile; what was added before is then visible to the copy engine."""
+    """Spin until the counter is i_tile. Earlier contributions are then visible to the copy engine."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -34,7 +34,7 @@ def await_order(p_next, i_tile):
 
 @gluon.jit
 def allow_next(p_next, i_next):
-    """Wait until what this warp added is in device memory, and not only read from shared memory; then count on."""
+    """Wait until this warp's contribution is in device memory, not only read from shared memory; then increment."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;

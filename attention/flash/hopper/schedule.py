@@ -1,6 +1,6 @@
 """The order in which programs take tiles, and the tiles that see each other: all roles of a kernel agree on both.
 
-Bounds and masks are those of attention/flash/score.py, here in numbers of tiles.
+Bounds and masks are those of attention/flash/score.py, here in units of tiles.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What all roles of a program share: the call's tensors and numbers, shared memory, barriers and sizes."""
+    """The state that all roles of a program share: tensors and scalars of the call, shared memory, barriers, sizes."""
 
     inputs: Any
     scalars: Any
@@ -82,7 +82,7 @@ def query_tiles(i_tile, pos, sizes, BM: gl.constexpr, BN: gl.constexpr, MODE: gl
     start = gl.minimum(start // BM, n_m)
     full_start = gl.minimum(full_start // BM, n_m)
     end = gl.cdiv(gl.maximum(end, 0), BM)
-    # What lies beyond the last key must not be seen: the copy engine reads it as zeros, which are scores like others.
+    # Keys beyond the last must be masked: the copy engine reads them as zeros, which would be valid scores.
     full_start = gl.where(i_tile * BN + BN > pos.S, end, full_start)
     full_end = gl.maximum(full_end, 0) // BM if MODE.bounded else end
     last = n_m

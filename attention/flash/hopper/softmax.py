@@ -20,14 +20,14 @@ from ..score import (
 from .added import far_number, is_near, near_numbers, pair_numbers
 from .dropout import drop, load_key
 
-ROWS = gl.constexpr(64)  # of queries: what a warpgroup multiplies at once
+ROWS = gl.constexpr(64)  # of queries that a warpgroup multiplies in one instruction
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
 GROWTH = gl.constexpr(8)
 PARTS = gl.constexpr(16)  # columns of the smallest product: three parts of a number, and zeros
 
 
 class Queries(NamedTuple):
-    """A consumer's 64 queries from i_m, and what turns their scores into weights; zeros for what MODE does not have.
+    """A consumer's 64 queries from i_m, and the values that turn scores into weights; zero for features not in MODE.
 
     b_q         in shared memory
     interval    of keys that each query sees
@@ -51,7 +51,7 @@ class Queries(NamedTuple):
 
 
 class Added(NamedTuple):
-    """The numbers x that a formula adds to the scores of one head, see added.py; `far` is for the furthest pairs."""
+    """The values x that a formula adds to the scores of one head, see added.py; `far` is for the furthest pairs."""
 
     x: Any
     i_b: Any
@@ -97,7 +97,7 @@ def load_queries(b_q, program, i_m, i_b, i_h, LAYOUT: gl.constexpr, MODE: gl.con
 
 @gluon.constexpr_function
 def bias_in_product(ALIBI, SOFT_CAP):
-    """Whether ALiBi's biases come with the product q k^T: unless a soft cap stands between the two."""
+    """Whether ALiBi's biases come with the product q k^T: unless a soft cap comes between the two."""
     return ALIBI and SOFT_CAP is None
 
 
@@ -109,7 +109,7 @@ def in_product(ALIBI, SOFT_CAP, BIASED):
 
 @gluon.jit
 def split_slope(x, LAYOUT: gl.constexpr):
-    """x in each row of (ROWS, PARTS), as the sum of three numbers of bf16: with `column_numbers`, x n in fp32."""
+    """x in each row of (ROWS, PARTS), as the sum of three bf16 values: with `column_numbers`, x n in fp32."""
     high = x.to(gl.bfloat16).to(gl.float32)
     middle = (x - high).to(gl.bfloat16).to(gl.float32)
     o_c = gl.zeros([ROWS, 1], gl.int32, LAYOUT) + gl.arange(0, PARTS, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -135,7 +135,7 @@ def n_pieces(MODE):
 
 @gluon.jit
 def load_added(i_n, queries, BN: gl.constexpr, LAYOUT: gl.constexpr, MODE: gl.constexpr):
-    """(ROWS, BN): the numbers that a formula adds to the scores of the keys from i_n; 0 where it has none of pairs."""
+    """(ROWS, BN): the values that a formula adds to the scores of the keys from i_n; 0 where it has none of pairs."""
     numbers = 0.0
     if MODE.added == "pair":
         a = queries.added
@@ -147,8 +147,8 @@ def load_added(i_n, queries, BN: gl.constexpr, LAYOUT: gl.constexpr, MODE: gl.co
 
 @gluon.jit
 def start_scores(i_s, numbers, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.constexpr, N: gl.constexpr):
-    """In flight: q k^T (ROWS, N) for each piece of the key tile in stage i_s, with what comes with the product: ALiBi's
-    biases, or the numbers that a formula adds for keys, or those of pairs, `numbers` of `load_added`."""
+    """In flight: q k^T (ROWS, N) for each piece of the key tile in stage i_s, with the additions to it: ALiBi's biases,
+    or the values that a formula adds for keys, or those of pairs, `numbers` of `load_added`."""
     b_k = buffers.k.index(i_s)
     s_flight = ()
     for j in gl.static_range(n_pieces(MODE)):
@@ -173,7 +173,7 @@ def start_scores(i_s, numbers, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.
 
 @gluon.jit
 def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr):
-    """q k^T (ROWS, N) changed as `change_scores` says, and -inf where a query does not see a key."""
+    """q k^T (ROWS, N) after `change_scores`, and -inf where a query does not see a key."""
     LAYOUT: gl.constexpr = b_s.type.layout
     pos, i_m, scale_log2 = queries.pos, queries.i_m, queries.scale_log2
     o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -185,7 +185,7 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
         b_s = MODE.formula.value(b_s, f.scale, f.head, f.row, column, f.given, place, False)
     elif not in_product(MODE.alibi, MODE.soft_cap, MODE.biased):  # else the product has left the changed scores
         b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
-        # ALiBi's bias of a column, whatever the tile: registers that stay. `tile_shift` is what a tile has besides.
+        # ALiBi's bias of a column is the same in every tile and stays in registers; `tile_shift` is the bias of a tile.
         b_bias = alibi_bias(queries.slope2, o_m, o_columns, i_n, i_n, pos, MODE) if MODE.alibi else None
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     if MODE.added == "distance":
@@ -207,7 +207,7 @@ def exponent_factor(scale_log2, MODE: gl.constexpr):
 def tile_shift(i_n, queries, BN: gl.constexpr, MODE: gl.constexpr):
     """The term, in base 2, that `finish_scores` leaves out in the key tile at i_n.
 
-    With ALiBi, for a bias of 0 at the first query; of a formula's numbers for each distance, that of the furthest.
+    With ALiBi, for a bias of 0 at the first query; of a formula's values for each distance, that of the furthest.
     """
     shift = 0.0
     if MODE.alibi:
@@ -248,7 +248,7 @@ def row_max(b_s, N: gl.constexpr, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def row_sum(b_p, N: gl.constexpr):
-    """(ROWS, 4): what each of a row's four threads holds of it, summed. The four are added once, at the end."""
+    """(ROWS, 4): the sum of the values in each of a row's four threads. The four sums are added once, at the end."""
     return gl.sum(gl.sum(b_p.reshape([ROWS, N // 8, 4, 2]), 1), 2)
 
 
@@ -272,7 +272,7 @@ def tile_sum(b_p, N: gl.constexpr, MODE: gl.constexpr):
 
 @gluon.constexpr_function
 def in_words(MODE):
-    """Whether weights stay packed from one step to the next, two 16-bit numbers in an int32.
+    """Whether weights stay packed from one step to the next, two 16-bit values in an int32.
 
     At head size 64 ptxas swaps the halves of pairs of 16-bit values that live through a loop, in every step. `drop`
     works on words anyway; the full mask has no registers to spare for it.
@@ -294,7 +294,7 @@ def round_weights(b_p32, P_LAYOUT: gl.constexpr, dtype: gl.constexpr, MODE: gl.c
 
 @gluon.jit
 def as_operand(b_p, i_n, queries, P_LAYOUT: gl.constexpr, dtype: gl.constexpr, MODE: gl.constexpr, N: gl.constexpr):
-    """The result of `round_weights` for the product with the values from i_n, less what dropout drops."""
+    """The result of `round_weights` for the product with the values from i_n, less the weights that dropout drops."""
     THRESHOLD: gl.constexpr = MODE.threshold
     if in_words(MODE):
         low, high = gl.inline_asm_elementwise(

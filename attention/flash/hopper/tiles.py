@@ -1,4 +1,4 @@
-"""Tensors as arguments of the Hopper kernels: descriptors that also say how a tile lies in shared memory."""
+"""Tensors as arguments of the Hopper kernels: descriptors that include the layout of a tile in shared memory."""
 
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -23,7 +23,7 @@ def fp8_tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor:
-    """(B, H, T or more) of `rows_like` as a kernel's argument, to be moved `rows` numbers at a time."""
+    """(B, H, T or more) of `rows_like` as a kernel's argument, to be moved `rows` values at a time."""
     B, H, T_padded = x.shape
     return TensorDescriptor(x, [B * H, T], [T_padded, 1], [1, rows], FP32)
 
