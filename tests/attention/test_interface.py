@@ -14,11 +14,9 @@ from attention import (
     AttentionError,
     AttentionShape,
     DropoutRng,
-    Score,
     SDPABackend,
     UnsupportedAttention,
     build_attention,
-    keep_mask,
 )
 from recipe.errors import sentence_of
 from tests.attention.reference import KEY, Case
@@ -138,11 +136,3 @@ class TestSDPA:
             build_attention(AttentionConfig("sdpa", backend=backend))(q, k, v)
         called = {event.key for event in profile.key_averages()}
         assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in called) == (backend is SDPABackend.flash)
-
-
-def test_naive_drops_by_the_mask_of_its_key():
-    identity = torch.eye(16).expand(2, 2, 16, 16)
-    attend = build_attention(AttentionConfig("naive", dropout=0.4))
-    zeros = torch.zeros(2, 2, 16, 16)
-    weights = attend(zeros, zeros, identity, score=Score(causal=False), dropout_key=KEY).out
-    assert torch.equal(weights > 0, keep_mask(KEY, 0.4, 2, 2, 16, 16))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from attention import (
     IMPLEMENTATIONS,
@@ -25,7 +24,7 @@ from attention.flex import FlexAttention
 from attention.score import key_intervals, visible_pairs
 from attention.scores.alibi import alibi_slopes
 from tests import flash_attn_stand_in
-from tests.attention.reference import Case, flops_of_tiles, gradients, published_slopes
+from tests.attention.reference import Case, published_slopes
 
 EVERYTHING: Any = {"window": 30, "soft_cap": 3.0, "alibi": True, "sinks": True}
 DOCUMENTS = Case(2, 6, 2, 97, 97, 40, documents=(30, 1, 50, 16))
@@ -73,42 +72,7 @@ def test_flex_refuses_dropout_and_a_backward_pass_on_a_cpu():
         flex(q.requires_grad_(), k, v)
 
 
-@pytest.mark.parametrize("blocks", [(3, 5), (64, 16), (7, 33), (1000, 1000)], ids=str)
-def test_tile_sizes_change_nothing(blocks):
-    case = CASES["everything"]
-    results = []
-    for config in (AttentionConfig("naive"), AttentionConfig("tiled", block_q=blocks[0], block_k=blocks[1])):
-        attend = build_attention(config)
-
-        def run(q, k, v, sinks, attend=attend):
-            return attend(q, k, v, score=case.score, layout=case.layout(), sinks=sinks)
-
-        sinks = torch.linspace(-1, 1, case.H, dtype=torch.float64)
-        results.append(gradients(run, *case.tensors(torch.float64), sinks=sinks))
-    for name, expected in results[0].items():
-        torch.testing.assert_close(results[1][name], expected, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(1, 1, 1, 160, 160, 4, window=40),
-        Case(1, 1, 1, 96, 160, 4, window=33),
-        Case(1, 1, 1, 160, 160, 4, documents=(16, 70, 74)),
-        Case(1, 1, 1, 160, 160, 4, causal=False, documents=(16, 70, 74)),
-        Case(1, 1, 1, 160, 160, 4, window=20, documents=(100, 60)),
-    ],
-    ids=lambda c: f"{c.T}-{c.window}-{c.documents}-{c.causal}",
-)
-def test_tiles_in_which_nothing_is_seen_are_never_visited(case):
-    attend = build_attention(AttentionConfig("tiled", block_q=16, block_k=32))
-    tensors, layout = case.tensors(torch.float32), case.layout()
-    with FlopCounterMode(display=False) as flops:
-        gradients(lambda q, k, v: attend(q, k, v, score=case.score, layout=layout), *tensors)
-    assert flops.get_total_flops() == flops_of_tiles(case, 16, 32)
-
-
-def test_key_intervals_say_what_is_seen_of_any_cut():
+def test_key_intervals_give_the_visible_keys_of_any_cut():
     case = CASES["more_keys"]
     seen = key_intervals(case.score, case.layout(), case.T, case.S, "cpu")
     for rows, columns in (((0, 61), (0, 120)), ((3, 20), (40, 77))):

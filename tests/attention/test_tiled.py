@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ import attention.tiled
 from attention import Ablation, AttentionConfig, Score, UnsupportedAttention, build_attention
 from attention.dropout import drop_threshold
 from attention.spec import Inputs, Spec
+from tests.attention.contract import SCORE_CASES
 from tests.attention.reference import KEY, Case, flops_of_tiles, formula, gradients
 
 
@@ -39,24 +39,45 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("blocks", [(3, 5), (16, 64), (64, 16), (7, 33), (50, 100), (1000, 1000)], ids=str)
-@pytest.mark.parametrize(("T", "S"), [(40, 71), (71, 40)])
-def test_result_is_independent_of_tile_size_with_dropout_on(blocks, T, S):
-    case = Case(2, 4, 2, T, S, 12)
-    config = AttentionConfig("tiled", dropout=0.2, block_q=blocks[0], block_k=blocks[1])
-    got, expected = (
-        gradients(partial(build_attention(c), dropout_key=KEY), *case.tensors(torch.float64))
-        for c in (config, AttentionConfig("naive", dropout=0.2))
-    )
+@pytest.mark.parametrize(
+    "case",
+    [Case(2, 4, 2, 40, 71, 12), Case(2, 4, 2, 71, 40, 12), SCORE_CASES["everything"]],
+    ids=["more_keys", "more_queries", "everything"],
+)
+def test_result_is_independent_of_tile_size_with_dropout_on(case, blocks):
+    def results(config: AttentionConfig) -> dict[str, torch.Tensor]:
+        def run(q, k, v, sinks=None):
+            return attend(q, k, v, score=case.score, layout=case.layout(), sinks=sinks, dropout_key=KEY)
+
+        attend = build_attention(config)
+        return gradients(run, *case.tensors(torch.float64), sinks=case.sink_logits())
+
+    tiles = AttentionConfig("tiled", dropout=0.2, block_q=blocks[0], block_k=blocks[1])
+    got, expected = results(tiles), results(AttentionConfig("naive", dropout=0.2))
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(("T", "S"), [(64, 64), (32, 64), (64, 32), (50, 79), (79, 50)])
-def test_tiles_above_the_diagonal_are_never_visited_and_others_once_in_each_pass(T, S, causal):
-    case = Case(1, 1, 1, T, S, 4, causal=causal)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            Case(1, 1, 1, T, S, 4, causal=causal)
+            for T, S in ((64, 64), (32, 64), (64, 32), (50, 79), (79, 50))
+            for causal in (True, False)
+        ),
+        Case(1, 1, 1, 160, 160, 4, window=40),
+        Case(1, 1, 1, 96, 160, 4, window=33),
+        Case(1, 1, 1, 160, 160, 4, documents=(16, 70, 74)),
+        Case(1, 1, 1, 160, 160, 4, causal=False, documents=(16, 70, 74)),
+        Case(1, 1, 1, 160, 160, 4, window=20, documents=(100, 60)),
+    ],
+    ids=lambda c: f"{c.T}-{c.S}-{c.window}-{c.documents}-{c.causal}",
+)
+def test_tiles_without_visible_keys_are_never_visited_and_others_once_in_each_pass(case):
+    layout = case.layout()
     with FlopCounterMode(display=False) as flops:
-        gradients(lambda q, k, v: tiled(16, 32)(q, k, v, score=case.score), *case.tensors(torch.float32))
+        gradients(lambda q, k, v: tiled(16, 32)(q, k, v, score=case.score, layout=layout), *case.tensors(torch.float32))
     assert flops.get_total_flops() == flops_of_tiles(case, 16, 32)
 
 
