@@ -6,7 +6,6 @@
     python -m bench.attention --masks causal window documents alibi soft_cap sinks --dropout 0
     python -m bench.attention --device cpu           small sizes, on a CPU
     python -m bench.attention --only flash sdpa-cudnn --lengths 4096 --heads 128 --dropout 0.1
-    python -m bench.attention --cold --only flash --lengths 4096 --dropout 0     how long a first call compiles
 
 The length grows; the tokens of a batch and the hidden size stay the same. A sequence longer than the batch is a batch
 by itself. A forward pass counts as 4 B H T T D FLOPs, visible keys only, and a backward pass as 2.5 times as many.
@@ -23,11 +22,7 @@ With --only, --dtype or other sizes, results go to attention-selection-<device>.
 from __future__ import annotations
 
 import argparse
-import atexit
-import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -104,9 +99,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hidden", type=positive, help=f"size, all heads together: {HIDDEN}")
     parser.add_argument("--seconds", type=float, default=0.1, help="of timing for each implementation and pass")
     parser.add_argument("--limit", type=float, default=1.0, help="seconds that one step may take")
-    parser.add_argument(
-        "--cold", action="store_true", help="compile everything again, with an empty cache for this run"
-    )
     return parser
 
 
@@ -138,10 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, write the result and print its tables."""
     args = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)  # tables in a file keep their full width
-    if args.cold:
-        folder = tempfile.mkdtemp(prefix="bench-attention-")
-        atexit.register(shutil.rmtree, folder)
-        os.environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     device = torch.device(args.device)
     sizes = {"tokens": args.tokens, "hidden": args.hidden, "dtype": str(DTYPES[args.dtype]).removeprefix("torch.")}
     now = measurement(args.command, device, [peer.package for peer in PACKAGES.values()], **sizes)

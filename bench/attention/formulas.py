@@ -26,7 +26,7 @@ from torch import Tensor
 from attention import AttentionConfig, DropoutKey, Score, build_attention
 from attention.scores.alibi import alibi_slopes
 from bench.markdown import table
-from bench.measure import Timing, interleaved
+from bench.measure import Timing, in_turns
 
 H = 8
 FOX = "s + c[h, i] - c[h, j]"
@@ -125,15 +125,8 @@ def measured(rows: Sequence[Row], implementation: str, T: int, D: int, dropout: 
             calls[row.name] = forward, partial(backward, out)
         except Exception as error:  # becomes a line of the table
             failed[row.name] = error
-    directions = [
-        interleaved({name: partial(identity, pair[n]) for name, pair in calls.items()}, device, SECONDS) | failed
-        for n in (0, 1)
-    ]
+    directions = [in_turns({name: pair[n] for name, pair in calls.items()}, device, SECONDS) | failed for n in (0, 1)]
     return [(directions[0][row.name], directions[1][row.name]) for row in rows]
-
-
-def identity(call: Callable[[], object]) -> Callable[[], object]:
-    return call
 
 
 def milliseconds(results: tuple[Result, Result]) -> tuple[float, float] | str:

@@ -27,7 +27,7 @@ from attention.flash.hopper.fp8 import quantise
 from attention.flash.hopper.fp8_forward import attend
 from attention.spec import Inputs, Spec
 from bench.machine import device_name, require_gpu
-from bench.measure import interleaved
+from bench.measure import in_turns
 from bench.record import Recorder, Row, command_line, command_of, measurement, read, result_file
 from bench.tables.attention import fp8 as table
 
@@ -44,11 +44,6 @@ def attention(precision: ProductPrecision) -> Callable[..., Tensor]:
     """A function from q, k and v to the output of attention=flash."""
     attend = build_attention(AttentionConfig("flash", precision=precision))
     return lambda q, k, v, **options: attend(q, k, v, **options).out
-
-
-def unprepared(call: Callable[[], object]) -> Callable[[], object]:
-    """The preparation of a call that needs none, for `interleaved`."""
-    return call
 
 
 def outliers(*shape: int, generator: torch.Generator) -> Tensor:
@@ -71,9 +66,8 @@ def speed(length: int, head_size: int, device: torch.device, seconds: float) -> 
     calls[QUANTISATION] = partial(quantise, k, v, blocks)
     zero = torch.zeros_like(quantised.work)
     calls[KERNEL] = lambda: attend(q, quantised._replace(work=zero.clone()), out, computed, blocks)
-    timings = interleaved({name: partial(unprepared, call) for name, call in calls.items()}, device, seconds)
     rows = []
-    for name, timing in timings.items():
+    for name, timing in in_turns(calls, device, seconds).items():
         if isinstance(timing, Exception):
             raise timing
         row = {"name": name, "head_size": head_size, "length": length} | timing.as_dict()

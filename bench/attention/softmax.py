@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bench.machine import device_name, require_gpu
-from bench.measure import Call, Timing, interleaved
+from bench.measure import Timing, in_turns
 from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
 
 ROWS = (4000, 10)
@@ -102,9 +102,8 @@ def measure(rows: int, length: int, seconds: float) -> list[Row]:
     functions: dict[str, Callable[[], Tensor]] = {kind: partial(softmax, x, kind) for kind in KERNELS}
     functions["torch"] = partial(torch.softmax, x, -1)
     exact = torch.softmax(x[:10].double(), -1)
-    prepared: dict[str, Callable[[], Call]] = {name: lambda call=call: call for name, call in functions.items()}  # type: ignore[misc]
     results: list[Row] = []
-    for name, timing in interleaved(prepared, x.device, seconds).items():
+    for name, timing in in_turns(functions, x.device, seconds).items():
         if not isinstance(timing, Timing):
             raise timing
         error = float(((functions[name]()[:10] - exact).abs() / exact).max())

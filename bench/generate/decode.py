@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attention import AttentionConfig, Cache, build_attention
 from bench.machine import device_name, require_gpu
-from bench.measure import Call, Timing, interleaved, release
+from bench.measure import Timing, in_turns, release
 from bench.record import Recorder, Row, command_line, command_of, measurement, result_file
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -77,9 +77,8 @@ def measure(sequences: int, keys: int, seconds: float) -> list[Row]:
     source = torch.empty(COPIED, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     calls = {"copy": lambda: target.copy_(source), **calls}
-    prepared: dict[str, Callable[[], Call]] = {name: lambda call=call: call for name, call in calls.items()}  # type: ignore[misc]
     measured: list[Row] = []
-    for name, timing in interleaved(prepared, q.device, seconds).items():
+    for name, timing in in_turns(calls, q.device, seconds).items():
         row: Row = {"name": name, "sequences": sequences, "keys": keys}
         if isinstance(timing, Timing):
             moved = 2 * COPIED if name == "copy" else 2 * k.nbytes

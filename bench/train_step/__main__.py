@@ -3,7 +3,7 @@
     python -m bench.train_step                                       all of the table, about 25 minutes on an H200
     python -m bench.train_step --attention flash --shapes 32x1024    some of it; other rows of the same software stay
     python -m bench.train_step --recompute attention block --shapes 4x8192 --attention flash --dropout 0
-    python -m bench.train_step --profile ...                         and where the time of each step goes
+    python -m bench.train_step ... -- training.profile=true          and where the time of each step goes
     python -m bench.train_step --gpus 1 4 ...                        on one GPU and on four: another column
     python -m bench.train_step -- training.residual_in_fp32=false    further overrides for train.py: another column
 
@@ -89,14 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--gpus", nargs="+", default=[1], type=positive, metavar="N", help="numbers of GPUs, each with the whole shape"
     )
-    parser.add_argument("--profile", action="store_true", help="where the time goes, without replaying CUDA graphs")
     parser.add_argument("overrides", nargs="*", help="for train.py, after --")
     args = parser.parse_args(arguments)
     require_gpu(parser)
-    # A profiled step launches its kernels one by one and is slower, so it has a separate row.
-    extra = [*args.overrides, *(["training.profile=true"] if args.profile else [])]
     cells = [
-        {"attention": attention, "shape": shape, "dropout": dropout, "recompute": recompute, "extra": extra}
+        {"attention": attention, "shape": shape, "dropout": dropout, "recompute": recompute, "extra": args.overrides}
         | ({"gpus": count} if count > 1 else {})
         for attention, dropout, shape, recompute, count in product(
             args.attention, args.dropout, args.shapes, args.recompute, args.gpus
