@@ -1,12 +1,12 @@
-"""Scores by formula in Triton: source text that a formula's plan is written as, and the functions that it defines.
+"""Scores by formula in Triton: source text written from a formula's plan, and the functions that it defines.
 
-A kernel calls the functions of its constant MODE.formula, a `Code`. The text is readable: `describe` gives it, and the
-functions' names end in a digest of it, because Triton's cache on disk knows a nested function by its name alone.
+A kernel calls the functions of its constant MODE.formula, a `Code`. The text is readable: `kernel_code` returns it, and
+the functions' names end in a digest of it, because Triton's cache on disk knows a nested function by its name alone.
 
     head, row, column   load the hoisted values of a head, of rows and of columns: before a kernel's loops, or in them
     value               the score of q k^T
     slope               value, and its derivative by s
-    weights             value, and its derivatives by all that the formula is computed from
+    weights             value, and its derivatives by all inputs of the formula
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COLUMN_ALIGNMENT = 4  # fp32 values: 16 bytes
 class Code(NamedTuple):
     """A formula's functions in Triton, as a kernel's constant.
 
-    factor     the score is this number, which is positive, times `value`
+    factor     positive; the score is the factor times `value`
     has_slope  whether the derivative by s is anything but 1
     """
 
@@ -60,7 +60,7 @@ class Code(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tile of scores stands: sequence, query head, Positions, and rows and columns that broadcast to it."""
+    """The place of a tile of scores: sequence, query head, Positions, and rows and columns that broadcast to it."""
 
     i_b: Any
     i_h: Any
@@ -72,10 +72,10 @@ class Place(NamedTuple):
 class Written(NamedTuple):
     """A formula as kernels compute it.
 
-    code      its functions; None where kernels compute nothing
-    text      of the functions
-    entering  the numbers of the inputs on which the kernels' scores depend
-    added     the number of the one that the score is s plus; None where it is anything else
+    code      its functions; None if the kernels' score is s
+    text      the text of the functions
+    entering  the indices of the inputs on which the kernels' scores depend
+    added     the index of the only input, if the score is s plus it; else None
     """
 
     code: Code | None
@@ -90,7 +90,7 @@ def plan_of(score: Score) -> Plan:
 
 
 def kernel_value(p: Plan, sinks: bool) -> Node:
-    """The score without the terms that are the same along a row, which cancel in the softmax unless there are sinks."""
+    """The score without summands that are the same along a row: they cancel in the softmax unless there are sinks."""
     value = p.score
     if p.row is not None and sinks:
         value = ops.add(value, placeholder(p.hoisted[p.row]))
@@ -153,7 +153,7 @@ def tanh_of(x, EXACT: tl.constexpr):
 
 @triton.jit
 def given_index(x, size):
-    """x, moved into 0 to size - 1, with 64 bits: what is read lies in the tensor, whatever a hidden pair asks for."""
+    """x, clamped to 0 to size - 1, with 64 bits, so that hidden pairs of any distance read an entry of the tensor."""
     return tl.minimum(tl.maximum(x, 0), size - 1).to(tl.int64)
 
 
@@ -171,8 +171,8 @@ class Writer:
     def loads(self, stage: str, meaning: str) -> str:
         """The function that loads the hoisted values of a stage, in their order.
 
-        Those of columns are given by the `first` of a tile and their places in it. Where `size` is None, whole tiles
-        are loaded, several numbers at a time: see `column_input`.
+        Columns are given by the `first` of a tile and their offsets in it. Where `size` is None, whole tiles are
+        loaded, several values at a time: see `column_input`.
         """
         extra = {"head": "", "row": ", o, size", "column": ", first, o, size"}[stage]
         lines = [f"def {stage}@(given, i_b, i_h{extra}):", f'    """{meaning}."""']
@@ -294,8 +294,8 @@ SIGNS = {
 
 
 def kernel_inputs(call: KernelCall, T: int, S: int, layout: Layout | None = None) -> Inputs:
-    """The inputs of a call of T queries and S keys as kernels get them: of each of a formula's tensors a pointer and
-    whole numbers. `layout` is that of a cache.
+    """The inputs of a call of T queries and S keys as kernels receive them: for each tensor of a formula a pointer and
+    integers. `layout` is that of a cache.
 
     All of these tensors (B or 1, H or 1, ...) have a contiguous last dimension. One of size 1 has the stride 0.
     """
@@ -325,9 +325,9 @@ def kernel_inputs(call: KernelCall, T: int, S: int, layout: Layout | None = None
 
 
 def column_input(x: Tensor) -> Tensor:
-    """The numbers of columns (B or 1, H or 1, S) as kernels read them: without masks, and several at a time.
+    """The values of columns (B or 1, H or 1, S) as kernels read them: without masks, and several at a time.
 
-    Rows are COLUMN_ALIGNMENT apart, or a multiple of it, and go on to the end of a tile of keys.
+    The stride of rows is a multiple of COLUMN_ALIGNMENT, and rows are padded to whole tiles of keys.
     """
     excess = -x.shape[2] % LARGEST_TILE.value
     if excess:
@@ -346,29 +346,28 @@ def readable(spec: Spec, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def added_by(score: Score) -> str | None:
-    """The stage of the one hoisted number that a formula adds to s; None where it does anything else."""
+    """The stage of the hoisted value, if a formula only adds one to s; else None."""
     added = None if score.formula is None else written(score).added
     return None if added is None else plan_of(score).hoisted[added].stage
 
 
 def is_biased(score: Score) -> bool:
-    """Whether a formula adds a number of each key to s, and to the kernels nothing else."""
+    """Whether the kernels' part of a formula only adds a value for each key to s."""
     return added_by(score) == "column"
 
 
 @constant_when_compiled
 def numbers_of_keys(*values: Any) -> int | None:
-    """The number of the input that a formula adds to the scores of each key, for a Score's values; None where it does
-    anything else."""
+    """The index of the input that a formula adds to the scores of each key, if it does only that; values: a Score's."""
     score = Score(*values)
     return written(score).added if is_biased(score) else None
 
 
 def sums_along_columns(spec: Spec) -> bool:
-    """Whether the gradients of learned tensors are made of the sums of ds along the columns.
+    """Whether the gradients of learned tensors follow from the sums of ds along the columns.
 
-    Those of numbers of keys are these sums. Where all distances from some on share a number, its gradient is what the
-    sum of all ds has besides the other distances.
+    The gradients of values of keys are these sums. If all distances from some distance on share a value, its gradient
+    is the sum of all ds less the gradients of the nearer distances.
     """
     added = None if spec.score.formula is None else written(spec.score).added
     if added not in spec.learned:
@@ -378,7 +377,7 @@ def sums_along_columns(spec: Spec) -> bool:
 
 
 def with_row_terms(lse: Tensor, call: KernelCall) -> Tensor:
-    """lse (B, H, T) of the kernels, with the terms that are the same along a row, which they leave out."""
+    """lse (B, H, T) of the kernels, plus the summands that are the same along a row, which the kernels leave out."""
     score = call.spec.score
     if score.formula is None or score.sinks:
         return lse

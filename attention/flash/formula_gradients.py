@@ -1,13 +1,13 @@
-"""Gradients of the tensors that a formula's scores are computed from: a separate pass, after that of q, k and v.
+"""Gradients of the tensors in a formula: a separate pass, after that of q, k and v.
 
-With w the derivative of a score by such a number, and ds the gradient of the score, each number's gradient is the sum
-of ds w over the scores that it enters. Every sum is made in one order, without atomics:
+With w the derivative of a score by a value, and ds the gradient of the score, the gradient of the value is the sum of
+ds w over the scores that depend on it. Every sum has a fixed order, without atomics:
 
-    head, row   a program walks over the keys that its queries see, and adds along rows; torch adds a head's rows
-    column      a program walks over the queries that see its keys
-    distance    a program walks along a diagonal of tiles, all of which have the same distances, and adds up the tiles;
-                where the backward has summed ds along the columns, only those of distances that share no number
-    pair, table every score's ds w is written down, for some queries at a time, and torch adds
+    head, row    a program visits the keys that its queries see, and adds along rows; torch adds a head's rows
+    column       a program visits the queries that see its keys
+    distance     a program visits a diagonal of tiles, which all have the same distances, and adds them up; if the
+                 backward has summed ds along the columns, only for distances that share no value
+    pair, table  ds w of every score is written to memory, for some queries at a time, and torch adds it up
 
 Weights are recomputed from the log-sum-exp, as in backward.py.
 """
@@ -34,12 +34,12 @@ from .formula import Place, added_by, kernel_inputs, written
 from .score import LOG2_E, key_interval, locate, seeing_queries, seen_keys, sees_key
 from .tiles import ROW_ALIGNMENT, compile_options, dot, kernel_mode, launch_scalars, load_tile, tiles
 
-WRITTEN = 2**26  # numbers of ds w that are written down at a time
+WRITTEN = 2**26  # the most elements of ds w in memory at a time
 MOST_PROGRAMS = 2**13  # for the diagonals, unless there are more of these
 
 
 class Operands(NamedTuple):
-    """What a tile of ds is computed from: tensors as `load_tile` takes them, and lse2 as `rows_like` has it."""
+    """The operands of a tile of ds: tensors as `load_tile` takes them, and lse2 as `rows_like` has it."""
 
     q: Any
     k: Any
@@ -50,7 +50,7 @@ class Operands(NamedTuple):
 
 
 class Config(NamedTuple):
-    """The constants of a pass: `numbers` are those of the inputs whose gradients it sums."""
+    """The constants of a pass: `numbers` are the indices of the inputs whose gradients it sums."""
 
     blocks: Any
     mode: Any
@@ -316,7 +316,7 @@ class Pass:
         return torch.cat([near, far if total is None else total[..., None] - near.sum(-1, keepdim=True)], -1)
 
     def by_pair(self, number: int, like: Tensor, table: int | None) -> Tensor:
-        """The gradient of numbers of each pair (B or 1, H or 1, T, S), or of a table."""
+        """The gradient of values of pairs (B or 1, H or 1, T, S), or of a table."""
         rows = max(1, WRITTEN // (self.B * self.H * self.S * self.blocks.q)) * self.blocks.q
         total = torch.zeros(like.shape, dtype=torch.float64 if table is not None else torch.float32, device=self.device)
         for start in range(0, self.T, rows):
@@ -358,7 +358,7 @@ def learned_gradients(saved: Sequence[Tensor], do: Tensor, known: Gradients, cal
     """The gradients of the inputs `call.spec.learned`, in this order.
 
     saved  q, k, v, out and lse2 of the forward
-    known  what the backward of q, k and v has written
+    known  the results of the backward of q, k and v
     """
     spec, steps = call.spec, call.spec.score.steps()
     if not spec.learned:
@@ -368,9 +368,9 @@ def learned_gradients(saved: Sequence[Tensor], do: Tensor, known: Gradients, cal
     if saved[0].numel() == 0 or saved[1].numel() == 0 or kernel_mode(spec, 1, saved[0].dtype).formula is None:
         return [torch.zeros_like(inputs[k]) for k in spec.learned]
     entering = written(spec.score).entering
-    # What is added to all scores of a row cancels in the softmax.
+    # Summands that are the same along a row cancel in the softmax.
     found = {k: torch.zeros_like(inputs[k]) for k in spec.learned if k not in entering}
-    # The backward gives the gradient of the one number that a score depends on besides s.
+    # The backward gives the gradient of a value that is the only input of a score besides s.
     whole = known.sums if added_by(spec.score) == "column" else known.ds
     if whole is not None:
         found.update(dict.fromkeys(entering.intersection(spec.learned), whole))
@@ -388,7 +388,7 @@ def learned_gradients(saved: Sequence[Tensor], do: Tensor, known: Gradients, cal
 
 
 def by_second_pass(work: Pass, stages: dict[int, str], sums: Tensor | None) -> dict[int, Tensor]:
-    """The gradients of these inputs, not yet summed over what they are shared by."""
+    """The gradients of these inputs, not yet summed over the sequences and heads that share them."""
     found: dict[int, Tensor] = {}
     along = {k for k, stage in stages.items() if stage in ("head", "row")}
     if along:

@@ -1,5 +1,5 @@
-"""How far a query sees where scores fall with the distance: beyond a horizon all weights are exactly zero, and kernels
-skip the tiles.
+"""Horizons of scores that fall with the distance: beyond a horizon all weights are exactly zero, and kernels skip the
+tiles.
 
 With ALiBi, each head has one distance. Scores and slopes are in base 2. Let `bound` be the scale times the largest norm
 of a head's queries times that of its keys. Before ALiBi no score is larger. A causal query sees the key at its
@@ -9,13 +9,13 @@ and dv. The plain forward begins with the far keys. Its sums over them are resca
 reaches the key at the query's position.
 
 A soft cap bounds the scores too. A sink only raises the maximum. Windows and documents never hide the key at the
-query's position. Numbers that are not finite, and slopes that are not positive, give no horizon.
+query's position. Values that are not finite, and slopes that are not positive, give no horizon.
 
-A formula that adds a number x_j to the scores of key j gives that key at most the weight 2^(2 bound + x_j - x_i), where
+A formula that adds a value x_j to the scores of key j gives that key at most the weight 2^(2 bound + x_j - x_i), where
 x_i belongs to the key at the query's position. With the forget gates of the Forgetting Transformer x grows from key to
-key. Here it may be anything: GRAIN queries skip the keys before the first whose number is large enough for one of them,
-or for any later query. So the keys that queries see begin where those of the queries before begin, or after it. Norms
-are computed only for heads whose numbers fall by BITS or more.
+key. Here x is arbitrary: GRAIN queries skip the keys before the first key whose value is large enough for one of them
+or for any later query. So the first visible key never moves back from one group of queries to the next. Norms are
+computed only for heads whose values fall by BITS or more.
 """
 
 import math
@@ -37,9 +37,9 @@ BITS = tl.constexpr(160.0)
 SLACK = tl.constexpr(1.02)  # for scores that are rounded: TF32 and tanh.approx are off by at most 2^-9 of the bound
 UNLIMITED = tl.constexpr(2**30)  # for a head without a horizon
 ELEMENTS = 2**14  # of the tile of a program that computes norms
-ROUNDED = tl.constexpr(2.0**-18)  # of a number of a key: how far its sum with a score may be off
+ROUNDED = tl.constexpr(2.0**-18)  # relative error of the sum of a key's value and a score
 BLOCK = tl.constexpr(256)
-TILES = 16  # of GRAIN numbers that a program reads
+TILES = 16  # of GRAIN values that a program reads
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def norms_kernel(x, p_squares, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def largest(p_x, n):
-    """The largest of n numbers, none of them negative."""
+    """The largest of n values, none of them negative."""
     b_x = tl.zeros([BLOCK], tl.float32)
     for i in range(0, n, BLOCK):
         o = i + tl.arange(0, BLOCK)
@@ -116,10 +116,10 @@ def find_horizons(q: Tensor, k: Tensor, slopes: Tensor, spec: Spec) -> Tensor:
 
 
 class Bounds(NamedTuple):
-    """Of tiles of GRAIN queries or keys of each head, in base 2, with what rounding may make of it.
+    """Bounds of tiles of GRAIN queries or keys of each head, in base 2, with a margin for rounding.
 
-    lows   (B, H, n_q) of queries, the smallest number of the keys at their positions
-    highs  (B, H, n_k) of keys, the largest number
+    lows   (B, H, n_q) for queries, the smallest value of the keys at their positions
+    highs  (B, H, n_k) for keys, the largest value
     q_squares, k_squares  (B, H or H_kv, tiles) the largest squared norms in tiles of rows, where the head `may_forget`
     """
 
@@ -154,7 +154,7 @@ def extremes_kernel(x, bounds, strides, T, S, H, TILES: tl.constexpr):
 
 @triton.jit
 def may_forget(bounds, i_bh, n_q, n_k):
-    """Whether the numbers of a head leave some key without weight, if all products of queries and keys are zero."""
+    """Whether the values of a head leave some key without weight, if all products of queries and keys are zero."""
     b_low = tl.full([BLOCK], -float("inf"), tl.float32)
     b_high = tl.full([BLOCK], float("inf"), tl.float32)
     for i in range(0, n_q, BLOCK):
@@ -194,7 +194,7 @@ def both_norms_kernel(q, k, factors, bounds, n_q, n_k, ROWS: tl.constexpr, COLUM
 
 @triton.jit
 def reach(bounds, i_bh, i_bkv, n_q_squares, n_k_squares, scale_log2):
-    """How far, in base 2, the number of a key without weight lies below that of the key at a query's position."""
+    """The difference, in base 2, to the value at the query's position from which on a key has no weight."""
     q_square = largest(bounds.q_squares + i_bh * n_q_squares, n_q_squares)
     k_square = largest(bounds.k_squares + i_bkv * n_k_squares, n_k_squares)
     bits = BITS + 2 * SLACK * tl.sqrt(q_square) * tl.sqrt(k_square) * scale_log2

@@ -51,7 +51,7 @@ def hopper_inputs(call: KernelCall, T: int, S: int) -> Inputs:
 def pair_input(x: Tensor) -> tuple[Any, ...]:
     """Values of pairs (B or 1, H or 1, T, S) as these kernels read them: without masks, and several at a time.
 
-    Rows are COLUMN_ALIGNMENT apart, or a multiple of it, and go on to the end of a tile of keys.
+    The stride of rows is a multiple of COLUMN_ALIGNMENT, and rows are padded to whole tiles of keys.
     """
     T, S = x.shape[2:]
     steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
