@@ -81,6 +81,20 @@ def toy(rows: Rows) -> str:
     return judged(of_case(rows, "toy"))
 
 
+@block("arena-formulas", "cpu:arena-formulas")
+def formulas(rows: Rows) -> str:
+    """The verdicts on the scores of experiment=formulas, the lowest loss first. Their times were disturbed."""
+    row = of_case(rows, "formulas")
+    if row is None:
+        return "Not measured yet."
+    arms = sorted(row["arena"]["arms"].items(), key=lambda item: float(item[1]["difference"]))
+    lines = [
+        [f"`{arm}`", f"*{one['verdict']}*", signed(one["difference"]), interval(one["interval_at_level"])]
+        for arm, one in arms
+    ]
+    return table(["arm", "verdict", "difference", "corrected interval"], lines)
+
+
 def judged(row: Row | None, published: Mapping[str, str] | None = None) -> str:
     """The verdict on each arm of a sweep, and the claim of its paper."""
     if row is None:
