@@ -1,6 +1,7 @@
 """Settings that must be made before torch and Triton are imported, here and in the processes that tests start.
 
-The slowest files come first, so that the workers finish together.
+The slowest files come first, so that the workers finish together. xdist's workers are forks of one process that has
+imported the libraries.
 """
 
 import atexit
@@ -24,37 +25,59 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
-from tests import composing  # noqa: E402
-
-composing.hasten()
-
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU the Triton kernels run in Triton's interpreter
 
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from attention.check.interpreter import hasten
-
-    hasten()
-
-
 ROOT = Path(__file__).parents[1]
+FORKING = str(ROOT / "tests" / "forked")  # on PYTHONPATH: Python commands are forked
+
+
+def distributes(config: pytest.Config) -> bool:
+    """Whether this process lets xdist's workers run the tests."""
+    return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the server from which commands fork; xdist's workers share it."""
-    if "FORK_SERVER" in os.environ:
+    """Prepare for tests in this process, and start the server from which commands fork; xdist's workers share it."""
+    if not distributes(config):
+        from tests import composing
+
+        composing.hasten()
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            from attention.check.interpreter import hasten
+
+            hasten()
+    if "FORK_SERVER" in os.environ:  # a worker: what it starts is not forked unless a test asks for it
+        paths = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = paths.removeprefix(FORKING).removeprefix(os.pathsep)
         return
     folder = tempfile.TemporaryDirectory(prefix="forks-")
     os.environ["FORK_SERVER"] = f"{folder.name}/socket"
     command = [sys.executable, "-m", "tests.forked.server", os.environ["FORK_SERVER"]]
-    server = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # commands have their own
+    server = subprocess.Popen(command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, start_new_session=True)
 
     def end() -> None:
         server.communicate()
         folder.cleanup()
 
     config.add_cleanup(end)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, object]:
+    """Here xdist starts its workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        if distributes(session.config):
+            fork_commands(patch)
+        return (yield)
+
+
+def fork_commands(patch: pytest.MonkeyPatch) -> None:
+    """Python commands are forked from here on, but not with a GPU, which no fork may share."""
+    if not torch.cuda.is_available():
+        patch.setenv("PYTHONPATH", FORKING, prepend=os.pathsep)
 
 
 @pytest.fixture
@@ -68,11 +91,10 @@ def here(tmp_path: Path) -> Iterator[Path]:
 def forked() -> Iterator[None]:
     """From here to the module's end, Python commands are forked from a process that has imported their libraries.
 
-    For tests whose subject is not the start of a command. With a GPU, which no fork may share, they start as always.
+    For tests whose subject is not the start of a command. With a GPU they start as always.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setenv("PYTHONPATH", str(ROOT / "tests" / "forked"))
+        fork_commands(patch)
         yield
 
 

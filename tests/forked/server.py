@@ -49,6 +49,7 @@ def main() -> None:
     with suppress(ChildProcessError):
         while os.wait():
             pass
+    os._exit(0)  # Triton would complain of what gc.freeze has kept from the collector
 
 
 def read_at_import(variables: Mapping[str, str]) -> dict[str, str]:
