@@ -6,6 +6,7 @@ Small runs are trained here step by step, as train.py does, and recipe/report/ j
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from tests.wrong_attention import CLASSES, WRONG
 
 STEPS, B, T = 20, 4, 32
 CPU = torch.device("cpu")
+Run = Callable[[AttentionConfig, int], Path]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,14 +47,28 @@ def registered():
 
 
 @pytest.fixture(scope="module")
-def tokens():
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Trains an implementation with a seed, unless a test before has, and returns the run's folder."""
+    text, folders = tokens(), dict[str, Path]()
+
+    def run(attend: AttentionConfig, seed: int) -> Path:
+        config = configured(attend, seed)
+        if str(config) not in folders:
+            folders[str(config)] = tmp_path_factory.mktemp("run")
+            train(config, folders[str(config)], text)
+        return folders[str(config)]
+
+    return run
+
+
+def tokens() -> np.ndarray:
     """Words drawn at random, byte by byte."""
     words = ["to", "be", "or", "not", "that", "is", "the", "question", "whether", "tis", "nobler", "suffer", "slings"]
     text = " ".join(np.random.default_rng(0).choice(words, 6000)).encode()
     return np.frombuffer(text, dtype=np.uint8).copy()
 
 
-def train(config: Config, folder: Path, tokens) -> None:
+def train(config: Config, folder: Path, tokens: np.ndarray) -> None:
     """A run folder with what the report reads."""
     (folder / ".hydra").mkdir(parents=True)
     torch.manual_seed(config.seed)
@@ -106,27 +122,25 @@ def configured(attend: AttentionConfig, seed: int) -> Config:
     )
 
 
-def sweep(folder: Path, attends: list[AttentionConfig], seeds: range, tokens) -> Verdict:
+def verdict_on(run: Run, seeds: range, *attends: AttentionConfig) -> Verdict:
     """The verdict on the second of two implementations."""
-    for i, attend in enumerate(attends):
-        for seed in seeds:
-            train(configured(attend, seed), folder / f"{i}-{seed}", tokens)
-    (verdict,) = judge(cells_of(find_runs([folder]).runs))
+    runs = find_runs([run(attend, seed) for attend in attends for seed in seeds]).runs
+    (verdict,) = judge(cells_of(runs))
     return verdict
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_verdict_catches_a_wrong_implementation(name: str, tmp_path: Path, tokens):
+def test_the_verdict_catches_a_wrong_implementation(name: str, run: Run):
     wrong = WRONG[name]
-    verdict = sweep(tmp_path, [AttentionConfig(dropout=wrong.dropout), wrong], range(1, 4), tokens)
+    verdict = verdict_on(run, range(1, 4), AttentionConfig(dropout=wrong.dropout), wrong)
     assert verdict.outcome is Outcome.broken
     assert verdict.probe is not None
     assert verdict.probe.ratio > 100
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_verdict_does_not_accuse_a_right_implementation(dropout: float, tmp_path: Path, tokens):
+def test_the_verdict_does_not_accuse_a_right_implementation(dropout: float, run: Run):
     tiled = AttentionConfig(name="tiled", block_q=16, block_k=16, dropout=dropout)
-    verdict = sweep(tmp_path, [AttentionConfig(dropout=dropout), tiled], range(4), tokens)
+    verdict = verdict_on(run, range(4), AttentionConfig(dropout=dropout), tiled)
     assert verdict.outcome is Outcome.holds, verdict
     assert verdict.gaps == ()
