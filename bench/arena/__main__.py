@@ -197,7 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         row = judged(args.case, folder) if args.case in SEEDS else sweep(args.case, folder)
     head = measurement(command_of(parser, given), torch.device("cpu"))
-    with Recorder(result_file(args.name, head["device"], args.results), ("case",), head) as recorder:
+    # Each row is a comparison by itself, and stays when others are measured with newer software.
+    with Recorder(result_file(args.name, head["device"], args.results), ("case",), head, software=()) as recorder:
         recorder.add(row)
     print(json.dumps({key: value for key, value in row.items() if key != "losses"}, indent=1))
 

@@ -112,17 +112,21 @@ def judged(row: Row | None, published: Mapping[str, str] | None = None) -> str:
 
 @block("arena-parts", "cpu:arena")
 def parts(rows: Rows) -> str:
-    """The loss with each part of the model, and the number of tokens until it reaches the baseline's loss."""
+    """The loss with each part of the model, and the tokens and the time until it reaches the baseline's loss."""
     row = of_case(rows, "parts")
     if row is None:
         return "Not measured yet."
     lines = []
     for arm, one in row["arena"]["arms"].items():
-        differences, race = [*one["differences"].values()], one["race"]
-        fewer = f"{race['less'][0]:.1f} times fewer" if race else "not reached"
-        mean = sum(differences) / len(differences)
-        lines.append([f"`{arm}`", f"{mean:+.2f}", str(len(differences)), fewer, f"*{one['verdict']}*"])
-    return table(["arm", "difference in loss", "seeds", "tokens to the baseline's loss", "verdict"], lines)
+        low, high = one["interval"]
+        less = ["not reached", ""]
+        if race := one["race"]:
+            reached = f" ({race['reached']} of {len(one['differences'])} seeds)"
+            less = [f"{factor:.1f}{reached}" for factor, reached in zip(race["less"], (reached, ""), strict=True)]
+        cells = [f"{one['difference']:+.2f}", f"{low:+.2f} to {high:+.2f}", *less, f"*{one['verdict']}*"]
+        lines.append([f"`{arm}`", *cells])
+    heads = ["difference in loss", "95 % interval", "times fewer tokens", "times less time", "verdict"]
+    return table(["arm", *heads], lines)
 
 
 def by_length(values: Mapping[str, float], task: str) -> list[str]:
