@@ -1,10 +1,11 @@
 """The price of each part of the model in tokens/s: steps of GPT-2's shape with one part at a time.
 
     python -m bench.parts                           the arms of experiment=speedrun, and the other parts
-    python -m bench.parts --arms gpt2 muon          some of them
+    python -m bench.parts --arms gate muon          some of them, and the baseline
 
 A step has 32 x 1,024 random tokens in bf16, compiled and replayed as a CUDA graph; each arm is built in this process,
-and the median of its steps counts. Results go to bench/results/parts-<GPU>.json.
+and the median of its steps counts. An arm takes 20 seconds. Results go to bench/results/parts-<GPU>.json; each row has
+the baseline's step of the same call.
 """
 
 from __future__ import annotations
@@ -80,9 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda")
     now = measurement(command_of(parser, arguments), device)
     path = result_file(args.name, device_name(device), args.results)
+    first = next(iter(known))
+    baseline: float | None = None
     with Recorder(path, ("arm",), now) as recorder:
-        for name in args.arms:
+        for name in dict.fromkeys([first, *args.arms]):
             row = {"arm": name, "overrides": known[name]} | timed(known[name], device, args.steps)
+            baseline = row["step_ms"] if baseline is None else baseline
+            row["baseline_ms"] = baseline
             print(f"{name}: {row['step_ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s", flush=True)
             recorder.add(row)
             torch.compiler.reset()

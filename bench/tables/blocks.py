@@ -16,7 +16,8 @@ from bench.record import RESULTS, Row, read
 from recipe.drawing import Chart, render_png
 
 # The machines whose results the documents show.
-GPU, CPU, XEON = "nvidia-h200", "amd-epyc-2-threads", "intel-r-xeon-r-processor-1-threads"
+GPU, H100 = "nvidia-h200", "nvidia-h100-80gb-hbm3"
+CPU, XEON = "amd-epyc-2-threads", "intel-r-xeon-r-processor-1-threads"
 IMAGES = ROOT / "docs" / "images"
 DRAWN = IMAGES / "drawn.json"  # figure -> digest of the rows that it was drawn from
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -72,7 +73,7 @@ def load_all() -> None:
 
 
 def results(name: str) -> Rows:
-    """The rows of a result file: "attention" is the GPU's, "cpu:generate" and "xeon:arena" are a CPU's."""
+    """The rows of a result file: "attention" is an H200's, "h100:parts" an H100's, "cpu:generate" a CPU's."""
     path = results_path(name)
     if not path.exists():
         raise TableError(f"there is no result file {path.name}, which a table or figure shows.")
@@ -82,7 +83,7 @@ def results(name: str) -> Rows:
 def results_path(name: str) -> Path:
     """The path of such a result file."""
     machine, _, plain = name.rpartition(":")
-    return RESULTS / f"{plain}-{ {'cpu': CPU, 'xeon': XEON}.get(machine, GPU) }.json"
+    return RESULTS / f"{plain}-{ {'cpu': CPU, 'xeon': XEON, 'h100': H100}.get(machine, GPU) }.json"
 
 
 def pages() -> list[Path]:

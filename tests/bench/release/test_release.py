@@ -20,7 +20,7 @@ from bench.record import RESULTS, Recorder, measurement, result_file
 from bench.release.__main__ import main
 from bench.release.parts import MOST_MINUTES, PARTS, Part, missing
 from bench.release.status import repeats, status
-from bench.tables.blocks import BLOCKS, CPU, FIGURES, XEON, load_all, results_path
+from bench.tables.blocks import BLOCKS, CPU, FIGURES, GPU, H100, XEON, load_all, results_path
 
 PART = next(part for part in PARTS if part.name == "generate-cpu")
 NOW = dict.fromkeys(GROUPS, "1")
@@ -35,9 +35,7 @@ def test_the_parts_measure_every_result_file_that_the_documents_show_but_those_o
     load_all()
     shown = {results_path(name).name for source in (*BLOCKS.values(), *FIGURES.values()) for name in source.files}
     measured = {
-        f"{part.results}-{machine}.json"
-        for part in PARTS
-        for machine in (["nvidia-h200"] if part.gpus else [CPU, XEON])
+        f"{part.results}-{machine}.json" for part in PARTS for machine in ([GPU, H100] if part.gpus else [CPU, XEON])
     }
     assert shown - measured == {f"stack-{name}-{CPU}.json" for name in ("kernels", "tests")}  # of `make stack`
 
