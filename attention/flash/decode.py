@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
     programs    of one sequence, over all heads: the 132 multiprocessors of an H200 run them at a time. The same on
                 every GPU, so that all cut a sequence into the same splits
     page        slots of a page; None: contiguous
-    early_join  whether the join is launched while the splits are computed, and waits for them
+    early       whether a kernel is launched while the one before it runs, and waits for its results
     """
 
     q: int
@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
     stages: int
     programs: int = 264
     page: int | None = None
-    early_join: bool = False
+    early: bool = False
 
 
 def choose_blocks(rows: int, head_dim: int, mode: Mode) -> Blocks:
@@ -78,7 +78,7 @@ def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tenso
     visible = capacity if window is None else min(capacity, window + T - 1 + blocks.k - 1)
     n_m = triton.cdiv(G * T, blocks.q)
     n_splits = count_splits(visible, H_kv * n_m, blocks)
-    # The join is launched while the splits are computed, and waits for them: programmatic dependent launch.
+    # Each kernel is launched while the one before it runs, and waits for it: programmatic dependent launch.
     early = not INTERPRET.value and gpu.capability(q.device) >= (9, 0)
     partial = None
     if n_splits > 1:
@@ -94,11 +94,10 @@ def run_decode(q: Tensor, cache: Sequence[Tensor | None], inputs: Sequence[Tenso
             T,
             capacity,
             None if pages is None else pages.stride(0),
-            BLOCKS=blocks._replace(
-                page=None if pages is None else k.shape[2], early_join=early and partial is not None
-            ),
+            BLOCKS=blocks._replace(page=None if pages is None else k.shape[2], early=early),
             MODE=mode,
             num_warps=blocks.warps,
+            launch_pdl=early,
             enable_fp_fusion=True,
         )
         if partial is not None:

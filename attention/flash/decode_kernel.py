@@ -135,8 +135,9 @@ def decode_kernel(
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     STAGES: tl.constexpr = BLOCKS.stages
-    if BLOCKS.early_join:
+    if BLOCKS.early:
         gdc_launch_dependents()
+        gdc_wait()
     # Sequences come last: programs that run at the same time read few of them, and so few pages of the GPU's memory.
     i_b, i_split, n_splits = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
     n_m = tl.cdiv(G * T, BM)
@@ -238,9 +239,10 @@ def join_kernel(
     i_bh, i_t = i_row // T, i_row % T
     i_left = i_bh // G * n_splits * (G * T) + i_t * G + i_bh % G  # of split 0; that of the next is G T further on
     o_d = tl.program_id(1) * JOINED_COLUMNS + tl.arange(0, JOINED_COLUMNS)
-    length = tl.load(p_lengths + i_bh // H)
     if EARLY:
+        gdc_launch_dependents()
         gdc_wait()
+    length = tl.load(p_lengths + i_bh // H)
     m = -float("inf")
     l = tl.zeros([JOINED], tl.float32)
     o = tl.zeros([JOINED, JOINED_COLUMNS], tl.float32)

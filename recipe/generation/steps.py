@@ -26,10 +26,11 @@ from attention import (
     documents,
 )
 from attention.gpu import capturing
+from model import one_token
 from model.cache import CacheSize, Decode, KVCache, Prefill, upload
 from model.forward import Embedded, Pass
 from model.gpt import GPT
-from model.positions import position_tables
+from model.positions import PositionTables, position_tables
 from recipe.generation.rows import Row
 from recipe.generation.sampling import Noise, Sampling, Stream
 
@@ -73,10 +74,12 @@ class Steps:
         self.tokens, self.steps = (torch.zeros(size.slots, dtype=torch.int64, device=self.device) for _ in range(2))
         self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
         # Functions, not this object's methods: a cycle with them would keep the cache until Python collects garbage.
-        self.decoding, self.begin, self.end = self.model, Steps.begin_token, Steps.end_token
+        self.decoding, self.begin = self.model, Steps.begin_token
+        self.one_token = size.slots == 1 and one_token.has_kernels(self.model, self.head)
+        self.end: Callable[[Steps, Tensor], None] = Steps.take_token if self.one_token else Steps.end_token
         if compile:
             options = compiler_options(size.slots)
-            self.decoding = compiled(self.model, options)
+            self.decoding = self.model if self.one_token else compiled(self.model, options)
             self.begin = torch.compile(self.begin, dynamic=False, options=options)
             self.end = torch.compile(self.end, dynamic=False, options=options)
         self.graph = self.graphed() if self.device.type == "cuda" and self.decoder is not None else None
@@ -124,19 +127,28 @@ class Steps:
         assert self.decoder is not None
         attends = [Decode(self.decoder, layer) for layer in self.cache.layers]
         with self.autocast():
-            given = Pass(self.begin(self), attends, Layout())
-            self.end(self, self.decoding.through_blocks(given)[0])
+            embedded = self.begin(self)
+            if self.one_token:
+                x = one_token.through_blocks(self.model, embedded.x.float(), attends, self.tables)
+                self.end(self, one_token.logits(self.model, x, self.head))
+            else:
+                self.end(self, self.decoding.through_blocks(Pass(embedded, attends, Layout()))[0])
 
     def begin_token(self) -> Embedded:
         """The part before the blocks: all sequences grow by their newest token, which is embedded."""
         lengths = self.cache.lengths
         lengths.add_(1).mul_(self.active)
         positions = (lengths - 1).clamp(min=0).long()[:, None]  # (slots, 1)
-        return self.model.embed(self.tokens[:, None], positions, self.tables)
+        tables = PositionTables() if self.one_token else self.tables  # the kernels find the token's rows
+        return self.model.embed(self.tokens[:, None], positions, tables)
 
     def end_token(self, x: Tensor) -> None:
         """The part after the blocks, whose result is x (slots, 1, C): the choice of the next tokens."""
-        self.tokens.copy_(self.choose(self.logits(self.model.ln_f(x)[:, 0])))
+        self.take_token(self.logits(self.model.ln_f(x)[:, 0]))
+
+    def take_token(self, logits: Tensor) -> None:
+        """The choice of the next tokens from their logits (slots, V)."""
+        self.tokens.copy_(self.choose(logits))
         self.steps.add_(1)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from model.config import GPTConfig, Positions
 from model.gpt import GPT
 from model.score import ScoreConfig
 from recipe.generation import Engine, GenerationError, Request, Sampling, generate, memory
-from recipe.generation.sampling import Noise
+from recipe.generation.sampling import PIECE, Noise, in_pieces
 from tests.own_attention import ScalableSoftmax
 from tests.parts import EVERYTHING, LLAMA
 from tests.recipe.generation.from_scratch import expected, logits_of
@@ -216,6 +216,15 @@ def test_equal_prompts_with_separate_streams_get_the_same_tokens_as_alone():
     assert together == alone
     assert len({tuple(tokens) for tokens in together}) == 4
     assert together[0] == expected(model, prompt, together[0], 0.9, seed=5)
+
+
+@pytest.mark.parametrize("V", [5, PIECE, PIECE + 1, 4 * PIECE - 1])
+def test_the_largest_is_the_same_in_pieces_and_the_first_of_equals(V):
+    generator = torch.Generator().manual_seed(V)
+    for dtype in (torch.float32, torch.bfloat16):  # of which many are equal
+        x = torch.randn(1, V, generator=generator).to(dtype).float()
+        assert in_pieces(x).tolist() == [x[0].tolist().index(max(x[0].tolist()))]
+    assert in_pieces(torch.full((1, V), -torch.inf)).tolist() == [0]
 
 
 def test_draws_come_from_the_tempered_top_k():
