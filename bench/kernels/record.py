@@ -25,7 +25,13 @@ FILE = Path(__file__).with_name("record.json")
 # group -> the files and folders that its kernels are compiled from
 GROUPS = {
     "attention": ("attention/flash", "attention/scores", "attention/dropout/kernel.py"),
-    "cache": ("attention/decode", "attention/scores", "attention/flash/decode.py", "attention/flash/decode_kernel.py"),
+    "cache": (
+        "attention/decode",
+        "attention/scores",
+        "attention/flash/decode.py",
+        "attention/flash/decode_kernel.py",
+        "model/token_kernel.py",
+    ),
     "model": ("model/softmax_kernel.py", "model/dropout_kernel.py", "model/rotation_kernel.py"),
     "softmax": ("bench/attention/softmax.py",),
 }

@@ -49,7 +49,7 @@ def launches(architecture: int) -> Iterator[Launch]:
     yield Launch(f"model/sm{architecture}/rotation", lambda: launch_rotate(q, *given))
     yield Launch(f"model/sm{architecture}/rotation-gradient", lambda: launch_rotate_gradient(dy, q, *given))
     for kind, call in tokens().items():
-        yield Launch(f"model/sm{architecture}/token-{kind}", call)
+        yield Launch(f"cache/sm{architecture}/token-{kind}", call)
     for kind in softmax.KERNELS:
         yield Launch(f"softmax/sm{architecture}/{kind}", partial(softmax.softmax, torch.empty(10, 4000), kind))
 
