@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..errors import FormulaError, Option
-from .graph import Node, topological
-from .parse import parse
+from . import operations as ops
+from .graph import Node, leaf, topological
+from .parse import parse, show
 
 AXES = {"b": "batch", "h": "head", "i": "row", "j": "column"}
 
@@ -40,3 +41,18 @@ def axes(text: str) -> dict[str, Axes]:
         return next(iter(names)) if len(names) == 1 else "position" if names == {"row", "column"} else "table"
 
     return {name: tuple(map(together, known)) for name, known in letters.items()}
+
+
+@lru_cache(maxsize=1024)
+def from_head(text: str, first: int) -> str:
+    """The formula of some of its heads, of which the one with the number `first` is then number 0.
+
+    A tensor's axis of heads keeps its index: it has the entries of these heads alone.
+    """
+    used, root = axes(text), parse(text)
+    change: dict[Node, Node] = {leaf("h"): ops.add(leaf("h"), first)}
+    for x in topological([root]):
+        kept = used[x.value] if x.op == "load" else ()
+        args = tuple(y if y is leaf("h") and kept and kept[k] == "head" else change[y] for k, y in enumerate(x.args))
+        change.setdefault(x, x if args == x.args else ops.combine(x, args))
+    return text if change[root] is root else show(change[root])

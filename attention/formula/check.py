@@ -12,7 +12,7 @@ from ..errors import FormulaError, Option
 from .axes import axes, loads
 from .graph import Node, leaf, topological
 from .hoist import Place, factors_of, hoisted, scaled_queries, steps_of
-from .parse import parse, show
+from .parse import show
 from .plan import plan, stage
 from .ranges import INF, Reach, intervals
 from .tile import TileFormula
@@ -21,16 +21,6 @@ MOST_TENSORS = 8
 MOST_OPERATIONS = 64  # of a score and its derivative
 PROBED = 16  # tokens for which a formula is tried
 FORMULA = Option("formula")
-
-
-def computes_with_heads(text: str) -> bool:
-    """Whether a formula computes with h, the number of a head, or uses it as an index of another axis than heads."""
-    used = axes(text)
-    for x in topological([parse(text)]):
-        for k, y in enumerate(x.args):
-            if y is leaf("h") and not (x.op == "load" and used[x.value][k] == "head"):
-                return True
-    return False
 
 
 @lru_cache(maxsize=1024)

@@ -14,6 +14,7 @@ Dropout keys hold the place of a rank's part in the whole call, so masks are the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ from torch.distributed import _functional_collectives as collectives
 
 from attention.dropout import moved
 from attention.errors import Option, UnsupportedAttention
-from attention.formula.check import computes_with_heads
+from attention.formula.axes import from_head
 from attention.interface import Attention, AttentionOutput, AttentionShape, Call
 from attention.precision import accum_dtype
 from attention.score import Range, Score
@@ -84,14 +85,8 @@ class ContextAttention(Attention):
     def check(self, shape: AttentionShape) -> None:
         self.inner.check(shape)
 
-    def check_score(self, score: Score) -> None:
-        """Raise UnsupportedAttention for a formula whose scores a rank cannot compute from its part."""
-        names = {axis for axes in score.tensors().values() for axis in axes}
-        if "batch" in names or (score.expression is not None and computes_with_heads(score.expression)):
-            raise UnsupportedAttention(
-                "Ranks that share a sequence do not support {}, which computes with h or b; use parallel.context=1.",
-                Option("score.formula", score.formula),
-            )
+    def add_score(self, score: Score, n_heads: int) -> None:
+        """Get ready for calls with a score, which torch.compile cannot. Raises FormulaError."""
 
     def prepare(self, q: Tensor, call: Call, S: int) -> tuple[Tensor, Call]:
         """Prepare nothing: the wrapped attention does, where it knows the positions."""
@@ -114,6 +109,15 @@ class HeadParallel(ContextAttention):
     by = ContextBy.heads
     lacks = frozenset({"offsets"})  # every rank's rows have positions already
 
+    def __init__(self, inner: Attention, group: dist.ProcessGroup) -> None:
+        super().__init__(inner, group)
+        self.scores: dict[tuple[Any, ...], Score] = {}  # of this rank's heads, by the values of the whole
+
+    def add_score(self, score: Score, n_heads: int) -> None:
+        if score.formula is not None:
+            first = self.rank * (n_heads // self.ranks)
+            self.scores[score.values] = replace(score, formula=from_head(score.formula, first))
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         """q (B, H, T / W, D), k and v (B, H_kv, T / W, D)."""
         out = self._spread(self._whole_rows(q, k, v, call, return_lse=False).out)
@@ -135,11 +139,13 @@ class HeadParallel(ContextAttention):
         qkv = received.transpose(0, 1).reshape(B, W * T, heads + 2 * kv_heads, D)
         q, k, v = (x.transpose(1, 2) for x in qkv.split([heads, kv_heads, kv_heads], dim=2))
         key, score = call.dropout_key, call.spec.score
+        if score.formula is not None and score.values not in self.scores:
+            self.add_score(score, H)
         return self.inner(
             q,
             k,
             v,
-            score=score,
+            score=self.scores.get(score.values, score),
             layout=call.layout,
             scale=call.spec.scale,
             dropout_key=None if key is None else moved(key, first_head=self.rank * heads),

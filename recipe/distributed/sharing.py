@@ -114,7 +114,7 @@ class Sharing:
         assert group is not None
         attend = WRAPPERS[by](model.attend, group)
         for score in model.scores:
-            attend.check_score(score)
+            attend.add_score(score, model.config.n_heads)
         if made := model.made_tensors():
             raise UnsupportedAttention(
                 f"parallel.context={world.context} does not support tensors that are made from the input, such as "

@@ -27,6 +27,8 @@ from recipe.distributed.world import World
 CPU = torch.device("cpu")
 KEY = DropoutKey(seed=1, step=2, layer=3, first_sequence=4)
 B, T, D = 2, 128, 16
+# Tensors by head, by a number computed from the head, by sequence and key, and the head's number itself.
+FORMULA = "s * (1 + 0.1 * h) - slope[h] * (i - j) / 32 + table[h // 2, min(i - j, 9)] + x[b, j]"
 # name -> heads, key/value heads, attention, score, documents
 CASES: dict[str, tuple[int, int, AttentionConfig, Score, bool]] = {
     "plain": (4, 4, AttentionConfig("tiled", 0.2, block_q=16, block_k=16), Score(), False),
@@ -34,6 +36,8 @@ CASES: dict[str, tuple[int, int, AttentionConfig, Score, bool]] = {
     "documents": (4, 4, AttentionConfig("tiled", 0.2), Score(soft_cap=5.0), True),
     "odd heads": (5, 5, AttentionConfig("tiled", 0.2), Score(window=50, sinks=True), True),
     "grouped odd heads": (6, 3, AttentionConfig("naive", 0.2), Score(alibi=True), False),
+    "formula": (4, 4, AttentionConfig("tiled", 0.2), Score(formula=FORMULA, window=50), True),
+    "formula, grouped": (8, 4, AttentionConfig("naive"), Score(formula=FORMULA), False),
 }
 # Number of ranks -> what is compiled for them. Keys go around among four; heads are exchanged at once by any number.
 COMPILED = {2: ContextBy.heads, 4: ContextBy.keys}
@@ -44,7 +48,9 @@ def attend(case: str, by: ContextBy | None, compiled: bool = False) -> dict[str,
     H, H_kv, config, score, packed = CASES[case]
     generator = torch.Generator().manual_seed(0)
     q, k, v, d_out = (torch.randn(B, h, T, D, generator=generator) for h in (H, H_kv, H_kv, H))
-    sinks = torch.randn(H, generator=generator) if score.sinks else None
+    names = {"sinks": [H]} if score.sinks else {}
+    names |= {"slope": [H], "table": [H // 2, 10], "x": [B, T]} if score.formula else {}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
     layout = Layout()
     if packed:
         starts = torch.zeros(B, T, dtype=torch.int32)
@@ -57,18 +63,20 @@ def attend(case: str, by: ContextBy | None, compiled: bool = False) -> dict[str,
         rows = rows_of(group.rank(), group.size(), T, by)
         q, k, v, d_out = (take_rows(x, rows, dim=2) for x in (q, k, v, d_out))
         function = WRAPPERS[by](function, group)
+        function.add_score(score, H)  # as a model does
     call = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
-    inputs = [x.clone().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+    inputs = {"q": q, "k": k, "v": v} | tensors
+    inputs = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     result = call(
-        *inputs[:3],
+        *(inputs[name] for name in "qkv"),
         score=score,
         layout=layout,
         dropout_key=KEY,
-        sinks=inputs[3] if score.sinks else None,
+        tensors={name: inputs[name] for name in tensors},
         return_lse=True,
     )
     result.out.backward(d_out)
-    gradients = {name: x.grad for name, x in zip(("dq", "dk", "dv", "dsinks"), inputs, strict=False)}
+    gradients = {f"d{name}": x.grad for name, x in inputs.items()}
     return {"out": result.out.detach(), "lse": result.lse, **gradients}
 
 
@@ -84,7 +92,7 @@ def main(rank: int, folder: Path, port: int) -> None:
                         if by is ContextBy.keys or (H % size == 0 and H_kv % size == 0):
                             found[f"{case}, {size} by {by.value}"] = attend(case, by)
                 by = COMPILED[size]  # seconds for each rank
-                found[f"compiled, {size} by {by.value}"] = attend("plain", by, compiled=True)
+                found[f"compiled, {size} by {by.value}"] = attend("formula", by, compiled=True)
     torch.save(found, folder / f"{rank}.pt")
 
 

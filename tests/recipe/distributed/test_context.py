@@ -56,15 +56,15 @@ def test_ranks_that_share_a_sequence_attend_as_one(
         torch.testing.assert_close(
             assembled([rank[name] for rank in ranks], by), expected[name], rtol=1e-5, atol=2e-6, msg=name
         )
-    if expected.get("dsinks") is not None:
-        torch.testing.assert_close(sum(rank["dsinks"] for rank in ranks), expected["dsinks"])
+    for name in expected.keys() & {"dsinks", "dslope", "dtable", "dx"}:
+        torch.testing.assert_close(sum(rank[name] for rank in ranks), expected[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "by"), COMPILED.items())
 def test_compiled_as_one_graph_it_gives_the_same(found: list[dict[str, Any]], size: int, by: ContextBy) -> None:
     for rank in found[:size]:
-        compiled, plain = (rank[f"{kind}, {size} by {by.value}"] for kind in ("compiled", "plain"))
+        compiled, plain = (rank[f"{kind}, {size} by {by.value}"] for kind in ("compiled", "formula"))
         assert all(torch.equal(compiled[name], plain[name]) for name in plain)
 
 
