@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import AttentionShape, build_attention
+from attention import AttentionShape, DropoutRng, build_attention
 from data.batches import Batch, Batches, Source, eval_batches
 from data.chat import ChatTemplate
 from data.config import Documents
@@ -112,7 +112,7 @@ def build_trainer(config: Config, model: GPT, device: torch.device, world: World
         learning_rate=partial(learning_rate, steps=training.steps, peak=config.optimizer.lr, config=config.schedule),
         clip=config.optimizer.clip,
         network=compiled(sharing.model, config),
-        replayed=can_replay(config),
+        replayed=can_replay(config, training.micro_steps(model.seq_len, world.data_size)),
     )
 
 
@@ -129,13 +129,15 @@ def compiled(model: GPT, config: Config) -> Callable[..., Tensor]:
     return model
 
 
-def can_replay(config: Config) -> bool:
+def can_replay(config: Config, micro_steps: int) -> bool:
     """Whether a step on a GPU can be replayed as a CUDA graph."""
     training = config.training
+    # A replay takes the generators' seed once, and each micro-step has a different one.
+    reseeds = config.attention.rng is DropoutRng.torch and micro_steps > 1
     # Outside compiled code, recomputation saves the generators' states, which cannot be read while recording.
     recomputes = config.parallel.data is DataParallel.shard and training.recompute is not Recompute.none
     # A profile assigns kernels to the operations that launch them; a replay has no such operations.
-    return training.compile and training.cuda_graph and not (recomputes or training.profile)
+    return training.compile and training.cuda_graph and not (reseeds or recomputes or training.profile)
 
 
 def build_batches(config: Config, data: Data, trainer: Trainer) -> tuple[Source, list[Batch]]:

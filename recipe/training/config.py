@@ -23,8 +23,8 @@ class TrainingConfig:
     batch_tokens      tokens of one step over all micro-batches and ranks; None: one micro-batch per rank
     precision         precision of the model's computations
     compile           torch.compile the model
-    cuda_graph        with compile, on GPUs, without accumulation, and without recomputing if sharded: replay the whole
-                      step as a CUDA graph
+    cuda_graph        with compile, on GPUs, and without recomputing if sharded: replay the whole step, with all its
+                      micro-batches, as a CUDA graph
     recompute         the part that the backward pass recomputes: less memory, more time
     residual_in_fp32  in half precision, keep the residual stream in fp32: more exact, more memory, more time
     loss              how the loss over the vocabulary is computed

@@ -83,7 +83,7 @@ class Trainer:
         learning_rate  of the update after so many
         clip           largest norm of the gradient over all parameters; 0: no clipping
         network        the model as compiled; None: as it is
-        replayed       replay steps of one micro-batch on a GPU as a CUDA graph
+        replayed       replay steps on a GPU as a CUDA graph
         """
         self.sharing, self.model = sharing, sharing.model
         self.network = sharing.model if network is None else network
@@ -95,7 +95,7 @@ class Trainer:
         self.micro_steps, self.tokens_per_step = micro_steps, self.global_batch.sequences * self.model.seq_len
         self.average = MovingAverage(self.model, training.ema) if training.ema else None
         self.exchange = sharing.exchange(optimizer, micro_steps)
-        replays = replayed and self.device.type == "cuda" and micro_steps == 1
+        replays = replayed and self.device.type == "cuda"
         self.replay = GraphedStep(self._whole_step, self.device) if replays else None
 
         device = self.device
@@ -128,7 +128,7 @@ class Trainer:
         metrics = {"optim/lr": torch.tensor(lr, dtype=torch.float64)}
         if self.replay is not None:
             self.dropout_key_for(step, 0)
-            return metrics | self.replay(*batches[0].tensors())
+            return metrics | self.replay(*(tensor for batch in batches for tensor in batch.tensors()))
         losses = []
         for micro_step, batch in enumerate(batches):
             self.dropout_key_for(step, micro_step)
@@ -170,9 +170,13 @@ class Trainer:
             self._move_scale(overflow)
         return {"train/loss": loss, "optim/grad_norm": norm} | dict(zip(["train/loss_mtp"], further, strict=False))
 
-    def _whole_step(self, *batch: Tensor) -> dict[str, Tensor]:
-        """The device work of a step of one micro-batch."""
-        return self._apply([self._gradients(Batch(*batch))])
+    def _whole_step(self, *tensors: Tensor) -> dict[str, Tensor]:
+        """The device work of a step, from the tensors of its micro-batches one after the other."""
+        each, losses = len(tensors) // self.micro_steps, []
+        for micro_step in range(self.micro_steps):
+            self.first_sequence.fill_(self.global_batch.first_sequence(micro_step))
+            losses.append(self._gradients(Batch(*tensors[micro_step * each : (micro_step + 1) * each])))
+        return self._apply(losses)
 
     def release(self) -> None:
         """Drop the recorded CUDA graph: while there is one, NCCL cannot end the communicators in it."""

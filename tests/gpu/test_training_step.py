@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionConfig, DropoutKey, build_attention
+from attention import AttentionConfig, DropoutKey, DropoutRng, build_attention
 from attention.dropout import keep_mask
 from data.batches import Batch
 from model.config import GPTConfig, Recompute
@@ -37,27 +37,35 @@ def trainer(
     loss: LossKind = LossKind.chunked,
     score: ScoreConfig | None = None,
     optimizer: str = "adamw",
+    rng: DropoutRng = DropoutRng.replay,
     **options: Any,
 ) -> Trainer:
     config = TrainingConfig(steps=20, batch_size=B, precision=Precision.bf16, compile=True, **options)
     torch.manual_seed(0)
-    attend = build_attention(AttentionConfig(name=attention, dropout=0.1))
+    attention_config = AttentionConfig(name=attention, dropout=0.1, rng=rng)
+    attend = build_attention(attention_config)
     size = GPTConfig(n_layers=2, n_heads=2, n_embd=128, dropout=0.1)
     computation = Computation(config.recompute, loss, device=DEVICE, dtype=torch.bfloat16)
     model = GPT(size, VOCAB, T, attend, computation, score=score)
     schedule = ScheduleConfig(warmup_steps=2)
-    whole = Config(7, optimizer=OptimizerConfig(optimizer), schedule=schedule, training=config)
+    whole = Config(
+        7, attention=attention_config, optimizer=OptimizerConfig(optimizer), schedule=schedule, training=config
+    )
     return build_trainer(whole, model, DEVICE, World())
 
 
-def batch(step: int) -> list[Batch]:
-    tokens = torch.randint(VOCAB, (2, B, T), generator=torch.Generator().manual_seed(step)).to(DEVICE)
-    return [Batch(tokens[0], tokens[1])]
+def batch(step: int, micro_steps: int = 1) -> list[Batch]:
+    tokens = torch.randint(VOCAB, (micro_steps, 2, B, T), generator=torch.Generator().manual_seed(step)).to(DEVICE)
+    return [Batch(inputs, targets) for inputs, targets in tokens]
 
 
 @pytest.mark.parametrize(
     "options",
-    [*({"recompute": recompute} for recompute in Recompute), {"optimizer": "muon", "ema": 0.9}],
+    [
+        *({"recompute": recompute} for recompute in Recompute),
+        {"optimizer": "muon", "ema": 0.9},
+        *({"batch_tokens": micro_steps * B * T} for micro_steps in (2, 5)),
+    ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_a_replayed_step_is_bitwise_the_launched_one(options):
@@ -65,7 +73,8 @@ def test_a_replayed_step_is_bitwise_the_launched_one(options):
     assert launched.replay is None
     assert replayed.replay is not None
     for step in range(WARMUP_CALLS + 4):
-        expected, given = launched.update(step, batch(step)), replayed.update(step, batch(step))
+        batches = batch(step, replayed.micro_steps)
+        expected, given = launched.update(step, batches), replayed.update(step, batches)
         for name, value in expected.items():
             assert float(value) == float(given[name]), f"{name} of step {step}"
     assert replayed.replay.graph is not None
@@ -87,6 +96,13 @@ def test_a_replayed_step_takes_the_documents_of_its_batch(attention):
             assert float(value) == float(given[name]), f"{name} of step {step}"
     assert replayed.replay is not None
     assert replayed.replay.graph is not None
+
+
+def test_micro_steps_with_torchs_generators_are_not_replayed():
+    """They are seeded for each."""
+    options = {"attention": "sdpa", "rng": DropoutRng.torch}
+    assert trainer(batch_tokens=2 * B * T, **options).replay is None
+    assert trainer(**options).replay is not None
 
 
 def test_a_replayed_step_counts_its_memory():
