@@ -37,7 +37,7 @@ from .backward_pipeline import HALF, PARTS, WIDTH, allocate, bias_columns, next_
 from .backward_roles import mask_drawer, producer, writer
 from .backward_step import S_LAYOUT, Queries, first_scores, load_added, no_sums, step
 from .compat import barrier
-from .configs import backward_blocks
+from .configs import backward_blocks, key_tiles_together
 from .ordered_sum import adder
 from .schedule import Program, Sizes
 from .stages import stage_of, wait_full
@@ -342,14 +342,6 @@ def delta_kernel(
     tl.store(counters.work, 0, mask=tl.program_id(0) == 0)
 
 
-def heads_together(n_heads: int, n_programs: int, columns: int) -> int:
-    """The number of heads that the programs work on at a time: two key tiles of each at head size 64, six at 128.
-
-    With more tiles of a head they wait for each other. With fewer, tiles that they reread do not stay in the L2 cache.
-    """
-    return min(n_heads, max(1, n_programs // (2 if columns == 64 else 6)))
-
-
 def backward(
     do: Tensor,
     q: Tensor,
@@ -369,7 +361,8 @@ def backward(
         for gradient in (dq, dk, dv):
             gradient.zero_()
         return None if sinks is None else torch.zeros_like(sinks)
-    blocks, mode = backward_blocks(call.problem(q, k)), hopper_mode(call, q)
+    problem = call.problem(q, k)
+    blocks, mode = backward_blocks(problem), hopper_mode(call, q)
     B, H, T, _ = q.shape
     H_kv, S = k.shape[1:3]
     if mode.biased and H_kv != H:  # heads differ in their biases, and the keys' operand belongs to one head
@@ -408,7 +401,8 @@ def backward(
         enable_fp_fusion=True,
     )
     n_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
-    scalars = plain.launch_scalars(call, heads_together(B * H_kv, n_programs, blocks.columns))
+    n_together = max(1, n_programs // key_tiles_together(problem, H // H_kv))
+    scalars = plain.launch_scalars(call, min(B * H_kv, n_together))
     backward_kernel[(min(n_programs, n_n * B * H_kv),)](
         tiles(q, blocks.q, blocks.columns),
         tiles(k, blocks.k, blocks.columns),

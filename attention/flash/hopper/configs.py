@@ -163,6 +163,20 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
     )
 
 
+def key_tiles_together(problem: Problem, sharing: int) -> int:
+    """The number of a head's key tiles that the backward works on at a time; `sharing` query heads share their keys.
+
+    With fewer, what they read and add again does not stay in the L2 cache. With more they wait for each other, above
+    all with a causal mask, whose last key tiles meet few queries.
+    """
+    fits, causal = problem.visible * sharing <= 1024, problem.spec.score.causal
+    if problem.head_dim > 64:
+        return 6 if causal or fits else 12
+    if causal:
+        return 2 if fits else 3
+    return 3 if fits else 6
+
+
 def is_faster(problem: Problem, backward: bool) -> bool:
     """Whether the forward or the backward was measured to be faster than the plain one, for a head size it supports.
 
