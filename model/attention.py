@@ -111,6 +111,11 @@ class SelfAttention(nn.Module):
         if score.formula is not None:
             self.formula = ScoreTensors(score, options.learned, options.tensors, config.n_embd, self.n_heads)
 
+    @property
+    def reads_exactly(self) -> bool:
+        """Whether the input's precision matters: products round it, and tensors of the score may not."""
+        return self.formula is not None and len(self.formula.made) > 0
+
     def fill_fixed_tensors(self) -> None:
         """Write the tensors of the score that are not learned, after a move from the meta device."""
         for tensor in self.score.head_tensors:

@@ -10,7 +10,7 @@ and the same with the MLP.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +19,7 @@ from attention.score import Score
 from model.attention import SelfAttention, Surroundings
 from model.config import GPTConfig, NormPlace
 from model.dropout import Mask, drop
+from model.fused_norm import added_and_normed, can_add_norm
 from model.mlps import MLP
 from model.norms import build_norm
 from model.score import ScoreConfig
@@ -32,9 +33,26 @@ def call(recompute: bool, function: Callable[..., T], *inputs: object) -> T:
     return checkpoint(function, *inputs, use_reentrant=False) if recompute else function(*inputs)
 
 
-def added(x: Tensor, out: Tensor) -> Tensor:
-    """The stream x with a sub-layer's output, which a norm may have left in a higher precision."""
-    return (x + out).to(x.dtype)
+class Stream(NamedTuple):
+    """The residual stream x (B, T, C), to which the output of a sub-layer has still to be added.
+
+    So the sum and the norm of the next sub-layer can be one pass.
+    """
+
+    x: Tensor
+    out: Tensor | None = None  # a norm may have left it in a higher precision
+    mask: Mask | None = None  # of dropout, for the output
+
+    def added(self) -> Tensor:
+        """The sum."""
+        return self.x if self.out is None else (self.x + drop(self.out, self.mask)).to(self.x.dtype)
+
+    def normed(self, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """The sum, and its norm."""
+        if self.out is not None and can_add_norm(self.x, self.out, norm):
+            return added_and_normed(self.x, self.out, self.mask, norm)
+        x = self.added()
+        return x, norm(x)
 
 
 class Block(nn.Module):
@@ -54,17 +72,28 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.ln_2_out = build_norm(config) if after else nn.Identity()
 
-    def forward(self, x: Tensor, around: Surroundings, masks: Masks = (None, None)) -> tuple[Tensor, Tensor | None]:
-        """The residual stream x (B, T, C) after this block and, where later ones need them, its values
-        (B, T, H_kv, D).
+    def forward(
+        self, x: Tensor | Stream, around: Surroundings, masks: Masks = (None, None)
+    ) -> tuple[Tensor | Stream, Tensor | None]:
+        """The residual stream after this block, as x was given: as a Stream, or (B, T, C) with everything added.
+        Where later blocks need them, also its values (B, T, H_kv, D).
 
         masks  of residual dropout, after attention and after the MLP
         """
+        before = x if isinstance(x, Stream) else Stream(x)
 
         def attention(x: Tensor) -> tuple[Tensor, Tensor]:
             out, values = self.attn(self.ln_1(x), around)
             return drop(self.ln_1_out(out), masks[0]), values
 
-        out, values = call(self.recompute_attention, attention, x)
-        x = added(x, out)
-        return added(x, drop(self.ln_2_out(self.mlp(self.ln_2(x))), masks[1])), values if self.gives_values else None
+        if self.recompute_attention or self.attn.reads_exactly:
+            total = before.added()
+            out, values = call(self.recompute_attention, attention, total)
+            stream = Stream(total, out)
+        else:
+            total, h = before.normed(self.ln_1)
+            out, values = self.attn(h, around)
+            stream = Stream(total, self.ln_1_out(out), masks[0])
+        total, h = stream.normed(self.ln_2)
+        after = Stream(total, self.ln_2_out(self.mlp(h)), masks[1])
+        return after if isinstance(x, Stream) else after.added(), values if self.gives_values else None

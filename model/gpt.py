@@ -23,13 +23,14 @@ from attention.interface import Attention, AttentionShape
 from attention.layout import Layout, documents
 from attention.score import Range, take_rows
 from model.attention import Attend, SelfAttention, labelled
-from model.blocks import Block, Masks, call
+from model.blocks import Block, Masks, Stream, call
 from model.check import check_config
 from model.config import GPTConfig, ModelError, Positions, Recompute
 from model.dropout import Mask, draw_masks, drop
 from model.embedding import lookup
 from model.forward import Embedded, Pass
 from model.further import Further, FurtherToken
+from model.fused_norm import can_fuse_stream
 from model.linear import Linear, linear
 from model.loss import LossKind, capped, cross_entropy
 from model.mlps import MLP
@@ -325,12 +326,15 @@ class GPT(nn.Module):
 
     def through_blocks(self, given: Pass) -> tuple[Tensor, Tensor | None]:
         """The residual stream (B, T, C) after the last block and, with value_residual, the first layer's values."""
-        x, first = given.embedded.x, None
         recompute = self.computation.recompute is Recompute.block and torch.is_grad_enabled()
+        # What a recomputed block reads is stored, and should be a single tensor.
+        separate = self.computation.recompute is Recompute.none and can_fuse_stream(given.embedded.x)
+        x: Tensor | Stream = Stream(given.embedded.x) if separate else given.embedded.x
+        first = None
         for layer, block in enumerate(self.h):
             x, values = call(recompute, block, x, given.around(layer, self.config, first), given.masks_of(layer))
             first = values if layer == 0 else first
-        return x, first
+        return x.added() if isinstance(x, Stream) else x, first
 
     def narrowed(self, x: Tensor) -> Tensor:
         """The residual stream x in the precision in which it is accumulated."""

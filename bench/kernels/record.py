@@ -32,7 +32,12 @@ GROUPS = {
         "attention/flash/decode_kernel.py",
         "model/token_kernel.py",
     ),
-    "model": ("model/softmax_kernel.py", "model/dropout_kernel.py", "model/rotation_kernel.py"),
+    "model": (
+        "model/softmax_kernel.py",
+        "model/dropout_kernel.py",
+        "model/rotation_kernel.py",
+        "model/norm_kernel.py",
+    ),
     "softmax": ("bench/attention/softmax.py",),
 }
 

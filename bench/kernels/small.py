@@ -15,6 +15,7 @@ from bench.attention import softmax
 from bench.kernels.compiler import Launch
 from bench.kernels.plain import EVERYTHING
 from model.dropout_kernel import launch_draw_bits
+from model.norm_kernel import launch_add_norm, launch_add_norm_gradient
 from model.positions import PositionTables
 from model.rotation_kernel import launch_rotate, launch_rotate_gradient
 from model.softmax_kernel import launch_softmax_gradient
@@ -50,6 +51,15 @@ def launches(architecture: int) -> Iterator[Launch]:
     yield Launch(f"model/sm{architecture}/rotation-gradient", lambda: launch_rotate_gradient(dy, q, *given))
     for kind, call in tokens().items():
         yield Launch(f"cache/sm{architecture}/token-{kind}", call)
+    x, out, bits = torch.empty(2, 64, 768), q.new_empty(2, 64, 768), torch.empty(2, 64, 96, dtype=torch.uint8)
+    weight, stats = torch.empty(768), torch.empty(128, 2)
+    yield Launch(
+        f"model/sm{architecture}/add-norm", lambda: launch_add_norm(x, out, bits, 1.1, weight, None, 1e-5, True)
+    )
+    yield Launch(
+        f"model/sm{architecture}/add-norm-gradient",
+        lambda: launch_add_norm_gradient(x, out, x, stats, bits, 1.1, weight, 1),
+    )
     for kind in softmax.KERNELS:
         yield Launch(f"softmax/sm{architecture}/{kind}", partial(softmax.softmax, torch.empty(10, 4000), kind))
 
