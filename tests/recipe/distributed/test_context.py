@@ -10,12 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from attention import UnsupportedAttention
 from attention.score import take_rows
+from model.score import ScoreConfig
+from recipe.build import build_model
+from recipe.config import Config
+from recipe.distributed.config import ParallelConfig
 from recipe.distributed.context import ContextBy, rows_of
-from tests.recipe.distributed.context_ranks import CASES, COMPILED, T, attend
+from recipe.distributed.sharing import Sharing
+from recipe.distributed.world import World
+from tests.recipe.distributed.context_ranks import CASES, COMPILED, CPU, T, attend
 from tests.recipe.distributed.test_ranks import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -66,6 +74,18 @@ def test_compiled_as_one_graph_it_gives_the_same(found: list[dict[str, Any]], si
     for rank in found[:size]:
         compiled, plain = (rank[f"{kind}, {size} by {by.value}"] for kind in ("compiled", "formula"))
         assert all(torch.equal(compiled[name], plain[name]) for name in plain)
+
+
+def test_ranks_that_share_a_sequence_refuse_tensors_that_are_made_from_the_input() -> None:
+    gates = ScoreConfig(formula="s + c[h, i] - c[h, j]", tensors={"c": "model.forget_gate"})
+    config, world = Config(score=gates, parallel=ParallelConfig(context=2)), World(rank=0, size=2, context=2)
+    model = build_model(config, 256, CPU, world)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(UnsupportedAttention, match=r"context=2 does not support .*score\.tensors\.c; use"):
+            Sharing(model, world, config.parallel, CPU, torch.float32)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_every_row_has_one_rank_and_causal_work_is_shared_evenly() -> None:
