@@ -276,49 +276,6 @@ def test_a_compiled_call_has_no_break_and_gives_the_same_by_operators_that_keep_
         torch.library.opcheck(operator, args, kwargs)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["s + (i - j)", "s + bias[h, max(i - j, 0)]", "s if (i - j) % 2 == 0 else 0.5 * s"],
-)
-def test_flex_attentions_examples_are_formulas(text):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 12, 16)
-    bias, distance = torch.randn(2, 12), torch.arange(12)[:, None] - torch.arange(12)
-    s = q @ k.mT / 4
-    expected = {
-        "s + (i - j)": s + distance,
-        "s + bias[h, max(i - j, 0)]": s + bias[:, distance.clamp(min=0)],
-        "s if (i - j) % 2 == 0 else 0.5 * s": torch.where(distance % 2 == 0, s, 0.5 * s),
-    }[text]
-    p = expected.masked_fill(distance < 0, -torch.inf).softmax(-1)
-    tensors = {"bias": bias} if "bias" in text else {}
-    out = build_attention(AttentionConfig("tiled"))(q, k, v, score=Score(formula=text), tensors=tensors).out
-    torch.testing.assert_close(out, p @ v)
-
-
-@pytest.mark.parametrize(
-    ("text", "seen"),
-    {
-        "s if j < 5 or j <= i else -1e9": lambda i, j: (j < 5) | (j <= i),  # prefix LM
-        "s if abs(i - j) <= 6 and (i - j) % 2 == 0 else -1e9": lambda i, j: (abs(i - j) <= 6) & ((i - j) % 2 == 0),
-        "s if abs(i // 4 - j // 4) <= 1 and abs(i % 4 - j % 4) <= 1 else -1e9": lambda i, j: (
-            (abs(i // 4 - j // 4) <= 1) & (abs(i % 4 - j % 4) <= 1)  # NATTEN on rows of 4
-        ),
-        "s if j < 2 or i < 2 or abs(i - j) < 3 else -1e9": lambda i, j: (j < 2) | (i < 2) | (abs(i - j) < 3),
-        "s if image[i] == image[j] else -1e9": lambda i, j: i // 5 == j // 5,  # Flamingo
-    }.items(),
-)
-def test_a_mask_that_is_no_interval_is_a_formula(text, seen):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 12, 16)
-    rows = torch.arange(12)
-    p = (q @ k.mT / 4).masked_fill(~seen(rows[:, None], rows), -torch.inf).softmax(-1)
-    tensors = {"image": rows.div(5, rounding_mode="floor").float()} if "image" in text else {}
-    score = Score(causal=False, formula=text)
-    out = build_attention(AttentionConfig("tiled", block_q=16, block_k=16))(q, k, v, score=score, tensors=tensors).out
-    torch.testing.assert_close(out, p @ v)
-
-
 @pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
 def test_a_hidden_key_stays_hidden_where_the_formula_multiplies_its_score_by_zero(name):
     """The first query sees one key: log(n) is 0 there, and 0 times a hidden score of -inf would be nan."""
