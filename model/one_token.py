@@ -5,7 +5,8 @@
     h = f(c_fc(norm(x))),  or f(c_gate(norm(x))) c_fc(norm(x))
     x = x + c_proj(h)
 
-and logits = head norm(x). Between two lines numbers are in the precision of the weights; within a line, in fp32.
+and logits = head norm(x). x is in fp32, and so is all within a line; q, k, v, h and attention's output have the
+precision of the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention import gpu
 from attention.gpu import HAS_TRITON
 from model.attention import SelfAttention
 from model.blocks import Block
@@ -39,7 +41,7 @@ def has_kernels(model: GPT, head: Tensor) -> bool:
 
     head  the matrix (V, C) from the stream to logits
     """
-    if not HAS_TRITON or not head.is_cuda or torch.version.hip:
+    if not HAS_TRITON or not head.is_cuda or torch.version.hip or gpu.capability(head.device) < (8, 0):
         return False
     config = model.config
     rotates = config.positions is Positions.rotary
