@@ -276,6 +276,22 @@ def test_a_compiled_call_has_no_break_and_gives_the_same_by_operators_that_keep_
         torch.library.opcheck(operator, args, kwargs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
+def test_every_way_to_store_a_formulas_numbers_compiles_as_one_graph(name):
+    rng = random.Random(name)
+    calls: dict[Any, tuple[Any, Any]] = {}
+    for number, text in enumerate([*FORMULAS][::3]):
+        problem = draw(rng, text, KINDS[number % len(KINDS)], longest=33)
+        attend = build_attention(AttentionConfig(name, dropout=problem.dropout))
+        torch.compiler.reset()
+        assert_right(problem, compiled(attend, calls))
+    operator = torch.ops.attention.sum_of_entries.default
+    if name == "naive":  # adds up the gradients of tables with an operator of its own
+        args, kwargs = calls[operator]
+        torch.library.opcheck(operator, args, kwargs)
+
+
 @pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
 def test_a_hidden_key_stays_hidden_where_the_formula_multiplies_its_score_by_zero(name):
     """The first query sees one key: log(n) is 0 there, and 0 times a hidden score of -inf would be nan."""
