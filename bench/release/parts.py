@@ -111,7 +111,7 @@ PARTS = (
     Part("parts", "bench.parts", "parts", 7, kernels=STEP),
     Part("llama-train", "bench.llama --cases train", "llama", 2, kernels=STEP),
     Part("llama-decode", "bench.llama --cases decode", "llama", 1, kernels=("attention", "cache")),
-    Part("llama-cpu", "bench.llama --cases cpu", "llama", 6, gpus=0),
+    Part("llama-cpu", "bench.llama --cases cpu", "llama", 8, gpus=0),
     Part("generate-many", "bench.generate --cases many", "generate", 3, kernels=("attention", "cache")),
     *(step(name, f"bench.train_step --attention {name}", 6) for name in ("flash", "sdpa", "naive")),
     step("bf16", "bench.train_step --attention flash -- training.residual_in_fp32=false", 6),

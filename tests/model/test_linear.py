@@ -14,8 +14,6 @@ from torch import Tensor
 import train as train_module
 from model.linear import Linear, Products, linear, product, products_by
 from recipe.cli import compose
-from recipe.config import register
-from recipe.sweeps import launcher
 from recipe.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -83,8 +81,6 @@ def test_a_compiled_layer_has_the_same_bits() -> None:
 
 def test_a_run_takes_its_products_from_the_chosen_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the losses of the other library, up to rounding."""
-    register()
-    launcher.register()
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(" ".join(map(str, range(4000))))
     products, losses = Counter[str](), dict[str, list[float]]()
