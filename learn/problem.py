@@ -72,10 +72,14 @@ class Problem:
 
 @dataclass
 class Solution:
-    """The contents of slow memory at the end, and the numbers moved."""
+    """The contents of slow memory at the end, and the numbers moved.
+
+    before  those of the forward pass that a backward needs, which `traffic` does not count
+    """
 
     slow: SlowMemory
     traffic: Traffic
+    before: Traffic
 
     def __getitem__(self, name: str) -> Tensor:
         return self.slow[name].tensor
@@ -109,21 +113,23 @@ def solve(
         "flash_1": {"l": torch.zeros(N, 1), "m": torch.full((N, 1), lowest(q.dtype))},
         "flash_2": {"lse": torch.zeros(N, 1)},
     }[algorithm]
-    solution = _solve(FORWARD[algorithm], tensors | for_backward, rest, call if backward else run)
+    slow, traffic = _solve(FORWARD[algorithm], tensors | for_backward, rest, call if backward else run)
     if not backward:
-        return solution
-    tensors = {name: slow.tensor for name, slow in solution.slow.items()}
+        return Solution(slow, traffic, Traffic())
+    tensors = {name: matrix.tensor for name, matrix in slow.items()}
     tensors |= {"dO": do} | {name: torch.zeros(N, d) for name in ("dQ", "dK", "dV")}
     if algorithm == "standard":
         tensors |= {"dS": torch.zeros(N, N)}
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("O", "S")}
     if algorithm == "flash_2":
         tensors |= {"D": torch.zeros(N, 1)}
-    return _solve(BACKWARD[algorithm], tensors, rest, run)
+    return Solution(*_solve(BACKWARD[algorithm], tensors, rest, run), before=traffic)
 
 
-def _solve(function: Function, tensors: dict[str, Tensor], rest: dict[str, object], run: Run) -> Solution:
+def _solve(
+    function: Function, tensors: dict[str, Tensor], rest: dict[str, object], run: Run
+) -> tuple[SlowMemory, Traffic]:
     traffic = Traffic()
     slow = SlowMemory({name: Slow(tensor, traffic) for name, tensor in tensors.items()})
     run(function, slow, {"hbm": slow} | rest)
-    return Solution(slow, traffic)
+    return slow, traffic

@@ -45,7 +45,8 @@ def count(N: int = 64, d: int = 8) -> Curves:
 
 def _moved(problem: Problem, name: str) -> int:
     blocks = (problem.M // (4 * problem.d),) * 2 if name == "flash_2" else None
-    return sum(solve(problem, name, backward=backward, blocks=blocks).traffic.total for backward in (False, True))
+    solution = solve(problem, name, backward=True, blocks=blocks)
+    return solution.before.total + solution.traffic.total
 
 
 def draw(curves: Curves) -> str:
