@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ..formula.distances import joined
 from ..formula.graph import leaf
 from ..formula.parse import parse
 from ..gpu import constant_when_compiled
@@ -24,7 +25,7 @@ def recognised(text: str) -> Options | None:
     """The options whose formula this is; None where there are none."""
     values: dict[str, Any] = {}
     tensors: dict[str, str] = {}
-    x = parse(text)
+    x = joined(parse(text))
     for option in reversed(OPTIONS):
         if (known := option.recognised(x)) is not None:
             x, values[option.name] = known.before, known.value

@@ -43,6 +43,9 @@ def test_the_kernels_give_what_python_gives_of_a_formulas_text_with_all_gradient
         ("s + g[h, j] * tanh(s) + row[h, i]", "documents"),
         ("s + bias[h, min(abs(i - j), 31)]", "full"),
         ("s + bias[h, min(abs(i - j), 31)]", "more keys"),
+        ("s - slope[h] * (i - j)", "window"),
+        ("s - slope[h] * (i - j)", "more keys"),
+        ("2 * tanh(s / 2) - slope[h] * (i - j)", "documents"),
         ("s + grid[max(i // 7 - j // 7, -40) + 40, h]", "more queries"),
         ("s + x[b, h, i] * y[b, h, j]", "offset"),
         ("s + pair[h, i, j]", "window"),
@@ -114,9 +117,19 @@ def test_the_command_of_random_formulas_reduces_a_failing_case_and_ends_with_1(c
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
-def test_the_gradient_of_a_slope_is_as_accurate_for_positions_far_into_a_text(name):
+@pytest.mark.parametrize(
+    ("whole", "apart"),
+    [
+        ("s - slope[h] * (i - j)", "s - slope[h] * (i - j)"),
+        ("s - slope[h] * (i - j)", "s - slope[h] * i + slope[h] * j"),
+        ("tanh(s - slope[h] * (i - j + 2) / 4)", "tanh(s + j * slope[h] / 4 - slope[h] * (i + 2) / 4)"),
+    ],
+)
+def test_the_gradient_of_a_slope_is_as_accurate_for_positions_far_into_a_text(whole, apart, name):
     """Rows of ds sum to zero only up to rounding: a sum of ds times i less one of ds times j would lose all digits."""
-    problem = replace(draw(random.Random(0), "s - slope[h] * (i - j)", "square", longest=19), dropout=0.0)
+    slopes = FORMULAS["s - slope[h] * (i - j)"]
+    problem = replace(draw(random.Random(0), whole, "square", longest=19, tensors=slopes), dropout=0.0)
+    problem = replace(problem, score=replace(problem.score, formula=apart))
     problem = replace(problem, first=10**6, layout=Layout(q_start=10**6, k_start=10**6))
     for dtype in (torch.float32, torch.bfloat16):
         with interpreting():
