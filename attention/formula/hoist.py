@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -147,6 +148,12 @@ def hoisted(steps: Steps, tensors: dict[str, Tensor], place: Place, dtype: torch
 def evaluated(
     stage: str, far: int | None, steps: Program, tensors: dict[str, Tensor], place: Place, dtype: torch.dtype
 ) -> Tensor:
+    if stage == "distance" and not torch.compiler.is_compiling():
+        part = part_of_table(steps, place.distances, far)
+        if part is not None and part.end <= tensors[part.name].shape[-1]:
+            x = tensors[part.name][..., part.first : part.end].to(dtype)
+            x = x if part.by_head else x.unsqueeze(-2)
+            return x.reshape(*[1] * (3 - x.ndim), *x.shape)
     leaves = place.leaves(stage, far, place.asked(stage, steps))
 
     def load(name: str, names: tuple[str, ...] | None, index: Sequence[Any]) -> Tensor:
@@ -160,6 +167,32 @@ def evaluated(
     if not isinstance(x, Tensor):
         x = torch.full((), x, dtype=dtype, device=place.device)
     return x.reshape(*[1] * (ndim - x.ndim), *x.shape)
+
+
+class Part(NamedTuple):
+    """The entries from `first` to `end` of a table's last axis, for each head or for all."""
+
+    name: str
+    first: int
+    end: int
+    by_head: bool
+
+
+@lru_cache(maxsize=1024)
+def part_of_table(steps: Program, reach: tuple[int, int], far: int | None) -> Part | None:
+    """The part of a table that a vector of distances is, as in table[h, min(i - j, 127)]; None if it is none."""
+    op, numbers, value = steps.steps[steps.outputs[0]]
+    if op != "load" or [steps.steps[k][2] for k in numbers[:-1]] not in ([], ["h"]):
+        return None
+    index = Program(steps.steps[: numbers[-1] + 1], numbers[-1:])
+    if not {"i", "j"}.issuperset(leaves_of(index, lambda names: False)):
+        return None
+    d = distances(reach, far, torch.device("cpu"))
+    (found,) = run(index, Given({"i": d, "j": torch.zeros_like(d[0])}, torch.float32, [], []))
+    first = int(found[0]) if isinstance(found, Tensor) and found.shape == d.shape else -1
+    if first < 0 or not torch.equal(found, torch.arange(first, first + len(d))):
+        return None
+    return Part(value[0], first, first + len(d), len(numbers) > 1)
 
 
 def spread(x: Tensor, names: tuple[str, ...], place: Place, stage: str) -> Tensor:
