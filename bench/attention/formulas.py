@@ -5,7 +5,7 @@
     python -m bench.attention.formulas --rows FoX     causal attention, and the rows whose names contain this
     python -m bench.attention.formulas --json FILE    also write the times to a file
 
-First each formula compiles in a separate process, all at the same time. Then all are timed in turns.
+First each formula compiles in a process of its own, all at the same time. Then all are timed in turns.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ ROWS = (
     Row("soft cap, formula", "50 * tanh(s / 50)"),
     Row("ALiBi, option", None, options={"alibi": True}),
     Row("ALiBi, formula", "s - slope[h] * (i - j)", lambda T: {"slope": alibi_slopes(H)}, learned=False, flex=True),
+    Row("ALiBi, learned slopes", "s - slope[h] * (i - j)", lambda T: {"slope": alibi_slopes(H)}, flex=True),
     Row("scalable softmax", "s * log(n + 1)", flex=True),
     Row("temperature a head", "a[h] * s", lambda T: {"a": torch.ones(H)}),
     Row("FoX, open gates", FOX, open_gates, flex=True),
@@ -96,17 +97,25 @@ def passes(row: Row, implementation: str, T: int, D: int, dropout: float) -> tup
     return forward, lambda out: torch.autograd.grad(out, leaves, do, retain_graph=True)
 
 
-def warm(number: int, T: int, D: int, dropouts: Sequence[float]) -> None:
-    """Compile the kernels of a row into Triton's cache."""
+def warm(number: int, implementation: str, T: int, D: int, dropouts: Sequence[float]) -> None:
+    """Compile the kernels of a row into the caches on disk."""
     for dropout in dropouts:
-        forward, backward = passes(ROWS[number], "flash", T, D, dropout)
-        backward(forward())
+        try:
+            forward, backward = passes(ROWS[number], implementation, T, D, dropout)
+            backward(forward())
+        except Exception as error:  # `measured` meets it again
+            print(f"{ROWS[number].name}, {implementation}: {reason(error)}", flush=True)
 
 
-def warm_all(rows: Sequence[Row], T: int, D: int, dropouts: Sequence[float]) -> None:
+def warm_all(rows: Sequence[Row], T: int, D: int, dropouts: Sequence[float], flex: bool) -> None:
     """`warm` rows, each in a process of its own."""
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=warm, args=(ROWS.index(row), T, D, dropouts)) for row in rows]
+    calls: list[tuple[int, str, int, int, Sequence[float]]] = []
+    for row in rows:
+        calls.append((ROWS.index(row), "flash", T, D, dropouts))
+        if row.flex and flex:
+            calls.append((ROWS.index(row), "flex", T, D, (0.0,)))
+    workers = [context.Process(target=warm, args=call) for call in calls]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -115,26 +124,38 @@ def warm_all(rows: Sequence[Row], T: int, D: int, dropouts: Sequence[float]) -> 
 
 def measured(rows: Sequence[Row], implementation: str, T: int, D: int, dropout: float) -> list[tuple[Result, Result]]:
     """Forward and backward of each row, all timed in turns."""
-    device, calls = torch.device("cuda"), {}
-    failed: dict[str, Result] = {}
+    device = torch.device("cuda")
+    calls: tuple[dict[str, Callable[[], object]], ...] = ({}, {})
+    failed: tuple[dict[str, Result], ...] = ({}, {})
     for row in rows:
+        direction = 0
         try:
             forward, backward = passes(row, implementation, T, D, dropout)
             out = forward()
+            calls[0][row.name], direction = forward, 1
             backward(out)
-            calls[row.name] = forward, partial(backward, out)
-        except Exception as error:  # becomes a line of the table
-            failed[row.name] = error
-    directions = [in_turns({name: pair[n] for name, pair in calls.items()}, device, SECONDS) | failed for n in (0, 1)]
-    return [(directions[0][row.name], directions[1][row.name]) for row in rows]
+            calls[1][row.name] = partial(backward, out)
+        except Exception as error:  # becomes a part of the table
+            failed[direction][row.name] = failed[1][row.name] = error
+    found = [in_turns(named, device, SECONDS) | others for named, others in zip(calls, failed, strict=True)]
+    return [(found[0][row.name], found[1][row.name]) for row in rows]
 
 
-def milliseconds(results: tuple[Result, Result]) -> tuple[float, float] | str:
-    """Milliseconds of forward and backward, or the reason why there are none."""
-    for result in results:
-        if isinstance(result, Exception):
-            return str(result).splitlines()[0][:60]
-    return tuple(result.ms for result in results)  # type: ignore[union-attr, return-value]
+def reason(error: Exception) -> str:
+    """The first line of an error."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def milliseconds(results: tuple[Result, Result]) -> str:
+    """Milliseconds of forward and backward; in the place of one that failed the reason."""
+    return " / ".join(reason(x)[:60] if isinstance(x, Exception) else f"{x.ms:.3f}" for x in results)
+
+
+def ratio(result: Result, base: Result) -> str:
+    """How much longer one takes than another; nothing where there is no time."""
+    if isinstance(result, Exception) or isinstance(base, Exception):
+        return ""
+    return f"{result.ms / base.ms:.3f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -150,27 +171,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     T, D, start = args.tokens, args.head_dim, time.time()
     dropouts = (0.0,) if args.quick else (0.0, 0.1)
     rows = [row for row in ROWS if row is ROWS[0] or args.rows in row.name]
-    warm_all(rows, T, D, dropouts)
-    print(f"compiled in {time.time() - start:.0f} s", flush=True)
+    warm_all(rows, T, D, dropouts, flex=not args.quick)
+    print(f"{torch.cuda.get_device_name()}, compiled in {time.time() - start:.0f} s", flush=True)
     lines = [[row.name] for row in rows]
     for dropout in dropouts:
-        results = [milliseconds(pair) for pair in measured(rows, "flash", T, D, dropout)]
-        base = results[0]
-        if isinstance(base, str):
-            parser.exit(1, f"causal attention itself failed: {base}\n")
+        results = measured(rows, "flash", T, D, dropout)
         for line, times in zip(lines, results, strict=True):
-            if isinstance(times, str):
-                line += [times, "", ""]
-            else:
-                ratios = [f"{x / y:.3f}" for x, y in zip(times, base, strict=True)]
-                line += [f"{times[0]:.3f} / {times[1]:.3f}", *ratios]
+            line += [milliseconds(times), *(ratio(x, base) for x, base in zip(times, results[0], strict=True))]
         print(f"dropout {dropout} timed after {time.time() - start:.0f} s", flush=True)
     if not args.quick:
         flex = [row for row in rows if row.flex]
         others = dict(zip((row.name for row in flex), measured(flex, "flex", T, D, 0.0), strict=True))
         for line in lines:
-            other = milliseconds(others[line[0]]) if line[0] in others else ""
-            line.append(other if isinstance(other, str) else f"{other[0]:.3f} / {other[1]:.3f}")
+            line.append(milliseconds(others[line[0]]) if line[0] in others else "")
     columns = [c for p in dropouts for c in (f"ms, dropout {p}", "forward over causal", "backward over causal")]
     header = ["score", *columns, *([] if args.quick else ["flex, ms"])]
     print(table(header, lines))
