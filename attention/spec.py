@@ -24,6 +24,7 @@ class Spec(NamedTuple):
     computed          how many tensors a formula's scores are computed from, see formula/hoist.py
     learned           the numbers of those that need a gradient
     factors           "none", or whether there are factors of s, one for each query, that are "fixed" or "learned"
+    slopes            whether ALiBi's slopes need a gradient
     """
 
     score: Score
@@ -40,6 +41,7 @@ class Spec(NamedTuple):
     computed: int = 0
     learned: tuple[int, ...] = ()
     factors: str = "none"
+    slopes: bool = False
 
     @property
     def bounded(self) -> bool:

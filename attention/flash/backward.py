@@ -22,7 +22,7 @@ from ..scores.sinks import sinks_gradient_of_kernels
 from ..scores.soft_cap import soft_cap_tanh, times_derivative
 from .call import KernelCall
 from .configs import Blocks, choose
-from .formula import Place, kernel_inputs
+from .formula import Place, kernel_inputs, sums_of, written
 from .score import (
     LOG2_E,
     change_scores,
@@ -34,7 +34,7 @@ from .score import (
     seen_keys,
     sees_key,
 )
-from .score_gradients import Targets, fill_unseen
+from .score_gradients import Targets, fill_unseen, is_far
 from .tiles import (
     ROW_ALIGNMENT,
     addressable,
@@ -220,8 +220,8 @@ def dkdv_step(
 ):  # fmt: skip
     """Keys and values at i_n collect their gradients from queries at i_m.
 
-    b_totals: dk, dv, and the sums of ds (BN,) where TARGETS has sums; without the scale of kept weights
-    TARGETS: whether there is each of Targets
+    b_totals: dk, dv, and the sums (BN,) where TARGETS has some; without the scale of kept weights
+    TARGETS: a Wanted
     """
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
@@ -279,13 +279,32 @@ def dkdv_step(
             b_p = b_p * b_slope
         b_ds = b_p * (b_dp - b_delta[None, :])
     b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, MODE)
-    if TARGETS[0]:
-        b_sum += tl.sum(b_ds, 1)
-    if TARGETS[1]:
+    if TARGETS.sums is not None:
+        b_x, distance = b_ds, o_m[None, :] + pos.offset - o_n[:, None]
+        if TARGETS.sums == "far":
+            NUMBER: tl.constexpr = TARGETS.number
+            b_x = tl.where(is_far(scores.formula.given[NUMBER], distance), b_ds, 0.0)
+        elif TARGETS.sums == "distance":
+            b_x = b_ds * distance.to(tl.float32)
+        b_sum += tl.sum(b_x, 1)
+    if TARGETS.ds:
         KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
         p_ds = queries.p_ds + o_m.to(tl.int64)[None, :] * pos.S + o_n[:, None]
         tl.store(p_ds, b_ds * KEEP_SCALE, mask=(o_m < pos.T)[None, :] & (o_n < pos.S)[:, None])
     return b_dk, b_dv, b_sum
+
+
+class Wanted(NamedTuple):
+    """What `dkdv_kernel` writes of Targets.
+
+    sums    what is summed, as `sums_of` says
+    number  of the input that a formula adds to s; None where it does anything else
+    ds      whether ds is written
+    """
+
+    sums: str | None
+    number: int | None
+    ds: bool
 
 
 class Config(NamedTuple):
@@ -293,6 +312,7 @@ class Config(NamedTuple):
 
     blocks: Any
     mode: Any
+    targets: Wanted
 
 
 @triton.jit
@@ -309,7 +329,7 @@ def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars, CONF
     THRESHOLD: tl.constexpr = MODE.threshold
     STAGES: tl.constexpr = BLOCKS.stages
     KEEP_SCALE: tl.constexpr = 256 / (256 - THRESHOLD)
-    TARGETS: tl.constexpr = (targets.sums is not None, targets.ds is not None)
+    TARGETS: tl.constexpr = CONFIG.targets
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     G = H // H_kv
     i_tile, i_bkv = swizzle_program_id(tl.cdiv(S, BN), scalars)
@@ -325,7 +345,7 @@ def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars, CONF
     for i_h in range(i_kv * G, i_kv * G + G):
         scores = load_scores(scalars, pos, interval, inputs, i_b, i_h, i_n + tl.arange(0, BN), True, MODE)
         p_ds = 0
-        if TARGETS[1]:
+        if TARGETS.ds:
             p_ds = targets.ds + tl.cast(i_b * H + i_h, tl.int64) * T * S
         queries = Queries(q, do, lse2, delta, i_b, i_h, i_b * H + i_h, p_ds)
         b_totals = b_dk, b_dv, tl.zeros([BN], tl.float32)
@@ -341,7 +361,7 @@ def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars, CONF
             for i_m in tl.range(m_full_start, m_end, BM, num_stages=STAGES):
                 b_totals = dkdv_step(b_totals, b_kv, queries, i_m, i_n, scores, False, TARGETS, BLOCKS, MODE)
         b_dk, b_dv, b_sum = b_totals
-        if TARGETS[0]:
+        if TARGETS.sums is not None:
             o_n = i_n + tl.arange(0, BN)
             o_sum = tl.cast(i_b * H + i_h, tl.int64) * S + o_n
             tl.store(targets.sums + o_sum, b_sum * KEEP_SCALE, mask=o_n < S)
@@ -352,7 +372,8 @@ def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars, CONF
 class Gradients(NamedTuple):
     """The results of a backward: dq, dk and dv, of the shapes of q, k and v.
 
-    sums  (B, H, S) fp32, filled with zeros: for each key the sum of ds over the queries; None if it is not needed
+    sums  (B, H, S) fp32, filled with zeros: for each key the sum over the queries that `sums_of` names; None if it is
+          not needed
     ds    (B, H, T, S) fp32, None if it is not needed
     """
 
@@ -403,6 +424,7 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
     """The second pass: fills dk and dv."""
     (B, H, T, _), mode = x.q.shape, mode_of(call, x.q)
     H_kv, S = x.k.shape[1:3]
+    number = None if call.spec.score.formula is None else written(call.spec.score).added
     if x.ds is not None:
         fill_unseen(x.ds, call, blocks.q, blocks.k, mode)
     dkdv_kernel[(triton.cdiv(S, blocks.k) * B * H_kv,)](
@@ -417,7 +439,7 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         Targets(x.sums, x.ds),
         kernel_inputs(call, T, x.k.shape[2]),
         launch_scalars(call, head_group_size(B * H_kv, x.q[0, : H // H_kv])),
-        CONFIG=Config(blocks, mode),
+        CONFIG=Config(blocks, mode, Wanted(sums_of(call.spec), number, x.ds is not None)),
         **compile_options(blocks),
     )
 

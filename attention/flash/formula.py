@@ -363,17 +363,20 @@ def numbers_of_keys(*values: Any) -> int | None:
     return written(score).added if is_biased(score) else None
 
 
-def sums_along_columns(spec: Spec) -> bool:
-    """Whether the gradients of learned tensors follow from the sums of ds along the columns.
+def sums_of(spec: Spec) -> str | None:
+    """What the backward sums along the columns, for the gradients of learned tensors; None if it sums nothing.
 
-    The gradients of values of keys are these sums. If all distances from some distance on share a value, its gradient
-    is the sum of all ds less the gradients of the nearer distances.
+    "ds"        for values of keys
+    "far"       ds of the pairs that are so far apart that they share a value, for values of distances
+    "distance"  ds (i - j), for ALiBi's slopes
     """
+    if spec.slopes:
+        return "distance"
     added = None if spec.score.formula is None else written(spec.score).added
     if added not in spec.learned:
-        return False
+        return None
     x = plan_of(spec.score).hoisted[added]
-    return x.stage == "column" or (x.stage == "distance" and x.far is not None)
+    return "ds" if x.stage == "column" else "far" if x.stage == "distance" and x.far is not None else None
 
 
 def with_row_terms(lse: Tensor, call: KernelCall) -> Tensor:

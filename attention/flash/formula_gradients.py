@@ -6,7 +6,7 @@ ds w over the scores that depend on it. Every sum has a fixed order, without ato
     head, row    a program visits the keys that its queries see, and adds along rows; torch adds a head's rows
     column       a program visits the queries that see its keys
     distance     a program visits a diagonal of tiles, which all have the same distances, and adds them up; if the
-                 backward has summed ds along the columns, only for distances that share no value
+                 backward has summed ds over the pairs that share a value, only for the other distances
     pair, table  ds w of every score is written to memory, for some queries at a time, and torch adds it up
 
 Weights are recomputed from the log-sum-exp, as in backward.py.
@@ -281,10 +281,10 @@ class Pass:
         target = self.empty(len(numbers), self.B, self.H, self.S)
         return self.run(columns_kernel, (triton.cdiv(self.S, self.blocks.k), self.B * self.H), target, numbers)
 
-    def by_distance(self, number: int, like: Tensor, total: Tensor | None) -> Tensor:
+    def by_distance(self, number: int, like: Tensor, far: Tensor | None) -> Tensor:
         """(B, H, length): the sum over all scores of one distance; the last entry is that of all further ones.
 
-        total  (B, H) the sum over all distances, where it is known: then the further ones are not visited.
+        far  (B, H) the last entry, where it is known: then tiles of further ones alone are not visited.
         """
         (BM, BN), length = self.blocks[:2], like.shape[2]
         call, score = self.call, self.call.spec.score
@@ -298,7 +298,7 @@ class Pass:
         last = (self.T - 1) // BM
         if score.window is not None:
             last = min(last, (score.window - 1 - offset + BN - 1) // BM)
-        if total is not None:
+        if far is not None:
             last = min(last, (low + length - 2 - offset + BN - 1) // BM)
         count = max(last - first + 1, 1)
         parts = max(1, min(self.S // (8 * BN), MOST_PROGRAMS // (count * self.B * self.H)))
@@ -312,8 +312,8 @@ class Pass:
         # sums[x] is of the distance first BM - (BN - 1) + x + offset.
         shift = low - (first * BM - (BN - 1) + offset)
         sums = torch.nn.functional.pad(sums, (-shift, max(0, length + shift - sums.shape[-1])))
-        near, far = sums[..., : length - 1], sums[..., length - 1 :].sum(-1, keepdim=True)
-        return torch.cat([near, far if total is None else total[..., None] - near.sum(-1, keepdim=True)], -1)
+        far = sums[..., length - 1 :].sum(-1) if far is None else far
+        return torch.cat([sums[..., : length - 1], far[..., None]], -1)
 
     def by_pair(self, number: int, like: Tensor, table: int | None) -> Tensor:
         """The gradient of values of pairs (B or 1, H or 1, T, S), or of a table."""
@@ -400,8 +400,7 @@ def by_second_pass(work: Pass, stages: dict[int, str], sums: Tensor | None) -> d
     for k, stage in stages.items():
         like = work.call.inputs.formula[k]
         if stage == "distance":
-            total = None if sums is None else sums.sum(-1, dtype=torch.float64)
-            found[k] = work.by_distance(k, like, total)
+            found[k] = work.by_distance(k, like, None if sums is None else sums.sum(-1, dtype=torch.float64))
         elif stage in ("pair", "table"):
             found[k] = work.by_pair(k, like, k - len(work.steps.hoisted) if stage == "table" else None)
     return found

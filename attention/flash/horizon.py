@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import gpu
 from ..spec import Spec
 from .factors import factor_input, load_factors
 from .score import GRAIN, LOG2_E
@@ -170,24 +171,26 @@ def may_forget(bounds, i_bh, n_q, n_k):
 def both_norms_kernel(q, k, factors, bounds, n_q, n_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The largest squared norms among ROWS rows of q, multiplied by factors if any, and of k.
 
-    Nothing is read or stored for heads that forget nothing. Grid: tiles of queries, then of keys; batch x heads.
+    Nothing is read or stored for heads that forget nothing. Grid: any number of programs for a head; batch x heads.
     """
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     G, n_squares = H // H_kv, tl.cdiv(T, ROWS)
-    i_tile, i_bh = tl.program_id(0), tl.program_id(1)
-    if i_tile < n_squares:
-        if may_forget(bounds, i_bh, n_q, n_k):
-            i_b, i_h, i_m = i_bh // H, i_bh % H, i_tile * ROWS
-            b_q = load_tile(q, i_b, i_h, i_m, ROWS, COLUMNS).to(tl.float32)
-            if factors is not None:
-                b_q = b_q * load_factors(factors, i_b, i_h, i_m + tl.arange(0, ROWS), T)[:, None]
-            tl.store(bounds.q_squares + i_bh * n_squares + i_tile, largest_square(b_q))
-    elif i_bh % G == 0:
-        forgets = may_forget(bounds, i_bh, n_q, n_k)
+    i_bh = tl.program_id(1)
+    i_b, i_h, i_bkv = i_bh // H, i_bh % H, i_bh // G
+    q_forgets = may_forget(bounds, i_bh, n_q, n_k)
+    k_forgets = q_forgets & (i_bh % G == 0)
+    if i_bh % G == 0:
         for i in range(1, G):
-            forgets |= may_forget(bounds, i_bh + i, n_q, n_k)
-        if forgets:
-            i_bkv, i_tile = i_bh // G, i_tile - n_squares
+            k_forgets |= may_forget(bounds, i_bh + i, n_q, n_k)
+    for i in range(tl.program_id(0), n_squares + tl.cdiv(S, ROWS), tl.num_programs(0)):
+        if i < n_squares:
+            if q_forgets:
+                b_q = load_tile(q, i_b, i_h, i * ROWS, ROWS, COLUMNS).to(tl.float32)
+                if factors is not None:
+                    b_q = b_q * load_factors(factors, i_b, i_h, i * ROWS + tl.arange(0, ROWS), T)[:, None]
+                tl.store(bounds.q_squares + i_bh * n_squares + i, largest_square(b_q))
+        elif k_forgets:
+            i_tile = i - n_squares
             b_k = load_tile(k, i_bkv // H_kv, i_bkv % H_kv, i_tile * ROWS, ROWS, COLUMNS).to(tl.float32)
             tl.store(bounds.k_squares + i_bkv * tl.cdiv(S, ROWS) + i_tile, largest_square(b_k))
 
@@ -255,7 +258,8 @@ def find_key_horizons(q: Tensor, k: Tensor, x: Tensor, factors: Tensor | None, s
         x, bounds, tuple(map(unspecialised, strides)), T, S, H, TILES=TILES, enable_fp_fusion=True
     )
     n_q_squares, n_k_squares = bounds.q_squares.shape[2], bounds.k_squares.shape[2]
-    both_norms_kernel[(n_q_squares + n_k_squares, B * H)](
+    n_programs = max(1, 2 * gpu.multiprocessors(q.device) // (B * H))
+    both_norms_kernel[(min(n_programs, n_q_squares + n_k_squares), B * H)](
         tiles(q, rows, columns),
         tiles(k, rows, columns),
         None if factors is None else factor_input(factors),

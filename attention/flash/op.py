@@ -33,12 +33,12 @@ if HAS_TRITON:
     from .backward import Gradients
     from .decode import flash_decode, run_decode
     from .factors import scale_gradient, scaled_queries
-    from .formula import numbers_of_keys, readable, sums_along_columns, with_row_terms, written
+    from .formula import numbers_of_keys, readable, sums_of, with_row_terms, written
     from .formula_gradients import learned_gradients
     from .horizon import find_horizons, find_key_horizons
     from .paths import PATHS, choose_path, describe_path, no_fp8_gradients
     from .score import GRAIN
-    from .score_gradients import room_for_ds
+    from .score_gradients import room_for_ds, slopes_gradient
     from .tiles import addressable, rows_like
 
 MAX_HEAD_DIM = 256
@@ -166,15 +166,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
-    """The gradients of q, k and v, as `empty_gradients` lays them out, of learned tensors, of the sinks, and
-    of factors that are learned.
+    """The gradients of q, k and v, as `empty_gradients` lays them out, of learned tensors, of slopes that are learned,
+    of the sinks, and of factors that are learned.
 
     saved  q, k, v, out, lse2 and the inputs of `run_forward`
     """
     q, k, v, out, lse2, *inputs = saved
     call = KernelCall.of(inputs, spec, q_start, k_start)
     gradients = empty_gradients(q, k, v)
-    sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32) if sums_along_columns(call.spec) else None
+    sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32) if sums_of(call.spec) else None
     found = Gradients(*split_qkv_grad(gradients, q, k), sums, room_for_ds(call, q, k))
     factors, dfactors = call.inputs.factors, None
     with torch.cuda.device_of(q):
@@ -187,7 +187,8 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k
         learned = learned_gradients((q, k, v, out, lse2), addressable(do), found, call)
         if factors is not None:
             dfactors = scale_gradient(found.dq, given, factors, call.spec.factors == "learned")
-    return [*gradients, *learned, *(x for x in (dsinks, dfactors) if x is not None)]
+    dslopes = slopes_gradient(sums) if sums is not None and call.spec.slopes else None
+    return [*gradients, *learned, *(x for x in (dslopes, dsinks, dfactors) if x is not None)]
 
 
 flash_backward = torch.library.custom_op(f"{NAMESPACE}::flash_backward", run_backward, mutates_args=())
@@ -199,7 +200,7 @@ def _(do: Tensor, saved: Sequence[Tensor], spec: str, *_: Any) -> list[Tensor]:
     known = Spec.read(spec)
     given = Inputs.of(known, inputs)
     learned = [given.formula[number] for number in known.learned]
-    others = [*learned, *([] if given.sinks is None else [given.sinks])]
+    others = [*learned, *([given.slopes] if known.slopes else []), *([] if given.sinks is None else [given.sinks])]
     others += [given.factors] if known.factors == "learned" else []
     return [*empty_gradients(q, k, v), *(x.new_empty(x.shape) for x in others)]
 
@@ -246,6 +247,8 @@ def _gradients(ctx: Any, do: Tensor | None, run: Callable[..., list[Tensor]]) ->
         none[spec.computed + spec.inputs().index("factors")] = gradients.pop()
     if "sinks" in spec.inputs():
         none[spec.computed + spec.inputs().index("sinks")] = gradients.pop()
+    if spec.slopes:
+        none[spec.computed + spec.inputs().index("slopes")] = gradients.pop()
     for number in reversed(spec.learned):
         none[number] = gradients.pop()
     return [*split_qkv_grad(gradients, q, k)], none
@@ -326,14 +329,16 @@ class FlashAttention(Attention):
             return q, call
         known, found = as_options(*score.values) or score, recognised(str(score.expression))
         given = {} if found is None else {name: call.tensors[theirs] for name, theirs in found.tensors}
-        # The options' kernels give these no gradient.
-        if any(x.requires_grad or x.shape != (q.shape[1],) for x in given.values()):
+        learned = torch.is_grad_enabled() and any(x.requires_grad for x in given.values())
+        # The kernels of the options give a gradient to slopes alone, and none where a soft cap comes before them.
+        if (learned and known.soft_cap is not None) or any(x.shape != (q.shape[1],) for x in given.values()):
             known = score
         if found is None or known.formula is not None:
             q, call = super().prepare(q, call, S)
             given = {}
         given |= {x.name: call.tensors[x.name] for x in score.head_tensors if x.learned}
-        return q, call._replace(spec=call.spec._replace(score=known), tensors=given)
+        slopes = learned and known.formula is None
+        return q, call._replace(spec=call.spec._replace(score=known, slopes=slopes), tensors=given)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         compiling = torch.compiler.is_compiling()

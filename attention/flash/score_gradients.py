@@ -23,10 +23,26 @@ MOST = 2**30  # the most elements of ds that are written where fewer values are 
 
 
 class Targets(NamedTuple):
-    """The parts of ds that a backward writes if they are needed: sums along the columns (B, H, S), all (B, H, T, S)."""
+    """The parts of ds that a backward writes if they are needed.
+
+    sums  (B, H, S): along the columns, as `sums_of` in formula.py says
+    ds    (B, H, T, S)
+    """
 
     sums: Any
     ds: Any
+
+
+@triton.jit
+def is_far(x, distance):
+    """Whether pairs of a distance share the number of the furthest; x is a vector of distances as `kernel_inputs` has
+    it."""
+    return distance - (x[4] >> 2) >= (x[3] >> 2) - 1
+
+
+def slopes_gradient(sums: Tensor) -> Tensor:
+    """The gradient of ALiBi's slopes (H,), of the sums of ds (i - j)."""
+    return -sums.sum((0, 2), dtype=torch.float64).float()
 
 
 def writes_ds(call: KernelCall, q: Tensor, k: Tensor) -> bool:

@@ -29,6 +29,7 @@ from ..score import LOG2_E
 STAGES = ("distance", "pair")  # of values that the Hopper kernels add by themselves
 ALIGNED = tl.constexpr(COLUMN_ALIGNMENT)
 LINE = tl.constexpr(32)  # fp32 values that the L2 cache holds together
+ROOM = tl.constexpr(192)  # values on either side of those of distances: as far as a tile reaches
 
 
 def hopper_mode(call: KernelCall, q: Tensor) -> Mode:
@@ -45,7 +46,17 @@ def hopper_inputs(call: KernelCall, T: int, S: int) -> Inputs:
     number = written(score).added
     if added_by(score) == "pair":
         return inputs._replace(formula=(pair_input(call.inputs.formula[number]),))
-    return inputs._replace(formula=(inputs.formula[number],))
+    return inputs._replace(formula=(distance_input(call.inputs.formula[number], inputs.formula[number]),))
+
+
+def distance_input(x: Tensor, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Numbers of distances (B or 1, H or 1, length) as these kernels read them: all of a near tile, without masks.
+
+    given  as `kernel_inputs` has them; here both ends go on for as far as a tile reaches.
+    """
+    x = F.pad(x, (ROOM.value, ROOM.value), mode="replicate")
+    strides = (0 if x.shape[n] == 1 else x.stride(n) for n in range(2))
+    return (x, *map(plain.unspecialised, strides), *given[3:])
 
 
 def pair_input(x: Tensor) -> tuple[Any, ...]:
@@ -63,8 +74,8 @@ def pair_input(x: Tensor) -> tuple[Any, ...]:
 
 @triton.jit
 def first_number(x, i_b, i_h):
-    """The address of a head's values; x is a vector of distances as `kernel_inputs` has it."""
-    return x[0] + tl.cast(i_b, tl.int64) * (x[1] >> 2) + i_h * (x[2] >> 2)
+    """The address of a head's values; x is from `distance_input`."""
+    return x[0] + (tl.cast(i_b, tl.int64) * (x[1] >> 2) + i_h * (x[2] >> 2) + ROOM)
 
 
 @triton.jit
@@ -84,10 +95,15 @@ def is_near(x, i_m, i_n, BN: tl.constexpr, pos):
 
 
 @triton.jit
-def near_numbers(x, i_b, i_h, o_m, o_n, pos):
-    """The numbers of the pairs of queries o_m and keys o_n."""
-    o = tl.minimum(tl.maximum(o_m - o_n + (pos.offset - (x[4] >> 2)), 0), (x[3] >> 2) - 1)
-    return tl.load(first_number(x, i_b, i_h) + o)
+def near_numbers(x, i_b, i_h, i_m, i_n, o_rows, o_columns, BN: tl.constexpr, pos):
+    """The numbers of the pairs of at most 64 queries from i_m and BN keys, at most 128, from i_n.
+
+    o_rows, o_columns  the tile's rows and columns: m of queries i_m + m, and BN - 1 - n of keys i_n + n. What columns
+                       add to an address is then part of the instruction
+    """
+    # No query of a tile that lies further ahead of its keys sees one of them.
+    o = tl.maximum(i_m - i_n + (pos.offset - (x[4] >> 2)), -64)
+    return tl.load((first_number(x, i_b, i_h) + (o - (BN - 1)) + o_rows) + o_columns)
 
 
 @triton.jit

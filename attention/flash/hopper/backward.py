@@ -78,9 +78,9 @@ def place_bias(target, inputs, scale, i_b, i_h, i_n, BLOCKS: gl.constexpr, MODE:
 
 
 @gluon.jit
-def store_sums(sums, b_sum, i_bh, i_n, S, KEEP: gl.constexpr):
-    """Write the sums of ds along the columns of the keys from i_n: b_sum (BN, 8) has each of them eight times."""
-    b_sum = gl.max(b_sum, 1)
+def store_sums(sums, b_sum, i_bh, i_n, S, KEEP: gl.constexpr, OF_DS: gl.constexpr):
+    """Write the sums of the keys from i_n, of what `add_to_dk` gives."""
+    b_sum = gl.max(b_sum, 1) if OF_DS else gl.sum(b_sum, 1)
     o_n = i_n + gl.arange(0, b_sum.shape[0], b_sum.type.layout)
     gl.store(sums + gl.cast(i_bh, gl.int64) * S + o_n, b_sum * KEEP, mask=o_n < S)
 
@@ -148,9 +148,10 @@ def consumer(targets, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
             b_s, b_dk, b_dv, b_sum = step(
                 b_s, b_dk, b_dv, b_sum, b_k, stage.index, queries, tile, pos, program, BLOCKS, MODE
             )
-            if BLOCKS.sums:  # noqa: SIM102 - this one is decided by the compiler
+            if BLOCKS.sums is not None:  # noqa: SIM102 - this one is decided by the compiler
                 if ends_head:
-                    store_sums(targets.sums, b_sum, tile.i_b * sizes.H + i_h, i_n, sizes.S, KEEP_SCALE)
+                    i_bh = tile.i_b * sizes.H + i_h
+                    store_sums(targets.sums, b_sum, i_bh, i_n, sizes.S, KEEP_SCALE, BLOCKS.sums == "ds")
                     b_sum = no_sums(BLOCKS)
             slope2 = next_slope2
             bias = next_bias

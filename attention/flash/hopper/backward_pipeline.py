@@ -143,7 +143,7 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
     else:
         lse2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
         delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
-    if BLOCKS.sums:
+    if BLOCKS.sums == "ds":
         M: gl.constexpr = HALF // BLOCKS.pieces
         ONES: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0])
         sum_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, M], dtype)

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .added import prefetch_pairs
 from .backward_pipeline import HALF, half_of, hand_out, next_tile, place
 from .compat import reinterpret, tma_load, tma_store
 from .dropout import draw_transposed, load_key
@@ -44,6 +45,8 @@ def producer(q, k, v, do, rows, delta, p_work, program, BLOCKS: gl.constexpr, MO
             full = barriers.full.index(stage.index)
             b_q = reinterpret(buffers.q.index(stage.index), dtype, [1, 1, BM, BD], q.layout)
             b_do = reinterpret(buffers.do.index(stage.index), dtype, [1, 1, BM, BD], do.layout)
+            if MODE.added == "pair":
+                prefetch_pairs(program.inputs.formula[0], tile.i_b, i_h, i_m, tile.i_tile * BN, BM, BN)
             wait_empty(barriers.empty, stage)
             if BLOCKS.rows_in_products:
                 mbarrier.expect(full, 2 * q.block_type.nbytes + rows.block_type.nbytes)

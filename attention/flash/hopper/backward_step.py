@@ -24,6 +24,7 @@ from ..score import (
     log2_factor,
     seen_by_query,
 )
+from ..score_gradients import is_far
 from .added import is_near, near_numbers, pair_numbers
 from .backward_pipeline import HALF, SLOTS, WIDTH, half_of, piece_of
 from .compat import barrier, reinterpret
@@ -127,7 +128,9 @@ def weights(
         x = program.inputs.formula[0]
         near = is_near(x, half.i_m, i_n, BN, pos)
         if near:
-            b_numbers = near_numbers(x, tile.i_b, queries.i_h, o_m[None, :], (i_n + o_rows)[:, None], pos)
+            o_queries = gl.arange(0, M, gl.SliceLayout(0, LAYOUT))[None, :]
+            o_keys = BN - 1 - o_rows[:, None]
+            b_numbers = near_numbers(x, tile.i_b, queries.i_h, half.i_m, i_n, o_keys, o_queries, BN, pos)
             b_s += b_numbers * (LOG2_E / scale_log2)
     if is_cut:
         b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], pos, MODE), b_s, -float("inf"))
@@ -195,11 +198,61 @@ def add_to_dv(b_s, b_w, b_dv, half, is_cut, queries, tile, pos, program, BLOCKS:
 
 
 @gluon.jit
+def along(b_x):
+    """(BN, 4) of (BN, M): what each of a key's four threads holds of it, summed."""
+    return gl.sum(gl.sum(b_x.reshape([b_x.shape[0], b_x.shape[1] // 8, 4, 2]), 1), 2)
+
+
+@gluon.jit
+def along_times_position(b_x, LAYOUT: gl.constexpr):
+    """`along` of b_x (BN, M) times the number of its column less that of a thread's first, by sums alone."""
+    BN: gl.constexpr = b_x.shape[0]
+    N: gl.constexpr = b_x.shape[1] // 8  # a thread has columns 8 n and 8 n + 1
+    even, odd = gl.split(b_x.reshape([BN, N, 4, 2]))
+    b_total = gl.convert_layout(gl.sum(odd, 1), LAYOUT)
+    b_x = even + odd
+    for i in gl.static_range(3 if N == 8 else 2):  # the digits of n
+        even, odd = gl.split(b_x.reshape([BN, N >> (i + 1), 2, 4]).permute((0, 1, 3, 2)))
+        b_total += gl.convert_layout(gl.sum(odd, 1), LAYOUT) * (8 << i)
+        b_x = even + odd
+    return b_total
+
+
+@gluon.jit
 def no_sums(BLOCKS: gl.constexpr):
-    """(BN, 8) zeros, to which ds^T is added, times ones; 0 where nothing is summed."""
+    """Zeros, to which `add_to_dk` adds: (BN, 8) for products with ones, else (BN, 4); 0 where nothing is summed."""
     BN: gl.constexpr = BLOCKS.k
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 8, 16])
-    return gl.zeros([BN, 8], gl.float32, LAYOUT) if BLOCKS.sums else 0.0
+    M: gl.constexpr = HALF // BLOCKS.pieces
+    b_sum = 0.0
+    if BLOCKS.sums == "ds":
+        b_sum = gl.zeros([BN, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 8, 16]))
+    elif BLOCKS.sums is not None:
+        b_sum = along(gl.zeros([BN, M], gl.float32, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, M, 16])))
+    return b_sum
+
+
+@gluon.jit
+def weighted_sums(b_ds, i_m, i_n, pos, program, BLOCKS: gl.constexpr):
+    """(BN, 4): ds (BN, M) of the queries from i_m and the keys from i_n, times weights, along the columns."""
+    M: gl.constexpr = b_ds.shape[1]
+    BN: gl.constexpr = b_ds.shape[0]
+    LAYOUT: gl.constexpr = b_ds.type.layout
+    o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))[:, None]
+    distance = i_m + pos.offset - i_n  # of the first pair
+    if BLOCKS.sums == "distance":
+        b_sum = along(b_ds)
+        SUM: gl.constexpr = b_sum.type.layout
+        first = (distance - gl.arange(0, BN, gl.SliceLayout(1, SUM)))[:, None]  # of a thread's first column
+        first = first + 2 * gl.arange(0, 4, gl.SliceLayout(0, SUM))[None, :]
+        b_sum = along_times_position(b_ds, SUM) + b_sum * first.to(gl.float32)
+    else:
+        x = program.inputs.formula[0]
+        if is_near(x, i_m, i_n, BN, pos):
+            o_m = gl.arange(0, M, gl.SliceLayout(0, LAYOUT))[None, :]
+            b_sum = along(gl.where(is_far(x, distance + o_m - o_n), b_ds, 0.0))
+        else:
+            b_sum = along(b_ds)
+    return b_sum
 
 
 @gluon.jit
@@ -212,18 +265,18 @@ def write_ds(p_ds, b_ds, i_m, i_n, pos):
     o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))[:, None]
     p_ds = (p_ds + i_m.to(gl.int64) * pos.S + o_m * pos.S) + o_n
     if (i_m + M <= pos.T) & (i_n + BN <= pos.S):
-        gl.store(p_ds, b_ds)
+        gl.store(p_ds, b_ds, eviction_policy="evict_first")
     else:
         gl.store(p_ds, b_ds, mask=(i_m + o_m < pos.T) & (i_n + o_n < pos.S))
 
 
 @gluon.jit
 def add_to_dk(
-    b_p, b_p_kept, b_dp, b_dk, b_sum, half, queries, tile, pos, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr
+    b_p, b_p_kept, b_dp, b_dk, b_sum, half, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr
 ):  # fmt: skip
-    """(ds in pieces, dk + ds^T q and b_sum + ds^T 1 in flight), from the results of `add_to_dv`.
+    """(ds in pieces, (dk + ds^T q in flight, the sums)), from the results of `add_to_dv`.
 
-    ds is also stored, for dq.
+    The sums of ds are in flight too, a product with ones; others are there. ds is also stored, for dq.
     """
     KEEP_SCALE: gl.constexpr = 256 / (256 - MODE.threshold)
     N: gl.constexpr = BLOCKS.pieces
@@ -235,16 +288,18 @@ def add_to_dk(
         piece = piece_of(half, j, BLOCKS)
         dp_piece = gl.convert_layout(dp_pieces[j], LAYOUT)
         ds_piece32 = score_gradients(b_p[j], b_p_kept[j], dp_piece, piece, BLOCKS, MODE)
-        if BLOCKS.writes_ds:
-            write_ds(queries.p_ds, ds_piece32 * KEEP_SCALE, piece.i_m, tile.i_tile * BLOCKS.k, pos)
         ds_piece = gl.convert_layout(ds_piece32.to(half.q.dtype), P_LAYOUT)
         b_ds += (ds_piece,)  # type: ignore[assignment]
         if j == N - 1:  # all of it at once: the compiler has all warps wait between stores to slices of a tile
             half.ds.store(gl.convert_layout(joined(b_ds), S_LAYOUT))
         b_dk = warpgroup_mma(ds_piece, piece.q, b_dk, is_async=True)
-        if BLOCKS.sums:
-            b_sum = warpgroup_mma(ds_piece, buffers.sum_ones.permute((1, 0)), b_sum, is_async=True)
-    return b_ds, (b_dk, b_sum) if BLOCKS.sums else (b_dk,)
+        if BLOCKS.writes_ds:
+            write_ds(queries.p_ds, ds_piece32 * KEEP_SCALE, piece.i_m, tile.i_tile * BLOCKS.k, pos)
+        if BLOCKS.sums == "ds":
+            b_sum = warpgroup_mma(ds_piece, program.buffers.sum_ones.permute((1, 0)), b_sum, is_async=True)
+        elif BLOCKS.sums is not None:
+            b_sum += weighted_sums(ds_piece32, piece.i_m, tile.i_tile * BLOCKS.k, pos, program, BLOCKS)
+    return b_ds, (b_dk, b_sum) if BLOCKS.sums == "ds" else (b_dk,), b_sum
 
 
 @gluon.jit
@@ -342,7 +397,7 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     TWO: gl.constexpr = BM > HALF
     PIECES: gl.constexpr = BLOCKS.pieces  # a product each, for dv and dk
     N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # matrix products that `product` starts, as waits count them
-    K: gl.constexpr = PIECES * (2 if BLOCKS.sums else 1)  # and `add_to_dk`
+    K: gl.constexpr = PIECES * (2 if BLOCKS.sums == "ds" else 1)  # and `add_to_dk`
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [BM // 16, 128 // BM], [16, BM * BD // 128, 16])
     buffers, barriers = program.buffers, program.barriers
     i_h, i_tile_m, _, _, _, _, next_h, next_tile, i_step, has_next = queries
@@ -361,14 +416,17 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     if TWO:
         half_1 = half_of(i_tile_m * BM, i_s, 1, buffers, BLOCKS)
         numbers = load_added(i_h, half_1.i_m, tile, program, BLOCKS, MODE)
-        s_flight_1 = product(b_k, half_1.q, half_1, 0, numbers, program, BLOCKS, MODE)
+        if MODE.added != "pair":
+            s_flight_1 = product(b_k, half_1.q, half_1, 0, numbers, program, BLOCKS, MODE)
     b_w = draw(i_h, half.i_m, tile, program.inputs, BLOCKS, MODE)
     b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, half, is_cut, queries, tile, pos, program, BLOCKS, MODE)
     if TWO:
+        if MODE.added == "pair":  # by now the numbers are there
+            s_flight_1 = product(b_k, half_1.q, half_1, 0, numbers, program, BLOCKS, MODE)
         dp_flight_1 = product(v_s, half_1.do, half_1, 1, 0.0, program, BLOCKS, MODE)
     b_dp = warpgroup_mma_wait(2 * N + PIECES if TWO else PIECES, deps=(dp_flight,))
-    b_ds, dk_flight = add_to_dk(
-        b_p, b_p_kept, b_dp, b_dk, b_sum, half, queries, tile, pos, buffers, BLOCKS, MODE
+    b_ds, dk_flight, b_sum = add_to_dk(
+        b_p, b_p_kept, b_dp, b_dk, b_sum, half, queries, tile, pos, program, BLOCKS, MODE
     )  # fmt: skip
     if TWO:
         b_w = draw(i_h, half_1.i_m, tile, program.inputs, BLOCKS, MODE)
@@ -376,9 +434,11 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
         b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, half_1, is_cut, queries, tile, pos, program, BLOCKS, MODE)
         finished = done((dp_flight_1,) + dk_flight, b_ds, PIECES)  # noqa: RUF005 - Triton unpacks no tuple here
         b_dp, b_dk = finished[0], finished[1]
-        if BLOCKS.sums:
+        if BLOCKS.sums == "ds":
             b_sum = finished[2]
-        b_ds, dk_flight = add_to_dk(b_p, b_p_kept, b_dp, b_dk, b_sum, half_1, queries, tile, pos, buffers, BLOCKS, MODE)
+        b_ds, dk_flight, b_sum = add_to_dk(
+            b_p, b_p_kept, b_dp, b_dk, b_sum, half_1, queries, tile, pos, program, BLOCKS, MODE
+        )
     b_dv = done((dv_flight,), b_p_kept, K)[0]
     numbers = load_added(next_h, next_tile * BM, tile, program, BLOCKS, MODE)
     fence_async_shared()
@@ -388,7 +448,7 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     # Queries and their gradients of out are not needed for dq: the producer may bring others while it is in flight.
     finished = done(dk_flight, b_ds, 1)
     b_dk = finished[0]
-    if BLOCKS.sums:
+    if BLOCKS.sums == "ds":
         b_sum = finished[1]
     mbarrier.arrive(barriers.empty.index(i_s))
     s_flight = first_scores(b_k, i_step + 1, has_next, numbers, program, BLOCKS, MODE)

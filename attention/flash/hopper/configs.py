@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ..call import Problem
-from ..formula import added_by, is_biased, sums_along_columns
+from ..formula import added_by, is_biased, sums_of
 
 HEAD_DIMS = {"forward": range(33, 257), "backward": range(33, 129)}  # in tiles of 64, 128 or 256 columns
 FP8_MAX_HEAD_DIM = 128
@@ -62,7 +62,7 @@ class BackwardBlocks(NamedTuple):
     rows_in_products  whether lse2 and delta come with the products s and dp, which takes shared memory
     mask_drawer       whether four more warps draw dropout's mask, which takes registers and shared memory
     pieces            1 or 2: of 64 queries; the products of a piece run while the weights of the next are computed
-    sums              whether ds is summed along the columns
+    sums              what is summed along the columns, see `sums_of`
     writes_ds         whether ds is written to device memory
     """
 
@@ -74,7 +74,7 @@ class BackwardBlocks(NamedTuple):
     rows_in_products: bool
     mask_drawer: bool
     pieces: int
-    sums: bool
+    sums: str | None
     writes_ds: bool = False
 
 
@@ -86,10 +86,20 @@ def forward_blocks(problem: Problem) -> ForwardBlocks:
         return ForwardBlocks(
             consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, ping_pong=False, out_in_q=True
         )
-    if head_dim > 64:  # the further operands of the product leave no room for a second stage of queries
-        q_stages = 1 if alibi or biased else 2
+    if head_dim > 64:
+        # The further operands of the product leave no room for a second stage of queries; for values of keys a tile of
+        # out makes room for it, which is faster without dropout.
+        out_in_q = biased and not dropout
+        q_stages = 1 if alibi or (biased and dropout) else 2
         return ForwardBlocks(
-            consumers=2, k=128, columns=128, stages=2, q_stages=q_stages, registers=240, ping_pong=False
+            consumers=2,
+            k=128,
+            columns=128,
+            stages=2,
+            q_stages=q_stages,
+            registers=240,
+            ping_pong=False,
+            out_in_q=out_in_q,
         )
     # Three consumers are fastest for long sequences, and leave few registers to each. Programs of a single one divide
     # short sequences better, and smaller tiles the shortest. With larger ones, what comes with the product besides q
@@ -99,7 +109,10 @@ def forward_blocks(problem: Problem) -> ForwardBlocks:
         return ForwardBlocks(
             consumers=1, k=64, columns=64, stages=2, q_stages=1, registers=128, ping_pong=False, out_in_q=True
         )
-    if length < longest and not (alibi or biased):
+    if added_by(score) == "pair":  # whose values take the registers of a third consumer
+        return ForwardBlocks(consumers=2, k=128, columns=64, stages=4, q_stages=2, registers=240, ping_pong=False)
+    # With values of distances, three consumers spill, and are slower at 16k.
+    if (length < longest or added_by(score) == "distance") and not (alibi or biased):
         return ForwardBlocks(
             consumers=1, k=128, columns=64, stages=2, q_stages=1, registers=168, ping_pong=False, out_in_q=True
         )
@@ -117,14 +130,14 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
 def backward_blocks(problem: Problem) -> BackwardBlocks:
     """The backward's shape for a call with a head size that it supports."""
     head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
-    alibi, sums = score.alibi, sums_along_columns(problem.spec)
+    alibi, sums = score.alibi, sums_of(problem.spec)
     changed = score.soft_cap is not None or (
         score.formula is not None and added_by(score) not in ("column", "distance", "pair")
     )
     # lse2 and delta cannot come with their products where a soft cap, a formula or dropout changes s or dp in between.
     # Below 1,024 keys it takes longer to write them as operands than it saves. At head size 64 they take the place of
-    # the next keys in shared memory, as do the ones by which ds is summed.
-    rows = not (dropout or changed) and (length >= 1024 if head_dim > 64 else alibi or is_biased(score))
+    # the next keys in shared memory, as do the ones by which all ds are summed.
+    rows = not (dropout or changed) and (length >= 1024 if head_dim > 64 else alibi or added_by(score) is not None)
     if head_dim > 64:
         return BackwardBlocks(
             q=64,
@@ -137,19 +150,19 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
             pieces=2,
             sums=sums,
         )
-    if dropout:  # a second half would need registers that are not there
+    if dropout or added_by(score) == "pair":  # a second half would need registers that are not there
         return BackwardBlocks(
             q=64,
             k=128,
             columns=64,
             stages=3,
             key_stages=2,
-            rows_in_products=False,
-            mask_drawer=True,
+            rows_in_products=rows,
+            mask_drawer=dropout,
             pieces=1,
             sums=sums,
         )
-    key_stages = 1 if rows or sums else 2
+    key_stages = 1 if rows or sums == "ds" else 2
     return BackwardBlocks(
         q=128,
         k=128,

@@ -305,7 +305,7 @@ def write(out, rows, result, i_bh, queries, work, program, c: gl.constexpr, BLOC
         o = gl.where((gl.convert_layout(first, O_ROWS) < gl.convert_layout(end, O_ROWS))[:, None], o, 0.0)
     elif MODE.causal:
         o = gl.where((i_m + gl.arange(0, ROWS, O_ROWS) >= sizes.T - sizes.S)[:, None], o, 0.0)
-    b_out = program.buffers.out.index(c)
+    b_out = program.buffers.out.index(work.stage.index if BLOCKS.out_in_q and BLOCKS.q_stages > 1 else c)
     tma.store_wait(0)
     b_out.store(o.to(dtype))
     fence_async_shared()

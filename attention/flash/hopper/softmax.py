@@ -191,7 +191,9 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
     if MODE.added == "distance":
         a = queries.added
         if is_near(a.x, i_m, i_n, N, pos):
-            b_s += near_numbers(a.x, a.i_b, a.i_h, o_m, i_n + o_columns, pos) * (LOG2_E / scale_log2)
+            o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+            b_numbers = near_numbers(a.x, a.i_b, a.i_h, i_m, i_n, o_rows, N - 1 - o_columns, N, pos)
+            b_s += b_numbers * (LOG2_E / scale_log2)
     if is_cut:
         b_s = gl.where(sees_key(o_m, i_n + o_columns, queries.interval, pos, MODE), b_s, -float("inf"))
     return b_s
