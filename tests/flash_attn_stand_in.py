@@ -39,10 +39,11 @@ def flash_attn_varlen_func(
     q,
     k,
     v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
+    qv=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
     softmax_scale=None,
     causal=False,
     window_size=(None, None),
@@ -51,6 +52,7 @@ def flash_attn_varlen_func(
     deterministic=False,
     return_lse=False,
 ):
+    assert qv is None
     left, right = window_size
     outs, lses = [], []
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -70,7 +72,7 @@ def flash_attn_func(q, k, v, **options):
     (B, T), S = q.shape[:2], k.shape[1]
     bounds_q, bounds_k = (torch.arange(B + 1, dtype=torch.int32) * n for n in (T, S))
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = flash_attn_varlen_func(q, k, v, bounds_q, bounds_k, T, S, **options)
+    out, lse = flash_attn_varlen_func(q, k, v, None, bounds_q, bounds_k, T, S, **options)
     return out.unflatten(0, (B, T)), lse if lse is None else lse.unflatten(1, (B, T)).transpose(0, 1)
 
 
@@ -91,7 +93,7 @@ def varlen_attn(
     assert enable_gqa or query.shape[1] == key.shape[1]
     window: Any = tuple(None if n == -1 else n for n in window_size)
     out, lse = flash_attn_varlen_func(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale, window_size=window, return_lse=True
+        query, key, value, None, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size=window, return_lse=True
     )
     return (out, lse) if return_aux is not None and return_aux.lse else out
 

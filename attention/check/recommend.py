@@ -6,6 +6,7 @@ import argparse
 import re
 import statistics
 import sys
+import textwrap
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from .run import Refused, results, short, verdicts
 from .subject import CheckError, Subject, find
 
 TRIALS, TRIAL_S = 50, 1.0
+CYCLES_PER_MS = 2e6  # of a GPU's clock, about
 LAST = ("hf-eager", "sdpa-math", "tiled", "naive")  # rarely the fastest, and the slowest to measure
 JUDGED = {"cpu": 512, "cuda": 2048}  # the most queries and keys that are compared with fp64
 
@@ -30,6 +32,7 @@ class Candidate:
     worst    the largest error, as a share of the error that rounding explains; None where it was not compared
     forward  milliseconds of a forward pass without gradients; None where it does not run
     both     milliseconds of a forward and backward pass; None where one of them does not run
+    launch   on a GPU, milliseconds in which the host launches both, or the forward where there is no backward
     why      the reason why it does not run
     """
 
@@ -37,6 +40,7 @@ class Candidate:
     worst: float | None = None
     forward: float | None = None
     both: float | None = None
+    launch: float | None = None
     why: str = ""
 
     @property
@@ -44,9 +48,9 @@ class Candidate:
         return self.worst is not None and self.worst <= 1
 
     def row(self) -> list[str]:
-        """As a row of the table."""
-        times = [f"{ms:.3g}" if ms is not None else "-" for ms in (self.forward, self.both)]
-        judgement = self.why or ("yes" if self.correct else f"no, {self.worst:.3g} times what rounding explains")
+        """Of one that ran, as a row of the table."""
+        times = [f"{ms:.3g}" if ms is not None else "-" for ms in (self.forward, self.both, self.launch)]
+        judgement = "yes" if self.correct else f"no, {self.worst:.3g} times what rounding explains"
         return [self.name, *times, judgement]
 
 
@@ -108,8 +112,9 @@ def measured(name: str, case: Case, device: torch.device) -> Candidate:
         try:
             gradients = differentiable(subject, small, device)
             candidate.worst = max(verdict.share for verdict in verdicts(subject, small, device, gradients))
-            candidate.forward = milliseconds(subject, case, device, gradients=False)
-            candidate.both = milliseconds(subject, case, device, gradients=True) if gradients else None
+            candidate.forward, candidate.launch = milliseconds(subject, case, device, gradients=False)
+            if gradients:
+                candidate.both, candidate.launch = milliseconds(subject, case, device, gradients=True)
         except Refused as error:
             candidate.why = str(error)
         except torch.OutOfMemoryError:
@@ -130,41 +135,56 @@ def differentiable(subject: Subject, case: Case, device: torch.device) -> bool:
     return True
 
 
-def milliseconds(subject: Subject, case: Case, device: torch.device, gradients: bool) -> float:
-    """The median time of a call. The first call is not counted."""
+def milliseconds(subject: Subject, case: Case, device: torch.device, gradients: bool) -> tuple[float, float | None]:
+    """The median time of a call, and on a GPU that of the host until it has launched the call. The first is left out.
+
+    The host launches while the GPU waits, so that the first time is the GPU's alone, as in a CUDA graph.
+    """
     inputs = draw(case, device)
     call = subject.prepared(case, inputs)
     leaves = [x.requires_grad_(gradients) for x in (inputs.q, inputs.k, inputs.v)]
 
-    def once() -> float:
+    def once(waiting_ms: float = 0.0) -> tuple[float, float | None]:
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize(device)
+            torch.cuda._sleep(int(waiting_ms * CYCLES_PER_MS))
             start.record()
         began = time.perf_counter()
         with torch.set_grad_enabled(gradients):
             out = call(*leaves)[0]
             if gradients:
                 torch.autograd.grad(out, leaves, inputs.do)
+        took = 1000 * (time.perf_counter() - began)
         if device.type == "cuda":
             end.record()
             torch.cuda.synchronize(device)
-            return start.elapsed_time(end)
-        return 1000 * (time.perf_counter() - began)
+            return start.elapsed_time(end), took
+        return took, None
 
     once()
-    times = [once()]
-    while len(times) < TRIALS and sum(times) < 1000 * TRIAL_S:
-        times.append(once())
-    return statistics.median(times)
+    _, launch = once()
+    waiting_ms = 2 * (launch or 0.0)
+    times = [once(waiting_ms)]
+    while len(times) < TRIALS and sum(ms for ms, _ in times) < 1000 * TRIAL_S:
+        times.append(once(waiting_ms))
+    launches = [ms for _, ms in times if ms is not None]
+    return statistics.median(ms for ms, _ in times), statistics.median(launches) if launches else None
 
 
 def table(candidates: list[Candidate], case: Case, device: torch.device) -> str:
-    """All candidates, correct ones first, ordered by their time."""
+    """Those that ran, correct ones first, ordered by their time; then the others, with the reason."""
     order = sorted(candidates, key=lambda x: (not x.correct, x.both or x.forward or float("inf"), x.name))
-    rows = [["", "forward ms", "both ms", "correct"], *(x.row() for x in order)]
-    widths = [max(len(row[n]) for row in rows) for n in range(3)]
-    lines = [f"{case.words()} on {torch.cuda.get_device_name(device) if device.type == 'cuda' else device}", ""]
-    for name, forward, both, correct in rows:
-        lines.append(f"{name:<{widths[0]}}  {forward:>{widths[1]}}  {both:>{widths[2]}}  {correct[:100]}")
+    rows = [["", "forward ms", "both ms", "launch ms", "correct"], *(x.row() for x in order if not x.why)]
+    if device.type != "cuda":
+        rows = [[*row[:3], row[4]] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device
+    lines = [f"{case.words()} on {name}", ""]
+    for first, *times, correct in rows:
+        cells = [f"{time:>{width}}" for time, width in zip(times, widths[1:], strict=False)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells, correct]))
+    if refused := [f"{x.name}: {x.why}" for x in order if x.why]:
+        lines += ["", "Not measured:"]
+        lines += [textwrap.fill(text, 118, initial_indent="  ", subsequent_indent="      ") for text in refused]
     return "\n".join([*lines, ""])

@@ -78,6 +78,13 @@ PACKED = Layout(
 LAYOUTS = {"ours": HEADS_FIRST, "plain": HEADS_FIRST, "sdpa": HEADS_FIRST, "flash": TOKENS_FIRST, "varlen": PACKED}
 
 
+# What a packed call says of its sequences, by flash-attn and by torch.
+BOUNDS = (
+    ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    ("cu_seq_q", "cu_seq_k", "max_q", "max_k"),
+)
+
+
 def builtin_sdpa(
     query: Tensor,
     key: Tensor,
@@ -155,7 +162,12 @@ def arguments(
         for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))
     ]
     if style == "varlen":
-        positional += bounds(case, inputs.q.device)
+        packed = bounds(case, inputs.q.device)
+        names = next((names for names in BOUNDS if set(names) <= set(signature.parameters)), None)
+        if names is None:
+            positional += packed
+        else:  # flash-attn 4 has another parameter before them
+            named.update(zip(names, packed, strict=True))
     window, masked = signature.name("window"), style == "sdpa" and needs_mask(case)
     if masked and inputs.bias is not None:
         mask = inputs.bias.masked_fill(~problem(case, inputs).seen, -torch.inf)

@@ -23,7 +23,7 @@ from attention import (
 )
 from attention.check.cases import Case
 from attention.check.run import verdicts
-from attention.check.subject import ours
+from attention.check.subject import find, ours
 from attention.peers import Peer
 from tests import flash_attn_stand_in
 
@@ -52,6 +52,16 @@ def test_the_library_computes_what_was_asked_for(name: str, installed: None):
     assert "lse" in subject.features
     tried = [case for case in CASES.values() if subject.supports(case)]
     assert len(tried) == {"varlen": 7, "fa4": 9}[name]
+    for case in tried:
+        for found in verdicts(subject, case, CPU):
+            assert found.passes, (case, found)
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa4-varlen"])
+def test_the_checker_calls_the_library_as_its_parameters_ask(name: str, installed: None):
+    subject = find(name)
+    tried = [case for case in CASES.values() if subject.supports(case)]
+    assert len(tried) == {"fa4": 7, "fa4-varlen": 9}[name]
     for case in tried:
         for found in verdicts(subject, case, CPU):
             assert found.passes, (case, found)
