@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None  # available for Linux only
 if HAS_TRITON:
@@ -32,6 +33,23 @@ def capability(device: torch.device) -> tuple[int, int]:
 def multiprocessors(device: torch.device) -> int:
     """The GPU's multiprocessors, each of which runs at least one program at a time; 1 in Triton's interpreter."""
     return 1 if INTERPRET.value else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class DeviceOf(torch.cuda.device_of):
+    """While it is open, x's GPU is the current one, and this thread has its context.
+
+    A thread of autograd's has no context before its first launch. Triton makes a launch's tensor descriptors, which
+    need one, earlier. A question to the driver brings the context for less than a launch.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x)
+        self.on_gpu = x.is_cuda
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if self.on_gpu:
+            torch.cuda.is_current_stream_capturing()
 
 
 def constant_when_compiled(function: Function) -> Function:

@@ -31,7 +31,8 @@ def formula(q, k, v, scale, left, right, softcap=0.0, sink=None) -> tuple[Tensor
     s = s.masked_fill(hidden, -torch.inf)
     if sink is not None:
         s = torch.cat([s, sink.to(s.dtype)[:, None, None].expand(-1, T, 1)], dim=-1)
-    p = s.softmax(dim=-1)[..., :S]
+    blind = (s == -torch.inf).all(-1, keepdim=True)  # queries that see nothing get zeros
+    p = s.masked_fill(blind, 0).softmax(dim=-1).masked_fill(blind, 0)[..., :S]
     return (p @ v).transpose(0, 1), s.logsumexp(dim=-1)
 
 
@@ -68,11 +69,28 @@ def flash_attn_varlen_func(
     return torch.cat(outs), torch.cat(lses, dim=1) if return_lse else None
 
 
-def flash_attn_func(q, k, v, **options):
+def flash_attn_func(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    learnable_sink=None,
+    softcap=0.0,
+    deterministic=False,
+    return_lse=False,
+):
+    options = {
+        "window_size": window_size,
+        "learnable_sink": learnable_sink,
+        "softcap": softcap,
+        "return_lse": return_lse,
+    }
     (B, T), S = q.shape[:2], k.shape[1]
     bounds_q, bounds_k = (torch.arange(B + 1, dtype=torch.int32) * n for n in (T, S))
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = flash_attn_varlen_func(q, k, v, None, bounds_q, bounds_k, T, S, **options)
+    out, lse = flash_attn_varlen_func(q, k, v, None, bounds_q, bounds_k, T, S, softmax_scale, causal, **options)
     return out.unflatten(0, (B, T)), lse if lse is None else lse.unflatten(1, (B, T)).transpose(0, 1)
 
 

@@ -19,7 +19,7 @@ from ..decode.cache import Cache
 from ..dropout import drop_threshold
 from ..errors import Option, UnsupportedAttention
 from ..formula.hoist import scaled_queries as scale
-from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE
+from ..gpu import ALIGNMENT, HAS_TRITON, NAMESPACE, DeviceOf
 from ..interface import FEATURES, Attention, AttentionOutput, AttentionShape, Call
 from ..score import Score
 from ..scores import OPTIONS
@@ -93,7 +93,7 @@ def run_horizons(q: Tensor, k: Tensor, slopes: Tensor, spec: str) -> Tensor:
     check(q.shape[-1], q.dtype, q.device)
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(q.shape[:2], dtype=torch.int32)
-    with torch.cuda.device_of(q):
+    with DeviceOf(q):
         return find_horizons(addressable(q), addressable(k), slopes, Spec.read(spec))
 
 
@@ -110,7 +110,7 @@ def run_key_horizons(q: Tensor, k: Tensor, x: Tensor, factors: Tensor | None, sp
     check(q.shape[-1], q.dtype, q.device)
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(key_horizons_shape(q, k), dtype=torch.int32)
-    with torch.cuda.device_of(q):
+    with DeviceOf(q):
         return find_key_horizons(addressable(q), addressable(k), x, factors, Spec.read(spec))
 
 
@@ -147,7 +147,7 @@ def run_forward(
     """out, lse and lse2 as `forward` gives them; inputs, spec and positions are those of a KernelCall."""
     check(q.shape[-1], q.dtype, q.device)
     out, call = torch.empty_like(q), KernelCall.of(inputs, spec, q_start, k_start)
-    with torch.cuda.device_of(q):
+    with DeviceOf(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
         name = choose_path(call.problem(q, k), backward=False)
         if call.inputs.factors is not None and name != "hopper":
@@ -177,7 +177,7 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k
     sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32) if sums_of(call.spec) else None
     found = Gradients(*split_qkv_grad(gradients, q, k), sums, room_for_ds(call, q, k))
     factors, dfactors = call.inputs.factors, None
-    with torch.cuda.device_of(q):
+    with DeviceOf(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
         given = q
         if factors is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import AttentionConfig, DropoutKey, KernelPath, build_attention, documents, gpu, keep_mask
+from attention import AttentionConfig, DropoutKey, KernelPath, Score, build_attention, documents, gpu, keep_mask
 from tests.attention.reference import KEY, Case, assert_accurate, formula, gradients
 from tests.gpu.graphs import captured
 
@@ -296,6 +297,22 @@ print(time.perf_counter() - start)
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 10
+
+
+@EACH_PATH
+def test_a_thread_whose_first_work_are_the_kernels_runs_them(path):
+    """A thread has no CUDA context before its first launch, and memory that torch has at hand needs none."""
+    q, k, v, do = torch.randn(4, 2, 4, 130, 64, device="cuda", dtype=torch.bfloat16)
+    factors = {"a": torch.ones(4, device="cuda")}  # the first kernel of each pass then takes tensor descriptors
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def call():
+        out = flash(path=path)(q, k, v, score=Score(formula="a[h] * s"), tensors=factors).out
+        return out.detach(), *torch.autograd.grad(out, leaves, do)
+
+    with ThreadPoolExecutor(max_workers=1) as first, ThreadPoolExecutor(max_workers=1) as second:
+        results = [pool.submit(call).result() for pool in (first, second)]
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @EACH_PATH

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 ONE_B = replace(LLAMA, n_heads=32, n_kv_heads=8, n_embd=2048, mlp_width=8192, rope_layers=None)
 SMALL = replace(GPT2, n_heads=12, n_embd=768)
-SEVEN_B = replace(LLAMA, n_layers=1, n_heads=32, n_kv_heads=32, n_embd=4096, mlp_width=11008)
+SEVEN_B = replace(LLAMA, n_layers=1, n_heads=32, n_kv_heads=32, n_embd=4096, mlp_width=11008, rope_layers=None)
 REAL = {"1B": ONE_B, "124M": SMALL, "7B": SEVEN_B}
 
 
