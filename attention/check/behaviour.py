@@ -33,12 +33,12 @@ def leaks(session: Session) -> Line:
     """Keys that a query must not see change nothing of its row, and receive no gradient from it."""
     subject, calls, wrong = session.subject, 0, list[Failure]()
     cases = [
-        Case(T=130, S=130, B=2, H=4, H_kv=2),
+        Case(T=130, S=130, B=2, H=4, H_kv=session.kv_heads(4)),
         Case(T=40, S=130, B=2),
         Case(T=130, S=130, window=33),
         Case(T=129, S=129, documents=(63, 1, 65)),
         Case(T=129, S=129, documents=(64, 65), causal=False),
-        Case(T=65, S=65, B=2, H=4, H_kv=2, causal=False),
+        Case(T=65, S=65, B=2, H=4, H_kv=session.kv_heads(4), causal=False),
     ]
     pairs = [
         (replace(case, dtype=dtype, seed=session.seed), keys)
@@ -132,7 +132,7 @@ def not_finite(session: Session) -> Line:
     and an implementation may skip the key.
     """
     subject, calls, wrong = session.subject, 0, list[Failure]()
-    case = Case(T=70, S=70, B=2, H=4, H_kv=2, seed=session.seed, causal="causal" in subject.features)
+    case = Case(T=70, S=70, B=2, H=4, H_kv=session.kv_heads(4), seed=session.seed, causal="causal" in subject.features)
     for value, name in product((torch.nan, torch.inf, -torch.inf), ("q", "k", "v")):
         for dtype in session.timely(session.dtypes):
             here = replace(case, dtype=dtype)
@@ -183,7 +183,7 @@ def repeats(session: Session) -> Line:
     """Repeated calls give the same bits."""
     subject, calls, wrong, fewest = session.subject, 0, list[Failure](), REPEATS
     for dtype in session.timely(session.dtypes):
-        case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=2, dtype=dtype, seed=session.seed)
+        case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
         case = replace(case, causal="causal" in subject.features)
         inputs = draw(case, session.device)
         try:
@@ -227,7 +227,7 @@ def batch(session: Session) -> Line:
     """A sequence gives the same results alone and in a batch."""
     subject, calls, wrong, bitwise, share = session.subject, 0, list[Failure](), True, 0.0
     for dtype in session.timely(session.dtypes):
-        case = Case(T=97, S=97, D=32, B=4, H=4, H_kv=2, dtype=dtype, seed=session.seed)
+        case = Case(T=97, S=97, D=32, B=4, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
         case = replace(case, causal="causal" in subject.features)
         inputs, one = draw(case, session.device), replace(case, B=1)
         try:
@@ -258,7 +258,7 @@ def evaluation(session: Session) -> Line:
     subject, calls, wrong, bitwise = session.subject, 0, list[Failure](), True
     for dtype in session.timely(session.dtypes):
         for T, S in ((65, 65), (1, 130), (128, 128)):
-            case = Case(T=T, S=S, D=32, B=2, H=4, H_kv=2, dtype=dtype, seed=session.seed)
+            case = Case(T=T, S=S, D=32, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
             case = replace(case, causal="causal" in subject.features)
             inputs = draw(case, session.device)
             try:
@@ -295,7 +295,7 @@ def side_effects(session: Session) -> Line:
     """A call changes neither its inputs nor the state of torch's generator."""
     subject, calls, wrong = session.subject, 0, list[Failure]()
     for dtype in session.timely(session.dtypes):
-        case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=2, dtype=dtype, seed=session.seed)
+        case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
         case = replace(case, causal="causal" in subject.features)
         inputs, state = draw(case, session.device), torch.get_rng_state()
         copies = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do)]

@@ -83,6 +83,8 @@ def check(
     session.done()
     features = tuple(sorted(subject.features))
     left = unseen(features, session.dtypes, session.refused, lines, session.no_gradients)
+    if not session.grouped:
+        left.insert(0, "Fewer key/value heads than query heads: such a call was refused.")
     where = f"torch {torch.__version__}, {name_of(device)}"
     took = time.monotonic() - started
     return Report(

@@ -28,7 +28,18 @@ def dropout(session: Session) -> Iterator[Line]:
         return
     # The mask is read in the highest precision, in which no weight rounds to zero.
     dtype = next((name for name in ("fp32", "bf16", "fp16") if name in session.dtypes), "fp32")
-    case = Case(T=96, S=160, D=32, B=2, H=4, H_kv=2, dtype=dtype, causal=False, dropout=RATE, seed=session.seed + 1)
+    case = Case(
+        T=96,
+        S=160,
+        D=32,
+        B=2,
+        H=4,
+        H_kv=session.kv_heads(4),
+        dtype=dtype,
+        causal=False,
+        dropout=RATE,
+        seed=session.seed + 1,
+    )
     case = replace(case, causal="full" not in session.subject.features)
     if case.causal:
         case = replace(case, T=160)
@@ -135,7 +146,9 @@ def replay(session: Session) -> Line:
     sizes = ((64, 64, 32), (97, 97, 32), (33, 130, 64), (1, 70, 16), (129, 129, 16))
     for T, S, D in sizes:
         for dtype in session.timely(session.dtypes):
-            case = Case(T=T, S=S, D=D, B=2, H=4, H_kv=2, dtype=dtype, dropout=RATE, seed=session.seed + 2)
+            case = Case(
+                T=T, S=S, D=D, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, dropout=RATE, seed=session.seed + 2
+            )
             case = replace(case, causal="causal" in subject.features)
             try:
                 inputs = draw(case, session.device)

@@ -110,6 +110,7 @@ class Session:
     refused       the other precisions, with the reasons
     gradients     whether the implementation has a backward pass
     no_gradients  the reason why it has none
+    grouped       whether it takes fewer key/value heads than query heads
     threads       the number of torch's threads where a check depends on it; elsewhere it is one, which is faster for
                   small tensors
     """
@@ -123,11 +124,16 @@ class Session:
     refused: dict[str, str] = field(default_factory=dict)
     gradients: bool = True
     no_gradients: str = ""
+    grouped: bool = True
     stream: TextIO | None = field(default_factory=lambda: sys.stderr)
     started: float = field(default_factory=time.monotonic)
     threads: int = field(default_factory=torch.get_num_threads)
     _shown: float = 0.0
     _share: float = 0.0
+
+    def kv_heads(self, query_heads: int) -> int:
+        """The key/value heads of a case with grouped heads: half of the query heads, or all where they are refused."""
+        return query_heads // 2 if self.grouped else query_heads
 
     @contextmanager
     def with_threads(self, number: int) -> Iterator[None]:
@@ -188,7 +194,7 @@ def interpreting() -> Iterator[None]:
 
 
 def prepare(session: Session, wanted: tuple[str, ...]) -> None:
-    """Try which precisions the implementation takes, and whether it has gradients.
+    """Try which precisions the implementation takes, and whether it has gradients and takes grouped heads.
 
     The case has usual sizes; an implementation for other head sizes or lengths may refuse it.
     """
@@ -205,3 +211,9 @@ def prepare(session: Session, wanted: tuple[str, ...]) -> None:
             results(session.subject, case, inputs)
         except Refused as error:
             session.gradients, session.no_gradients = False, str(error)
+    if session.dtypes:
+        case = Case(T=64, S=64, D=64, H=4, H_kv=2, dtype=session.dtypes[0], causal="causal" in session.subject.features)
+        try:
+            results(session.subject, case, draw(case, session.device), gradients=False)
+        except Refused:
+            session.grouped = False

@@ -29,7 +29,7 @@ def derivatives(session: Session) -> Line:
     if not session.gradients:
         return Line(SECTION, name, "skip", f"no gradients: {session.no_gradients}")
     cases = [
-        Case(T=5, S=5, D=3, H=4, H_kv=2),
+        Case(T=5, S=5, D=3, H=4, H_kv=session.kv_heads(4)),
         Case(T=3, S=7, D=4),
         Case(T=6, S=6, D=4, window=2),
         Case(T=6, S=6, D=4, soft_cap=1.5),
@@ -146,7 +146,7 @@ def compiled_call(
 
 def compilation(session: Session) -> Line:
     """A compiled call is one graph without breaks, with the same results."""
-    case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=2, dtype=session.dtypes[0], seed=session.seed)
+    case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=session.kv_heads(4), dtype=session.dtypes[0], seed=session.seed)
     custom = bool(recorded(session))
     try:
         compiled = compiled_call(session, case)
@@ -166,7 +166,7 @@ def compilation(session: Session) -> Line:
 
 def recorded(session: Session) -> dict[Any, tuple[Any, Any]]:
     """The custom operators that a compiled call reaches, with their arguments."""
-    case = Case(T=40, S=40, D=16, B=1, H=2, H_kv=1, dtype=session.dtypes[0], seed=session.seed)
+    case = Case(T=40, S=40, D=16, B=1, H=2, H_kv=session.kv_heads(2), dtype=session.dtypes[0], seed=session.seed)
     calls: dict[Any, tuple[Any, Any]] = {}
     with contextlib.suppress(Exception):  # a call that fails here has its own line
         compiled_call(session, case, calls)

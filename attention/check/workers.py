@@ -86,7 +86,7 @@ class Workers:
     def begin(self, session: Session) -> None:
         """Send each process the settings of a session."""
         self.session = session
-        shared = ("device", "deadline", "seed", "dtypes", "refused", "gradients", "no_gradients", "threads")
+        shared = ("device", "deadline", "seed", "dtypes", "refused", "gradients", "no_gradients", "grouped", "threads")
         self.start = Start(*self.named, {name: getattr(session, name) for name in shared})
         for _, connection in self.idle:
             connection.send(self.start)

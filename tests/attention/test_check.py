@@ -387,3 +387,15 @@ def test_calls_that_an_attention_refuses_are_listed_and_no_failures():
     with pytest.raises(Refused, match="multiples of 8"):
         verdicts(subject, Case(D=12), CPU)
     assert worst(subject, Case(D=16)).passes
+
+
+def test_an_attention_without_grouped_heads_is_checked_in_all_else():
+    def attend(q, k, v, causal=True, scale=None):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+    subject = Subject("attend", "", "attend", attend, "plain", frozenset({"causal", "scale", "grouped", "top_left"}))
+    report = check(subject, dtypes=["fp32"], quick=True)
+    status = {line.name: line.status for line in report.lines}
+    judged = ("hidden keys", "NaN and infinity", "the same again", "alone and in a batch", "side effects", "gradcheck")
+    assert {name: status[name] for name in judged} == dict.fromkeys(judged, "ok")
+    assert "Fewer key/value heads than query heads: such a call was refused." in report.unseen
