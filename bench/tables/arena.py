@@ -81,7 +81,7 @@ def toy(rows: Rows) -> str:
     return judged(of_case(rows, "toy"))
 
 
-@block("arena-formulas", "cpu:arena-formulas")
+@block("arena-formulas", "cpu:arena")
 def formulas(rows: Rows) -> str:
     """The verdicts on the scores of experiment=formulas, the lowest loss first. Their times were disturbed."""
     row = of_case(rows, "formulas")
