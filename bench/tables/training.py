@@ -71,6 +71,14 @@ def with_dropout(ours: Rows, theirs: Rows) -> str:
     return steps([row for row in ours if row["dropout"]], theirs, "batch x seq_len, dropout 0.1", bf16=True)
 
 
+@block("train-step-h100", "h100:train-step")
+def on_h100(ours: Rows) -> str:
+    """The recipe alone, on a GPU that nanoGPT was not measured on."""
+    rows = sorted(ours, key=lambda row: (length(row), row["dropout"]))
+    lines = [[shape(row), f"{row['dropout']:g}", cell(row)] for row in rows]
+    return table(["batch x seq_len", "dropout", "thousand tokens/s (GiB at the peak)"], lines)
+
+
 @block("recompute", "train-step")
 def recompute(rows: Rows) -> str:
     """The time that training.recompute costs and the memory that it saves."""
