@@ -100,7 +100,7 @@ def test_a_replayed_step_takes_the_documents_of_its_batch(attention):
 
 def test_micro_steps_with_torchs_generators_are_not_replayed():
     """They are seeded for each."""
-    options = {"attention": "sdpa", "rng": DropoutRng.torch}
+    options: dict[str, Any] = {"attention": "sdpa", "rng": DropoutRng.torch}
     assert trainer(batch_tokens=2 * B * T, **options).replay is None
     assert trainer(**options).replay is not None
 

@@ -87,6 +87,6 @@ def test_no_step_breaks_the_graph_or_compiles_again(attention, options, monkeypa
 def test_a_step_without_launches_between_its_micro_batches_is_the_same():
     """As a GPU replays it: all tensors at once, and only the first micro-step told its number."""
     at_once, one_by_one = (trainer("naive", compile=False) for _ in range(2))
-    at_once.replay = at_once._whole_step
+    at_once.replay = at_once._whole_step  # type: ignore[assignment]
     for step in range(3):
         assert at_once.update(step, batches(step)) == one_by_one.update(step, batches(step))
