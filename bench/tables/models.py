@@ -28,3 +28,17 @@ def parts(priced: Rows, arena: Rows) -> str:
             "" if one is None else f"{one['difference']:+.2f} (*{one['verdict']}*)",
         ])  # fmt: skip
     return table(["", "step", "the baseline's", "tokens/s", "loss at toy size"], lines)
+
+
+@block("llama-cpu", "cpu:llama")
+def llama_cpu(rows: Rows) -> str:
+    """A step of Llama 160M beside transformers'."""
+    lines = [
+        [
+            f"{row['tokens']:,}", row["by"], f"{row['step_s']:.2f} s", f"{row['tokens_per_s']:,.0f}",
+            f"{row['times_transformers']:.2f}",
+        ]
+        for row in rows
+        if row["case"] == "cpu"
+    ]  # fmt: skip
+    return table(["tokens of a step", "by", "step", "tokens/s", "times transformers"], lines)
