@@ -123,33 +123,24 @@ class Problem:
         changed = eval(self.text, {"__builtins__": {}, **words(s.dtype)}, {**tensors, **names})
         return torch.where(seen[:, None], changed.expand(B, H, T, S), -torch.inf)
 
-    def out(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensors: dict[str, Tensor],
-        sinks: Tensor | None,
-        weigh: Callable[[Tensor, Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """(B, H, T, D). `weigh`: `autograds` or `FlashAttention2.apply`."""
+    def out(self, q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor], sinks: Tensor | None) -> Tensor:
+        """(B, H, T, D)."""
         s = self.scores(q, k, tensors)
         blind = ~s.isfinite().any(-1, keepdim=True)
-        keep = (~blind).expand(s.shape).to(s.dtype)
-        if self.dropout:
-            keep = keep * reference_mask(KEY, self.dropout, *s.shape) / (1 - round(256 * self.dropout) / 256)
         s = s.masked_fill(blind, 0.0)
         if sinks is not None:
             s = torch.cat([s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)], -1)
-        return weigh(s, keep, v.repeat_interleave(q.shape[1] // v.shape[1], 1))
+        p = s.softmax(-1)[..., : k.shape[2]].masked_fill(blind, 0.0)
+        if self.dropout:
+            keep = reference_mask(KEY, self.dropout, *p.shape)
+            p = p.masked_fill(~keep, 0.0) / (1 - round(256 * self.dropout) / 256)
+        return p.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
-    def results(
-        self, dtype: torch.dtype, of: torch.dtype, weigh: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """out and all gradients computed in `dtype`, for q, k and v rounded to `of`; `weigh` as `out` takes it."""
+    def results(self, dtype: torch.dtype, of: torch.dtype) -> dict[str, Tensor]:
+        """out and all gradients computed in `dtype`, for q, k and v rounded to `of`."""
         wide = torch.promote_types(dtype, torch.float32)
         return gradients(
-            lambda q, k, v, tensors, sinks: self.out(q, k, v, tensors, sinks, weigh or autograds),
+            lambda q, k, v, tensors, sinks: self.out(q, k, v, tensors, sinks),
             *(x.to(of).to(dtype) for x in (self.q, self.k, self.v, self.do)),
             {name: x.to(wide) for name, x in self.tensors.items()},
             None if self.sinks is None else self.sinks.to(wide),
@@ -183,35 +174,6 @@ class Problem:
         if not backward:
             return {"out": run(q, k, v, tensors, sinks).double().cpu()}
         return gradients(run, q, k, v, do, tensors, sinks)
-
-
-def autograds(s: Tensor, keep: Tensor, v: Tensor) -> Tensor:
-    """dropout(softmax(s)) v, of which torch has the gradients. `keep` (B, H, T, S): factors of the weights."""
-    return (s.softmax(-1)[..., : v.shape[2]] * keep).to(v.dtype) @ v
-
-
-class FlashAttention2(torch.autograd.Function):
-    """The same, with gradients as FlashAttention-2 writes them (Dao 2023, algorithm 2): ds = p (dp - delta).
-
-    autograd has delta = rowsum(p dp), which makes each row of ds sum to zero. An algorithm that never holds a row has
-    the equal delta = rowsum(do out), whose out has been rounded. Its error enters each score of the row with the same
-    sign, so it adds up in what is summed over them: learned tensors and sinks.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, s: Tensor, keep: Tensor, v: Tensor) -> Tensor:
-        p = s.softmax(-1)
-        kept = (p[..., : v.shape[2]] * keep).to(v.dtype)
-        out = kept @ v
-        ctx.save_for_backward(p, keep, kept, v, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, None, Tensor]:
-        p, keep, kept, v, out = ctx.saved_tensors
-        delta = (do.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
-        dp = torch.nn.functional.pad((do @ v.mT).to(p.dtype) * keep, (0, p.shape[-1] - v.shape[2]))  # 0 for the sink
-        return p * (dp - delta), None, kept.mT @ do
 
 
 class Batched:
@@ -313,17 +275,13 @@ def assert_right(
     backward: bool = True,
     device: str = "cpu",
 ) -> None:
-    """Each result is within twice the error of the formula in `dtype`, and a few roundings of its largest value.
-
-    That error is the larger of two: with gradients by autograd, and by FlashAttention2, both in `dtype`.
-    """
-    exact = problem.results(torch.float64, dtype)
-    plain = [problem.results(dtype, dtype, weigh) for weigh in (autograds, FlashAttention2.apply)]
+    """Each result is within twice the error of the formula in `dtype`, and a few roundings of its largest value."""
+    exact, plain = problem.results(torch.float64, dtype), problem.results(dtype, dtype)
     got = problem.computed(attend, dtype, backward, device)
     roundings = {torch.float32: 2e-5, torch.float64: 1e-13}.get(dtype, torch.finfo(dtype).eps)
     for name, value in got.items():
         want = exact[name]
-        error, *errors = ((x - want).abs().max().item() for x in (value, *(results[name] for results in plain)))
-        allowed = 2 * max(errors) + roundings * max(want.abs().max().item(), 0.01)
+        error, expected = (value - want).abs().max().item(), (plain[name] - want).abs().max().item()
+        allowed = 2 * expected + roundings * max(want.abs().max().item(), 0.01)
         where = f"{problem.score}, {problem.layout}, {tuple(problem.q.shape)}, {tuple(problem.k.shape)}"
         assert error <= allowed, f"{name} of {problem.text}: {error:.1e}, of which {allowed:.1e} is rounding ({where})"
