@@ -1,12 +1,12 @@
 """Llama's block at the sizes of its presets: 1.2 billion parameters on a GPU, and 162 million on a CPU.
 
-    python -m bench.llama --cases train     1B, 8 x 4,096 tokens a step, bf16: tokens/s and MFU, 75 s
+    python -m bench.llama --cases train     1B, 8 x 4,096 tokens a step, bf16: tokens/s and MFU, two minutes
     python -m bench.llama --cases decode    1B, one prompt, bf16, beside the bandwidth bound, a minute
     python -m bench.llama --cases cpu       160M in fp32, steps of 512 and 2,048 tokens, beside transformers' eager
 
-train   train.py with model=llama-1b attention=flash and torch.compile, the residual stream in bf16; the median step
-        counts. MFU is a share of the peak for dense bf16 products; it counts the operations of causal or of full
-        attention, as torchtitan does
+train   train.py with model=llama-1b attention=flash and torch.compile, the residual stream in bf16 and in fp32; the
+        median step counts. MFU is a share of the peak for dense bf16 products; it counts the operations of causal or
+        of full attention, as torchtitan does
 decode  a prompt of 337 tokens continued by 512, greedily, weights in bf16, compiled. The bound is the GPU's bandwidth
         over the bytes that each token reads: all weights, of which the embedding is the head too
 cpu     a step of one sequence is forward, backward, clipping and AdamW. Steps alternate; the median counts. Ours has
@@ -53,13 +53,13 @@ ONEDNN = "training.cpu_products=onednn"
 OURS = {"": [ONEDNN], ", compiled": [ONEDNN, "training.compile=true"], ", BLAS": []}
 
 
-def trained(steps: int) -> Row:
-    """The training step of 1B."""
+def trained(steps: int, fp32: bool) -> Row:
+    """The training step of 1B, with the residual stream in fp32 or in bf16."""
     overrides = [
         ONE_B, f"model.vocab_size={VOCABULARY}", "attention=flash", "seq_len=4096", "training.batch_size=8",
         "training.precision=bf16", "training.compile=true", f"training.steps={steps}", "training.log_every=5",
         "training.eval_every=0", "training.checkpoint_every=0", "training.sample_tokens=0", "schedule.warmup_steps=10",
-        "training.residual_in_fp32=false", "tracking=disabled",
+        f"training.residual_in_fp32={fp32}", "tracking=disabled",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         row = train(overrides, Path(folder))
@@ -70,7 +70,8 @@ def trained(steps: int) -> Row:
         if None not in (rate, causal, full):
             print(f"step {line['step']}: {rate:,.0f} tokens/s, MFU {causal:.1%} causal, {full:.1%} full", flush=True)
     shown = ("status", "message", "tokens_per_s", "step_ms", "mfu_full", "mfu_causal", "peak_allocated_gib")
-    return {"case": "train", "by": "this project"} | {name: row[name] for name in shown if name in row}
+    by = f"this project, residual stream in {'fp32' if fp32 else 'bf16'}"
+    return {"case": "train", "by": by} | {name: row[name] for name in shown if name in row}
 
 
 def decoded(device: torch.device, rounds: int) -> Row:
@@ -154,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = result_file(args.name, device_name(device), args.results)
     now = measurement(command_of(parser, arguments), device, ["transformers"])
     rows: dict[str, Callable[[], Iterable[Row]]] = {
-        "train": lambda: [trained(args.steps)],
+        "train": lambda: (trained(args.steps, fp32) for fp32 in (False, True)),
         "decode": lambda: [decoded(device, args.rounds)],
         "cpu": lambda: chain.from_iterable(on_cpu(length, args.rounds) for length in args.tokens),
     }

@@ -4,8 +4,8 @@
     python -m bench.parts --arms gate muon          some of them, and the baseline
 
 A step has 32 x 1,024 random tokens in bf16, compiled and replayed as a CUDA graph; each arm is built in this process,
-and the median of its steps counts. An arm takes 20 seconds. Results go to bench/results/parts-<GPU>.json; each row has
-the baseline's step of the same call.
+and the median of its steps counts. An arm takes 20 seconds. The baseline is measured first and last, and each row has
+the mean of the two. Results go to bench/results/parts-<GPU>.json.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     now = measurement(command_of(parser, arguments), device)
     path = result_file(args.name, device_name(device), args.results)
     first = next(iter(known))
-    baseline: float | None = None
+    rows: list[Row] = []
     with Recorder(path, ("arm",), now) as recorder:
-        for name in dict.fromkeys([first, *args.arms]):
+        for name in [first, *(arm for arm in args.arms if arm != first), first]:
             row = {"arm": name, "overrides": known[name]} | timed(known[name], device, args.steps)
-            baseline = row["step_ms"] if baseline is None else baseline
-            row["baseline_ms"] = baseline
             print(f"{name}: {row['step_ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s", flush=True)
-            recorder.add(row)
+            rows.append(row)
+            baseline = statistics.mean(row["step_ms"] for row in rows if row["arm"] == first)
+            recorder.add(*(row | {"baseline_ms": baseline} for row in rows))
             torch.compiler.reset()
             gc.collect()
             torch.cuda.empty_cache()
