@@ -30,6 +30,20 @@ def parts(priced: Rows, arena: Rows) -> str:
     return table(["", "step", "the baseline's", "tokens/s", "loss at toy size"], lines)
 
 
+@block("llama-train", "llama")
+def llama_train(rows: Rows) -> str:
+    """The training step of Llama 1B, and its share of the GPU's peak."""
+    lines = [
+        [
+            row["by"], f"{row['step_ms']:.0f} ms", f"{row['tokens_per_s']:,.0f}", f"{100 * row['mfu_causal']:.1f} %",
+            f"{100 * row['mfu_full']:.1f} %", f"{row['peak_allocated_gib']:.1f} GiB",
+        ]
+        for row in rows
+        if row["case"] == "train" and row["status"] == "completed"
+    ]  # fmt: skip
+    return table(["by", "step", "tokens/s", "MFU, causal", "MFU, full attention", "memory"], lines)
+
+
 @block("llama-cpu", "cpu:llama")
 def llama_cpu(rows: Rows) -> str:
     """A step of Llama 160M beside transformers'."""
