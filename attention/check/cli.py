@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import time
 import warnings
@@ -21,7 +20,7 @@ from .accuracy import Accuracy
 from .cases import DTYPES
 from .html import html
 from .known import KNOWN
-from .page import Report, as_json, text, unseen
+from .page import Report, as_json, text, unseen, where
 from .parts import Parts
 from .recommend import recommend
 from .run import Session, interpreting, prepare
@@ -85,10 +84,9 @@ def check(
     left = unseen(features, session.dtypes, session.refused, lines, session.no_gradients)
     if not session.grouped:
         left.insert(0, "Fewer key/value heads than query heads: such a call was refused.")
-    where = f"torch {torch.__version__}, {name_of(device)}"
     took = time.monotonic() - started
     return Report(
-        subject.name, subject.style, features, where, session.dtypes, session.refused, lines, left, took, seed
+        subject.name, subject.style, features, where(device), session.dtypes, session.refused, lines, left, took, seed
     )
 
 
@@ -98,13 +96,6 @@ def processes(device: torch.device) -> int:
     if device.type == "cuda":
         number = min(number, torch.cuda.mem_get_info(device)[0] // 2**31)
     return max(number, 1)
-
-
-def name_of(device: torch.device) -> str:
-    """The device in words."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU with {torch.get_num_threads()} threads"
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -148,6 +139,8 @@ def main(arguments: Sequence[str]) -> int:
                 raise CheckError(f"--dtypes {dtype} is not known; choose from {', '.join(DTYPES)}.")
         if asked.seconds is not None and not asked.seconds >= 0:
             raise CheckError(f"--seconds {asked.seconds:g} must not be negative.")
+        if asked.recommend and asked.html:
+            raise CheckError("--html has no page for --recommend; leave it out, or choose --json.")
         for path in filter(None, (asked.json, asked.html)):
             try:
                 path.open("a").close()

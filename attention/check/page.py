@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
 
 from .accuracy import SECTION as ACCURACY
 from .formula import RESULTS
@@ -61,6 +64,18 @@ class Report:
     def failures(self) -> list[tuple[Line, Failure]]:
         """All failures, with their lines."""
         return [(line, failure) for line in self.lines for failure in line.failures]
+
+
+def where(device: torch.device) -> str:
+    """torch's version and the device, for a report."""
+    return f"torch {torch.__version__}, {name_of(device)}"
+
+
+def name_of(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU with {torch.get_num_threads()} threads"
 
 
 def text(report: Report) -> str:

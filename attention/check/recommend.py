@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import statistics
 import sys
 import textwrap
 import time
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from ..errors import AttentionError
-from .cases import Case, draw
+from .cases import Case, Inputs, draw
 from .known import KNOWN
-from .run import Refused, results, short, verdicts
+from .page import name_of, where
+from .run import Refused, judged, results, short
 from .subject import CheckError, Subject, find
 
 TRIALS, TRIAL_S = 50, 1.0
 CYCLES_PER_MS = 2e6  # of a GPU's clock, about
 LAST = ("hf-eager", "sdpa-math", "tiled", "naive")  # rarely the fastest, and the slowest to measure
 JUDGED = {"cpu": 512, "cuda": 2048}  # the most queries and keys that are compared with fp64
+
+
+class Sample(NamedTuple):
+    """A case and its tensors, which all implementations share: to draw many takes seconds."""
+
+    case: Case
+    inputs: Inputs
 
 
 @dataclass
@@ -57,27 +68,57 @@ class Candidate:
 def recommend(asked: argparse.Namespace, device: torch.device) -> int:
     """Print a table and the fastest implementations. Returns the exit status, 1 where no implementation is correct."""
     case = wanted(asked.shape, asked.dtypes.split(","), asked.window, not asked.full)
+    candidates = compared(case, device, [asked.target] if asked.target else [], asked.seconds)
+    print(table(candidates, case, device))
+    first = fastest(candidates)
+    if asked.json:
+        asked.json.write_text(as_json(candidates, case, device), encoding="utf-8")
+    if not first:
+        print("No implementation is correct and runs here.")
+        return 1
+    for what, one in first.items():
+        ms = one.forward if what == "forward" else one.both
+        label = {"forward": "without gradients", "both": "forward and backward"}[what]
+        print(f"Fastest {label}: {one.name}, {ms:.3g} ms.")
+    return 0
+
+
+def compared(
+    case: Case, device: torch.device, others: Sequence[str] = (), seconds: float | None = None
+) -> list[Candidate]:
+    """All implementations with a name, judged and timed; `others` first. None starts after `seconds`."""
     started, candidates = time.monotonic(), []
-    names = [asked.target] if asked.target else []
-    names += [*(name for name in KNOWN if name not in LAST), *(name for name in LAST if name in KNOWN)]
+    length = min(case.T, JUDGED[device.type])
+    small = replace(case, T=length, S=length, B=1)
+    samples = Sample(small, draw(small, device)), Sample(case, draw(case, device))
+    names = [*others, *(name for name in KNOWN if name not in LAST), *(name for name in LAST if name in KNOWN)]
     for n, name in enumerate(names):
         took = time.monotonic() - started
         print(f"[{n + 1}/{len(names)}] {took:4.0f} s  {name}", file=sys.stderr)
-        if asked.seconds is None or took < asked.seconds:
-            candidates.append(measured(name, case, device))
+        if seconds is None or took < seconds:
+            candidates.append(measured(name, *samples))
         else:
             candidates.append(Candidate(name, why="no time was left (--seconds)"))
-    print(table(candidates, case, device))
+    return candidates
+
+
+def fastest(candidates: Sequence[Candidate]) -> dict[str, Candidate]:
+    """The fastest correct implementation of "forward" and of "both" passes, where there is one."""
     fine = [x for x in candidates if x.correct and x.forward is not None]
-    if not fine:
-        print("No implementation is correct and runs here.")
-        return 1
-    first = min(fine, key=lambda x: x.forward or 0.0)
-    print(f"Fastest without gradients: {first.name}, {first.forward:.3g} ms.")
-    if trained := [x for x in fine if x.both is not None]:
-        first = min(trained, key=lambda x: x.both or 0.0)
-        print(f"Fastest forward and backward: {first.name}, {first.both:.3g} ms.")
-    return 0
+    trained = [x for x in fine if x.both is not None]
+    first = {"forward": min(fine, key=lambda x: x.forward or 0.0)} if fine else {}
+    return first | ({"both": min(trained, key=lambda x: x.both or 0.0)} if trained else {})
+
+
+def as_json(candidates: Sequence[Candidate], case: Case, device: torch.device) -> str:
+    """The table as JSON, with the names of the fastest implementations."""
+    content = {
+        "case": asdict(case),
+        "where": where(device),
+        "fastest": {what: one.name for what, one in fastest(candidates).items()},
+        "implementations": [asdict(x) | {"correct": x.correct} for x in ordered(candidates)],
+    }
+    return json.dumps(content, indent=1)
 
 
 def wanted(shape: str, dtypes: list[str], window: int | None, causal: bool) -> Case:
@@ -94,9 +135,9 @@ def wanted(shape: str, dtypes: list[str], window: int | None, causal: bool) -> C
     return Case(T=T, S=T, D=D, B=B, H=H, H_kv=H_kv, dtype=dtype, causal=causal, window=window)
 
 
-def measured(name: str, case: Case, device: torch.device) -> Candidate:
-    """Judge and time an implementation."""
-    candidate = Candidate(name)
+def measured(name: str, small: Sample, sample: Sample) -> Candidate:
+    """Judge an implementation on the small sample, and time it on the other."""
+    candidate, case = Candidate(name), sample.case
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -107,14 +148,12 @@ def measured(name: str, case: Case, device: torch.device) -> Candidate:
         if not subject.supports(case):
             candidate.why = f"lacks {', '.join(sorted(case.features() - subject.features))}"
             return candidate
-        length = min(case.T, JUDGED[device.type])
-        small = replace(case, T=length, S=length, B=1)
         try:
-            gradients = differentiable(subject, small, device)
-            candidate.worst = max(verdict.share for verdict in verdicts(subject, small, device, gradients))
-            candidate.forward, candidate.launch = milliseconds(subject, case, device, gradients=False)
-            if gradients:
-                candidate.both, candidate.launch = milliseconds(subject, case, device, gradients=True)
+            got = both_or_forward(subject, small)
+            candidate.worst = max(verdict.share for verdict in judged(*small, got))
+            candidate.forward, candidate.launch = milliseconds(subject, sample, gradients=False)
+            if any(name.startswith("d") for name in got):
+                candidate.both, candidate.launch = milliseconds(subject, sample, gradients=True)
         except Refused as error:
             candidate.why = str(error)
         except torch.OutOfMemoryError:
@@ -124,25 +163,23 @@ def measured(name: str, case: Case, device: torch.device) -> Candidate:
     return candidate
 
 
-def differentiable(subject: Subject, case: Case, device: torch.device) -> bool:
-    """Whether a case has a backward pass. Raises Refused where it has no forward."""
-    inputs = draw(case, device)
-    results(subject, case, inputs, gradients=False)
+def both_or_forward(subject: Subject, sample: Sample) -> dict[str, torch.Tensor | None]:
+    """The results of both passes, or of the forward where there is no backward. Raises Refused."""
+    forward = results(subject, *sample, gradients=False)
     try:
-        results(subject, case, inputs)
+        return results(subject, *sample)
     except Refused:
-        return False
-    return True
+        return forward
 
 
-def milliseconds(subject: Subject, case: Case, device: torch.device, gradients: bool) -> tuple[float, float | None]:
+def milliseconds(subject: Subject, sample: Sample, gradients: bool) -> tuple[float, float | None]:
     """The median time of a call, and on a GPU that of the host until it has launched the call. The first is left out.
 
     The host launches while the GPU waits, so that the first time is the GPU's alone, as in a CUDA graph.
     """
-    inputs = draw(case, device)
-    call = subject.prepared(case, inputs)
-    leaves = [x.requires_grad_(gradients) for x in (inputs.q, inputs.k, inputs.v)]
+    inputs, device = sample.inputs, sample.inputs.q.device
+    call = subject.prepared(*sample)
+    leaves = [x.detach().requires_grad_(gradients) for x in (inputs.q, inputs.k, inputs.v)]
 
     def once(waiting_ms: float = 0.0) -> tuple[float, float | None]:
         if device.type == "cuda":
@@ -172,15 +209,21 @@ def milliseconds(subject: Subject, case: Case, device: torch.device, gradients: 
     return statistics.median(ms for ms, _ in times), statistics.median(launches) if launches else None
 
 
-def table(candidates: list[Candidate], case: Case, device: torch.device) -> str:
+def ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Correct ones first, by the time of both passes; those without a backward follow, by that of the forward."""
+    return sorted(
+        candidates, key=lambda x: (not x.correct, x.both is None, x.both or x.forward or float("inf"), x.name)
+    )
+
+
+def table(candidates: Sequence[Candidate], case: Case, device: torch.device) -> str:
     """Those that ran, correct ones first, ordered by their time; then the others, with the reason."""
-    order = sorted(candidates, key=lambda x: (not x.correct, x.both or x.forward or float("inf"), x.name))
+    order = ordered(candidates)
     rows = [["", "forward ms", "both ms", "launch ms", "correct"], *(x.row() for x in order if not x.why)]
     if device.type != "cuda":
         rows = [[*row[:3], row[4]] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device
-    lines = [f"{case.words()} on {name}", ""]
+    lines = [f"{case.words()} on {name_of(device)}", ""]
     for first, *times, correct in rows:
         cells = [f"{time:>{width}}" for time, width in zip(times, widths[1:], strict=False)]
         lines.append("  ".join([f"{first:<{widths[0]}}", *cells, correct]))

@@ -281,6 +281,33 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
         exec(re.sub("^    ", "", shown, flags=re.MULTILINE), {})
 
 
+def test_the_fastest_correct_implementation_is_first_and_named_in_json(tmp_path, monkeypatch, capsys):
+    """By the time of both passes; one without a backward, and one that is wrong, is behind the others however fast."""
+    given = {
+        "slow": recommend.Candidate("slow", 0.5, 2.0, 9.0),
+        "fast": recommend.Candidate("fast", 0.5, 3.0, 8.0),
+        "forward": recommend.Candidate("forward", 0.5, 1.0),
+        "wrong": recommend.Candidate("wrong", 1.5, 0.1, 0.2),
+        "missing": recommend.Candidate("missing", why="it is not installed"),
+    }
+    monkeypatch.setattr(recommend, "KNOWN", given)
+    monkeypatch.setattr(recommend, "measured", lambda name, *samples: given[name])
+    file = tmp_path / "found.json"
+    assert (
+        main(["--recommend", "--shape", "1x2/1x8x4", "--dtypes", "fp32", "--device", "cpu", "--json", str(file)]) == 0
+    )
+    found = json.loads(file.read_text())
+    assert [x["name"] for x in found["implementations"]] == ["fast", "slow", "forward", "wrong", "missing"]
+    assert [x["correct"] for x in found["implementations"]] == [True, True, True, False, False]
+    assert found["fastest"] == {"forward": "forward", "both": "fast"}
+    assert (found["case"]["H"], found["case"]["H_kv"], found["case"]["T"]) == (2, 1, 8)
+    printed = capsys.readouterr().out
+    names = [line.split()[0] for line in printed.split("Not measured")[0].splitlines()[3:] if line]
+    assert names == ["fast", "slow", "forward", "wrong"]
+    assert "missing: it is not installed" in printed
+    assert printed.endswith("Fastest without gradients: forward, 1 ms.\nFastest forward and backward: fast, 8 ms.\n")
+
+
 def test_a_check_that_cannot_start_says_why_and_exits_with_2(capsys):
     assert main(["nowhere:f"]) == 2
     assert main(["fa9"]) == 2
@@ -289,8 +316,9 @@ def test_a_check_that_cannot_start_says_why_and_exits_with_2(capsys):
     assert main(["naive", "--seconds", "-1"]) == 2
     assert main(["naive", "--json", "/proc/nowhere.json"]) == 2
     assert main(["--recommend", "--shape", "1x2x3"]) == 2
+    assert main(["--recommend", "--html", "check.html"]) == 2
     printed = capsys.readouterr()
-    assert [line.partition(" ")[0] for line in printed.err.splitlines()] == ["error:"] * 7
+    assert [line.partition(" ")[0] for line in printed.err.splitlines()] == ["error:"] * 8
 
 
 def test_a_check_that_compared_nothing_does_not_call_an_attention_correct(capsys):
