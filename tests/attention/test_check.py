@@ -130,6 +130,14 @@ def test_parameters_decide_how_a_function_is_called_and_what_it_declares(style: 
     assert tried >= 3
 
 
+@pytest.mark.parametrize("name", ["hf-eager", "hf-sdpa"])
+def test_more_queries_than_keys_see_all_of_them_in_transformers_too(name: str):
+    """Its mask without causality hides the queries of positions before 0, so that the first has position 0."""
+    pytest.importorskip("transformers")
+    assert worst(find(name), Case(T=20, S=7, causal=False)).passes
+    assert worst(find(name), Case(T=7, S=20)).passes
+
+
 def test_a_class_of_this_library_is_built_and_an_attribute_declares_features(monkeypatch: pytest.MonkeyPatch):
     subject = find("tests.right_attention:KeysBackwards")
     assert {"dropout", "documents", "sinks", "lse"} <= subject.features
