@@ -48,6 +48,15 @@ class Spec(NamedTuple):
         """Whether the keys that a query sees may begin after the first: with a window or documents."""
         return self.documents or self.score.hides_keys
 
+    @property
+    def learns(self) -> bool:
+        """Whether tensors of the scores need a gradient.
+
+        It is a sum of ds = p (dp - delta) over many scores, which nearly cancel along a row. Then the roundings of
+        delta = rowsum(do out), of out and of the weights in it, count: their error has one sign for a whole row.
+        """
+        return bool(self.learned) or self.slopes or self.factors == "learned" or self.score.sinks
+
     def features(self) -> frozenset[str]:
         """The names of the features that the call asks for."""
         layout = {"documents": self.documents, "offsets": self.offsets}

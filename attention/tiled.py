@@ -67,7 +67,10 @@ class TiledAttention(Attention):
 
 
 class Tiled(torch.autograd.Function):
-    """Keeps its inputs, out and lse from forward to backward, and nothing of the size of the scores."""
+    """Keeps its inputs, out and lse from forward to backward, and nothing of the size of the scores.
+
+    Where tensors of the scores learn, out has rounded no weight and is kept in fp32: see `Spec.learns`.
+    """
 
     @staticmethod
     def forward(ctx: Any, spec: Spec, positions: tuple[int | None, int], *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +85,7 @@ class Tiled(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, *inputs)
         ctx.mark_non_differentiable(lse)
         ctx.spec, ctx.positions = spec, positions
-        return out, lse
+        return out.to(q.dtype), lse
 
     @staticmethod
     @once_differentiable
@@ -102,7 +105,7 @@ class Tiled(torch.autograd.Function):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, spec: Spec, q_start: int | None, k_start: int
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: q (B, H, T, D) and k, v (B, H_kv, S, D) to out (B, H, T, D) and lse (B, H, T).
+    """Algorithm 1: q (B, H, T, D) and k, v (B, H_kv, S, D) to out (B, H, T, D), in `dtype_kept`, and lse (B, H, T).
 
     q_start, k_start  as in Layout
     """
@@ -111,7 +114,7 @@ def forward(
     scores = TileScores(q, k, inputs, spec, q_start, k_start)
     q, k, v = grouped(q, H_kv), k.unsqueeze(2), v.unsqueeze(2)
     dtype = accum_dtype(q.dtype)
-    out = q.new_empty(q.shape)
+    out = q.new_empty(q.shape, dtype=dtype_kept(q, spec))
     lse = q.new_empty(q.shape[:-1], dtype=dtype)
 
     for rows in tiles(0, T, spec.block_q):
@@ -137,7 +140,7 @@ def forward(
             if key is not None:  # after the row sum: dropout acts on the probabilities, not on their normalisation
                 b_keep = keep_tile(key, dropout, q, S, rows, columns)
                 b_p = torch.where(b_keep, b_p * keep_scale(dropout), 0.0)
-            o = alpha * o + dot(b_p.to(v.dtype), b_v)
+            o = alpha * o + dot(b_p if spec.learns else b_p.to(v.dtype), b_v)
             m = m_new
 
         b_out, fully_masked = o / l, scores.fully_masked(rows)
@@ -197,6 +200,11 @@ def backward(do: Tensor, saved: Sequence[Tensor], spec: Spec, q_start: int | Non
     return [(dq * spec.scale).to(q.dtype).flatten(1, 2), dk.squeeze(2), dv.squeeze(2), *learned, *dsinks]
 
 
+def dtype_kept(q: Tensor, spec: Spec) -> torch.dtype:
+    """The dtype in which out is kept for the backward."""
+    return accum_dtype(q.dtype) if spec.learns else q.dtype
+
+
 def keep_tile(key: Tensor, dropout: float, q: Tensor, S: int, rows: Range, columns: Range) -> Tensor:
     """The weights of one tile that dropout keeps, (B, H_kv, G, block_q, block_k), for q (B, H_kv, G, T, D)."""
     B, H_kv, G, T, _ = q.shape
@@ -235,8 +243,9 @@ def backward_op(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int | N
 
 
 @forward_op.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accum_dtype(q.dtype))
+def _(q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, *_: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(q.shape, dtype=dtype_kept(q, Spec.read(spec)))
+    return out, q.new_empty(q.shape[:-1], dtype=accum_dtype(q.dtype))
 
 
 @backward_op.register_fake

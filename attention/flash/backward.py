@@ -7,6 +7,9 @@ keep probability, ~p = c M p the weights that met v, and delta = rowsum(do * o):
 
 `dq_kernel` gives a tile of queries to each program, `dkdv_kernel` a tile of keys: no atomics, so gradients are bitwise
 reproducible and need no workspace of their size. In return s and dp are computed twice.
+
+Where tensors of the scores learn from 16 bits, see `Spec.learns`, `dq_kernel` also sums p c M dp along the rows: delta
+without the roundings of o and ~p, for all that comes after dq.
 """
 
 from typing import Any, NamedTuple
@@ -128,12 +131,18 @@ def load_scores(scalars, pos, interval, inputs, i_b, i_h, o_rows, OF_KEYS: tl.co
 
 
 @triton.jit
-def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, MODE: tl.constexpr):
-    """Queries at i_m, of which b_rows has q, do, lse2 and delta, collect their gradient from keys and values at i_n."""
+def dq_step(b_totals, b_rows, keys, i_m, i_n, scores, MASKED, CONFIG: tl.constexpr):
+    """Queries at i_m, of which b_rows has q, do, lse2 and delta, collect from keys and values at i_n.
+
+    b_totals: dq, and p M dp summed along the rows (BM,) where CONFIG has it; without the scale of kept weights
+    """
+    BLOCKS: tl.constexpr = CONFIG.blocks
+    MODE: tl.constexpr = CONFIG.mode
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
     THRESHOLD: tl.constexpr = MODE.threshold
+    b_dq, b_sum = b_totals
     b_q, b_do, b_lse2, b_delta = b_rows
     pos, slope2, scale_log2 = scores.pos, scores.slope2, scores.scale_log2
     b_k = load_tile(keys.k, keys.i_b, keys.i_kv, i_n, BN, BD)
@@ -158,21 +167,33 @@ def dq_step(b_dq, b_rows, keys, i_m, i_n, scores, MASKED, BLOCKS: tl.constexpr, 
         b_p = tl.where(sees_key(o_m[:, None], o_n, scores.interval, pos, MODE), b_p, 0.0)
     if THRESHOLD:
         b_dp = drop(b_dp, dropped_tile(scores.key, i_m, i_n, THRESHOLD, BM, BN, False))
+    if CONFIG.sums_delta:
+        b_sum += tl.sum(b_p * b_dp, 1)
     b_ds = times_derivative(b_p * (b_dp - b_delta[:, None]), b_tanh, MODE)
     if MODE.formula is not None and MODE.formula.has_slope:
         b_ds = b_ds * b_slope
         if MASKED:  # a derivative may have no value where a query does not see a key
             o_n = (i_n + tl.arange(0, BN))[None, :]
             b_ds = tl.where(sees_key(o_m[:, None], o_n, scores.interval, pos, MODE), b_ds, 0.0)
-    return dot(b_ds.to(b_k.dtype), b_k, b_dq, MODE)
+    return dot(b_ds.to(b_k.dtype), b_k, b_dq, MODE), b_sum
+
+
+class DqConfig(NamedTuple):
+    """`dq_kernel`'s constants; sums_delta: whether delta for the second pass is summed up."""
+
+    blocks: Any
+    mode: Any
+    sums_delta: bool
 
 
 @triton.jit
-def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, BLOCKS: tl.constexpr, MODE: tl.constexpr):
+def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, CONFIG: tl.constexpr):
     """dq of one tile of queries; also delta of its rows, which the second pass reads.
 
     Grid: tiles x batch x heads, the longest rows first.
     """
+    BLOCKS: tl.constexpr = CONFIG.blocks
+    MODE: tl.constexpr = CONFIG.mode
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
     BD: tl.constexpr = MODE.columns
@@ -191,7 +212,8 @@ def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, BLOCKS: tl.constexpr,
     o_m = i_m + tl.arange(0, BM)
     o_row = i_bh.to(tl.int64) * tl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT + o_m
     b_lse2 = tl.load(rows.lse2 + o_row, mask=o_m < T, other=0.0)
-    tl.store(rows.delta + o_row, b_delta, mask=o_m < T)
+    if not CONFIG.sums_delta:
+        tl.store(rows.delta + o_row, b_delta, mask=o_m < T)
 
     pos = locate(T, S, inputs, scalars, i_b, i_bh, 1)
     interval = key_interval(o_m, pos, MODE) if MODE.bounded or MODE.offsets else 0
@@ -200,17 +222,20 @@ def dq_kernel(q, k, v, out, do, dq, rows, inputs, scalars, BLOCKS: tl.constexpr,
         b_lse2 += alibi_row_bias(scores.slope2, o_m, i_m + pos.offset, pos, MODE)
     b_rows = (load_tile(q, i_b, i_h, i_m, BM, BD), b_do, b_lse2, b_delta)
     keys = Keys(k, v, i_b, i_kv)
-    b_dq = tl.zeros([BM, BD], tl.float32)
+    b_totals = tl.zeros([BM, BD], tl.float32), tl.zeros([BM], tl.float32)
     n_start, n_full_start, n_full_end, n_end = seen_keys(i_m, pos, BLOCKS, MODE)
     if MODE.bounded:
         for i_n in tl.range(n_start, n_end, BN, num_stages=STAGES):
             masked = (i_n < n_full_start) | (i_n >= n_full_end)
-            b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, masked, BLOCKS, MODE)
+            b_totals = dq_step(b_totals, b_rows, keys, i_m, i_n, scores, masked, CONFIG)
     else:
         for i_n in tl.range(n_start, n_full_end, BN, num_stages=STAGES):
-            b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, False, BLOCKS, MODE)
+            b_totals = dq_step(b_totals, b_rows, keys, i_m, i_n, scores, False, CONFIG)
         for i_n in tl.range(n_full_end, n_end, BN, num_stages=STAGES):
-            b_dq = dq_step(b_dq, b_rows, keys, i_m, i_n, scores, True, BLOCKS, MODE)
+            b_totals = dq_step(b_totals, b_rows, keys, i_m, i_n, scores, True, CONFIG)
+    b_dq, b_sum = b_totals
+    if CONFIG.sums_delta:
+        tl.store(rows.delta + o_row, b_sum, mask=o_m < T)
     store_tile(dq, i_b, i_h, i_m, b_dq * (scalars.scale * KEEP_SCALE), BM, BD)
 
 
@@ -372,9 +397,10 @@ def dkdv_kernel(q, k, v, do, dk, dv, lse2, delta, targets, inputs, scalars, CONF
 class Gradients(NamedTuple):
     """The results of a backward: dq, dk and dv, of the shapes of q, k and v.
 
-    sums  (B, H, S) fp32, filled with zeros: for each key the sum over the queries that `sums_of` names; None if it is
-          not needed
-    ds    (B, H, T, S) fp32, None if it is not needed
+    sums   (B, H, S) fp32, filled with zeros: for each key the sum over the queries that `sums_of` names; None if it is
+           not needed
+    ds     (B, H, T, S) fp32, None if it is not needed
+    delta  as `rows_like`, without the scale that dropout gives kept weights; None if it is not needed
     """
 
     dq: Tensor
@@ -382,6 +408,7 @@ class Gradients(NamedTuple):
     dv: Tensor
     sums: Tensor | None = None
     ds: Tensor | None = None
+    delta: Tensor | None = None
 
 
 class Tensors(NamedTuple):
@@ -414,8 +441,7 @@ def launch_dq(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         Rows(x.lse2, x.delta),
         kernel_inputs(call, T, x.k.shape[2]),
         launch_scalars(call, head_group_size(B * H, x.k[0, 0], H // x.k.shape[1])),
-        BLOCKS=blocks,
-        MODE=mode,
+        CONFIG=DqConfig(blocks, mode, call.spec.learns and x.q.element_size() == 2),
         **compile_options(blocks),
     )
 
@@ -463,7 +489,9 @@ def backward(
         for gradient in gradients[:3]:
             gradient.zero_()
         return None if sinks is None else torch.zeros_like(sinks)
-    x = Tensors(q, k, v, out, addressable(do), lse2, rows_like(q), *gradients)
+    dq, dk, dv, sums, ds, delta = gradients
+    delta = rows_like(q) if delta is None else delta
+    x = Tensors(q, k, v, out, addressable(do), lse2, delta, dq, dk, dv, sums, ds)
     launch_dq(x, call, configs.dq)
     launch_dkdv(x, call, configs.dkdv)
     return None if sinks is None else sinks_gradient_of_kernels(sinks, lse2, x.delta, q.shape[2], call.spec.threshold)

@@ -39,14 +39,15 @@ MOST_PROGRAMS = 2**13  # for the diagonals, unless there are more of these
 
 
 class Operands(NamedTuple):
-    """The operands of a tile of ds: tensors as `load_tile` takes them, and lse2 as `rows_like` has it."""
+    """The operands of a tile of ds: tensors as `load_tile` takes them; lse2, and delta without dropout's scale, as
+    `rows_like` has them."""
 
     q: Any
     k: Any
     v: Any
-    out: Any
     do: Any
     lse2: Any
+    delta: Any
 
 
 class Config(NamedTuple):
@@ -66,9 +67,8 @@ def load_queries(x, i_b, i_h, i_m, BLOCKS: tl.constexpr, MODE: tl.constexpr):
     o_m = i_m + tl.arange(0, BM)
     o_row = (tl.cast(i_b, tl.int64) * H + i_h) * tl.cdiv(T, ROW_ALIGNMENT) * ROW_ALIGNMENT + o_m
     b_lse2 = tl.load(x.lse2 + o_row, mask=o_m < T, other=float("inf"))
-    b_do = load_tile(x.do, i_b, i_h, i_m, BM, BD)
-    b_delta = tl.sum(load_tile(x.out, i_b, i_h, i_m, BM, BD).to(tl.float32) * b_do.to(tl.float32), 1)
-    return load_tile(x.q, i_b, i_h, i_m, BM, BD), b_do, b_lse2, b_delta
+    b_delta = tl.load(x.delta + o_row, mask=o_m < T, other=0.0)
+    return load_tile(x.q, i_b, i_h, i_m, BM, BD), load_tile(x.do, i_b, i_h, i_m, BM, BD), b_lse2, b_delta
 
 
 @triton.jit
@@ -103,8 +103,7 @@ def tile_gradients(b_rows, b_kv, i_b, i_h, i_m, i_n, inputs, scalars, pos, BLOCK
     b_dp = dot(b_do, b_v.T, None, MODE)
     if THRESHOLD:
         b_dp = drop(b_dp, dropped_tile(load_key(inputs.key, i_b, i_h), i_m, i_n, THRESHOLD, BM, BN, False))
-        b_dp = b_dp * KEEP_SCALE
-    return b_p * (b_dp - b_delta[:, None]), seen, result
+    return b_p * (b_dp - b_delta[:, None]) * KEEP_SCALE, seen, result
 
 
 @triton.jit
@@ -114,14 +113,14 @@ def times_weight(b_ds, seen, result, K: tl.constexpr):
 
 
 @triton.jit
-def rows_kernel(q, k, v, out, do, lse2, sums, inputs, scalars, CONFIG: tl.constexpr):
+def rows_kernel(q, k, v, do, lse2, delta, sums, inputs, scalars, CONFIG: tl.constexpr):
     """sums (numbers, B, H, T): along the rows of a tile of queries. Grid: tiles, B x H."""
     BLOCKS: tl.constexpr = CONFIG.blocks
     MODE: tl.constexpr = CONFIG.mode
     NUMBERS: tl.constexpr = CONFIG.numbers
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    x = Operands(q, k, v, out, do, lse2)
+    x = Operands(q, k, v, do, lse2, delta)
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     i_m, i_bh = tl.program_id(0) * BM, tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
@@ -145,14 +144,14 @@ def rows_kernel(q, k, v, out, do, lse2, sums, inputs, scalars, CONFIG: tl.conste
 
 
 @triton.jit
-def columns_kernel(q, k, v, out, do, lse2, sums, inputs, scalars, CONFIG: tl.constexpr):
+def columns_kernel(q, k, v, do, lse2, delta, sums, inputs, scalars, CONFIG: tl.constexpr):
     """sums (numbers, B, H, S): along the columns of a tile of keys. Grid: tiles, B x H."""
     BLOCKS: tl.constexpr = CONFIG.blocks
     MODE: tl.constexpr = CONFIG.mode
     NUMBERS: tl.constexpr = CONFIG.numbers
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    x = Operands(q, k, v, out, do, lse2)
+    x = Operands(q, k, v, do, lse2, delta)
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     i_n, i_bh = tl.program_id(0) * BN, tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
@@ -176,7 +175,7 @@ def columns_kernel(q, k, v, out, do, lse2, sums, inputs, scalars, CONFIG: tl.con
 
 
 @triton.jit
-def diagonals_kernel(q, k, v, out, do, lse2, sums, inputs, scalars, first, n_parts, CONFIG: tl.constexpr):
+def diagonals_kernel(q, k, v, do, lse2, delta, sums, inputs, scalars, first, n_parts, CONFIG: tl.constexpr):
     """sums (B, H, diagonals, n_parts, 2 BN): of tiles whose first query stands (first + n) BM after their first key.
 
     Entry e is that of the pairs whose distance is e - (BN - 1) more than that of the first query and the first key.
@@ -187,7 +186,7 @@ def diagonals_kernel(q, k, v, out, do, lse2, sums, inputs, scalars, first, n_par
     NUMBER: tl.constexpr = CONFIG.numbers[0]
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    x = Operands(q, k, v, out, do, lse2)
+    x = Operands(q, k, v, do, lse2, delta)
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     parts = n_parts >> 2
     i_diagonal, i_part, i_bh = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
@@ -215,14 +214,14 @@ def diagonals_kernel(q, k, v, out, do, lse2, sums, inputs, scalars, first, n_par
 
 
 @triton.jit
-def pairs_kernel(q, k, v, out, do, lse2, terms, inputs, scalars, first, CONFIG: tl.constexpr):
+def pairs_kernel(q, k, v, do, lse2, delta, terms, inputs, scalars, first, CONFIG: tl.constexpr):
     """terms (B, H, rows, S) of the queries from `first`, which has 4 x + 2 for x. Grid: tiles, tiles of keys, B x H."""
     BLOCKS: tl.constexpr = CONFIG.blocks
     MODE: tl.constexpr = CONFIG.mode
     NUMBER: tl.constexpr = CONFIG.numbers[0]
     BM: tl.constexpr = BLOCKS.q
     BN: tl.constexpr = BLOCKS.k
-    x = Operands(q, k, v, out, do, lse2)
+    x = Operands(q, k, v, do, lse2, delta)
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     i_row, i_n, i_bh = tl.program_id(0) * BM, tl.program_id(1) * BN, tl.program_id(2)
     i_m, i_b, i_h = (first >> 2) + i_row, i_bh // H, i_bh % H
@@ -239,9 +238,9 @@ def pairs_kernel(q, k, v, out, do, lse2, terms, inputs, scalars, first, CONFIG: 
 class Pass:
     """The gradients of one call's inputs."""
 
-    def __init__(self, saved: Sequence[Tensor], do: Tensor, call: KernelCall, steps: Steps) -> None:
-        """saved: q, k, v, out and lse2 of a forward, addressable."""
-        q, k, v, out, lse2 = saved
+    def __init__(self, saved: Sequence[Tensor], call: KernelCall, steps: Steps) -> None:
+        """saved: q, k, v, do, lse2 and delta of a backward, addressable."""
+        q, k, v, do, lse2, delta = saved
         self.call, self.steps, self.q, self.S = call, steps, q, k.shape[2]
         (self.B, self.H, self.T, _), self.device = q.shape, q.device
         self.mode = kernel_mode(call.spec, q.shape[-1], q.dtype)
@@ -253,9 +252,9 @@ class Pass:
             tiles(q, rows, columns),
             tiles(k, self.blocks.k, columns),
             tiles(v, self.blocks.k, columns),
-            tiles(out, rows, columns),
             tiles(do, rows, columns),
             lse2,
+            delta,
         )
         self.inputs, self.scalars = kernel_inputs(call, self.T, self.S), launch_scalars(call, 1)
 
@@ -354,11 +353,11 @@ def summed(x: Tensor, like: Tensor) -> Tensor:
     return x
 
 
-def learned_gradients(saved: Sequence[Tensor], do: Tensor, known: Gradients, call: KernelCall) -> list[Tensor]:
+def learned_gradients(saved: Sequence[Tensor], known: Gradients, call: KernelCall) -> list[Tensor]:
     """The gradients of the inputs `call.spec.learned`, in this order.
 
-    saved  q, k, v, out and lse2 of the forward
-    known  the results of the backward of q, k and v
+    saved  q, k, v, do and lse2, addressable
+    known  the results of the backward of q, k and v, with delta
     """
     spec, steps = call.spec, call.spec.score.steps()
     if not spec.learned:
@@ -380,7 +379,8 @@ def learned_gradients(saved: Sequence[Tensor], do: Tensor, known: Gradients, cal
         if k in entering and k not in found
     }
     if stages:
-        found.update(by_second_pass(Pass(saved, do, call, steps), stages, known.sums))
+        assert known.delta is not None
+        found.update(by_second_pass(Pass((*saved, known.delta), call, steps), stages, known.sums))
     return [
         (found[k] if stages.get(k) in ("pair", "table") else summed(found[k], inputs[k])).to(inputs[k].dtype)
         for k in spec.learned

@@ -175,7 +175,8 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k
     call = KernelCall.of(inputs, spec, q_start, k_start)
     gradients = empty_gradients(q, k, v)
     sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32) if sums_of(call.spec) else None
-    found = Gradients(*split_qkv_grad(gradients, q, k), sums, room_for_ds(call, q, k))
+    delta = rows_like(q) if call.spec.learned else None
+    found = Gradients(*split_qkv_grad(gradients, q, k), sums, room_for_ds(call, q, k), delta)
     factors, dfactors = call.inputs.factors, None
     with DeviceOf(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
@@ -184,7 +185,7 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k
             q = scaled_queries(q, factors)
         path = PATHS[choose_path(call.problem(q, k), backward=True)]
         dsinks = path.backward(do, q, k, v, out, lse2, found, call)
-        learned = learned_gradients((q, k, v, out, lse2), addressable(do), found, call)
+        learned = learned_gradients((q, k, v, addressable(do), lse2), found, call)
         if factors is not None:
             dfactors = scale_gradient(found.dq, given, factors, call.spec.factors == "learned")
     dslopes = slopes_gradient(sums) if sums is not None and call.spec.slopes else None

@@ -157,6 +157,39 @@ def test_a_formula_is_as_accurate_in_every_precision(dtype):
         assert_right(problem, build_attention(AttentionConfig("naive", dropout=problem.dropout)), dtype)
 
 
+@pytest.mark.parametrize("name", ["tiled", "flash"])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_gradients_of_learned_tensors_from_16_bits_have_the_accuracy_of_fp32(name, dropout):
+    """Their sums over a row nearly cancel; roundings of out and of the weights in it would leave an error of 1 %."""
+    text = "s - slope[h] * (i - j) + where(i - j < 99, 2 * x[i], c[h, j]) + w[h, min(i - j, 9)] * tanh(s)"
+
+    def tensors(B: int, H: int, L: int) -> dict[str, torch.Tensor]:
+        shapes = {"slope": (H,), "x": (L,), "c": (H, L), "w": (H, 10)}
+        return {name: 0.2 * torch.randn(shape) for name, shape in shapes.items()}
+
+    problem = draw(random.Random(4), text, "square", longest=33, tensors=tensors)
+    problem = replace(problem, dropout=dropout, sinks=torch.randn(problem.q.shape[1]))
+    problem = replace(problem, score=replace(problem.score, sinks=True))
+    exact = problem.results(torch.float64, torch.bfloat16)
+    with interpreting():
+        got = problem.computed(build_attention(AttentionConfig(name, dropout=dropout)), torch.bfloat16)
+    for learned in ("dslope", "dx", "dc", "dw", "dsinks"):
+        torch.testing.assert_close(got[learned], exact[learned], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["tiled", "flash"])
+def test_learned_slopes_and_sinks_without_a_formula_have_the_accuracy_of_fp32_too(name):
+    problem = draw(random.Random(2), "s - slope[h] * (i - j)", "square", longest=33)
+    problem = replace(problem, dropout=0.0, sinks=torch.randn(problem.q.shape[1]))
+    slopes_alone = replace(problem, sinks=None, score=replace(problem.score, sinks=False))
+    sinks_alone = replace(problem, text="s", tensors={}, score=Score(sinks=True))
+    for asked, learned in ((slopes_alone, "dslope"), (sinks_alone, "dsinks")):
+        exact = asked.results(torch.float64, torch.bfloat16)
+        with interpreting():
+            got = asked.computed(build_attention(AttentionConfig(name)), torch.bfloat16)
+        torch.testing.assert_close(got[learned], exact[learned], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("text", FORMULAS)
 def test_a_formula_is_written_as_it_is_read(text):
     assert parse(show(parse(text))) is parse(text)

@@ -357,7 +357,7 @@ def backward(
 
     Returns the gradient of the sinks (H,), or None where there are none.
     """
-    (dq, dk, dv, sums, ds), sinks, slopes = gradients, call.inputs.sinks, call.inputs.slopes
+    (dq, dk, dv, sums, ds, delta), sinks, slopes = gradients, call.inputs.sinks, call.inputs.slopes
     if q.numel() == 0 or k.numel() == 0:
         for gradient in (dq, dk, dv):
             gradient.zero_()
@@ -378,9 +378,11 @@ def backward(
     # A formula gives rows beyond the end any scores: their lse2 must be infinite, which `delta_kernel` sees to.
     in_products, biased = blocks.rows_in_products, slopes is not None or call.inputs.formula is not None
     n_rows = n_m * blocks.q
+    if delta is None and (sinks is not None or not in_products):
+        delta = plain.rows_like(q)
     rows = Rows(
         lse2=q.new_empty(B, H, n_rows, dtype=torch.float32) if biased and not in_products else None,
-        delta=plain.rows_like(q) if sinks is not None or not in_products else None,
+        delta=delta,
         parts=q.new_empty(B * H * n_rows, 16 if mode.biased else 8, dtype=torch.bfloat16) if in_products else None,
     )
     next_tiles = q.new_empty(B * H * n_m, dtype=torch.int32)
