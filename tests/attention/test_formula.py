@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -188,6 +189,17 @@ def test_learned_slopes_and_sinks_without_a_formula_have_the_accuracy_of_fp32_to
         with interpreting():
             got = asked.computed(build_attention(AttentionConfig(name)), torch.bfloat16)
         torch.testing.assert_close(got[learned], exact[learned], rtol=1e-4, atol=1e-4)
+
+
+def test_the_expected_rounding_is_that_of_evaluations():
+    """Of gradients of numbers, whose errors are those of single numbers."""
+    rng, shares = random.Random(0), []
+    for dtype in (torch.bfloat16, torch.float16) * 6:
+        problem = draw(rng, "a * s + u[h, i] * tanh(s)", "square", longest=19)
+        exact, rounded = problem.results(torch.float64, dtype), problem.results(dtype, dtype)
+        expected = problem.expected_rounding(dtype)
+        shares += [(rounded[x] - exact[x]).square().mean().sqrt().item() / expected[x] for x in ("da", "du")]
+    assert 0.7 < math.sqrt(sum(x * x for x in shares) / len(shares)) < 1.4, shares
 
 
 @pytest.mark.parametrize("text", FORMULAS)
