@@ -11,6 +11,7 @@ from ..layout import Layout
 from ..precision import accum_dtype
 from ..score import Score, key_intervals
 from .check import check_tensors
+from .evaluate import Count
 from .hoist import Place, Steps, factors_of, hoisted
 from .ranges import Reach
 from .tile import TileFormula
@@ -49,12 +50,12 @@ def place_of(score: Score, layout: Layout, q: Tensor, S: int, steps: Steps) -> P
     return place._replace(n=seen_keys(score, layout, T, S, q.device)) if "n" in asked else place
 
 
-def seen_keys(score: Score, layout: Layout, T: int, S: int, device: torch.device) -> Tensor:
+def seen_keys(score: Score, layout: Layout, T: int, S: int, device: torch.device) -> Tensor | Count:
     """The number of S keys that each of T queries sees, at least 1: (T,), or with lengths or documents (B, T)."""
     first = layout.query_start(T, S) - layout.k_start
     bounded = layout.lengths is not None or layout.document_starts is not None or score.hides_keys
     if score.causal and not bounded and 0 <= first <= S - T:
-        return torch.arange(first + 1, first + T + 1, device=device)
+        return Count(first + 1, T, device)
     seen = key_intervals(score, layout, T, S, device)
     return (seen.end - seen.first).clamp(min=1)
 

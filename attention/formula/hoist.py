@@ -12,7 +12,7 @@ from torch import Tensor
 from ..gpu import constant_when_compiled
 from ..precision import accum_dtype
 from .axes import axes
-from .evaluate import Given, Program, entries, full_index, leaves_of, program, run
+from .evaluate import Count, Given, Program, entries, full_index, leaves_of, program, run, whole
 from .graph import Node, is_number, leaf, topological
 from .plan import plan
 
@@ -90,15 +90,15 @@ class Place(NamedTuple):
     device: torch.device
     i: Tensor | None
     j: Tensor | None
-    n: Tensor | None
+    n: Tensor | Count | None
     q_start: int | None
     k_start: int
     distances: tuple[int, int]
 
-    def leaves(self, stage: str, far: int | None, names: Sequence[str]) -> dict[str, Tensor]:
+    def leaves(self, stage: str, far: int | None, names: Sequence[str]) -> dict[str, Any]:
         """The leaves `names` for a stage, in shapes that broadcast to (B, H, length), or for pairs to (B, H, T, S)."""
         device, last = self.device, (1, 1) if stage == "pair" else (1,)
-        leaves: dict[str, Tensor] = {}
+        leaves: dict[str, Any] = {}
         if "h" in names:
             leaves["h"] = torch.arange(self.sizes[1], device=device).view(-1, *last)
         if "b" in names:
@@ -109,7 +109,10 @@ class Place(NamedTuple):
         if self.j is not None:
             leaves["j"] = self.j
         for name, x in (("i", self.i), ("n", self.n)):
-            if x is not None:
+            if isinstance(x, Count) and stage != "pair":
+                leaves[name] = x
+            elif x is not None:
+                x = whole(x)
                 x = x.unsqueeze(1) if x.ndim == 2 else x  # (B, 1, T)
                 leaves[name] = x.unsqueeze(-1) if stage == "pair" else x
         return leaves

@@ -11,12 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import Attention, AttentionConfig, Cache, Layout, Score, UnsupportedAttention, build_attention
 from attention.check.run import interpreting
 from attention.errors import FormulaError
 from attention.flash.formula import written
 from attention.formula import tanh, where
+from attention.formula.evaluate import Count
 from attention.formula.parse import parse, show
 from attention.formula.trace import trace
 from attention.interface import Call
@@ -115,6 +117,33 @@ def test_the_command_of_random_formulas_reduces_a_failing_case_and_ends_with_1(c
     assert "naive: 0 of 1 cases are right" in printed
     assert "log(sigmoid(x0))" in printed.splitlines()[0]
     assert "log(sigmoid(x0))" not in printed[printed.index("The smallest that fails: ") :]
+
+
+def test_scalable_softmax_takes_two_operations_before_the_kernels():
+    """Each is a kernel on a GPU: the visible keys of each query plus one, and their logarithm."""
+    q, operations = torch.randn(1, 2, 9, 16), []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            operations.append(str(function))
+            return function(*arguments, **(options or {}))
+
+    attend = build_attention(AttentionConfig("flash"))
+    call = attend.call(q, Score(formula="s * log(n + 1)"), Layout(), None, None, {})
+    attend.prepare(q, call, 12)  # checks the formula
+    with Noting():
+        _, prepared = attend.prepare(q, call, 12)
+    assert [x for x in operations if x not in ("aten.view.default", "aten.promote_types.default")] == [
+        "aten.arange.start",
+        "aten.log.default",
+    ]
+    torch.testing.assert_close(prepared.factors, torch.arange(5.0, 14.0).log().view(1, 1, 9))
+
+
+def test_counts_beyond_what_fp32_counts_exactly_are_rounded_once():
+    count = Count(2**24 - 1, 9, torch.device("cpu")).plus(1)
+    assert torch.equal(count.to(torch.float32), torch.arange(2**24, 2**24 + 9).float())
+    assert torch.equal(count.to(torch.int64), torch.arange(2**24, 2**24 + 9))
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled", "flash"])
