@@ -11,7 +11,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -76,6 +76,75 @@ def in_turns(calls: Mapping[str, Call], device: torch.device, seconds: float) ->
     return interleaved({name: partial(lambda call: call, call) for name, call in calls.items()}, device, seconds)
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """The time of a call over that of a base: the median over `pairs`, its quartiles, and the medians of both in ms."""
+
+    ratio: float
+    low: float
+    high: float
+    ms: float
+    base_ms: float
+    pairs: int
+
+
+def paired(base: Call, call: Call, device: torch.device, seconds: float) -> Ratio:
+    """Time two calls one directly after the other, each first in every second pair, so that both meet the same clocks.
+
+    seconds  to spend on both together, within 2 MIN_SAMPLES and 2 MAX_SAMPLES pairs. Raises what a call raises.
+    """
+    host_s = device_s = 0.0
+    for _ in range(2):  # the first may compile
+        begin = time.perf_counter()
+        base()
+        call()
+        host_s = time.perf_counter() - begin
+        synchronise(device)
+        device_s = time.perf_counter() - begin
+    wanted = min(2 * MAX_SAMPLES, max(2 * MIN_SAMPLES, int(seconds / device_s)))
+    most = max(2, int(LONGEST_PAUSE_S / (1.5 * host_s))) if device.type == "cuda" else wanted  # that a pause can queue
+    found: list[tuple[float, float]] = []
+    while len(found) < wanted:
+        count = min(most, wanted - len(found))
+        orders = [(base, call) if (len(found) + n) % 2 == 0 else (call, base) for n in range(count)]
+        times = timed((one for order in orders for one in order), 2 * count, device, host_s / 2)
+        both = zip(orders, times[::2], times[1::2], strict=True)
+        found += [(x, y) if order[0] is base else (y, x) for order, x, y in both]
+    ratios = Timing.of([y / x for x, y in found])
+    ms, base_ms = (statistics.median(times) for times in ([y for _, y in found], [x for x, _ in found]))
+    return Ratio(ratios.ms, ratios.low, ratios.high, ms, base_ms, len(found))
+
+
+def timed(calls: Iterable[Call], count: int, device: torch.device, host_s: float) -> list[float]:
+    """Milliseconds of each of `count` calls; what makes a call is not timed.
+
+    By the host's clock, on a GPU by its own, the launches behind a pause where the queue can hold them.
+
+    host_s  how long the host is busy with one of them
+    """
+    if device.type != "cuda":
+        return [on_host(call) for call in calls]
+    pause_s = 1.5 * count * host_s
+    if pause_s < LONGEST_PAUSE_S:
+        torch.cuda._sleep(int(pause_s * CYCLES_PER_SECOND))
+    events = []
+    for call in calls:
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        stop.record()
+        events.append((start, stop))
+    synchronise(device)
+    return [start.elapsed_time(stop) for start, stop in events]
+
+
+def on_host(call: Call) -> float:
+    """Milliseconds of a call by the host's clock."""
+    begin = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - begin)
+
+
 class Sampler:
     """One candidate's share of `interleaved`."""
 
@@ -99,33 +168,7 @@ class Sampler:
         """Take an equal share of the samples that are still wanted."""
         count = -(-(self.wanted - len(self.samples)) // turns_left)
         if count > 0:
-            self.samples += self.on_cuda(count) if self.device.type == "cuda" else self.on_host(count)
-
-    def on_host(self, count: int) -> list[float]:
-        """Milliseconds by the host's clock."""
-        samples = []
-        for _ in range(count):
-            call = self.prepare()
-            begin = time.perf_counter()
-            call()
-            samples.append(1e3 * (time.perf_counter() - begin))
-        return samples
-
-    def on_cuda(self, count: int) -> list[float]:
-        """Milliseconds by the device's clock, the launches queued behind a pause where the queue can hold them."""
-        pause_s = 1.5 * count * self.host_s
-        if pause_s < LONGEST_PAUSE_S:
-            torch.cuda._sleep(int(pause_s * CYCLES_PER_SECOND))
-        events = []
-        for _ in range(count):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            call = self.prepare()
-            start.record()
-            call()
-            stop.record()
-            events.append((start, stop))
-        synchronise(self.device)
-        return [start.elapsed_time(stop) for start, stop in events]
+            self.samples += timed((self.prepare() for _ in range(count)), count, self.device, self.host_s)
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:

@@ -1,23 +1,22 @@
-"""The time of score formulas on a GPU, relative to causal attention, and beside torch's compiled FlexAttention.
+"""The time of score formulas on a GPU beside causal attention's, and that of torch's compiled FlexAttention.
 
-    python -m bench.attention.formulas                head size 128, 8 heads, 16k tokens, bf16
-    python -m bench.attention.formulas --quick        without Flex and dropout
-    python -m bench.attention.formulas --rows FoX     causal attention, and the rows whose names contain this
-    python -m bench.attention.formulas --json FILE    also write the times to a file
+    python -m bench.attention.formulas                           8 heads, 16k tokens, bf16: about three minutes
+    python -m bench.attention.formulas --scores FoX --no-flex    the scores whose names contain this
+    python -m bench.attention.formulas --heads 128 --dropout 0   one head size, without dropout
 
-First each formula compiles in a process of its own, all at the same time. Then all are timed in turns.
+First each formula compiles in a process of its own, all at the same time. Then each is timed in turns with causal
+attention of the same head size and dropout: a ratio is the median over pairs of calls, one directly after the other.
+Flex has no dropout and is timed at the first of the head sizes. Each row replaces the earlier one in
+bench/results/formulas-<device>.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
+from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
@@ -25,18 +24,25 @@ from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, Score, build_attention
 from attention.scores.alibi import alibi_slopes
-from bench.markdown import table
-from bench.measure import Timing, in_turns
+from bench import record
+from bench.machine import device_name, require_gpu
+from bench.measure import paired, release
+from bench.record import Recorder, command_line, command_of, measurement, result_file
 
 H = 8
 FOX = "s + c[h, i] - c[h, j]"
-SECONDS = 0.2  # of the device, for each pass of each row
-Result = Timing | Exception
+CASES = ((128, 0.0), (128, 0.1), (64, 0.0))  # head size and dropout
+IDENTITY = ("score", "implementation", "head_size", "dropout")
 KEY = DropoutKey(seed=1, step=2, layer=3, first_sequence=4)
+Pass = Callable[[], object]
 
 
 class Row(NamedTuple):
-    """A line of the table: the formula, its learned tensors for T tokens, and other options of the score."""
+    """A line of the table: the formula, its tensors for T tokens, and other options of the score.
+
+    learned  whether the tensors are
+    flex     whether FlexAttention is timed too
+    """
 
     name: str
     formula: str | None
@@ -63,20 +69,31 @@ def spread_gates(T: int) -> dict[str, Tensor]:
 
 
 ROWS = (
-    Row("causal", None),
-    Row('"s"', "s"),
-    Row("soft cap, option", None, options={"soft_cap": 50.0}),
-    Row("soft cap, formula", "50 * tanh(s / 50)"),
-    Row("ALiBi, option", None, options={"alibi": True}),
-    Row("ALiBi, formula", "s - slope[h] * (i - j)", lambda T: {"slope": alibi_slopes(H)}, learned=False, flex=True),
-    Row("ALiBi, learned slopes", "s - slope[h] * (i - j)", lambda T: {"slope": alibi_slopes(H)}, flex=True),
-    Row("scalable softmax", "s * log(n + 1)", flex=True),
-    Row("temperature a head", "a[h] * s", lambda T: {"a": torch.ones(H)}),
-    Row("FoX, open gates", FOX, open_gates, flex=True),
-    Row("FoX, gates of 0.93", FOX, drawn_gates, flex=True),
-    Row("FoX, half-lives 1 to 300", FOX, spread_gates, flex=True),
-    Row("bias of 128 distances", "s + bias[h, min(i - j, 127)]", lambda T: {"bias": torch.randn(H, 128)}, flex=True),
-    Row("bias of T x T", "s + pair[h, i, j]", lambda T: {"pair": torch.randn(H, T, T)}),
+    Row("causal", None, flex=True),
+    Row("`s`, the same kernels", "s"),
+    Row("scalable softmax, `s * log(n + 1)`", "s * log(n + 1)", flex=True),
+    Row("a learned temperature for each head", "a[h] * s", lambda T: {"a": torch.ones(H)}),
+    Row("a soft cap, as an option", None, options={"soft_cap": 50.0}),
+    Row("a soft cap, as a formula", "50 * tanh(s / 50)"),
+    Row("ALiBi with fixed slopes, as an option", None, options={"alibi": True}),
+    Row(
+        "ALiBi with fixed slopes, as a formula",
+        "s - slope[h] * (i - j)",
+        lambda T: {"slope": alibi_slopes(H)},
+        learned=False,
+        flex=True,
+    ),
+    Row("ALiBi with learned slopes", "s - slope[h] * (i - j)", lambda T: {"slope": alibi_slopes(H)}, flex=True),
+    Row("FoX (Forgetting Transformer), gates that stay open", FOX, open_gates, flex=True),
+    Row("FoX, gates that leave half a weight after 1 to 300 tokens", FOX, spread_gates, flex=True),
+    Row("FoX, gates of about 0.93", FOX, drawn_gates, flex=True),
+    Row(
+        "a learned table of 128 distances",
+        "s + bias[h, min(i - j, 127)]",
+        lambda T: {"bias": torch.randn(H, 128)},
+        flex=True,
+    ),
+    Row("a learned bias for each query and key", "s + pair[h, i, j]", lambda T: {"pair": torch.randn(H, T, T)}),
 )
 
 
@@ -97,24 +114,23 @@ def passes(row: Row, implementation: str, T: int, D: int, dropout: float) -> tup
     return forward, lambda out: torch.autograd.grad(out, leaves, do, retain_graph=True)
 
 
-def warm(number: int, implementation: str, T: int, D: int, dropouts: Sequence[float]) -> None:
+def warm(number: int, implementation: str, T: int, cases: Sequence[tuple[int, float]]) -> None:
     """Compile the kernels of a row into the caches on disk."""
-    for dropout in dropouts:
+    for D, dropout in cases:
         try:
             forward, backward = passes(ROWS[number], implementation, T, D, dropout)
             backward(forward())
-        except Exception as error:  # `measured` meets it again
+        except Exception as error:  # `measure` meets it again
             print(f"{ROWS[number].name}, {implementation}: {reason(error)}", flush=True)
 
 
-def warm_all(rows: Sequence[Row], T: int, D: int, dropouts: Sequence[float], flex: bool) -> None:
-    """`warm` rows, each in a process of its own."""
+def warm_all(
+    rows: Sequence[Row], T: int, cases: Sequence[tuple[int, float]], flex: Sequence[tuple[int, float]]
+) -> None:
+    """`warm` rows, each in a process of its own; `flex`: the cases of FlexAttention."""
     context = multiprocessing.get_context("spawn")
-    calls: list[tuple[int, str, int, int, Sequence[float]]] = []
-    for row in rows:
-        calls.append((ROWS.index(row), "flash", T, D, dropouts))
-        if row.flex and flex:
-            calls.append((ROWS.index(row), "flex", T, D, (0.0,)))
+    calls = [(ROWS.index(row), "flash", T, cases) for row in rows]
+    calls += [(ROWS.index(row), "flex", T, flex) for row in rows if row.flex and flex]
     workers = [context.Process(target=warm, args=call) for call in calls]
     for worker in workers:
         worker.start()
@@ -122,73 +138,65 @@ def warm_all(rows: Sequence[Row], T: int, D: int, dropouts: Sequence[float], fle
         worker.join()
 
 
-def measured(rows: Sequence[Row], implementation: str, T: int, D: int, dropout: float) -> list[tuple[Result, Result]]:
-    """Forward and backward of each row, all timed in turns."""
-    device = torch.device("cuda")
-    calls: tuple[dict[str, Callable[[], object]], ...] = ({}, {})
-    failed: tuple[dict[str, Result], ...] = ({}, {})
-    for row in rows:
-        direction = 0
-        try:
-            forward, backward = passes(row, implementation, T, D, dropout)
-            out = forward()
-            calls[0][row.name], direction = forward, 1
-            backward(out)
-            calls[1][row.name] = partial(backward, out)
-        except Exception as error:  # becomes a part of the table
-            failed[direction][row.name] = failed[1][row.name] = error
-    found = [in_turns(named, device, SECONDS) | others for named, others in zip(calls, failed, strict=True)]
-    return [(found[0][row.name], found[1][row.name]) for row in rows]
-
-
 def reason(error: Exception) -> str:
     """The first line of an error."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def milliseconds(results: tuple[Result, Result]) -> str:
-    """Milliseconds of forward and backward; in the place of one that failed the reason."""
-    return " / ".join(reason(x)[:60] if isinstance(x, Exception) else f"{x.ms:.3f}" for x in results)
+def measure(
+    row: Row, implementation: str, T: int, D: int, dropout: float, seconds: float, device: torch.device
+) -> record.Row:
+    """For each direction a Ratio to causal attention, or {"failed": reason}."""
+    result: record.Row = {}
+    base_forward, base_backward = passes(ROWS[0], "flash", T, D, dropout)
+    base_out = base_forward()
+    forward, backward = passes(row, implementation, T, D, dropout)
 
+    def of_backward() -> tuple[Pass, Pass]:
+        out = forward()
+        return lambda: base_backward(base_out), lambda: backward(out)
 
-def ratio(result: Result, base: Result) -> str:
-    """How much longer one takes than another; nothing where there is no time."""
-    if isinstance(result, Exception) or isinstance(base, Exception):
-        return ""
-    return f"{result.ms / base.ms:.3f}"
+    for direction, calls in (("forward", lambda: (base_forward, forward)), ("backward", of_backward)):
+        try:
+            found = asdict(paired(*calls(), device, seconds))
+            result[direction] = {name: round(x, 5) for name, x in found.items()}
+        except Exception as error:  # becomes a part of the result
+            result[direction] = {"failed": reason(error)}
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.attention.formulas", description=__doc__)
+    """Measure, and write each row."""
+    parser = command_line("bench.attention.formulas", __doc__, "formulas")
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rows", default="")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--heads", nargs="+", type=int, default=[128, 64], help="head sizes")
+    parser.add_argument("--dropout", nargs="+", type=float, default=[0.0, 0.1], help="with 0.1, at head size 128 alone")
+    parser.add_argument("--scores", default="", help="those whose names contain this")
+    parser.add_argument("--no-flex", action="store_true", help="without FlexAttention")
+    parser.add_argument("--seconds", type=float, default=0.6, help="to spend on each pass of a score")
     args = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.exit(1, "bench.attention.formulas times kernels on a CUDA GPU, and this machine has none.\n")
-    T, D, start = args.tokens, args.head_dim, time.time()
-    dropouts = (0.0,) if args.quick else (0.0, 0.1)
-    rows = [row for row in ROWS if row is ROWS[0] or args.rows in row.name]
-    warm_all(rows, T, D, dropouts, flex=not args.quick)
-    print(f"{torch.cuda.get_device_name()}, compiled in {time.time() - start:.0f} s", flush=True)
-    lines = [[row.name] for row in rows]
-    for dropout in dropouts:
-        results = measured(rows, "flash", T, D, dropout)
-        for line, times in zip(lines, results, strict=True):
-            line += [milliseconds(times), *(ratio(x, base) for x, base in zip(times, results[0], strict=True))]
-        print(f"dropout {dropout} timed after {time.time() - start:.0f} s", flush=True)
-    if not args.quick:
-        flex = [row for row in rows if row.flex]
-        others = dict(zip((row.name for row in flex), measured(flex, "flex", T, D, 0.0), strict=True))
-        for line in lines:
-            line.append(milliseconds(others[line[0]]) if line[0] in others else "")
-    columns = [c for p in dropouts for c in (f"ms, dropout {p}", "forward over causal", "backward over causal")]
-    header = ["score", *columns, *([] if args.quick else ["flex, ms"])]
-    print(table(header, lines))
-    if args.json is not None:
-        args.json.write_text(json.dumps({"tokens": T, "head_dim": D, "rows": [header, *lines]}, indent=1) + "\n")
+    require_gpu(parser)
+    device, T, start = torch.device("cuda"), args.tokens, time.time()
+    cases = [case for case in CASES if case[0] in args.heads and case[1] in args.dropout]
+    flex = [] if args.no_flex else [case for case in cases if not case[1]][:1]
+    rows = [row for row in ROWS if args.scores in row.name]
+    now = measurement(command_of(parser, arguments), device, tokens=T, heads=H, dtype="bfloat16")
+    warm_all([ROWS[0], *(row for row in rows if row is not ROWS[0])], T, cases, flex)
+    print(f"compiled in {time.time() - start:.0f} s", flush=True)
+    with Recorder(result_file(args.name, device_name(device), args.results), IDENTITY, now) as recorder:
+        for row in rows:
+            for implementation, (D, dropout) in [("flash", case) for case in cases] + [("flex", case) for case in flex]:
+                if implementation == "flex" and not row.flex:
+                    continue
+                found = measure(row, implementation, T, D, dropout, args.seconds, device)
+                case = {"score": row.name, "implementation": implementation, "head_size": D, "dropout": dropout}
+                recorder.add(case | found)
+                cells = (found[way].get("failed") or f"{found[way]['ratio']:.3f}" for way in ("forward", "backward"))
+                print(
+                    f"{time.time() - start:.0f} s: {', '.join(map(str, case.values()))}: {' / '.join(cells)}",
+                    flush=True,
+                )
+                release(device)
 
 
 if __name__ == "__main__":
