@@ -29,6 +29,7 @@ def test_every_arm_of_the_speedrun_composes_with_fineweb() -> None:
         if name not in OTHERS:
             config = to_config(composed([*FINEWEB, *overrides]))
             assert (config.data.name, config.data.hub_subset, config.seq_len) == ("fineweb_edu", "sample-10BT", 1024)
+            assert (config.model.n_layers, config.model.n_embd, config.optimizer.lr) == (12, 768, 6e-4)
             tokens = config.data.max_tokens
             assert tokens is not None
             assert config.training.steps * 32 * 1024 < tokens  # less than an epoch
