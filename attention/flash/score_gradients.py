@@ -1,7 +1,7 @@
 """ds, the gradient of the scores, in device memory: where a formula adds a number to each score that is learned.
 
-The backward's program for a tile of keys has ds in its registers, and writes it for the query tiles that it visits; for
-all others `fill_unseen` writes zeros.
+The backward's program for a tile of keys has ds in its registers, and writes it for the query tiles that it visits. For
+all others `fill_unseen` writes zeros before the plain kernel, and the producer of the Hopper kernel meanwhile.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from .. import tiles as plain
 from ..backward import Gradients
 from ..call import KernelCall
 from ..score import LOG2_E, locate
-from ..score_gradients import Targets, fill_unseen
+from ..score_gradients import Targets
 from .added import far_number, hopper_inputs, hopper_mode
-from .backward_pipeline import HALF, PARTS, WIDTH, allocate, bias_columns, next_tile
+from .backward_pipeline import HALF, PARTS, WIDTH, allocate, bias_columns, next_tile, row_stride
 from .backward_roles import mask_drawer, producer, writer
 from .backward_step import S_LAYOUT, Queries, first_scores, load_added, no_sums, step
 from .compat import barrier
@@ -90,7 +90,7 @@ def head_of_ds(ds, i_bh, i_n, pos, BLOCKS: gl.constexpr):
     """Where ds of a head's first query and of key i_n is written; 0 if it is not needed."""
     p_ds = 0
     if BLOCKS.writes_ds:
-        p_ds = ds + gl.cast(i_bh, gl.int64) * pos.T * pos.S + i_n
+        p_ds = ds + gl.cast(i_bh, gl.int64) * pos.T * row_stride(pos.S, BLOCKS) + i_n
     return p_ds
 
 
@@ -220,6 +220,7 @@ def backward_kernel(q, k, v, do, dq, dk, dv, rows, delta, dq_sum, call, CONFIG: 
                         do,
                         rows,
                         delta,
+                        call.targets.ds,
                         work,
                         Program(call.inputs, call.scalars, buffers, barriers, sizes),
                         BLOCKS,
@@ -253,6 +254,7 @@ def backward_kernel(q, k, v, do, dq, dk, dv, rows, delta, dq_sum, call, CONFIG: 
                         do,
                         rows,
                         delta,
+                        call.targets.ds,
                         work,
                         Program(call.inputs, call.scalars, buffers, barriers, sizes),
                         BLOCKS,
@@ -369,8 +371,7 @@ def backward(
     if mode.biased and H_kv != H:  # heads differ in their biases, and the keys' operand belongs to one head
         blocks = blocks._replace(rows_in_products=False)
     if ds is not None:
-        blocks = blocks._replace(writes_ds=True)
-        fill_unseen(ds, call, blocks.q, blocks.k, mode)
+        blocks = blocks._replace(writes_ds=True, ds_aligned=S % 4 == 0)
     n_m, n_n = triton.cdiv(T, blocks.q), triton.cdiv(S, blocks.k)
     if T > S or call.spec.offsets:  # a query tile may then see no key tile that would write its dq
         dq.zero_()

@@ -240,6 +240,12 @@ def place(i, tile):
 
 
 @gluon.jit
+def row_stride(S, BLOCKS: gl.constexpr):
+    """The stride of rows of ds, (B, H, T, S); the compiler learns that they are aligned, where they are."""
+    return (S >> 2) * 4 if BLOCKS.ds_aligned else S
+
+
+@gluon.jit
 def hand_out(p_work, i_round, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """The next key tile by the counter, for all roles."""
     SCALAR: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])

@@ -26,7 +26,7 @@ from ..score import (
 )
 from ..score_gradients import is_far
 from .added import is_near, near_numbers, pair_numbers
-from .backward_pipeline import HALF, SLOTS, WIDTH, half_of, piece_of
+from .backward_pipeline import HALF, SLOTS, WIDTH, half_of, piece_of, row_stride
 from .compat import barrier, reinterpret
 from .dropout import draw_transposed, drop_transposed, load_key, word_layout
 from .stages import stage_of, wait_full
@@ -256,18 +256,26 @@ def weighted_sums(b_ds, i_m, i_n, pos, program, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def write_ds(p_ds, b_ds, i_m, i_n, pos):
-    """Write ds (BN, M) of the queries from i_m and the keys from i_n."""
+def write_ds(p_ds, b_ds, i_m, i_n, pos, BLOCKS: gl.constexpr):
+    """Write ds (BN, M) of the queries from i_m and the keys from i_n, four keys of a thread at once."""
     M: gl.constexpr = b_ds.shape[1]
     BN: gl.constexpr = b_ds.shape[0]
-    LAYOUT: gl.constexpr = b_ds.type.layout
-    o_m = gl.arange(0, M, gl.SliceLayout(0, LAYOUT))[None, :]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4, 1], [4, 8], [8, 1], [0, 1])
+    o_m = gl.arange(0, M // 4, gl.SliceLayout(0, LAYOUT))[None, :]
     o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))[:, None]
-    p_ds = (p_ds + i_m.to(gl.int64) * pos.S + o_m * pos.S) + o_n
-    if (i_m + M <= pos.T) & (i_n + BN <= pos.S):
-        gl.store(p_ds, b_ds, eviction_policy="evict_first")
-    else:
-        gl.store(p_ds, b_ds, mask=(i_m + o_m < pos.T) & (i_n + o_n < pos.S))
+    stride = row_stride(pos.S, BLOCKS)
+    p_ds += i_m.to(gl.int64) * stride
+    is_whole = (i_m + M <= pos.T) & (i_n + BN <= pos.S)
+    b_halves = pieces(b_ds, 2)
+    # Values move between threads through shared memory, which has room for a quarter of them.
+    for i in gl.static_range(4):
+        b_quarter = gl.convert_layout(pieces(b_halves[i // 2], 2)[i % 2], LAYOUT)
+        o_quarter = o_m + i * (M // 4)
+        if is_whole:
+            gl.store(p_ds + o_quarter * stride + o_n, b_quarter, eviction_policy="evict_first")
+        else:
+            is_there = (i_m + o_quarter < pos.T) & (i_n + o_n < stride)
+            gl.store(p_ds + o_quarter * stride + o_n, b_quarter, mask=is_there)
 
 
 @gluon.jit
@@ -294,7 +302,7 @@ def add_to_dk(
             half.ds.store(gl.convert_layout(joined(b_ds), S_LAYOUT))
         b_dk = warpgroup_mma(ds_piece, piece.q, b_dk, is_async=True)
         if BLOCKS.writes_ds:
-            write_ds(queries.p_ds, ds_piece32 * KEEP_SCALE, piece.i_m, tile.i_tile * BLOCKS.k, pos)
+            write_ds(queries.p_ds, ds_piece32 * KEEP_SCALE, piece.i_m, tile.i_tile * BLOCKS.k, pos, BLOCKS)
         if BLOCKS.sums == "ds":
             b_sum = warpgroup_mma(ds_piece, program.buffers.sum_ones.permute((1, 0)), b_sum, is_async=True)
         elif BLOCKS.sums is not None:

@@ -64,6 +64,7 @@ class BackwardBlocks(NamedTuple):
     pieces            1 or 2: of 64 queries; the products of a piece run while the weights of the next are computed
     sums              what is summed along the columns, see `sums_of`
     writes_ds         whether ds is written to device memory
+    ds_aligned        whether its rows begin at multiples of 16 bytes
     """
 
     q: int
@@ -76,6 +77,7 @@ class BackwardBlocks(NamedTuple):
     pieces: int
     sums: str | None
     writes_ds: bool = False
+    ds_aligned: bool = False
 
 
 def forward_blocks(problem: Problem) -> ForwardBlocks:
