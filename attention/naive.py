@@ -26,6 +26,7 @@ class NaiveAttention(Attention):
     name = "naive"
     supports = FEATURES | {"lengths"}
     exact = True
+    scales_queries = True  # it multiplies the scores, in fp32
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         return AttentionOutput(self.weigh(masked_scores(q, k, call), v, call))
@@ -72,6 +73,8 @@ def changed_scores(q: Tensor, k: Tensor, call: Call, columns: Range) -> Tensor:
     """scale * q k^T, changed as the score says, (B, H, T, S), for the keys k that are these columns of the call's."""
     # Scaled before the product: q k^T alone overflows fp16 where the scores do not.
     scores, T = (q * call.spec.scale) @ shared(k, q.shape[1]).mT, q.shape[2]
+    if call.factors is not None:
+        scores = scores.to(accum_dtype(q.dtype)) * call.factors.unsqueeze(-1)
     formula = tile_formula(call.spec.score, call.layout, call.formula, T, columns[1], q.device)
     return scores if formula is None else formula.value(scores.to(accum_dtype(q.dtype)), (0, T), columns)
 

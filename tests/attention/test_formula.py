@@ -220,6 +220,23 @@ def test_learned_slopes_and_sinks_without_a_formula_have_the_accuracy_of_fp32_to
         torch.testing.assert_close(got[learned], exact[learned], rtol=1e-4, atol=1e-4)
 
 
+def test_naive_rounds_no_factor_of_the_scores():
+    """At head size 16 it does what `Problem.results` does: another rounding, of queries times factors, would show."""
+    problem = draw(random.Random(3), "s * log(n + 1)", "square", longest=33, head_dim=16)
+    want = problem.results(torch.bfloat16, torch.bfloat16)
+    got = problem.computed(build_attention(AttentionConfig("naive", dropout=problem.dropout)), torch.bfloat16)
+    for name, x in want.items():
+        assert (got[name] - x).square().mean().sqrt() < 1e-4 * x.square().mean().sqrt(), name
+
+
+def test_what_is_summed_for_a_gradient_counts_what_cancels():
+    text = "s + where(i - j < 99, 2 * x[i], 0)"
+    problem = draw(random.Random(0), text, "square", longest=19, tensors=lambda B, H, L: {"x": torch.randn(L)})
+    problem = replace(problem, sinks=None, score=replace(problem.score, sinks=False))
+    exact = problem.results(torch.float64, torch.float64)["dx"]
+    assert exact.abs().max() < 1e-12 < 0.1 < problem.summed("x", torch.float64)
+
+
 def test_the_expected_rounding_is_that_of_evaluations():
     """Of gradients of numbers, whose errors are those of single numbers."""
     rng, shares = random.Random(0), []
