@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -27,12 +28,26 @@ ALIGNMENT = 16  # bytes: Hopper's copy engine needs it for a tensor's start and 
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The GPU's compute capability; Triton's interpreter stands in for a Hopper GPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    if device.type != "cuda":
+        return 9, 0
+    found = properties(device)
+    return found.major, found.minor
 
 
 def multiprocessors(device: torch.device) -> int:
     """The GPU's multiprocessors, each of which runs at least one program at a time; 1 in Triton's interpreter."""
-    return 1 if INTERPRET.value else torch.cuda.get_device_properties(device).multi_processor_count
+    return 1 if INTERPRET.value else properties(device).multi_processor_count
+
+
+def properties(device: torch.device) -> Any:
+    """The GPU's properties. A device without a number is the current GPU, which may be another one next time."""
+    return torch.cuda.get_device_properties(device) if device.index is None else properties_of(device)
+
+
+@lru_cache
+def properties_of(device: torch.device) -> Any:
+    """`properties`, asked once for each GPU: torch takes microseconds to answer, and a call asks several times."""
+    return torch.cuda.get_device_properties(device)
 
 
 class DeviceOf(torch.cuda.device_of):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -177,7 +178,7 @@ class Attention(ABC):
         self.check_features(score.features() | layout.features())
         call = self.call(q, score, layout, scale, dropout_key, tensors)
         # q, k and v set the precision; autocast must not change what an implementation computes in fp32.
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device.type):
             q, call = self.prepare(q, call, k.shape[2])
             out, lse = self.attend(q, k, v, call)
             if not return_lse:
@@ -212,7 +213,7 @@ class Attention(ABC):
         check_inputs(q, k, v, ONE_DOCUMENT)
         self.check_features(score.features() | {"cache": Option("cache")})
         call = self.call(q, score, Layout(lengths=cache.lengths), scale, None, tensors)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device.type):
             q, call = self.prepare(q, call, cache.longest())
             out, lse = self.attend_cache(q, cache, call)
             if not return_lse:
@@ -280,6 +281,11 @@ class Attention(ABC):
         raise UnsupportedAttention(
             f"{{}} does not return the log-sum-exp; use {template}.", Option("attention", self.name), *names
         )
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Within it autocast is off. Where it is off already, a call need not take the time to switch it."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def plain(option: object) -> object:

@@ -116,6 +116,8 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, spec: Spec, tensors: Sequence[Tensor]) -> Inputs:
         """From the list of a custom operator: `present` of these inputs."""
+        if not tensors:
+            return cls()
         formula, rest = tuple(tensors[: spec.computed]), tensors[spec.computed :]
         named = dict(zip((*spec.inputs(), "horizons"), rest, strict=False))
         return cls(**named, formula=formula or None)

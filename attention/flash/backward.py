@@ -43,6 +43,7 @@ from .tiles import (
     addressable,
     compile_options,
     dot,
+    head_bytes,
     head_group_size,
     launch_scalars,
     load_row,
@@ -431,7 +432,7 @@ class Tensors(NamedTuple):
 def launch_dq(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
     """The first pass: fills dq and delta."""
     (B, H, T, _), mode = x.q.shape, mode_of(call, x.q)
-    dq_kernel[(triton.cdiv(T, blocks.q) * B * H,)](
+    dq_kernel[((T + blocks.q - 1) // blocks.q * B * H,)](
         tiles(x.q, blocks.q, mode.columns),
         tiles(x.k, blocks.k, mode.columns),
         tiles(x.v, blocks.k, mode.columns),
@@ -440,7 +441,7 @@ def launch_dq(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         tiles(x.dq, blocks.q, mode.columns),
         Rows(x.lse2, x.delta),
         kernel_inputs(call, T, x.k.shape[2]),
-        launch_scalars(call, head_group_size(B * H, x.k[0, 0], H // x.k.shape[1])),
+        launch_scalars(call, head_group_size(B * H, head_bytes(x.k), H // x.k.shape[1])),
         CONFIG=DqConfig(blocks, mode, call.spec.learns and x.q.element_size() == 2),
         **compile_options(blocks),
     )
@@ -453,7 +454,7 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
     number = None if call.spec.score.formula is None else written(call.spec.score).added
     if x.ds is not None:
         fill_unseen(x.ds, call, blocks.q, blocks.k, mode)
-    dkdv_kernel[(triton.cdiv(S, blocks.k) * B * H_kv,)](
+    dkdv_kernel[((S + blocks.k - 1) // blocks.k * B * H_kv,)](
         tiles(x.q, blocks.q, mode.columns),
         tiles(x.k, blocks.k, mode.columns),
         tiles(x.v, blocks.k, mode.columns),
@@ -464,7 +465,7 @@ def launch_dkdv(x: Tensors, call: KernelCall, blocks: Blocks) -> None:
         row_tiles(x.delta, T, blocks.q),
         Targets(x.sums, x.ds),
         kernel_inputs(call, T, x.k.shape[2]),
-        launch_scalars(call, head_group_size(B * H_kv, x.q[0, : H // H_kv])),
+        launch_scalars(call, head_group_size(B * H_kv, H // H_kv * head_bytes(x.q))),
         CONFIG=Config(blocks, mode, Wanted(sums_of(call.spec), number, x.ds is not None)),
         **compile_options(blocks),
     )

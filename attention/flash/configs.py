@@ -8,6 +8,7 @@ not timed. Dropout needs query tiles that are multiples of 16 and key tiles that
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -106,6 +107,7 @@ def kind_of_scores(spec: Spec) -> str:
     return "alibi" if spec.score.alibi else "plain"
 
 
+@lru_cache(maxsize=1024)
 def choose(problem: Problem) -> KernelConfigs:
     """The blocks of the plain kernels for a call."""
     dropout, length = problem.dropout, problem.visible

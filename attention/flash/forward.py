@@ -35,6 +35,7 @@ from .tiles import (
     Rows,
     compile_options,
     dot,
+    head_bytes,
     head_group_size,
     launch_scalars,
     load_tile,
@@ -159,14 +160,14 @@ def forward(
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
     if out.numel() == 0 or S == 0:
         return without_keys(out, lse, lse2, call.inputs.sinks)
-    forward_kernel[(triton.cdiv(T, blocks.q) * B * H,)](
+    forward_kernel[((T + blocks.q - 1) // blocks.q * B * H,)](
         tiles(q, blocks.q, mode.columns),
         tiles(k, blocks.k, mode.columns),
         tiles(v, blocks.k, mode.columns),
         tiles(out, blocks.q, mode.columns),
         Rows(lse, lse2),
         kernel_inputs(call, T, S),
-        launch_scalars(call, head_group_size(B * H, k[0, 0], H // k.shape[1])),
+        launch_scalars(call, head_group_size(B * H, head_bytes(k), H // k.shape[1])),
         BLOCKS=blocks,
         MODE=mode,
         **compile_options(blocks),

@@ -141,12 +141,10 @@ def horizons(q: Tensor, k: Tensor, inputs: Inputs, spec: Spec, compiling: bool) 
     return (flash_key_horizons if compiling else run_key_horizons)(q, k, x, factors, text)
 
 
-def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and lse2 as `forward` gives them; inputs, spec and positions are those of a KernelCall."""
+def run_forward(q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and lse2 as `forward` gives them."""
     check(q.shape[-1], q.dtype, q.device)
-    out, call = torch.empty_like(q), KernelCall.of(inputs, spec, q_start, k_start)
+    out = torch.empty_like(q)
     with DeviceOf(q):
         q, k, v = addressable(q), addressable(k), addressable(v)
         name = choose_path(call.problem(q, k), backward=False)
@@ -157,7 +155,12 @@ def run_forward(
     return out, lse, lse2
 
 
-flash_forward = torch.library.custom_op(f"{NAMESPACE}::flash_forward", run_forward, mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::flash_forward", mutates_args=())
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, inputs: Sequence[Tensor], spec: str, q_start: int, k_start: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`run_forward`; inputs, spec and positions are those of a KernelCall."""
+    return run_forward(q, k, v, KernelCall.of(inputs, spec, q_start, k_start))
 
 
 @flash_forward.register_fake
@@ -165,14 +168,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32), rows_like(q)
 
 
-def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
+def run_backward(do: Tensor, saved: Sequence[Tensor], call: KernelCall) -> list[Tensor]:
     """The gradients of q, k and v, as `empty_gradients` lays them out, of learned tensors, of slopes that are learned,
     of the sinks, and of factors that are learned.
 
-    saved  q, k, v, out, lse2 and the inputs of `run_forward`
+    saved  q, k, v, out and lse2
     """
-    q, k, v, out, lse2, *inputs = saved
-    call = KernelCall.of(inputs, spec, q_start, k_start)
+    q, k, v, out, lse2 = saved
     gradients = empty_gradients(q, k, v)
     sums = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32) if sums_of(call.spec) else None
     delta = rows_like(q) if call.spec.learned else None
@@ -192,7 +194,10 @@ def run_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k
     return [*gradients, *learned, *(x for x in (dslopes, dsinks, dfactors) if x is not None)]
 
 
-flash_backward = torch.library.custom_op(f"{NAMESPACE}::flash_backward", run_backward, mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::flash_backward", mutates_args=())
+def flash_backward(do: Tensor, saved: Sequence[Tensor], spec: str, q_start: int, k_start: int) -> list[Tensor]:
+    """`run_backward`; the inputs of `flash_forward` follow in `saved`."""
+    return run_backward(do, saved[:5], KernelCall.of(saved[5:], spec, q_start, k_start))
 
 
 @flash_backward.register_fake
@@ -236,14 +241,16 @@ def _save(
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, do: Tensor | None, run: Callable[..., list[Tensor]]) -> tuple[list[Any], list[Any]]:
+def _gradients(
+    ctx: Any, do: Tensor | None, spec: Spec, run: Callable[[Tensor, Sequence[Tensor]], list[Tensor]]
+) -> tuple[list[Any], list[Any]]:
     """The gradients of q, k and v, and those of the inputs that are present."""
     saved = ctx.saved_tensors  # once: activation checkpointing gives them once
     q, k, _, _, _, *inputs = saved
     none: list[Any] = [None] * len(inputs)
     if do is None:
         return [None, None, None], none
-    gradients, spec = run(do, saved, *ctx.rest), Spec.read(ctx.rest[0])
+    gradients = run(do, saved)
     if spec.factors == "learned":
         none[spec.computed + spec.inputs().index("factors")] = gradients.pop()
     if "sinks" in spec.inputs():
@@ -256,7 +263,7 @@ def _gradients(ctx: Any, do: Tensor | None, run: Callable[..., list[Tensor]]) ->
 
 
 def _backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Any, ...]:
-    qkv, inputs = _gradients(ctx, do, flash_backward)
+    qkv, inputs = _gradients(ctx, do, Spec.read(ctx.rest[0]), lambda do, saved: flash_backward(do, saved, *ctx.rest))
     return *qkv, inputs, None, None, None
 
 
@@ -268,15 +275,20 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, spec: str, q_start: int, k_start: int, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
+        ctx: Any, spec: Spec, q_start: int, k_start: int, q: Tensor, k: Tensor, v: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        output = run_forward(q, k, v, inputs, spec, q_start, k_start)
+        output = run_forward(q, k, v, KernelCall(spec, Inputs.of(spec, inputs), q_start, k_start))
         _save(ctx, output, q, k, v, inputs, spec, q_start, k_start)
         return output
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Any, ...]:
-        qkv, inputs = _gradients(ctx, do, run_backward)
+        spec, *positions = ctx.rest
+
+        def run(do: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
+            return run_backward(do, saved[:5], KernelCall(spec, Inputs.of(spec, saved[5:]), *positions))
+
+        qkv, inputs = _gradients(ctx, do, spec, run)
         return None, None, None, *qkv, *inputs
 
 
@@ -363,14 +375,14 @@ class FlashAttention(Attention):
             formula=readable(spec, call.formula) if call.formula else None,
         )
         q, k, v = prepared(q), prepared(k), prepared(v)
-        text = spec.text()
-        if Problem(spec, D, q.dtype, q.shape[2], k.shape[2], (0, 0)).has_horizons:
+        may_skip = spec.score.alibi or inputs.formula is not None
+        if may_skip and Problem(spec, D, q.dtype, q.shape[2], k.shape[2], (0, 0)).has_horizons:
             inputs = inputs._replace(horizons=horizons(q.detach(), k.detach(), inputs, spec, compiling))
         if compiling:
-            out, lse, _ = flash_forward(q, k, v, inputs.present(), text, *positions)
+            out, lse, _ = flash_forward(q, k, v, inputs.present(), spec.text(), *positions)
         else:
-            out, lse, _ = Eager.apply(text, *positions, q, k, v, *inputs.present())
-        return AttentionOutput(out[..., :D], lse)
+            out, lse, _ = Eager.apply(spec, *positions, q, k, v, *inputs.present())
+        return AttentionOutput(out if out.shape[-1] == D else out[..., :D], lse)
 
     def attend_cache(self, q: Tensor, cache: Cache, call: Call) -> AttentionOutput:
         if self.config.precision is ProductPrecision.fp8:
@@ -420,5 +432,8 @@ def prepared(x: Tensor) -> Tensor:
     excess = -x.shape[-1] % (ALIGNMENT // x.element_size())
     if excess:
         return F.pad(x, (0, excess))
-    expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.contiguous() if expanded or x.stride(-1) != 1 else x
+    strides = x.stride()
+    if strides[-1] == 1 and 0 not in strides:
+        return x
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, strides, strict=True))
+    return x.contiguous() if expanded or strides[-1] != 1 else x

@@ -7,6 +7,7 @@ All paths exchange the same log-sum-exp and draw the same mask, so a forward and
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +97,7 @@ PATHS = {
 }
 
 
+@lru_cache(maxsize=4096)
 def choose_path(problem: Problem, backward: bool) -> str:
     """The path for a problem in one direction: its spec's, or for auto the first that supports it and pays.
 

@@ -34,18 +34,26 @@ def has_copy_engine(device: torch.device) -> bool:
 
 def aligned(x: Tensor) -> bool:
     """Whether a descriptor can address x as it lies in memory: its last dimension contiguous, the rest aligned."""
-    step = ALIGNMENT // x.element_size()
-    outer = zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % ALIGNMENT == 0
-        and all(size == 1 or (stride > 0 and stride % step == 0) for size, stride in outer)
-    )
+    return x.data_ptr() % ALIGNMENT == 0 and are_aligned(x.shape, x.stride(), x.element_size())
+
+
+@lru_cache(maxsize=1024)
+def are_aligned(shape: tuple[int, ...], strides: tuple[int, ...], element_size: int) -> bool:
+    """Whether strides are as a descriptor needs them."""
+    step, outer = ALIGNMENT // element_size, zip(shape[:-1], strides[:-1], strict=True)
+    return strides[-1] == 1 and all(size == 1 or (stride > 0 and stride % step == 0) for size, stride in outer)
 
 
 def addressable(x: Tensor) -> Tensor:
     """x itself where a descriptor can address it, else a copy; its last dimension spans a multiple of 16 bytes."""
     return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+class Descriptor(TensorDescriptor):
+    """Of an `aligned` tensor. Triton's class checks it again, which takes the host most of an argument's time."""
+
+    def __post_init__(self) -> None:
+        """Check nothing."""
 
 
 class Strided(NamedTuple):
@@ -73,13 +81,14 @@ def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor | Strided:
     """(B, H, T, D) as a kernel's argument, to be moved in tiles of rows x columns, columns >= D."""
     if not has_copy_engine(x.device):
         return strided(x)
-    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, columns])
+    return Descriptor(x, x.shape, descriptor_strides(x.shape, x.stride()), [1, 1, rows, columns])
 
 
-def descriptor_strides(x: Tensor) -> list[int]:
-    """x's strides for a descriptor: the stride of an axis of length 1 is never used and need not be aligned."""
-    outer = zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    return [*(ALIGNMENT if size == 1 else stride for size, stride in outer), 1]
+@lru_cache(maxsize=1024)
+def descriptor_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides for a descriptor: the stride of an axis of length 1 is never used and need not be aligned."""
+    outer = zip(shape[:-1], strides[:-1], strict=True)
+    return *(ALIGNMENT if size == 1 else stride for size, stride in outer), 1
 
 
 def rows_like(q: Tensor) -> Tensor:
@@ -96,7 +105,7 @@ def row_tiles(x: Tensor, T: int, rows: int) -> TensorDescriptor | Strided:
     if not has_copy_engine(x.device):
         # -T, as 1 would be a constant: a tuple with two constants in another tuple is lost on Triton 3.6.
         return Strided(x, 0, T_padded, 1, (0, 0, -T, 0))
-    return TensorDescriptor(x, [B * H, T], [T_padded, 1], [1, rows])
+    return Descriptor(x, [B * H, T], [T_padded, 1], [1, rows])
 
 
 def unspecialised(x: int) -> int:
@@ -137,7 +146,7 @@ def launch_scalars(call: KernelCall, n_together: int) -> Scalars:
     starts, scale = call.inputs.starts, call.spec.scale
     length = None if starts is None else starts.shape[1]
     positions = (call.q_start, call.k_start) if call.spec.offsets else (None, None)
-    whole = (None if x is None else unspecialised(x) for x in (n_together, *positions, length))
+    whole = [None if x is None else unspecialised(x) for x in (n_together, *positions, length)]
     return Scalars(scale, scale * LOG2_E.value, *whole)
 
 
@@ -187,13 +196,18 @@ def compile_options(blocks: Blocks) -> dict[str, int | None]:
     }
 
 
-def head_group_size(n_heads: int, head: Tensor, shared_by: int = 1) -> int:
+def head_group_size(n_heads: int, head: int, shared_by: int = 1) -> int:
     """Number of heads that run at the same time, so that the tensors that their programs reread stay in the L2 cache.
 
-    `head` is the (rows, D) tensor of one head that is read twice over (keys and values, or queries and gradients), and
+    `head` is the bytes of one head of a tensor that is read twice over (keys and values, or queries and gradients), and
     `shared_by` the number of heads that read the same one.
     """
-    return min(n_heads, max(1, L2_BUDGET * shared_by // (2 * head.numel() * head.element_size())))
+    return min(n_heads, max(1, L2_BUDGET * shared_by // (2 * head)))
+
+
+def head_bytes(x: Tensor) -> int:
+    """The bytes of one head of x (B, H, T, D)."""
+    return x.shape[2] * x.shape[3] * x.element_size()
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 import attention
@@ -9,7 +11,7 @@ from tests import right_attention, wrong_attention
 
 
 @pytest.fixture
-def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if a Hopper GPU were at hand."""
     triton = pytest.importorskip("triton")
     from attention import gpu
@@ -18,6 +20,9 @@ def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "INTERPRET", triton.language.constexpr(False))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    paths.choose_path.cache_clear()
+    yield
+    paths.choose_path.cache_clear()
 
 
 @pytest.fixture

@@ -211,8 +211,10 @@ class Recorder(CustomGraphPass):
 def test_every_head_is_computed_where_the_last_section_is_not_full(monkeypatch):
     case = Case(1, 10, 5, 70, 70, 16)
     monkeypatch.setattr(tiles, "L2_BUDGET", 3 * 2 * 70 * 16 * 4)  # fp32 keys and values of three heads
-    assert tiles.head_group_size(10, torch.empty(70, 16), shared_by=2) == 6  # of the forward and dq
-    assert tiles.head_group_size(5, torch.empty(2, 70, 16)) == 1  # of dk and dv
+    assert (
+        tiles.head_group_size(10, tiles.head_bytes(torch.empty(1, 1, 70, 16)), shared_by=2) == 6
+    )  # of the forward and dq
+    assert tiles.head_group_size(5, 2 * tiles.head_bytes(torch.empty(1, 1, 70, 16))) == 1  # of dk and dv
     assert_flash_accurate(case, torch.float32)
 
 

@@ -26,6 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from ...gpu import multiprocessors
 from ...scores.sinks import sinks_gradient_of_kernels
 from .. import tiles as plain
 from ..backward import Gradients
@@ -372,7 +373,7 @@ def backward(
         blocks = blocks._replace(rows_in_products=False)
     if ds is not None:
         blocks = blocks._replace(writes_ds=True, ds_aligned=S % 4 == 0)
-    n_m, n_n = triton.cdiv(T, blocks.q), triton.cdiv(S, blocks.k)
+    n_m, n_n = (T + blocks.q - 1) // blocks.q, (S + blocks.k - 1) // blocks.k
     if T > S or call.spec.offsets:  # a query tile may then see no key tile that would write its dq
         dq.zero_()
     do = plain.addressable(do)
@@ -404,7 +405,7 @@ def backward(
         CONSTANTS=DeltaConstants((256 - call.spec.threshold) / 256, mode.biased),
         enable_fp_fusion=True,
     )
-    n_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    n_programs = multiprocessors(q.device)
     n_together = max(1, n_programs // key_tiles_together(problem, H // H_kv))
     scalars = plain.launch_scalars(call, min(B * H_kv, n_together))
     backward_kernel[(min(n_programs, n_n * B * H_kv),)](

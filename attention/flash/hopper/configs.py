@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..call import Problem
@@ -80,6 +81,7 @@ class BackwardBlocks(NamedTuple):
     ds_aligned: bool = False
 
 
+@lru_cache(maxsize=1024)
 def forward_blocks(problem: Problem) -> ForwardBlocks:
     """The forward's shape for a call with a head size that it supports."""
     head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
@@ -129,6 +131,7 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
     )
 
 
+@lru_cache(maxsize=1024)
 def backward_blocks(problem: Problem) -> BackwardBlocks:
     """The backward's shape for a call with a head size that it supports."""
     head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score

@@ -17,18 +17,18 @@ softmax, the beginning and the end of the others.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from ...gpu import multiprocessors
 from ..call import KernelCall
 from ..factors import factor_input, scaled_queries
 from ..formula import is_biased
 from ..forward import without_keys
 from ..score import locate
-from ..tiles import Rows, head_group_size, launch_scalars, rows_like, swizzle
+from ..tiles import Rows, head_bytes, head_group_size, launch_scalars, rows_like, swizzle
 from .added import hopper_inputs, hopper_mode
 from .configs import ForwardBlocks, forward_blocks
 from .forward_pipeline import Keys, Work, allocate, fetch, fetch_queries, first_part, next_work, producer
@@ -128,9 +128,10 @@ def forward(
     lse, lse2 = q.new_empty(B, H, T, dtype=torch.float32), rows_like(q)
     if out.numel() == 0 or S == 0:
         return without_keys(out, lse, lse2, call.inputs.sinks)
-    n_m = triton.cdiv(T, blocks.consumers * ROWS.value)
+    rows = blocks.consumers * ROWS.value
+    n_m = (T + rows - 1) // rows
     alone = blocks.consumers == 1
-    n_programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    n_programs = multiprocessors(q.device)
     forward_kernel[(n_m * B * H if alone else min(n_programs, n_m * B * H),)](
         tiles(q, ROWS.value, blocks.columns),
         tiles(k, blocks.k, blocks.columns),
@@ -140,7 +141,7 @@ def forward(
         Rows(lse, lse2),
         hopper_inputs(call, T, S)._replace(factors=None if factors is None else factor_input(factors)),
         None if alone else torch.zeros(1, dtype=torch.int32, device=q.device),
-        launch_scalars(call, head_group_size(B * H, k[0, 0], H // H_kv)),
+        launch_scalars(call, head_group_size(B * H, head_bytes(k), H // H_kv)),
         BLOCKS=blocks,
         MODE=hopper_mode(call, q),
         num_warps=4,

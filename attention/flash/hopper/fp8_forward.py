@@ -27,10 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from ...gpu import multiprocessors
 from ..call import KernelCall
 from ..forward import without_keys
 from ..score import locate, sees_key
-from ..tiles import Rows, head_group_size, launch_scalars, mode_of, rows_like, store_lse
+from ..tiles import Rows, head_bytes, head_group_size, launch_scalars, mode_of, rows_like, store_lse
 from .compat import reinterpret, tma_store
 from .configs import ForwardBlocks, fp8_blocks
 from .forward_pipeline import allocate, next_work, producer, skip
@@ -279,8 +280,8 @@ def attend(q: Tensor, x: Quantised, out: Tensor, call: KernelCall, blocks: Forwa
     lse, lse2 = out.new_empty(B, H, T, dtype=torch.float32), rows_like(out)
     n_m = triton.cdiv(T, blocks.consumers * ROWS.value)
     # Half of the heads that fit the budget: 0.5% faster from 4,096 tokens on.
-    n_together = max(1, head_group_size(B * H, x.k[0, 0], H // H_kv) // 2)
-    n_programs = torch.cuda.get_device_properties(out.device).multi_processor_count
+    n_together = max(1, head_group_size(B * H, head_bytes(x.k), H // H_kv) // 2)
+    n_programs = multiprocessors(out.device)
     # Rotating q and k has made their products as many times larger as they have columns.
     rotated = call._replace(spec=call.spec._replace(scale=call.spec.scale / blocks.columns))
     fp8_forward_kernel[(min(n_programs, n_m * B * H),)](
