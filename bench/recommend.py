@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line("bench.recommend", __doc__, "recommend")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="BxHxTxD", help="BxH/H_kvxTxD too")
     parser.add_argument("--dtype", choices=["bf16", "fp16"], default="bf16")
+    parser.add_argument("--seconds", type=float, help="start no implementation of a shape after this time")
     args = parser.parse_args(arguments)
     require_gpu(parser)
     device = torch.device("cuda")
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ) as recorder:
         for shape in args.shapes:
             case = wanted(shape, [args.dtype], None, True)
-            candidates = ordered(compared(case, device))
+            candidates = ordered(compared(case, device, seconds=args.seconds))
             print(table(candidates, case, device), flush=True)
             rows = [{"shape": shape, "dtype": args.dtype} | asdict(x) | {"correct": x.correct} for x in candidates]
             recorder.replace({"shape": shape, "dtype": args.dtype}, rows)

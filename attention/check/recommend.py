@@ -25,7 +25,7 @@ from .subject import CheckError, Subject, find
 
 TRIALS, TRIAL_S = 50, 1.0
 CYCLES_PER_MS = 2e6  # of a GPU's clock, about
-LAST = ("hf-eager", "sdpa-math", "tiled", "naive")  # rarely the fastest, and the slowest to measure
+LAST = ("hf-flex", "hf-eager", "sdpa-math", "tiled", "naive")  # rarely the fastest, and the slowest to measure
 JUDGED = {"cpu": 512, "cuda": 2048}  # the most queries and keys that are compared with fp64
 
 
