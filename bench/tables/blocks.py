@@ -73,7 +73,7 @@ def load_all() -> None:
 
 
 def results(name: str) -> Rows:
-    """The rows of a result file: "attention" is an H200's, "h100:parts" an H100's, "cpu:generate" a CPU's."""
+    """The rows of a result file: "attention" is an H200's, "h100:llama" an H100's, "cpu:generate" a CPU's."""
     path = results_path(name)
     if not path.exists():
         raise TableError(f"there is no result file {path.name}, which a table or figure shows.")

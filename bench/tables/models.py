@@ -13,7 +13,7 @@ def override(row: Row) -> str:
     return f"`{' '.join(row['overrides'])}`"
 
 
-@block("parts", "h100:parts", "cpu:arena")
+@block("parts", "parts", "cpu:arena")
 def parts(priced: Rows, arena: Rows) -> str:
     """The step with each part at 124M beside the baseline's of the same call, and what the part gave at toy size."""
     sweep = of_case(arena, "parts")
