@@ -7,9 +7,11 @@ shapes: on a GPU it is one replayed CUDA graph. Only `from_scratch` waits for th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +33,11 @@ from model.cache import CacheSize, Decode, KVCache, Prefill, upload
 from model.forward import Embedded, Pass
 from model.gpt import GPT
 from model.positions import PositionTables, position_tables
-from recipe.generation.rows import Row
+from recipe.generation.rows import Row, blank, lengthened, padded
 from recipe.generation.sampling import Noise, Sampling, Stream
 
 WARMUP_CALLS = 3  # before a CUDA graph is captured, which must not contain compilation
+LONGEST_GRAPHED = 4096  # tokens: longer prefills keep the GPU busy without a CUDA graph
 
 
 class Steps:
@@ -54,11 +57,13 @@ class Steps:
         streams: bool = False,
         dtype: torch.dtype = torch.float32,
         compile: bool = False,
+        prompts: Iterable[int] = (),
     ) -> None:
         """See Engine for the arguments.
 
         noise_rows  rows of Noise
         streams     whether each sequence has a separate stream of random numbers
+        prompts     their lengths: with `compile`, the prefill of one prompt after the other is a CUDA graph too
         """
         self.device, self.dtype, self.sampling = model.wte.weight.device, dtype, sampling
         by_column = self.device.type == "cpu" and size.slots == 1
@@ -75,6 +80,7 @@ class Steps:
         self.active = torch.zeros(size.slots, dtype=torch.int32, device=self.device)
         # Functions, not this object's methods: a cycle with them would keep the cache until Python collects garbage.
         self.decoding, self.begin = self.model, Steps.begin_token
+        self.pool: Any = None  # of memory, of all graphs
         self.one_token = size.slots == 1 and one_token.has_kernels(self.model, self.head)
         self.end: Callable[[Steps, Tensor], None] = Steps.take_token if self.one_token else Steps.end_token
         if compile:
@@ -82,7 +88,14 @@ class Steps:
             self.decoding = self.model if self.one_token else compiled(self.model, options)
             self.begin = torch.compile(self.begin, dynamic=False, options=options)
             self.end = torch.compile(self.end, dynamic=False, options=options)
-        self.graph = self.graphed() if self.device.type == "cuda" and self.decoder is not None else None
+        has_graph = self.device.type == "cuda" and self.decoder is not None
+        self.graph = self.graphed(self.decode_step) if has_graph else None
+        self.prefills: dict[int, tuple[Row, torch.cuda.CUDAGraph]] = {}  # by the length of their row
+        # In pages, the tokens behind the prompt could overwrite keys that it sees.
+        if compile and self.one_token and "cache" in model.attend.supports and self.cache.table is None:
+            for length in sorted({padded(n) for n in prompts if n <= LONGEST_GRAPHED}, reverse=True):
+                row = blank(length).on(self.device)
+                self.prefills[length] = row, self.graphed(partial(self.prefill_row, row))
 
     def set_active(self, active: list[bool]) -> None:
         """Set the active slots and the page table on the device, for all later launches."""
@@ -103,15 +116,26 @@ class Steps:
     def prefill(self, row: Row) -> None:
         """Compute the keys, values and first tokens of new prompts. Other sequences do not change."""
         self.draw_noise(1)
-        tokens, positions, last, lengths, cu_seqlens = (upload(x, self.device) for x in row[:-1])
-        layout = Layout() if row.starts is None else documents(upload(row.starts, self.device))
-        fresh = lengths > 0
-        self.cache.lengths.copy_(torch.where(fresh, lengths, self.cache.lengths))
+        length = padded(row.tokens.shape[1])
+        with self.on_device():
+            if row.starts is None and length in self.prefills:
+                given, graph = self.prefills[length]
+                given.copy_(lengthened(row, length))
+                graph.replay()
+            else:
+                self.prefill_row(row.on(self.device))
+
+    @torch.no_grad()
+    def prefill_row(self, row: Row) -> None:
+        """The device's part of `prefill`."""
+        layout = Layout() if row.starts is None else documents(row.starts)
+        fresh = row.lengths > 0
+        self.cache.lengths.copy_(torch.where(fresh, row.lengths, self.cache.lengths))
         self.steps.masked_fill_(fresh, 0)
-        attends = [Prefill(self.model.attend, layer, cu_seqlens) for layer in self.cache.layers]
-        with self.on_device(), self.autocast():
-            hidden = self.model.extend(tokens, positions, attends, layout, self.tables)[0, last]  # (slots, C)
-            picked = self.choose(self.logits(hidden))
+        attends = [Prefill(self.model.attend, layer, row.cu_seqlens) for layer in self.cache.layers]
+        with self.autocast():
+            hidden = self.model.extend(row.tokens, row.positions, attends, layout, self.tables)[0, row.last]
+            picked = self.choose(self.logits(hidden))  # from hidden (slots, C)
         self.tokens.copy_(torch.where(fresh, picked, self.tokens))
         self.steps.masked_fill_(fresh, 1)
 
@@ -181,20 +205,21 @@ class Steps:
             event.record()
         return host, event
 
-    def graphed(self) -> torch.cuda.CUDAGraph:
-        """`decode_step` as one CUDA graph. It runs here a few times, without sequences."""
+    def graphed(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A step as one CUDA graph, which runs alone. Here it runs a few times, without sequences."""
         with self.on_device():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_CALLS):
-                    self.decode_step()
+                    step()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # The graph gets a separate workspace for cuBLAS: other code may free the shared one.
             torch._C._cuda_clearCublasWorkspaces()
-            with capturing(graph, stream):
-                self.decode_step()
+            with capturing(graph, stream, self.pool):
+                step()
+            self.pool = graph.pool()
             torch._C._cuda_clearCublasWorkspaces()
         return graph
 

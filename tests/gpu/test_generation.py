@@ -168,6 +168,7 @@ def test_a_graph_that_is_garbage_outlives_the_capture_of_another():
 
 @pytest.mark.slow
 def test_compiled_a_single_sequence_gets_the_same_tokens():
-    model, given = build(GROUPED, MANY, "flash", "cuda"), prompts(33)
+    """Prompts one after the other, of which some share a graph of their prefill."""
+    model, given = build(GROUPED, MANY, "flash", "cuda"), prompts(33, 130, 5, 128)
     plain, compiled = (served(model, given, Sampling(0.8, seed=1), compile=compile) for compile in (False, True))
     assert plain == compiled
