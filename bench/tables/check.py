@@ -46,3 +46,15 @@ def right(rows: Rows) -> str:
             ),
         },
     )
+
+
+@block("recommend", "recommend")
+def recommend(rows: Rows) -> str:
+    """The implementations that ran and are correct, the fastest first."""
+    shown = [row for row in rows if row["correct"] and row["forward"] is not None]
+
+    def ms(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}"
+
+    lines = [[f"`{row['name']}`", *(ms(row[name]) for name in ("forward", "both", "launch"))] for row in shown]
+    return table(["", "forward, ms", "forward and backward, ms", "launch, ms"], lines)

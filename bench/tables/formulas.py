@@ -1,4 +1,4 @@
-"""docs/formulas.md: the weights that formulas give."""
+"""docs/formulas.md: the weights that formulas give; docs/notes/formulas.md: their time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attention import AttentionConfig, Score, build_attention
-from bench.tables.blocks import figure
+from bench.attention.formulas import ROWS
+from bench.markdown import table
+from bench.record import Row
+from bench.tables.blocks import Rows, block, figure
 from recipe.drawing import Chart, Palette
 
 T = 32
@@ -51,3 +54,31 @@ def formula_weights() -> Chart:
         draw,
         height=7.4,
     )
+
+
+@block("formulas", "formulas")
+def formulas(rows: Rows) -> str:
+    """The time of each score over causal attention's, forward and backward, and FlexAttention's."""
+    columns = {
+        "head size 128": ("flash", 128, 0.0),
+        "with dropout 0.1": ("flash", 128, 0.1),
+        "compiled flex, 128": ("flex", 128, 0.0),
+        "head size 64": ("flash", 64, 0.0),
+    }
+    found = {(row["score"], row["implementation"], row["head_size"], row["dropout"]): row for row in rows}
+    lines = [[score.name, *(both(found.get((score.name, *column))) for column in columns.values())] for score in ROWS]
+    causal = [found[ROWS[0].name, *column] for column in columns.values()]
+    lines.insert(0, ["causal attention, ms", *(", ".join(times(row)) for row in causal)])
+    return table(["forward, backward", *columns], lines)
+
+
+def times(row: Row) -> list[str]:
+    """Milliseconds of both passes."""
+    return [f"{row[way]['ms']:.2f}" for way in ("forward", "backward")]
+
+
+def both(row: Row | None) -> str:
+    """The ratios of both passes."""
+    if row is None:
+        return ""
+    return ", ".join("fails" if "failed" in row[way] else f"{row[way]['ratio']:.2f}" for way in ("forward", "backward"))
