@@ -85,7 +85,8 @@ class Tiled(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, *inputs)
         ctx.mark_non_differentiable(lse)
         ctx.spec, ctx.positions = spec, positions
-        return out.to(q.dtype), lse
+        # Compiled, torch 2.11 loses the gradient of a saved tensor that `to` gives back as it is.
+        return out if out.dtype == q.dtype else out.to(q.dtype), lse
 
     @staticmethod
     @once_differentiable
