@@ -48,7 +48,8 @@ class Cache(NamedTuple):
 
         k, v        (B, H_kv, T, D): row t of sequence b is its token lengths[b] - T + t. Tokens before a sequence's
                     first are dropped. With cu_seqlens (1, H_kv, total, D), the sequences one after the other
-        cu_seqlens  (B + 1,) integers on the cache's device: the start of each sequence in the row and, last, total
+        cu_seqlens  (B + 1,) integers on the cache's device: the start of each sequence in the row and, last, the
+                    end of the last one. Tokens behind it belong to none; they may overwrite slots behind that one's
 
         Does not wait for the device. Raises ValueError for tensors that do not fit the cache. Under torch.compile, the
         cache's k and v must not be views into a larger tensor.

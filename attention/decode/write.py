@@ -53,7 +53,7 @@ def write_in_torch(
 ) -> None:
     """`write` in torch operations. Waits for a device that is not the CPU."""
     if k.device.type == "cpu" and lengths.shape == (1,) and pages is None:
-        end, T = int(lengths[0]), new_k.shape[2]
+        end, T = int(lengths[0]), new_k.shape[2] if cu_seqlens is None else int(cu_seqlens[-1])
         first, stop = max(0, end - T), min(end, k.shape[2])
         for x, new in ((k, new_k), (v, new_v)):
             x[:, :, first:stop] = new[:, :, T - end + first : T - end + stop]

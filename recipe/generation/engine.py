@@ -92,7 +92,8 @@ class Engine:
         slots    sequences at a time; on a CPU no more than there are requests
         dtype    of the matrix products and of the cache; what autocast leaves in fp32 stays so
         row      the fewest tokens of a prefill; 0: each prompt alone. None: 4,096 on a GPU, 0 on a CPU
-        compile  compile the work of a token by torch.compile, which takes half a minute on a GPU
+        compile  compile the work of a token by torch.compile, which takes half a minute on a GPU. There, with one slot,
+                 also make CUDA graphs of the prefill, for `flash` and models that the kernels of one token compute
 
         Raises GenerationError for prompts that do not fit the model, and for a cache that does not fit the device.
         """
@@ -116,7 +117,7 @@ class Engine:
             row = ROW if device.type == "cuda" and slots > 1 and "documents" in model.attend.supports else 0
         self.row = row and max(row, *(padded(len(request.prompt)) for request in requests))
         streams = any(request.stream != FIRST_STREAM for request in requests)
-        prompts = [len(request.prompt) for request in requests]
+        prompts = [] if self.row else [len(request.prompt) for request in requests if request.limit > 0]
         self.steps = Steps(model, sampling, size, noise_rows, streams, dtype, compile, prompts)
         self.owners: list[Request | None] = [None] * slots  # the request that each slot belongs to
         self.owners_changed = False  # since the last update of the device's list of active slots

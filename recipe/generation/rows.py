@@ -15,12 +15,12 @@ ALIGNMENT = 128  # of prompts in a row: the largest tile of keys that a kernel r
 
 
 class Row(NamedTuple):
-    """The tokens of new prompts, and where they are. Tensors of the host.
+    """The tokens of new prompts, and where they are: tensors of the host, or of a device.
 
     tokens, positions  (1, n) int64       in the row, and in their sequences
     last               (slots,) int64     where in the row each slot's prompt ends
     lengths            (slots,) int64     of the prompts; 0 for slots without a new one
-    cu_seqlens         (slots + 1,) int32 bounds of the prompts, padding included
+    cu_seqlens         (slots + 1,) int32 bounds of the prompts and the padding between; tokens may follow the last
     starts             (1, n) int32       where each token's document begins; None: the row is one prompt, no more
     """
 

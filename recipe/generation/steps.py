@@ -92,7 +92,7 @@ class Steps:
         self.graph = self.graphed(self.decode_step) if has_graph else None
         self.prefills: dict[int, tuple[Row, torch.cuda.CUDAGraph]] = {}  # by the length of their row
         # In pages, the tokens behind the prompt could overwrite keys that it sees.
-        if compile and self.one_token and "cache" in model.attend.supports and self.cache.table is None:
+        if compile and self.one_token and model.attend.name == "flash" and self.cache.table is None:
             for length in sorted({padded(n) for n in prompts if n <= LONGEST_GRAPHED}, reverse=True):
                 row = blank(length).on(self.device)
                 self.prefills[length] = row, self.graphed(partial(self.prefill_row, row))

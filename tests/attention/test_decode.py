@@ -228,6 +228,22 @@ def test_new_tokens_that_do_not_fit_the_cache_are_refused():
         cache.write(torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), torch.tensor([0, 5]))
 
 
+@pytest.mark.parametrize("write", [write_in_torch, write_kernel.write])
+@pytest.mark.parametrize("lengths", [[5], [3, 5]])
+def test_tokens_behind_the_last_sequence_change_no_sequence(write, lengths, monkeypatch):
+    """Where they have slots, and where the cache ends with the sequence."""
+    monkeypatch.setattr("attention.decode.cache.write", write)
+    ends = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
+    for room in (8, 5):
+        k, v = torch.zeros(2, len(lengths), 2, room, 8)
+        new_k, new_v = torch.randn(2, 1, 2, ends[-1] + 3, 8)
+        cache = Cache(k, v, torch.tensor(lengths, dtype=torch.int32))
+        cache.write(new_k, new_v, torch.tensor(ends, dtype=torch.int32))
+        for b, n in enumerate(lengths):
+            assert torch.equal(k[b, :, :n], new_k[0, :, ends[b] : ends[b + 1]])
+            assert torch.equal(v[b, :, :n], new_v[0, :, ends[b] : ends[b + 1]])
+
+
 def test_an_implementation_without_a_cache_is_refused_by_name():
     with pytest.raises(UnsupportedAttention, match=r'name="sdpa" does not support a cache; .*name="naive"'):
         build_attention(AttentionConfig("sdpa")).decode(torch.zeros(2, 2, 1, 8), small_cache())
