@@ -1,6 +1,6 @@
 """The fastest correct attention: what `gpt-attention check --recommend` measures, as a result file.
 
-    python -m bench.recommend                             the shapes of docs/check.md
+    python -m bench.recommend                             the shape of docs/peers.md
     python -m bench.recommend --shapes 4x16x8192x64       others
 
 Every implementation with a name is judged, then timed alone on the GPU. Results go to
@@ -19,7 +19,7 @@ from attention.check.recommend import compared, ordered, table, wanted
 from bench.machine import device_name, require_gpu
 from bench.record import Recorder, command_line, command_of, measurement, result_file
 
-SHAPES = ("8x16/4x4096x128", "4x16x2048x64")
+SHAPES = ("8x16/4x4096x128",)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -90,7 +91,10 @@ def compared(
     started, candidates = time.monotonic(), []
     length = min(case.T, JUDGED[device.type])
     small = replace(case, T=length, S=length, B=1)
-    samples = Sample(small, draw(small, device)), Sample(case, draw(case, device))
+    try:
+        samples = Sample(small, draw(small, device)), Sample(case, draw(case, device))
+    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU
+        raise CheckError(f"The tensors of --shape do not fit the memory of {device}; choose a smaller one.") from error
     names = [*others, *(name for name in KNOWN if name not in LAST), *(name for name in LAST if name in KNOWN)]
     for n, name in enumerate(names):
         took = time.monotonic() - started
@@ -112,13 +116,17 @@ def fastest(candidates: Sequence[Candidate]) -> dict[str, Candidate]:
 
 def as_json(candidates: Sequence[Candidate], case: Case, device: torch.device) -> str:
     """The table as JSON, with the names of the fastest implementations."""
+    implementations = [asdict(x) | {"correct": x.correct} for x in ordered(candidates)]
+    for one in implementations:
+        if one["worst"] is not None and not math.isfinite(one["worst"]):
+            one["worst"] = str(one["worst"])  # JSON has no infinity
     content = {
         "case": asdict(case),
         "where": where(device),
         "fastest": {what: one.name for what, one in fastest(candidates).items()},
-        "implementations": [asdict(x) | {"correct": x.correct} for x in ordered(candidates)],
+        "implementations": implementations,
     }
-    return json.dumps(content, indent=1)
+    return json.dumps(content, indent=1, allow_nan=False)
 
 
 def wanted(shape: str, dtypes: list[str], window: int | None, causal: bool) -> Case:

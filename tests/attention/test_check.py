@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -295,7 +296,7 @@ def test_the_fastest_correct_implementation_is_first_and_named_in_json(tmp_path,
         "slow": recommend.Candidate("slow", 0.5, 2.0, 9.0),
         "fast": recommend.Candidate("fast", 0.5, 3.0, 8.0),
         "forward": recommend.Candidate("forward", 0.5, 1.0),
-        "wrong": recommend.Candidate("wrong", 1.5, 0.1, 0.2),
+        "wrong": recommend.Candidate("wrong", math.inf, 0.1, 0.2),
         "missing": recommend.Candidate("missing", why="it is not installed"),
     }
     monkeypatch.setattr(recommend, "KNOWN", given)
@@ -327,6 +328,17 @@ def test_a_check_that_cannot_start_says_why_and_exits_with_2(capsys):
     assert main(["--recommend", "--html", "check.html"]) == 2
     printed = capsys.readouterr()
     assert [line.partition(" ")[0] for line in printed.err.splitlines()] == ["error:"] * 8
+
+
+def test_a_shape_that_does_not_fit_the_memory_is_refused(monkeypatch, capsys):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(recommend, "draw", full)
+    assert main(["--recommend", "--shape", "8x16x131072x128", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err == (
+        "error: The tensors of --shape do not fit the memory of cpu; choose a smaller one.\n"
+    )
 
 
 def test_a_check_that_compared_nothing_does_not_call_an_attention_correct(capsys):
