@@ -50,7 +50,7 @@ class Spec(NamedTuple):
 
     @property
     def learns(self) -> bool:
-        """Whether tensors of the scores need a gradient.
+        """Whether tensors of the scores need a gradient; sinks count always.
 
         It is a sum of ds = p (dp - delta) over many scores, which nearly cancel along a row. Then the roundings of
         delta = rowsum(do out), of out and of the weights in it, count: their error has one sign for a whole row.

@@ -50,7 +50,10 @@ def addressable(x: Tensor) -> Tensor:
 
 
 class Descriptor(TensorDescriptor):
-    """Of an `aligned` tensor. Triton's class checks it again, which takes the host most of an argument's time."""
+    """A descriptor of a tensor that `aligned` has accepted.
+
+    Triton's class would check the tensor again, which is most of the time that an argument takes the host.
+    """
 
     def __post_init__(self) -> None:
         """Check nothing."""

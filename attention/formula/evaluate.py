@@ -61,7 +61,7 @@ def leaves_of(steps: Program, is_view: Callable[[tuple[str, ...] | None], bool])
 
 
 class Count(NamedTuple):
-    """The whole numbers from `first`, so many: a leaf that becomes a tensor at its first use besides a sum.
+    """`length` whole numbers from `first`. Adding a whole number gives another Count, any other operation a tensor.
 
     On a GPU, each operation before the kernels takes about two microseconds.
     """

@@ -40,7 +40,7 @@ Pass = Callable[[], object]
 class Row(NamedTuple):
     """A line of the table: the formula, its tensors for T tokens, and other options of the score.
 
-    learned  whether the tensors are
+    learned  whether the tensors need a gradient
     flex     whether FlexAttention is timed too
     """
 
@@ -170,7 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line("bench.attention.formulas", __doc__, "formulas")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--heads", nargs="+", type=int, default=[128, 64], help="head sizes")
-    parser.add_argument("--dropout", nargs="+", type=float, default=[0.0, 0.1], help="with 0.1, at head size 128 alone")
+    parser.add_argument(
+        "--dropout", nargs="+", type=float, default=[0.0, 0.1], help="0.1 is measured at head size 128 only"
+    )
     parser.add_argument("--scores", default="", help="those whose names contain this")
     parser.add_argument("--no-flex", action="store_true", help="without FlexAttention")
     parser.add_argument("--seconds", type=float, default=0.6, help="to spend on each pass of a score")

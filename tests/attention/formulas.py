@@ -174,7 +174,10 @@ class Problem:
         return {name: math.sqrt(x / EVALUATIONS) for name, x in squares.items()}
 
     def summed(self, name: str, dtype: torch.dtype) -> float:
-        """The most that is summed for a number of a tensor's gradient: of |ds| times the derivative of the score."""
+        """The largest number of a tensor's gradient with |ds| in the place of ds: the size of the values that it sums.
+
+        Derivatives of the score keep their signs, so it may be too small, never too large.
+        """
         q, k, v, do = (x.to(dtype).double() for x in (self.q, self.k, self.v, self.do))
         tensors = {other: x.double() for other, x in self.tensors.items()}
         tensors[name].requires_grad_()
@@ -338,7 +341,8 @@ def assert_right(
 
     That error is the one of an evaluation, or the one to expect, if an evaluation happens to be closer to the truth: a
     tensor of one number, such as a gradient of a scalar, has an error that is small by chance in many evaluations. And
-    where a gradient sums values that cancel, it may lose their last place: relative to a zero, no error has a bound.
+    where a gradient sums values that cancel, it may lose their last place: if the exact value is zero, a relative bound
+    allows nothing.
     """
     exact, plain = problem.results(torch.float64, dtype), problem.results(dtype, dtype)
     got = problem.computed(attend, dtype, backward, device)

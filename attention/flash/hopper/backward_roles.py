@@ -30,9 +30,9 @@ class Unseen(NamedTuple):
 
 @gluon.jit
 def unseen_tiles(tile, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """The Unseen of the key tile that is as far from the last one as `tile` is from the first.
+    """The Unseen of key tile n - 1 - t, whose zeros are written during the steps of `tile`, number t of n.
 
-    With a causal mask, a key tile that many query tiles see is so paired with one that few do.
+    With a causal mask, one has as many steps as the other has query tiles of zeros.
     """
     sizes = program.sizes
     i_tile = sizes.n_tiles - 1 - tile.i_tile

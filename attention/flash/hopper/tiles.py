@@ -13,7 +13,7 @@ FP32 = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 class Descriptor(TensorDescriptor):
-    """As in the plain kernels' tiles.py: of a tensor that is known to be aligned, without Triton's checks."""
+    """A descriptor of a tensor that is known to be aligned, without Triton's checks: as in the plain tiles.py."""
 
     def __post_init__(self) -> None:
         """Check nothing."""
