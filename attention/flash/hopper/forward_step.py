@@ -48,6 +48,8 @@ from .softmax import (
 )
 from .stages import stage_of, wait_full
 
+QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of threads that multiply queries
+
 
 class Result(NamedTuple):
     """Of the queries o_m: o, not yet divided by the row sums l, and lse2."""
@@ -208,11 +210,19 @@ def first_tile(i_step, i_n, is_cut, queries, keys, work, program, BLOCKS: gl.con
 
 
 @gluon.jit
-def scale_queries(b_q, factors, i_b, i_h, i_m, T):
-    """Multiply 64 queries from i_m, in shared memory, by their factors of s, rounded as `scaled_queries` rounds."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    b_x = b_q.load(LAYOUT).to(gl.float32) * load_factors(factors, i_b, i_h, o_m, T)[:, None]
+def row_factors(inputs, work, i_m, T):
+    """The factors of s of 64 queries from i_m, as `scale_queries` takes them; 0 where a call has none."""
+    factors = 0
+    if inputs.factors is not None:
+        o_m = i_m + gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES))
+        factors = load_factors(inputs.factors, work.i_b, work.i_h, o_m, T)
+    return factors
+
+
+@gluon.jit
+def scale_queries(b_q, factors):
+    """Multiply 64 queries in shared memory by their factors of s, rounded as `scaled_queries` rounds."""
+    b_x = b_q.load(QUERIES).to(gl.float32) * factors[:, None]
     b_q.store(b_x.to(b_q.dtype))
     fence_async_shared()
     barrier()
@@ -233,6 +243,7 @@ def attend(out, rows, keys, work, program, i_step, i_order, c: gl.constexpr, BLO
     i_bh = work.i_b * sizes.H + work.i_h
     i_m = work.i_m + c * ROWS
     b_q = buffers.q.index(work.stage.index)
+    factors = row_factors(program.inputs, work, i_m, sizes.T)  # requested first: their latency passes meanwhile
     queries = load_queries(b_q, program, i_m, work.i_b, work.i_h, S_LAYOUT, MODE)
     pos = queries.pos
     n_start_all, _, _, n_end_all = key_tiles(work.i_m, pos, CONSUMERS * ROWS, BN, MODE)
@@ -248,7 +259,7 @@ def attend(out, rows, keys, work, program, i_step, i_order, c: gl.constexpr, BLO
         is_cut = i_n + BN > sizes.S
     wait_full(barriers.q_full, work.stage)
     if program.inputs.factors is not None:
-        scale_queries(b_q, program.inputs.factors, work.i_b, work.i_h, i_m, sizes.T)
+        scale_queries(b_q, factors)
     state, o_m, b_row_bias = first_tile(i_step, i_n, is_cut, queries, keys, work, program, BLOCKS, MODE)
     i_step += 1
 
