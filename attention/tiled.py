@@ -168,8 +168,10 @@ def backward(do: Tensor, saved: Sequence[Tensor], spec: Spec, q_start: int | Non
     dq = q.new_zeros(q.shape, dtype=dtype)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
 
-    # delta = rowsum(dP * P) = rowsum(do * out): what the softmax's Jacobian subtracts. Dropout leaves it valid.
-    delta = (do.to(dtype) * out.to(dtype)).sum(dim=-1, keepdim=True)  # (B, H_kv, G, T, 1)
+    # delta = rowsum(dP * P) = rowsum(do * out): what the softmax's Jacobian subtracts. Dropout leaves it valid. Its
+    # error has one sign for a whole row, so it is added up in fp64.
+    products = do.to(dtype) * out.to(dtype)
+    delta = products.sum(dim=-1, keepdim=True, dtype=torch.float64).to(dtype)  # (B, H_kv, G, T, 1)
     # Where a row sees nothing every score is -inf, and exp(-inf - lse) is the zero it should be for a finite lse.
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)  # (B, H_kv, G, T, 1)
     dsinks = [] if sinks is None else [sinks_gradient(sinks, lse, delta)]

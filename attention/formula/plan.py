@@ -4,8 +4,10 @@
 
 A part that is the same for a head, along a row or column, or for all pairs at one distance i - j is hoisted: torch
 computes it once, before the scores. The implementation that computes the scores reads the hoisted vectors, and returns
-their gradients, from which autograd computes those of the caller's tensors. A factor of s that is the same along a row
-multiplies the queries instead.
+their gradients, from which autograd computes those of the caller's tensors.
+
+A factor of s that is the same along a row multiplies the queries instead, if the rest adds one value at most: there are
+kernels for these scores. It is rounded with the queries. In other formulas it multiplies the scores, in fp32.
 """
 
 from __future__ import annotations
@@ -106,12 +108,26 @@ def planned(formula: Node, reach: Reach) -> Plan:
     """The plan of a formula's graph. Raises Mistake."""
     s = leaf("s")
     (slope,) = derivatives(formula, [s])
-    factor = number(1.0)
-    if stage(slope) in ("head", "row") and not has_steps(formula):  # the formula is slope s + its value at s = 0
-        factor, rest = slope, rebuild(formula, {s: number(0.0)})
-        parts = [s, *summands(rest)]
-    else:
-        parts = summands(formula)
+    if stage(slope) not in ("head", "row") or has_steps(formula):
+        return arranged(formula, number(1.0), summands(formula), reach)
+    rest = summands(rebuild(formula, {s: number(0.0)}))  # the formula is slope s + its value at s = 0
+    p = arranged(formula, slope, [s, *rest], reach)
+    if is_number(slope) or adds_one_value(p):
+        return p
+    return arranged(formula, number(1.0), [ops.multiply(slope, s), *rest], reach)
+
+
+def adds_one_value(p: Plan) -> bool:
+    """Whether a plan leaves s as it is or adds one hoisted value to it, besides what is the same along a row."""
+    s = leaf("s")
+    if p.column is not None:
+        return p.score is s
+    return p.score is s or any(p.score is ops.add(s, placeholder(x)) for x in p.hoisted)
+
+
+def arranged(formula: Node, factor: Node, parts: list[Node], reach: Reach) -> Plan:
+    """The plan of a formula that is the sum of `parts`, in which s is already multiplied by the factor."""
+    s = leaf("s")
     rows = total([x for x in parts if stage(x) in ("head", "row")])
     columns = total([x for x in parts if stage(x) == "column"])
     hoist = Hoist(reach)

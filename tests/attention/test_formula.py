@@ -219,6 +219,21 @@ def test_learned_slopes_and_sinks_without_a_formula_have_the_accuracy_of_fp32_to
         torch.testing.assert_close(got[learned], exact[learned], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["tiled", "flash"])
+def test_a_factor_of_s_beside_other_terms_is_not_rounded_with_the_queries(name):
+    def tensors(B: int, H: int, L: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(H, L), "y": torch.randn(L, L), "z": torch.tensor(0.5)}
+
+    text = "(1 + 0.3 * x[h, i]) * s + max(y[j, i], 0.1 * z)"
+    problem = draw(random.Random(2), text, "square", longest=33, tensors=tensors)
+    problem = replace(problem, dropout=0.0, sinks=None, score=replace(problem.score, sinks=False))
+    exact = problem.results(torch.float64, torch.bfloat16)
+    with interpreting():
+        got = problem.computed(build_attention(AttentionConfig(name)), torch.bfloat16)
+    for learned in ("dx", "dy", "dz"):
+        torch.testing.assert_close(got[learned], exact[learned], rtol=1e-4, atol=1e-4)
+
+
 def test_naive_rounds_no_factor_of_the_scores():
     """At head size 16 it does what `Problem.results` does: another rounding, of queries times factors, would show."""
     problem = draw(random.Random(3), "s * log(n + 1)", "square", longest=33, head_dim=16)
