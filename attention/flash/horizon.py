@@ -11,11 +11,12 @@ reaches the key at the query's position.
 A soft cap bounds the scores too. A sink only raises the maximum. Windows and documents never hide the key at the
 query's position. Values that are not finite, and slopes that are not positive, give no horizon.
 
-A formula that adds a value x_j to the scores of key j gives that key at most the weight 2^(2 bound + x_j - x_i), where
-x_i belongs to the key at the query's position. With the forget gates of the Forgetting Transformer x grows from key to
-key. Here x is arbitrary: GRAIN queries skip the keys before the first key whose value is large enough for one of them
-or for any later query. So the first visible key never moves back from one group of queries to the next. Norms are
-computed only for heads whose values fall by BITS or more.
+A formula that adds a value x_j to the scores of key j gives that key at most the weight 2^(|q_i| K + x_j - s_i - x_i),
+where s_i and x_i belong to the key at the query's position, and K is the scale times the largest norm of a key. With
+the forget gates of the Forgetting Transformer x grows from key to key. Here x is arbitrary: GRAIN queries skip the keys
+before the first key whose value is large enough for one of them or for any later query. So the first visible key never
+moves back from one group of queries to the next. Norms and s_i are computed only for heads whose values fall by BITS or
+more.
 """
 
 import math
@@ -117,17 +118,32 @@ def find_horizons(q: Tensor, k: Tensor, slopes: Tensor, spec: Spec) -> Tensor:
 
 
 class Bounds(NamedTuple):
-    """Bounds of tiles of GRAIN queries or keys of each head, in base 2, with a margin for rounding.
+    """Bounds of tiles of GRAIN queries or keys of each head, in base 2, with a margin for rounding: (B, H, tiles) each.
 
-    lows   (B, H, n_q) for queries, the smallest value of the keys at their positions
-    highs  (B, H, n_k) for keys, the largest value
-    q_squares, k_squares  (B, H or H_kv, tiles) the largest squared norms in tiles of rows, where the head `may_forget`
+    lows   for queries, the smallest value of the keys at their positions
+    highs  for keys, the largest value
+    owns   for queries, the smallest sum of this value and the score of that key, where the head `may_forget`
+    q_squares, k_squares  the largest squared norms, likewise
     """
 
     lows: Tensor
     highs: Tensor
+    owns: Tensor
     q_squares: Tensor
     k_squares: Tensor
+
+
+@triton.jit
+def values_of_head(x, strides, i_bh, H):
+    """The address of a head's values of keys; strides: see `extremes_kernel`."""
+    return x + (tl.cast(i_bh // H, tl.int64) * (strides[0] >> 2) + i_bh % H * (strides[1] >> 2))
+
+
+@triton.jit
+def own_values(p_x, o_own, has_own):
+    """The values of keys o_own in base 2, less than they may be after rounding."""
+    b_x = tl.load(p_x + o_own, mask=has_own, other=0.0) * LOG2_E
+    return b_x - tl.abs(b_x) * ROUNDED
 
 
 @triton.jit(do_not_specialize=["T", "S", "H"])
@@ -138,13 +154,12 @@ def extremes_kernel(x, bounds, strides, T, S, H, TILES: tl.constexpr):
     strides  of x: of sequences and of heads, as `unspecialised` has them
     """
     i_bh, n_q, n_k = tl.program_id(1), tl.cdiv(T, GRAIN), tl.cdiv(S, GRAIN)
-    p_x = x + (tl.cast(i_bh // H, tl.int64) * (strides[0] >> 2) + i_bh % H * (strides[1] >> 2))
+    p_x = values_of_head(x, strides, i_bh, H)
     o_tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     o_m = o_tile[:, None] * GRAIN + tl.arange(0, GRAIN)[None, :]
     o_own = o_m + S - T
     has_own = (o_m < T) & (o_own >= 0)
-    b_x = tl.load(p_x + o_own, mask=has_own, other=0.0) * LOG2_E
-    b_x = b_x - tl.abs(b_x) * ROUNDED
+    b_x = own_values(p_x, o_own, has_own)
     b_low = tl.min(tl.where(has_own, tl.where(b_x > -float("inf"), b_x, -float("inf")), float("inf")), 1)
     tl.store(bounds.lows + i_bh * n_q + o_tile, b_low, mask=o_tile < n_q)
     b_x = tl.load(p_x + o_m, mask=o_m < S, other=-float("inf")) * LOG2_E
@@ -167,78 +182,93 @@ def may_forget(bounds, i_bh, n_q, n_k):
     return tl.min(b_high, 0) + BITS < tl.max(b_low, 0)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k"])
-def both_norms_kernel(q, k, factors, bounds, n_q, n_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The largest squared norms among ROWS rows of q, multiplied by factors if any, and of k.
+@triton.jit(do_not_specialize=["scale_log2"])
+def norms_and_owns_kernel(q, k, x, factors, bounds, strides, scale_log2, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The owns and squared norms of tiles of ROWS, which are GRAIN, queries, multiplied by factors if any, and keys.
 
-    Nothing is read or stored for heads that forget nothing. Grid: any number of programs for a head; batch x heads.
+    x and strides are those of `extremes_kernel`. Nothing else is read or stored for heads that forget nothing. Grid:
+    any number of programs for a head; batch x heads.
     """
     H, T, H_kv, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
-    G, n_squares = H // H_kv, tl.cdiv(T, ROWS)
+    n_q, n_k = tl.cdiv(T, ROWS), tl.cdiv(S, ROWS)
     i_bh = tl.program_id(1)
-    i_b, i_h, i_bkv = i_bh // H, i_bh % H, i_bh // G
-    q_forgets = may_forget(bounds, i_bh, n_q, n_k)
-    k_forgets = q_forgets & (i_bh % G == 0)
-    if i_bh % G == 0:
-        for i in range(1, G):
-            k_forgets |= may_forget(bounds, i_bh + i, n_q, n_k)
-    for i in range(tl.program_id(0), n_squares + tl.cdiv(S, ROWS), tl.num_programs(0)):
-        if i < n_squares:
-            if q_forgets:
+    i_b, i_h = i_bh // H, i_bh % H
+    i_kv = i_h // (H // H_kv)
+    if may_forget(bounds, i_bh, n_q, n_k):
+        p_x = values_of_head(x, strides, i_bh, H)
+        for i in range(tl.program_id(0), tl.maximum(n_q, n_k), tl.num_programs(0)):
+            b_k = load_tile(k, i_b, i_kv, i * ROWS, ROWS, COLUMNS).to(tl.float32)
+            if i < n_k:
+                tl.store(bounds.k_squares + i_bh * n_k + i, largest_square(b_k))
+            if i < n_q:
                 b_q = load_tile(q, i_b, i_h, i * ROWS, ROWS, COLUMNS).to(tl.float32)
+                o_m = i * ROWS + tl.arange(0, ROWS)
                 if factors is not None:
-                    b_q = b_q * load_factors(factors, i_b, i_h, i * ROWS + tl.arange(0, ROWS), T)[:, None]
-                tl.store(bounds.q_squares + i_bh * n_squares + i, largest_square(b_q))
-        elif k_forgets:
-            i_tile = i - n_squares
-            b_k = load_tile(k, i_bkv // H_kv, i_bkv % H_kv, i_tile * ROWS, ROWS, COLUMNS).to(tl.float32)
-            tl.store(bounds.k_squares + i_bkv * tl.cdiv(S, ROWS) + i_tile, largest_square(b_k))
+                    b_q = b_q * load_factors(factors, i_b, i_h, o_m, T)[:, None]
+                tl.store(bounds.q_squares + i_bh * n_q + i, largest_square(b_q))
+                o_own = o_m + S - T
+                if S != T:
+                    b_k = load_tile(k, i_b, i_kv, tl.maximum(i * ROWS + S - T, 0), ROWS, COLUMNS).to(tl.float32)
+                b_norms = tl.sqrt(tl.sum(b_q * b_q, 1)) * tl.sqrt(tl.sum(b_k * b_k, 1))
+                b_own = own_values(p_x, o_own, (o_m < T) & (o_own >= 0))
+                b_own += (tl.sum(b_q * b_k, 1) - (SLACK - 1) * b_norms) * scale_log2
+                # There is no bound for NaN, and for tiles that begin before the first key.
+                has_bound = (o_own >= tl.arange(0, ROWS)) & (b_own > -float("inf"))
+                b_own = tl.where(o_m < T, tl.where(has_bound, b_own, -float("inf")), float("inf"))
+                tl.store(bounds.owns + i_bh * n_q + i, tl.min(b_own, 0))
 
 
 @triton.jit
-def reach(bounds, i_bh, i_bkv, n_q_squares, n_k_squares, scale_log2):
-    """The difference, in base 2, to the value at the query's position from which on a key has no weight."""
-    q_square = largest(bounds.q_squares + i_bh * n_q_squares, n_q_squares)
-    k_square = largest(bounds.k_squares + i_bkv * n_k_squares, n_k_squares)
-    bits = BITS + 2 * SLACK * tl.sqrt(q_square) * tl.sqrt(k_square) * scale_log2
-    return tl.where(bits < float("inf"), bits, float("inf"))
+def key_norm(bounds, i_bh, n_k, scale_log2):
+    """K: the scale times the largest norm of a head's keys, and the margin for rounding."""
+    return tl.sqrt(largest(bounds.k_squares + i_bh * n_k, n_k)) * scale_log2 * SLACK
 
 
-@triton.jit(do_not_specialize=["G", "n_q", "n_k", "n_q_squares", "n_k_squares", "scale_log2"])
-def key_horizons_kernel(p_horizons, bounds, G, n_q, n_k, n_q_squares, n_k_squares, scale_log2):
+@triton.jit
+def least_values(bounds, norm, i_bh, o, n_q):
+    """The value from which on a key has weight for one of the queries in the tiles o; infinity beyond the last."""
+    b_own = tl.load(bounds.owns + i_bh * n_q + o, mask=o < n_q, other=float("inf"))
+    b_norm = tl.sqrt(tl.load(bounds.q_squares + i_bh * n_q + o, mask=o < n_q, other=0.0)) * norm
+    return tl.where(b_norm < float("inf"), b_own - b_norm - BITS, -float("inf"))
+
+
+@triton.jit(do_not_specialize=["G", "n_q", "n_k", "scale_log2"])
+def key_horizons_kernel(p_horizons, bounds, G, n_q, n_k, scale_log2):
     """The first key of GRAIN queries, or the end of the queries of GRAIN keys. Grid: n_q + n_k, batch x heads.
 
     The queries of keys are those of all G heads that share these.
     """
     i, i_bh = tl.program_id(0), tl.program_id(1)
-    i_bkv, o = i_bh // G, tl.arange(0, BLOCK)
+    o = tl.arange(0, BLOCK)
     result = 0
     if i < n_q:
         if may_forget(bounds, i_bh, n_q, n_k):
-            b_low = tl.full([BLOCK], float("inf"), tl.float32)
+            norm = key_norm(bounds, i_bh, n_k, scale_log2)
+            b_least = tl.full([BLOCK], float("inf"), tl.float32)
             for i_q in range(i, n_q, BLOCK):
-                b_new = tl.load(bounds.lows + i_bh * n_q + i_q + o, mask=i_q + o < n_q, other=float("inf"))
-                b_low = tl.minimum(b_low, b_new)
-            least = tl.min(b_low, 0) - reach(bounds, i_bh, i_bkv, n_q_squares, n_k_squares, scale_log2)
+                b_least = tl.minimum(b_least, least_values(bounds, norm, i_bh, i_q + o, n_q))
+            least = tl.min(b_least, 0)
             b_first = tl.full([BLOCK], n_k, tl.int32)
             for i_k in range(0, n_k, BLOCK):
                 b_high = tl.load(bounds.highs + i_bh * n_k + i_k + o, mask=i_k + o < n_k, other=-float("inf"))
                 b_first = tl.minimum(b_first, tl.where(b_high < least, n_k, i_k + o))
             result = tl.min(b_first, 0)
     else:
-        for i_head in range(i_bkv * G, i_bkv * G + G):
+        first_head = i_bh // G * G
+        for i_head in range(first_head, first_head + G):
             end = n_q
             if may_forget(bounds, i_head, n_q, n_k):
+                norm = key_norm(bounds, i_head, n_k, scale_log2)
                 b_high = tl.full([BLOCK], -float("inf"), tl.float32)
                 for i_k in range(0, i - n_q + 1, BLOCK):
                     seen = i_k + o <= i - n_q
                     b_new = tl.load(bounds.highs + i_head * n_k + i_k + o, mask=seen, other=-float("inf"))
                     b_high = tl.maximum(b_high, b_new)
-                most = tl.max(b_high, 0) + reach(bounds, i_head, i_bkv, n_q_squares, n_k_squares, scale_log2)
+                most = tl.max(b_high, 0)
                 b_end = tl.zeros([BLOCK], tl.int32)
                 for i_q in range(0, n_q, BLOCK):
-                    b_low = tl.load(bounds.lows + i_head * n_q + i_q + o, mask=i_q + o < n_q, other=float("inf"))
-                    b_end = tl.maximum(b_end, tl.where((b_low > most) | (i_q + o >= n_q), 0, i_q + o + 1))
+                    b_least = least_values(bounds, norm, i_head, i_q + o, n_q)
+                    b_end = tl.maximum(b_end, tl.where((b_least > most) | (i_q + o >= n_q), 0, i_q + o + 1))
                 end = tl.max(b_end, 0)
             result = tl.maximum(result, end)
     tl.store(p_horizons + i_bh * (n_q + n_k) + i, result * GRAIN)
@@ -248,39 +278,28 @@ def find_key_horizons(q: Tensor, k: Tensor, x: Tensor, factors: Tensor | None, s
     """The horizons of causal scores s + x_j, of q (B, H, T, D), multiplied by factors if any, k (B, H_kv, S, D) and
     x (B or 1, H or 1, S), as `Inputs` has them."""
     (B, H, T, D), (H_kv, S) = q.shape, k.shape[1:3]
-    columns = max(16, triton.next_power_of_2(D))
-    rows = min(256, ELEMENTS // columns)
-    n_q, n_k = triton.cdiv(T, GRAIN.value), triton.cdiv(S, GRAIN.value)
-    shapes = (H, n_q), (H, n_k), (H, triton.cdiv(T, rows)), (H_kv, triton.cdiv(S, rows))
-    bounds = Bounds(*(q.new_empty(B, *shape, dtype=torch.float32) for shape in shapes))
-    strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
+    columns, rows = max(16, triton.next_power_of_2(D)), GRAIN.value
+    n_q, n_k = triton.cdiv(T, rows), triton.cdiv(S, rows)
+    bounds = Bounds(*(q.new_empty(B, H, n, dtype=torch.float32) for n in (n_q, n_k, n_q, n_q, n_k)))
+    steps = (0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
+    strides, scale_log2 = tuple(map(unspecialised, steps)), spec.scale * LOG2_E.value
     extremes_kernel[(triton.cdiv(max(n_q, n_k), TILES), B * H)](
-        x, bounds, tuple(map(unspecialised, strides)), T, S, H, TILES=TILES, enable_fp_fusion=True
+        x, bounds, strides, T, S, H, TILES=TILES, enable_fp_fusion=True
     )
-    n_q_squares, n_k_squares = bounds.q_squares.shape[2], bounds.k_squares.shape[2]
     n_programs = max(1, 2 * gpu.multiprocessors(q.device) // (B * H))
-    both_norms_kernel[(min(n_programs, n_q_squares + n_k_squares), B * H)](
+    norms_and_owns_kernel[(min(n_programs, max(n_q, n_k)), B * H)](
         tiles(q, rows, columns),
         tiles(k, rows, columns),
+        x,
         None if factors is None else factor_input(factors),
         bounds,
-        n_q,
-        n_k,
+        strides,
+        scale_log2,
         ROWS=rows,
         COLUMNS=columns,
         num_warps=8,
         enable_fp_fusion=True,
     )
     horizons = q.new_empty(B, H, n_q + n_k, dtype=torch.int32)
-    key_horizons_kernel[(n_q + n_k, B * H)](
-        horizons,
-        bounds,
-        H // H_kv,
-        n_q,
-        n_k,
-        n_q_squares,
-        n_k_squares,
-        spec.scale * LOG2_E.value,
-        enable_fp_fusion=True,
-    )
+    key_horizons_kernel[(n_q + n_k, B * H)](horizons, bounds, H // H_kv, n_q, n_k, scale_log2, enable_fp_fusion=True)
     return horizons

@@ -13,7 +13,7 @@ from torch import Tensor
 from attention import AttentionConfig, Layout, Score, build_attention
 from attention.dropout import drop_threshold
 from attention.flash.call import Problem
-from attention.flash.op import flash_forward, flash_horizons, run_horizons
+from attention.flash.op import flash_forward, flash_horizons, run_horizons, run_key_horizons
 from attention.spec import Inputs, Spec
 from tests.attention.contract import SCORE_CASES
 from tests.attention.reference import KEY, Case, assert_accurate, gradients, gradients_with_slopes
@@ -310,6 +310,26 @@ def forget(case: Case, tensors: tuple[Tensor, ...], name: str = "flash") -> dict
     out = attend(q, k, v, score=score, layout=case.layout(DEVICE), dropout_key=KEY, tensors={"a": a, "c": c}).out
     gradients = torch.autograd.grad(out, (q, k, v, a, c), tensors[3])
     return {"out": out, **dict(zip(("dq", "dk", "dv", "da", "dc"), gradients, strict=True))}
+
+
+@pytest.mark.parametrize(("H", "H_kv", "T", "S"), [(2, 2, 640, 640), (4, 2, 500, 777), (2, 1, 400, 300)])
+def test_a_formulas_horizons_are_where_weights_are_zero(H, H_kv, T, S):
+    """(2, 1, 400, 300): the first queries stand before the first key."""
+    torch.manual_seed(0)
+    q, k, factors = torch.randn(1, H, T, 16), torch.randn(1, H_kv, S, 16), 2 * torch.rand(1, H, T)
+    x = (torch.tensor([3.0, 1.5, 1.0, 0.1])[:H, None] * 2 * torch.rand(1, H, S)).cumsum(-1)
+    spec = Spec(Score(formula="a[h, i] * s + x[h, j]"), 0.25)
+    found = run_key_horizons(q.to(DEVICE), k.to(DEVICE), x.to(DEVICE), factors.to(DEVICE), spec.text()).cpu()
+    of_each = found.repeat_interleave(64, -1)
+    first, end = of_each[..., :T], of_each[..., -(-T // 64) * 64 :][..., :S]
+    i, j = torch.arange(T)[:, None], torch.arange(S)
+    scores = 0.25 * factors[..., None] * (q @ k.repeat_interleave(H // H_kv, 1).mT) + x[:, :, None]
+    scores = scores.double().masked_fill(j > i + S - T, -torch.inf)
+    bits = (scores - scores.amax(-1, keepdim=True)) / math.log(2)
+    for skipped in (j < first[..., None], i >= end[:, :, None]):
+        skipped = skipped & (j <= i + S - T)
+        assert skipped[:, 0].sum() > 0.3 * (j <= i + S - T).sum()
+        assert bits[skipped].max() < -150
 
 
 GATED = Case(1, 4, 4, 200, 200, 16)
