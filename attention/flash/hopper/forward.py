@@ -39,6 +39,9 @@ from .softmax import ROWS
 from .stages import Stage
 from .tiles import tiles
 
+# Heads that run at the same time where horizons differ from head to head: the longest rows of all of them come first.
+HEADS_WITH_HORIZONS = 4
+
 
 @gluon.jit
 def consumer(out, rows, program, c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr):
@@ -132,6 +135,9 @@ def forward(
     n_m = (T + rows - 1) // rows
     alone = blocks.consumers == 1
     n_programs = multiprocessors(q.device)
+    n_together = head_group_size(B * H, head_bytes(k), H // H_kv)
+    if call.inputs.horizons is not None:
+        n_together = max(n_together, min(B * H, HEADS_WITH_HORIZONS))
     forward_kernel[(n_m * B * H if alone else min(n_programs, n_m * B * H),)](
         tiles(q, ROWS.value, blocks.columns),
         tiles(k, blocks.k, blocks.columns),
@@ -141,7 +147,7 @@ def forward(
         Rows(lse, lse2),
         hopper_inputs(call, T, S)._replace(factors=None if factors is None else factor_input(factors)),
         None if alone else torch.zeros(1, dtype=torch.int32, device=q.device),
-        launch_scalars(call, head_group_size(B * H, head_bytes(k), H // H_kv)),
+        launch_scalars(call, n_together),
         BLOCKS=blocks,
         MODE=hopper_mode(call, q),
         num_warps=4,
