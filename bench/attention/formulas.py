@@ -32,6 +32,8 @@ from bench.record import Recorder, command_line, command_of, measurement, result
 H = 8
 FOX = "s + c[h, i] - c[h, j]"
 CASES = ((128, 0.0), (128, 0.1), (64, 0.0))  # head size and dropout
+# Half-lives of heads of a trained FoX model: of all 48 by half-life every sixth, in their order in the model.
+TRAINED = (0.75, 1.25, 2.6, 0.37, 0.05, 4.5, 0.23, 1340.0)
 IDENTITY = ("score", "implementation", "head_size", "dropout")
 KEY = DropoutKey(seed=1, step=2, layer=3, first_sequence=4)
 Pass = Callable[[], object]
@@ -62,10 +64,19 @@ def drawn_gates(T: int) -> dict[str, Tensor]:
     return {"c": torch.nn.functional.logsigmoid(3 + torch.randn(1, H, T)).cumsum(-1)}
 
 
+def gates(half_lives: Tensor, T: int) -> dict[str, Tensor]:
+    """Forget gates that leave half of a key's weight after so many tokens, (H,), on average."""
+    return {"c": -(math.log(2) / half_lives.view(1, H, 1) * 2 * torch.rand(1, H, T)).cumsum(-1)}
+
+
 def spread_gates(T: int) -> dict[str, Tensor]:
-    """Forget gates that leave half of a key's weight after 1 to 300 tokens, from head to head."""
-    rates = math.log(2) / torch.logspace(0, math.log10(300), H).view(1, H, 1)
-    return {"c": -(rates * 2 * torch.rand(1, H, T)).cumsum(-1)}
+    """Forget gates with half-lives of 1 to 300 tokens, from head to head."""
+    return gates(torch.logspace(0, math.log10(300), H), T)
+
+
+def trained_gates(T: int) -> dict[str, Tensor]:
+    """Forget gates with half-lives as trained: see docs/notes/formulas.md."""
+    return gates(torch.tensor(TRAINED), T)
 
 
 ROWS = (
@@ -85,6 +96,7 @@ ROWS = (
     ),
     Row("ALiBi with learned slopes", "s - slope[h] * (i - j)", lambda T: {"slope": alibi_slopes(H)}, flex=True),
     Row("FoX (Forgetting Transformer), gates that stay open", FOX, open_gates, flex=True),
+    Row("FoX, gates as trained", FOX, trained_gates, flex=True),
     Row("FoX, gates that leave half a weight after 1 to 300 tokens", FOX, spread_gates, flex=True),
     Row("FoX, gates of about 0.93", FOX, drawn_gates, flex=True),
     Row(
@@ -175,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--scores", default="", help="those whose names contain this")
     parser.add_argument("--no-flex", action="store_true", help="without FlexAttention")
-    parser.add_argument("--seconds", type=float, default=0.6, help="to spend on each pass of a score")
+    parser.add_argument("--seconds", type=float, default=0.3, help="to spend on each pass of a score")
     args = parser.parse_args(arguments)
     require_gpu(parser)
     device, T, start = torch.device("cuda"), args.tokens, time.time()
