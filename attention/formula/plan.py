@@ -6,8 +6,9 @@ A part that is the same for a head, along a row or column, or for all pairs at o
 computes it once, before the scores. The implementation that computes the scores reads the hoisted vectors, and returns
 their gradients, from which autograd computes those of the caller's tensors.
 
-A factor of s that is the same along a row multiplies the queries instead, if the rest adds one value at most: there are
-kernels for these scores. It is rounded with the queries. In other formulas it multiplies the scores, in fp32.
+A factor of s that is the same along a row multiplies the queries instead, if the rest is at most one hoisted value that
+is added: there are kernels for these scores. It is rounded with the queries. In other formulas it multiplies the
+scores, in fp32.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from .stages import Stage
 from .tiles import tiles
 
 # Heads that run at the same time where horizons differ from head to head: the longest rows of all of them come first.
+# Timed with 8 heads of 16,384 tokens.
 HEADS_WITH_HORIZONS = 4
 
 
