@@ -169,9 +169,9 @@ def backward(do: Tensor, saved: Sequence[Tensor], spec: Spec, q_start: int | Non
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
 
     # delta = rowsum(dP * P) = rowsum(do * out): what the softmax's Jacobian subtracts. Dropout leaves it valid. Its
-    # error has one sign for a whole row, so it is added up in fp64.
-    products = do.to(dtype) * out.to(dtype)
-    delta = products.sum(dim=-1, keepdim=True, dtype=torch.float64).to(dtype)  # (B, H_kv, G, T, 1)
+    # error has one sign for a whole row, and tensors of the scores would learn from the sum of these errors.
+    of_sum = torch.float64 if spec.learns else dtype
+    delta = (do.to(dtype) * out.to(dtype)).sum(dim=-1, keepdim=True, dtype=of_sum).to(dtype)  # (B, H_kv, G, T, 1)
     # Where a row sees nothing every score is -inf, and exp(-inf - lse) is the zero it should be for a finite lse.
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)  # (B, H_kv, G, T, 1)
     dsinks = [] if sinks is None else [sinks_gradient(sinks, lse, delta)]
