@@ -6,6 +6,7 @@
     speed     GPT-2 124M, 32 x 1,024 tokens per GPU: "alone", each GPU separately at the same time, and together
     bits      50 steps of 4 x 32 x 1,024 tokens, replicated and sharded: a digest of losses, norms and final weights
     eager     50 steps of 4 x 8 x 1,024 tokens, not compiled: likewise
+    muon      the same with Muon
     quarter   one sequence of 262,144 tokens over all GPUs
     half      one of 524,288: on two GPUs, the length per GPU of `million` on four
     million   one of 1,048,576
@@ -79,7 +80,7 @@ def build(case: Case, world: World, device: torch.device) -> Trainer:
             build_attention(AttentionConfig("flash", case.dropout)),
             Computation(recompute, LossKind.chunked, case.residual_in_fp32, device, torch.bfloat16),
         )
-    optimizer, schedule = OptimizerConfig(lr=6e-4), ScheduleConfig(warmup_steps=0)
+    optimizer, schedule = OptimizerConfig(case.optimizer, lr=6e-4), ScheduleConfig(warmup_steps=0)
     whole = Config(SEED, optimizer=optimizer, schedule=schedule, training=training, parallel=case.parallel)
     return build_trainer(whole, model, device, replace(world, context=case.parallel.context))
 
@@ -173,7 +174,7 @@ def measure(case: Case, world: World, device: torch.device) -> Iterator[Row]:
             "peak_allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
             "last_update": written[-1],
         }
-        if case.kind in ("bits", "eager"):
+        if case.kind in ("bits", "eager", "muon"):
             digest = hashlib.sha256(json.dumps(written).encode())
             for parameter in trainer.whole_model().parameters():
                 digest.update(parameter.detach().cpu().numpy().tobytes())

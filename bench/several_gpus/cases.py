@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.training.graphed_step import WARMUP_CALLS
@@ -36,6 +36,7 @@ class Case:
     model: str = "gpt2"
     long: bool = False
     residual_in_fp32: bool = True
+    optimizer: str = "adamw"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @property
@@ -43,7 +44,7 @@ class Case:
         return self.first + self.groups * self.group
 
 
-KINDS = ["speed", "bits", "eager", "quarter", "xl", "xl-long", "half", "million", "four"]
+KINDS = ["speed", "bits", "eager", "muon", "quarter", "xl", "xl-long", "half", "million", "four"]
 
 
 def cases(gpus: int) -> Iterator[Case]:
@@ -58,7 +59,8 @@ def cases(gpus: int) -> Iterator[Case]:
         yield Case("bits", data.value, 1024, 32, 5, 9, dropout=0.1, tokens=4 * 32 * 1024, parallel=parallel)
     for data in DataParallel:
         parallel, tokens = ParallelConfig(data), 4 * 8 * 1024
-        yield Case("eager", data.value, 1024, 8, 5, 9, dropout=0.1, tokens=tokens, compile=False, parallel=parallel)
+        eager = Case("eager", data.value, 1024, 8, 5, 9, dropout=0.1, tokens=tokens, compile=False, parallel=parallel)
+        yield from (eager, replace(eager, kind="muon", optimizer="muon"))
     yield Case("quarter", "heads", MILLION // 4, 1, 1, 1, first=1, long=True, parallel=together)
     yield Case("xl", ALONE, 1024, 16, 3, 3, model="gpt2-xl", parallel=ParallelConfig(shard))
     if gpus > 1:

@@ -174,11 +174,14 @@ def same_bits(rows: Rows) -> str:
         ("bits", "shard"): "`parallel.data=shard`, compiled",
         ("eager", "replicate"): "`parallel.data=replicate`, not compiled",
         ("eager", "shard"): "`parallel.data=shard`, not compiled",
+        ("muon", "replicate"): "`parallel.data=replicate`, not compiled, `optimizer=muon`",
+        ("muon", "shard"): "`parallel.data=shard`, not compiled, `optimizer=muon`",
     }
     digests = {(row["kind"], row["name"], row["gpus"]): row["digest"] for row in rows if "digest" in row}
     lines = []
     for case, label in names.items():
-        one = digests[*case, 1]
+        if (one := digests.get((*case, 1))) is None:
+            continue
         same = [digests.get((*case, gpus)) for gpus in (2, 4)]
         lines.append([label, *("not measured" if d is None else "yes" if d == one else "no" for d in same)])
     return table(["the bits of one GPU on", "two", "four"], lines)

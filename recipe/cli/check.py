@@ -19,7 +19,7 @@ from model.score_tensors import ScoreTensors
 from recipe.build import attention_shape, one_document
 from recipe.config import Config, ConfigError, as_plain
 from recipe.device import Precision, resolve_device, resolve_precision
-from recipe.distributed.config import DataParallel, check_context, check_parallel
+from recipe.distributed.config import check_context, check_parallel
 from recipe.distributed.ranks import from_every_rank
 from recipe.distributed.world import World
 from recipe.errors import refusals, sentence_of
@@ -48,11 +48,6 @@ def mistakes(config: Config, ranks: int | None = None) -> Iterator[str]:
     world = World(size=ranks, context=1 if of_ranks else config.parallel.context)
     yield from training_mistakes(config.training, max(config.seq_len, 1), world)
     yield from optimizer_mistakes(config.optimizer, config.schedule, config.training.steps)
-    if config.optimizer.name == "muon" and config.parallel.data is DataParallel.shard and ranks > 1:
-        yield (
-            "optimizer=muon needs whole matrices, and parallel.data=shard gives each rank some rows of them; use "
-            "parallel.data=replicate or optimizer=adamw."
-        )
     yield from tracking_mistakes(config.tracking)
     yield from probe_mistakes(config)
     yield from (of_data := list(data_mistakes(config.data)))

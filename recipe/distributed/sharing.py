@@ -19,7 +19,6 @@ from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of
 from recipe.distributed.exchange import AnyOrder, Exchange, FixedTree, add_losses
 from recipe.distributed.ranks import patience
-from recipe.distributed.sharded_update import ShardedAdamW
 from recipe.distributed.sharding import ShardedTree, gathered, keep_shards, sharded, without_values
 from recipe.distributed.shared_update import SharedAdamW, SharedSum
 from recipe.distributed.world import World
@@ -53,10 +52,8 @@ class Sharing:
 
         Only AdamW's update is shared, and only where sums may have any order: Muon needs whole matrices, and a norm
         that is the same for any number of ranks needs whole gradients. With a sharded model every optimizer already
-        updates only this rank's rows; on a CPU in an order that gives them the bits of one rank.
+        updates only this rank's rows.
         """
-        if self.sharded and self.config.exact and self.device.type == "cpu" and type(optimizer) is torch.optim.AdamW:
-            return ShardedAdamW(optimizer)
         any_order = self.world.size > 1 and not (self.sharded or self.config.exact)
         if not (any_order and isinstance(optimizer, torch.optim.AdamW)):
             return optimizer

@@ -8,7 +8,7 @@ Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". T
 Scalable for LLM Training", makes an update as large as AdamW's usually is, so learning rate and decay can be AdamW's.
 The fused projection to queries, keys and values is three matrices, which are orthogonalised separately. Matrices of one
 shape are orthogonalised together, as `torch.optim.Muon` does it for one: a GPU has too little work in the products of a
-small model's matrices one by one.
+small model's matrices one by one. Ranks that shard the matrices also divide these stacks among them (stacks.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import SelfAttention
+from recipe.distributed.exchange import local
+from recipe.distributed.stacks import Stacks
 
 MOMENTUM = "momentum_buffer"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0, so that few iterations are enough
@@ -47,23 +49,23 @@ class Muon(torch.optim.Optimizer):
         adamw: torch.optim.AdamW,
     ) -> None:
         """
-        matrices  each with the row counts of the parts that are orthogonalised separately
+        matrices  whole or sharded by rows, each with the row counts of the parts that are orthogonalised separately
         options   {"lr": a tensor on the matrices' device, "weight_decay"}
         adamw     of all other parameters
         """
         self.adamw, self.momentum, self.matrices = adamw, momentum, [matrix for matrix, _ in matrices]
         super().__init__([{"params": self.matrices, **options}, *adamw.param_groups], {})
         adamw.state = self.state
-        self.rows = [list(rows) for _, rows in matrices]
-        self.stacks = stacks([part.shape for part in self.parts(self.matrices)])
+        self.stacks = Stacks(matrices, STACKED)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update, or none where found_inf is 1."""
         skip, group = self.found_inf.bool(), self.param_groups[0]
-        averages = [self.average(matrix) for matrix in self.matrices]
+        weights = [local(matrix) for matrix in self.matrices]
+        averages = [local(self.average(matrix)) for matrix in self.matrices]
         # The mean of the momentum and itself is itself, bit for bit.
-        gradients = [matrix.grad for matrix in self.matrices if matrix.grad is not None]
+        gradients = [local(matrix.grad) for matrix in self.matrices if matrix.grad is not None]
         torch._foreach_div_(gradients, self.grad_scale)
         for i, (matrix, average) in enumerate(zip(self.matrices, averages, strict=True)):
             gradients[i] = torch.where(skip, average, gradients[i])
@@ -71,16 +73,16 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(averages, gradients, 1 - self.momentum)
         torch._foreach_lerp_(gradients, averages, self.momentum)
         lr = torch.where(skip, 0.0, group["lr"])
-        torch._foreach_mul_(self.matrices, 1 - lr * group["weight_decay"])
-        weights, ahead = self.parts(self.matrices), self.parts(gradients)
-        for stack in self.stacks:
-            shape = weights[stack[0]].shape
-            stacked = torch.empty(len(stack), *shape, dtype=torch.bfloat16, device=lr.device)
-            torch._foreach_copy_(stacked.unbind(), [ahead[i] for i in stack])
-            updates = torch.empty_like(stacked, dtype=torch.float32)
-            factor = (lr * (-0.2 * sqrt(max(shape)))).reshape(1)  # whose fp32 a number without dimensions would lose
-            torch.mul(orthogonal(stacked), factor, out=updates)
-            torch._foreach_add_([weights[i] for i in stack], updates.unbind())
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        parts, ahead = self.stacks.parts(weights), self.stacks.parts(gradients)
+        for stack, result in self.stacks.apply(orthogonal, ahead, torch.bfloat16):
+            size = max(self.stacks.shapes[stack[0]])
+            factor = (lr * (-0.2 * sqrt(size))).reshape(1)  # whose fp32 a number without dimensions would lose
+            updates = torch.empty(result.shape, dtype=torch.float32, device=lr.device)
+            torch.mul(result, factor, out=updates)
+            targets = [parts[i] for i in stack]
+            flat = updates.view(-1).split([x.numel() for x in targets])
+            torch._foreach_add_(targets, [x.view_as(y) for x, y in zip(flat, targets, strict=True)])
         self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
         self.adamw.step()
 
@@ -90,23 +92,10 @@ class Muon(torch.optim.Optimizer):
             self.state[matrix][MOMENTUM] = torch.zeros_like(matrix)
         return self.state[matrix][MOMENTUM]
 
-    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Views of tensors that are shaped like the matrices: the parts that are orthogonalised separately."""
-        return [part for tensor, rows in zip(tensors, self.rows, strict=True) for part in tensor.split(rows)]
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Part of `load_state_dict`, which makes new groups and a new state: AdamW shares them."""
         super().__setstate__(state)
         self.adamw.__setstate__({"state": self.state, "param_groups": self.param_groups[1:]})
-
-
-def stacks(shapes: Sequence[torch.Size]) -> list[list[int]]:
-    """The indices of matrices of one shape, at most STACKED elements together."""
-    made: list[list[int]] = []
-    for shape in dict.fromkeys(shapes):
-        same, most = [i for i, other in enumerate(shapes) if other == shape], max(1, STACKED // shape.numel())
-        made += [same[i : i + most] for i in range(0, len(same), most)]
-    return made
 
 
 def orthogonal(x: Tensor) -> Tensor:

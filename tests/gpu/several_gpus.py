@@ -43,6 +43,7 @@ class Case:
     compile: bool
     T: int = 1024
     micro_steps: int = 1
+    optimizer: str = "adamw"
 
 
 SHARD, ANY_ORDER = ParallelConfig(DataParallel.shard), ParallelConfig(exact=False)
@@ -51,6 +52,9 @@ CASES = {
     "replicate, eager": Case(ParallelConfig(), compile=False),
     "shard, eager": Case(SHARD, compile=False),
     "shard, compiled": Case(SHARD, compile=True),
+    "replicate, Muon, eager": Case(ParallelConfig(), compile=False, optimizer="muon"),
+    "shard, Muon, eager": Case(SHARD, compile=False, optimizer="muon"),
+    "shard, Muon, compiled": Case(SHARD, compile=True, optimizer="muon"),
     "shared update, compiled": Case(ANY_ORDER, compile=True),
     "shared update, eager": Case(ANY_ORDER, compile=False),
     "shared update, positions that two GPUs do not divide": Case(ANY_ORDER, compile=True, T=1023),
@@ -77,7 +81,7 @@ def train(world: World, device: torch.device, case: Case) -> list[str]:
     training = TrainingConfig(
         steps=STEPS, batch_size=B, batch_tokens=count * B * case.T, precision=Precision.bf16, compile=case.compile
     )
-    optimizer = OptimizerConfig(lr=6e-4, clip=1.0 if exact else 0.0)
+    optimizer = OptimizerConfig(case.optimizer, lr=6e-4, clip=1.0 if exact else 0.0)
     parallel = replace(case.parallel, exact=exact or world.size == 1)
     schedule = ScheduleConfig(warmup_steps=0)
     config = Config(SEED, optimizer=optimizer, schedule=schedule, training=training, parallel=parallel)

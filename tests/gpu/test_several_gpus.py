@@ -28,10 +28,11 @@ def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(tmp_path: Path) -
     sharded compile to different kernels."""
     subprocess.run([sys.executable, *TORCHRUN, "-m", "tests.gpu.several_gpus", str(tmp_path)], cwd=ROOT, check=True)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert len(ranks[0]) == 8
+    assert len(ranks[0]) == 11
     for name, (alone, _) in ranks[0].items():
         assert [rank[name] for rank in ranks] == [[alone, alone]] * 2, name
-    assert ranks[0]["replicate, eager"] == ranks[0]["shard, eager"]
+    for name in ("eager", "Muon, eager"):
+        assert ranks[0][f"replicate, {name}"] == ranks[0][f"shard, {name}"]
 
 
 def test_no_gpu_has_the_whole_model_that_it_shards(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from attention.dropout import keep_mask
 from attention.score import take_rows
 from data.batches import Batches, GlobalBatch
 from data.config import DataConfig
-from model.config import AttentionBias, GPTConfig, Recompute
+from model.config import AttentionBias, Gate, GPTConfig, Recompute
 from model.gpt import GPT
 from recipe.build import build_trainer
 from recipe.cli.check import check_ranks_agree
@@ -53,7 +53,8 @@ MODEL = GPTConfig(n_layers=2, n_heads=2, n_embd=32, dropout=0.1)
 # Also biases, which autocast rounds like weights.
 PARTS = replace(EVERYTHING, n_layers=2, n_heads=2, n_kv_heads=2, n_embd=32, dropout=0.1)
 PARTS = replace(PARTS, bias=True, attention_bias=AttentionBias.none)
-
+# Matrices of 90 and 2 rows, and of six shapes.
+UNEVEN = replace(PARTS, n_kv_heads=1, mlp_width=90, gate=Gate.head)
 
 PARALLEL = {
     "exact": ParallelConfig(),
@@ -79,14 +80,15 @@ def build(
     micro_batches: int = MICRO_BATCHES,
     precision: Precision = Precision.fp32,
     model: GPTConfig | None = None,
+    optimizer: str = "adamw",
 ) -> Trainer:
     torch.manual_seed(SEED)
     model = model or (MODEL if precision is Precision.fp32 else PARTS)
     gpt = GPT(model, 256, T, build_attention(AttentionConfig(dropout=0.1)))
     settings = TrainingConfig(steps=20, batch_size=B, batch_tokens=B * T * micro_batches, precision=precision, ema=0.9)
     # At this learning rate a difference in the last bit soon shows.
-    optimizer, schedule = OptimizerConfig(lr=1e-2), ScheduleConfig(warmup_steps=2)
-    config = Config(SEED, optimizer=optimizer, schedule=schedule, training=settings, parallel=parallel)
+    options, schedule = OptimizerConfig(optimizer, lr=1e-2), ScheduleConfig(warmup_steps=2)
+    config = Config(SEED, optimizer=options, schedule=schedule, training=settings, parallel=parallel)
     return build_trainer(config, gpt, CPU, replace(world, context=parallel.context))
 
 
@@ -158,6 +160,10 @@ def work(world: World) -> dict[str, Any]:
     for name in ("exact", "sharded"):  # four ranks cut biases inside a vector of the optimizer's
         trainer = build(world, PARALLEL[name], model=PARTS)
         found[f"{name}, all parts"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
+    for name in ("exact", "sharded", "sharded, kept gathered", "sharded, any"):
+        trainer = build(world, PARALLEL[name], model=UNEVEN, optimizer="muon")
+        found[f"{name}, muon"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
+        found[f"{name}, muon"]["whole model"] = one_loss(trainer)
     if world.size <= 2:  # a sum of two has one order, in a library too
         for name in ("exact", "sharded"):
             found[f"{name}, two terms"] = train(build(world, PARALLEL[name], micro_batches=2), range(STEPS))
@@ -209,9 +215,9 @@ def masks(world: World) -> tuple[dict[str, bool], list[bool]]:
     return found, in_time
 
 
-def resume(world: World, folder: Path, steps: range, data: DataParallel) -> list[list[str]]:
+def resume(world: World, folder: Path, steps: range, data: DataParallel, optimizer: str) -> list[list[str]]:
     """Train from the newest checkpoint, if any, to the next; returns the updates and the average's validation loss."""
-    trainer = build(world, ParallelConfig(data))
+    trainer = build(world, ParallelConfig(data), model=UNEVEN if optimizer == "muon" else None, optimizer=optimizer)
     if steps.start:
         trainer.load(newest_valid(folder)[0])
     done = train(trainer, steps)
@@ -247,13 +253,14 @@ def whole_run(world: World, folder: Path, parallel: ParallelConfig) -> None:
 
 def main(rank: int, folder: Path, ports: list[str]) -> None:
     torch.set_num_threads(1)
-    resumed: dict[str, Any] = {}
+    resumed: dict[str, Any] = {"adamw": {}, "muon": {}}
     for turn, ((size, data), port) in enumerate(zip(CHAIN, ports[:4], strict=True)):
         if rank < size:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             world, steps = World(rank, size, rank), range(turn, turn + 1)
             with joined(world, CPU, TIMEOUT_S):
-                resumed[str(steps.start)] = resume(world, folder / "checkpoints", steps, data)
+                for name, updates in resumed.items():
+                    updates[str(steps.start)] = resume(world, folder / f"checkpoints-{name}", steps, data, name)
                 if size <= 2:
                     shared = share_update(world, folder / "shared")
                     (folder / f"{rank}-of-{size}-shared-update.json").write_text(json.dumps(shared))

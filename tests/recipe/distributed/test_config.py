@@ -9,9 +9,9 @@ import pytest
 from model.gpt import GPTConfig
 from recipe.cli.check import mistakes
 from recipe.config import Config
-from recipe.distributed.config import DataParallel, ParallelConfig
+from recipe.distributed.config import ParallelConfig
 from recipe.distributed.context import ContextBy
-from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.optimizer import ScheduleConfig
 
 CONFIG = Config(device="cpu", seq_len=128, model=GPTConfig(n_heads=4, n_embd=32), schedule=ScheduleConfig())
 
@@ -64,13 +64,6 @@ def test_a_division_of_work_that_the_ranks_cannot_do_is_refused_in_one_sentence(
 ) -> None:
     (said,) = mistakes(replace(CONFIG, parallel=parallel), ranks)
     assert sentence in said
-
-
-def test_muon_is_refused_where_ranks_have_rows_of_matrices_alone() -> None:
-    config = replace(CONFIG, optimizer=OptimizerConfig(name="muon"), parallel=ParallelConfig(DataParallel.shard))
-    (said,) = mistakes(config, 2)
-    assert said.startswith("optimizer=muon needs whole matrices, and parallel.data=shard gives each rank some rows")
-    assert not list(mistakes(config, 1))
 
 
 def test_a_length_between_two_that_can_be_shared_names_both() -> None:

@@ -77,6 +77,16 @@ def test_all_parts_at_once_have_the_same_bits_on_any_number_of_ranks(found: Foun
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact, muon", "sharded, muon", "sharded, kept gathered, muon"])
+def test_muon_of_matrices_that_ranks_divide_has_the_bits_of_one_rank(found: Found, name: str) -> None:
+    """Also of matrices whose rows the ranks do not divide evenly, or that have fewer rows than there are ranks."""
+    (alone,) = found[1]
+    assert len({loss for loss, _ in alone["exact, muon"]["updates"]}) == STEPS
+    for rank in (*found[2], *found[4]):
+        assert rank[name] == alone["exact, muon"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "size"), [("fp16", 2), ("bf16", 4)])
 def test_runs_under_autocast_are_equal_too_though_sharded_ranks_gather_rounded_matrices(
     found: Found, precision: str, size: int
@@ -123,14 +133,15 @@ def test_ranks_with_different_configurations_are_all_refused(found: Found, size:
 
 
 @pytest.mark.slow
-def test_checkpoints_are_read_on_another_number_of_ranks(found: Found) -> None:
+@pytest.mark.parametrize(("optimizer", "name"), [("adamw", "exact"), ("muon", "exact, muon")])
+def test_checkpoints_are_read_on_another_number_of_ranks(found: Found, optimizer: str, name: str) -> None:
     """From four sharded ranks to two, from two to one, from one to four replicated ranks."""
     (alone,) = found[1]
     for resumed in found[0]:
-        for start, updates in resumed.items():
-            assert updates[0] == alone["exact"]["updates"][int(start)]
-    assert list(found[0][0]) == ["0", "1", "2", "3"]
-    assert found[0][0]["3"][1] == [alone["exact"]["validation of the average"]]
+        for start, updates in resumed[optimizer].items():
+            assert updates[0] == alone[name]["updates"][int(start)]
+    assert list(found[0][0][optimizer]) == ["0", "1", "2", "3"]
+    assert found[0][0][optimizer]["3"][1] == [alone[name]["validation of the average"]]
 
 
 @pytest.mark.slow
@@ -176,11 +187,12 @@ def test_a_run_on_several_ranks_is_profiled(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["any", "sharded, any", "heads", "keys, sharded"])
+@pytest.mark.parametrize("name", ["any", "sharded, any", "sharded, any, muon", "heads", "keys, sharded"])
 def test_sums_in_another_order_and_shared_sequences_differ_by_rounding_alone(found: Found, name: str) -> None:
     (alone,) = found[1]
-    expected = [float.fromhex(loss) for loss, _ in alone["exact"]["updates"]]
-    validation = float.fromhex(alone["exact"]["validation"])
+    exact = alone["exact, muon" if name.endswith("muon") else "exact"]
+    expected = [float.fromhex(loss) for loss, _ in exact["updates"]]
+    validation = float.fromhex(exact["validation"])
     for rank in (*found[2], *found[4]):
         losses = [float.fromhex(loss) for loss, _ in rank[name]["updates"]]
         assert losses == pytest.approx(expected, abs=1e-4)

@@ -23,10 +23,11 @@ from recipe.build import build_trainer
 from recipe.config import Config
 from recipe.device import Precision
 from recipe.distributed.exchange import AnyOrder
+from recipe.distributed.stacks import stacks
 from recipe.distributed.world import World
 from recipe.training.checkpoint import save_checkpoint
 from recipe.training.config import TrainingConfig
-from recipe.training.muon import stacks
+from recipe.training.muon import STACKED
 from recipe.training.optimizer import (
     OPTIMIZERS,
     OptimizerConfig,
@@ -198,7 +199,8 @@ def test_muon_is_torchs_for_each_hidden_matrix_and_adamw_for_the_rest() -> None:
 
 def test_muon_stacks_matrices_of_one_shape_within_its_memory() -> None:
     wide, tall = torch.Size([2**12, 2**13]), torch.Size([2**13, 2**12])
-    assert stacks([wide, tall, wide, torch.Size([2**20, 2**10]), wide, wide]) == [[0, 2], [4, 5], [1], [3]]
+    matrices = [wide, tall, wide, torch.Size([2**20, 2**10]), wide, wide]
+    assert stacks(matrices, STACKED) == [[0, 2], [4, 5], [1], [3]]
 
 
 def page() -> dict[str, Any]:
