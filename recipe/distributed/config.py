@@ -17,7 +17,7 @@ class ParallelError(UserError, ValueError):
 class DataParallel(Enum):
     """The part of weights, gradients and moments that a rank keeps."""
 
-    replicate = "replicate"  # everything
+    replicate = "replicate"  # everything but AdamW's moments of the rows that others update
     shard = "shard"  # some rows of each, gathered when needed: less memory, more communication
 
 
@@ -25,14 +25,14 @@ class DataParallel(Enum):
 class ParallelConfig:
     """The options under `parallel.*`.
 
-    data                   replicate: each rank keeps all weights, gradients and moments; shard: some rows of each
+    data                   replicate: each rank keeps all weights, and shares AdamW's update with the others
+                           (shared_update.py); shard: it keeps some rows of each weight, gradient and moment
     reshard_after_forward  with shard: drop a block's gathered weights after its forward pass, and gather them again for
                            its backward pass; false: keep them until the backward pass
     context                ranks that share the rows of every sequence; 1: each rank has whole sequences
     context_by             the tensors that these ranks exchange in attention: heads or keys
     exact                  add gradients in an order that does not depend on the number of ranks: the same losses, bit
-                           for bit; false: in the library's order, and with replicated weights AdamW's update is
-                           shared (shared_update.py)
+                           for bit; false: in the library's order
     timeout_s              seconds to wait for another rank before giving up
     """
 

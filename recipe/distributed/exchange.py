@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
 
-ALIGNMENT = 32  # elements; the start of every gradient is a multiple of it, which suits every kernel that reads them
+from recipe.distributed.norm import ALIGNMENT, Norm, local
 
 # Their names from torch 2.13 on, else the earlier ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,7 +43,8 @@ class AnyOrder:
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
         """ranks  number of ranks with different gradients; 1: nothing is exchanged"""
-        self.flat, self.ranks = FlatGradients(parameters, 1), ranks
+        self.parameters, self.ranks = [p for p in parameters if p.requires_grad], ranks
+        self.norm = Norm(parameters, exact=False)
 
     def add(self) -> None:
         """Nothing to do: autograd accumulates in `.grad`."""
@@ -52,11 +53,11 @@ class AnyOrder:
         if self.ranks > 1:
             # One launch for all, each where it is: one flat tensor would have to be filled first.
             with _coalescing_manager(async_ops=False):
-                for parameter in self.flat.parameters:
+                for parameter in self.parameters:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     dist.all_reduce(parameter.grad)
-        return self.flat.norm()
+        return self.norm()
 
 
 class FixedTree:
@@ -65,19 +66,23 @@ class FixedTree:
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
         """ranks  number of ranks with different gradients, a power of two; 1: this process has all gradients"""
         self.flat, self.ranks = FlatGradients(parameters, ranks), ranks
-        self.carries = Counter()
+        self.carries, self.norm = Counter(), Norm(parameters)
 
     def add(self) -> None:
         mine = self.flat.take()
         self.carries.add(mine if self.ranks == 1 else add_shares(mine, mine.new_empty(mine.numel() // self.ranks)))
 
-    def finish(self) -> Tensor:
+    def collect(self) -> None:
+        """Put the sum over all micro-batches and ranks in `.grad`."""
         total = self.carries.finish()
         if self.ranks > 1:
             share, total = total, total.new_empty(self.ranks * total.numel())
             all_gather(total, share)
         self.flat.give(total)
-        return self.flat.norm()
+
+    def finish(self) -> Tensor:
+        self.collect()
+        return self.norm()
 
 
 class Counter:
@@ -172,13 +177,3 @@ class FlatGradients:
                 )
             parameter.grad = view
             start += size + gap
-
-    def norm(self) -> Tensor:
-        """Euclidean norm of all gradients together, 0-dim fp32."""
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

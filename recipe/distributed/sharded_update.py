@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from recipe.distributed.exchange import local
-from recipe.distributed.sharding import kept_by
+from recipe.distributed.norm import kept_by, local
 
 # Elements of a vector of fp32.
 VECTORS = {"AVX512": 16, "AVX2": 8}

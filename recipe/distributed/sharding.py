@@ -1,7 +1,7 @@
 """Weights, gradients and moments spread over the ranks by FSDP2: each rank keeps some rows of every parameter.
 
-A step gives the same bits as without sharding: the ranks add gradients in the fixed tree (exchange.py), and compute
-norms of whole gradients.
+A step gives the same bits as without sharding: the ranks add gradients in the fixed tree (exchange.py), and take norms
+of the same pieces of them (norm.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model.gpt import GPT
 from recipe.distributed.config import ParallelConfig
-from recipe.distributed.exchange import ALIGNMENT, FixedTree, add_shares, local
+from recipe.distributed.exchange import FixedTree, add_shares
+from recipe.distributed.norm import local
 
 
 def without_values(model: GPT) -> GPT:
@@ -111,72 +112,17 @@ class TreeReduceScatter:
         add_shares(input_tensor, output_tensor)
 
 
-class WholeNorms:
-    """The norms of sharded gradients, each taken of the whole gradient, as one process does.
-
-    The bits of a norm depend on how its tensor is cut. So every parameter has an owner among the ranks, which receives
-    the other ranks' rows of its gradient in one all-to-all that moves each gradient once.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        ranks, self.rank = dist.get_world_size(), dist.get_rank()
-        loads = [0] * ranks
-        self.owned: list[list[int]] = [[] for _ in range(ranks)]
-        for i in sorted(range(len(self.parameters)), key=lambda i: -self.parameters[i].numel()):
-            owner = loads.index(min(loads))
-            loads[owner] += self.parameters[i].numel()
-            self.owned[owner].append(i)
-        self.mine = self.owned[self.rank]
-        self.places = torch.tensor(self.mine, device=self.parameters[0].device)
-        rows = [[local(self.parameters[i]).numel() for i in owned] for owned in self.owned]
-        self.sent = [0 if rank == self.rank else sum(rows[rank]) for rank in range(ranks)]
-        shapes = [self.parameters[i].shape for i in self.mine]
-        self.received = [
-            [] if rank == self.rank else [kept_by(rank, ranks, shape) for shape in shapes] for rank in range(ranks)
-        ]
-        # How the norm's kernel adds depends on where a tensor starts.
-        self.lengths = [length for shape in shapes for length in (shape.numel(), -shape.numel() % ALIGNMENT)]
-
-    def __call__(self) -> Tensor:
-        """(len(parameters),), in their order, on every rank."""
-        gradients = [local(p.grad).reshape(-1) for p in self.parameters]  # type: ignore[arg-type]
-        others = [i for rank, owned in enumerate(self.owned) if rank != self.rank for i in owned]
-        sent = torch.cat([gradients[i] for i in others])
-        sizes = [sum(counts) for counts in self.received]
-        received = sent.new_empty(sum(sizes))
-        dist.all_to_all_single(received, sent, sizes, self.sent)
-        rows = [piece.split(counts) for piece, counts in zip(received.split(sizes), self.received, strict=True)]
-        rows[self.rank] = tuple(gradients[i] for i in self.mine)
-        gap = sent.new_zeros(ALIGNMENT)
-        pieces = []
-        for of_ranks, length in zip(zip(*rows, strict=True), self.lengths[1::2], strict=True):
-            pieces += [*of_ranks, gap[:length]]
-        wholes = torch.cat(pieces).split(self.lengths)[0::2]
-        norms = sent.new_zeros(len(gradients))
-        norms.index_copy_(0, self.places, torch.stack(torch._foreach_norm(wholes)))
-        dist.all_reduce(norms)  # each is its owner's and zero elsewhere: exact in any order
-        return norms
-
-
-def kept_by(rank: int, ranks: int, shape: torch.Size) -> int:
-    """The number of elements that a rank keeps of a tensor of this shape: FSDP2 cuts rows like torch.chunk."""
-    each = -(-shape[0] // ranks)
-    return max(0, min(each, shape[0] - rank * each)) * shape[1:].numel()
-
-
 class ShardedTree(FixedTree):
     """The fixed tree for gradients that FSDP2 has already added over the ranks in each micro-step."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], micro_steps: int) -> None:
         super().__init__(parameters, ranks=1)
-        self.norms, self.accumulates = WholeNorms(self.flat.parameters), micro_steps > 1
+        self.accumulates = micro_steps > 1
 
     def add(self) -> None:
         if self.accumulates:
             super().add()
 
-    def finish(self) -> Tensor:
+    def collect(self) -> None:
         if self.accumulates:
-            self.flat.give(self.carries.finish())
-        return torch.linalg.vector_norm(self.norms())
+            super().collect()

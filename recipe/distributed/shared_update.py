@@ -2,7 +2,7 @@
 
 This is the first stage of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", section 5): every rank has all weights and computes all gradients, but keeps moments only of some rows.
-All ranks update a parameter whose rows they do not divide evenly.
+All ranks update a parameter that is small or whose rows they do not divide evenly.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from recipe.distributed.exchange import all_gather, local, reduce_scatter
+from recipe.distributed.exchange import Counter, FixedTree, add_shares, all_gather, reduce_scatter
+from recipe.distributed.norm import Norm, divides
 
 
 class SharedAdamW(torch.optim.AdamW):
     """AdamW of this rank's rows, followed by an exchange of all rows.
 
     shards  for each parameter of the model, the one that this rank updates: a DTensor whose local part is a view of
-            this rank's rows or, where the ranks do not divide the rows evenly, of all rows
+            this rank's rows or, where the ranks do not divide the rows, of all rows
     """
 
     def __init__(self, adamw: torch.optim.AdamW, mesh: DeviceMesh) -> None:
@@ -48,8 +49,8 @@ class SharedAdamW(torch.optim.AdamW):
         super().__init__(groups, fused=True)
 
     def divides(self, whole: nn.Parameter) -> bool:
-        """Whether every rank has as many rows of this parameter of the model."""
-        return whole.ndim > 0 and len(whole) % self.ranks == 0
+        """Whether the ranks share the rows of this parameter of the model."""
+        return divides(whole.shape, self.ranks)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """This rank's rows of a tensor that the ranks divide: a view."""
@@ -57,10 +58,14 @@ class SharedAdamW(torch.optim.AdamW):
 
     def part(self, tensor: Tensor, whole: nn.Parameter) -> DTensor:
         """The part of a tensor shaped like the parameter `whole` that this rank updates: a view."""
-        if not self.divides(whole):
-            return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
-        shape, stride = tensor.shape, tensor.stride()
-        return DTensor.from_local(self.rows(tensor), self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        if self.divides(whole):
+            return self.of_rows(self.rows(tensor), whole)
+        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
+
+    def of_rows(self, rows: Tensor, whole: nn.Parameter) -> DTensor:
+        """A tensor shaped like the parameter `whole` of which this rank has these rows."""
+        shape, stride = whole.shape, whole.stride()
+        return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -83,11 +88,9 @@ class SharedSum:
     """An exchange of gradients for SharedAdamW, in the order of autograd and the communication library: each rank
     receives the sums of the rows that it updates."""
 
-    def __init__(self, optimizer: SharedAdamW) -> None:
-        self.optimizer = optimizer
-        # A gradient that every rank has counts once in the norm.
-        weights = [1 if optimizer.divides(whole) else 1 / optimizer.ranks for whole in optimizer.shards]
-        self.weights = torch.tensor(weights, device=next(iter(optimizer.shards)).device)
+    def __init__(self, optimizer: SharedAdamW, exact: bool) -> None:
+        """exact  whether the norm has the same bits on any number of ranks"""
+        self.optimizer, self.norm = optimizer, Norm(list(optimizer.shards.values()), exact)
 
     def add(self) -> None:
         """Nothing to do: autograd accumulates in `.grad`."""
@@ -102,10 +105,41 @@ class SharedSum:
         with _coalescing_manager():
             for whole in filterfalse(divides, gradients):
                 dist.all_reduce(gradients[whole])
-        parts = {whole: part(gradient, whole) for whole, gradient in gradients.items()}
         for whole, shard in self.optimizer.shards.items():
-            shard.grad, whole.grad = parts[whole], None
-        norms = torch.stack(torch._foreach_norm([local(gradient) for gradient in parts.values()]))
-        square = (norms.square() * self.weights).sum()
-        dist.all_reduce(square)
-        return square.sqrt()
+            shard.grad, whole.grad = part(gradients[whole], whole), None
+        return self.norm()
+
+
+class SharedTree:
+    """An exchange of gradients for SharedAdamW, in the order of exchange.py: each rank receives the sums of the rows
+    that it updates."""
+
+    def __init__(self, optimizer: SharedAdamW) -> None:
+        self.optimizer, self.norm = optimizer, Norm(list(optimizer.shards.values()))
+        self.divided = list(filter(optimizer.divides, optimizer.shards))
+        self.undivided = list(filterfalse(optimizer.divides, optimizer.shards))
+        self.carries = Counter()
+        self.rest = FixedTree(self.undivided, optimizer.ranks) if self.undivided else None
+
+    def add(self) -> None:
+        ranks = self.optimizer.ranks
+        parts = [(torch.zeros_like(p) if p.grad is None else p.grad).chunk(ranks) for p in self.divided]
+        mine = torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank])
+        for whole in self.divided:
+            whole.grad = None
+        self.carries.add(add_shares(mine, mine.new_empty(mine.numel() // ranks)))
+        if self.rest is not None:
+            self.rest.add()
+
+    def finish(self) -> Tensor:
+        """Put the sums in `.grad` of the optimizer's parameters, and clear the model's. Returns their norm, 0-dim."""
+        optimizer, total = self.optimizer, self.carries.finish()
+        sums = total.split([whole.numel() // optimizer.ranks for whole in self.divided])
+        for whole, rows in zip(self.divided, sums, strict=True):
+            optimizer.shards[whole].grad = optimizer.of_rows(rows.view(-1, *whole.shape[1:]), whole)
+        if self.rest is not None:
+            self.rest.collect()
+        for whole in self.undivided:
+            assert whole.grad is not None
+            optimizer.shards[whole].grad, whole.grad = optimizer.part(whole.grad, whole), None
+        return self.norm()

@@ -18,9 +18,10 @@ from model.gpt import GPT
 from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of
 from recipe.distributed.exchange import AnyOrder, Exchange, FixedTree, add_losses
+from recipe.distributed.norm import divides
 from recipe.distributed.ranks import patience
 from recipe.distributed.sharding import ShardedTree, gathered, keep_shards, sharded, without_values
-from recipe.distributed.shared_update import SharedAdamW, SharedSum
+from recipe.distributed.shared_update import SharedAdamW, SharedSum, SharedTree
 from recipe.distributed.world import World
 
 
@@ -50,25 +51,26 @@ class Sharing:
     def share_update(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer, or one like it whose update the ranks share.
 
-        Only AdamW's update is shared, and only where sums may have any order: Muon needs whole matrices, and a norm
-        that is the same for any number of ranks needs whole gradients. With a sharded model every optimizer already
-        updates only this rank's rows.
+        Only AdamW's update is shared: Muon needs whole matrices. With a sharded model every optimizer already updates
+        only this rank's rows.
         """
-        any_order = self.world.size > 1 and not (self.sharded or self.config.exact)
-        if not (any_order and isinstance(optimizer, torch.optim.AdamW)):
+        ranks = self.world.size
+        if ranks == 1 or self.sharded or not isinstance(optimizer, torch.optim.AdamW):
             return optimizer
-        return SharedAdamW(optimizer, init_device_mesh(self.device.type, (self.world.size,)))
+        if not any(divides(p.shape, ranks) for group in optimizer.param_groups for p in group["params"]):
+            return optimizer
+        return SharedAdamW(optimizer, init_device_mesh(self.device.type, (ranks,)))
 
     def exchange(self, optimizer: torch.optim.Optimizer, micro_steps: int) -> Exchange:
         """The exchange of gradients for steps of `micro_steps` micro-batches on each rank."""
-        if isinstance(optimizer, SharedAdamW):
-            return SharedSum(optimizer)
+        exact = self.config.exact
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self.sharded:
-            return ShardedTree(parameters, micro_steps) if self.config.exact else AnyOrder(parameters, ranks=1)
-        if self.config.exact and self.world.size * micro_steps > 2:
-            return FixedTree(parameters, self.world.size)
-        return AnyOrder(parameters, self.world.size)
+            return ShardedTree(parameters, micro_steps) if exact else AnyOrder(parameters, ranks=1)
+        in_tree = exact and self.world.size * micro_steps > 2  # a sum of two has one order
+        if isinstance(optimizer, SharedAdamW):
+            return SharedTree(optimizer) if in_tree else SharedSum(optimizer, exact)
+        return (FixedTree if in_tree else AnyOrder)(parameters, self.world.size)
 
     def part(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """This rank's inputs and targets of a micro-batch of whole sequences, and the model's arguments for them."""

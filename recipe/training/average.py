@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from recipe.distributed.exchange import local
+from recipe.distributed.norm import local
 
 
 class MovingAverage:

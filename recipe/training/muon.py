@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import SelfAttention
-from recipe.distributed.exchange import local
+from recipe.distributed.norm import local
 from recipe.distributed.stacks import Stacks
 
 MOMENTUM = "momentum_buffer"

@@ -49,6 +49,7 @@ class Case:
 SHARD, ANY_ORDER = ParallelConfig(DataParallel.shard), ParallelConfig(exact=False)
 CASES = {
     "replicate, compiled": Case(ParallelConfig(), compile=True),
+    "replicate, two micro-batches": Case(ParallelConfig(), compile=True, micro_steps=2),
     "replicate, eager": Case(ParallelConfig(), compile=False),
     "shard, eager": Case(SHARD, compile=False),
     "shard, compiled": Case(SHARD, compile=True),

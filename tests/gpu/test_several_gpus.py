@@ -28,7 +28,7 @@ def test_losses_norms_and_weights_on_two_gpus_are_those_on_one(tmp_path: Path) -
     sharded compile to different kernels."""
     subprocess.run([sys.executable, *TORCHRUN, "-m", "tests.gpu.several_gpus", str(tmp_path)], cwd=ROOT, check=True)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert len(ranks[0]) == 11
+    assert len(ranks[0]) == 12
     for name, (alone, _) in ranks[0].items():
         assert [rank[name] for rank in ranks] == [[alone, alone]] * 2, name
     for name in ("eager", "Muon, eager"):

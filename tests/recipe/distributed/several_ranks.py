@@ -31,9 +31,10 @@ from recipe.build import build_trainer
 from recipe.cli.check import check_ranks_agree
 from recipe.config import Config, ConfigError
 from recipe.device import Precision
+from recipe.distributed import norm
 from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.context import ContextAttention, ContextBy
-from recipe.distributed.exchange import local
+from recipe.distributed.norm import local
 from recipe.distributed.ranks import joined
 from recipe.distributed.world import World
 from recipe.parity.probe import ParityConfig
@@ -127,10 +128,8 @@ def share_update(world: World, folder: Path) -> dict[str, Any]:
     trainer, found = build(ParallelConfig(exact=False)), dict[str, Any]()
     if world.size == 2:
         found["first half"] = train(trainer, range(2))
-        state = trainer.state()
-        save_checkpoint(folder, state, 2, keep_last=1, metadata={})
-        moments = [value for name, value in state["training"].items() if name.endswith(".exp_avg")]
-        found["part of the moments"] = sum(local(m).numel() for m in moments) / sum(m.numel() for m in moments)
+        save_checkpoint(folder, trainer.state(), 2, keep_last=1, metadata={})
+        found["part of the moments"] = part_of_moments(trainer)
         trainer = build(ParallelConfig(exact=False))
     else:
         alone = build(ParallelConfig())
@@ -139,6 +138,12 @@ def share_update(world: World, folder: Path) -> dict[str, Any]:
     found["second half"] = {"updates": train(trainer, range(2, 4)), **validate(trainer)}
     found["second half"]["whole model"] = one_loss(trainer)
     return found
+
+
+def part_of_moments(trainer: Trainer) -> float:
+    """How much of all moments this rank keeps."""
+    moments = [value for name, value in trainer.state()["training"].items() if name.endswith(".exp_avg")]
+    return sum(local(m).numel() for m in moments) / sum(m.numel() for m in moments)
 
 
 @torch.no_grad()
@@ -157,6 +162,8 @@ def work(world: World) -> dict[str, Any]:
         trainer = build(world, parallel)
         found[name] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
         found[name]["whole model"] = one_loss(trainer)
+        if name == "exact":
+            found["part of the moments"] = part_of_moments(trainer)
     for name in ("exact", "sharded"):  # four ranks cut biases inside a vector of the optimizer's
         trainer = build(world, PARALLEL[name], model=PARTS)
         found[f"{name}, all parts"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
@@ -253,6 +260,7 @@ def whole_run(world: World, folder: Path, parallel: ParallelConfig) -> None:
 
 def main(rank: int, folder: Path, ports: list[str]) -> None:
     torch.set_num_threads(1)
+    norm.PIECE = 256  # small matrices have pieces too
     resumed: dict[str, Any] = {"adamw": {}, "muon": {}}
     for turn, ((size, data), port) in enumerate(zip(CHAIN, ports[:4], strict=True)):
         if rank < size:

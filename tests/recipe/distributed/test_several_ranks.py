@@ -69,6 +69,12 @@ def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Fou
 
 
 @pytest.mark.slow
+def test_replicated_ranks_share_the_moments_of_matrices(found: Found) -> None:
+    for size in (1, 2, 4):
+        assert all(1 <= size * rank["part of the moments"] < 1 + 0.03 * size for rank in found[size])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exact, all parts", "sharded, all parts"])
 def test_all_parts_at_once_have_the_same_bits_on_any_number_of_ranks(found: Found, name: str) -> None:
     (alone,) = found[1]
