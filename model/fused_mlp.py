@@ -16,22 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.cublaslt import DGELU, DTYPES, GELU_AUX, GELU_AUX_BIAS, Product, has_gelu_products
-
-
-def can_fuse(x: Tensor, width: int) -> bool:
-    """Whether `fused_mlp` is faster for x (..., C) and an MLP of this width.
-
-    True in training, in half precision, on GPUs on which it was measured, if rows begin at multiples of 16 bytes.
-    """
-    return (
-        torch.is_grad_enabled()
-        and x.shape[-1] % 8 == 0
-        and width % 8 == 0
-        and torch.is_autocast_enabled(x.device.type)
-        and torch.get_autocast_dtype(x.device.type) in DTYPES
-        and has_gelu_products(x.device)
-    )
+from model.cublaslt import DGELU, GELU_AUX, GELU_AUX_BIAS, aligned, has_fast_products, multiply_then
 
 
 def fused_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
@@ -45,7 +30,7 @@ def fused_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor |
         x, w1, w2 = x.to(dtype), w1.to(dtype), w2.to(dtype)
         b1, b2 = None if b1 is None else b1.to(dtype), None if b2 is None else b2.to(dtype)
     with torch.autocast(kind, enabled=False):
-        return FusedMLP.apply(x.flatten(0, -2), w1, b1, w2, b2).view(*x.shape[:-1], -1)
+        return FusedMLP.apply(x.reshape(-1, x.shape[-1]), w1, b1, w2, b2).view(*x.shape[:-1], len(w2))
 
 
 class FusedMLP(torch.autograd.Function):
@@ -56,42 +41,40 @@ class FusedMLP(torch.autograd.Function):
         """y (N, C)"""
         g, h = linear_gelu(x, w1, b1)
         ctx.save_for_backward(x, w1, w2, g, h)
-        ctx.biases = b1 is not None, b2 is not None
         return F.linear(g, w2, b2)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, w1, b1, w2 and b2."""
         x, w1, w2, g, h = ctx.saved_tensors
+        of_x, of_w1, of_b1, of_w2, of_b2 = ctx.needs_input_grad
+        dw2, db2 = dy.T @ g if of_w2 else None, dy.sum(0) if of_b2 else None
+        if not (of_x or of_w1 or of_b1):
+            return None, None, None, dw2, db2
         dh = gelu_gradient(dy.contiguous(), w2, h)
-        db1, db2 = (d.sum(0) if has_bias else None for d, has_bias in zip((dh, dy), ctx.biases, strict=True))
-        return dh @ w1, dh.T @ x, db1, dy.T @ g, db2
+        dx, dw1, db1 = dh @ w1 if of_x else None, dh.T @ x if of_w1 else None, dh.sum(0) if of_b1 else None
+        return dx, dw1, db1, dw2, db2
 
 
 @torch.library.custom_op("gpt::linear_gelu", mutates_args=())
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """GELU(h) and h = x weight^T + bias, both (N, width), of x (N, C), weight (width, C) and bias (width,)."""
-    if not has_gelu_products(x.device):
+    if not has_fast_products(x.device):
         h = F.linear(x, weight, bias)
         return F.gelu(h, approximate="tanh"), h
-    x, weight = x.contiguous(), weight.contiguous()
-    (N, C), width = x.shape, len(weight)
-    g, h = x.new_empty(N, width), x.new_empty(N, width)
-    epilogue = GELU_AUX if bias is None else GELU_AUX_BIAS
-    Product(x.device, x.dtype, epilogue, True, width, N, C)(weight, x, g, h, bias)
+    g, h = (x.new_empty(len(x), len(weight)) for _ in range(2))
+    multiply_then(GELU_AUX if bias is None else GELU_AUX_BIAS, aligned(x), aligned(weight).T, g, h, bias)
     return g, h
 
 
 @torch.library.custom_op("gpt::gelu_gradient", mutates_args=())
 def gelu_gradient(dy: Tensor, weight: Tensor, h: Tensor) -> Tensor:
     """(dy weight) GELU'(h), (N, width), of dy (N, C), weight (C, width) and h (N, width)."""
-    if not has_gelu_products(dy.device):
+    if not has_fast_products(dy.device):
         exact = h.to(torch.promote_types(h.dtype, torch.float32))
         return ((dy @ weight) * gelu_derivative(exact)).to(h.dtype)
-    dy, weight = dy.contiguous(), weight.contiguous()
-    (N, C), width = dy.shape, weight.shape[1]
     dh = torch.empty_like(h)
-    Product(dy.device, dy.dtype, DGELU, False, width, N, C)(weight, dy, dh, h)
+    multiply_then(DGELU, aligned(dy), aligned(weight), dh, h)
     return dh
 
 

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import Activation, GPTConfig
-from model.fused_mlp import can_fuse, fused_mlp
+from model.cublaslt import is_trained_in_half
+from model.fused_mlp import fused_mlp
 from model.linear import Linear
 
 
@@ -55,7 +56,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., C) to (..., C)."""
-        if self.activation is gelu and self.c_gate is None and can_fuse(x, self.c_fc.out_features):
+        if self.activation is gelu and self.c_gate is None and is_trained_in_half(x, self.c_fc.out_features):
             return fused_mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)
         if self.c_gate is None:
             return self.c_proj(self.activation(self.c_fc(x)))

@@ -1,0 +1,155 @@
+"""Products by the fastest of cuBLASLt's algorithms have the bits of torch's product, or of the first algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.gpu import capability, capturing
+from model import cublaslt
+from model.cublaslt import PLANS, has_fast_products, multiply
+from model.fused_mlp import fused_mlp, gelu_gradient, linear_gelu
+from model.half_linear import product
+from model.linear import Linear, linear
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or capability(torch.device("cuda")) != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+@pytest.fixture(autouse=True)
+def measured_anew() -> Iterator[None]:
+    kept = dict(PLANS)
+    PLANS.clear()
+    yield
+    PLANS.clear()
+    PLANS.update(kept)
+
+
+def random(*shape: int, seed: int = 1, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return (0.3 * torch.randn(shape, generator=generator, device=device)).to(dtype)
+
+
+def test_the_gpu_has_them() -> None:
+    assert has_fast_products(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("n", "k", "m"),
+    [(32_768, 768, 2304), (32_768, 768, 768), (5632, 768, 50_304), (4104, 1024, 1032), (64, 65_536, 1024)],
+)
+def test_a_product_has_torchs_bits(n: int, k: int, m: int, dtype: torch.dtype) -> None:
+    b, w = random(n, k, dtype=dtype), random(m, k, seed=2, dtype=dtype)
+    for a in (w.T, w.T.contiguous()):
+        right, out = torch.mm(b, a), torch.empty(n, m, dtype=dtype, device="cuda")
+        for _ in range(2):  # measured, and remembered
+            assert torch.equal(multiply(b, a, out.fill_(7)), right)
+    assert len(PLANS) == 2
+
+
+def test_what_it_has_no_algorithm_for_is_torchs() -> None:
+    """Small ones, odd rows, starts within a tensor, other dtypes and gaps between rows."""
+    x, w = random(4097, 1032), random(1024, 1032, seed=2)
+    cases = [(x[:8], w.T), (x[:, :1023], w[:, :1023].T), (x.float(), w.float().T), (x[:, :1024], w[:, :1024].T)]
+    cases += [(x.view(-1)[8 : 8 + 4096 * 1032].view(4096, 1032), w.T), (x[:0], w.T)]
+    for b, a in cases:
+        out = torch.empty(len(b), a.shape[1], dtype=b.dtype, device="cuda")
+        assert torch.equal(multiply(b, a, out), torch.mm(b, a))
+    assert not PLANS
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_with_gelu_have_the_bits_of_the_first_choice(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w1, w2, b1 = random(32_768, 768), random(3072, 768, seed=2), random(768, 3072, seed=3), random(3072, seed=4)
+    g, h = linear_gelu(x, w1, b1 if bias else None)
+    dh = gelu_gradient(x, w2, h)
+    assert len(PLANS) == 2
+    PLANS.clear()
+    monkeypatch.setattr(cublaslt, "WORTHWHILE", float("inf"))
+    right = linear_gelu(x, w1, b1 if bias else None)
+    assert torch.equal(g, right[0])
+    assert torch.equal(h, right[1])
+    assert torch.equal(dh, gelu_gradient(x, w2, h))
+
+
+def test_nothing_is_measured_while_a_graph_captures() -> None:
+    x, w = random(8192, 1024), random(1024, 1024, seed=2)
+    right = torch.mm(x, w.T), *linear_gelu(x, w, None)
+    PLANS.clear()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph, torch.cuda.Stream()):
+        captured = product(x, w), *linear_gelu(x, w, None)
+    graph.replay()
+    assert not PLANS
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, right, strict=True))
+
+
+def test_shapes_that_vary_are_not_measured_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "REMEMBERED", 2)
+    w = random(2048, 2048, seed=2)
+    for n in range(1024, 1064, 8):
+        x = random(n, 2048)
+        assert torch.equal(product(x, w), torch.mm(x, w.T))
+        torch.testing.assert_close(linear_gelu(x, w, None)[1], torch.mm(x, w.T))
+    assert len(PLANS) == 2
+
+
+def test_a_measurement_copies_no_logits() -> None:
+    h, w, out = random(5632, 768), random(50_304, 768, seed=2), torch.empty(5632, 50_304, device="cuda").bfloat16()
+    torch.mm(h, w.T, out=out)  # cuBLAS takes its workspace
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    multiply(h, w.T, out)
+    assert len(PLANS) == 1
+    assert torch.cuda.max_memory_allocated() - before < 200 << 20  # of 540 MiB
+
+
+def test_a_compiled_layer_has_the_bits_of_torchs() -> None:
+    layer, x = Linear(768, 2304, bias=False, device="cuda"), random(8, 1024, 768, dtype=torch.float32).requires_grad_()
+    upstream = random(8, 1024, 2304, seed=2)
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True)):
+        with torch.autocast("cuda", torch.bfloat16):
+            y = function(x)
+        results.append([y, *torch.autograd.grad(y, [x, layer.weight], upstream)])
+    assert len(PLANS) == 2  # forward, and for the input's gradient
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+def test_a_whole_weight_and_one_that_was_gathered_in_bf16_have_the_same_gradient() -> None:
+    x, weight, results = random(8192, 768), random(2304, 768, seed=2, dtype=torch.float32), []
+    compiled = torch.compile(linear, fullgraph=True)
+    for w in (weight.requires_grad_(), weight.detach().bfloat16().requires_grad_()):
+        with torch.autocast("cuda", torch.bfloat16):
+            y = compiled(x, w)
+        results.append((y, torch.autograd.grad(y, w, y.detach())[0].float()))
+    assert PLANS
+    assert all(torch.equal(whole, gathered) for whole, gathered in zip(*results, strict=True))
+
+
+def test_layers_have_second_derivatives() -> None:
+    layer, x = Linear(1024, 1024, bias=False, device="cuda"), random(8192, 1024).requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        y = layer(x)
+        (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+    (dw,) = torch.autograd.grad(dx.float().square().sum(), layer.weight)
+    assert dw.abs().sum() > 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_products_run_on_the_gpu_of_their_tensors() -> None:
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        x, w = random(8192, 1024, device=device), random(1024, 1024, seed=2, device=device)
+        given = [t.clone().requires_grad_() for t in (x, w, w)]
+        y = fused_mlp(given[0], given[1], None, given[2], None)
+        y.backward(x)
+        results.append([t.cpu() for t in (product(x, w), y, *(t.grad for t in given))])
+    assert torch.cuda.current_device() == 0
+    assert {plan.device.index for plan in PLANS} == {0, 1}
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
