@@ -130,6 +130,7 @@ def measure(case: Case, world: World, device: torch.device) -> Iterator[Row]:
     """
     started = time.monotonic()
     torch.compiler.reset()
+    release(device)  # the trainer of the case before
     trainer = build(case, World(local_rank=world.local_rank) if case.name == ALONE else world, device)
     torch.cuda.reset_peak_memory_stats(device)
     updates: list[list[torch.Tensor]] = []
@@ -181,7 +182,6 @@ def measure(case: Case, world: World, device: torch.device) -> Iterator[Row]:
             row["digest"] = digest.hexdigest()
         yield row
     trainer.release()
-    release(device)
 
 
 def work(path: Path, kinds: list[str], command: list[str]) -> None:

@@ -100,13 +100,11 @@ def step_figure(ours: Rows, theirs: Rows) -> Chart:
 SEVERAL = {
     ("speed", "exact"): "GPT-2 124M, 32 x 1,024 tokens per GPU, dropout 0.1",
     ("speed", "any order"): "the same with `parallel.exact=false`",
-    ("quarter", "heads"): "GPT-2 124M, one sequence of 262,144 tokens",
-    ("half", "heads"): "GPT-2 124M, one sequence of 524,288 tokens",
-    ("million", "heads"): "GPT-2 124M, one sequence of 1,048,576 tokens",
     ("xl", "exact"): "GPT-2 XL, 16 x 1,024 tokens per GPU, `parallel.data=shard`",
     ("xl", "any order"): "the same with `parallel.exact=false`",
     ("xl", "exact, kept gathered"): "the same with `parallel.reshard_after_forward=false`",
 }
+SEQUENCES = {"quarter": 2, "half": 2, "million": 4}  # and the GPUs that share each
 
 
 def speeds(rows: Rows) -> dict[tuple[str, str, int], float]:
@@ -121,6 +119,11 @@ def of_one(rates: dict[tuple[str, str, int], float], kind: str, name: str, gpus:
     return together / one if together and one else None
 
 
+def rounded(speed: float) -> str:
+    """Tokens/s in four digits: 1,085,000."""
+    return f"{float(f'{speed:.4g}'):,.0f}"
+
+
 @block("two-gpus", "several-gpus")
 def two_gpus(rows: Rows) -> str:
     """README's sentence."""
@@ -129,29 +132,34 @@ def two_gpus(rows: Rows) -> str:
     return f"Two H200s train GPT-2 (124M) {times:.2f} times as fast as one."
 
 
-@block("several-gpus", "several-gpus")
-def several(rows: Rows) -> str:
-    """Tokens/s on two and four GPUs, and as multiples of one."""
-    rates, lines = speeds(rows), []
-    for (kind, name), label in SEVERAL.items():
-        line = [label]
-        for gpus in (2, 4):
-            rate, times = rates.get((kind, name, gpus)), of_one(rates, kind, name, gpus)
-            line += [f"{float(f'{rate:.4g}'):,.0f}" if rate else "", f"{times:.2f}" if times else ""]
-        lines.append(line)
-    return table(["tokens/s", "two H200s", "times one", "four H200s", "times one"], lines)
-
-
-@block("several-gpus-memory", "several-gpus")
-def several_memory(rows: Rows) -> str:
-    """GiB per GPU on one, two and four GPUs."""
-    memory = {(row["kind"], row["name"], row["gpus"]): row["peak_allocated_gib"] for row in rows}
+@block("several-gpus", "several-gpus", "h100:several-gpus")
+def several(two: Rows, four: Rows) -> str:
+    """Tokens/s on two H200s and on four H100s, and as multiples of one; memory on two."""
     lines = []
-    for (kind, name), label in SEVERAL.items():
-        alone = memory.get((kind, name, 1)) or memory.get((kind, "alone", 2))
-        values = [alone, memory.get((kind, name, 2)), memory.get((kind, name, 4))]
-        lines.append([label, *(f"{value:.1f}" if value else "" for value in values)])
-    return table(["GiB per GPU", "one H200", "two", "four"], lines)
+    for case, label in SEVERAL.items():
+        line = [label]
+        for rows, gpus in ((two, 2), (four, 4)):
+            times = of_one(speeds(rows), *case, gpus)
+            assert times is not None
+            line += [rounded(speeds(rows)[*case, gpus]), f"{times:.2f}"]
+        (memory,) = (row["peak_allocated_gib"] for row in two if (row["kind"], row["name"], row["gpus"]) == (*case, 2))
+        lines.append([*line, f"{memory:.1f}"])
+    return table(["tokens/s", "two H200s", "times one", "four H100s", "times one", "GiB per GPU of two"], lines)
+
+
+@block("shared-sequences", "several-gpus")
+def shared(rows: Rows) -> str:
+    """One sequence of GPT-2 124M on several H200s and on one."""
+    lines = []
+    for kind, gpus in SEQUENCES.items():
+        one, row = ({row["gpus"]: row for row in rows if row["kind"] == kind}[count] for count in (1, gpus))
+        times = of_one(speeds(rows), kind, "heads", gpus)
+        assert times is not None
+        lines.append([
+            f"{row['seq_len']:,}", str(gpus), rounded(row["tokens_per_s"]), f"{times:.2f}",
+            f"{row['peak_allocated_gib']:.1f}", f"{one['peak_allocated_gib']:.1f}",
+        ])  # fmt: skip
+    return table(["tokens", "GPUs", "tokens/s", "times one", "GiB per GPU", "GiB on one"], lines)
 
 
 @block("longest", "several-gpus")
@@ -166,9 +174,9 @@ def longest(rows: Rows) -> str:
     return table(["on two H200s", "tokens of the sequence", "first step, with compiling", "per GPU"], lines)
 
 
-@block("same-bits", "several-gpus")
-def same_bits(rows: Rows) -> str:
-    """Whether 50 steps give the same losses, norms and weights on each number of GPUs."""
+@block("same-bits", "several-gpus", "h100:several-gpus")
+def same_bits(two: Rows, four: Rows) -> str:
+    """Whether 50 steps give the same losses, norms and weights as on one GPU."""
     names = {
         ("bits", "replicate"): "`parallel.data=replicate`, compiled",
         ("bits", "shard"): "`parallel.data=shard`, compiled",
@@ -177,14 +185,14 @@ def same_bits(rows: Rows) -> str:
         ("muon", "replicate"): "`parallel.data=replicate`, not compiled, `optimizer=muon`",
         ("muon", "shard"): "`parallel.data=shard`, not compiled, `optimizer=muon`",
     }
-    digests = {(row["kind"], row["name"], row["gpus"]): row["digest"] for row in rows if "digest" in row}
-    lines = []
-    for case, label in names.items():
-        if (one := digests.get((*case, 1))) is None:
-            continue
-        same = [digests.get((*case, gpus)) for gpus in (2, 4)]
-        lines.append([label, *("not measured" if d is None else "yes" if d == one else "no" for d in same)])
-    return table(["the bits of one GPU on", "two", "four"], lines)
+    cells: dict[tuple[str, str], list[str]] = {case: [] for case in names}
+    for rows, gpus in ((two, 2), (four, 4)):
+        digests = {(row["kind"], row["name"], row["gpus"]): row.get("digest") for row in rows}
+        for case, line in cells.items():
+            one, several = digests.get((*case, 1)), digests.get((*case, gpus))
+            line.append("yes" if several == one else "no") if one and several else line.append("")
+    lines = [[names[case], *line] for case, line in cells.items()]
+    return table(["the bits of one GPU on", "two H200s", "four H100s"], lines)
 
 
 @block("recipe-on-two", "train-step-two-gpus", "long-context")
