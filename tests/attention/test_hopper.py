@@ -114,9 +114,10 @@ def test_the_paths_of_all_layers_are_named(hopper_gpu):
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")
 @pytest.mark.parametrize(("in_products", "keys_biased"), [(False, False), (True, False), (True, True)])
-def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products, keys_biased):
-    """Their scores are zero, and the bias, relative to the half's first query, overflows exp2 at slopes above 1.5."""
-    B, H, T, D, rows = 2, 3, 150, 64, 64
+@pytest.mark.parametrize(("rows", "part"), [(64, 64), (128, 64), (128, 128)])
+def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(rows, part, in_products, keys_biased):
+    """Their scores are zero, and the bias, relative to the part's first query, overflows exp2 at slopes above 1.5."""
+    B, H, T, D = 2, 3, 150, 64
     torch.manual_seed(0)
     out, do = torch.randn(2, B, H, T, D)
     lse2 = rows_like(out)
@@ -127,7 +128,7 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products, k
     if in_products:
         stored = Rows(None, None, torch.empty(B * H * n_m * rows, 16 if keys_biased else 8, dtype=torch.bfloat16))
     counters = Counters(torch.ones(B * H * n_m, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
-    blocks = backward_blocks(PROBLEM._replace(head_dim=D))._replace(q=rows)
+    blocks = backward_blocks(PROBLEM._replace(head_dim=D))._replace(q=rows, part=part)
     delta_kernel[(B * H * n_m,)](
         tiles(out, rows, D), tiles(do, rows, D), lse2, stored, counters, slopes, scale_log2, H, T, n_m,
         BLOCKS=blocks, CONSTANTS=DeltaConstants(0.9, keys_biased),
@@ -139,7 +140,7 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(in_products, k
     if keys_biased:  # what the parts of the keys' bias are multiplied by
         assert torch.equal(stored.parts[:, 8:], torch.tensor([1.0, 0.0] * 4).bfloat16().expand(len(stored.parts), 8))
     torch.testing.assert_close(delta[..., :T], 0.9 * (out * do).sum(-1))
-    bias = slopes[:, None] / math.log(2) * (torch.arange(T) % 64)
+    bias = slopes[:, None] / math.log(2) * (torch.arange(T) % part)
     torch.testing.assert_close(biased[..., :T], lse2[..., :T] + bias)
     assert (biased[..., T:] > 1e20).all()
     assert not counters.next_tile.any()

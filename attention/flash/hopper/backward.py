@@ -34,9 +34,17 @@ from ..call import KernelCall
 from ..score import LOG2_E, locate
 from ..score_gradients import Targets
 from .added import far_number, hopper_inputs, hopper_mode
-from .backward_pipeline import HALF, PARTS, WIDTH, allocate, bias_columns, next_tile, row_stride
+from .backward_pipeline import PARTS, WIDTH, allocate, bias_columns, next_tile, row_stride
 from .backward_roles import mask_drawer, producer, writer
-from .backward_step import S_LAYOUT, Queries, first_scores, load_added, no_sums, step
+from .backward_step import (
+    Queries,
+    first_scores,
+    keys_in_registers,
+    load_added,
+    no_sums,
+    scores_layout,
+    step,
+)
 from .compat import barrier
 from .configs import backward_blocks, key_tiles_together
 from .ordered_sum import adder
@@ -57,7 +65,8 @@ def load_bias(inputs, i_b, i_h, i_n, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     BN: gl.constexpr = BLOCKS.k
     bias = 0.0
     if MODE.biased and not BLOCKS.rows_in_products:
-        o_n = gl.arange(0, BN, gl.SliceLayout(1, S_LAYOUT))
+        LAYOUT: gl.constexpr = scores_layout(BLOCKS.part)
+        o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
         bias = MODE.formula.column(inputs.formula, i_b, i_h, i_n, o_n, None)[0] * LOG2_E
     return bias
 
@@ -98,6 +107,7 @@ def head_of_ds(ds, i_bh, i_n, pos, BLOCKS: gl.constexpr):
 @gluon.jit
 def consumer(targets, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Eight warps: dk and dv of a tile of keys, summed over the G query heads that share it, and all its dq tiles."""
+    M: gl.constexpr = BLOCKS.part
     BN: gl.constexpr = BLOCKS.k
     BD: gl.constexpr = BLOCKS.columns
     KEY_STAGES: gl.constexpr = BLOCKS.key_stages
@@ -125,8 +135,7 @@ def consumer(targets, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         wait_full(barriers.kv_full, stage)
         b_dk = gl.zeros([BN, BD], gl.float32, LAYOUT)
         b_dv = gl.zeros([BN, BD], gl.float32, LAYOUT)
-        # k stays in registers, an operand of s in all steps; at head size 128 there is no room for it.
-        b_k = k_s.load(gl.DotOperandLayout(0, S_LAYOUT, 2)) if BD == 64 else k_s
+        b_k = k_s.load(gl.DotOperandLayout(0, scores_layout(M), 2)) if keys_in_registers(M, BD) else k_s
         numbers = load_added(tile.i_h, (tile.end - 1) * BLOCKS.q, tile, program, BLOCKS, MODE)
         s_flight = first_scores(b_k, i_step, n_steps > 0, numbers, program, BLOCKS, MODE)
         b_s = warpgroup_mma_wait(0, deps=(s_flight,))
@@ -322,11 +331,11 @@ def delta_kernel(
     o_m = i_m + tl.arange(0, BM)
     o_row = i_bh.to(tl.int64) * tl.cdiv(T, plain.ROW_ALIGNMENT) * plain.ROW_ALIGNMENT + o_m
     o_tile = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    # Rows beyond the end have an infinite lse2 and so no weight: ALiBi gives all queries of a half the bias of its
+    # Rows beyond the end have an infinite lse2 and so no weight: ALiBi gives all queries of a part the bias of its
     # first one, which can be large.
     b_lse2 = tl.load(lse2 + o_row, mask=o_m < T, other=float("inf"))
     if slopes is not None:
-        b_lse2 += tl.load(slopes + i_bh % H) * LOG2_E * (o_m % HALF).to(tl.float32)
+        b_lse2 += tl.load(slopes + i_bh % H) * LOG2_E * (o_m % BLOCKS.part).to(tl.float32)
     if rows.lse2 is not None:
         tl.store(rows.lse2 + o_tile, b_lse2)
     if rows.delta is not None:

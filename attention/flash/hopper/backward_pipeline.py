@@ -18,7 +18,6 @@ from .schedule import query_tiles
 
 SLOTS = gl.constexpr(2)  # of dq in shared memory
 WIDTH = gl.constexpr(256)  # of a row of the workspace: a value for each of the consumer's threads
-HALF = gl.constexpr(64)  # queries in one step
 PARTS = gl.constexpr(16)  # columns of the smallest product: three parts of lse2 and of delta, and zeros
 
 
@@ -84,15 +83,15 @@ class KeyTile(NamedTuple):
 FIELDS = gl.constexpr(len(KeyTile._fields))
 
 
-class Half(NamedTuple):
-    """HALF queries of a query tile, or a piece of them, in shared memory, and the place of their ds.
+class Part(NamedTuple):
+    """The queries of a query tile or of half of it, or a piece of them, in shared memory, and the place of their ds.
 
     i_m     the first of them
-    i_half  the first of the half
+    i_part  the first of the tile or the half
     """
 
     i_m: Any
-    i_half: Any
+    i_part: Any
     q: Any
     do: Any
     lse2: Any
@@ -144,7 +143,7 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
         lse2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
         delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], dq_sum.layout)
     if BLOCKS.sums == "ds":
-        M: gl.constexpr = HALF // BLOCKS.pieces
+        M: gl.constexpr = BLOCKS.part // BLOCKS.pieces
         ONES: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0])
         sum_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, M], dtype)
         sum_ones = gl.allocate_shared_memory(dtype, [8, M], sum_layout, gl.full([8, M], 1.0, dtype, ONES))
@@ -198,37 +197,38 @@ def allocate(dtype: gl.constexpr, dq_sum, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def half_of(i_m, i_s, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
-    """Half i of the query tile from i_m, which is in stage i_s."""
-    o: gl.constexpr = i * HALF
-    return Half(
+def part_of(i_m, i_s, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
+    """Part i of the query tile from i_m, which is in stage i_s."""
+    M: gl.constexpr = BLOCKS.part
+    o: gl.constexpr = i * M
+    return Part(
         i_m + o,
         i_m + o,
-        buffers.q.index(i_s).slice(o, HALF),
-        buffers.do.index(i_s).slice(o, HALF),
-        0 if BLOCKS.rows_in_products else buffers.lse2.index(i_s).slice(o, HALF, 1),
-        0 if BLOCKS.rows_in_products else buffers.delta.index(i_s).slice(o, HALF, 1),
-        buffers.parts.index(i_s).slice(o, HALF) if BLOCKS.rows_in_products else 0,
-        buffers.ds.index(0).slice(o, HALF, 1),
-        buffers.words.index(i_s).slice(o // 2, HALF // 2, 1) if BLOCKS.mask_drawer else 0,
+        buffers.q.index(i_s).slice(o, M),
+        buffers.do.index(i_s).slice(o, M),
+        0 if BLOCKS.rows_in_products else buffers.lse2.index(i_s).slice(o, M, 1),
+        0 if BLOCKS.rows_in_products else buffers.delta.index(i_s).slice(o, M, 1),
+        buffers.parts.index(i_s).slice(o, M) if BLOCKS.rows_in_products else 0,
+        buffers.ds.index(0).slice(o, M, 1),
+        buffers.words.index(i_s).slice(o // 2, M // 2, 1) if BLOCKS.mask_drawer else 0,
     )
 
 
 @gluon.jit
-def piece_of(half, i: gl.constexpr, BLOCKS: gl.constexpr):
-    """Piece i of a half, without the parts and ds, which are operands of products of the whole."""
-    n: gl.constexpr = HALF // BLOCKS.pieces
+def piece_of(part, i: gl.constexpr, BLOCKS: gl.constexpr):
+    """Piece i of a part, without lse2 and delta as operands and ds, which are those of products of the whole."""
+    n: gl.constexpr = BLOCKS.part // BLOCKS.pieces
     o: gl.constexpr = i * n
-    return Half(
-        half.i_m + o,
-        half.i_m,
-        half.q.slice(o, n),
-        half.do.slice(o, n),
-        0 if BLOCKS.rows_in_products else half.lse2.slice(o, n, 1),
-        0 if BLOCKS.rows_in_products else half.delta.slice(o, n, 1),
+    return Part(
+        part.i_m + o,
+        part.i_m,
+        part.q.slice(o, n),
+        part.do.slice(o, n),
+        0 if BLOCKS.rows_in_products else part.lse2.slice(o, n, 1),
+        0 if BLOCKS.rows_in_products else part.delta.slice(o, n, 1),
         0,
         0,
-        half.words.slice(o // 2, n // 2, 1) if BLOCKS.mask_drawer else 0,
+        part.words.slice(o // 2, n // 2, 1) if BLOCKS.mask_drawer else 0,
     )
 
 

@@ -1,7 +1,7 @@
 """A step of the backward's consumer: a tile of keys meets a tile of queries, in five products.
 
-A query tile of 128 is worked on in two halves, so that the products of one run during the exponentials of the other.
-One of 64 is a single half, which is worked on in two pieces where registers allow it, for the same reason.
+A query tile is one part, or two: then the products of one run during the exponentials of the other. For the same reason
+a part is worked on in two pieces where that is faster.
 """
 
 from typing import Any, NamedTuple
@@ -26,13 +26,25 @@ from ..score import (
 )
 from ..score_gradients import is_far
 from .added import is_near, near_numbers, pair_numbers
-from .backward_pipeline import HALF, SLOTS, WIDTH, half_of, piece_of, row_stride
+from .backward_pipeline import SLOTS, WIDTH, part_of, piece_of, row_stride
 from .compat import barrier, reinterpret
 from .dropout import draw_transposed, drop_transposed, load_key, word_layout
 from .stages import stage_of, wait_full
 
-# Scores of half a query tile, transposed: (BN, HALF), 16 keys a warp.
-S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HALF.value, 16]))
+
+@gluon.constexpr_function
+def scores_layout(M):
+    """Scores of M queries, transposed: (keys, M), 16 keys a warp."""
+    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, M, 16])
+
+
+@gluon.constexpr_function
+def keys_in_registers(M, BD):
+    """Whether k stays in registers, an operand of s in all steps: there is room for it beside the scores of 64 queries.
+
+    At head size 128 there is none.
+    """
+    return M == 64 and BD == 64
 
 
 class Queries(NamedTuple):
@@ -60,15 +72,16 @@ class Queries(NamedTuple):
 
 @gluon.jit
 def draw(i_h, i_m, tile, inputs, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """Dropout's words for HALF queries from i_m of head i_h; zero without dropout, and where the dropout warps draw.
+    """Dropout's words for a part's queries from i_m of head i_h; 0 without dropout, and where the dropout warps draw.
 
     The key is loaded every time: there are no registers to keep it in.
     """
+    M: gl.constexpr = BLOCKS.part
     BN: gl.constexpr = BLOCKS.k
     b_w = 0
     if MODE.threshold and not BLOCKS.mask_drawer:
-        b_w = draw_transposed(load_key(inputs.key, tile.i_b, i_h), i_m, tile.i_tile * BN, HALF, BN, 8)
-        b_w = gl.convert_layout(b_w, word_layout(BN // 2, HALF // 2, 8))
+        b_w = draw_transposed(load_key(inputs.key, tile.i_b, i_h), i_m, tile.i_tile * BN, M, BN, 8)
+        b_w = gl.convert_layout(b_w, word_layout(BN // 2, M // 2, 8))
     return b_w
 
 
@@ -92,21 +105,21 @@ def joined(b_pieces):
 
 @gluon.jit
 def weights(
-    b_s, b_w, half, is_cut, queries, tile, pos, program,
+    b_s, b_w, part, is_cut, queries, tile, pos, program,
     P_LAYOUT: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """(BN, M) of M queries, a half or a piece of it: p times the derivative of the scores, and ~p in 16 bits."""
+    """(BN, M) of M queries, a part or a piece of it: p times the derivative of the scores, and ~p in 16 bits."""
     BN: gl.constexpr = BLOCKS.k
     M: gl.constexpr = b_s.shape[1]
     LAYOUT: gl.constexpr = b_s.type.layout
     THRESHOLD: gl.constexpr = MODE.threshold
     scale_log2, slope2 = program.scalars.scale_log2, queries.slope2
     i_n = tile.i_tile * BN
-    o_m = half.i_m + gl.arange(0, M, gl.SliceLayout(0, LAYOUT))
+    o_m = part.i_m + gl.arange(0, M, gl.SliceLayout(0, LAYOUT))
     o_rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     b_tanh = soft_cap_tanh(b_s, scale_log2, MODE) if MODE.soft_cap is not None else None
-    # For the half's first query: `delta_kernel` adds the difference of the others' bias to lse2.
-    own = half.i_half + pos.offset
+    # For the part's first query: `delta_kernel` adds the difference of the others' bias to lse2.
+    own = part.i_part + pos.offset
     b_bias = alibi_bias(slope2, o_m[None, :], o_rows[:, None], i_n, own, pos, MODE) if MODE.alibi else None
     b_slope = 1.0
     factor = log2_factor(scale_log2, MODE)
@@ -126,35 +139,35 @@ def weights(
         b_s = change_scores(b_s, b_tanh, b_bias, scale_log2, MODE)
     if MODE.added == "distance":
         x = program.inputs.formula[0]
-        near = is_near(x, half.i_m, i_n, BN, pos)
+        near = is_near(x, part.i_m, i_n, BN, pos)
         if near:
             o_queries = gl.arange(0, M, gl.SliceLayout(0, LAYOUT))[None, :]
             o_keys = BN - 1 - o_rows[:, None]
-            b_numbers = near_numbers(x, tile.i_b, queries.i_h, half.i_m, i_n, o_keys, o_queries, BN, pos)
+            b_numbers = near_numbers(x, tile.i_b, queries.i_h, part.i_m, i_n, o_keys, o_queries, BN, pos)
             b_s += b_numbers * (LOG2_E / scale_log2)
     if is_cut:
         b_s = gl.where(seen_by_query(i_n + o_rows, o_m[None, :], pos, MODE), b_s, -float("inf"))
-    b_lse2 = 0.0 if BLOCKS.rows_in_products else half.lse2.load(LAYOUT)
+    b_lse2 = 0.0 if BLOCKS.rows_in_products else part.lse2.load(LAYOUT)
     if MODE.added == "distance":
         b_lse2 = b_lse2 - gl.where(near, 0.0, queries.far)
     b_p = gl.exp2(b_s * factor - b_lse2)
-    b_p_kept = gl.convert_layout(b_p.to(half.q.dtype), P_LAYOUT)
+    b_p_kept = gl.convert_layout(b_p.to(part.q.dtype), P_LAYOUT)
     b_p = times_derivative(b_p, b_tanh, MODE)  # so that tanh leaves the registers
     if MODE.formula is not None and MODE.formula.has_slope:
         b_p = gl.where(b_p > 0, b_p * b_slope, 0.0)  # it may have no value where a query does not see a key
     if THRESHOLD:
         if BLOCKS.mask_drawer:
             wait_full(program.barriers.words_full, stage_of(queries.i_step, BLOCKS.stages))
-            b_w = half.words.load(word_layout(BN // 2, M // 2, 8))
+            b_w = part.words.load(word_layout(BN // 2, M // 2, 8))
         b_p_kept = drop_transposed(b_p_kept, b_w, THRESHOLD, M, BN)
     return b_p, b_p_kept
 
 
 @gluon.jit
-def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def score_gradients(b_p, b_p_kept, b_dp, part, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """(BN, M): ds, from the results of `weights` and dp."""
     LAYOUT: gl.constexpr = b_dp.type.layout
-    b_delta = 0.0 if BLOCKS.rows_in_products else half.delta.load(LAYOUT)
+    b_delta = 0.0 if BLOCKS.rows_in_products else part.delta.load(LAYOUT)
     if MODE.threshold:
         # b_p_kept still holds the weights that dropout kept: the mask need not be applied to dp as well.
         b_kept = gl.convert_layout(b_p_kept, LAYOUT)
@@ -168,7 +181,7 @@ def score_gradients(b_p, b_p_kept, b_dp, half, BLOCKS: gl.constexpr, MODE: gl.co
 
 
 @gluon.jit
-def add_to_dv(b_s, b_w, b_dv, half, is_cut, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+def add_to_dv(b_s, b_w, b_dv, part, is_cut, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """(p, ~p, dv + ~p^T do in flight), of `weights`: p and ~p in pieces.
 
     The product of a piece runs during the exponentials of the next. The branch for a cut tile keeps them in this order:
@@ -176,8 +189,8 @@ def add_to_dv(b_s, b_w, b_dv, half, is_cut, queries, tile, pos, program, BLOCKS:
     """
     BN: gl.constexpr = BLOCKS.k
     N: gl.constexpr = BLOCKS.pieces
-    M: gl.constexpr = HALF // N
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, M, 16])
+    M: gl.constexpr = BLOCKS.part // N
+    LAYOUT: gl.constexpr = scores_layout(M)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dv.type.layout, 2)
     DRAWN: gl.constexpr = MODE.threshold and not BLOCKS.mask_drawer
     s_pieces = pieces(b_s, N)
@@ -185,7 +198,7 @@ def add_to_dv(b_s, b_w, b_dv, half, is_cut, queries, tile, pos, program, BLOCKS:
     b_p = ()
     b_p_kept = ()
     for j in gl.static_range(N):
-        piece = piece_of(half, j, BLOCKS)
+        piece = piece_of(part, j, BLOCKS)
         s_piece = gl.convert_layout(s_pieces[j], LAYOUT)
         w_piece = gl.convert_layout(w_pieces[j], word_layout(BN // 2, M // 2, 8)) if DRAWN else 0
         p_piece, kept_piece = weights(
@@ -222,12 +235,12 @@ def along_times_position(b_x, LAYOUT: gl.constexpr):
 def no_sums(BLOCKS: gl.constexpr):
     """Zeros, to which `add_to_dk` adds: (BN, 8) for products with ones, else (BN, 4); 0 where nothing is summed."""
     BN: gl.constexpr = BLOCKS.k
-    M: gl.constexpr = HALF // BLOCKS.pieces
+    M: gl.constexpr = BLOCKS.part // BLOCKS.pieces
     b_sum = 0.0
     if BLOCKS.sums == "ds":
         b_sum = gl.zeros([BN, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 8, 16]))
     elif BLOCKS.sums is not None:
-        b_sum = along(gl.zeros([BN, M], gl.float32, gl.NVMMADistributedLayout([3, 0], [8, 1], [16, M, 16])))
+        b_sum = along(gl.zeros([BN, M], gl.float32, scores_layout(M)))
     return b_sum
 
 
@@ -280,7 +293,7 @@ def write_ds(p_ds, b_ds, i_m, i_n, pos, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def add_to_dk(
-    b_p, b_p_kept, b_dp, b_dk, b_sum, half, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr
+    b_p, b_p_kept, b_dp, b_dk, b_sum, part, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr
 ):  # fmt: skip
     """(ds in pieces, (dk + ds^T q in flight, the sums)), from the results of `add_to_dv`.
 
@@ -288,18 +301,19 @@ def add_to_dk(
     """
     KEEP_SCALE: gl.constexpr = 256 / (256 - MODE.threshold)
     N: gl.constexpr = BLOCKS.pieces
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HALF // N, 16])
+    M: gl.constexpr = BLOCKS.part
+    LAYOUT: gl.constexpr = scores_layout(M // N)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_dk.type.layout, 2)
     dp_pieces = pieces(b_dp, N)
     b_ds = ()
     for j in gl.static_range(N):
-        piece = piece_of(half, j, BLOCKS)
+        piece = piece_of(part, j, BLOCKS)
         dp_piece = gl.convert_layout(dp_pieces[j], LAYOUT)
         ds_piece32 = score_gradients(b_p[j], b_p_kept[j], dp_piece, piece, BLOCKS, MODE)
-        ds_piece = gl.convert_layout(ds_piece32.to(half.q.dtype), P_LAYOUT)
+        ds_piece = gl.convert_layout(ds_piece32.to(part.q.dtype), P_LAYOUT)
         b_ds += (ds_piece,)  # type: ignore[assignment]
         if j == N - 1:  # all of it at once: the compiler has all warps wait between stores to slices of a tile
-            half.ds.store(gl.convert_layout(joined(b_ds), S_LAYOUT))
+            part.ds.store(gl.convert_layout(joined(b_ds), scores_layout(M)))
         b_dk = warpgroup_mma(ds_piece, piece.q, b_dk, is_async=True)
         if BLOCKS.writes_ds:
             write_ds(queries.p_ds, ds_piece32 * KEEP_SCALE, piece.i_m, tile.i_tile * BLOCKS.k, pos, BLOCKS)
@@ -321,30 +335,33 @@ def unknown_zero(i):
 
 @gluon.jit
 def load_added(i_h, i_m, tile, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """(BN, HALF): the values that a formula adds for pairs of HALF queries from i_m, for `product`; else 0."""
+    """(BN, M): the values that a formula adds for pairs of a part's M queries from i_m, for `product`; else 0."""
     numbers = 0.0
     if MODE.added == "pair":
+        M: gl.constexpr = BLOCKS.part
         BN: gl.constexpr = BLOCKS.k
-        o_m = gl.arange(0, HALF, gl.SliceLayout(0, S_LAYOUT))[None, :]
-        o_n = gl.arange(0, BN, gl.SliceLayout(1, S_LAYOUT))[:, None]
+        LAYOUT: gl.constexpr = scores_layout(M)
+        o_m = gl.arange(0, M, gl.SliceLayout(0, LAYOUT))[None, :]
+        o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))[:, None]
         numbers = pair_numbers(program.inputs.formula[0], tile.i_b, i_h, i_m, tile.i_tile * BN, o_m, o_n)
     return numbers
 
 
 @gluon.jit
-def product(a, b, half, i: gl.constexpr, numbers, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """In flight: a b^T (BN, HALF), less lse2 (i = 0) or delta (1) of each query where they come with the products.
+def product(a, b, part, i: gl.constexpr, numbers, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """In flight: a b^T (BN, M), less lse2 (i = 0) or delta (1) of each query where they come with the products.
 
     numbers: see `load_added`; they are added where i = 0.
     """
+    M: gl.constexpr = BLOCKS.part
     BN: gl.constexpr = BLOCKS.k
     ADDED: gl.constexpr = MODE.added == "pair" and i == 0
-    b_c = gl.zeros([BN, HALF], gl.float32, S_LAYOUT)
+    b_c = gl.zeros([BN, M], gl.float32, scores_layout(M))
     if ADDED:
         b_c = numbers * (LOG2_E / program.scalars.scale_log2)
     if BLOCKS.rows_in_products:
         ones = program.buffers.ones.index(i)
-        b_c = warpgroup_mma(ones, half.parts.permute((1, 0)), b_c, use_acc=ADDED, is_async=True)
+        b_c = warpgroup_mma(ones, part.parts.permute((1, 0)), b_c, use_acc=ADDED, is_async=True)
         b_c = warpgroup_mma(a, b.permute((1, 0)), b_c, is_async=True)
     else:
         b_c = warpgroup_mma(a, b.permute((1, 0)), b_c, use_acc=ADDED, is_async=True)
@@ -359,11 +376,11 @@ def done(flight, operands, n: gl.constexpr):
 
 @gluon.jit
 def first_scores(b_k, i_step, is_there, numbers, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """In flight: s (BN, HALF) of the first half of a step's query tile, which has then arrived."""
+    """In flight: s (BN, M) of the first part of a step's query tile, which has then arrived."""
     stage = stage_of(i_step, BLOCKS.stages)
     wait_full(program.barriers.full, stage, is_there)
-    half = half_of(0, stage.index, 0, program.buffers, BLOCKS)
-    return product(b_k, half.q, half, 0, numbers, program, BLOCKS, MODE)
+    part = part_of(0, stage.index, 0, program.buffers, BLOCKS)
+    return product(b_k, part.q, part, 0, numbers, program, BLOCKS, MODE)
 
 
 @gluon.jit
@@ -398,11 +415,12 @@ def give_dq(b_dq, slot, is_first, is_last, scalars, buffers, BLOCKS: gl.constexp
 def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """A tile of keys and values adds up its gradients from a query tile, whose gradient goes through a slot.
 
-    Of a query tile of two halves, the products of one run during the exponentials of the other.
+    Of a query tile of two parts, the products of one run during the exponentials of the other.
     """
     BM: gl.constexpr = BLOCKS.q
     BD: gl.constexpr = BLOCKS.columns
-    TWO: gl.constexpr = BM > HALF
+    M: gl.constexpr = BLOCKS.part
+    TWO: gl.constexpr = BM > M
     PIECES: gl.constexpr = BLOCKS.pieces  # a product each, for dv and dk
     N: gl.constexpr = 2 if BLOCKS.rows_in_products else 1  # matrix products that `product` starts, as waits count them
     K: gl.constexpr = PIECES * (2 if BLOCKS.sums == "ds" else 1)  # and `add_to_dk`
@@ -412,40 +430,40 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
     i_s = i_step % BLOCKS.stages
     zero = unknown_zero(i_step)
     k_s, v_s = buffers.k.index(i_k + zero), buffers.v.index(i_k + zero)
-    b_k = b_k if BD == 64 else k_s
+    b_k = b_k if keys_in_registers(M, BD) else k_s
     is_cut = i_tile_m < tile.full_start
     if MODE.bounded:
         is_cut |= i_tile_m >= tile.full_end
     is_first = i_tile_m >= tile.first if MODE.bounded or MODE.horizon else tile.i_tile == 0
-    half = half_of(i_tile_m * BM, i_s, 0, buffers, BLOCKS)
+    part = part_of(i_tile_m * BM, i_s, 0, buffers, BLOCKS)
 
-    # (BN, HALF): the scores transposed, so that p^T and ds^T go from registers straight into the next product.
-    dp_flight = product(v_s, half.do, half, 1, 0.0, program, BLOCKS, MODE)
+    # (BN, M): the scores transposed, so that p^T and ds^T go from registers straight into the next product.
+    dp_flight = product(v_s, part.do, part, 1, 0.0, program, BLOCKS, MODE)
     if TWO:
-        half_1 = half_of(i_tile_m * BM, i_s, 1, buffers, BLOCKS)
-        numbers = load_added(i_h, half_1.i_m, tile, program, BLOCKS, MODE)
+        part_1 = part_of(i_tile_m * BM, i_s, 1, buffers, BLOCKS)
+        numbers = load_added(i_h, part_1.i_m, tile, program, BLOCKS, MODE)
         if MODE.added != "pair":
-            s_flight_1 = product(b_k, half_1.q, half_1, 0, numbers, program, BLOCKS, MODE)
-    b_w = draw(i_h, half.i_m, tile, program.inputs, BLOCKS, MODE)
-    b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, half, is_cut, queries, tile, pos, program, BLOCKS, MODE)
+            s_flight_1 = product(b_k, part_1.q, part_1, 0, numbers, program, BLOCKS, MODE)
+    b_w = draw(i_h, part.i_m, tile, program.inputs, BLOCKS, MODE)
+    b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, part, is_cut, queries, tile, pos, program, BLOCKS, MODE)
     if TWO:
         if MODE.added == "pair":  # by now the numbers are there
-            s_flight_1 = product(b_k, half_1.q, half_1, 0, numbers, program, BLOCKS, MODE)
-        dp_flight_1 = product(v_s, half_1.do, half_1, 1, 0.0, program, BLOCKS, MODE)
+            s_flight_1 = product(b_k, part_1.q, part_1, 0, numbers, program, BLOCKS, MODE)
+        dp_flight_1 = product(v_s, part_1.do, part_1, 1, 0.0, program, BLOCKS, MODE)
     b_dp = warpgroup_mma_wait(2 * N + PIECES if TWO else PIECES, deps=(dp_flight,))
     b_ds, dk_flight, b_sum = add_to_dk(
-        b_p, b_p_kept, b_dp, b_dk, b_sum, half, queries, tile, pos, program, BLOCKS, MODE
+        b_p, b_p_kept, b_dp, b_dk, b_sum, part, queries, tile, pos, program, BLOCKS, MODE
     )  # fmt: skip
     if TWO:
-        b_w = draw(i_h, half_1.i_m, tile, program.inputs, BLOCKS, MODE)
+        b_w = draw(i_h, part_1.i_m, tile, program.inputs, BLOCKS, MODE)
         b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, N + K)
-        b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, half_1, is_cut, queries, tile, pos, program, BLOCKS, MODE)
+        b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, part_1, is_cut, queries, tile, pos, program, BLOCKS, MODE)
         finished = done((dp_flight_1,) + dk_flight, b_ds, PIECES)  # noqa: RUF005 - Triton unpacks no tuple here
         b_dp, b_dk = finished[0], finished[1]
         if BLOCKS.sums == "ds":
             b_sum = finished[2]
         b_ds, dk_flight, b_sum = add_to_dk(
-            b_p, b_p_kept, b_dp, b_dk, b_sum, half_1, queries, tile, pos, program, BLOCKS, MODE
+            b_p, b_p_kept, b_dp, b_dk, b_sum, part_1, queries, tile, pos, program, BLOCKS, MODE
         )
     b_dv = done((dv_flight,), b_p_kept, K)[0]
     numbers = load_added(next_h, next_tile * BM, tile, program, BLOCKS, MODE)

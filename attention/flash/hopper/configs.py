@@ -62,7 +62,8 @@ class BackwardBlocks(NamedTuple):
     key_stages        key tiles in flight
     rows_in_products  whether lse2 and delta come with the products s and dp, which takes shared memory
     mask_drawer       whether four more warps draw dropout's mask, which takes registers and shared memory
-    pieces            1 or 2: of 64 queries; the products of a piece run while the weights of the next are computed
+    part              queries whose scores are computed at a time: a whole tile's, or 64 of 128
+    pieces            1 or 2: of a part; the products of a piece run while the weights of the next are computed
     sums              what is summed along the columns, see `sums_of`
     writes_ds         whether ds is written to device memory
     ds_aligned        whether its rows begin at multiples of 16 bytes
@@ -75,6 +76,7 @@ class BackwardBlocks(NamedTuple):
     key_stages: int
     rows_in_products: bool
     mask_drawer: bool
+    part: int
     pieces: int
     sums: str | None
     writes_ds: bool = False
@@ -115,8 +117,9 @@ def forward_blocks(problem: Problem) -> ForwardBlocks:
         )
     if added_by(score) == "pair":  # whose values take the registers of a third consumer
         return ForwardBlocks(consumers=2, k=128, columns=64, stages=4, q_stages=2, registers=240, ping_pong=False)
-    # With values of distances, three consumers spill, and are slower at 16k.
-    if (length < longest or added_by(score) == "distance") and not (alibi or biased):
+    # With values of distances, three consumers spill, and are slower at 16k. With a full mask they are slower too.
+    full = not (score.causal or dropout or soft_cap or score.formula)
+    if (length < longest or added_by(score) == "distance" or full) and not (alibi or biased):
         return ForwardBlocks(
             consumers=1, k=128, columns=64, stages=2, q_stages=1, registers=168, ping_pong=False, out_in_q=True
         )
@@ -152,10 +155,12 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
             key_stages=1,
             rows_in_products=rows,
             mask_drawer=False,
+            part=64,
             pieces=2,
             sums=sums,
         )
-    if dropout or added_by(score) == "pair":  # a second half would need registers that are not there
+    # With 128 queries there would be no registers for dropout's mask, values of pairs or the sums of ds (i - j).
+    if dropout or added_by(score) == "pair" or sums == "distance":
         return BackwardBlocks(
             q=64,
             k=128,
@@ -164,10 +169,13 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
             key_stages=2,
             rows_in_products=rows,
             mask_drawer=dropout,
+            part=64,
             pieces=1,
             sums=sums,
         )
     key_stages = 1 if rows or sums == "ds" else 2
+    # The scores of 128 queries leave no registers for tanh, for instance; with ALiBi they are 2 % slower.
+    part = 64 if alibi or score.soft_cap is not None or score.formula is not None else 128
     return BackwardBlocks(
         q=128,
         k=128,
@@ -176,6 +184,7 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
         key_stages=key_stages,
         rows_in_products=rows,
         mask_drawer=False,
+        part=part,
         pieces=1,
         sums=sums,
     )
