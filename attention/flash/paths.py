@@ -21,7 +21,7 @@ from .call import KernelCall, Problem
 from .hopper import backward as hopper_backward
 from .hopper import forward as hopper_forward
 from .hopper import fp8_forward
-from .hopper.configs import FP8_MAX_HEAD_DIM, HEAD_DIMS, is_faster
+from .hopper.configs import FP8_MAX_HEAD_DIM, HEAD_DIMS, MAX_HEAD_DIM_OF_SUMS, is_faster
 
 
 class Path(NamedTuple):
@@ -51,9 +51,12 @@ def hopper_refusal(problem: Problem, backward: bool) -> str | None:
     """Why the Hopper kernels do not support a problem; None where they do."""
     if refusal := gpu_or_dtype_refusal(problem):
         return refusal
-    direction = "backward" if backward else "forward"
-    if problem.head_dim not in (sizes := HEAD_DIMS[direction]):
-        return f"takes head sizes from {sizes[0]} to {sizes[-1]} in the {direction}, not {problem.head_dim}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"takes head sizes from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not {problem.head_dim}"
+    if backward and problem.head_dim > MAX_HEAD_DIM_OF_SUMS:
+        lacks = ["formulas"] * (problem.spec.score.formula is not None) + ["learned slopes"] * problem.spec.slopes
+        if lacks:
+            return f"has no gradients of {lacks[0]} at head sizes above {MAX_HEAD_DIM_OF_SUMS}"
     return None
 
 

@@ -14,7 +14,7 @@ from attention import DropoutKey, Score
 from attention.dropout import drop_threshold
 from attention.flash.backward import Gradients
 from attention.flash.call import HORIZONS_FROM, KernelCall
-from attention.flash.hopper.configs import HEAD_DIMS, backward_blocks, forward_blocks
+from attention.flash.hopper.configs import backward_blocks, forward_blocks
 from attention.flash.paths import PATHS
 from attention.flash.tiles import rows_like
 from attention.spec import Inputs, Spec
@@ -82,7 +82,7 @@ def shapes(call: KernelCall, D: int, T: int) -> dict[str, Any]:
     q = torch.empty(1, 2, T, D, device="meta")
     problem = call.problem(q, q)
     blocks: dict[str, Any] = {"forward": forward_blocks(problem)}
-    if D in HEAD_DIMS["backward"] and call.spec.score != Score(sinks=True):
+    if call.spec.score != Score(sinks=True):
         blocks["backward"] = backward_blocks(problem)
     return blocks
 

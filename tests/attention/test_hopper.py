@@ -10,8 +10,8 @@ import triton
 
 from attention import AttentionConfig, AttentionShape, KernelPath, Score, UnsupportedAttention, build_attention
 from attention.flash.call import Problem
-from attention.flash.hopper.backward import Counters, DeltaConstants, Rows, delta_kernel
 from attention.flash.hopper.configs import backward_blocks
+from attention.flash.hopper.delta import Counters, DeltaConstants, Rows, delta_kernel
 from attention.flash.hopper.key_numbers import parts_kernel
 from attention.flash.paths import choose_path, describe_path
 from attention.flash.tiles import rows_like, tiles
@@ -40,8 +40,8 @@ def flash(**options):
         ({"capability": (8, 0)}, r"needs a GPU of compute capability 9.0 \(Hopper\)"),
         ({"capability": (10, 0)}, r"needs a GPU of compute capability 9.0 \(Hopper\)"),
         ({"dtype": torch.float32}, "takes bf16 or fp16, not torch.float32"),
-        ({"head_dim": 32}, r"takes head sizes from 33 to \d+ in the (forward|backward), not 32"),
-        ({"head_dim": 264}, r"takes head sizes from 33 to \d+ in the (forward|backward), not 264"),
+        ({"head_dim": 32}, "takes head sizes from 33 to 256, not 32"),
+        ({"head_dim": 264}, "takes head sizes from 33 to 256, not 264"),
     ],
     ids=["Ampere", "Blackwell", "fp32", "narrow", "wide"],
 )
@@ -61,13 +61,20 @@ def test_a_path_that_does_not_support_a_layer_is_refused_when_the_model_is_built
         flash().check(shape(torch.float32))
 
 
-def test_wide_heads_have_a_forward_alone(hopper_gpu):
-    problem = along("hopper", head_dim=192)
-    assert choose_path(problem, backward=False) == "hopper"
-    with pytest.raises(UnsupportedAttention, match="takes head sizes from 33 to 128 in the backward, not 192"):
-        choose_path(problem, backward=True)
-    with pytest.raises(UnsupportedAttention, match="in the backward, not 192"):
-        flash().check(shape(head_dim=192))
+@pytest.mark.parametrize(
+    ("spec", "lacks"),
+    [
+        (Spec(Score(formula="s * log(n + 1)"), scale=1.0), "formulas"),
+        (Spec(Score(alibi=True), scale=1.0, slopes=True), "learned slopes"),
+    ],
+)
+def test_wide_heads_have_no_gradients_of_formulas_and_learned_slopes(spec, lacks, hopper_gpu):
+    problem = PROBLEM._replace(head_dim=192, spec=spec)
+    assert choose_path(along("hopper", problem), backward=False) == "hopper"
+    assert choose_path(along("auto", problem), backward=True) == "plain"
+    with pytest.raises(UnsupportedAttention, match=f"has no gradients of {lacks} at head sizes above 128"):
+        choose_path(along("hopper", problem), backward=True)
+    assert choose_path(along("hopper", problem, head_dim=128), backward=True) == "hopper"
 
 
 def test_other_implementations_have_no_kernel_path():
@@ -106,7 +113,7 @@ def test_the_paths_of_all_layers_are_named(hopper_gpu):
     assert attend.path(shape(), 4096) == "hopper"
     assert attend.path(shape(head_dim=64), 16384) == "hopper"
     assert attend.path(shape(head_dim=64, documents=True), 1024) == "hopper"
-    assert attend.path(shape(head_dim=256), 4096) == "hopper forward, plain backward"
+    assert attend.path(shape(head_dim=256), 4096) == "hopper"
     assert attend.path(shape(scores=(Score(window=64), Score())), 4096) == "hopper"
     layers = (Score(), Score(window=64))
     assert attend.path(shape(head_dim=128, scores=layers), 512) == "hopper and hopper forward, plain backward"
@@ -127,7 +134,7 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(rows, part, in
     stored = Rows(torch.empty(B, H, n_m * rows), rows_like(out), None)
     if in_products:
         stored = Rows(None, None, torch.empty(B * H * n_m * rows, 16 if keys_biased else 8, dtype=torch.bfloat16))
-    counters = Counters(torch.ones(B * H * n_m, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+    counters = Counters(*(torch.ones(n, dtype=torch.int32) for n in (B * H * n_m, 1, 1)))
     blocks = backward_blocks(PROBLEM._replace(head_dim=D))._replace(q=rows, part=part)
     delta_kernel[(B * H * n_m,)](
         tiles(out, rows, D), tiles(do, rows, D), lse2, stored, counters, slopes, scale_log2, H, T, n_m,
@@ -143,8 +150,7 @@ def test_rows_beyond_the_end_get_no_weight_however_steep_alibi_is(rows, part, in
     bias = slopes[:, None] / math.log(2) * (torch.arange(T) % part)
     torch.testing.assert_close(biased[..., :T], lse2[..., :T] + bias)
     assert (biased[..., T:] > 1e20).all()
-    assert not counters.next_tile.any()
-    assert not counters.work.any()
+    assert not any(x.any() for x in counters)
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the interpreter runs this kernel on a CPU")

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 HEAD_SIZES = (40, 59, 64, 80, 96, 111, 128)
+WIDE = (136, 192, 256)  # two backward kernels, with tiles of 64 keys
 # Around the edges of one, two and three tiles of 64 queries, and of 128 keys; few queries; few keys.
 LENGTHS = (
     (113, 203), (108, 256), (1023, 1024), (1, 239), (799, 3), (63, 64), (64, 65), (127, 129), (128, 128), (129, 127),
@@ -38,6 +39,7 @@ LENGTHS = (
 HEADS = ((4, 4), (4, 2), (3, 1))
 # At head sizes above 64 and from 1,024 keys on, lse2 and delta come with the backward's products.
 LONG = [Case(2, 4, 2, 1100, 1187, 111), Case(1, 3, 1, 1500, 1029, 128), Case(2, 2, 2, 65, 1024, 80)]
+LONG_WIDE = Case(2, 4, 2, 1100, 1187, 256)
 DROPOUT = pytest.mark.parametrize("dropout", [0.0, 0.17])
 
 
@@ -82,7 +84,9 @@ def assert_repeats(results: Callable[[], Iterable[Tensor]]) -> None:
 
 @DROPOUT
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("case", [*grid(), *LONG], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
+@pytest.mark.parametrize(
+    "case", [*grid(), *LONG, *grid(LENGTHS[::2], WIDE), LONG_WIDE], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}"
+)
 def test_error_is_a_small_multiple_of_the_plain_formulas(case, causal, dropout):
     # With three keys, dq is what is left when delta cancels dP, and delta comes from a rounded output.
     factor = 4.0 if case.S == 3 else 3.0
@@ -91,7 +95,7 @@ def test_error_is_a_small_multiple_of_the_plain_formulas(case, causal, dropout):
 
 @DROPOUT
 @pytest.mark.parametrize(("T", "S"), [(1, 239), (64, 65), (129, 127), (300, 5), (799, 300), (1023, 1024)])
-@pytest.mark.parametrize("D", [136, 192, 256])
+@pytest.mark.parametrize("D", WIDE)
 @pytest.mark.parametrize("changed", [{}, {"causal": False}, {"sinks": True}], ids=["causal", "full", "sinks"])
 def test_wide_heads_give_the_forward_of_the_plain_kernels(changed, D, T, S, dropout):
     case = Case(2, 4, 2, T, S, D, **changed)
@@ -121,14 +125,14 @@ def test_kernels_for_one_length_at_head_size_64_are_right_for_all(length, T, S, 
 
 
 @DROPOUT
-@pytest.mark.parametrize("case", [*grid()[::5], LONG[0]], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
+@pytest.mark.parametrize("case", [*grid()[::5], LONG[0], LONG_WIDE], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
 def test_error_in_fp16(case, dropout):
     assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.float16, "cuda", factor=3.0)
 
 
 @DROPOUT
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 def test_with_one_key_dq_and_dk_are_what_the_rounding_of_out_leaves(D, causal, dropout):
     """With one key dP = delta and dS = 0, but delta comes from a bf16 output: off by up to eps/2 of each term."""
     q, k, v, do = Case(2, 4, 2, 300, 1, D).tensors(torch.bfloat16, "cuda")
@@ -149,7 +153,7 @@ def test_with_one_key_dq_and_dk_are_what_the_rounding_of_out_leaves(D, causal, d
     )
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 0.75, 255 / 256])
 def test_every_rate_drops_the_weights_of_keep_mask(p, D):
     q, k, _, _ = Case(1, 2, 2, D, D, D).tensors(torch.bfloat16, "cuda")
@@ -183,13 +187,13 @@ def test_the_operator_keeps_torchs_rules():
     torch.library.opcheck(flash_forward, (q, k, v, Inputs(key=KEY.pack(q.device)).present(), spec.text(), 0, 0))
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("T", [1, 2, 5, 17, 128])
 def test_large_inputs_do_not_overflow(T, D):
     assert_accurate(flash(), Case(2, 2, 2, T, T, D, spread=25.0), torch.bfloat16, "cuda", factor=3.0)
 
 
-@pytest.mark.parametrize(("D", "T"), [(64, 300), (128, 300), (64, 16400)])
+@pytest.mark.parametrize(("D", "T"), [(64, 300), (128, 300), (256, 300), (64, 16400)])
 def test_the_mask_is_that_of_the_plain_kernels_also_in_the_backward(D, T):
     """With v and do made of unit vectors, out and dv are the kept weights of D keys or queries: zero where dropped."""
     q, k, _, _ = Case(1, 3, 3, T, T, D).tensors(torch.bfloat16, "cuda")
@@ -215,6 +219,7 @@ def test_the_mask_is_that_of_the_plain_kernels_also_in_the_backward(D, T):
         Case(2, 4, 2, 2200, 2100, 64),
         Case(1, 3, 1, 16400, 16400, 64),
         Case(2, 4, 4, 2100, 1990, 128),
+        Case(2, 4, 2, 2100, 1990, 256),
     ],
     ids=lambda c: f"{c.T}x{c.S}-{c.D}",
 )
@@ -223,7 +228,7 @@ def test_five_hundred_repeats_are_bitwise_equal_beside_other_work(case, dropout)
     assert_repeats(lambda: run(partial(flash(dropout), dropout_key=KEY), *tensors))
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 def test_two_streams_at_once_do_not_share_counters(D):
     tensors = Case(2, 8, 8, 1500, 1500, D).tensors(torch.bfloat16, "cuda")
     first = run(flash(), *tensors)
@@ -237,7 +242,7 @@ def test_two_streams_at_once_do_not_share_counters(D):
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, first, strict=True))
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 def test_long_sequences_use_the_whole_mask(D):
     """The last rows of 2 x 32768 x 32768 (2**31) scores, and all gradients compared with the plain kernels'."""
     T, rows, p = 32768, 48, 0.1
@@ -251,7 +256,7 @@ def test_long_sequences_use_the_whole_mask(D):
         assert (a.float() - b.float()).norm() < 1e-2 * b.float().norm()
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 def test_views_give_what_copies_give(D):
     """Views of one projection, and each tensor misaligned in turn: the same bits as from copies."""
     fused = torch.randn(2, 300, 8, D, device="cuda", dtype=torch.bfloat16)
@@ -267,7 +272,7 @@ def test_views_give_what_copies_give(D):
         assert all(torch.equal(a, b) for a, b in zip(run(flash(), *views), copies, strict=True)), moved
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize(("score", "dropout"), [(Score(), 0.1), (Score(alibi=True), 0.0)], ids=["dropout", "alibi"])
 def test_memory_at_16k_tokens(score, dropout, D):
     """Output and gradients take 256 MiB and dq in fp32 128 MiB; 12 MiB more are allowed."""

@@ -56,7 +56,7 @@ def test_the_log_sum_exp_may_be_far_from_zero(offset):
 
 @DROPOUT
 @pytest.mark.parametrize("q_start", [None, 70], ids=["at_the_end", "elsewhere"])
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 def test_rows_without_keys_have_the_sink_alone(D, q_start, dropout):
     """Queries before the first key, more than a tile has; also through positions that the caller gives."""
     case = Case(2, 4, 2, 300, 150, D, sinks=True, dropout=dropout)
@@ -80,7 +80,7 @@ def test_rows_without_keys_have_the_sink_alone(D, q_start, dropout):
     assert not got["dq"][:, :, :before].any()
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize(
     ("score", "layout", "S"),
     [

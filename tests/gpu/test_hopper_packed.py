@@ -22,7 +22,7 @@ BOUNDS = (0, *accumulate((300, 1, 0, 129, 64, 511, 1)))
 CUTS = (((0, 260), (0, 260)), ((260, 700), (100, 700)), ((333, 470), (180, 700)), ((499, 530), (333, 560)))
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("score", [Score(), Score(causal=False), Score(window=100)], ids=str)
 def test_sequences_of_any_length_prefill_in_one_call(score, D):
     """As one call for each: of `total` tokens with heads and channels each, and the bounds of the sequences."""
@@ -44,7 +44,7 @@ def test_sequences_of_any_length_prefill_in_one_call(score, D):
     assert_as_accurate(got, expected, 3.0, f"{score}, {D}")
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize(
     "changed", [{}, {"soft_cap": 3.0, "alibi": True, "sinks": True}], ids=["documents", "everything"]
 )

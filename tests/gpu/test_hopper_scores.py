@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @DROPOUT
-@pytest.mark.parametrize("D", [64, 111, 128])
+@pytest.mark.parametrize("D", [64, 111, 128, 192])
 @pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
 def test_error_of_changed_scores(score, D, dropout):
     T = 300 if D == 111 and "documents" not in score else 512
@@ -46,7 +46,7 @@ def test_error_of_changed_scores_of_long_sequences(score, dtype):
     assert_accurate(flash(), Case(1, 4, 2, 1100, 1187, 128, **score), dtype, "cuda", factor=3.0)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 def test_weights_of_capped_scores_stay_in_range(D):
     """Capped scores need no running maximum: their weights lie between 2^-72 and 2^88, which is in range."""
     case = Case(2, 2, 2, 300, 300, D, spread=1e4, soft_cap=10.0)  # scores of 10, -10, and very few between
@@ -64,13 +64,16 @@ def test_weights_of_capped_scores_stay_in_range(D):
     assert all(x.isfinite().all() for x in found)
 
 
+@pytest.mark.parametrize("D", [128, 256])
 @pytest.mark.parametrize("score", ["soft_cap", "alibi", "everything"])
-def test_error_of_changed_scores_in_fp16(score):
-    case = Case(1, 4, 2, 200, 512, 128, dropout=0.17, **SCORES[score])
+def test_error_of_changed_scores_in_fp16(score, D):
+    case = Case(1, 4, 2, 200, 512, D, dropout=0.17, **SCORES[score])
     assert_accurate(flash(0.17), case, torch.float16, "cuda", factor=3.0)
 
 
-@pytest.mark.parametrize(("window", "D"), [(1, 64), (64, 128), (65, 64), (128, 128), (129, 64), (200, 128)])
+@pytest.mark.parametrize(
+    ("window", "D"), [(1, 64), (64, 128), (65, 64), (128, 128), (129, 64), (200, 128), (1, 256), (64, 256), (129, 256)]
+)
 def test_windows_that_end_at_the_edge_of_a_tile(window, D):
     for T in (129, 256, 400):
         assert_accurate(flash(), Case(1, 2, 1, T, 400, D, window=window), torch.bfloat16, "cuda", factor=3.0)
@@ -79,12 +82,12 @@ def test_windows_that_end_at_the_edge_of_a_tile(window, D):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("lengths", [(128, 256, 64, 64), (127, 1, 129, 255), (1, 511), (64, 63, 65, 192, 128), (512,)])
 def test_documents_that_end_at_the_edge_of_a_tile(lengths, causal):
-    for D, T in ((64, 512), (128, 512), (128, 333)):
+    for D, T in ((64, 512), (128, 512), (128, 333), (256, 333)):
         case = Case(2, 2, 2, T, 512, D, causal=causal, documents=lengths)
         assert_accurate(flash(), case, torch.bfloat16, "cuda", factor=3.0)
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize(
     "case",
     [
@@ -132,7 +135,7 @@ def test_tiles_in_which_nothing_is_seen_are_never_read(case, D):
 @pytest.mark.parametrize("offsets", [(64, 0), (0, 64), (100, 20), (10, 100), (200, 0), (0, 0), (900, 0), (0, 900)])
 def test_queries_and_keys_that_stand_anywhere(score, offsets):
     layout = Layout(*offsets)
-    for D, T, S in ((64, 200, 300), (128, 330, 140)):
+    for D, T, S in ((64, 200, 300), (128, 330, 140), (256, 200, 300)):
         tensors = Case(1, 4, 2, T, S, D).tensors(torch.bfloat16, "cuda")
         results = [
             gradients(partial(build_attention(config), score=score, layout=layout), *(x.to(dtype) for x in tensors))
@@ -151,7 +154,7 @@ RAGGED = {"documents": (900, 1, 300, 550, 249)}  # in another order in each row
 
 
 @DROPOUT
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize(
     "changed",
     [RAGGED, RAGGED | {"window": 700, "soft_cap": 10.0, "alibi": True, "sinks": True}],
@@ -245,7 +248,7 @@ def test_five_hundred_repeats_with_horizons_are_bitwise_equal(D, dropout, horizo
     assert_repeats(lambda: run_far(case, HOPPER, tensors).values())
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
 def test_a_graph_replayed_with_other_keys_finds_their_horizons(D, horizons):
     q, k, v, do = replace(FAR, D=D).tensors(torch.bfloat16, "cuda")
     slopes = torch.tensor(SLOPES, device="cuda")

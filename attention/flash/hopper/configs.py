@@ -9,7 +9,8 @@ from typing import NamedTuple
 from ..call import Problem
 from ..formula import added_by, is_biased, sums_of
 
-HEAD_DIMS = {"forward": range(33, 257), "backward": range(33, 129)}  # in tiles of 64, 128 or 256 columns
+HEAD_DIMS = range(33, 257)  # in tiles of 64, 128 or 256 columns
+MAX_HEAD_DIM_OF_SUMS = 128  # above it, the backward has no formulas and sums no ds for learned slopes
 FP8_MAX_HEAD_DIM = 128
 # The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward), then
 # by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
@@ -22,7 +23,12 @@ FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
     (128, False, True): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 1024, "documents": 1024},
     (128, True, False): {"causal": 128, "alibi": 512, "soft_cap": 2048, "window": 512},
     (128, True, True): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
-    (256, False, False): {"causal": 1024},
+    # On an H100, and no shorter ones were timed.
+    **{
+        (256, dropout, backward): {"causal": 128, "alibi": 128, "soft_cap": 128, "window": 128, "documents": 128}
+        for dropout in (False, True)
+        for backward in (False, True)
+    },
 }
 
 
@@ -134,6 +140,13 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
     )
 
 
+def dq_blocks() -> ForwardBlocks:
+    """The shape of the kernel for dq of wide heads, whose backward has two kernels."""
+    return ForwardBlocks(
+        consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, ping_pong=False, out_in_q=True
+    )
+
+
 @lru_cache(maxsize=1024)
 def backward_blocks(problem: Problem) -> BackwardBlocks:
     """The backward's shape for a call with a head size that it supports."""
@@ -146,6 +159,19 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
     # Below 1,024 keys it takes longer to write them as operands than it saves. At head size 64 they take the place of
     # the next keys in shared memory, as do the ones by which all ds are summed.
     rows = not (dropout or changed) and (length >= 1024 if head_dim > 64 else alibi or added_by(score) is not None)
+    if head_dim > 128:
+        return BackwardBlocks(
+            q=64,
+            k=64,
+            columns=256,
+            stages=2,
+            key_stages=1,
+            rows_in_products=False,
+            mask_drawer=False,
+            part=64,
+            pieces=1,
+            sums=None,
+        )
     if head_dim > 64:
         return BackwardBlocks(
             q=64,

@@ -46,7 +46,7 @@ def word_layout(rows, columns, warps):
 @gluon.constexpr_function
 def spread_call_layout(M, N, warps):
     """Philox calls (M/2, N/8) spread evenly over four or eight warps, for words that change hands anyway."""
-    last = [[0, 8]]
+    last = [[0, 8]] if N == 128 else []
     return gl.DistributedLinearLayout(
         reg_bases=[[1 << i, 0] for i in range(3, (M // 2).bit_length() - 2)] + (last if warps == 4 else []),
         lane_bases=[[0, 1], [0, 2], [0, 4], [1, 0], [2, 0]],
@@ -99,7 +99,7 @@ def draw_transposed(key, i_m, i_n, M: gl.constexpr, N: gl.constexpr, WARPS: gl.c
 
 @gluon.jit
 def drop_transposed(b_p, b_w, THRESHOLD: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """b_p (N, M) with dropped weights set to zero; b_w are dropout's words, in the `word_layout` of eight warps."""
+    """b_p (N, M) with dropped weights set to zero; b_w are dropout's words, in the `word_layout` of its warps."""
     m_3, m_2, m_1, m_0 = dropped_bytes(b_w, THRESHOLD)
     # (j >> 4, j & 7, i >> 4, i & 7, bit 3 of i, bit 3 of j) -> (N, M)
     b_drop = gl.join(gl.join(m_3, m_1), gl.join(m_2, m_0)).reshape([N // 16, 8, M // 16, 8, 2, 2])
