@@ -35,7 +35,10 @@ class Exchange(Protocol):
         """Add the gradients of a micro-batch, which are in `.grad`."""
 
     def finish(self) -> Tensor:
-        """Put the sum over all micro-batches and ranks in `.grad`. Returns its norm over all parameters, 0-dim."""
+        """Put the sum over all micro-batches and ranks in `.grad` of the optimizer's parameters.
+
+        Returns its norm over all of them, 0-dim.
+        """
 
 
 class AnyOrder:
@@ -60,15 +63,16 @@ class AnyOrder:
         return self.norm()
 
 
-class FixedTree:
-    """The sum in the order of the module's docstring."""
+class TreeSum:
+    """The sum in the order of the module's docstring, without its norm."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
         """ranks  number of ranks with different gradients, a power of two; 1: this process has all gradients"""
         self.flat, self.ranks = FlatGradients(parameters, ranks), ranks
-        self.carries, self.norm = Counter(), Norm(parameters)
+        self.carries = Counter()
 
     def add(self) -> None:
+        """Add the gradients of a micro-batch, which are in `.grad`."""
         mine = self.flat.take()
         self.carries.add(mine if self.ranks == 1 else add_shares(mine, mine.new_empty(mine.numel() // self.ranks)))
 
@@ -79,6 +83,14 @@ class FixedTree:
             share, total = total, total.new_empty(self.ranks * total.numel())
             all_gather(total, share)
         self.flat.give(total)
+
+
+class FixedTree(TreeSum):
+    """The sum in the order of the module's docstring."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
+        super().__init__(parameters, ranks)
+        self.norm = Norm(parameters)
 
     def finish(self) -> Tensor:
         self.collect()

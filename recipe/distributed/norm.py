@@ -2,7 +2,7 @@
 
 How a kernel adds depends on how a tensor is cut. So a large gradient is cut into equal pieces, whatever the number of
 ranks; a norm is taken of each piece, and a norm of these. Ranks that share a gradient's rows each have some pieces.
-Gradients whose pieces they do not divide evenly get together on one rank, their owner.
+Gradients whose pieces they do not divide evenly are each gathered on one rank, its owner.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Norm:
         self.parameters = [p for p in parameters if p.requires_grad]
         mesh = next((p.device_mesh for p in self.parameters if isinstance(p, DTensor)), None)
         self.ranks, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
-        self.own: list[int] = []  # of each gradient the pieces in this rank's part of it
+        self.counts: list[int] = []  # of each gradient the pieces in this rank's part of it
         self.count = 0
-        owned, places, firsts = list[nn.Parameter](), list[int](), dict[nn.Parameter, int]()
+        undivided, places, firsts = list[nn.Parameter](), list[int](), dict[nn.Parameter, int]()
         for p in self.parameters:
             count, own, first = pieces(p.shape), 0, 0
             if not (isinstance(p, DTensor) and p.placements[0].is_shard()):
@@ -65,20 +65,22 @@ class Norm:
                 own = count // self.ranks
                 first = rank * own
             else:
-                owned.append(p)
-            self.own.append(own)
+                undivided.append(p)
+            self.counts.append(own)
             firsts[p] = self.count
             places += range(self.count + first, self.count + first + own)
             self.count += count
-        self.owners = Owners(owned) if owned else None
+        self.owners = Owners(undivided) if undivided else None
         for p in [] if self.owners is None else self.owners.mine:
             places += range(firsts[p], firsts[p] + pieces(p.shape))
-        self.places = torch.tensor(places, device=self.parameters[0].device)
+        self.places = torch.tensor(places, dtype=torch.int64, device=self.parameters[0].device)
+        self.none = torch.empty(0, device=self.places.device)
 
     def __call__(self) -> Tensor:
         """0-dim fp32, on every rank."""
         found = list(self._pieces())
-        norms = torch.stack(torch._foreach_norm(found)).float()
+        # A rank may have no piece at all.
+        norms = torch.stack(torch._foreach_norm(found)).float() if found else self.none
         if self.ranks > 1:
             norms = norms.new_zeros(self.count).index_copy_(0, self.places, norms)
             dist.all_reduce(norms)  # each is one rank's and zero elsewhere: exact in any order
@@ -86,7 +88,7 @@ class Norm:
 
     def _pieces(self) -> Iterator[Tensor]:
         """The pieces of which this rank takes the norms, in the order of `places`."""
-        for p, own in zip(self.parameters, self.own, strict=True):
+        for p, own in zip(self.parameters, self.counts, strict=True):
             if own:
                 gradient = local(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
                 # How the kernel adds also depends on whether it can load 16 bytes at a time.
@@ -137,5 +139,4 @@ class Owners:
     @staticmethod
     def _rows(p: nn.Parameter) -> Tensor:
         """This rank's part of a gradient, flat."""
-        assert p.grad is not None
-        return local(p.grad).reshape(-1)
+        return local(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)

@@ -98,3 +98,9 @@ class ShardedAdamW(torch.optim.AdamW):
         """Copies of the elements that are updated in vectors, with zeros up to whole ones, and of the others."""
         vectors = torch.nn.functional.pad(x[:count], (0, -count % self.width))
         return [vectors] if count == len(x) else [vectors, x[count:].clone()]
+
+
+def with_bits_of_wholes(optimizer: torch.optim.AdamW) -> torch.optim.AdamW:
+    """The optimizer or, where it updates shards on a CPU, one like it with the bits of whole tensors."""
+    first = next(p for group in optimizer.param_groups for p in group["params"])
+    return ShardedAdamW(optimizer) if isinstance(first, DTensor) and not first.is_cuda else optimizer

@@ -126,3 +126,7 @@ class ShardedTree(FixedTree):
     def collect(self) -> None:
         if self.accumulates:
             super().collect()
+            return
+        for parameter in self.flat.parameters:  # as where gradients are copied
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)

@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from recipe.distributed.exchange import Counter, FixedTree, add_shares, all_gather, reduce_scatter
+from recipe.distributed.exchange import Counter, TreeSum, add_shares, all_gather, reduce_scatter
 from recipe.distributed.norm import Norm, divides
 
 
 class SharedAdamW(torch.optim.AdamW):
     """AdamW of this rank's rows, followed by an exchange of all rows.
 
-    shards  for each parameter of the model, the one that this rank updates: a DTensor whose local part is a view of
+    shards  for each parameter that is trained, the one that this rank updates: a DTensor whose local part is a view of
             this rank's rows or, where the ranks do not divide the rows, of all rows
     """
 
@@ -33,7 +33,7 @@ class SharedAdamW(torch.optim.AdamW):
         mesh   of all ranks, with one dimension
         """
         self.mesh, self.ranks, self.rank = mesh, mesh.size(), mesh.get_local_rank()
-        wholes = [p for group in adamw.param_groups for p in group["params"]]
+        wholes = [p for group in adamw.param_groups for p in group["params"] if p.requires_grad]
         self.shards: dict[nn.Parameter, nn.Parameter] = {p: nn.Parameter(self.part(p.detach(), p)) for p in wholes}
         half_of: dict[nn.Parameter, int] = {}
         before, size = 0, sum(p.numel() for p in wholes)
@@ -42,7 +42,7 @@ class SharedAdamW(torch.optim.AdamW):
             before += whole.numel()
         self.halves = [[p for p in wholes if half_of[p] == half] for half in range(2)]
         groups = [
-            {**group, "params": [self.shards[p] for p in group["params"] if half_of[p] == half]}
+            {**group, "params": [self.shards[p] for p in group["params"] if half_of.get(p) == half]}
             for group in adamw.param_groups
             for half in range(2)
         ]
@@ -119,7 +119,7 @@ class SharedTree:
         self.divided = list(filter(optimizer.divides, optimizer.shards))
         self.undivided = list(filterfalse(optimizer.divides, optimizer.shards))
         self.carries = Counter()
-        self.rest = FixedTree(self.undivided, optimizer.ranks) if self.undivided else None
+        self.rest = TreeSum(self.undivided, optimizer.ranks) if self.undivided else None
 
     def add(self) -> None:
         ranks = self.optimizer.ranks

@@ -20,6 +20,7 @@ from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of
 from recipe.distributed.exchange import AnyOrder, Exchange, FixedTree, add_losses
 from recipe.distributed.norm import divides
 from recipe.distributed.ranks import patience
+from recipe.distributed.sharded_update import with_bits_of_wholes
 from recipe.distributed.sharding import ShardedTree, gathered, keep_shards, sharded, without_values
 from recipe.distributed.shared_update import SharedAdamW, SharedSum, SharedTree
 from recipe.distributed.world import World
@@ -51,13 +52,16 @@ class Sharing:
     def share_update(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer, or one like it whose update the ranks share.
 
-        Only AdamW's update is shared: Muon needs whole matrices. With a sharded model every optimizer already updates
-        only this rank's rows.
+        Only the update of torch's AdamW is shared. With a sharded model every optimizer already updates only this
+        rank's rows.
         """
         ranks = self.world.size
-        if ranks == 1 or self.sharded or not isinstance(optimizer, torch.optim.AdamW):
+        if ranks == 1 or type(optimizer) is not torch.optim.AdamW:
             return optimizer
-        if not any(divides(p.shape, ranks) for group in optimizer.param_groups for p in group["params"]):
+        if self.sharded:
+            return with_bits_of_wholes(optimizer)
+        trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+        if not any(divides(p.shape, ranks) for p in trained):
             return optimizer
         return SharedAdamW(optimizer, init_device_mesh(self.device.type, (ranks,)))
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from recipe.distributed.sharded_update import ShardedAdamW
+from recipe.distributed.sharded_update import with_bits_of_wholes
 from recipe.errors import UserError
 from recipe.training.muon import Muon, hidden_matrices
 
@@ -112,11 +111,11 @@ def build_muon(model: nn.Module, config: OptimizerConfig) -> Muon:
         "lr_ratio": 1.0 if config.muon_lr is None else config.muon_lr / config.lr,
         "weight_decay": config.weight_decay,
     }
-    return Muon(matrices, options, config.momentum, adamw)
+    return Muon(matrices, options, config.momentum, with_bits_of_wholes(adamw))
 
 
 def adamw_of(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW for some parameters of one device, whole or sharded with the same bits."""
+    """AdamW for some parameters of one device."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -124,8 +123,7 @@ def adamw_of(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> tor
     lr = torch.tensor(config.lr, device=parameters[0].device)
     beta1, beta2 = config.betas
     on_gpu = parameters[0].is_cuda
-    adamw = torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=config.eps, fused=True, capturable=on_gpu)
-    return ShardedAdamW(adamw) if isinstance(parameters[0], DTensor) and not on_gpu else adamw
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=config.eps, fused=True, capturable=on_gpu)
 
 
 # docs/add-an-optimizer.md lists the requirements of an optimizer.

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo  # fully_shard imports it when it is first called: once here, not once a rank
+from torch import nn
 from torch.multiprocessing import start_processes
 
 from attention import AttentionConfig, DropoutKey, build_attention
@@ -41,7 +42,7 @@ from recipe.parity.probe import ParityConfig
 from recipe.tracking.tracker import TrackingConfig, TrackingMode
 from recipe.training.checkpoint import newest_valid, save_checkpoint
 from recipe.training.config import TrainingConfig
-from recipe.training.optimizer import OptimizerConfig, ScheduleConfig
+from recipe.training.optimizer import OPTIMIZERS, OptimizerConfig, ScheduleConfig
 from recipe.training.step import Trainer
 from tests.parts import EVERYTHING
 from train import train as train_run
@@ -56,6 +57,9 @@ PARTS = replace(EVERYTHING, n_layers=2, n_heads=2, n_kv_heads=2, n_embd=32, drop
 PARTS = replace(PARTS, bias=True, attention_bias=AttentionBias.none)
 # Matrices of 90 and 2 rows, and of six shapes.
 UNEVEN = replace(PARTS, n_kv_heads=1, mlp_width=90, gate=Gate.head)
+
+# All parameters in one group; those whose names begin in another way are frozen.
+TRAINED = {"a matrix and a norm": ("h.0.mlp.c_fc", "ln_f"), "a norm": ("ln_f",)}
 
 PARALLEL = {
     "exact": ParallelConfig(),
@@ -82,15 +86,22 @@ def build(
     precision: Precision = Precision.fp32,
     model: GPTConfig | None = None,
     optimizer: str = "adamw",
+    trained: tuple[str, ...] = ("",),
 ) -> Trainer:
     torch.manual_seed(SEED)
     model = model or (MODEL if precision is Precision.fp32 else PARTS)
     gpt = GPT(model, 256, T, build_attention(AttentionConfig(dropout=0.1)))
+    for name, parameter in gpt.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
     settings = TrainingConfig(steps=20, batch_size=B, batch_tokens=B * T * micro_batches, precision=precision, ema=0.9)
     # At this learning rate a difference in the last bit soon shows.
     options, schedule = OptimizerConfig(optimizer, lr=1e-2), ScheduleConfig(warmup_steps=2)
     config = Config(SEED, optimizer=options, schedule=schedule, training=settings, parallel=parallel)
     return build_trainer(config, gpt, CPU, replace(world, context=parallel.context))
+
+
+def torchs_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(config.lr), weight_decay=0.1, fused=True)
 
 
 def train(trainer: Trainer, steps: range) -> list[list[str]]:
@@ -171,6 +182,10 @@ def work(world: World) -> dict[str, Any]:
         trainer = build(world, PARALLEL[name], model=UNEVEN, optimizer="muon")
         found[f"{name}, muon"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
         found[f"{name}, muon"]["whole model"] = one_loss(trainer)
+    for name in ("exact", "sharded"):
+        for trained, names in TRAINED.items():
+            trainer = build(world, PARALLEL[name], optimizer="torch's", trained=names)
+            found[f"{name}, {trained}"] = {"updates": train(trainer, range(STEPS)), "whole model": one_loss(trainer)}
     if world.size <= 2:  # a sum of two has one order, in a library too
         for name in ("exact", "sharded"):
             found[f"{name}, two terms"] = train(build(world, PARALLEL[name], micro_batches=2), range(STEPS))
@@ -261,6 +276,7 @@ def whole_run(world: World, folder: Path, parallel: ParallelConfig) -> None:
 def main(rank: int, folder: Path, ports: list[str]) -> None:
     torch.set_num_threads(1)
     norm.PIECE = 256  # small matrices have pieces too
+    OPTIMIZERS["torch's"] = torchs_adamw
     resumed: dict[str, Any] = {"adamw": {}, "muon": {}}
     for turn, ((size, data), port) in enumerate(zip(CHAIN, ports[:4], strict=True)):
         if rank < size:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from recipe.distributed.exchange import Counter
+from recipe.distributed.sharing import Sharing
+from recipe.distributed.world import World
 from recipe.tracking.metrics import read_metrics
-from tests.recipe.distributed.several_ranks import STEPS
+from tests.recipe.distributed.several_ranks import STEPS, TRAINED
 from tests.recipe.distributed.test_ranks import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -59,6 +62,15 @@ def test_terms_that_come_one_by_one_are_added_in_a_tree(count: int) -> None:
     assert torch.equal(counter.finish(), local_tree(terms))
 
 
+def test_an_optimizer_that_derives_from_adamw_keeps_its_update() -> None:
+    class Other(torch.optim.AdamW):
+        pass
+
+    optimizer = Other([torch.nn.Parameter(torch.zeros(2**10, 2**10))], fused=True)
+    ranks: Any = SimpleNamespace(world=World(0, 2, 0), sharded=False)
+    assert Sharing.share_update(ranks, optimizer) is optimizer
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["exact", "sharded", "sharded, kept gathered"])
 def test_any_number_of_ranks_has_the_same_losses_norms_and_validation(found: Found, name: str) -> None:
@@ -90,6 +102,19 @@ def test_muon_of_matrices_that_ranks_divide_has_the_bits_of_one_rank(found: Foun
     assert len({loss for loss, _ in alone["exact, muon"]["updates"]}) == STEPS
     for rank in (*found[2], *found[4]):
         assert rank[name] == alone["exact, muon"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_frozen_parameters_of_an_optimizers_groups_stay_as_they_are_on_any_number_of_ranks(
+    found: Found, name: str
+) -> None:
+    """Four ranks that train a norm alone share a gradient that only one of them measures."""
+    (alone,) = found[1]
+    assert len({loss for loss, _ in alone[f"exact, {name}"]["updates"]}) == STEPS
+    for rank in (*found[1], *found[2], *found[4]):
+        for parallel in ("exact", "sharded"):
+            assert rank[f"{parallel}, {name}"] == alone[f"exact, {name}"]
 
 
 @pytest.mark.slow
