@@ -134,7 +134,7 @@ def two_gpus(rows: Rows) -> str:
 
 @block("several-gpus", "several-gpus", "h100:several-gpus")
 def several(two: Rows, four: Rows) -> str:
-    """Tokens/s on two H200s and on four H100s, and as multiples of one; memory on two."""
+    """Tokens/s on two H200s and on four H100s, and as multiples of one."""
     lines = []
     for case, label in SEVERAL.items():
         line = [label]
@@ -142,9 +142,8 @@ def several(two: Rows, four: Rows) -> str:
             times = of_one(speeds(rows), *case, gpus)
             assert times is not None
             line += [rounded(speeds(rows)[*case, gpus]), f"{times:.2f}"]
-        (memory,) = (row["peak_allocated_gib"] for row in two if (row["kind"], row["name"], row["gpus"]) == (*case, 2))
-        lines.append([*line, f"{memory:.1f}"])
-    return table(["tokens/s", "two H200s", "times one", "four H100s", "times one", "GiB per GPU of two"], lines)
+        lines.append(line)
+    return table(["tokens/s", "two H200s", "times one", "four H100s", "times one"], lines)
 
 
 @block("shared-sequences", "several-gpus")
@@ -190,7 +189,7 @@ def same_bits(two: Rows, four: Rows) -> str:
         digests = {(row["kind"], row["name"], row["gpus"]): row.get("digest") for row in rows}
         for case, line in cells.items():
             one, several = digests.get((*case, 1)), digests.get((*case, gpus))
-            line.append("yes" if several == one else "no") if one and several else line.append("")
+            line.append({True: "yes", False: "no"}[several == one] if one and several else "")
     lines = [[names[case], *line] for case, line in cells.items()]
     return table(["the bits of one GPU on", "two H200s", "four H100s"], lines)
 

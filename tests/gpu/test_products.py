@@ -12,7 +12,7 @@ from attention.gpu import capability, capturing
 from model import cublaslt
 from model.cublaslt import PLANS, has_fast_products, multiply
 from model.fused_mlp import fused_mlp, gelu_gradient, linear_gelu
-from model.half_linear import product
+from model.half_linear import half_linear, product
 from model.linear import Linear, linear
 
 pytestmark = pytest.mark.skipif(
@@ -133,12 +133,16 @@ def test_a_whole_weight_and_one_that_was_gathered_in_bf16_have_the_same_gradient
 
 
 def test_layers_have_second_derivatives() -> None:
-    layer, x = Linear(1024, 1024, bias=False, device="cuda"), random(8192, 1024).requires_grad_()
-    with torch.autocast("cuda", torch.bfloat16):
-        y = layer(x)
+    x, w = random(8192, 1024).requires_grad_(), random(1024, 1024, seed=2).requires_grad_()
+    results = []
+    for function in (half_linear, torch.nn.functional.linear):
+        with torch.autocast("cuda", torch.bfloat16):
+            y = function(x, w)
         (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
-    (dw,) = torch.autograd.grad(dx.float().square().sum(), layer.weight)
-    assert dw.abs().sum() > 0
+        results.append(torch.autograd.grad(dx.float().square().sum(), w)[0].float())
+    assert PLANS
+    ours, theirs = results
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
