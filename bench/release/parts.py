@@ -121,6 +121,16 @@ PARTS = (
     step("recompute", f"{ONE_SHAPE} --shapes 32x1024 --recompute attention block", 2),
     *(
         Part(
+            f"train-step-{model}",
+            f"{ONE_SHAPE} --name train-step-sizes --shapes 16x1024 2x8192 -- model={model}",
+            "train-step-sizes",
+            2,
+            kernels=STEP,
+        )
+        for model in ("gpt2-medium", "gpt2-large", "gpt2-xl")
+    ),
+    *(
+        Part(
             f"nanogpt-{rate}",
             f"bench.train_step.nanogpt {NANOGPT} --dropout {rate}",
             "nanogpt",

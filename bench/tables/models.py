@@ -13,21 +13,21 @@ def override(row: Row) -> str:
     return f"`{' '.join(row['overrides'])}`"
 
 
-@block("parts", "parts", "cpu:arena")
-def parts(priced: Rows, arena: Rows) -> str:
+@block("parts", "parts", "h100:parts", "cpu:arena")
+def parts(h200: Rows, h100: Rows, arena: Rows) -> str:
     """The step with each part at 124M beside the baseline's of the same call, and what the part gave at toy size."""
     sweep = of_case(arena, "parts")
     gave = sweep["arena"]["arms"] if sweep else {}
     lines = []
-    for row in priced:
+    for gpu, row in (*(("H200", row) for row in h200), *(("H100", row) for row in h100)):
         if not row["overrides"]:
             continue
         change, one = 100 * (row["baseline_ms"] / row["step_ms"] - 1), gave.get(row["arm"])
         lines.append([
-            override(row), f"{row['step_ms']:.1f} ms", f"{row['baseline_ms']:.1f} ms", f"{change:+.1f} %",
+            override(row), gpu, f"{row['step_ms']:.1f} ms", f"{row['baseline_ms']:.1f} ms", f"{change:+.1f} %",
             "" if one is None else f"{one['difference']:+.2f} (*{one['verdict']}*)",
         ])  # fmt: skip
-    return table(["", "step", "the baseline's", "tokens/s", "loss at toy size"], lines)
+    return table(["", "GPU", "step", "the baseline's", "tokens/s", "loss at toy size"], lines)
 
 
 @block("llama-train", "llama")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.markdown import pivot, table
 from bench.record import Row
 from bench.tables.blocks import Rows, block, figure
-from bench.tables.labels import thousands
+from bench.tables.labels import percent, thousands
 from bench.train_step.views import NANOGPT, beside, chart, length
 from recipe.drawing import Chart
 
@@ -77,6 +77,17 @@ def on_h100(ours: Rows) -> str:
     rows = sorted(ours, key=lambda row: (length(row), row["dropout"]))
     lines = [[shape(row), f"{row['dropout']:g}", cell(row)] for row in rows]
     return table(["batch x seq_len", "dropout", "thousand tokens/s (GiB at the peak)"], lines)
+
+
+@block("train-step-sizes", "h100:train-step-sizes")
+def sizes(rows: Rows) -> str:
+    """GPT-2's larger models: the share of the peak for dense bf16 products, causal attention counted once."""
+    lines = (
+        [f"`{' '.join(row['extra'])}`", shape(row), thousands(row["tokens_per_s"]), percent(row["mfu_causal"], 1),
+         f"{row['peak_allocated_gib']:.1f}"]
+        for row in sorted(rows, key=lambda row: (length(row), row["tokens_per_s"]), reverse=True)
+    )  # fmt: skip
+    return table(["", "batch x seq_len", "thousand tokens/s", "MFU", "GiB"], lines)
 
 
 @block("recompute", "train-step")
