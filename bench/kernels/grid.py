@@ -33,8 +33,8 @@ def changed(record: Record) -> list[str]:
 
 
 def one_of_each_kind() -> list[str]:
-    """The first kernel of each function on each architecture."""
-    first = {(*name.split("/")[:2], name.split("/")[-1]): name for name in reversed(kernels())}
+    """The first kernel of each function."""
+    first = {kernels()[name].source.fn: name for name in reversed(kernels())}
     return list(first.values())
 
 

@@ -178,7 +178,7 @@ def work(world: World) -> dict[str, Any]:
     for name in ("exact", "sharded"):  # four ranks cut biases inside a vector of the optimizer's
         trainer = build(world, PARALLEL[name], model=PARTS)
         found[f"{name}, all parts"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
-    for name in ("exact", "sharded", "sharded, kept gathered", "sharded, any"):
+    for name in ("exact", "sharded", "sharded, any"):
         trainer = build(world, PARALLEL[name], model=UNEVEN, optimizer="muon")
         found[f"{name}, muon"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
         found[f"{name}, muon"]["whole model"] = one_loss(trainer)

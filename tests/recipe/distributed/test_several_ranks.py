@@ -95,7 +95,7 @@ def test_all_parts_at_once_have_the_same_bits_on_any_number_of_ranks(found: Foun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["exact, muon", "sharded, muon", "sharded, kept gathered, muon"])
+@pytest.mark.parametrize("name", ["exact, muon", "sharded, muon"])
 def test_muon_of_matrices_that_ranks_divide_has_the_bits_of_one_rank(found: Found, name: str) -> None:
     """Also of matrices whose rows the ranks do not divide evenly, or that have fewer rows than there are ranks."""
     (alone,) = found[1]
