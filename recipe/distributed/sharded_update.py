@@ -101,6 +101,10 @@ class ShardedAdamW(torch.optim.AdamW):
 
 
 def with_bits_of_wholes(optimizer: torch.optim.AdamW) -> torch.optim.AdamW:
-    """The optimizer or, where it updates shards on a CPU, one like it with the bits of whole tensors."""
+    """The optimizer or, where it updates shards on a CPU, one like it with the bits of whole tensors.
+
+    With amsgrad or maximize it stays as it is.
+    """
     first = next(p for group in optimizer.param_groups for p in group["params"])
-    return ShardedAdamW(optimizer) if isinstance(first, DTensor) and not first.is_cuda else optimizer
+    others = any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups)
+    return optimizer if others or first.is_cuda or not isinstance(first, DTensor) else ShardedAdamW(optimizer)

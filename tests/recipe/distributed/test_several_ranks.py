@@ -12,9 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipe.distributed.exchange import Counter
+from recipe.distributed.sharded_update import with_bits_of_wholes
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
 from recipe.tracking.metrics import read_metrics
@@ -228,3 +233,16 @@ def test_sums_in_another_order_and_shared_sequences_differ_by_rounding_alone(fou
         losses = [float.fromhex(loss) for loss, _ in rank[name]["updates"]]
         assert losses == pytest.approx(expected, abs=1e-4)
         assert float.fromhex(rank[name]["validation"]) == pytest.approx(validation, abs=1e-4)
+
+
+def test_torchs_adamw_keeps_its_update_of_a_cpus_shards_where_it_has_options_that_ours_lacks() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        shard = torch.nn.Parameter(DTensor.from_local(torch.zeros(3, 3), mesh, [Shard(0)]))
+        several: list[dict[str, Any]] = [{}, {"maximize": True}, {"amsgrad": True}]
+        for options in several:
+            optimizer = torch.optim.AdamW([shard], fused=True, **options)
+            assert (with_bits_of_wholes(optimizer) is optimizer) == bool(options)
+    finally:
+        dist.destroy_process_group()
