@@ -12,7 +12,7 @@ from bench.kernels import hopper, plain, small
 from bench.kernels.compiler import Kernel, Report, collect, compiled
 from bench.kernels.record import Record
 
-FEW = 50  # kernels, which compile in less time than more processes start
+FEW = 50  # kernels, for which other processes would begin too late to be worth their processor time
 
 
 @cache

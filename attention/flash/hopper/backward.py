@@ -44,7 +44,7 @@ from .backward_step import (
     step,
 )
 from .compat import barrier
-from .configs import backward_blocks, key_tiles_together
+from .configs import Config, backward_blocks, key_tiles_together
 from .delta import Counters, DeltaConstants, Rows, delta_kernel
 from .ordered_sum import adder
 from .schedule import Program, Sizes
@@ -187,13 +187,6 @@ class KernelArguments(NamedTuple):
     targets: Any
     inputs: Any
     scalars: Any
-
-
-class Config(NamedTuple):
-    """The kernel's constants."""
-
-    blocks: Any
-    mode: Any
 
 
 @gluon.jit

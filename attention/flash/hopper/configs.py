@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..call import Problem
 from ..formula import added_by, is_biased, sums_of
@@ -147,18 +147,17 @@ def dq_blocks() -> ForwardBlocks:
     )
 
 
+class Config(NamedTuple):
+    """The constants of a kernel of the backward: its shape, and the mode of `added.hopper_mode`."""
+
+    blocks: BackwardBlocks
+    mode: Any
+
+
 @lru_cache(maxsize=1024)
 def backward_blocks(problem: Problem) -> BackwardBlocks:
     """The backward's shape for a call with a head size that it supports."""
     head_dim, length, dropout, score = problem.head_dim, problem.visible, problem.dropout, problem.spec.score
-    alibi, sums = score.alibi, sums_of(problem.spec)
-    changed = score.soft_cap is not None or (
-        score.formula is not None and added_by(score) not in ("column", "distance", "pair")
-    )
-    # lse2 and delta cannot come with their products where a soft cap, a formula or dropout changes s or dp in between.
-    # Below 1,024 keys it takes longer to write them as operands than it saves. At head size 64 they take the place of
-    # the next keys in shared memory, as do the ones by which all ds are summed.
-    rows = not (dropout or changed) and (length >= 1024 if head_dim > 64 else alibi or added_by(score) is not None)
     if head_dim > 128:
         return BackwardBlocks(
             q=64,
@@ -172,6 +171,14 @@ def backward_blocks(problem: Problem) -> BackwardBlocks:
             pieces=1,
             sums=None,
         )
+    alibi, sums = score.alibi, sums_of(problem.spec)
+    changed = score.soft_cap is not None or (
+        score.formula is not None and added_by(score) not in ("column", "distance", "pair")
+    )
+    # lse2 and delta cannot come with their products where a soft cap, a formula or dropout changes s or dp in between.
+    # Below 1,024 keys it takes longer to write them as operands than it saves. At head size 64 they take the place of
+    # the next keys in shared memory, as do the ones by which all ds are summed.
+    rows = not (dropout or changed) and (length >= 1024 if head_dim > 64 else alibi or added_by(score) is not None)
     if head_dim > 64:
         return BackwardBlocks(
             q=64,

@@ -56,7 +56,7 @@ def delta_kernel(
 ):  # fmt: skip
     """delta of one tile of queries without dropout's rescaling, and lse2, which with ALiBi includes the query biases.
 
-    Also sets the counters of the kernel that follows to zero. Grid: n_m tiles x batch x heads.
+    Also sets the counters of the kernels that follow to zero. Grid: n_m tiles x batch x heads.
     """
     BM: tl.constexpr = BLOCKS.q
     BD: tl.constexpr = BLOCKS.columns

@@ -4,8 +4,6 @@ s and dp are computed twice, as in the plain backward. One kernel for all would 
 registers, and add dq of each query tile in device memory twice as often as at head size 128.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -16,19 +14,12 @@ from ..backward import Gradients
 from ..call import KernelCall
 from ..score import LOG2_E
 from .added import hopper_inputs, hopper_mode
-from .configs import backward_blocks, dq_blocks
+from .configs import Config, backward_blocks, dq_blocks
 from .delta import Counters, DeltaConstants, Rows, delta_kernel
 from .softmax import ROWS
 from .tiles import row_tiles, tiles
 from .wide_keys import dkdv_kernel
 from .wide_queries import dq_kernel
-
-
-class Config(NamedTuple):
-    """A kernel's constants."""
-
-    blocks: Any
-    mode: Any
 
 
 def backward(
