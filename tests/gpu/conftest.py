@@ -1,16 +1,32 @@
-"""Settings of all tests on a GPU."""
+"""Settings of all tests on a GPU. `python -m pytest tests/gpu -n 12` fits one with 80 GB."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+LOCKS = Path(tempfile.gettempdir())
+
 
 @pytest.fixture(autouse=True)
-def memory_for_others() -> Iterator[None]:
-    """Gives freed memory back after each test: the processes that run tests share the GPU."""
+def share_of_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes that run tests share the GPU and its memory. A test marked `whole_gpu` waits until all others have
+    ended, and they begin when it has: it needs more than 6 GB, or measures a time."""
+    alone = request.node.get_closest_marker("whole_gpu") is not None
+    names = (LOCKS / f"gpu-tests-{os.getuid()}-{name}.lock" for name in ("queue", "gpu"))
+    queue, gpu = (os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names)
+    fcntl.flock(queue, fcntl.LOCK_EX)  # one that waits to be alone lets nobody else begin
+    fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    fcntl.flock(queue, fcntl.LOCK_UN)
     yield
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    fcntl.flock(gpu, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+    os.close(queue)
+    os.close(gpu)

@@ -191,6 +191,7 @@ def test_long_sequences_use_the_whole_mask():
     torch.testing.assert_close(out[:, :, -rows:].float(), expected, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.whole_gpu
 def test_tensors_of_more_than_two_to_the_31_elements():
     B, H, T, D = 24, 32, 45056, 64
     assert B * H * T * D > 2**31
@@ -277,6 +278,7 @@ def test_memory_at_16k_tokens(D):
     assert torch.cuda.max_memory_allocated() - before <= 270 * 2**20
 
 
+@pytest.mark.whole_gpu
 @EACH_PATH
 @pytest.mark.parametrize("D", [64, 128])
 def test_first_step_compiles_in_less_than_10_seconds(D, path, tmp_path: Path):

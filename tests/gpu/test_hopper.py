@@ -275,7 +275,8 @@ def test_views_give_what_copies_give(D):
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize(("score", "dropout"), [(Score(), 0.1), (Score(alibi=True), 0.0)], ids=["dropout", "alibi"])
 def test_memory_at_16k_tokens(score, dropout, D):
-    """Output and gradients take 256 MiB and dq in fp32 128 MiB; 12 MiB more are allowed."""
+    """Output and gradients take 256 MiB, dq in fp32 another 128 MiB where one kernel computes all gradients, and a row
+    at most six values: lse2, delta, and lse2 with ALiBi, or lse2 and both as operands of a product."""
     shape = (1, 2048 // D, 16384, D)
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
     attend = partial(flash(dropout), score=score, dropout_key=KEY)
@@ -284,4 +285,5 @@ def test_memory_at_16k_tokens(score, dropout, D):
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(attend(q, k, v).out, (q, k, v), do)
-    assert torch.cuda.max_memory_allocated() - before <= (256 + 140) * 2**20
+    rows = 6 * 4 * shape[1] * shape[2]
+    assert torch.cuda.max_memory_allocated() - before <= (256 + 128 * (D <= 128)) * 2**20 + rows

@@ -27,6 +27,7 @@ def meter(device: torch.device) -> StepMeter:
     )
 
 
+@pytest.mark.whole_gpu
 def test_steps_are_timed_on_the_device_while_the_host_runs_ahead(device: torch.device) -> None:
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     m = meter(device)

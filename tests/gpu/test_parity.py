@@ -126,6 +126,7 @@ def test_flash_is_naive_up_to_rounding(dropout: float, precision: Precision, dev
         trained.update(step, [batch(step, device)])
 
 
+@pytest.mark.whole_gpu  # the probe takes as much as is free
 def test_a_reference_that_does_not_fit_gets_less(device: torch.device) -> None:
     config = AttentionConfig(name="flash")
     trained = trainer(device, config)

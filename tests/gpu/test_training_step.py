@@ -207,6 +207,7 @@ def test_chunked_loss_is_as_exact_as_plain(dtype):
         assert (chunked - exact).norm() <= 1.5 * (plain - exact).norm() + floor
 
 
+@pytest.mark.whole_gpu
 def test_chunked_loss_takes_a_fraction_of_the_memory():
     peaks = {}
     for kind in (LossKind.plain, LossKind.chunked):
