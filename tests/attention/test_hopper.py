@@ -114,7 +114,10 @@ def test_the_paths_of_all_layers_are_named(hopper_gpu):
     assert attend.path(shape(head_dim=64), 16384) == "hopper"
     assert attend.path(shape(head_dim=64, documents=True), 1024) == "hopper"
     assert attend.path(shape(head_dim=256), 4096) == "hopper"
-    assert attend.path(shape(head_dim=256, scores=(Score(formula="s * sigmoid(i - j)"),)), 4096) == "plain"
+    assert (
+        attend.path(shape(head_dim=256, scores=(Score(formula="s * sigmoid(i - j)"),)), 4096)
+        == "hopper forward, plain backward"
+    )
     assert attend.path(shape(scores=(Score(window=64), Score())), 4096) == "hopper"
     layers = (Score(), Score(window=64))
     assert attend.path(shape(head_dim=128, scores=layers), 512) == "hopper and hopper forward, plain backward"

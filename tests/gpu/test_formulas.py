@@ -57,6 +57,19 @@ def test_tiles_far_from_the_diagonal_are_as_accurate(text, kind, path):
         assert_right(problem, attention(path, problem.dropout), torch.bfloat16, device="cuda")
 
 
+@pytest.mark.parametrize("D", [136, 192, 256])
+@pytest.mark.parametrize("number", range(len(CHOSEN)))
+def test_the_forward_of_wide_heads_is_as_accurate(number, D):
+    """The Hopper kernels have no gradients of formulas there; `auto` takes those of the plain ones."""
+    rng = random.Random(number)
+    for kind, length in ((KINDS[number % len(KINDS)], 130), (KINDS[(number + 3) % len(KINDS)], 200)):
+        problem = draw(rng, CHOSEN[number], kind, head_dim=D, length=length)
+        assert_right(
+            problem, attention(KernelPath.hopper, problem.dropout), torch.bfloat16, backward=False, device="cuda"
+        )
+    assert_right(problem, attention(KernelPath.auto, problem.dropout), torch.bfloat16, device="cuda")
+
+
 @pytest.mark.parametrize("text", ["s + c[h, i] - c[h, j]", "s + bias[h, min(abs(i - j), 31)]"])
 def test_fp32_is_as_accurate_as_fp32(text):
     problem = draw(random.Random(1), text, "documents", head_dim=64)

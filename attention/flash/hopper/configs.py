@@ -245,8 +245,6 @@ def is_faster(problem: Problem, backward: bool) -> bool:
     columns = next(columns for columns in (64, 128, 256) if problem.head_dim <= columns)
     faster_from = FASTER_FROM.get((columns, problem.dropout, backward), {})
     features = problem.spec.features()
-    if "formula" in features and columns == 256:  # neither timed nor tested on a GPU
-        return False
     if "formula" in features:  # not timed: as a soft cap, which also changes every score
         features |= {"soft_cap"}
     kinds = features & {"alibi", "soft_cap", "window", "documents"} or {"causal"}
