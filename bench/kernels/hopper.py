@@ -61,9 +61,10 @@ def launches() -> Iterator[Launch]:
                 directions = {direction for direction, _ in new}
                 name = f"attention/hopper/{D}-{kind}-{'dropout' if dropout else 'exact'}{suffix}"
                 yield Launch(name, partial(launch, problem, D, T, directions))
-    call = with_options(asked["causal"], 128, LONGEST, 0.0)
     both = {"forward", "backward"}
-    yield Launch("attention/hopper/128-causal-exact-fp16", partial(launch, call, 128, LONGEST, both, torch.float16))
+    for D in (128, 256):
+        call = with_options(asked["causal"], D, LONGEST, 0.0)
+        yield Launch(f"attention/hopper/{D}-causal-exact-fp16", partial(launch, call, D, LONGEST, both, torch.float16))
     for D in (64, 128):
         call = with_options(asked["causal"], D, LONGEST, 0.0)
         yield Launch(f"attention/hopper/{D}-fp8", partial(launch, call, D, LONGEST, {"fp8"}))

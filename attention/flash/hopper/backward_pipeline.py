@@ -88,6 +88,7 @@ class Part(NamedTuple):
 
     i_m     the first of them
     i_part  the first of the tile or the half
+    words   dropout's, where they are drawn in advance: such a tile is one part in one piece
     """
 
     i_m: Any
@@ -210,7 +211,7 @@ def part_of(i_m, i_s, i: gl.constexpr, buffers, BLOCKS: gl.constexpr):
         0 if BLOCKS.rows_in_products else buffers.delta.index(i_s).slice(o, M, 1),
         buffers.parts.index(i_s).slice(o, M) if BLOCKS.rows_in_products else 0,
         buffers.ds.index(0).slice(o, M, 1),
-        buffers.words.index(i_s).slice(o // 2, M // 2, 1) if BLOCKS.mask_drawer else 0,
+        buffers.words.index(i_s) if BLOCKS.mask_drawer else 0,
     )
 
 
@@ -228,7 +229,7 @@ def piece_of(part, i: gl.constexpr, BLOCKS: gl.constexpr):
         0 if BLOCKS.rows_in_products else part.delta.slice(o, n, 1),
         0,
         0,
-        part.words.slice(o // 2, n // 2, 1) if BLOCKS.mask_drawer else 0,
+        part.words,
     )
 
 

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..score import locate
 from .added import prefetch_pairs
-from .backward_pipeline import hand_out, next_tile, part_of, place, row_stride
+from .backward_pipeline import hand_out, next_tile, place, row_stride
 from .compat import reinterpret, tma_load, tma_store
 from .dropout import draw_transposed, load_key
 from .schedule import query_tiles
@@ -149,7 +149,6 @@ def writer(dk, dv, program, BLOCKS: gl.constexpr):
 @gluon.jit
 def mask_drawer(program, BLOCKS: gl.constexpr):
     """Four warps: draw dropout's words for every step, while the consumer is at work on the steps before."""
-    M: gl.constexpr = BLOCKS.part
     BM: gl.constexpr = BLOCKS.q
     BN: gl.constexpr = BLOCKS.k
     STAGES: gl.constexpr = BLOCKS.stages
@@ -163,11 +162,9 @@ def mask_drawer(program, BLOCKS: gl.constexpr):
             i_h, i_tile_m = place(i, tile)
             key = load_key(program.inputs.key, tile.i_b, i_h)
             stage = stage_of(i_step, STAGES)
-            for j in gl.static_range(BM // M):
-                part = part_of(i_tile_m * BM, stage.index, j, buffers, BLOCKS)
-                b_w = draw_transposed(key, part.i_m, tile.i_tile * BN, M, BN, 4)
-                wait_empty(barriers.empty, stage)
-                part.words.store(b_w)
+            b_w = draw_transposed(key, i_tile_m * BM, tile.i_tile * BN, BM, BN, 4)
+            wait_empty(barriers.empty, stage)
+            buffers.words.index(stage.index).store(b_w)
             mbarrier.arrive(barriers.words_full.index(stage.index))
             i_step += 1
         i_round += 1

@@ -439,25 +439,20 @@ def step(b_s, b_dk, b_dv, b_sum, b_k, i_k, queries, tile, pos, program, BLOCKS: 
 
     # (BN, M): the scores transposed, so that p^T and ds^T go from registers straight into the next product.
     dp_flight = product(v_s, part.do, part, 1, 0.0, program, BLOCKS, MODE)
-    if TWO:
+    if TWO:  # without dropout and values of pairs: see `backward_blocks`
         part_1 = part_of(i_tile_m * BM, i_s, 1, buffers, BLOCKS)
-        numbers = load_added(i_h, part_1.i_m, tile, program, BLOCKS, MODE)
-        if MODE.added != "pair":
-            s_flight_1 = product(b_k, part_1.q, part_1, 0, numbers, program, BLOCKS, MODE)
+        s_flight_1 = product(b_k, part_1.q, part_1, 0, 0.0, program, BLOCKS, MODE)
     b_w = draw(i_h, part.i_m, tile, program.inputs, BLOCKS, MODE)
     b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, part, is_cut, queries, tile, pos, program, BLOCKS, MODE)
     if TWO:
-        if MODE.added == "pair":  # by now the numbers are there
-            s_flight_1 = product(b_k, part_1.q, part_1, 0, numbers, program, BLOCKS, MODE)
         dp_flight_1 = product(v_s, part_1.do, part_1, 1, 0.0, program, BLOCKS, MODE)
     b_dp = warpgroup_mma_wait(2 * N + PIECES if TWO else PIECES, deps=(dp_flight,))
     b_ds, dk_flight, b_sum = add_to_dk(
         b_p, b_p_kept, b_dp, b_dk, b_sum, part, queries, tile, pos, program, BLOCKS, MODE
     )  # fmt: skip
     if TWO:
-        b_w = draw(i_h, part_1.i_m, tile, program.inputs, BLOCKS, MODE)
         b_s, b_dv = done((s_flight_1, dv_flight), b_p_kept, N + K)
-        b_p, b_p_kept, dv_flight = add_to_dv(b_s, b_w, b_dv, part_1, is_cut, queries, tile, pos, program, BLOCKS, MODE)
+        b_p, b_p_kept, dv_flight = add_to_dv(b_s, 0, b_dv, part_1, is_cut, queries, tile, pos, program, BLOCKS, MODE)
         finished = done((dp_flight_1,) + dk_flight, b_ds, PIECES)  # noqa: RUF005 - Triton unpacks no tuple here
         b_dp, b_dk = finished[0], finished[1]
         if BLOCKS.sums == "ds":

@@ -58,6 +58,19 @@ class ForwardBlocks(NamedTuple):
     v_columns: bool = False
 
 
+class DqBlocks(NamedTuple):
+    """The shape of the kernel for dq of wide heads, whose backward has two kernels; fields are as in ForwardBlocks."""
+
+    consumers: int
+    k: int
+    columns: int
+    stages: int
+    q_stages: int
+
+
+DQ_BLOCKS = DqBlocks(consumers=2, k=64, columns=256, stages=2, q_stages=1)
+
+
 class BackwardBlocks(NamedTuple):
     """The backward's shape.
 
@@ -137,13 +150,6 @@ def fp8_blocks(head_dim: int) -> ForwardBlocks:
     columns = 64 if head_dim <= 64 else 128
     return ForwardBlocks(
         consumers=2, k=128, columns=columns, stages=4, q_stages=1, registers=240, ping_pong=False, v_columns=True
-    )
-
-
-def dq_blocks() -> ForwardBlocks:
-    """The shape of the kernel for dq of wide heads, whose backward has two kernels."""
-    return ForwardBlocks(
-        consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, ping_pong=False, out_in_q=True
     )
 
 

@@ -14,7 +14,7 @@ from ..backward import Gradients
 from ..call import KernelCall
 from ..score import LOG2_E
 from .added import hopper_inputs, hopper_mode
-from .configs import Config, backward_blocks, dq_blocks
+from .configs import DQ_BLOCKS, Config, backward_blocks
 from .delta import Counters, DeltaConstants, Rows, delta_kernel
 from .softmax import ROWS
 from .tiles import row_tiles, tiles
@@ -83,8 +83,7 @@ def backward(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    own = dq_blocks()
-    rows_of_tile = own.consumers * ROWS.value
+    rows_of_tile = DQ_BLOCKS.consumers * ROWS.value
     n_tiles = (T + rows_of_tile - 1) // rows_of_tile
     n_together = plain.head_group_size(B * H, plain.head_bytes(k), H // H_kv)
     dq_kernel[(min(n_programs, n_tiles * B * H),)](
@@ -98,7 +97,7 @@ def backward(
         counters.dq_work,
         inputs,
         plain.launch_scalars(call, n_together),
-        BLOCKS=own,
+        BLOCKS=DQ_BLOCKS,
         MODE=mode,
         num_warps=4,
         enable_fp_fusion=True,
