@@ -28,6 +28,7 @@ from data.batches import Batches, GlobalBatch
 from data.config import DataConfig
 from model.config import AttentionBias, Gate, GPTConfig, Recompute
 from model.gpt import GPT
+from model.score import ScoreConfig
 from recipe.build import build_trainer
 from recipe.cli.check import check_ranks_agree
 from recipe.config import Config, ConfigError
@@ -58,6 +59,9 @@ PARTS = replace(PARTS, bias=True, attention_bias=AttentionBias.none)
 # Matrices of 90 and 2 rows, and of six shapes.
 UNEVEN = replace(PARTS, n_kv_heads=1, mlp_width=90, gate=Gate.head)
 
+# Gates of each layer whose matrices are read in fp32.
+FORGETTING = ScoreConfig(formula="s + c[h, i] - c[h, j]", tensors={"c": "model.forget_gate"})
+
 # All parameters in one group; those whose names begin in another way are frozen.
 TRAINED = {"a matrix and a norm": ("h.0.mlp.c_fc", "ln_f"), "a norm": ("ln_f",)}
 
@@ -87,10 +91,11 @@ def build(
     model: GPTConfig | None = None,
     optimizer: str = "adamw",
     trained: tuple[str, ...] = ("",),
+    score: ScoreConfig | None = None,
 ) -> Trainer:
     torch.manual_seed(SEED)
     model = model or (MODEL if precision is Precision.fp32 else PARTS)
-    gpt = GPT(model, 256, T, build_attention(AttentionConfig(dropout=0.1)))
+    gpt = GPT(model, 256, T, build_attention(AttentionConfig(dropout=0.1)), score=score)
     for name, parameter in gpt.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
     settings = TrainingConfig(steps=20, batch_size=B, batch_tokens=B * T * micro_batches, precision=precision, ema=0.9)
@@ -193,6 +198,10 @@ def work(world: World) -> dict[str, Any]:
         for name in ("exact", "sharded"):
             trainer = build(world, PARALLEL[name], precision=precision)
             found[f"{name}, {precision.value}"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
+    if Precision.bf16 in AUTOCAST[world.size]:
+        for name in ("exact", "sharded"):
+            trainer = build(world, PARALLEL[name], precision=Precision.bf16, model=MODEL, score=FORGETTING)
+            found[f"{name}, forgetting"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
     found["masks"], found["timeouts are the run's"] = masks(world)
     check_ranks_agree(Config(seed=SEED, device=f"cuda:{world.rank}"))
     try:

@@ -135,6 +135,15 @@ def test_runs_under_autocast_are_equal_too_though_sharded_ranks_gather_rounded_m
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact", "sharded"])
+def test_matrices_that_are_read_in_fp32_under_autocast_stay_in_fp32(found: Found, name: str) -> None:
+    (alone,) = found[1]
+    assert len({loss for loss, _ in alone["exact, forgetting"]["updates"]}) == STEPS
+    for rank in found[4]:
+        assert rank[f"{name}, forgetting"] == alone["exact, forgetting"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exact, two terms", "sharded, two terms"])
 def test_two_ranks_with_a_micro_batch_each_are_one_with_both(found: Found, name: str) -> None:
     (alone,) = found[1]
