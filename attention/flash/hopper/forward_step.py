@@ -21,10 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...scores.soft_cap import LEAST_MAXIMUM
 from ..factors import load_factors
-from ..score import LOG2_E
+from ..score import LOG2_E, key_interval
 from ..tiles import store_lse
 from .compat import barrier, reinterpret, tma_store
 from .forward_pipeline import release_stage, skip
+from .masks import as_bits
 from .schedule import key_tiles
 from .softmax import (
     GROWTH,
@@ -134,7 +135,7 @@ def step(
         b_s = warpgroup_mma_wait(2 * PIECES - 1 - j, deps=(s_flight[j],))
         if BLOCKS.ping_pong and j == PIECES - 1:
             mbarrier.arrive(barriers.order.index((c + 1) % BLOCKS.consumers))
-        b_s = finish_scores(b_s, i_n + j * N, is_cut, queries, MODE, N)
+        b_s = finish_scores(b_s, i_n + j * N, is_cut, queries, N, BLOCKS, MODE)
         shift = tile_shift(i_n, queries, BN, MODE)
         if not MODE.fixed_max:
             m_tile = gl.convert_layout(row_max(b_s, N, BLOCKS), m.type.layout) * factor + shift
@@ -185,7 +186,7 @@ def first_tile(i_step, i_n, is_cut, queries, keys, work, program, BLOCKS: gl.con
     release_stage(i_step, keys, buffers, barriers, BLOCKS, MODE)
     scores = ()
     for j in gl.static_range(PIECES):
-        scores += (finish_scores(b_s[j], i_n + j * N, is_cut, queries, MODE, N),)  # type: ignore[assignment]
+        scores += (finish_scores(b_s[j], i_n + j * N, is_cut, queries, N, BLOCKS, MODE),)  # type: ignore[assignment]
     shift = tile_shift(i_n, queries, BN, MODE)
     m = gl.convert_layout(tile_max(scores, N, BLOCKS, MODE), S_ROWS) * factor + shift
     if MODE.fixed_max:  # this tile's serves for all: rows with few keys keep the largest weight, 1, unrounded
@@ -244,7 +245,7 @@ def attend(out, rows, keys, work, program, i_step, i_order, c: gl.constexpr, BLO
     i_m = work.i_m + c * ROWS
     b_q = buffers.q.index(work.stage.index)
     factors = row_factors(program.inputs, work, i_m, sizes.T)  # requested first: their latency passes meanwhile
-    queries = load_queries(b_q, program, i_m, work.i_b, work.i_h, S_LAYOUT, MODE)
+    queries = load_queries(b_q, program, i_m, work.i_b, work.i_h, S_LAYOUT, BLOCKS, MODE)
     pos = queries.pos
     n_start_all, _, _, n_end_all = key_tiles(work.i_m, pos, CONSUMERS * ROWS, BN, MODE)
     n_start, n_full_start, n_full_end, n_end = key_tiles(i_m, pos, ROWS, BN, MODE)
@@ -312,7 +313,10 @@ def write(out, rows, result, i_bh, queries, work, program, c: gl.constexpr, BLOC
     o = o * gl.convert_layout(KEEP_SCALE / l_row, O_ROWS)[:, None]
     # Rows that see no key are zero. l = 0 does not identify them, as scores of -inf give it too.
     if MODE.bounded or MODE.offsets:
-        first, end = queries.interval
+        if MODE.documents or not as_bits(BLOCKS, MODE):
+            first, end = queries.interval
+        else:
+            first, end = key_interval(i_m + gl.arange(0, ROWS, O_ROWS), queries.pos, MODE)
         o = gl.where((gl.convert_layout(first, O_ROWS) < gl.convert_layout(end, O_ROWS))[:, None], o, 0.0)
     elif MODE.causal:
         o = gl.where((i_m + gl.arange(0, ROWS, O_ROWS) >= sizes.T - sizes.S)[:, None], o, 0.0)

@@ -19,6 +19,7 @@ from ..score import (
 )
 from .added import far_number, is_near, near_numbers, pair_numbers
 from .dropout import drop, load_key
+from .masks import as_bits, hide
 
 ROWS = gl.constexpr(64)  # of queries that a warpgroup multiplies in one instruction
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
@@ -30,7 +31,7 @@ class Queries(NamedTuple):
     """A consumer's 64 queries from i_m, and the values that turn scores into weights; zero for features not in MODE.
 
     b_q         in shared memory
-    interval    of keys that each query sees
+    interval    of keys that each query sees, where it takes loads or the mask is not `as_bits`
     slope2      of ALiBi, times log2(e)
     slopes      slope2 as an operand, where ALiBi's biases come with the product
     key         dropout's counters
@@ -71,12 +72,12 @@ class Terms(NamedTuple):
 
 
 @gluon.jit
-def load_queries(b_q, program, i_m, i_b, i_h, LAYOUT: gl.constexpr, MODE: gl.constexpr):
+def load_queries(b_q, program, i_m, i_b, i_h, LAYOUT: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """The `Queries` from i_m of query head i_h of sequence i_b."""
     inputs, scalars, sizes = program.inputs, program.scalars, program.sizes
     pos = locate(sizes.T, sizes.S, inputs, scalars, i_b, i_b * sizes.H + i_h, 1)
     interval = (0, 0)
-    if MODE.bounded or MODE.offsets:
+    if MODE.documents or ((MODE.bounded or MODE.offsets) and not as_bits(BLOCKS, MODE)):
         interval = key_interval(i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), pos, MODE)
     slope2 = gl.load(inputs.slopes + i_h) * LOG2_E if MODE.alibi else 0.0
     key = load_key(inputs.key, i_b, i_h) if MODE.threshold else 0
@@ -172,7 +173,7 @@ def start_scores(i_s, numbers, queries, buffers, LAYOUT: gl.constexpr, MODE: gl.
 
 
 @gluon.jit
-def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr):
+def finish_scores(b_s, i_n, is_cut, queries, N: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """q k^T (ROWS, N) after `change_scores`, and -inf where a query does not see a key."""
     LAYOUT: gl.constexpr = b_s.type.layout
     pos, i_m, scale_log2 = queries.pos, queries.i_m, queries.scale_log2
@@ -195,7 +196,10 @@ def finish_scores(b_s, i_n, is_cut, queries, MODE: gl.constexpr, N: gl.constexpr
             b_numbers = near_numbers(a.x, a.i_b, a.i_h, i_m, i_n, o_rows, N - 1 - o_columns, N, pos)
             b_s += b_numbers * (LOG2_E / scale_log2)
     if is_cut:
-        b_s = gl.where(sees_key(o_m, i_n + o_columns, queries.interval, pos, MODE), b_s, -float("inf"))
+        if as_bits(BLOCKS, MODE):
+            b_s = hide(b_s, i_m + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), i_n, queries.interval, pos, MODE)
+        else:
+            b_s = gl.where(sees_key(o_m, i_n + o_columns, queries.interval, pos, MODE), b_s, -float("inf"))
     return b_s
 
 
