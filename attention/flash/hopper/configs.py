@@ -35,7 +35,8 @@ FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
 class ForwardBlocks(NamedTuple):
     """The forward's shape.
 
-    consumers  of 64 queries each; a single one has no producer, and several programs share a multiprocessor
+    consumers  of 64 queries each; a single one has no producer, and several programs share a multiprocessor; with two
+               q_stages it has two tiles of queries, one after the other
     k          rows of a key tile
     columns    of all tiles: the head size, rounded up
     stages     key tiles in flight
@@ -131,8 +132,12 @@ def forward_blocks(problem: Problem) -> ForwardBlocks:
     # and k would leave no room for a third program on a multiprocessor.
     longest = 16384 if dropout else 8192
     if length <= 2048 or (alibi and (dropout or soft_cap)) or (biased and dropout and length < longest):
+        # Two tiles of queries of a short row: with a causal mask, all programs then have the same number of keys.
+        spec = problem.spec
+        is_square = problem.queries == problem.keys and not (spec.bounded or spec.offsets)
+        q_stages = 2 if score.causal and is_square and length <= 1024 else 1
         return ForwardBlocks(
-            consumers=1, k=64, columns=64, stages=2, q_stages=1, registers=128, ping_pong=False, out_in_q=True
+            consumers=1, k=64, columns=64, stages=2, q_stages=q_stages, registers=128, ping_pong=False, out_in_q=True
         )
     if added_by(score) == "pair":  # whose values take the registers of a third consumer
         return ForwardBlocks(consumers=2, k=128, columns=64, stages=4, q_stages=2, registers=240, ping_pong=False)

@@ -11,9 +11,9 @@ A step of the pipeline is the pair (k of a tile, v of the tile before it): while
 scores, its product with v is in flight, and so are the products of the other consumers. Programs stay on their
 multiprocessor and take the next tile of queries from a counter, the longest rows first.
 
-For short sequences at head size 64 a program is one consumer alone, for one tile of queries: one of its threads gives
-the copy engine its next tiles. Three or four programs share a multiprocessor, and the products of one run during the
-softmax, the beginning and the end of the others.
+For short sequences at head size 64 a program is one consumer alone, for one tile of queries or two: one of its threads
+gives the copy engine its next tiles. Three or four programs share a multiprocessor, and the products of one run during
+the softmax, the beginning and the end of the others.
 """
 
 import torch
@@ -31,7 +31,16 @@ from ..score import locate
 from ..tiles import Rows, head_bytes, head_group_size, launch_scalars, rows_like, swizzle
 from .added import hopper_inputs, hopper_mode
 from .configs import ForwardBlocks, forward_blocks
-from .forward_pipeline import Keys, Work, allocate, fetch, fetch_queries, first_part, next_work, producer
+from .forward_pipeline import (
+    Keys,
+    Work,
+    allocate,
+    fetch_alone,
+    fetch_queries,
+    first_part,
+    next_work,
+    producer,
+)
 from .forward_step import attend
 from .key_numbers import key_numbers
 from .schedule import Program, Sizes, key_tiles
@@ -60,21 +69,40 @@ def consumer(out, rows, program, c: gl.constexpr, BLOCKS: gl.constexpr, MODE: gl
 
 @gluon.jit
 def consumer_alone(q, k, v, parts, out, rows, program, BLOCKS: gl.constexpr, MODE: gl.constexpr):
-    """Four warps without a producer: out and lse of 64 queries, all of a program's work."""
+    """Four warps without a producer: out and lse of 64 queries, or of two such tiles, all of a program's work.
+
+    Two are the n-th from the end of a row and then the n-th, so that all programs have as much to do. What the second
+    needs first is brought during the last steps of the first.
+    """
     STAGES: gl.constexpr = BLOCKS.stages
+    TILES: gl.constexpr = BLOCKS.q_stages
     buffers, barriers, sizes = program.buffers, program.barriers, program.sizes
-    i_tile, i_bh = swizzle(gl.program_id(0), sizes.n_tiles, sizes.n_heads, sizes.n_together)
+    i_tile, i_bh = swizzle(gl.program_id(0), gl.cdiv(sizes.n_tiles, TILES), sizes.n_heads, sizes.n_together)
     i_m = (sizes.n_tiles - 1 - i_tile) * ROWS
     i_b, i_h = i_bh // sizes.H, i_bh % sizes.H
     pos = locate(sizes.T, sizes.S, program.inputs, program.scalars, i_b, i_bh, 1)
     n_start, _, _, n_end = key_tiles(i_m, pos, ROWS, BLOCKS.k, MODE)
-    keys = Keys(k, v, parts, i_b, i_h // sizes.G, first_part(i_bh, sizes, MODE), n_start, n_end)
+    next_start, next_end = 0, 0
+    if TILES > 1:
+        is_pair = i_tile * ROWS < i_m
+        next_start, _, _, next_end = key_tiles(i_tile * ROWS, pos, ROWS, BLOCKS.k, MODE)
+        next_end = gl.where(is_pair, next_end, next_start)
+    i_row = first_part(i_bh, sizes, MODE)
+    keys = Keys(k, v, parts, i_b, i_h // sizes.G, i_row, n_start, n_end, next_start, next_end)
     fetch_queries(q, i_b, i_h, i_m, 0, buffers, barriers, BLOCKS)
     for j in gl.static_range(STAGES):
-        fetch(j, j, keys, buffers, barriers, BLOCKS, MODE)
+        fetch_alone(j, j, keys, buffers, barriers, BLOCKS, MODE)
     i_step = 0
     i_order = 0
-    attend(out, rows, keys, Work(i_m, i_b, i_h, 0, Stage(0, 0)), program, i_step, i_order, 0, BLOCKS, MODE)
+    if TILES > 1:
+        if is_pair:
+            fetch_queries(q, i_b, i_h, i_tile * ROWS, 1, buffers, barriers, BLOCKS)
+        for i in range(gl.where(is_pair, 2, 1)):
+            work = Work(gl.where(i == 0, i_m, i_tile * ROWS), i_b, i_h, 0, Stage(i, 0))
+            i_step, i_order = attend(out, rows, keys, work, program, i_step, i_order, 0, BLOCKS, MODE)
+            i_step += 1
+    else:
+        attend(out, rows, keys, Work(i_m, i_b, i_h, 0, Stage(0, 0)), program, i_step, i_order, 0, BLOCKS, MODE)
     tma.store_wait(0)
 
 
@@ -139,6 +167,8 @@ def forward(
     n_together = head_group_size(B * H, head_bytes(k), H // H_kv)
     if call.inputs.horizons is not None:
         n_together = max(n_together, min(B * H, HEADS_WITH_HORIZONS))
+    if alone:
+        n_m = (n_m + blocks.q_stages - 1) // blocks.q_stages
     forward_kernel[(n_m * B * H if alone else min(n_programs, n_m * B * H),)](
         tiles(q, ROWS.value, blocks.columns),
         tiles(k, blocks.k, blocks.columns),

@@ -68,6 +68,8 @@ class Work(NamedTuple):
 class Keys(NamedTuple):
     """The key tiles from n_start up to n_end of key/value head i_kv of sequence i_b, and their tensors.
 
+    next_start, next_end  of a consumer's second tile of queries, where it has one
+
     parts  of the values that a formula adds for keys, or None; those of the query head begin at row i_row
     """
 
@@ -79,6 +81,8 @@ class Keys(NamedTuple):
     i_row: Any
     n_start: Any
     n_end: Any
+    next_start: Any
+    next_end: Any
 
 
 @gluon.jit
@@ -182,7 +186,7 @@ def producer(q, k, v, parts, p_work, program, BLOCKS: gl.constexpr, MODE: gl.con
             fetch_queries(q, i_b, i_h, i_m + c * ROWS, stage.index, buffers, barriers, BLOCKS)
         pos = locate(sizes.T, sizes.S, program.inputs, program.scalars, i_b, i_bh, 1)
         n_start, _, _, n_end = key_tiles(i_m, pos, CONSUMERS * ROWS, BN, MODE)
-        keys = Keys(k, v, parts, i_b, i_h // sizes.G, first_part(i_bh, sizes, MODE), n_start, n_end)
+        keys = Keys(k, v, parts, i_b, i_h // sizes.G, first_part(i_bh, sizes, MODE), n_start, n_end, 0, 0)
         for j in range(n_end - n_start + 1):
             stage = stage_of(i_step, STAGES)
             if MODE.added == "pair":
@@ -238,11 +242,24 @@ def fetch(j, i_s, keys, buffers, barriers, BLOCKS: gl.constexpr, MODE: gl.conste
 
 
 @gluon.jit
+def fetch_alone(j, i_s, keys, buffers, barriers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """`fetch` for step j of a consumer alone, whose walk for a second tile of queries follows that for the first."""
+    if BLOCKS.q_stages > 1:
+        k, v, parts, i_b, i_kv, i_row, n_start, n_end, next_start, next_end = keys
+        n_steps = n_end - n_start + 1
+        is_first = j < n_steps
+        n_start, n_end = gl.where(is_first, n_start, next_start), gl.where(is_first, n_end, next_end)
+        keys = Keys(k, v, parts, i_b, i_kv, i_row, n_start, n_end, 0, 0)
+        j = gl.where(is_first, j, j - n_steps)
+    fetch(j, i_s, keys, buffers, barriers, BLOCKS, MODE)
+
+
+@gluon.jit
 def release_stage(i_step, keys, buffers, barriers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
     """Have the stage of step i_step filled again, by the producer or, where there is none, by this consumer."""
     if BLOCKS.consumers == 1:
         barrier()  # all four warps have used the tiles
-        fetch(i_step + BLOCKS.stages, i_step % BLOCKS.stages, keys, buffers, barriers, BLOCKS, MODE)
+        fetch_alone(i_step + BLOCKS.stages, i_step % BLOCKS.stages, keys, buffers, barriers, BLOCKS, MODE)
     else:
         mbarrier.arrive(barriers.kv_empty.index(i_step % BLOCKS.stages))
 

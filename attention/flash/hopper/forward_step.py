@@ -295,7 +295,7 @@ def last_product(
     l_row = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     lse2 = m + gl.log2(l_row) - b_row_bias
     o = warpgroup_mma_wait(0, deps=o_flight + operands)[0]
-    if BLOCKS.consumers > 1:
+    if BLOCKS.consumers > 1 or BLOCKS.q_stages > 1:
         release_stage(i_step, keys, buffers, barriers, BLOCKS, MODE)
     return Result(o_m, o, l_row, lse2)
 
