@@ -17,7 +17,7 @@ class ParallelError(UserError, ValueError):
 class DataParallel(Enum):
     """The part of weights, gradients and moments that a rank keeps."""
 
-    replicate = "replicate"  # everything but AdamW's moments of the rows that others update
+    replicate = "replicate"  # all that it computes with; of what AdamW updates its rows
     shard = "shard"  # some rows of each, gathered when needed: less memory, more communication
 
 
@@ -25,7 +25,7 @@ class DataParallel(Enum):
 class ParallelConfig:
     """The options under `parallel.*`.
 
-    data                   replicate: each rank keeps all weights, and shares AdamW's update with the others
+    data                   replicate: each rank has all weights, and shares AdamW's update with the others
                            (shared_update.py); shard: it keeps some rows of each weight, gradient and moment
     reshard_after_forward  with shard: drop a block's gathered weights after its forward pass, and gather them again for
                            its backward pass; false: keep them until the backward pass
@@ -66,7 +66,7 @@ def check_parallel(config: ParallelConfig, ranks: int) -> None:
         )
     if config.data is DataParallel.replicate and not config.reshard_after_forward:
         raise ParallelError(
-            "parallel.reshard_after_forward=false has no effect on parallel.data=replicate, which keeps all weights on "
+            "parallel.reshard_after_forward=false has no effect on parallel.data=replicate, which has all weights on "
             "every rank; leave it out, or set parallel.data=shard."
         )
     if not (math.isfinite(config.timeout_s) and config.timeout_s > 0):

@@ -131,10 +131,14 @@ def add_shares(mine: Tensor, share: Tensor) -> Tensor:
         return share
     received = torch.empty_like(mine)
     dist.all_to_all_single(received, mine)
-    terms = received.view(ranks, -1)
+    return add_pairwise(received.view(ranks, -1), share)
+
+
+def add_pairwise(terms: Tensor, out: Tensor) -> Tensor:
+    """Fill out (N,), fp32, with the sum in fp32 of terms (ranks, N) of any precision, added pairwise."""
     while len(terms) > 2:
-        terms = terms[0::2] + terms[1::2]
-    return torch.add(*terms, out=share)
+        terms = terms[0::2].float() + terms[1::2]
+    return torch.add(terms[0].float(), terms[1], out=out)
 
 
 def add_losses(losses: Sequence[Tensor], ranks: int) -> Tensor:

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model.gpt import GPT
-from model.linear import Linear
 from recipe.distributed.config import ParallelConfig
 from recipe.distributed.exchange import FixedTree, add_shares
 from recipe.distributed.norm import local
+from recipe.distributed.rounding import rounded_by_autocast
 
 
 def without_values(model: GPT) -> GPT:
@@ -40,8 +40,7 @@ def sharded(model: GPT, device: torch.device, dtype: torch.dtype, config: Parall
     """
     whole, model = model, without_values(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    # Those that only products read, which autocast takes in its own precision.
-    matrices = {module.get_parameter("weight") for module in model.h.modules() if isinstance(module, Linear)}
+    matrices = set(rounded_by_autocast(model))
     rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The backward pass begins with the parameters outside the blocks, so they are not dropped before it.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=matrices)

@@ -3,10 +3,14 @@
 This is the first stage of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", section 5): every rank has all weights and computes all gradients, but keeps moments only of some rows.
 All ranks update a parameter that is small or whose rows they do not divide evenly.
+
+A matrix that autocast rounds before every product is rounded before it travels: every rank has all of it in the lower
+precision, and the rows that it updates in fp32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import filterfalse
 
 import torch
@@ -16,36 +20,46 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from recipe.distributed.exchange import Counter, TreeSum, add_shares, all_gather, reduce_scatter
-from recipe.distributed.norm import Norm, divides
+from recipe.distributed.exchange import Counter, TreeSum, add_pairwise, all_gather, reduce_scatter
+from recipe.distributed.norm import Norm, divides, local
 
 
 class SharedAdamW(torch.optim.AdamW):
-    """AdamW of this rank's rows, followed by an exchange of all rows.
+    """AdamW of this rank's rows, followed by an exchange of all rows that are not rounded.
 
-    shards  for each parameter that is trained, the one that this rank updates: a DTensor whose local part is a view of
-            this rank's rows or, where the ranks do not divide the rows, of all rows
+    shards  for each parameter that has gradients, the one that this rank updates: a DTensor whose local part is a view
+            of this rank's rows or, where the ranks do not divide the rows, of all rows. A rounded copy has a shard of
+            its own, in fp32.
     """
 
-    def __init__(self, adamw: torch.optim.AdamW, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, adamw: torch.optim.AdamW, mesh: DeviceMesh, copies: Mapping[nn.Parameter, nn.Parameter] | None = None
+    ) -> None:
         """
-        adamw  of the model's parameters: its groups are copied
-        mesh   of all ranks, with one dimension
+        adamw   of the model's parameters: its groups are copied
+        mesh    of all ranks, with one dimension
+        copies  the rounded copies of some parameters whose rows the ranks divide, which have gradients in their place
         """
+        copies = copies or {}
         self.mesh, self.ranks, self.rank = mesh, mesh.size(), mesh.get_local_rank()
-        wholes = [p for group in adamw.param_groups for p in group["params"] if p.requires_grad]
-        self.shards: dict[nn.Parameter, nn.Parameter] = {p: nn.Parameter(self.part(p.detach(), p)) for p in wholes}
+        trained = [p for group in adamw.param_groups for p in group["params"] if p.requires_grad]
+        self.shards: dict[nn.Parameter, nn.Parameter] = {}
+        for p in trained:
+            part = self.part(p.detach(), p)
+            self.shards[copies.get(p, p)] = nn.Parameter(part.clone() if p in copies else part)
+        self.rounded = {copy: self.shards[copy] for copy in copies.values()}
+        wholes = list(self.shards)
         half_of: dict[nn.Parameter, int] = {}
         before, size = 0, sum(p.numel() for p in wholes)
         for whole in wholes:
-            half_of[whole] = int(2 * before >= size)
+            half_of[whole] = int(whole in self.rounded if self.rounded else 2 * before >= size)
             before += whole.numel()
         self.halves = [[p for p in wholes if half_of[p] == half] for half in range(2)]
-        groups = [
-            {**group, "params": [self.shards[p] for p in group["params"] if half_of.get(p) == half]}
-            for group in adamw.param_groups
-            for half in range(2)
-        ]
+        groups = []
+        for group in adamw.param_groups:
+            of_group = [copies.get(p, p) for p in group["params"]]
+            for half in range(2):
+                groups.append({**group, "params": [self.shards[p] for p in of_group if half_of.get(p) == half]})
         super().__init__(groups, fused=True)
 
     def divides(self, whole: nn.Parameter) -> bool:
@@ -68,15 +82,26 @@ class SharedAdamW(torch.optim.AdamW):
         return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     @torch.no_grad()
+    def spread(self) -> None:
+        """Fill the rounded copies with all ranks' weights, before a forward pass."""
+        copies = [copy.detach() for copy in self.rounded]
+        rows = [self.rows(copy) for copy in copies]
+        torch._foreach_copy_(rows, [local(shard) for shard in self.rounded.values()])
+        with _coalescing_manager():
+            for copy, own in zip(copies, rows, strict=True):
+                all_gather(copy, own)
+
+    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update, or none where found_inf is 1. One half of the rows travels while the other half is updated."""
+        """One update, or none where found_inf is 1. One half of the rows travels while the other half is updated; the
+        rounded ones wait for `spread`."""
         groups, sent = self.param_groups, []
         for i, half in enumerate(self.halves):
             self.param_groups = groups[i::2]
             super().step()
             with _coalescing_manager(async_ops=True) as work:
                 for whole in half:
-                    if self.divides(whole):
+                    if self.divides(whole) and whole not in self.rounded:
                         all_gather(whole.detach(), self.rows(whole.detach()))
             sent.append(work)
         self.param_groups = groups
@@ -88,9 +113,8 @@ class SharedSum:
     """An exchange of gradients for SharedAdamW, in the order of autograd and the communication library: each rank
     receives the sums of the rows that it updates."""
 
-    def __init__(self, optimizer: SharedAdamW, exact: bool) -> None:
-        """exact  whether the norm has the same bits on any number of ranks"""
-        self.optimizer, self.norm = optimizer, Norm(list(optimizer.shards.values()), exact)
+    def __init__(self, optimizer: SharedAdamW) -> None:
+        self.optimizer, self.norm = optimizer, Norm(list(optimizer.shards.values()), exact=False)
 
     def add(self) -> None:
         """Nothing to do: autograd accumulates in `.grad`."""
@@ -112,31 +136,42 @@ class SharedSum:
 
 class SharedTree:
     """An exchange of gradients for SharedAdamW, in the order of exchange.py: each rank receives the sums of the rows
-    that it updates."""
+    that it updates, in fp32."""
 
     def __init__(self, optimizer: SharedAdamW) -> None:
         self.optimizer, self.norm = optimizer, Norm(list(optimizer.shards.values()))
-        self.divided = list(filter(optimizer.divides, optimizer.shards))
+        divided = list(filter(optimizer.divides, optimizer.shards))
+        parts = [[p for p in divided if (p in optimizer.rounded) == rounded] for rounded in (True, False)]
+        self.parts = [(part, Counter()) for part in parts if part]
         self.undivided = list(filterfalse(optimizer.divides, optimizer.shards))
-        self.carries = Counter()
         self.rest = TreeSum(self.undivided, optimizer.ranks) if self.undivided else None
 
     def add(self) -> None:
-        ranks = self.optimizer.ranks
-        parts = [(torch.zeros_like(p) if p.grad is None else p.grad).chunk(ranks) for p in self.divided]
-        mine = torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank])
-        for whole in self.divided:
-            whole.grad = None
-        self.carries.add(add_shares(mine, mine.new_empty(mine.numel() // ranks)))
+        """Add a micro-batch's gradients. One part of them travels while another is copied or added."""
+        sent = [self._send(part) for part, _ in self.parts]
+        for (_, sums), (terms, work) in zip(self.parts, sent, strict=True):
+            work.wait()
+            sums.add(add_pairwise(terms, torch.empty_like(terms[0], dtype=torch.float32)))
         if self.rest is not None:
             self.rest.add()
 
+    def _send(self, parameters: list[nn.Parameter]) -> tuple[Tensor, dist.Work]:
+        """Begin to exchange gradients for those of this rank's rows from every rank: (ranks, elements)."""
+        ranks = self.optimizer.ranks
+        parts = [(torch.zeros_like(p) if p.grad is None else p.grad).chunk(ranks) for p in parameters]
+        mine = torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank])
+        for p in parameters:
+            p.grad = None
+        received = torch.empty_like(mine)
+        return received.view(ranks, -1), dist.all_to_all_single(received, mine, async_op=True)
+
     def finish(self) -> Tensor:
         """Put the sums in `.grad` of the optimizer's parameters, and clear the model's. Returns their norm, 0-dim."""
-        optimizer, total = self.optimizer, self.carries.finish()
-        sums = total.split([whole.numel() // optimizer.ranks for whole in self.divided])
-        for whole, rows in zip(self.divided, sums, strict=True):
-            optimizer.shards[whole].grad = optimizer.of_rows(rows.view(-1, *whole.shape[1:]), whole)
+        optimizer = self.optimizer
+        for part, sums in self.parts:
+            shares = sums.finish().split([whole.numel() // optimizer.ranks for whole in part])
+            for whole, rows in zip(part, shares, strict=True):
+                optimizer.shards[whole].grad = optimizer.of_rows(rows.view(-1, *whole.shape[1:]), whole)
         if self.rest is not None:
             self.rest.collect()
         for whole in self.undivided:

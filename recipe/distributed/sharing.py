@@ -20,6 +20,7 @@ from recipe.distributed.context import WRAPPERS, ContextAttention, rows_of
 from recipe.distributed.exchange import AnyOrder, Exchange, FixedTree, add_losses
 from recipe.distributed.norm import divides
 from recipe.distributed.ranks import patience
+from recipe.distributed.rounding import rounded, rounded_by_autocast, with_others
 from recipe.distributed.sharded_update import with_bits_of_wholes
 from recipe.distributed.sharding import ShardedTree, gathered, keep_shards, sharded, without_values
 from recipe.distributed.shared_update import SharedAdamW, SharedSum, SharedTree
@@ -34,20 +35,23 @@ def shards_weights(config: ParallelConfig, world: World) -> bool:
 class Sharing:
     """A model on its device, in the form in which the ranks share it, and this rank's part of a step.
 
-    world    the place of this rank
-    model    whole, or this rank's shards of it
-    context  where successive ranks share every sequence, the attention to call and this rank's rows
+    world      the place of this rank
+    model      whole, or this rank's shards of it
+    computing  the model that computes losses and gradients, once `spread` has filled it with the weights of `model`
+    context    where successive ranks share every sequence, the attention to call and this rank's rows
     """
 
     def __init__(
         self, model: GPT, world: World, config: ParallelConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
         """Move `model` to `device`, or the shards of it that this rank keeps; `dtype` is autocast's."""
-        self.world, self.config, self.device = world, config, device
+        self.world, self.config, self.device, self.dtype = world, config, device, dtype
         self.sharded = shards_weights(config, world)
         self.blueprint = without_values(model) if self.sharded else None
         self.model = sharded(model, device, dtype, config) if self.sharded else model.to(device)
         self.context = self._share_sequences() if world.context > 1 else None
+        self.computing = self.model
+        self.spread: Callable[[], None] = lambda: None
 
     def share_update(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer, or one like it whose update the ranks share.
@@ -63,7 +67,17 @@ class Sharing:
         trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
         if not any(divides(p.shape, ranks) for p in trained):
             return optimizer
-        return SharedAdamW(optimizer, init_device_mesh(self.device.type, (ranks,)))
+        mesh = init_device_mesh(self.device.type, (ranks,))
+        matrices = [p for p in rounded_by_autocast(self.model) if p.requires_grad and divides(p.shape, ranks)]
+        if self.dtype is torch.float32 or not self.config.exact or not matrices:
+            return SharedAdamW(optimizer, mesh)
+        copies = {p: rounded(p, self.dtype) for p in matrices}
+        shared = SharedAdamW(optimizer, mesh, copies)
+        self.blueprint = without_values(self.model)
+        self.computing = with_others(self.model, copies)
+        self.model = with_others(self.model, {p: shared.shards[copy] for p, copy in copies.items()})
+        self.spread = shared.spread
+        return shared
 
     def exchange(self, optimizer: torch.optim.Optimizer, micro_steps: int) -> Exchange:
         """The exchange of gradients for steps of `micro_steps` micro-batches on each rank."""
@@ -71,14 +85,14 @@ class Sharing:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self.sharded:
             return ShardedTree(parameters, micro_steps) if exact else AnyOrder(parameters, ranks=1)
-        in_tree = exact and self.world.size * micro_steps > 2  # a sum of two has one order
         if isinstance(optimizer, SharedAdamW):
-            return SharedTree(optimizer) if in_tree else SharedSum(optimizer, exact)
+            return SharedTree(optimizer) if exact else SharedSum(optimizer)
+        in_tree = exact and self.world.size * micro_steps > 2  # a sum of two has one order
         return (FixedTree if in_tree else AnyOrder)(parameters, self.world.size)
 
     def part(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """This rank's inputs and targets of a micro-batch of whole sequences, and the model's arguments for them."""
-        predicts_further = self.model.further is not None and self.model.training
+        predicts_further = self.model.further is not None and self.computing.training
         after = further(batch.inputs, batch.targets) if predicts_further else None
         if self.context is None:
             return batch.inputs, batch.targets, {"further": after}

@@ -86,7 +86,7 @@ class Trainer:
         replayed       replay steps on a GPU as a CUDA graph
         """
         self.sharing, self.model = sharing, sharing.model
-        self.network = sharing.model if network is None else network
+        self.network = sharing.computing if network is None else network
         self.optimizer, self.learning_rate, self.clip = optimizer, learning_rate, clip
         self.training, self.seed, self.dtype = training, seed, training.precision.dtype
         self.world, self.device = sharing.world, sharing.device
@@ -129,6 +129,7 @@ class Trainer:
         if self.replay is not None:
             self.dropout_key_for(step, 0)
             return metrics | self.replay(*(tensor for batch in batches for tensor in batch.tensors()))
+        self.sharing.spread()
         losses = []
         for micro_step, batch in enumerate(batches):
             self.dropout_key_for(step, micro_step)
@@ -172,6 +173,7 @@ class Trainer:
 
     def _whole_step(self, *tensors: Tensor) -> dict[str, Tensor]:
         """The device work of a step, from the tensors of its micro-batches one after the other."""
+        self.sharing.spread()
         each, losses = len(tensors) // self.micro_steps, []
         for micro_step in range(self.micro_steps):
             self.first_sequence.fill_(self.global_batch.first_sequence(micro_step))
@@ -206,9 +208,10 @@ class Trainer:
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Mean loss over `batches`, divided among the ranks, without dropout."""
         self._wait_for_replay()
-        self.model.eval()
+        self.sharing.spread()
+        self.sharing.computing.eval()
         losses = self.sharing.validation_losses(self._validation_loss, batches)
-        self.model.train()
+        self.sharing.computing.train()
         return sum(losses) / len(batches)
 
     def _validation_loss(self, batch: Batch) -> Tensor:

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo  # fully_shard imports it when it is first called: once here, not once a rank
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 
 from attention import AttentionConfig, DropoutKey, build_attention
@@ -38,6 +40,7 @@ from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.distributed.context import ContextAttention, ContextBy
 from recipe.distributed.norm import local
 from recipe.distributed.ranks import joined
+from recipe.distributed.shared_update import SharedAdamW, SharedTree
 from recipe.distributed.world import World
 from recipe.parity.probe import ParityConfig
 from recipe.tracking.tracker import TrackingConfig, TrackingMode
@@ -156,6 +159,48 @@ def share_update(world: World, folder: Path) -> dict[str, Any]:
     return found
 
 
+def local_tree(terms: list[Tensor]) -> Tensor:
+    """((t0 + t1) + (t2 + t3)) + ... by recursion: the left branch is the largest power of two that leaves a right."""
+    if len(terms) == 1:
+        return terms[0]
+    middle = 1 << (len(terms) - 1).bit_length() - 1
+    return local_tree(terms[:middle]) + local_tree(terms[middle:])
+
+
+def sums_of_copies(world: World) -> dict[str, bool]:
+    """Whether ranks that exchange gradients of rounded copies have a tree's sums in fp32, by parameter, after three
+    micro-batches each."""
+    shapes = {"a copy": (8, 160), "a copy without gradients": (12, 96), "whole": (20, 96), "undivided": (7, 33)}
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    copies = {p: nn.Parameter(p.detach().bfloat16()) for name, p in parameters.items() if "copy" in name}
+    adamw = torch.optim.AdamW(parameters.values(), fused=True)
+    optimizer = SharedAdamW(adamw, init_device_mesh("cpu", (world.size,)), copies)
+    exchange = SharedTree(optimizer)
+
+    def gradient(name: str, leaf: int) -> Tensor:
+        """Of all magnitudes, as precise as the parameter that has it."""
+        drawn = torch.Generator().manual_seed(leaf)
+        x, exponents = (torch.randn(shapes[name], generator=drawn) for _ in range(2))
+        return (x * 10**exponents).to(copies.get(parameters[name], parameters[name]).dtype)
+
+    for micro_step in range(3):
+        for name, p in parameters.items():
+            if name != "a copy without gradients":
+                copies.get(p, p).grad = gradient(name, micro_step * world.size + world.rank)
+        exchange.add()
+    exchange.finish()
+    found = {}
+    for name, p in parameters.items():
+        expected = local_tree([gradient(name, leaf).float() for leaf in range(3 * world.size)])
+        if name == "a copy without gradients":
+            expected.zero_()
+        gradients = optimizer.shards[copies.get(p, p)].grad
+        assert isinstance(gradients, DTensor)
+        found[name] = torch.equal(gradients.full_tensor(), expected) and copies.get(p, p).grad is None
+        assert optimizer.divides(p) == (name != "undivided")
+    return found
+
+
 def part_of_moments(trainer: Trainer) -> float:
     """How much of all moments this rank keeps."""
     moments = [value for name, value in trainer.state()["training"].items() if name.endswith(".exp_avg")]
@@ -198,10 +243,16 @@ def work(world: World) -> dict[str, Any]:
         for name in ("exact", "sharded"):
             trainer = build(world, PARALLEL[name], precision=precision)
             found[f"{name}, {precision.value}"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
+            found[f"{name}, {precision.value}"]["whole model"] = one_loss(trainer)
+            if name == "exact" and world.size > 1:
+                found["rounded"] = sum(
+                    p.numel() for p in trainer.sharing.computing.parameters() if p.dtype is precision.dtype
+                )
     if Precision.bf16 in AUTOCAST[world.size]:
         for name in ("exact", "sharded"):
             trainer = build(world, PARALLEL[name], precision=Precision.bf16, model=MODEL, score=FORGETTING)
             found[f"{name}, forgetting"] = {"updates": train(trainer, range(STEPS)), **validate(trainer)}
+    found["sums of copies"] = sums_of_copies(world) if world.size > 1 else {}
     found["masks"], found["timeouts are the run's"] = masks(world)
     check_ranks_agree(Config(seed=SEED, device=f"cuda:{world.rank}"))
     try:
@@ -246,9 +297,17 @@ def masks(world: World) -> tuple[dict[str, bool], list[bool]]:
     return found, in_time
 
 
-def resume(world: World, folder: Path, steps: range, data: DataParallel, optimizer: str) -> list[list[str]]:
-    """Train from the newest checkpoint, if any, to the next; returns the updates and the average's validation loss."""
-    trainer = build(world, ParallelConfig(data), model=UNEVEN if optimizer == "muon" else None, optimizer=optimizer)
+def resume(world: World, folder: Path, steps: range, data: DataParallel, name: str) -> list[list[str]]:
+    """Train from the newest checkpoint, if any, to the next; returns the updates and the average's validation loss.
+
+    name  of the optimizer, or of the precision in which replicated ranks train
+    """
+    if name == "muon":
+        trainer = build(world, ParallelConfig(data), model=UNEVEN, optimizer=name)
+    elif name == "bf16":
+        trainer = build(world, ParallelConfig(), precision=Precision.bf16)
+    else:
+        trainer = build(world, ParallelConfig(data))
     if steps.start:
         trainer.load(newest_valid(folder)[0])
     done = train(trainer, steps)
@@ -286,7 +345,7 @@ def main(rank: int, folder: Path, ports: list[str]) -> None:
     torch.set_num_threads(1)
     norm.PIECE = 256  # small matrices have pieces too
     OPTIMIZERS["torch's"] = torchs_adamw
-    resumed: dict[str, Any] = {"adamw": {}, "muon": {}}
+    resumed: dict[str, Any] = {"adamw": {}, "muon": {}, "bf16": {}}
     for turn, ((size, data), port) in enumerate(zip(CHAIN, ports[:4], strict=True)):
         if rank < size:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,7 +22,7 @@ from recipe.distributed.sharded_update import with_bits_of_wholes
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
 from recipe.tracking.metrics import read_metrics
-from tests.recipe.distributed.several_ranks import STEPS, TRAINED
+from tests.recipe.distributed.several_ranks import STEPS, TRAINED, local_tree
 from tests.recipe.distributed.test_ranks import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -48,14 +47,6 @@ def found(folder: Path) -> Found:
     }
     found[0] = [json.loads((folder / f"{rank}-resumed.json").read_text()) for rank in range(4)]
     return found
-
-
-def local_tree(terms: list[Tensor]) -> Tensor:
-    """((t0 + t1) + (t2 + t3)) + ... by recursion: the left branch is the largest power of two that leaves a right."""
-    if len(terms) == 1:
-        return terms[0]
-    middle = 1 << (len(terms) - 1).bit_length() - 1
-    return local_tree(terms[:middle]) + local_tree(terms[middle:])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
@@ -130,6 +121,7 @@ def test_runs_under_autocast_are_equal_too_though_sharded_ranks_gather_rounded_m
     (alone,) = found[1]
     assert len({loss for loss, _ in alone[f"exact, {precision}"]["updates"]}) == STEPS
     for rank in found[size]:
+        assert rank["rounded"] > 2 * 2 * 128 * 32  # where replicated, elements: the MLPs' matrices and others
         for name in ("exact", "sharded"):
             assert rank[f"{name}, {precision}"] == alone[f"exact, {precision}"]
 
@@ -141,6 +133,13 @@ def test_matrices_that_are_read_in_fp32_under_autocast_stay_in_fp32(found: Found
     assert len({loss for loss, _ in alone["exact, forgetting"]["updates"]}) == STEPS
     for rank in found[4]:
         assert rank[f"{name}, forgetting"] == alone["exact, forgetting"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_of_rounded_copies_are_added_in_the_tree_in_fp32(found: Found, size: int) -> None:
+    for rank in found[size]:
+        assert list(rank["sums of copies"].values()) == [True] * 4, rank["sums of copies"]
 
 
 @pytest.mark.slow
@@ -178,15 +177,16 @@ def test_ranks_with_different_configurations_are_all_refused(found: Found, size:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "name"), [("adamw", "exact"), ("muon", "exact, muon")])
-def test_checkpoints_are_read_on_another_number_of_ranks(found: Found, optimizer: str, name: str) -> None:
-    """From four sharded ranks to two, from two to one, from one to four replicated ranks."""
+@pytest.mark.parametrize(("kind", "name"), [("adamw", "exact"), ("muon", "exact, muon"), ("bf16", "exact, bf16")])
+def test_checkpoints_are_read_on_another_number_of_ranks(found: Found, kind: str, name: str) -> None:
+    """From four sharded ranks to two, from two to one, from one to four replicated ranks. In bf16 all are replicated:
+    each has the fp32 weights of its rows alone."""
     (alone,) = found[1]
     for resumed in found[0]:
-        for start, updates in resumed[optimizer].items():
+        for start, updates in resumed[kind].items():
             assert updates[0] == alone[name]["updates"][int(start)]
-    assert list(found[0][0][optimizer]) == ["0", "1", "2", "3"]
-    assert found[0][0][optimizer]["3"][1] == [alone[name]["validation of the average"]]
+    assert list(found[0][0][kind]) == ["0", "1", "2", "3"]
+    assert found[0][0][kind]["3"][1] == [alone[name]["validation of the average"]]
 
 
 @pytest.mark.slow

@@ -1,0 +1,69 @@
+"""A model that computes with rounded copies of its matrices has the losses and gradients of autocast, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import AttentionConfig, DropoutKey, build_attention
+from model.config import GPTConfig, Recompute
+from model.further import further
+from model.gpt import GPT, Computation
+from model.score import ScoreConfig
+from recipe.distributed.rounding import rounded, rounded_by_autocast, with_others
+from tests.parts import PARTS
+
+T, VOCAB = 32, 61
+FORGETTING = ScoreConfig(formula="s + c[h, i] - c[h, j]", tensors={"c": "model.forget_gate"})
+
+
+def build(config: GPTConfig, score: ScoreConfig | None = None, recompute: Recompute = Recompute.none) -> GPT:
+    torch.manual_seed(5)
+    attend = build_attention(AttentionConfig("naive", dropout=0.1))
+    model = GPT(replace(config, dropout=0.1), VOCAB, T, attend, Computation(recompute), score=score)
+    with torch.no_grad():
+        for p in model.parameters():  # biases and scales too are values that rounding would change
+            p.add_(0.02 * torch.randn_like(p))
+    return model
+
+
+def loss(model: GPT, dtype: torch.dtype) -> Tensor:
+    tokens = torch.randint(VOCAB, (3, T), generator=torch.Generator().manual_seed(6))
+    targets = tokens.roll(-1, dims=1)
+    after = None if model.further is None else further(tokens, targets)
+    with torch.autocast("cpu", dtype):
+        return model.objective(model(tokens, targets, dropout_key=DropoutKey(1, 2, 0, first_sequence=0), further=after))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.block])
+@pytest.mark.parametrize("name", ["gpt2", *PARTS, "forgetting"])
+def test_copies_have_the_losses_and_gradients_of_autocast(name: str, recompute: Recompute, dtype: torch.dtype) -> None:
+    config = PARTS.get(name, GPTConfig(n_layers=2, n_heads=2, n_embd=32, bias=True))
+    whole = build(config, FORGETTING if name == "forgetting" else None, recompute)
+    copies = {p: rounded(p, dtype) for p in rounded_by_autocast(whole)}
+    computed = loss(with_others(whole, copies), dtype)
+    computed.backward()
+    found = [copies.get(p, p).grad for p in whole.parameters()]
+    whole.zero_grad()
+    expected = loss(whole, dtype)
+    expected.backward()
+    assert torch.equal(computed, expected)
+    for (parameter, p), gradient in zip(whole.named_parameters(), found, strict=True):
+        assert p.grad is not None, parameter
+        assert gradient is not None, parameter
+        assert gradient.dtype is (dtype if p in copies else torch.float32)
+        assert torch.equal(gradient.float(), p.grad), parameter
+
+
+def test_everything_but_the_matrices_of_linear_layers_is_shared() -> None:
+    whole = build(PARTS["everything"], FORGETTING)
+    computing = with_others(whole, {p: rounded(p, torch.bfloat16) for p in rounded_by_autocast(whole)})
+    assert computing.attend is whole.attend
+    linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight", "c_gate.weight")
+    for (name, p), (_, q) in zip(whole.named_parameters(), computing.named_parameters(), strict=True):
+        assert (q is not p) == (name.startswith("h.") and name.endswith(linear)), name
+    assert all(b is c for b, c in zip(whole.buffers(), computing.buffers(), strict=True))
