@@ -124,9 +124,12 @@ class Counter:
 
 
 def add_shares(mine: Tensor, share: Tensor) -> Tensor:
-    """Fill this rank's share, (N / ranks,), of the sum of every rank's `mine` (N,), added pairwise in rank order."""
+    """Fill this rank's share, (N / ranks,) fp32, of the sum of every rank's `mine` (N,), added pairwise in rank order.
+
+    `mine` may have a lower precision. Sums are in fp32.
+    """
     ranks = mine.numel() // share.numel()
-    if ranks == 2:  # a sum of two has one order, the library's too
+    if ranks == 2 and mine.dtype is share.dtype:  # a sum of two has one order, the library's too
         reduce_scatter(share, mine)
         return share
     received = torch.empty_like(mine)

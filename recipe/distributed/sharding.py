@@ -41,7 +41,9 @@ def sharded(model: GPT, device: torch.device, dtype: torch.dtype, config: Parall
     whole, model = model, without_values(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     matrices = set(rounded_by_autocast(model))
-    rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # The library would add in the precision of the gradients; TreeReduceScatter adds in fp32.
+    summed_in = None if config.exact else torch.float32
+    rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed_in, cast_forward_inputs=False)
     # The backward pass begins with the parameters outside the blocks, so they are not dropped before it.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=matrices)
     for block in model.h:
@@ -97,7 +99,7 @@ def gathered(model: GPT, blueprint: GPT) -> GPT:
 
 
 class TreeReduceScatter:
-    """FSDP2's reduction of gradients, in the order of `add_shares`."""
+    """FSDP2's reduction of gradients, in the order of `add_shares`: in fp32, whatever their precision."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -110,7 +112,9 @@ class TreeReduceScatter:
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        add_shares(input_tensor, output_tensor)
+        share = torch.empty_like(output_tensor, dtype=torch.float32)
+        add_shares(input_tensor, share)
+        output_tensor.data = share  # FSDP2 allocated it in the precision of the gradients
 
 
 class ShardedTree(FixedTree):
