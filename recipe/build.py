@@ -104,7 +104,8 @@ def build_trainer(config: Config, model: GPT, device: torch.device, world: World
     """The trainer of a model, which moves to `device`."""
     training = replace(config.training, precision=resolve_precision(config.training.precision, device))
     sharing = Sharing(model, world, config.parallel, device, training.precision.dtype)
-    optimizer = sharing.share_update(build_optimizer(sharing.model, config.optimizer))
+    micro_steps = training.micro_steps(model.seq_len, world.data_size)
+    optimizer = sharing.share_update(build_optimizer(sharing.model, config.optimizer), micro_steps)
     return Trainer(
         sharing,
         optimizer,
@@ -113,7 +114,7 @@ def build_trainer(config: Config, model: GPT, device: torch.device, world: World
         learning_rate=partial(learning_rate, steps=training.steps, peak=config.optimizer.lr, config=config.schedule),
         clip=config.optimizer.clip,
         network=compiled(sharing.computing, config),
-        replayed=can_replay(config, training.micro_steps(model.seq_len, world.data_size)),
+        replayed=can_replay(config, micro_steps),
     )
 
 

@@ -38,6 +38,7 @@ GROUPS = {
         "model/rotation_kernel.py",
         "model/norm_kernel.py",
     ),
+    "exchange": ("recipe/distributed/pairwise_kernel.py",),
     "softmax": ("bench/attention/softmax.py",),
 }
 

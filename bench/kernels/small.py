@@ -20,6 +20,7 @@ from model.positions import PositionTables
 from model.rotation_kernel import launch_rotate, launch_rotate_gradient
 from model.softmax_kernel import launch_softmax_gradient
 from model.token_kernel import Form, Linear, Norm, launch_product, launch_projection
+from recipe.distributed.pairwise_kernel import launch_add_pairwise
 
 # architecture -> dtypes and page sizes of caches; None: contiguous
 CACHES = {
@@ -60,6 +61,12 @@ def launches(architecture: int) -> Iterator[Launch]:
         f"model/sm{architecture}/add-norm-gradient",
         lambda: launch_add_norm_gradient(x, out, x, stats, bits, 1.1, weight, 1),
     )
+    for dtype in (torch.bfloat16, torch.float32):
+        terms = torch.empty(4, 2**20, dtype=dtype)
+        yield Launch(
+            f"exchange/sm{architecture}/sum-{str(dtype).split('.')[1]}",
+            partial(launch_add_pairwise, terms, torch.empty(2**20)),
+        )
     for kind in softmax.KERNELS:
         yield Launch(f"softmax/sm{architecture}/{kind}", partial(softmax.softmax, torch.empty(10, 4000), kind))
 

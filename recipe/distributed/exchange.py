@@ -6,8 +6,9 @@ Floating-point sums depend on their order. A step of n micro-batches adds its gr
 
 With W ranks, a power of two, micro-batch m of rank r is leaf m W + r. The ranks' gradients of one micro-step are then a
 subtree, which the ranks add together, and the sums of the micro-steps go up the tree like the carries of a binary
-counter. So 1, 2 and 4 ranks give the same bits. The communication library adds in another order. It is used with
-`parallel.exact=false`, and for sums of two terms, which have only one order.
+counter. So 1, 2 and 4 ranks give the same bits. The communication library adds in another order. It is used for sums of
+two terms, which have only one order, and with `parallel.exact=false`, but not for one micro-batch of ranks that share
+the update: there the tree is faster.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
 
+from attention.gpu import HAS_TRITON
 from recipe.distributed.norm import ALIGNMENT, Norm, local
 
 # Their names from torch 2.13 on, else the earlier ones.
@@ -139,9 +141,20 @@ def add_shares(mine: Tensor, share: Tensor) -> Tensor:
 
 def add_pairwise(terms: Tensor, out: Tensor) -> Tensor:
     """Fill out (N,), fp32, with the sum in fp32 of terms (ranks, N) of any precision, added pairwise."""
-    while len(terms) > 2:
-        terms = terms[0::2].float() + terms[1::2]
-    return torch.add(terms[0].float(), terms[1], out=out)
+    if terms.is_cuda and HAS_TRITON:
+        from recipe.distributed.pairwise_kernel import launch_add_pairwise
+
+        launch_add_pairwise(terms, out)
+        return out
+    return out.copy_(tree(list(terms.float())))
+
+
+def tree(terms: Sequence[Tensor]) -> Tensor:
+    """((t0 + t1) + (t2 + t3)) + ...: the left branch is the largest power of two that leaves a right one."""
+    if len(terms) == 1:
+        return terms[0]
+    left = 1 << (len(terms) - 1).bit_length() >> 1
+    return tree(terms[:left]) + tree(terms[left:])
 
 
 def add_losses(losses: Sequence[Tensor], ranks: int) -> Tensor:

@@ -53,8 +53,8 @@ class Sharing:
         self.computing = self.model
         self.spread: Callable[[], None] = lambda: None
 
-    def share_update(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer, or one like it whose update the ranks share.
+    def share_update(self, optimizer: torch.optim.Optimizer, micro_steps: int) -> torch.optim.Optimizer:
+        """The optimizer, or one like it whose update the ranks share, for steps of `micro_steps` micro-batches.
 
         Only the update of torch's AdamW is shared. With a sharded model every optimizer already updates only this
         rank's rows.
@@ -69,7 +69,7 @@ class Sharing:
             return optimizer
         mesh = init_device_mesh(self.device.type, (ranks,))
         matrices = [p for p in rounded_by_autocast(self.model) if p.requires_grad and divides(p.shape, ranks)]
-        if self.dtype is torch.float32 or not self.config.exact or not matrices:
+        if self.dtype is torch.float32 or not self._in_tree(micro_steps) or not matrices:
             return SharedAdamW(optimizer, mesh)
         copies = {p: rounded(p, self.dtype) for p in matrices}
         shared = SharedAdamW(optimizer, mesh, copies)
@@ -86,9 +86,14 @@ class Sharing:
         if self.sharded:
             return ShardedTree(parameters, micro_steps) if exact else AnyOrder(parameters, ranks=1)
         if isinstance(optimizer, SharedAdamW):
-            return SharedTree(optimizer) if exact else SharedSum(optimizer)
+            return SharedTree(optimizer) if self._in_tree(micro_steps) else SharedSum(optimizer)
         in_tree = exact and self.world.size * micro_steps > 2  # a sum of two has one order
         return (FixedTree if in_tree else AnyOrder)(parameters, self.world.size)
+
+    def _in_tree(self, micro_steps: int) -> bool:
+        """Whether ranks that share the update add gradients in the fixed tree, which is the fastest order for a single
+        micro-batch. Of several it exchanges each one's gradients."""
+        return self.config.exact or micro_steps == 1
 
     def part(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """This rank's inputs and targets of a micro-batch of whole sequences, and the model's arguments for them."""

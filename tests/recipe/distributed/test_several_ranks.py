@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from recipe.distributed.exchange import Counter
+from attention.gpu import HAS_TRITON
+from recipe.distributed.exchange import Counter, add_pairwise
 from recipe.distributed.sharded_update import with_bits_of_wholes
 from recipe.distributed.sharing import Sharing
 from recipe.distributed.world import World
@@ -58,13 +59,27 @@ def test_terms_that_come_one_by_one_are_added_in_a_tree(count: int) -> None:
     assert torch.equal(counter.finish(), local_tree(terms))
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_pass_over_the_terms_of_all_ranks_adds_them_in_a_tree(dtype: torch.dtype) -> None:
+    from recipe.distributed.pairwise_kernel import launch_add_pairwise
+
+    for ranks in range(1, 10):
+        drawn = torch.Generator().manual_seed(ranks)
+        x, exponents = (torch.randn(ranks, 1500, generator=drawn) for _ in range(2))
+        terms, out = (x * 3**exponents).to(dtype), torch.empty(1500)
+        launch_add_pairwise(terms, out)
+        assert torch.equal(out, local_tree(list(terms.float())))
+        assert torch.equal(add_pairwise(terms, torch.empty(1500)), out)
+
+
 def test_an_optimizer_that_derives_from_adamw_keeps_its_update() -> None:
     class Other(torch.optim.AdamW):
         pass
 
     optimizer = Other([torch.nn.Parameter(torch.zeros(2**10, 2**10))], fused=True)
     ranks: Any = SimpleNamespace(world=World(0, 2, 0), sharded=False)
-    assert Sharing.share_update(ranks, optimizer) is optimizer
+    assert Sharing.share_update(ranks, optimizer, micro_steps=1) is optimizer
 
 
 @pytest.mark.slow
