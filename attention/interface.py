@@ -99,6 +99,7 @@ class Attention(ABC):
     options: ClassVar[frozenset[str]] = frozenset()  # fields of AttentionConfig it reads, besides name and dropout
     supports: ClassVar[frozenset[str]] = frozenset()  # the FEATURES that it has besides causal attention
     scales_queries: ClassVar[bool] = False  # whether a formula's factors of s come as Call.factors, and not within q
+    operators: ClassVar[frozenset[str]] = frozenset()  # torch's names of those whose results recomputation may keep
     exact: ClassVar[bool] = False  # whether it computes the contract's function, so that another may replace it
 
     def __init__(self, config: AttentionConfig) -> None:

@@ -28,6 +28,17 @@ TORCH_BACKENDS = {
     SDPABackend.cudnn: SDPBackend.CUDNN_ATTENTION,
     SDPABackend.math: SDPBackend.MATH,
 }
+# What torch's call becomes. Its backend `math` is many operators, which are all recomputed.
+OPERATORS = frozenset(
+    f"aten::_scaled_dot_product_{kernel}"
+    for kernel in (
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+)
 
 
 class SDPAAttention(Attention):
@@ -36,6 +47,7 @@ class SDPAAttention(Attention):
     name = "sdpa"
     options = frozenset({"rng", "backend"})
     supports = frozenset({"full", "window", "documents"})
+    operators = OPERATORS
     exact = True
 
     def __init__(self, config: AttentionConfig) -> None:

@@ -10,10 +10,11 @@ and the same with the MLP.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from attention.score import Score
 from model.attention import SelfAttention, Surroundings
@@ -28,9 +29,22 @@ Masks = Sequence[Mask | None]  # residual dropout's mask at each site; None: kee
 T = TypeVar("T")
 
 
-def call(recompute: bool, function: Callable[..., T], *inputs: object) -> T:
-    """function(*inputs), storing only the inputs for the backward pass if `recompute`."""
-    return checkpoint(function, *inputs, use_reentrant=False) if recompute else function(*inputs)
+def call(recompute: bool, function: Callable[..., T], *inputs: object, kept: frozenset[str] = frozenset()) -> T:
+    """function(*inputs), storing for the backward pass, if `recompute`, only the inputs and what operators `kept` give.
+
+    kept  operators' names, such as "aten::mm"
+    """
+    if not recompute:
+        return function(*inputs)
+    if not kept:
+        return checkpoint(function, *inputs, use_reentrant=False)
+    contexts = partial(create_selective_checkpoint_contexts, partial(policy, kept))
+    return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
+
+
+def policy(kept: frozenset[str], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What selective checkpointing asks for each operator that a recomputed function calls."""
+    return CheckpointPolicy.MUST_SAVE if operator.name() in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Stream(NamedTuple):

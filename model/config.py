@@ -84,6 +84,7 @@ class Recompute(Enum):
     none = "none"
     attention = "attention"  # each attention sub-layer, from the residual stream
     block = "block"  # each block
+    around_attention = "around_attention"  # each block, except for the attention kernel
 
 
 @dataclass

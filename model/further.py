@@ -10,14 +10,14 @@ Report", eqs. 21 to 23, with one further token. Only training uses it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attention.score import Range, Score, take_rows
-from model.attention import Surroundings
-from model.blocks import Block, Masks, call
+from model.blocks import Block
 from model.config import GPTConfig
 from model.linear import Linear
 from model.loss import IGNORE_INDEX
@@ -60,8 +60,11 @@ class FurtherToken(nn.Module):
         self.block = Block(config, score, options, config.n_layers - 1, recompute_attention)
         self.ln_f = build_norm(config)
 
-    def forward(self, h: Tensor, embedded: Tensor, around: Surroundings, masks: Masks, recompute: bool) -> Tensor:
-        """The input (B, T, C) of the head's block, for the stream h and the next tokens' embedding, (B, T, C) each."""
-        x = self.c_join(torch.cat([self.ln_h(h), self.ln_e(embedded)], dim=-1))
-        x, _ = call(recompute, self.block, x, around, masks)
-        return self.ln_f(x)
+    def forward(self, h: Tensor, embedded: Tensor, through: Callable[[Block, Tensor], Tensor]) -> Tensor:
+        """The input (B, T, C) of the head's logits.
+
+        h         (B, T, C)  the model's stream after its last block
+        embedded  (B, T, C)  of the next tokens
+        through   calls the head's block
+        """
+        return self.ln_f(through(self.block, self.c_join(torch.cat([self.ln_h(h), self.ln_e(embedded)], dim=-1))))

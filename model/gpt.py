@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ from model.score_tensors import ScoreTensors
 
 # Matrix products over the vocabulary are fastest when its rows fill whole tiles.
 VOCAB_MULTIPLE = 64
+S = TypeVar("S", Tensor, Tensor | Stream)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,11 @@ class GPT(nn.Module):
         device, dtype = torch.device(self.computation.device), self.computation.dtype
         shape = AttentionShape(config.head_size, config.n_heads, config.kv_heads, dtype, device, self.scores)
         attend.check(replace(shape, documents=documents))
+        if self.computation.recompute is Recompute.around_attention and not attend.operators:
+            raise ModelError(
+                f"training.recompute=around_attention keeps the output of one operator, and attention={attend.name} "
+                "names none; use training.recompute=block, or attention=flash or sdpa."
+            )
 
         rows, width = -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, config.n_embd
         self.wte = nn.Embedding(rows, width)
@@ -260,9 +267,10 @@ class GPT(nn.Module):
         loss = self.loss(hidden, targets, count)
         if further is None or self.further is None:
             return loss
-        recompute, last = self.computation.recompute is Recompute.block, len(self.h)
-        around, masks = given.around(last, self.config, first), given.masks_of(last)
-        hidden = self.further(x, self.embedding(further.tokens), around, masks, recompute)
+        last = len(self.h)
+        hidden = self.further(
+            x, self.embedding(further.tokens), lambda block, x: self.through(block, x, given, last, first)[0]
+        )
         return torch.stack([loss, self.loss(hidden, further.targets, further.known)])
 
     def loss(self, hidden: Tensor, targets: Tensor, count: Tensor | None = None) -> Tensor:
@@ -326,15 +334,26 @@ class GPT(nn.Module):
 
     def through_blocks(self, given: Pass) -> tuple[Tensor, Tensor | None]:
         """The residual stream (B, T, C) after the last block and, with value_residual, the first layer's values."""
-        recompute = self.computation.recompute is Recompute.block and torch.is_grad_enabled()
         # What a recomputed block reads is stored, and should be a single tensor.
         separate = self.computation.recompute is Recompute.none and can_fuse_stream(given.embedded.x)
         x: Tensor | Stream = Stream(given.embedded.x) if separate else given.embedded.x
         first = None
         for layer, block in enumerate(self.h):
-            x, values = call(recompute, block, x, given.around(layer, self.config, first), given.masks_of(layer))
+            x, values = self.through(block, x, given, layer, first)
             first = values if layer == 0 else first
         return x.added() if isinstance(x, Stream) else x, first
+
+    def through(self, block: nn.Module, x: S, given: Pass, layer: int, first: Tensor | None) -> tuple[S, Tensor | None]:
+        """The residual stream after a block, and its values, from the stream x and the first layer's values."""
+        kind = self.computation.recompute
+        return call(
+            kind in (Recompute.block, Recompute.around_attention) and torch.is_grad_enabled(),
+            block,
+            x,
+            given.around(layer, self.config, first),
+            given.masks_of(layer),
+            kept=self.attend.operators if kind is Recompute.around_attention else frozenset(),
+        )
 
     def narrowed(self, x: Tensor) -> Tensor:
         """The residual stream x in the precision in which it is accumulated."""

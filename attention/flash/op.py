@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import gpu
 from ..config import ProductPrecision
@@ -300,6 +301,7 @@ class FlashAttention(Attention):
     supports = FEATURES - {option.name for option in OPTIONS if not (option.in_kernels or option.is_formula)}
     exact = True
     scales_queries = True
+    operators = frozenset({f"{NAMESPACE}::flash_forward"})
 
     def check(self, shape: AttentionShape) -> None:
         super().check(shape)
@@ -378,7 +380,7 @@ class FlashAttention(Attention):
         may_skip = spec.score.alibi or inputs.formula is not None
         if may_skip and Problem(spec, D, q.dtype, q.shape[2], k.shape[2], (0, 0)).has_horizons:
             inputs = inputs._replace(horizons=horizons(q.detach(), k.detach(), inputs, spec, compiling))
-        if compiling:
+        if compiling or is_in_torch_dispatch_mode():  # such as selective checkpointing's, which sees operators alone
             out, lse, _ = flash_forward(q, k, v, inputs.present(), spec.text(), *positions)
         else:
             out, lse, _ = Eager.apply(spec, *positions, q, k, v, *inputs.present())

@@ -118,7 +118,7 @@ PARTS = (
     step("bf16", "bench.train_step --attention flash -- training.residual_in_fp32=false", 6),
     step("window", f"{ONE_SHAPE} --shapes 4x8192 -- {WINDOWED}", 1),
     step("documents", f"{ONE_SHAPE} --shapes 4x8192 -- data.documents=mask", 1),
-    step("recompute", f"{ONE_SHAPE} --shapes 32x1024 --recompute attention block", 2),
+    step("recompute", f"{ONE_SHAPE} --shapes 32x1024 --recompute attention around_attention block", 3),
     *(
         Part(
             f"train-step-{model}",

@@ -10,7 +10,8 @@
     quarter   one sequence of 262,144 tokens over all GPUs
     half      one of 524,288: on two GPUs, the length per GPU of `million` on four
     million   one of 1,048,576
-    four      one of 4,194,304 over four GPUs, or half of that over two: a single step, whose time includes compiling
+    four      one of 4,194,304 over four GPUs, or half of that over two, the residual stream in bf16: a single step,
+              whose time includes compiling
     xl        GPT-2 XL, 16 x 1,024 tokens per GPU, sharded, and each GPU separately
     xl-long   GPT-2 XL, one sequence of 1,048,576 tokens over four GPUs, or half of that over two, sharded, the residual
               stream in bf16: a single step, whose time includes compiling
@@ -41,7 +42,7 @@ from bench.record import Recorder, Row, command_line, command_of, measurement, r
 from bench.runs import python
 from bench.several_gpus.cases import ALONE, KINDS, MODELS, Case, cases
 from data.batches import Batch
-from model.config import GPTConfig, Positions, Recompute
+from model.config import GPTConfig, Positions
 from model.gpt import GPT, Computation
 from model.loss import LossKind
 from recipe.build import build_trainer
@@ -71,14 +72,13 @@ def build(case: Case, world: World, device: torch.device) -> Trainer:
         compile=case.compile,
         cuda_graph=not case.long,
     )
-    recompute = Recompute.block if case.long else Recompute.none
     with device:  # random numbers come faster there
         model = GPT(
             config,
             VOCAB,
             case.seq_len,
             build_attention(AttentionConfig("flash", case.dropout)),
-            Computation(recompute, LossKind.chunked, case.residual_in_fp32, device, torch.bfloat16),
+            Computation(case.recompute, LossKind.chunked, case.residual_in_fp32, device, torch.bfloat16),
         )
     optimizer, schedule = OptimizerConfig(case.optimizer, lr=6e-4), ScheduleConfig(warmup_steps=0)
     whole = Config(SEED, optimizer=optimizer, schedule=schedule, training=training, parallel=case.parallel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from model.config import Recompute
 from recipe.distributed.config import DataParallel, ParallelConfig
 from recipe.training.graphed_step import WARMUP_CALLS
 
@@ -35,6 +36,7 @@ class Case:
     compile: bool = True
     model: str = "gpt2"
     long: bool = False
+    recompute: Recompute = Recompute.none
     residual_in_fp32: bool = True
     optimizer: str = "adamw"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -61,7 +63,11 @@ def cases(gpus: int) -> Iterator[Case]:
         parallel, tokens = ParallelConfig(data), 4 * 8 * 1024
         eager = Case("eager", data.value, 1024, 8, 5, 9, dropout=0.1, tokens=tokens, compile=False, parallel=parallel)
         yield from (eager, replace(eager, kind="muon", optimizer="muon"))
-    yield Case("quarter", "heads", MILLION // 4, 1, 1, 1, first=1, long=True, parallel=together)
+    quarter = Case(
+        "quarter", "heads", MILLION // 4, 1, 1, 1, first=1, long=True, recompute=Recompute.around_attention,
+        parallel=together,
+    )  # fmt: skip
+    yield quarter
     yield Case("xl", ALONE, 1024, 16, 3, 3, model="gpt2-xl", parallel=ParallelConfig(shard))
     if gpus > 1:
         yield Case("xl", "exact", 1024, 16, 3, 3, model="gpt2-xl", parallel=ParallelConfig(shard))
@@ -72,9 +78,9 @@ def cases(gpus: int) -> Iterator[Case]:
         shared = ParallelConfig(shard, context=gpus)
         yield Case(
             "xl-long", "keys", gpus * MILLION // 4, 1, 1, 1, first=0, model="gpt2-xl", long=True,
-            residual_in_fp32=False, parallel=shared,
+            recompute=Recompute.block, residual_in_fp32=False, parallel=shared,
         )  # fmt: skip
-    yield Case("half", "heads", MILLION // 2, 1, 1, 1, first=1, long=True, parallel=together)
-    yield Case("million", "heads", MILLION, 1, 1, 1, first=1, long=True, parallel=together)
+    yield replace(quarter, kind="half", seq_len=MILLION // 2)
+    yield replace(quarter, kind="million", seq_len=MILLION)
     if gpus > 1:
-        yield Case("four", "heads", gpus * MILLION, 1, 1, 1, first=0, long=True, parallel=together)
+        yield replace(quarter, kind="four", seq_len=gpus * MILLION, first=0, residual_in_fp32=False)

@@ -93,7 +93,7 @@ def sizes(rows: Rows) -> str:
 @block("recompute", "train-step")
 def recompute(rows: Rows) -> str:
     """The time that training.recompute costs and the memory that it saves."""
-    order = ["none", "attention", "block"]
+    order = ["none", "attention", "around_attention", "block"]
     shown = [row for row in rows if (row["shape"], row["dropout"], row["extra"]) == ("32x1024", 0.0, [])]
     shown = sorted((row for row in shown if row["attention"] == "flash"), key=lambda row: order.index(row["recompute"]))
     lines = (

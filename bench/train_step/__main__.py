@@ -30,6 +30,7 @@ from bench.record import Recorder, Row, command_line, command_of, measurement, r
 from bench.runs import train
 from bench.train_step.nanogpt import DROPOUTS, SHAPES, batch_and_length
 from bench.train_step.views import ATTENTIONS, IDENTITY, gpus, result
+from model.config import Recompute
 
 SHOWN = (
     *("status", "message", "tokens_per_s", "step_ms", "data_ms", "mfu_full", "mfu_causal", "wall_s"),
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention", nargs="+", default=ATTENTIONS, choices=ATTENTIONS)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, type=batch_and_length, metavar="BATCHxSEQ_LEN")
     parser.add_argument("--dropout", nargs="+", default=DROPOUTS, type=rate, metavar="P")
-    parser.add_argument("--recompute", nargs="+", default=["none"], choices=["none", "attention", "block"])
+    parser.add_argument("--recompute", nargs="+", default=["none"], choices=[kind.value for kind in Recompute])
     parser.add_argument("--steps", default=60, type=positive)
     parser.add_argument(
         "--gpus", nargs="+", default=[1], type=positive, metavar="N", help="numbers of GPUs, each with the whole shape"

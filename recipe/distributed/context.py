@@ -79,7 +79,7 @@ class ContextAttention(Attention):
     def __init__(self, inner: Attention, group: dist.ProcessGroup) -> None:
         self.inner, self.group = inner, group
         self.rank, self.ranks = group.rank(), group.size()
-        self.name, self.supports = inner.name, inner.supports  # type: ignore[misc]
+        self.name, self.supports, self.operators = inner.name, inner.supports, inner.operators  # type: ignore[misc]
         self.config, self.dropout = inner.config, inner.dropout
 
     def check(self, shape: AttentionShape) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, DropoutKey, DropoutRng, build_attention
 from attention.dropout import keep_mask
+from attention.flash import op
 from data.batches import Batch
 from model.config import GPTConfig, Recompute
 from model.dropout import LAYER, draw_masks, drop
@@ -81,6 +83,19 @@ def test_a_replayed_step_is_bitwise_the_launched_one(options):
     ours, theirs = ({**x.state()["model"], **x.state()["training"]} for x in (launched, replayed))
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_a_compiled_step_around_attention_launches_its_kernel_once(monkeypatch):
+    kernel, results = Mock(wraps=op.run_forward), []
+    monkeypatch.setattr(op, "run_forward", kernel)
+    for recompute, times in ((Recompute.block, 2), (Recompute.around_attention, 1)):
+        torch.compiler.reset()
+        trained = trainer(recompute=recompute, cuda_graph=False)
+        trained.update(0, batch(0))
+        kernel.reset_mock()
+        results.append({name: float(value) for name, value in trained.update(1, batch(1)).items()})
+        assert kernel.call_count == times * len(trained.model.h)
+    assert results[1] == pytest.approx(results[0], rel=2**-8)  # compiled, they differ by bf16's rounding
 
 
 @pytest.mark.parametrize("attention", ["naive", "tiled", "flash"])

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention import AttentionConfig, Score, build_attention
 from attention.dropout import DropoutKey, keep_mask
+from attention.flash import op
 from attention.interface import AttentionShape, UnsupportedAttention
 from attention.naive import NaiveAttention
 from model.config import GPTConfig, ModelError, Positions, Recompute
@@ -184,7 +186,7 @@ def test_each_layer_has_a_separate_mask():
 @pytest.mark.parametrize("recompute", list(Recompute))
 def test_each_site_of_the_residual_stream_has_a_separate_mask(recompute):
     """Site 0 is the embedding, 1 + 2 l the attention of block l and 2 + 2 l its MLP."""
-    model = build(replace(SMALL, dropout=0.25), computation=Computation(recompute))
+    model = build(replace(SMALL, dropout=0.25), name="sdpa", computation=Computation(recompute))
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def remember(name: str, _: Module, given: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
@@ -214,7 +216,7 @@ def test_dropout_without_a_key_is_refused_in_training(attention, residual):
 @pytest.mark.parametrize("name", ["naive", "tiled"])
 def test_recomputation_changes_no_bit_and_stores_less(name):
     stored, results = {}, {}
-    for recompute in Recompute:
+    for recompute in (Recompute.none, Recompute.attention, Recompute.block):
         model = build(replace(SMALL, dropout=0.1), attention_dropout=0.1, name=name, computation=Computation(recompute))
         tensors: dict[int, int] = {}
 
@@ -230,6 +232,42 @@ def test_recomputation_changes_no_bit_and_stores_less(name):
     for recompute in (Recompute.attention, Recompute.block):
         assert all(torch.equal(a, b) for a, b in zip(results[Recompute.none], results[recompute], strict=True))
     assert stored[Recompute.none] > stored[Recompute.attention] > stored[Recompute.block]
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "blocks compiled"])
+def test_recomputing_around_attention_calls_the_kernel_once_and_changes_no_bit(way, monkeypatch):
+    kernel, results, stored = Mock(wraps=op.run_forward), {}, {}
+    monkeypatch.setattr(op, "run_forward", kernel)
+    compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    for recompute, times in ((Recompute.none, 1), (Recompute.block, 2), (Recompute.around_attention, 1)):
+        torch._dynamo.reset()
+        computation, tensors = Computation(recompute), dict[int, int]()
+        model = build(replace(SMALL, dropout=0.1), attention_dropout=0.1, name="flash", computation=computation)
+        if way == "blocks compiled":  # as where ranks keep shards of the weights
+            for block in model.h:
+                block.forward = compiled(block.forward)
+
+        def keep(tensor: Tensor, tensors: dict[int, int] = tensors) -> Tensor:
+            tensors[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        kernel.reset_mock()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = (compiled(model) if way == "compiled" else model)(*window(), dropout_key=KEY)
+        loss.backward()
+        assert kernel.call_count == times * SMALL.n_layers
+        stored[recompute] = sum(tensors.values())
+        results[recompute] = [loss.detach(), *(p.grad for p in model.parameters())]
+    for other in (Recompute.block, Recompute.around_attention):
+        assert all(torch.equal(a, b) for a, b in zip(results[Recompute.none], results[other], strict=True))
+    # Outside compiled code, these hooks do not see what selective checkpointing keeps.
+    more = stored[Recompute.around_attention] - stored[Recompute.block]
+    assert (0 < more < stored[Recompute.none] / 2) if way == "compiled" else more == 0
+
+
+def test_recomputing_around_attention_is_refused_where_there_is_no_kernel():
+    with pytest.raises(ModelError, match="attention=tiled names none; use training"):
+        build(name="tiled", computation=Computation(Recompute.around_attention))
 
 
 @pytest.mark.parametrize(("in_fp32", "expected"), [(True, torch.float32), (False, torch.bfloat16)])

@@ -129,10 +129,13 @@ def test_longer_sequences_turn_by_the_angles_of_transformers(scaling):
     assert attention_factor(scaling) == pytest.approx(factor)
 
 
-def test_compiled_into_one_graph_a_step_is_the_same():
+@pytest.mark.parametrize(
+    ("name", "dropout", "recompute"), [("naive", 0.1, Recompute.block), ("sdpa", 0.0, Recompute.around_attention)]
+)
+def test_compiled_into_one_graph_a_step_is_the_same(name, dropout, recompute):
     torch._dynamo.reset()
-    computation = Computation(Recompute.block, LossKind.chunked)
-    model = build(replace(EVERYTHING, dropout=0.1), dropout=0.1, computation=computation)
+    computation = Computation(recompute, LossKind.chunked)
+    model = build(replace(EVERYTHING, dropout=0.1), name=name, dropout=dropout, computation=computation)
     inputs, targets = tokens()
     after = further(inputs, targets)
     results = []
@@ -150,7 +153,7 @@ def test_recomputation_changes_no_bit(config):
     inputs, targets = tokens()
     after = further(inputs, targets) if config.mtp else None
     results = []
-    for recompute in Recompute:
+    for recompute in (Recompute.none, Recompute.attention, Recompute.block):
         model = build(replace(config, dropout=0.1), dropout=0.1, computation=Computation(recompute))
         losses = model(inputs, targets, dropout_key=KEY, further=after)
         model.objective(losses).backward()
