@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -36,7 +37,8 @@ def call(recompute: bool, function: Callable[..., T], *inputs: object, kept: fro
     """
     if not recompute:
         return function(*inputs)
-    if not kept:
+    # Compiled without a policy, torch 2.11 also stores what each autograd.Function within saves.
+    if not kept and not torch.compiler.is_compiling():
         return checkpoint(function, *inputs, use_reentrant=False)
     contexts = partial(create_selective_checkpoint_contexts, partial(policy, kept))
     return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)

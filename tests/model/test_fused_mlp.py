@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from model import mlps
+from model.blocks import call
 from model.config import GPTConfig
 from model.cublaslt import has_fast_products
 from model.fused_mlp import fused_mlp, gelu_gradient, linear_gelu
@@ -80,6 +83,24 @@ def test_an_mlp_compiles_to_one_graph_whichever_way_it_takes(device):
         torch.compile(mlp, fullgraph=True, backend="aot_eager")(torch.ones(2, 8, 64, device=device)).sum().backward()
     assert mlp.c_fc.weight.grad is not None
     assert mlp.c_fc.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_and_recomputed_it_stores_nothing_of_its_width(recompute, monkeypatch):
+    """torch 2.11 stores what an autograd.Function saves within a recomputed function, if no policy forbids it."""
+    monkeypatch.setattr(mlps, "is_trained_in_half", lambda x, width: True)
+    mlp, stored = MLP(GPTConfig(n_layers=1, n_heads=1, n_embd=16)), list[Tensor]()
+    compiled = torch.compile(lambda x: call(recompute, mlp, x), fullgraph=True, backend="aot_eager")
+
+    def keep(tensor: Tensor) -> Tensor:
+        stored.append(tensor)
+        return tensor
+
+    x, hooks = torch.ones(2, 12, 16, requires_grad=True), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        y = compiled(x)
+    y.sum().backward()
+    assert any(tensor.numel() == 2 * 12 * 64 for tensor in stored) is not recompute
 
 
 @pytest.mark.parametrize("device", DEVICES)
