@@ -52,10 +52,9 @@ def step(name: str, arguments: str, minutes: float) -> Part:
 
 def gpus(count: int, cases: str, minutes: float) -> Part:
     """A part of bench.several_gpus."""
-    name = f"{count}-gpus-{cases.replace(' ', '-')}"
-    return Part(
-        name, f"bench.several_gpus --gpus {count} --cases {cases}", "several-gpus", minutes, count, kernels=STEP
-    )
+    name, command = f"{count}-gpus-{cases.replace(' ', '-')}", f"bench.several_gpus --gpus {count} --cases {cases}"
+    kernels = STEP if count == 1 else (*STEP, "exchange")
+    return Part(name, command, "several-gpus", minutes, count, kernels)
 
 
 def runs(experiment: str, minutes: float, only: str = "", count: int = 1) -> Part:

@@ -27,5 +27,6 @@ def add_pairwise_kernel(p_terms, p_sum, N, COUNT: tl.constexpr, LEVELS: tl.const
 def launch_add_pairwise(terms: Tensor, out: Tensor) -> None:
     """Fill out (N,), fp32, with the sum of terms (ranks, N), whose rows lie one after the other."""
     count, N = terms.shape
+    grid, levels = (triton.cdiv(N, BLOCK),), (count - 1).bit_length()
     with torch.cuda.device_of(terms):
-        add_pairwise_kernel[(triton.cdiv(N, BLOCK),)](terms, out, N, count, (count - 1).bit_length(), BLOCK)
+        add_pairwise_kernel[grid](terms, out, N, count, levels, BLOCK, enable_fp_fusion=True)
