@@ -28,7 +28,7 @@ TORCH_BACKENDS = {
     SDPABackend.cudnn: SDPBackend.CUDNN_ATTENTION,
     SDPABackend.math: SDPBackend.MATH,
 }
-# What torch's call becomes. Its backend `math` is many operators, which are all recomputed.
+# What torch's call becomes; but its backend `math`, and with dropout on a CPU, it is many operators.
 OPERATORS = frozenset(
     f"aten::_scaled_dot_product_{kernel}"
     for kernel in (
@@ -52,6 +52,8 @@ class SDPAAttention(Attention):
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config)
+        if config.backend is SDPABackend.math:
+            self.operators = frozenset()  # type: ignore[misc]
         if config.dropout > 0 and config.rng is not DropoutRng.torch:
             raise UnsupportedAttention(
                 "{} cannot replay the mask of {}; set {} to use torch's own, or choose {} or {}.",

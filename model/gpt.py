@@ -107,8 +107,9 @@ class GPT(nn.Module):
         attend.check(replace(shape, documents=documents))
         if self.computation.recompute is Recompute.around_attention and not attend.operators:
             raise ModelError(
-                f"training.recompute=around_attention keeps the output of one operator, and attention={attend.name} "
-                "names none; use training.recompute=block, or attention=flash or sdpa."
+                "training.recompute=around_attention keeps what the attention's operators give, and "
+                f"attention={attend.name} names none; use training.recompute=block, or attention=flash or sdpa (whose "
+                "attention.backend=math has none)."
             )
 
         rows, width = -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, config.n_embd

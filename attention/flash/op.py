@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from .. import gpu
 from ..config import ProductPrecision
@@ -293,6 +294,12 @@ class Eager(torch.autograd.Function):
         return None, None, None, *qkv, *inputs
 
 
+def is_selectively_recomputed() -> bool:
+    """Whether torch's selective checkpointing watches this call. It sees operators alone."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode) for mode in modes)
+
+
 class FlashAttention(Attention):
     """FlashAttention-2 in Triton, with dropout that replays (attention/flash/)."""
 
@@ -380,7 +387,7 @@ class FlashAttention(Attention):
         may_skip = spec.score.alibi or inputs.formula is not None
         if may_skip and Problem(spec, D, q.dtype, q.shape[2], k.shape[2], (0, 0)).has_horizons:
             inputs = inputs._replace(horizons=horizons(q.detach(), k.detach(), inputs, spec, compiling))
-        if compiling or is_in_torch_dispatch_mode():  # such as selective checkpointing's, which sees operators alone
+        if compiling or is_selectively_recomputed():
             out, lse, _ = flash_forward(q, k, v, inputs.present(), spec.text(), *positions)
         else:
             out, lse, _ = Eager.apply(spec, *positions, q, k, v, *inputs.present())

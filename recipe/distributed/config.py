@@ -32,7 +32,7 @@ class ParallelConfig:
     context                ranks that share the rows of every sequence; 1: each rank has whole sequences
     context_by             the tensors that these ranks exchange in attention: heads or keys
     exact                  add gradients in an order that does not depend on the number of ranks: the same losses, bit
-                           for bit; false: in the library's order
+                           for bit; false: in any order, for speed
     timeout_s              seconds to wait for another rank before giving up
     """
 

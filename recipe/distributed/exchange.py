@@ -6,9 +6,8 @@ Floating-point sums depend on their order. A step of n micro-batches adds its gr
 
 With W ranks, a power of two, micro-batch m of rank r is leaf m W + r. The ranks' gradients of one micro-step are then a
 subtree, which the ranks add together, and the sums of the micro-steps go up the tree like the carries of a binary
-counter. So 1, 2 and 4 ranks give the same bits. The communication library adds in another order. It is used for sums of
-two terms, which have only one order, and with `parallel.exact=false`, but not for one micro-batch of ranks that share
-the update: there the tree is faster.
+counter. So 1, 2 and 4 ranks give the same bits. The communication library adds in another order. It adds most sums of
+two terms, which have only one order, and with `parallel.exact=false` all, unless the tree is faster (sharing.py).
 """
 
 from __future__ import annotations

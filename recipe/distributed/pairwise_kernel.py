@@ -13,7 +13,8 @@ BLOCK = 1024  # sums per program
 @triton.jit
 def add_pairwise_kernel(p_terms, p_sum, N, COUNT: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK of N sums of COUNT terms, at most 2^LEVELS. Grid: blocks."""
-    o_n, o_term = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 2**LEVELS)
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    o_term = tl.arange(0, 2**LEVELS)
     mask = (o_term < COUNT)[:, None] & (o_n < N)[None, :]
     # Nothing that is added to -0 changes, not even another -0.
     b_x = tl.load(p_terms + o_term.to(tl.int64)[:, None] * N + o_n[None, :], mask=mask, other=-0.0).to(tl.float32)

@@ -25,7 +25,8 @@ from recipe.distributed.rounding import rounded_by_autocast
 
 def without_values(model: GPT) -> GPT:
     """A copy of the model on the meta device."""
-    empty: dict[int, object] = {id(x): torch.empty_like(x, device="meta") for x in model.buffers()}
+    empty: dict[int, object] = {id(model.attend): model.attend}
+    empty |= {id(x): torch.empty_like(x, device="meta") for x in model.buffers()}
     for p in model.parameters():
         empty[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
     return copy.deepcopy(model, empty)
@@ -91,7 +92,11 @@ def keep_shards(model: GPT) -> None:
 @torch.no_grad()
 def gathered(model: GPT, blueprint: GPT) -> GPT:
     """A copy of a sharded model with whole parameters, on every rank. Every rank calls this."""
-    whole = copy.deepcopy(blueprint).to_empty(device=model.wte.weight.device).train(model.training)
+    whole = (
+        copy.deepcopy(blueprint, {id(blueprint.attend): blueprint.attend})
+        .to_empty(device=model.wte.weight.device)
+        .train(model.training)
+    )
     sources = (*model.parameters(), *model.buffers())
     for target, source in zip((*whole.parameters(), *whole.buffers()), sources, strict=True):
         target.copy_(source.full_tensor() if isinstance(source, DTensor) else source)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention import AttentionConfig, Score, build_attention
+from attention import AttentionConfig, Score, SDPABackend, build_attention
 from attention.dropout import DropoutKey, keep_mask
 from attention.flash import op
 from attention.interface import AttentionShape, UnsupportedAttention
@@ -268,6 +268,9 @@ def test_recomputing_around_attention_calls_the_kernel_once_and_changes_no_bit(w
 def test_recomputing_around_attention_is_refused_where_there_is_no_kernel():
     with pytest.raises(ModelError, match="attention=tiled names none; use training"):
         build(name="tiled", computation=Computation(Recompute.around_attention))
+    attend = build_attention(AttentionConfig("sdpa", backend=SDPABackend.math))
+    with pytest.raises(ModelError, match="attention=sdpa names none"):
+        GPT(SMALL, 100, 16, attend, Computation(Recompute.around_attention))
 
 
 @pytest.mark.parametrize(("in_fp32", "expected"), [(True, torch.float32), (False, torch.bfloat16)])

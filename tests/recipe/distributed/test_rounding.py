@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from model.further import further
 from model.gpt import GPT, Computation
 from model.score import ScoreConfig
 from recipe.distributed.rounding import rounded, rounded_by_autocast, with_others
+from recipe.distributed.sharding import gathered, without_values
 from tests.parts import PARTS
 
 T, VOCAB = 32, 61
@@ -67,3 +69,12 @@ def test_everything_but_the_matrices_of_linear_layers_is_shared() -> None:
     for (name, p), (_, q) in zip(whole.named_parameters(), computing.named_parameters(), strict=True):
         assert (q is not p) == (name.startswith("h.") and name.endswith(linear)), name
     assert all(b is c for b, c in zip(whole.buffers(), computing.buffers(), strict=True))
+
+
+def test_copies_of_a_model_have_its_attention_itself() -> None:
+    """It may hold what no copy can have."""
+    whole = build(GPTConfig(n_layers=1, n_heads=2, n_embd=32))
+    whole.attend.held = threading.Lock()  # type: ignore[attr-defined]
+    empty = without_values(whole)
+    assert empty.attend is whole.attend
+    assert gathered(whole, empty).attend is whole.attend
