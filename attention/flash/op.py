@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from .. import gpu
 from ..config import ProductPrecision
@@ -296,8 +296,7 @@ class Eager(torch.autograd.Function):
 
 def is_selectively_recomputed() -> bool:
     """Whether torch's selective checkpointing watches this call. It sees operators alone."""
-    modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode) for mode in modes)
+    return any(type(mode).__module__ == checkpoint.__name__ for mode in _get_current_dispatch_mode_stack())
 
 
 class FlashAttention(Attention):

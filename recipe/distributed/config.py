@@ -17,7 +17,7 @@ class ParallelError(UserError, ValueError):
 class DataParallel(Enum):
     """The part of weights, gradients and moments that a rank keeps."""
 
-    replicate = "replicate"  # all that it computes with; of what AdamW updates its rows
+    replicate = "replicate"  # all weights, and AdamW's moments of the rows that it updates
     shard = "shard"  # some rows of each, gathered when needed: less memory, more communication
 
 

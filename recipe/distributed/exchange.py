@@ -145,15 +145,10 @@ def add_pairwise(terms: Tensor, out: Tensor) -> Tensor:
 
         launch_add_pairwise(terms, out)
         return out
-    return out.copy_(tree(list(terms.float())))
-
-
-def tree(terms: Sequence[Tensor]) -> Tensor:
-    """((t0 + t1) + (t2 + t3)) + ...: the left branch is the largest power of two that leaves a right one."""
-    if len(terms) == 1:
-        return terms[0]
-    left = 1 << (len(terms) - 1).bit_length() >> 1
-    return tree(terms[:left]) + tree(terms[left:])
+    counter = Counter()
+    for term in terms.to(torch.float32, copy=True):
+        counter.add(term)
+    return out.copy_(counter.finish())
 
 
 def add_losses(losses: Sequence[Tensor], ranks: int) -> Tensor:
