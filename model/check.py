@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from attention.dropout import RATES, is_valid_rate
 from model.config import (
+    Activation,
     AttentionBias,
     GPTConfig,
     ModelError,
@@ -16,12 +19,26 @@ from model.config import (
     RopeScaling,
     Scaling,
 )
+from model.cublaslt import has_fast_products
 
 
 def check_config(config: GPTConfig) -> None:
     """Raise ModelError where a model's options do not fit together."""
     for sentence in model_mistakes(config):
         raise ModelError(sentence)
+
+
+def fp8_mistakes(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """A sentence for each reason why the MLP cannot be computed in e4m3: see model/fused_mlp.py."""
+    if dtype != torch.bfloat16:
+        yield "training.mlp_in_fp8=true needs training.precision=bf16; set that, or leave training.mlp_in_fp8 out."
+    if device.type == "cuda" and not has_fast_products(device):
+        yield f"training.mlp_in_fp8=true needs an H100 or H200, and {device} is none; leave it out."
+    if config.mlp is not Activation.gelu:
+        yield f"training.mlp_in_fp8=true needs model.mlp=gelu, and this is {config.mlp.value}; leave one of them out."
+    for name, channels in (("n_embd", config.n_embd), ("mlp_width", config.mlp_width or 4 * config.n_embd)):
+        if channels % 16:
+            yield f"training.mlp_in_fp8=true needs a multiple of 16 for model.{name}, and this is {channels}."
 
 
 def model_mistakes(config: GPTConfig) -> Iterator[str]:

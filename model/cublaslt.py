@@ -29,8 +29,9 @@ Way = TypeVar("Way")
 
 # From cublasLt.h and library_types.h
 COMPUTE_32F, R_32F = 68, 0
-DTYPES = {torch.float16: 2, torch.bfloat16: 14}
-TRANSPOSE_A, EPILOGUE, BIAS, AUX, AUX_STRIDE = 3, 7, 8, 11, 12
+HALF = {torch.float16: 2, torch.bfloat16: 14}
+DTYPES = {**HALF, torch.float8_e4m3fn: 28}
+TRANSPOSE_A, EPILOGUE, BIAS, AUX, AUX_STRIDE, AUX_DTYPE = 3, 7, 8, 11, 12, 22
 PLAIN, GELU_AUX, GELU_AUX_BIAS, DGELU = 1, 160, 164, 192
 MAX_WORKSPACE = 1
 ALGORITHM, SPLITS = 0, 2
@@ -60,7 +61,8 @@ class Product(NamedTuple):
     """d (n, m) = b (n, k) times a (k, m), then the epilogue."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of a and b
+    written: torch.dtype  # of d
     epilogue: int
     transpose_a: bool  # a is stored as (m, k), else as (k, m), row by row
     m: int
@@ -74,6 +76,7 @@ class Plan(NamedTuple):
     heuristic: Heuristic
     a: Pointer
     b: Pointer
+    c: Pointer  # of what could be added; in 8 bits the library asks for it, in half precision
     d: Pointer
 
 
@@ -95,7 +98,7 @@ def is_trained_in_half(x: Tensor, width: int) -> bool:
         torch.is_grad_enabled()
         and has_fast_products(x.device)  # first: of other devices torch may not know whether autocast is on
         and torch.is_autocast_enabled(x.device.type)
-        and torch.get_autocast_dtype(x.device.type) in DTYPES
+        and torch.get_autocast_dtype(x.device.type) in HALF
         and x.shape[-1] % 8 == 0
         and width % 8 == 0
     )
@@ -137,7 +140,7 @@ def multiply(b: Tensor, a: Tensor, out: Tensor) -> Tensor:
     (k, m), n = a.shape, len(b)
     fits = (
         has_fast_products(out.device)
-        and out.dtype in DTYPES
+        and out.dtype in HALF
         and n * m * k >= WORTHWHILE
         and m % 8 == k % 8 == 0
         and b.is_contiguous()
@@ -151,37 +154,45 @@ def multiply(b: Tensor, a: Tensor, out: Tensor) -> Tensor:
 
 
 def multiply_then(
-    epilogue: int, b: Tensor, a: Tensor, d: Tensor, aux: Tensor | None = None, bias: Tensor | None = None
+    epilogue: int,
+    b: Tensor,
+    a: Tensor,
+    d: Tensor,
+    aux: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
 ) -> None:
-    """d (n, m) = b (n, k) a (k, m), then the epilogue.
+    """d (n, m) = scale b (n, k) a (k, m), then the epilogue.
 
-    b, a  in half precision and `aligned`; a may be the transpose of such a matrix
-    d     contiguous, in their dtype
-    aux   (n, m); GELU writes the sum before GELU there, GELU's derivative reads it there
-    bias  (m,), added before GELU
+    b, a   `aligned`, in half precision, where a may be the transpose of such a matrix; or in e4m3, where it must be
+    d      contiguous, in their dtype; of matrices in e4m3 in e4m3 or half precision
+    aux    (n, m), in half precision; GELU writes the sum before GELU there, GELU's derivative reads it there
+    bias   (m,), added before GELU
     """
     if not d.numel():
         return
     (k, m), n = a.shape, len(b)
-    product = Product(d.device, d.dtype, epilogue, not a.is_contiguous(), m, n, k)
+    product = Product(d.device, b.dtype, d.dtype, epilogue, not a.is_contiguous(), m, n, k)
+    is_torchs = epilogue == PLAIN and b.dtype in HALF  # torch.mm computes it too
     with DeviceOf(d), description(product, aux, bias) as described:
 
         def run(plan: Plan | None, b: Tensor = b, a: Tensor = a) -> None:
             if plan is None:
                 torch.mm(b, a, out=d)
             else:
-                launch(plan, described, b, a, d)
+                launch(plan, described, b, a, d, scale)
 
         if product not in PLANS:
             is_measured = not torch.cuda.is_current_stream_capturing() and len(PLANS) < REMEMBERED
-            if epilogue == PLAIN and not is_measured:
+            if is_torchs and not is_measured:
                 return run(None)
-            ways = [*([None] if epilogue == PLAIN else []), *plans(product, described)]
+            ways = [*([None] if is_torchs else []), *plans(product, described)]
             if not is_measured:
                 return run(ways[0])
             if n * m * k >= WORTHWHILE:
                 generator = torch.Generator(d.device).manual_seed(0)
-                numbers = [torch.empty_like(x).normal_(generator=generator) for x in (b, a)]
+                drawn = [torch.empty_like(x, dtype=torch.bfloat16).normal_(generator=generator) for x in (b, a)]
+                numbers = [x.to(b.dtype) for x in drawn]
                 written = [d] if aux is None or epilogue == DGELU else [d, aux]
                 ways = fastest_first(same_bits(ways, lambda way: run(way, *numbers), written), run)
             PLANS[product] = ways[0]
@@ -219,18 +230,19 @@ def fastest_first(ways: Sequence[Way], run: Callable[[Way], None]) -> list[Way]:
     return [ways[i] for i in sorted(range(len(ways)), key=medians.__getitem__)]
 
 
-def launch(plan: Plan, described: Pointer, b: Tensor, a: Tensor, d: Tensor) -> None:
+def launch(plan: Plan, described: Pointer, b: Tensor, a: Tensor, d: Tensor, scale: float) -> None:
     """Run an algorithm on the current stream."""
-    one, zero = ctypes.c_float(1), ctypes.c_float(0)
+    factor, zero = ctypes.c_float(scale), ctypes.c_float(0)
     workspace = torch.empty(plan.heuristic.workspace_bytes, dtype=torch.uint8, device=d.device)
     status = load().cublasLtMatmul(
         handle(d.device),
         described,
-        ctypes.byref(one),
+        ctypes.byref(factor),
         *(Pointer(a.data_ptr()), plan.a),
         *(Pointer(b.data_ptr()), plan.b),
         ctypes.byref(zero),
-        *(Pointer(d.data_ptr()), plan.d) * 2,
+        *(Pointer(), plan.c),  # times zero
+        *(Pointer(d.data_ptr()), plan.d),
         ctypes.byref(plan.heuristic),  # begins with the algorithm
         *(Pointer(workspace.data_ptr()), ctypes.c_size_t(workspace.numel())),
         Pointer(torch.cuda.current_stream(d.device).cuda_stream),
@@ -249,6 +261,8 @@ def description(product: Product, aux: Tensor | None, bias: Tensor | None) -> It
     }
     if aux is not None:
         attributes |= {AUX_STRIDE: ctypes.c_int64(product.m), AUX: Pointer(aux.data_ptr())}
+        if aux.dtype != product.written:
+            attributes[AUX_DTYPE] = ctypes.c_int32(DTYPES[aux.dtype])
     if bias is not None:
         attributes[BIAS] = Pointer(bias.data_ptr())
     try:
@@ -262,8 +276,10 @@ def description(product: Product, aux: Tensor | None, bias: Tensor | None) -> It
 
 def plans(product: Product, described: Pointer) -> list[Plan]:
     """The library's choices for a product, best first: those of the first one's kind and number of partial sums."""
-    library, (m, n, k), dtype = load(), product[4:], DTYPES[product.dtype]
-    a, b, d = layout(dtype, *((k, m) if product.transpose_a else (m, k))), layout(dtype, k, n), layout(dtype, m, n)
+    library, (m, n, k), dtype = load(), product[-3:], DTYPES[product.dtype]
+    a, b = layout(dtype, *((k, m) if product.transpose_a else (m, k))), layout(dtype, k, n)
+    written = product.written if product.written in HALF else torch.bfloat16
+    c, d = (layout(DTYPES[kind], m, n) for kind in (written, product.written))
     preference, workspace = Pointer(), ctypes.c_uint64(WORKSPACE_BYTES)
     check(library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
     size = ctypes.c_size_t(ctypes.sizeof(workspace))
@@ -271,10 +287,10 @@ def plans(product: Product, described: Pointer) -> list[Plan]:
     found, count = (Heuristic * CANDIDATES)(), ctypes.c_int()
     results = CANDIDATES, found, ctypes.byref(count)
     state = handle(product.device)
-    check(library.cublasLtMatmulAlgoGetHeuristic(state, described, a, b, d, d, preference, *results))
+    check(library.cublasLtMatmulAlgoGetHeuristic(state, described, a, b, c, d, preference, *results))
     check(library.cublasLtMatmulPreferenceDestroy(preference))
     usable = [heuristic for heuristic in found[: count.value] if heuristic.state == 0]
-    return [Plan(heuristic, a, b, d) for heuristic in usable if order_of(heuristic) == order_of(usable[0])]
+    return [Plan(heuristic, a, b, c, d) for heuristic in usable if order_of(heuristic) == order_of(usable[0])]
 
 
 def layout(dtype: int, rows: int, columns: int) -> Pointer:

@@ -42,9 +42,13 @@ GATED: dict[Activation, Callable[[Tensor], Tensor]] = {Activation.swiglu: F.silu
 
 
 class MLP(nn.Module):
-    """Two linear layers, with a function between them that a third one may gate."""
+    """Two linear layers, with a function between them that a third one may gate.
+
+    in_fp8  in training, compute the products of the forward pass in e4m3 (model/fused_mlp.py)
+    """
 
     c_gate: Linear | None
+    in_fp8 = False
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -56,8 +60,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., C) to (..., C)."""
-        if self.activation is gelu and self.c_gate is None and is_trained_in_half(x, self.c_fc.out_features):
-            return fused_mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)
+        in_fp8 = self.in_fp8 and torch.is_grad_enabled()
+        is_fused = self.activation is gelu and self.c_gate is None and is_trained_in_half(x, self.c_fc.out_features)
+        if in_fp8 or is_fused:
+            return fused_mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias, in_fp8)
         if self.c_gate is None:
             return self.c_proj(self.activation(self.c_fc(x)))
         return self.c_proj(self.activation(self.c_gate(x)) * self.c_fc(x))

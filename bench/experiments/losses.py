@@ -1,8 +1,8 @@
-"""README's first figure: the losses of flash and naive with dropout, and their distance beside two seeds' distance."""
+"""Figures of two ways' losses, and their distance beside two seeds' distance: flash and naive in README, and fp8."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,11 @@ WINDOW = 10  # steps that one point averages
 Losses = NDArray[np.float64]  # (steps, 2): step, loss
 
 
-def runs(rows: Sequence[Row]) -> dict[str, Losses]:
-    """The training losses of the figure's three runs, by name."""
-    losses = {(row["case"]["attention"], row["case"]["seed"]): np.array(row["losses"]) for row in rows}
-    return {"naive": losses["naive", 1], "flash": losses["flash", 1], "another seed": losses["naive", 2]}
+def runs(rows: Sequence[Row], kind: str = "attention", names: Sequence[str] = ("naive", "flash")) -> dict[str, Losses]:
+    """The training losses of a figure's three runs, by name: the two values of a case's `kind`, and another seed."""
+    losses = {(row["case"][kind], row["case"]["seed"]): np.array(row["losses"]) for row in rows if "losses" in row}
+    reference, other = names
+    return {reference: losses[reference, 1], other: losses[other, 1], "another seed": losses[reference, 2]}
 
 
 def smooth(run: Losses) -> Losses:
@@ -39,23 +40,29 @@ def largest_share(run: Losses, reference: Losses, another_seed: Losses) -> float
     return float((distance(run, reference)[:, 1] / distance(another_seed, reference)[:, 1]).max())
 
 
-def draw(figure: Figure, palette: Palette, rows: Sequence[Row]) -> None:
+def draw(figure: Figure, palette: Palette, runs: Mapping[str, Losses]) -> None:
     """The losses on the left; on the right the distances on a logarithmic axis."""
-    naive, flash, seed = runs(rows).values()
+    (reference, naive), (name, flash), (_, seed) = runs.items()
     another: dict[str, Any] = {"color": palette["other-1"], "lw": 1.2, "zorder": 1.5}
     curves, distances = figure.subplots(1, 2)
-    curves.plot(*smooth(naive).T, color=palette["naive"], lw=4.5, label="naive")
-    curves.plot(*smooth(flash).T, color=palette["flash"], lw=1.6, label="flash, same seed")
-    curves.plot(*smooth(seed).T, label="naive, another seed", **another)
+    curves.plot(*smooth(naive).T, color=palette["naive"], lw=4.5, label=reference)
+    curves.plot(*smooth(flash).T, color=palette["flash"], lw=1.6, label=f"{name}, same seed")
+    curves.plot(*smooth(seed).T, label=f"{reference}, another seed", **another)
     curves.set_ylim(2.5, 6)
     label_axes(curves, palette, "training loss", "step")
     distances.plot(*distance(seed, naive).T, **another)
     distances.plot(*distance(flash, naive).T, color=palette["flash"], lw=1.6)
     log_axis(distances, 1e-5, 10.0)
-    label_axes(distances, palette, "distance from naive", "step")
+    label_axes(distances, palette, f"distance from {reference}", "step")
     legend(figure, curves, palette)
 
 
 def chart(rows: Sequence[Row]) -> Chart:
-    """The figure."""
-    return Chart("losses", "Training losses of flash and naive with dropout", "", partial(draw, rows=rows))
+    """README's first figure."""
+    return Chart("losses", "Training losses of flash and naive with dropout", "", partial(draw, runs=runs(rows)))
+
+
+def chart_of_fp8(rows: Sequence[Row]) -> Chart:
+    """The MLP in fp8 beside the default."""
+    of_rows = runs(rows, "mlp", ("bf16", "fp8"))
+    return Chart("mlp-in-fp8", "Training losses with training.mlp_in_fp8=true", "", partial(draw, runs=of_rows))

@@ -78,7 +78,7 @@ def build(case: Case, world: World, device: torch.device) -> Trainer:
             VOCAB,
             case.seq_len,
             build_attention(AttentionConfig("flash", case.dropout)),
-            Computation(case.recompute, LossKind.chunked, case.residual_in_fp32, device, torch.bfloat16),
+            Computation(case.recompute, LossKind.chunked, case.residual_in_fp32, device=device, dtype=torch.bfloat16),
         )
     optimizer, schedule = OptimizerConfig(case.optimizer, lr=6e-4), ScheduleConfig(warmup_steps=0)
     whole = Config(SEED, optimizer=optimizer, schedule=schedule, training=training, parallel=case.parallel)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attention.gpu import capability, capturing
 from model import cublaslt
 from model.cublaslt import PLANS, has_fast_products, multiply
-from model.fused_mlp import fused_mlp, gelu_gradient, linear_gelu
+from model.fused_mlp import fused_mlp, gelu_gradient, linear_gelu, linear_gelu_in_fp8, linear_in_fp8, rounded
 from model.half_linear import half_linear, product
 from model.linear import Linear, linear
 
@@ -75,6 +76,27 @@ def test_products_with_gelu_have_the_bits_of_the_first_choice(bias: bool, monkey
     assert torch.equal(g, right[0])
     assert torch.equal(h, right[1])
     assert torch.equal(dh, gelu_gradient(x, w2, h))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_in_fp8_have_the_bits_of_the_first_choice(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w1, w2 = rounded(random(32_768, 768)), rounded(random(3072, 768, seed=2)), rounded(random(768, 3072, seed=3))
+    b1 = random(3072, seed=4) if bias else None
+    g, h = linear_gelu_in_fp8(x, w1, b1)
+    y = linear_in_fp8(g, w2)
+    assert len(PLANS) == 2
+    sums = x.float() @ w1.float().T / 32 + (0 if b1 is None else b1)
+    torch.testing.assert_close(h, sums.bfloat16(), rtol=2**-7, atol=2**-12)
+    torch.testing.assert_close(y, (g.float() @ w2.float().T / 32).bfloat16(), rtol=2**-7, atol=2**-9)
+    assert (
+        (g.view(torch.uint8).int() - rounded(F.gelu(sums, approximate="tanh")).view(torch.uint8).int()).abs() > 1
+    ).sum() == 0
+    PLANS.clear()
+    monkeypatch.setattr(cublaslt, "WORTHWHILE", float("inf"))
+    right = linear_gelu_in_fp8(x, w1, b1)
+    assert torch.equal(g.view(torch.uint8), right[0].view(torch.uint8))
+    assert torch.equal(h, right[1])
+    assert torch.equal(y, linear_in_fp8(g, w2))
 
 
 def test_nothing_is_measured_while_a_graph_captures() -> None:

@@ -22,10 +22,10 @@ T, VOCAB = 32, 61
 FORGETTING = ScoreConfig(formula="s + c[h, i] - c[h, j]", tensors={"c": "model.forget_gate"})
 
 
-def build(config: GPTConfig, score: ScoreConfig | None = None, recompute: Recompute = Recompute.none) -> GPT:
+def build(config: GPTConfig, score: ScoreConfig | None = None, computation: Computation | None = None) -> GPT:
     torch.manual_seed(5)
     attend = build_attention(AttentionConfig("naive", dropout=0.1))
-    model = GPT(replace(config, dropout=0.1), VOCAB, T, attend, Computation(recompute), score=score)
+    model = GPT(replace(config, dropout=0.1), VOCAB, T, attend, computation, score=score)
     with torch.no_grad():
         for p in model.parameters():  # biases and scales too are values that rounding would change
             p.add_(0.02 * torch.randn_like(p))
@@ -42,10 +42,13 @@ def loss(model: GPT, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.block])
-@pytest.mark.parametrize("name", ["gpt2", *PARTS, "forgetting"])
+@pytest.mark.parametrize("name", ["gpt2", *PARTS, "forgetting", "in fp8"])
 def test_copies_have_the_losses_and_gradients_of_autocast(name: str, recompute: Recompute, dtype: torch.dtype) -> None:
+    if name == "in fp8" and dtype == torch.float16:
+        pytest.skip("needs bf16")
     config = PARTS.get(name, GPTConfig(n_layers=2, n_heads=2, n_embd=32, bias=True))
-    whole = build(config, FORGETTING if name == "forgetting" else None, recompute)
+    computation = Computation(recompute, mlp_in_fp8=name == "in fp8", dtype=dtype)
+    whole = build(config, FORGETTING if name == "forgetting" else None, computation)
     copies = {p: rounded(p, dtype) for p in rounded_by_autocast(whole)}
     computed = loss(with_others(whole, copies), dtype)
     computed.backward()
