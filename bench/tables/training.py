@@ -36,7 +36,8 @@ def other_keys(row: Row) -> str:
 
 def steps(ours: Rows, theirs: Rows, corner: str, bf16: bool) -> str:
     """Rows beside nanoGPT's: a line for each shape, a column for each implementation."""
-    names = [NANOGPT, "flash", *(["flash, residual in bf16"] if bf16 else []), "sdpa", "naive"]
+    measured = [name for name in ("sdpa", "naive") if any(row["attention"] == name for row in ours)]
+    names = [NANOGPT, "flash", *(["flash, residual in bf16"] if bf16 else []), *measured]
     rows = [row for row in beside(ours, theirs) if row.get("recompute", "none") == "none"]
     rows = [row for row in rows if bf16 or row.get("extra") != BF16]
     rows.sort(key=lambda row: (length(row), -row["dropout"], other_keys(row)))
@@ -58,6 +59,7 @@ def short(ours: Rows, theirs: Rows) -> str:
     return steps(rows, theirs, "`python -m bench.train_step`", bf16=False)
 
 
+@block("train-step-h100", "h100:train-step", "h100:nanogpt")
 @block("train-step", "train-step", "nanogpt")
 def without_dropout(ours: Rows, theirs: Rows) -> str:
     """All lengths without dropout."""
@@ -65,18 +67,11 @@ def without_dropout(ours: Rows, theirs: Rows) -> str:
     return steps(rows, theirs, "batch x seq_len", bf16=True)
 
 
+@block("train-step-h100-dropout", "h100:train-step", "h100:nanogpt")
 @block("train-step-dropout", "train-step", "nanogpt")
 def with_dropout(ours: Rows, theirs: Rows) -> str:
     """All lengths with dropout 0.1."""
     return steps([row for row in ours if row["dropout"]], theirs, "batch x seq_len, dropout 0.1", bf16=True)
-
-
-@block("train-step-h100", "h100:train-step")
-def on_h100(ours: Rows) -> str:
-    """The recipe alone, on a GPU that nanoGPT was not measured on."""
-    rows = sorted(ours, key=lambda row: (length(row), row["dropout"]))
-    lines = [[shape(row), f"{row['dropout']:g}", cell(row)] for row in rows]
-    return table(["batch x seq_len", "dropout", "thousand tokens/s (GiB at the peak)"], lines)
 
 
 @block("train-step-sizes", "h100:train-step-sizes")
@@ -90,7 +85,7 @@ def sizes(rows: Rows) -> str:
     return table(["", "batch x seq_len", "thousand tokens/s", "MFU", "GiB"], lines)
 
 
-@block("recompute", "train-step")
+@block("recompute", "h100:train-step")
 def recompute(rows: Rows) -> str:
     """The time that training.recompute costs and the memory that it saves."""
     order = ["none", "attention", "around_attention", "block"]
