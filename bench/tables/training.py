@@ -85,6 +85,18 @@ def sizes(rows: Rows) -> str:
     return table(["", "batch x seq_len", "thousand tokens/s", "MFU", "GiB"], lines)
 
 
+@block("train-step-fp8", "h100:train-step-fp8")
+def in_fp8(rows: Rows) -> str:
+    """Steps with training.mlp_in_fp8=true and without, of two models."""
+    return pivot(
+        sorted(rows, key=lambda row: row["extra"]),
+        lambda row: f"`{row['extra'][0]}`, {shape(row)}",
+        lambda row: f"`{row['extra'][-1]}`",
+        lambda row: f"{row['tokens_per_s'] / 1e3:.1f} ({row['peak_allocated_gib']:.1f})",
+        corner="thousand tokens/s (GiB)",
+    )
+
+
 @block("recompute", "h100:train-step")
 def recompute(rows: Rows) -> str:
     """The time that training.recompute costs and the memory that it saves."""
