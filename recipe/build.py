@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -129,6 +130,7 @@ def compiled(model: GPT, config: Config) -> Callable[..., Tensor]:
     """The model, compiled if the configuration says so."""
     if not config.training.compile:
         return model
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_no_reminder_of_policies)
     if config.parallel.data is DataParallel.replicate:
         return torch.compile(model, options=COMPILER_OPTIONS)
     # FSDP2 gathers weights between blocks, so blocks are compiled one by one; also on one rank, for the same bits.
@@ -136,6 +138,12 @@ def compiled(model: GPT, config: Config) -> Callable[..., Tensor]:
         # Without FSDP2's hooks, which block.compile() would trace.
         block.forward = torch.compile(block.forward, options=COMPILER_OPTIONS)
     return model
+
+
+def is_no_reminder_of_policies(record: logging.LogRecord) -> bool:
+    """Whether a record of torch's log is anything but the reminder that recomputed code with a policy, which is what
+    model/blocks.py compiles, may contain no operator that works in place. It contains none."""
+    return "context_fn is passed" not in record.getMessage()
 
 
 def can_replay(config: Config, micro_steps: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -83,6 +84,17 @@ def test_no_step_breaks_the_graph_or_compiles_again(attention, options, monkeypa
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs == [2, 2, 2, 2]  # training and evaluation
     assert not counters["graph_break"]
+
+
+def test_a_recomputed_step_compiles_without_torchs_reminder(monkeypatch, caplog):
+    torch._dynamo.reset()
+    torch._logging._internal.warning_once.cache_clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    log = logging.getLogger("torch._higher_order_ops.wrap")
+    log.addHandler(caplog.handler)
+    trainer("naive", compile=True, recompute=Recompute.block).update(0, batches(0))
+    log.removeHandler(caplog.handler)
+    assert "context_fn" not in caplog.text
 
 
 def test_a_step_without_launches_between_its_micro_batches_is_the_same():
