@@ -37,6 +37,12 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def is_trained_in_bf16(device_type: str) -> bool:
+    """Whether autograd records operators that autocast computes in bf16. A probe's fp64 pass has no autocast."""
+    in_bf16 = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16
+    return torch.is_grad_enabled() and in_bf16
+
+
 PLAIN: dict[Activation, Callable[[Tensor], Tensor]] = {Activation.gelu: gelu, Activation.relu2: relu2}
 GATED: dict[Activation, Callable[[Tensor], Tensor]] = {Activation.swiglu: F.silu, Activation.geglu: gelu}
 
@@ -60,7 +66,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., C) to (..., C)."""
-        in_fp8 = self.in_fp8 and torch.is_grad_enabled()
+        in_fp8 = self.in_fp8 and is_trained_in_bf16(x.device.type)
         is_fused = self.activation is gelu and self.c_gate is None and is_trained_in_half(x, self.c_fc.out_features)
         if in_fp8 or is_fused:
             return fused_mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias, in_fp8)
