@@ -187,6 +187,8 @@ def multiply_then(
             if is_torchs and not is_measured:
                 return run(None)
             ways = [*([None] if is_torchs else []), *plans(product, described)]
+            if not ways:
+                raise RuntimeError(f"cuBLASLt has no algorithm for this product: {product}.")
             if not is_measured:
                 return run(ways[0])
             if n * m * k >= WORTHWHILE:

@@ -31,7 +31,8 @@ def fused_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor |
     """c_proj(GELU(c_fc(x))): x (..., C) to (..., C), in the dtype of autocast.
 
     w1 (4 C, C), b1 (4 C,) of c_fc; w2 (C, 4 C), b2 (C,) of c_proj; GELU in the tanh approximation
-    in_fp8  compute both products in e4m3; autocast's dtype must be bf16, and channels multiples of 16
+    in_fp8  compute both products in e4m3; autocast's dtype must be bf16, and channels multiples of 16. b2 is added to
+            the second one as rounded
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):

@@ -38,9 +38,13 @@ def relu2(x: Tensor) -> Tensor:
 
 
 def is_trained_in_bf16(device_type: str) -> bool:
-    """Whether autograd records operators that autocast computes in bf16. A probe's fp64 pass has no autocast."""
-    in_bf16 = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.bfloat16
-    return torch.is_grad_enabled() and in_bf16
+    """Whether autograd records operators that autocast computes in bf16."""
+    return (
+        torch.is_grad_enabled()
+        and device_type != "meta"  # which autocast does not know
+        and torch.is_autocast_enabled(device_type)
+        and torch.get_autocast_dtype(device_type) == torch.bfloat16
+    )
 
 
 PLAIN: dict[Activation, Callable[[Tensor], Tensor]] = {Activation.gelu: gelu, Activation.relu2: relu2}

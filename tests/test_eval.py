@@ -194,6 +194,16 @@ def test_the_moving_average_of_the_weights_is_measured_on_request(tmp_path):
     assert evaluated(run, *arguments)[f"{text} weights=ema"]["loss"] == plain["loss"]
 
 
+def test_a_run_that_trained_its_mlp_in_fp8_is_evaluated_on_any_device(tmp_path):
+    text, run = tmp_path / "book.txt", make_run(tmp_path / "run")
+    text.write_text("A line of text.\n" * 5)
+    arguments = ["data=text", f"data.path={text}"]
+    plain = evaluated(run, *arguments)
+    config = run / ".hydra" / "config.yaml"
+    config.write_text(config.read_text().replace("mlp_in_fp8: false", "mlp_in_fp8: true"))
+    assert evaluated(run, *arguments) == plain
+
+
 def test_documents_that_share_a_window_have_the_losses_of_documents_alone(tmp_path):
     """With positions that restart, documents that share a window have the losses that they have alone."""
     config = DataConfig(documents=Documents.restart)

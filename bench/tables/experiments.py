@@ -249,7 +249,7 @@ def mlp_in_fp8(rows: Rows) -> str:
 
 @figure("mlp-in-fp8", "h100:mlp-in-fp8")
 def mlp_in_fp8_figure(rows: Rows) -> Chart:
-    """The training losses of the first seed, in docs/training-options.md."""
+    """The training losses of the first seed, in docs/fp8.md."""
     return chart_of_fp8(rows)
 
 

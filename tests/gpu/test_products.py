@@ -100,6 +100,25 @@ def test_products_in_fp8_have_the_bits_of_the_first_choice(bias: bool, monkeypat
     assert torch.equal(y, linear_in_fp8(g, w2))
 
 
+@pytest.mark.parametrize("rows", [1, 7, 1001])
+def test_products_in_fp8_of_any_number_of_rows(rows: int) -> None:
+    """One row is beyond e4m3 after GELU, and one is not a number."""
+    x, w1, w2 = random(rows, 768), random(3072, 768, seed=2), random(768, 3072, seed=3)
+    x[0] = 5 * w1[0].sign()
+    if rows > 1:
+        x[1, 5] = float("nan")
+    g, h = linear_gelu_in_fp8(rounded(x), rounded(w1, 32), None)
+    y = linear_in_fp8(g, rounded(w2, 32))
+    sums = rounded(x).float() @ rounded(w1, 32).float().T / 32
+    right = rounded(F.gelu(sums, approximate="tanh")).float()
+    assert sums[0, 0] > 448
+    assert g[0, 0].item() == 448
+    torch.testing.assert_close(g.float(), right, rtol=2**-3, atol=2**-9, equal_nan=True)
+    torch.testing.assert_close(h.float(), sums, rtol=2**-7, atol=2**-4, equal_nan=True)
+    exact = g.float() @ rounded(w2, 32).float().T / 32
+    torch.testing.assert_close(y.float(), exact, rtol=2**-7, atol=2**-10 * exact[0].abs().max().item(), equal_nan=True)
+
+
 def test_nothing_is_measured_while_a_graph_captures() -> None:
     x, w = random(8192, 1024), random(1024, 1024, seed=2)
     right = torch.mm(x, w.T), *linear_gelu(x, w, None)

@@ -224,7 +224,8 @@ def test_an_mlp_in_fp8_compiles_to_one_graph_and_computes_as_another_outside_tra
         y.sum().backward()
         with torch.no_grad():
             assert torch.equal(in_fp8(x), plain(x))
-    assert torch.equal(in_fp8(x), plain(x))  # as in a probe's pass in fp64
+    assert torch.equal(in_fp8(x), plain(x))
+    assert in_fp8.to("meta")(x.to("meta")).shape == x.shape
     assert 0.01 < (y - right).float().norm() / right.float().norm() < 0.1
     assert in_fp8.c_fc.weight.grad is not None
     assert in_fp8.c_fc.weight.grad.dtype == torch.float32
