@@ -77,8 +77,9 @@ PARTS = (
     ),
     attention(
         "attention-fa4",
-        "--masks causal full --dropout 0 --lengths 1024 4096 16384 --only flash sdpa-cudnn fa4 fa4-deterministic",
-        5,
+        "--masks causal full --dropout 0 --lengths 1024 4096 16384 "
+        "--only flash sdpa-cudnn fa4 fa4-deterministic flex-flash",
+        6,
         needs="flash_attn.cute",
     ),
     attention(

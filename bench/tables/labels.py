@@ -19,6 +19,7 @@ PEERS = {
     "sdpa-cudnn": "cuDNN",
     "fa4": "FlashAttention-4",
     "fa4-deterministic": "FlashAttention-4, deterministic",
+    "flex-flash": "FlexAttention with FlashAttention-4",
     "naive": "naive",
 }
 
