@@ -9,7 +9,7 @@ Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ class FlexAttention(Attention):
         if config.backend is SDPABackend.flash:
             flash_attn_4(FLASH, AUTO)
             self.kernel_options = {"BACKEND": "FLASH"}
-        self.compiled = torch.compile(flex_attention, dynamic=False)
+            self.supports = self.supports - {"sinks"}
+        self.compiled = torch.compile(out_and_lse, dynamic=False)
         # Keys: the tensor of documents, its version (it may change in place), and the other properties of a mask.
         self.block_masks: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
 
@@ -70,6 +71,13 @@ class FlexAttention(Attention):
             check_kernels(FLASH, shape.head_dim, shape.dtype, shape.device, (9, 10, 11), AUTO)
             attend_once(self, shape, FLASH, AUTO)
 
+    def check_features(self, features: Mapping[str, Option]) -> None:
+        if self.kernel_options is not None and "sinks" in features:
+            raise UnsupportedAttention(
+                "{} does not support {}; leave it out or choose {}.", FLASH, features["sinks"], AUTO
+            )
+        super().check_features(features)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
         on_cpu = q.device.type == "cpu"
         if self.kernel_options is not None and not torch.compiler.is_compiling():
@@ -78,19 +86,18 @@ class FlexAttention(Attention):
             raise no_backward_on_a_cpu()
         (T, S), score, layout = (q.shape[2], k.shape[2]), call.spec.score, call.layout
         # On a CPU compiling would take longer than it saves.
-        attend: Callable[..., Any] = flex_attention if on_cpu else self.compiled
-        out, aux = attend(
+        attend: Callable[..., Any] = out_and_lse if on_cpu else self.compiled
+        out, lse = attend(
             q,
             k,
             v,
+            score.sinks,
             score_mod=score_function(call, T, S),
             block_mask=self.block_mask(score, layout, q.shape[0], T, S, q.device),
             scale=call.spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             kernel_options=self.kernel_options,
-            return_aux=AuxRequest(lse=True),
         )
-        lse = aux.lse
         if score.sinks:
             out, lse = join_sinks(out, lse, call.tensors["sinks"])
         return AttentionOutput(out, lse)
@@ -115,6 +122,15 @@ class FlexAttention(Attention):
         if len(self.block_masks) > MASKS_KEPT:
             del self.block_masks[next(iter(self.block_masks))]
         return kept[2]
+
+
+def out_and_lse(q: Tensor, k: Tensor, v: Tensor, differentiable: bool, **options: Any) -> tuple[Tensor, Tensor]:
+    """out (B, H, T, D) and the log of the softmax's sum (B, H, T), with a gradient only where it is `differentiable`.
+
+    A gradient takes further kernels, and those of flash-attn 4 have none.
+    """
+    out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
+    return out, aux.lse if differentiable else aux.lse.detach()
 
 
 def no_backward_on_a_cpu() -> UnsupportedAttention:

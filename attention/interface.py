@@ -97,7 +97,7 @@ class Attention(ABC):
 
     name: ClassVar[str]
     options: ClassVar[frozenset[str]] = frozenset()  # fields of AttentionConfig it reads, besides name and dropout
-    supports: ClassVar[frozenset[str]] = frozenset()  # the FEATURES that it has besides causal attention
+    supports: frozenset[str] = frozenset()  # the FEATURES that it has besides causal attention; an option may take some
     scales_queries: ClassVar[bool] = False  # whether a formula's factors of s come as Call.factors, and not within q
     operators: ClassVar[frozenset[str]] = frozenset()  # torch's names of those whose results recomputation may keep
     exact: ClassVar[bool] = False  # whether it computes the contract's function, so that another may replace it

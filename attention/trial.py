@@ -19,7 +19,7 @@ def attend_once(attend: Attention, shape: AttentionShape, chosen: Option, instea
 
     chosen   what the user chose, and `instead` what helps where the kernels refuse
 
-    Raises UnsupportedAttention with the reason that the library gives in its error or in warnings.
+    Raises UnsupportedAttention with the reason that the library gives in its error, or torch's SDPA in warnings.
     """
     devices = [shape.device] if shape.device.type == "cuda" else []
     q, k = (
@@ -41,12 +41,14 @@ def attend_once(attend: Attention, shape: AttentionShape, chosen: Option, instea
         except torch.OutOfMemoryError:
             raise
         except REFUSALS as error:
-            messages = [str(reason.message).split(" (Triggered")[0].rstrip(". ") for reason in reasons]
-            why = "; ".join(reason for reason in messages if not reason.endswith(":"))  # less the headings
+            why = str(error).partition("\n")[0].rstrip(". ")
+            if "No available kernel" in why:  # torch's SDPA gives its reasons in warnings
+                messages = [str(reason.message).split(" (Triggered")[0].rstrip(". ") for reason in reasons]
+                why = "; ".join(reason for reason in messages if not reason.endswith(":"))  # less the headings
             raise UnsupportedAttention(
                 f"{{}} does not support {shape.n_heads} heads ({shape.n_kv_heads} for keys) of size "
                 f"{shape.head_dim} in {shape.dtype} on {shape.device} ({{}}); use {{}}.",
                 chosen,
-                why or str(error).partition("\n")[0].rstrip(". "),
+                why,
                 instead,
             ) from None

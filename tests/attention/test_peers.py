@@ -6,10 +6,12 @@ Where there is no GPU, tests/flash_attn_stand_in.py takes the place of the libra
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 from attention import (
     AttentionConfig,
@@ -19,6 +21,7 @@ from attention import (
     UnsupportedAttention,
     build_attention,
     documents,
+    flex,
     gpu,
 )
 from attention.check.cases import Case
@@ -111,6 +114,7 @@ def test_calls_that_the_kernels_lack_are_refused_by_name_when_the_model_is_built
 
 def test_an_error_of_the_library_becomes_a_refusal_with_its_reason(installed: None, monkeypatch: pytest.MonkeyPatch):
     def no_kernel(*_: Any, **options: Any):
+        warnings.warn("an argument is deprecated", stacklevel=1)  # is not the reason
         assert not options["softcap"], "softcap is not supported with head_dim=256"
         raise RuntimeError("no kernel image is available")
 
@@ -149,6 +153,8 @@ def test_flex_has_two_backends_and_hands_the_second_to_torch(installed: None, mo
     attend: Any = build_attention(AttentionConfig("flex", backend=SDPABackend.flash))
     with pytest.raises(UnsupportedAttention, match=r'backend="flash" takes bf16 or fp16, not torch\.float32'):
         attend.check(shape(dtype=torch.float32))
+    with pytest.raises(UnsupportedAttention, match=r'"flash" does not support sinks=True; .* choose backend="auto"'):
+        attend.check(shape(scores=(Score(sinks=True),)))
     given = {}
 
     def flex_attention(q: Any, *_: Any, **options: Any):
@@ -161,3 +167,21 @@ def test_flex_has_two_backends_and_hands_the_second_to_torch(installed: None, mo
     with pytest.raises(RuntimeError, match="stop here"):
         attend(q, q, q, score=Score(causal=False))
     assert given["kernel_options"] == {"BACKEND": "FLASH"}
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_the_backward_of_flex_computes_a_gradient_of_the_logs_only_where_they_need_one(
+    differentiable: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The kernels of flash-attn 4 have none."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # traced, not run
+    graphs = AotEagerAndRecordGraphs()
+    compiled = torch.compile(flex.out_and_lse, backend=graphs)
+    q = torch.zeros(1, 2, 128, 16, requires_grad=True)
+    out, lse = compiled(q, q, q, differentiable)
+    assert lse.requires_grad == differentiable
+    out.sum().backward()
+    (backward,) = (node for node in graphs.bw_graphs[0].graph.nodes if node.name == "flex_attention_backward")
+    out_gradient, lse_gradient = backward.args[5:7]
+    assert out_gradient is not None
+    assert (lse_gradient is not None) == differentiable
