@@ -1,6 +1,6 @@
 """The work of test_several_gpus.py in two processes with a GPU each: the same training on one GPU and on both.
 
-torchrun --nproc-per-node 2 -m tests.gpu.several_gpus <folder>
+torchrun --nproc-per-node 2 -m tests.gpu.several_gpus <folder> <group>
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ class Case:
     T: int = 1024
     micro_steps: int = 1
     optimizer: str = "adamw"
+    mlp_in_fp8: bool = False
 
 
 SHARD, ANY_ORDER = ParallelConfig(DataParallel.shard), ParallelConfig(exact=False)
 CASES = {
     "replicate, compiled": Case(ParallelConfig(), compile=True),
     "replicate, two micro-batches": Case(ParallelConfig(), compile=True, micro_steps=2),
+    "replicate, MLP in fp8": Case(ParallelConfig(), compile=True, mlp_in_fp8=True),
     "replicate, eager": Case(ParallelConfig(), compile=False),
     "shard, eager": Case(SHARD, compile=False),
     "shard, compiled": Case(SHARD, compile=True),
@@ -61,6 +63,9 @@ CASES = {
     "shared update, positions that two GPUs do not divide": Case(ANY_ORDER, compile=True, T=1023),
     "shared update, two micro-batches": Case(ANY_ORDER, compile=True, micro_steps=2),
 }
+GROUPS: dict[str, list[str]] = {}  # tests run them side by side
+for case_name in CASES:
+    GROUPS.setdefault("eager" if case_name.endswith("eager") else case_name.partition(",")[0], []).append(case_name)
 
 
 def train(world: World, device: torch.device, case: Case) -> list[str]:
@@ -77,7 +82,7 @@ def train(world: World, device: torch.device, case: Case) -> list[str]:
     attend = build_attention(AttentionConfig("flash", dropout=dropout))
     model = GPT(
         GPTConfig("gpt2", 2, 12, None, 768, dropout), VOCAB, case.T, attend,
-        Computation(loss=LossKind.chunked, device=device, dtype=torch.bfloat16),
+        Computation(loss=LossKind.chunked, mlp_in_fp8=case.mlp_in_fp8, device=device, dtype=torch.bfloat16),
     )  # fmt: skip
     training = TrainingConfig(
         steps=STEPS, batch_size=B, batch_tokens=count * B * case.T, precision=Precision.bf16, compile=case.compile
@@ -103,15 +108,15 @@ def train(world: World, device: torch.device, case: Case) -> list[str]:
     return [*found, hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, group: str) -> None:
     world = World.from_environment()
     device, alone = torch.device("cuda", world.local_rank), World(local_rank=world.local_rank)
     found = {}
     with joined(world, device, timeout_s=300):
-        for name, case in CASES.items():
-            found[name] = [train(ranks, device, case) for ranks in (alone, world)]
+        for name in GROUPS[group]:
+            found[name] = [train(ranks, device, CASES[name]) for ranks in (alone, world)]
     (folder / f"{world.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
