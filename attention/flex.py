@@ -58,8 +58,10 @@ class FlexAttention(Attention):
         if config.backend is SDPABackend.flash:
             flash_attn_4(FLASH, AUTO)
             self.kernel_options = {"BACKEND": "FLASH"}
-            self.supports = self.supports - {"sinks"}
-        self.compiled = torch.compile(out_and_lse, dynamic=False)
+            # These kernels have no gradient of the log of the softmax's sum, and torch 2.11 returns log(2) times it.
+            self.returns_lse, self.supports = False, self.supports - {"sinks"}
+        self.aux = AuxRequest(lse=True) if self.returns_lse else None
+        self.compiled = torch.compile(flex_attention, dynamic=False)
         # Keys: the tensor of documents, its version (it may change in place), and the other properties of a mask.
         self.block_masks: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
 
@@ -86,18 +88,21 @@ class FlexAttention(Attention):
             raise no_backward_on_a_cpu()
         (T, S), score, layout = (q.shape[2], k.shape[2]), call.spec.score, call.layout
         # On a CPU compiling would take longer than it saves.
-        attend: Callable[..., Any] = out_and_lse if on_cpu else self.compiled
-        out, lse = attend(
+        attend: Callable[..., Any] = flex_attention if on_cpu else self.compiled
+        result = attend(
             q,
             k,
             v,
-            score.sinks,
             score_mod=score_function(call, T, S),
             block_mask=self.block_mask(score, layout, q.shape[0], T, S, q.device),
             scale=call.spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             kernel_options=self.kernel_options,
+            return_aux=self.aux,
         )
+        if self.aux is None:
+            return AttentionOutput(result)
+        out, lse = result[0], result[1].lse
         if score.sinks:
             out, lse = join_sinks(out, lse, call.tensors["sinks"])
         return AttentionOutput(out, lse)
@@ -122,15 +127,6 @@ class FlexAttention(Attention):
         if len(self.block_masks) > MASKS_KEPT:
             del self.block_masks[next(iter(self.block_masks))]
         return kept[2]
-
-
-def out_and_lse(q: Tensor, k: Tensor, v: Tensor, differentiable: bool, **options: Any) -> tuple[Tensor, Tensor]:
-    """out (B, H, T, D) and the log of the softmax's sum (B, H, T), with a gradient only where it is `differentiable`.
-
-    A gradient takes further kernels, and those of flash-attn 4 have none.
-    """
-    out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
-    return out, aux.lse if differentiable else aux.lse.detach()
 
 
 def no_backward_on_a_cpu() -> UnsupportedAttention:

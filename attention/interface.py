@@ -98,6 +98,7 @@ class Attention(ABC):
     name: ClassVar[str]
     options: ClassVar[frozenset[str]] = frozenset()  # fields of AttentionConfig it reads, besides name and dropout
     supports: frozenset[str] = frozenset()  # the FEATURES that it has besides causal attention; an option may take some
+    returns_lse: bool = True  # whether a call may have return_lse=True
     scales_queries: ClassVar[bool] = False  # whether a formula's factors of s come as Call.factors, and not within q
     operators: ClassVar[frozenset[str]] = frozenset()  # torch's names of those whose results recomputation may keep
     exact: ClassVar[bool] = False  # whether it computes the contract's function, so that another may replace it

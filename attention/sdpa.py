@@ -47,6 +47,7 @@ class SDPAAttention(Attention):
     name = "sdpa"
     options = frozenset({"rng", "backend"})
     supports = frozenset({"full", "window", "documents"})
+    returns_lse = False
     operators = OPERATORS
     exact = True
 

@@ -216,7 +216,9 @@ def load(target: str, style: str | None) -> tuple[str, str, Any, str | None]:
 
 def ours(target: str, imports: str, expression: str, attend: Attention, declared: frozenset[str]) -> Subject:
     """An implementation of this library's Attention."""
-    features = {"causal", "scale", "grouped", "empty", "dropout", "lse", *declared}
+    features = {"causal", "scale", "grouped", "empty", "dropout", *declared} | (
+        {"lse"} if attend.returns_lse else set()
+    )
     features |= attend.supports & {"full", "window", "soft_cap", "alibi", "sinks"}
     features |= {"documents", "document_rows"} if "documents" in attend.supports else set()
     one = torch.zeros(1, 1, 1, 8)
