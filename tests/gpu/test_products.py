@@ -174,6 +174,21 @@ def test_a_whole_weight_and_one_that_was_gathered_in_bf16_have_the_same_gradient
     assert all(torch.equal(whole, gathered) for whole, gathered in zip(*results, strict=True))
 
 
+def test_an_mlp_in_fp8_has_the_same_bits_compiled_or_not_with_whole_weights_and_gathered_ones() -> None:
+    """The compiler would round whole weights to e4m3 without the rounding to bf16 that gathered ones have."""
+    x, upstream = random(8192, 768).requires_grad_(), random(8192, 768, seed=4)
+    whole = [random(3072, 768, seed=2, dtype=torch.float32), random(768, 3072, seed=3, dtype=torch.float32)]
+    compiled, results = torch.compile(fused_mlp, fullgraph=True), []
+    for function, dtype in ((fused_mlp, torch.float32), (compiled, torch.float32), (compiled, torch.bfloat16)):
+        w1, w2 = (w.to(dtype).requires_grad_() for w in whole)
+        with torch.autocast("cuda", torch.bfloat16):
+            y = function(x, w1, None, w2, None, True)
+        results.append([y, *(dx.float() for dx in torch.autograd.grad(y, [x, w1, w2], upstream))])
+    for name, *values in zip(("y", "dx", "dw1", "dw2"), *results, strict=True):
+        assert torch.equal(values[0], values[1]), f"{name}: compiled"
+        assert torch.equal(values[1], values[2]), f"{name}: gathered"
+
+
 def test_layers_have_second_derivatives() -> None:
     x, w = random(8192, 1024).requires_grad_(), random(1024, 1024, seed=2).requires_grad_()
     results = []
