@@ -39,7 +39,7 @@ def speeds(rows: Rows) -> str:
     return pivot(by_length([row for row in rows if row["name"] == "flash"]), problem, length, beside_fastest)
 
 
-@block("attention-fa4", "h100:attention-fa4")
+@block("attention-fa4", "attention-fa4")
 def fa4(rows: Rows) -> str:
     """Flash, FlashAttention-4 and cuDNN in one run."""
     order = [name for name in PEERS if name != "flash-plain"]
