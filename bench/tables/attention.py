@@ -41,7 +41,7 @@ def speeds(rows: Rows) -> str:
 
 @block("attention-fa4", "attention-fa4")
 def fa4(rows: Rows) -> str:
-    """Flash, FlashAttention-4 and cuDNN in one run."""
+    """Flash beside its fastest peers in one run."""
     order = [name for name in PEERS if name != "flash-plain"]
     shown = [row for row in rows if row["name"] in order and "backward" in row]
     shown.sort(key=lambda row: (row["head_size"], row["variant"], order.index(row["name"]), row["length"]))
