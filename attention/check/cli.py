@@ -151,6 +151,8 @@ def main(arguments: Sequence[str]) -> int:
             torch.zeros(1, device=device)
         except (RuntimeError, AssertionError) as error:
             raise CheckError(f"--device {asked.device} is not here: {str(error).splitlines()[0]}") from error
+        if device.type not in TIME:
+            raise CheckError(f"--device {asked.device} is not checked; choose {' or '.join(TIME)}.")
         if asked.recommend:
             return recommend(asked, device)
         if asked.target is None:
@@ -178,11 +180,18 @@ def main(arguments: Sequence[str]) -> int:
     except AttentionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing is judged", file=sys.stderr)
+        return 130
     report = replace(report, allowed=frozenset(filter(None, asked.allow.split(","))))
     print(text(report))
     for name in sorted(report.allowed - {line.name for line in report.lines}):
         print(f"note: --allow {name} names none of these lines.", file=sys.stderr)
     for path, content in ((asked.json, as_json), (asked.html, html)):
         if path is not None:
-            path.write_text(content(report), encoding="utf-8")
+            try:
+                path.write_text(content(report), encoding="utf-8")
+            except OSError as error:
+                print(f"error: {path} cannot be written ({error.strerror}); name another file.", file=sys.stderr)
+                return 2
     return 1 if report.failed() else 0 if report.compared() else 2

@@ -17,6 +17,8 @@ from .formula import RESULTS
 from .run import Failure, Line
 from .styles import FEATURES
 
+NO_GRADIENTS = "Gradients"  # begins the sentence that says why they were not checked
+
 
 @dataclass(frozen=True)
 class Report:
@@ -58,7 +60,9 @@ class Report:
         if not self.compared():
             return f"Nothing of {self.target} was compared with fp64."
         if not self.failed():
-            return f"{self.target} is correct in all {len(checked)} checks, {sum(x.calls for x in checked):,} calls."
+            forward = any(sentence.startswith(NO_GRADIENTS) for sentence in self.unseen)
+            name = f"The forward pass of {self.target}, which gives no gradients," if forward else self.target
+            return f"{name} is correct in all {len(checked)} checks, {sum(x.calls for x in checked):,} calls."
         return f"{self.target} fails {len(self.failed())} of {len(checked)} checks."
 
     def failures(self) -> list[tuple[Line, Failure]]:
@@ -127,7 +131,7 @@ def unseen(
     if "lse" not in features:
         sentences.append("The log-sum-exp: the call does not return it.")
     if gradients:
-        sentences.append(f"Gradients ({', '.join(x for x in RESULTS if x[0] == 'd')}): {gradients}")
+        sentences.append(f"{NO_GRADIENTS} ({', '.join(x for x in RESULTS if x[0] == 'd')}): {gradients}")
     for dtype, reason in refused.items():
         sentences.append(f"{dtype} is not checked: {reason}")
     if not {"fp32", "fp64"} & set(dtypes):

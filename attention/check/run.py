@@ -16,7 +16,7 @@ from ..errors import AttentionError
 from ..gpu import HAS_TRITON, INTERPRET
 from .cases import Case, Inputs, draw, problem
 from .judge import Verdict, judge
-from .subject import Subject
+from .subject import CheckError, Subject
 
 Item = TypeVar("Item")
 
@@ -25,7 +25,7 @@ class Refused(Exception):
     """The implementation raised an error instead of computing a case; the message is the error's."""
 
 
-def short(error: Exception) -> str:
+def short(error: BaseException) -> str:
     """An error on one line, cut where it is long; this library's errors are sentences, and stay whole."""
     if isinstance(error, AttentionError):
         return str(error)
@@ -48,7 +48,7 @@ def results(subject: Subject, case: Case, inputs: Inputs, gradients: bool = True
         if gradients:
             given = torch.autograd.grad(out, list(leaves.values()), inputs.do, allow_unused=True)
             values |= {f"d{name}": x for name, x in zip(leaves, given, strict=True)}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if str(error).startswith("CUDA error"):
             raise  # the GPU computes nothing after it
         raise Refused(short(error)) from error
@@ -196,16 +196,18 @@ def interpreting() -> Iterator[None]:
 def prepare(session: Session, wanted: tuple[str, ...]) -> None:
     """Try which precisions the implementation takes, and whether it has gradients and takes grouped heads.
 
-    The case has usual sizes; an implementation for other head sizes or lengths may refuse it.
+    The case has usual sizes; an implementation for other head sizes or lengths may refuse it. Raises CheckError for
+    results of another form than the formula's.
     """
     for dtype in wanted:
         case = Case(T=64, S=64, D=64, B=1, H=2, H_kv=2, dtype=dtype, causal="causal" in session.subject.features)
         inputs = draw(case, session.device)
         try:
-            results(session.subject, case, inputs, gradients=False)
+            got = results(session.subject, case, inputs, gradients=False)
         except Refused as error:
             session.refused[dtype] = str(error)
             continue
+        check_form(session.subject, inputs.q, got)
         session.dtypes += (dtype,)
         try:
             results(session.subject, case, inputs)
@@ -217,3 +219,19 @@ def prepare(session: Session, wanted: tuple[str, ...]) -> None:
             results(session.subject, case, draw(case, session.device), gradients=False)
         except Refused:
             session.grouped = False
+
+
+def check_form(subject: Subject, q: Tensor, got: Mapping[str, Tensor | None]) -> None:
+    """Raise CheckError unless out has the shape (B, H, T, D) and the dtype of q, and the log-sum-exp, if there is one,
+    the shape (B, H, T)."""
+    for name, form, shape in (("out", "(B, H, T, D)", q.shape), ("lse", "(B, H, T)", q.shape[:3])):
+        x = got.get(name)
+        if x is not None and x.shape != shape:
+            raise CheckError(
+                f"{subject.name} returns {name} of {tuple(x.shape)} where {form} is {tuple(shape)}; it is called as "
+                f"{subject.style}, and --style chooses another call."
+            )
+    out = got["out"]
+    assert out is not None
+    if out.dtype != q.dtype:
+        raise CheckError(f"{subject.name} returns {out.dtype} for q, k and v in {q.dtype}; return their dtype.")

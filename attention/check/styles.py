@@ -105,7 +105,8 @@ class Signature:
         if inspect.unwrap(function) is torch.nn.functional.scaled_dot_product_attention:
             function = builtin_sdpa  # Python cannot see a builtin's parameters
         try:
-            self.parameters = dict(inspect.signature(function).parameters)
+            known = function.forward if isinstance(function, torch.nn.Module) else function  # its __call__ is (*args)
+            self.parameters = dict(inspect.signature(known).parameters)
         except (ValueError, TypeError):
             self.parameters = {}
         self.any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.parameters.values())

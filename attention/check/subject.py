@@ -199,10 +199,13 @@ def load(target: str, style: str | None) -> tuple[str, str, Any, str | None]:
         sys.path.insert(0, os.getcwd())
     try:
         function: Any = importlib.import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
     except ImportError as error:
         raise CheckError(f"{target} cannot be imported: {error}.") from error
+    except (Exception, SystemExit) as error:
+        raise CheckError(f"{target} cannot be imported: {type(error).__name__}: {error}.") from error
+    try:
+        for part in name.split("."):
+            function = getattr(function, part)
     except AttributeError as error:
         raise CheckError(f"{target} is not there: {error}.") from error
     if isinstance(function, type) and issubclass(function, Attention):

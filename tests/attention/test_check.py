@@ -166,6 +166,76 @@ def test_targets_that_cannot_be_imported_or_called_are_refused_in_a_sentence(mon
         find("naive", ["colour"])
 
 
+def test_a_module_with_a_mistake_is_named_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text, word in (
+        ("unfinished", "def f(q, k, v", "cannot be imported: SyntaxError: "),
+        ("undefined", "f = g", "cannot be imported: NameError: name 'g' is not defined"),
+        ("ending", "import sys; sys.exit(0)", "cannot be imported: SystemExit: 0"),
+        ("misspelt", "import torch; torch.compyle", "cannot be imported: AttributeError: .*compyle"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        with pytest.raises(CheckError, match=word):
+            find(f"{name}:f")
+
+
+class Windowless(torch.nn.Module):
+    """Declares a window by its forward, and ignores it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, window: int | None = None) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def test_the_parameters_of_a_module_are_those_of_its_forward(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[__name__], "module", Windowless(), raising=False)
+    subject = find(f"{__name__}:module")
+    assert {"causal", "full", "window"} <= subject.features
+    assert worst(subject, Case(T=20, S=20)).passes
+    assert not worst(subject, Case(T=20, S=20, window=3)).passes
+
+
+def of_another_form(form: str, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    out, lse = build_attention(AttentionConfig("naive"))(q, k, v, return_lse=True)
+    assert lse is not None
+    return {
+        "(B, T, H, D)": out.transpose(1, 2),
+        "one channel": out[..., :1],
+        "in fp64": out.double(),
+        "lse of every channel": (out, lse.unsqueeze(-1)),
+    }[form]
+
+
+@pytest.mark.parametrize(
+    ("form", "sentence"),
+    [
+        ("(B, T, H, D)", r"returns out of \(1, 64, 2, 64\) where \(B, H, T, D\) is \(1, 2, 64, 64\); .*--style"),
+        ("one channel", r"returns out of \(1, 2, 64, 1\) where"),
+        ("in fp64", "returns torch.float64 for q, k and v in torch.float32; return their dtype"),
+        ("lse of every channel", r"returns lse of \(1, 2, 64, 1\) where \(B, H, T\) is"),
+    ],
+)
+def test_results_of_another_form_end_the_check_in_a_sentence(
+    form: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    def attention(q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False) -> Any:
+        return of_another_form(form, q, k, v)
+
+    monkeypatch.setattr(sys.modules[__name__], "attention_of_another_form", attention, raising=False)
+    assert main([f"{__name__}:attention_of_another_form", "--quick"]) == 2
+    assert re.search(sentence, capsys.readouterr().err)
+
+
+def test_without_gradients_the_forward_alone_is_called_correct(monkeypatch: pytest.MonkeyPatch, capsys):
+    attend = build_attention(AttentionConfig("naive"))
+
+    def detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v).out.detach()
+
+    monkeypatch.setattr(sys.modules[__name__], "detached", detached, raising=False)
+    assert main([f"{__name__}:detached", "--quick", "--dtypes", "fp32"]) == 0
+    assert "detached, which gives no gradients, is correct in all" in " ".join(capsys.readouterr().out.split())
+
+
 # What a call of a kind shows.
 SHOWN = {
     "scale_off": Case(T=20, S=20),
@@ -323,11 +393,12 @@ def test_a_check_that_cannot_start_says_why_and_exits_with_2(capsys):
     assert main(["naive", "--features", "colour"]) == 2
     assert main(["naive", "--dtypes", "fp7"]) == 2
     assert main(["naive", "--seconds", "-1"]) == 2
+    assert main(["naive", "--device", "meta"]) == 2
     assert main(["naive", "--json", "/proc/nowhere.json"]) == 2
     assert main(["--recommend", "--shape", "1x2x3"]) == 2
     assert main(["--recommend", "--html", "check.html"]) == 2
     printed = capsys.readouterr()
-    assert [line.partition(" ")[0] for line in printed.err.splitlines()] == ["error:"] * 8
+    assert [line.partition(" ")[0] for line in printed.err.splitlines()] == ["error:"] * 9
 
 
 def test_a_shape_that_does_not_fit_the_memory_is_refused(monkeypatch, capsys):
