@@ -12,7 +12,7 @@ from recipe.cli.compose import Composition, compose_right, parsed, to_config, un
 from recipe.config import Config, as_plain
 from recipe.files import flatten
 from recipe.ladder.config import LadderConfig, ladder_mistakes, rule, ruled
-from recipe.sweeps.arena import arms_of, common_overrides
+from recipe.sweeps.arena import PLANNED, arms_of, common_overrides
 
 SWEEPER, LADDER = ".ArenaSweeper", ".LadderSweeper"
 UNREAD = ("margin", "looks", "lr", "lr_seeds", "match")  # by a ladder
@@ -87,6 +87,11 @@ def arena_sweep_mistakes(composition: Composition, mistakes_of: Callable[[Compos
         for sentence in mistakes:
             everywhere = all(sentence in others for others in wrong.values())
             sentences.append(sentence if everywhere else f"arm {name}: {sentence}")
+    if sentences:
+        return sentences
+    for name in arms:
+        planned = [line for line in arms[name] if parsed([line])[0].key_or_group in PLANNED]
+        sentences += [f"arm {name}: {line} is set by the plan of the sweep; leave it out." for line in planned]
     if sentences:
         return sentences
     return list(arm_mistakes({name: _settings(arm) for name, arm in composed.items()}))

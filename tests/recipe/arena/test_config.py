@@ -89,6 +89,8 @@ def test_a_window_as_long_as_the_row_is_another_configuration() -> None:
         (["arena.arms=a: score=causal | b: score=alibbi"], "arm b: score=alibbi is not known"),
         (["arena.arms=a: score=causal | b: model.n_heads=3"], "arm b: model.n_embd=128 is not a multiple"),
         (["arena.arms=a: score=causal | b: nonsense=3"], "arm b: nonsense=3 overrides nothing"),
+        (["arena.arms=a: score=causal | b: seed=3"], "arm b: seed=3 is set by the plan of the sweep; leave it out"),
+        (["arena.arms=a: score=causal | b: resume=auto"], "arm b: resume=auto is set by the plan of the sweep"),
         (["arena.arms=a | b"], "arena.arms=a has no overrides and is not a file of conf/arm/"),
         (["seq_len=0"], "seq_len=0 must be at least 1."),
         (["arena.lr=fast"], "arena.lr=fast is not a list of numbers, such as [0.5,1,2]."),
