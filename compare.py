@@ -117,3 +117,5 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except UserError as error:
         fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -128,7 +128,11 @@ def prepare(
     start = restore(trainer, config, checkpoint, data)
     if (start >= config.training.steps or reached_target(folder, config)) and (folder / "summary.json").exists():
         if world.rank == 0:
-            print(f"{folder} is complete with {start} steps; training.steps={2 * start} would continue it.")
+            asked = config.training.steps
+            state = (
+                f"has {start} steps already, more than {asked}" if start > asked else f"is complete with {start} steps"
+            )
+            print(f"{folder} {state}; training.steps={2 * start} would continue it.")
         return None
     return build_run(config, folder, overrides, data, trainer, start)
 

@@ -31,6 +31,11 @@ class ArgumentError(ValueError):
     """An invalid argument; the message names the valid ones."""
 
 
+def unwritable(out: Path, error: OSError) -> ArgumentError:
+    """The error for a page that cannot be written."""
+    return ArgumentError(f"{out} cannot be written ({error.strerror}); name another file with out=<file>.")
+
+
 def main(arguments: list[str]) -> None:
     """Print the ladder and write the page. Raises ArgumentError."""
     if {"-h", "--help"} & set(arguments):
@@ -43,9 +48,7 @@ def main(arguments: list[str]) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a", encoding="utf-8").close()
     except OSError as error:
-        raise ArgumentError(
-            f"{out} cannot be written ({error.strerror}); name another file with out=<file>."
-        ) from error
+        raise unwritable(out, error) from error
     ladder = measure()
     print(f"Attention over the scores and values {', '.join(f'{x:g}' for x in EXAMPLE.tolist())}, step by step\n")
     print(table(ladder))
@@ -53,7 +56,11 @@ def main(arguments: list[str]) -> None:
     line, wrong, right = silent_error()
     print(f"\nWithout this line the output is {wrong:.4f} instead of {right:.4f}, and nothing complains:\n    {line}\n")
     print("recording FlashAttention-1 and -2 ...", flush=True)
-    out.write_text(render(ladder), encoding="utf-8")
+    page = render(ladder)
+    try:
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(out, error) from error
     print(f"page: {out}")
 
 
@@ -64,6 +71,8 @@ def run() -> None:
     except ArgumentError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

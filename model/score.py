@@ -82,7 +82,10 @@ def score_mistakes(config: ScoreConfig, n_layers: int) -> Iterator[ScoreError]:
         if name in learned and name in given:
             yield ScoreError(f"score.learned and score.tensors both give {name}; leave one out.")
         elif name not in read:
-            yield ScoreError(f"score.{'learned' if name in learned else 'tensors'} has {name}, which no formula reads.")
+            missing = sorted(read - {*learned, *given})
+            instead = f"; nothing gives {', '.join(missing)}" if missing else ""
+            where = "learned" if name in learned else "tensors"
+            yield ScoreError(f"score.{where} has {name}, which no formula reads{instead}.")
 
 
 def describe_score(config: ScoreConfig) -> str:

@@ -61,8 +61,9 @@ class ScoreTensors(nn.Module):
                 self.register_buffer(f"fixed_{name}", constant(name, given[name], n_heads), persistent=False)
                 self.fixed.append(name)
             else:
+                shape = ",".join("h" if axis == "head" else "128" for axis in axes)
                 raise ScoreError(
-                    f"{{}} reads {name} ({', '.join(axes)}), which nothing gives; write score.learned.{name}=[h,128] "
+                    f"{{}} reads {name} ({', '.join(axes)}), which nothing gives; write score.learned.{name}=[{shape}] "
                     f"or score.tensors.{name}={FORGET_GATE}, {SLOPES} or numbers.",
                     Option("score.formula", score.formula),
                 )

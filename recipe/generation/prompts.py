@@ -101,14 +101,22 @@ def continuations(
 
 
 def open_new(path: Path) -> Callable[[Continuation], object]:
-    """A function that appends a line of JSON to a new file and syncs it. Raises GenerationError if the file exists."""
+    """A function that appends a line of JSON to a new file and syncs it. Both raise GenerationError, the first one also
+    if the file exists."""
     try:
         file = path.open("x", encoding="utf-8", buffering=1)
     except FileExistsError as error:
         raise GenerationError(f"out={path} exists, and is not overwritten; name another file.") from error
     except OSError as error:
         raise GenerationError(f"out={path} cannot be written ({error.strerror}); name another file.") from error
-    return lambda continuation: file.write(continuation.as_json() + "\n")
+
+    def put(continuation: Continuation) -> None:
+        try:
+            file.write(continuation.as_json() + "\n")
+        except OSError as error:
+            raise GenerationError(f"out={path} has become incomplete ({error.strerror}); name another file.") from error
+
+    return put
 
 
 def in_order(continuations: Iterable[Continuation]) -> Iterator[Continuation]:

@@ -279,11 +279,12 @@ def _explained(path: Path) -> Iterator[None]:
             cause = cause.__context__  # the library wraps the system's error
         if cause is None:
             raise
-        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "Free some space" if full else "Make the folder writable"
+        full, limited = cause.errno in (errno.ENOSPC, errno.EDQUOT), cause.errno == errno.EFBIG
+        advice = "Free some space" if full else "Allow larger files" if limited else "Make the folder writable"
+        resume = f"continue with resume={path.parents[1]}" if any(path.parent.glob("step-*")) else "train again"
         raise CheckpointError(
             f"The checkpoint {path} could not be written ({cause.strerror}); earlier ones are untouched. "
-            f"{advice}, and continue with resume={path.parents[1]}."
+            f"{advice}, and {resume}."
         ) from cause
 
 

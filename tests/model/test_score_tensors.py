@@ -43,7 +43,15 @@ def test_alibi_by_formula_is_alibi():
 @pytest.mark.parametrize(
     ("score", "complaint"),
     [
-        (ScoreConfig(formula="s + bias[h, min(i - j, 7)]"), r"reads bias \(head, table\), which nothing gives"),
+        (ScoreConfig(formula="s + bias[h, min(i - j, 7)]"), r"reads bias .* nothing gives; .*bias=\[h,128\]"),
+        (
+            ScoreConfig(formula="s + bias[h]"),
+            r"reads bias \(head\), which nothing gives; .*score.learned.bias=\[h\] or",
+        ),
+        (
+            ScoreConfig(formula="s + bais[h]", learned={"bias": ["h"]}),
+            r"score.learned has bias, which no formula reads; nothing gives bais",
+        ),
         (ScoreConfig(formula="2 * s", learned={"bias": [3]}), r"score.learned has bias, which no formula reads"),
         (ScoreConfig(formula="s + b2[h]", learned={"b2": ["t"]}), r"score.learned.b2=.* must be a shape"),
         (ScoreConfig(formula="s + x[h]", tensors={"x": "model.forget_gate"}), r"write x\[h, i\] and x\[h, j\]"),

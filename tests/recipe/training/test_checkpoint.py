@@ -278,7 +278,7 @@ def test_a_file_that_cannot_be_written_is_one_clear_error_and_leaves_what_was_th
     save(folder, 200, val_loss=1.0)
     with (
         files_limited_to(limit),
-        pytest.raises(CheckpointError, match=r"step-00000300 .*File too large.*Make .*resume=.*run\.$"),
+        pytest.raises(CheckpointError, match=r"step-00000300 .*File too large.*Allow .*resume=.*run\.$"),
     ):
         save(folder, 300, val_loss=0.5, keep_last=1)
     assert_nothing_changed(folder)
@@ -290,12 +290,14 @@ def test_a_full_disk_says_to_free_some_space(tmp_path: Path, monkeypatch: pytest
     def full(*_: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    save(tmp_path, 100, val_loss=2.0)
-    save(tmp_path, 200, val_loss=1.0)
+    save(tmp_path / "checkpoints", 100, val_loss=2.0)
+    save(tmp_path / "checkpoints", 200, val_loss=1.0)
     monkeypatch.setattr(safetensors.torch, "save", full)
-    with pytest.raises(CheckpointError, match=r"No space left.*Free some space"):
-        save(tmp_path, 300)
-    assert_nothing_changed(tmp_path)
+    with pytest.raises(CheckpointError, match=r"No space left.*Free some space, and continue with resume="):
+        save(tmp_path / "checkpoints", 300)
+    assert_nothing_changed(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"Free some space, and train again\.$"):
+        save(tmp_path / "other" / "checkpoints", 100)  # from which nothing could continue
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -257,6 +257,8 @@ def test_a_complete_run_is_left_as_it_is(runs: Path, capsys: pytest.CaptureFixtu
     before = contents(runs)
     train("resume=outputs/older")
     assert "outputs/older is complete with 60 steps" in capsys.readouterr().out
+    train("resume=outputs/older", "training.steps=30")
+    assert "outputs/older has 60 steps already, more than 30;" in capsys.readouterr().out
     assert contents(runs) == before
 
 
