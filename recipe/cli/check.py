@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from attention import build_attention
+import torch
+
+from attention import Layout, build_attention
+from attention.formula.call import reach_of
+from attention.formula.check import check_tensors
 from data.check import data_mistakes
 from data.config import Documents
 from data.corpora import CORPORA
@@ -76,11 +80,16 @@ def probe_mistakes(config: Config) -> Iterator[str]:
 
 
 def check_score_tensors(config: Config) -> None:
-    """Raise ScoreError for a formula's tensor that is not defined, or has an impossible shape."""
-    options, model = config.score, config.model
+    """Raise ScoreError for a formula's tensor that is not defined, has an impossible shape, or does not fit the formula
+    on `seq_len` tokens."""
+    options, model, T = config.score, config.model, max(config.seq_len, 1)
     for score in set(layer_scores(options, model.n_layers)):
-        if score.formula is not None:
-            ScoreTensors(score, options.learned, options.tensors, model.n_embd, model.n_heads)
+        if score.formula is not None and score.expression is not None:
+            tensors = ScoreTensors(score, options.learned, options.tensors, model.n_embd, model.n_heads)
+            given = {**tensors.learned, **{name: getattr(tensors, f"fixed_{name}") for name in tensors.fixed}}
+            given |= dict.fromkeys(tensors.made, torch.empty(1, model.n_heads, T, device="meta"))
+            given |= {x.name: x.initial(model.n_heads, torch.device("cpu")) for x in score.head_tensors}
+            check_tensors(score.expression, given, 1, reach_of(score, Layout(), T, T, model.n_heads))
 
 
 def check_ranks_agree(config: Config) -> None:

@@ -192,6 +192,8 @@ MISTAKES = {
     "score.window=wide": "score.window=wide is not a whole number",
     "score.soft_cap=-1": "^score.soft_cap=-1.0 must be positive",
     "score.learned=3": "score.learned=3 is not a mapping",
+    'score.formula="s+bias[h,i-j]" score.learned.bias=[h,16]': "index i - j reaches 127, and bias has 16 entries",
+    'score.formula="s*a[h]" score.tensors.a=[1,2]': r"takes a \(head,\) with 4 along head; got \(2,\)",
     "score.layers=3": r"score.layers=3 is not a list with an entry for each layer",
     "score.layers={window:4}": r"^score.layers={window:4} is not a list with an entry for each layer",
     "score.layers=[3,{}]": r"^score.layers=\[3,{}\] is not a list with an entry for each layer",
