@@ -45,6 +45,7 @@ from recipe.build import (
     build_model,
     build_run,
     build_trainer,
+    check_text,
     cpu_threads,
     find_checkpoint,
     restore,
@@ -119,6 +120,7 @@ def prepare(
     torch.compiler.reset()  # drops compiled code of an earlier job of a sweep in this process
     task = TASKS.get(config.data.name)
     data = TaskData(task) if task else prepare_data(config.data, announce_wait=world.rank == 0)
+    check_text(config, data)  # before a model of that length is built
     with (
         recorded_out_of_memory(folder, as_plain(config), overrides, device, world),
         oom_guard(too_large_model(config.model, device)),

@@ -256,9 +256,14 @@ def eval_batches(
 
 def _windows(tokens: np.ndarray, seq_len: int, split: str) -> np.ndarray:
     """Every window of the tokens, overlapping ones included, as a view: (len(tokens) - seq_len, seq_len + 1)."""
+    check_window(tokens, seq_len, split)
+    return sliding_window_view(tokens, seq_len + 1)
+
+
+def check_window(tokens: np.ndarray, seq_len: int, split: str) -> None:
+    """Raise DataError where the tokens of a split do not fill one window."""
     if len(tokens) <= seq_len:
         raise DataError(
             f"the {split} split has {len(tokens)} tokens and a window takes seq_len + 1 = {seq_len + 1}; "
             "lower seq_len, give more text, raise data.max_tokens if it is set, or change data.val_fraction."
         )
-    return sliding_window_view(tokens, seq_len + 1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attention import AttentionShape, DropoutRng, build_attention
-from data.batches import Batch, Batches, Source, eval_batches
+from data.batches import Batch, Batches, Source, check_window, eval_batches
 from data.chat import ChatTemplate
 from data.config import Documents
 from data.packing import ChatBatches, PackedRows, chat_windows
@@ -178,6 +178,13 @@ def build_batches(config: Config, data: Data, trainer: Trainer) -> tuple[Source,
     batches = Batches(data.train.tokens, T, trainer.global_batch, config.seed, of_train)
     count, span = training.eval_batches, training.eval_span
     return batches, eval_batches(data.val.tokens, T, training.batch_size, count, span, of_val)
+
+
+def check_text(config: Config, data: Data) -> None:
+    """Raise DataError where the tokens of a split do not fill a window of `seq_len`."""
+    if isinstance(data, PreparedData) and data.train.answers is None:
+        for name, split in (("training", data.train), ("validation", data.val)):
+            check_window(split.tokens, config.seq_len, name)
 
 
 def one_document(config: Config) -> ConfigError:

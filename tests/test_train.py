@@ -20,6 +20,7 @@ import eval as eval_module
 import train as train_module
 from attention import AttentionConfig, build_attention
 from data.config import DataConfig, Documents
+from data.errors import DataError
 from data.tokenizers import bytes_tokenizer
 from model.config import GPTConfig, Positions
 from model.gpt import GPT
@@ -167,6 +168,16 @@ def used_gib() -> float:
     """GiB of this process that count towards a memory limit."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmData:")[1].split()[0]) / 2**20
+
+
+def test_a_text_that_is_too_short_is_refused_before_a_model_of_that_length_is_built(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_module, "build_model", lambda *_: pytest.fail("built"))
+    with pytest.raises(
+        DataError, match=r"the training split has \d+ tokens and a window takes seq_len \+ 1 = 100000001"
+    ):
+        train_module.train(replace(config, seq_len=10**8), Path("run"), [])
 
 
 def test_running_out_of_memory_is_in_the_summary(config: Config) -> None:
