@@ -80,6 +80,10 @@ class Subject:
             returned = function(layout.put(q), layout.put(k), layout.put(v), *rest, **options)
             if isinstance(returned, Tensor):
                 return layout.take(returned, case.B, case.T), None
+            if not isinstance(returned, tuple | list):
+                raise TypeError(
+                    f"it returns {type(returned).__name__}, neither a tensor nor a tuple that begins with one"
+                )
             self.result = ".out" if self.style == "ours" else "[0]"
             out, log_sum = returned[0], returned[1] if lse and len(returned) > 1 else None
             if log_sum is not None and log_sum.ndim == 2:  # of packed tokens, (H, total) or (total, H)

@@ -225,6 +225,12 @@ def test_results_of_another_form_end_the_check_in_a_sentence(
     assert re.search(sentence, capsys.readouterr().err)
 
 
+def test_an_attention_that_returns_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(sys.modules[__name__], "nothing", lambda q, k, v: None, raising=False)
+    assert main([f"{__name__}:nothing", "--quick"]) == 2
+    assert "it returns NoneType, neither a tensor nor a tuple" in capsys.readouterr().err
+
+
 def test_without_gradients_the_forward_alone_is_called_correct(monkeypatch: pytest.MonkeyPatch, capsys):
     attend = build_attention(AttentionConfig("naive"))
 
