@@ -33,8 +33,8 @@ def changed(record: Record) -> list[str]:
 
 
 def one_of_each_kind() -> list[str]:
-    """The first kernel of each function."""
-    first = {kernels()[name].source.fn: name for name in reversed(kernels())}
+    """The first kernel of each group and kind, the first two words of its name."""
+    first = {tuple(name.split("/")[:2]): name for name in reversed(kernels())}
     return list(first.values())
 
 
