@@ -70,8 +70,11 @@ class ScoreTensors(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """The tensors by name, for the residual stream x (B, T, C) that the layer's queries are made of."""
-        fixed = {name: getattr(self, f"fixed_{name}") for name in self.fixed}
-        return {**self.learned, **fixed, **{name: module(x) for name, module in self.made.items()}}
+        return {**self.given(), **{name: module(x) for name, module in self.made.items()}}
+
+    def given(self) -> dict[str, Tensor]:
+        """Those of these tensors that are not made from the stream."""
+        return {**self.learned, **{name: getattr(self, f"fixed_{name}") for name in self.fixed}}
 
 
 def initial(name: str, asked: Any, n_heads: int) -> Tensor:

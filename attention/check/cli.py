@@ -20,7 +20,7 @@ from .accuracy import Accuracy
 from .cases import DTYPES
 from .html import html
 from .known import KNOWN
-from .page import Report, as_json, text, unseen, where
+from .page import Report, as_json, text, unseen, where, write
 from .parts import Parts
 from .recommend import recommend
 from .run import Session, interpreting, prepare
@@ -86,8 +86,9 @@ def check(
         left.insert(0, "Fewer key/value heads than query heads: such a call was refused.")
     took = time.monotonic() - started
     return Report(
-        subject.name, subject.style, features, where(device), session.dtypes, session.refused, lines, left, took, seed
-    )
+        subject.name, subject.style, features, where(device), session.dtypes, session.refused, lines, left, took, seed,
+        gradients=session.gradients,
+    )  # fmt: skip
 
 
 def processes(device: torch.device) -> int:
@@ -142,10 +143,7 @@ def main(arguments: Sequence[str]) -> int:
         if asked.recommend and asked.html:
             raise CheckError("--html has no page for --recommend; leave it out, or choose --json.")
         for path in filter(None, (asked.json, asked.html)):
-            try:
-                path.open("a").close()
-            except OSError as error:
-                raise CheckError(f"{path} cannot be written ({error.strerror}); name another file.") from error
+            write(path, "", "a")
         try:
             device = torch.device(asked.device)
             torch.zeros(1, device=device)
@@ -177,21 +175,21 @@ def main(arguments: Sequence[str]) -> int:
         finally:
             if workers is not None:
                 workers.close()
+        return finished(replace(report, allowed=frozenset(filter(None, asked.allow.split(",")))), asked)
     except AttentionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted: nothing is judged", file=sys.stderr)
         return 130
-    report = replace(report, allowed=frozenset(filter(None, asked.allow.split(","))))
+
+
+def finished(report: Report, asked: argparse.Namespace) -> int:
+    """Print a report, and write its files. Returns the exit status."""
     print(text(report))
     for name in sorted(report.allowed - {line.name for line in report.lines}):
         print(f"note: --allow {name} names none of these lines.", file=sys.stderr)
     for path, content in ((asked.json, as_json), (asked.html, html)):
         if path is not None:
-            try:
-                path.write_text(content(report), encoding="utf-8")
-            except OSError as error:
-                print(f"error: {path} cannot be written ({error.strerror}); name another file.", file=sys.stderr)
-                return 2
+            write(path, content(report))
     return 1 if report.failed() else 0 if report.compared() else 2

@@ -8,6 +8,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from .accuracy import SECTION as ACCURACY
 from .formula import RESULTS
 from .run import Failure, Line
 from .styles import FEATURES
-
-NO_GRADIENTS = "Gradients"  # begins the sentence that says why they were not checked
+from .subject import CheckError
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Report:
     refused   the precisions that it refuses, with the reasons
     unseen    sentences on the parts that were not checked, with the reasons
     allowed   names of lines that may fail
+    gradients  whether it has a backward pass
     """
 
     target: str
@@ -45,6 +46,7 @@ class Report:
     seconds: float
     seed: int
     allowed: frozenset[str] = frozenset()
+    gradients: bool = True
 
     def failed(self) -> list[Line]:
         """The lines that count against the implementation."""
@@ -60,8 +62,7 @@ class Report:
         if not self.compared():
             return f"Nothing of {self.target} was compared with fp64."
         if not self.failed():
-            forward = any(sentence.startswith(NO_GRADIENTS) for sentence in self.unseen)
-            name = f"The forward pass of {self.target}, which gives no gradients," if forward else self.target
+            name = self.target if self.gradients else f"The forward pass of {self.target}, which gives no gradients,"
             return f"{name} is correct in all {len(checked)} checks, {sum(x.calls for x in checked):,} calls."
         return f"{self.target} fails {len(self.failed())} of {len(checked)} checks."
 
@@ -117,6 +118,15 @@ def as_json(report: Report) -> str:
     return json.dumps(content, indent=1, default=str)
 
 
+def write(path: Path, content: str, mode: str = "w") -> None:
+    """Write a report, or append to one. Raises CheckError where that fails."""
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(content)
+    except OSError as error:
+        raise CheckError(f"{path} cannot be written ({error.strerror}); name another file.") from error
+
+
 def unseen(
     features: Sequence[str], dtypes: Sequence[str], refused: dict[str, str], lines: Sequence[Line], gradients: str
 ) -> list[str]:
@@ -131,7 +141,7 @@ def unseen(
     if "lse" not in features:
         sentences.append("The log-sum-exp: the call does not return it.")
     if gradients:
-        sentences.append(f"{NO_GRADIENTS} ({', '.join(x for x in RESULTS if x[0] == 'd')}): {gradients}")
+        sentences.append(f"Gradients ({', '.join(x for x in RESULTS if x[0] == 'd')}): {gradients}")
     for dtype, reason in refused.items():
         sentences.append(f"{dtype} is not checked: {reason}")
     if not {"fp32", "fp64"} & set(dtypes):

@@ -20,7 +20,7 @@ import torch
 from ..errors import AttentionError
 from .cases import Case, Inputs, draw
 from .known import KNOWN
-from .page import name_of, where
+from .page import name_of, where, write
 from .run import Refused, judged, results, short
 from .subject import CheckError, Subject, find
 
@@ -73,7 +73,7 @@ def recommend(asked: argparse.Namespace, device: torch.device) -> int:
     print(table(candidates, case, device))
     first = fastest(candidates)
     if asked.json:
-        asked.json.write_text(as_json(candidates, case, device), encoding="utf-8")
+        write(asked.json, as_json(candidates, case, device))
     if not first:
         print("No implementation is correct and runs here.")
         return 1

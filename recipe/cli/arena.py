@@ -87,11 +87,10 @@ def arena_sweep_mistakes(composition: Composition, mistakes_of: Callable[[Compos
         for sentence in mistakes:
             everywhere = all(sentence in others for others in wrong.values())
             sentences.append(sentence if everywhere else f"arm {name}: {sentence}")
-    if sentences:
-        return sentences
-    for name in arms:
-        planned = [line for line in arms[name] if parsed([line])[0].key_or_group in PLANNED]
-        sentences += [f"arm {name}: {line} is set by the plan of the sweep; leave it out." for line in planned]
+    if not sentences:
+        for name, lines in arms.items():
+            planned = [line for line in lines if parsed([line])[0].key_or_group in PLANNED]
+            sentences += [f"arm {name}: {line} is set by the plan of the sweep; leave it out." for line in planned]
     if sentences:
         return sentences
     return list(arm_mistakes({name: _settings(arm) for name, arm in composed.items()}))

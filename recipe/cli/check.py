@@ -86,8 +86,7 @@ def check_score_tensors(config: Config) -> None:
     for score in set(layer_scores(options, model.n_layers)):
         if score.formula is not None and score.expression is not None:
             tensors = ScoreTensors(score, options.learned, options.tensors, model.n_embd, model.n_heads)
-            given = {**tensors.learned, **{name: getattr(tensors, f"fixed_{name}") for name in tensors.fixed}}
-            given |= dict.fromkeys(tensors.made, torch.empty(1, model.n_heads, T, device="meta"))
+            given = tensors.given() | dict.fromkeys(tensors.made, torch.empty(1, model.n_heads, T, device="meta"))
             given |= {x.name: x.initial(model.n_heads, torch.device("cpu")) for x in score.head_tensors}
             check_tensors(score.expression, given, 1, reach_of(score, Layout(), T, T, model.n_heads))
 

@@ -423,6 +423,14 @@ def test_a_check_that_compared_nothing_does_not_call_an_attention_correct(capsys
     assert "Nothing of naive was compared with fp64." in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_check_in_a_sentence(capsys):
+    assert main(["naive", "--quick", "--dtypes", "fp32", "--seconds", "0", "--json", "/dev/full"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "error: /dev/full cannot be written (No space left on device); name another file.\n"
+    )
+
+
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels are compiled for the GPU")
 def test_a_check_in_tritons_interpreter_has_the_bf16_of_a_gpu():
     bits = torch.randint(-(2**31), 2**31, (64, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
