@@ -125,6 +125,42 @@ def test_kernels_for_one_length_at_head_size_64_are_right_for_all(length, T, S, 
 
 
 @DROPOUT
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "score",
+    [{}, {"causal": False}, {"sinks": True}, {"window": 250}, {"window": 600}, {"documents": (471, 300, 30)}],
+    ids=str,
+)
+@pytest.mark.parametrize(("D", "length"), [(64, 512), (64, 1024), (64, 4096), (64, 32768), (128, 1024)])
+def test_maxima_that_grow_from_tile_to_tile(D, length, score, dtype, dropout, monkeypatch):
+    """The walk over keys begins at the last. Each tile's scores are far above those before, some so far that their
+    weights overflow with the maximum so far; and the first queries of a tile see no key of the last tile."""
+    blocks = forward_blocks
+    monkeypatch.setattr(
+        "attention.flash.hopper.forward.forward_blocks", lambda x: blocks(x._replace(queries=length, keys=length))
+    )
+    case = Case(2, 4, 2, 790, 801, D, dropout=dropout, **score)
+    q, k, v, _ = case.tensors(dtype, "cuda")
+    k = (k * torch.linspace(40, 0.1, case.S, device="cuda")[:, None]).to(dtype)
+    k[:, :, [100, 600]] *= 10
+    keep = keep_mask(KEY, dropout, 2, 4, 790, 801, device="cuda") if dropout else None
+    sinks = case.sink_logits("cuda")
+    options = {"score": case.score, "layout": case.layout("cuda"), "sinks": sinks, "dropout_key": KEY}
+    (out, lse), (_, plain_lse) = (
+        flash(dropout, path)(q, k, v, **options, return_lse=True) for path in (KernelPath.hopper, KernelPath.plain)
+    )
+    exact = formula(
+        *(x.double() for x in (q, k, v)),
+        None if sinks is None else sinks.double(),
+        case=case,
+        keep=keep,
+        rate=round(256 * dropout) / 256,
+    )
+    assert (out - exact).norm() < torch.finfo(dtype).eps / 2 * exact.norm()
+    torch.testing.assert_close(lse, plain_lse, rtol=1e-5, atol=1e-4)
+
+
+@DROPOUT
 @pytest.mark.parametrize("case", [*grid()[::5], LONG[0], LONG_WIDE], ids=lambda c: f"{c.H}:{c.H_kv}-{c.T}x{c.S}-{c.D}")
 def test_error_in_fp16(case, dropout):
     assert_accurate(flash(dropout), replace(case, dropout=dropout), torch.float16, "cuda", factor=3.0)

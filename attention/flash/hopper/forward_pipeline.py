@@ -26,6 +26,7 @@ class Buffers(NamedTuple):
     work     for each stage of q: the queries in it, where a producer assigns them
     parts    stages of the values that a formula adds for keys, see key_numbers.py
     columns  of a key tile, numbered, where ALiBi's biases come with the product; ones, where a formula's values do
+    votes    a number for each thread of a consumer whose steps are optimistic, see `are_small`
     """
 
     q: Any
@@ -35,6 +36,7 @@ class Buffers(NamedTuple):
     work: Any
     parts: Any
     columns: Any
+    votes: Any
 
 
 class Barriers(NamedTuple):
@@ -122,6 +124,9 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         b_ones = gl.full([ROWS, PARTS], 1.0, gl.bfloat16, ONES)
         columns = gl.allocate_shared_memory(gl.bfloat16, [ROWS, PARTS], ones_layout, b_ones)
         parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, PARTS], parts_layout)
+    votes = 0
+    if BLOCKS.optimistic:
+        votes = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 4, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     buffers = Buffers(
         q_s,
         gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout),
@@ -130,6 +135,7 @@ def allocate(q, v, out, BLOCKS: gl.constexpr, MODE: gl.constexpr):
         work,
         parts,
         columns,
+        votes,
     )
     # The memory of a barrier that nobody uses would be taken for other data, which PTX leaves undefined.
     work_full, q_empty, kv_empty, order = 0, 0, 0, 0

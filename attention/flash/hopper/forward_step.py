@@ -30,6 +30,7 @@ from .schedule import key_tiles
 from .softmax import (
     GROWTH,
     ROWS,
+    are_small,
     as_operand,
     exponent_factor,
     finish_scores,
@@ -108,6 +109,9 @@ def step(
 ):  # fmt: skip
     """o += p v of the tile before, during the scores and the softmax of the key tile at i_n: the State after it.
 
+    Any m gives the same softmax, as long as no weight overflows. An optimistic step takes the weights with the m of the
+    tiles before; where they are too large, or a row has seen no key and m is -inf, it begins again with the scores.
+
     p comes in pieces of N keys each, of which there are several only where a row's maximum is known in advance. The
     keys of this step have arrived when it starts, and those of the next when it ends.
     """
@@ -122,6 +126,7 @@ def step(
     dtype: gl.constexpr = buffers.q.dtype
     factor = exponent_factor(queries.scale_log2, MODE)
     stage = stage_of(i_step, BLOCKS.stages)
+    keeps_maximum: gl.constexpr = MODE.fixed_max or BLOCKS.optimistic
 
     if BLOCKS.ping_pong:
         mbarrier.wait(barriers.order.index(c), i_order & 1)
@@ -137,13 +142,17 @@ def step(
             mbarrier.arrive(barriers.order.index((c + 1) % BLOCKS.consumers))
         b_s = finish_scores(b_s, i_n + j * N, is_cut, queries, N, BLOCKS, MODE)
         shift = tile_shift(i_n, queries, BN, MODE)
-        if not MODE.fixed_max:
+        if not keeps_maximum:
             m_tile = gl.convert_layout(row_max(b_s, N, BLOCKS), m.type.layout) * factor + shift
             m, m_safe, alpha = new_maximum(m, m_tile, GROWTH)
             l = l * gl.convert_layout(alpha, L_ROWS)[:, None]
         # (ROWS, N) l is summed before anything is dropped.
         b_p32 += (gl.exp2(b_s * factor - (m_safe - shift)[:, None]),)  # type: ignore[assignment]
-        l += row_sum(b_p32[j], N)
+        if not BLOCKS.optimistic:
+            l += row_sum(b_p32[j], N)
+    if BLOCKS.optimistic:
+        l_tile = row_sum(b_p32[0], N)  # type: ignore[misc]
+        is_covered = are_small(l_tile, buffers.votes.index(c))
     if MODE.added == "pair":  # room for the values
         b_p = rounded(b_p32, P_LAYOUT, dtype, MODE, N)
     numbers = load_added(i_n - BN, queries, BN, S_LAYOUT, MODE)
@@ -151,12 +160,41 @@ def step(
     # A wait that ptxas does not move the softmax across: without it, all of it would come after the product with v.
     wait_full(barriers.kv_full, stage_of(i_step + 1, BLOCKS.stages))
     o = warpgroup_mma_wait(0, deps=o_flight + operands)[0]
+    if BLOCKS.optimistic:
+        if is_covered:
+            l += l_tile
+        else:
+            o, b_p32, m, l = with_maximum(o, m, l, stage.index, i_n, queries, buffers, BLOCKS, MODE)
     release_stage(i_step, keys, buffers, barriers, BLOCKS, MODE)
-    if not MODE.fixed_max:
+    if not keeps_maximum:
         o = rescale(o, gl.convert_layout(alpha, O_ROWS), BLOCKS.columns)
     if MODE.added != "pair":
         b_p = rounded(b_p32, P_LAYOUT, dtype, MODE, N)
     return State(o, b_p, m, l, numbers)
+
+
+@gluon.jit
+def with_maximum(o, m, l, i_s, i_n, queries, buffers, BLOCKS: gl.constexpr, MODE: gl.constexpr):
+    """(o, weights, m, l) of an optimistic step whose maxima were too low, with maxima that cover the key tile at i_n.
+
+    o, m and l are those before the step; the keys are still in stage i_s.
+    """
+    BN: gl.constexpr = BLOCKS.k
+    S_LAYOUT: gl.constexpr = m.type.layout.parent
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    L_ROWS: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    is_cut: gl.constexpr = MODE.causal or MODE.bounded  # or may be: a branch would cost registers
+    factor = exponent_factor(queries.scale_log2, MODE)
+    s_flight = start_scores(i_s, 0.0, queries, buffers, S_LAYOUT, MODE, BN)
+    b_s = warpgroup_mma_wait(0, deps=s_flight)
+    b_s = finish_scores(b_s, i_n, is_cut, queries, BN, BLOCKS, MODE)
+    shift = tile_shift(i_n, queries, BN, MODE)
+    m_tile = gl.convert_layout(row_max(b_s, BN, BLOCKS), m.type.layout) * factor + shift
+    m, m_safe, alpha = new_maximum(m, m_tile, GROWTH)
+    b_p32 = gl.exp2(b_s * factor - (m_safe - shift)[:, None])
+    l = l * gl.convert_layout(alpha, L_ROWS)[:, None] + row_sum(b_p32, BN)
+    o = o * gl.convert_layout(alpha, O_ROWS)[:, None]
+    return o, (b_p32,), m, l
 
 
 @gluon.jit

@@ -24,6 +24,9 @@ from .masks import as_bits, hide
 ROWS = gl.constexpr(64)  # of queries that a warpgroup multiplies in one instruction
 # While a row's maximum grows by less, in powers of two, the old one serves: it only guards against overflow.
 GROWTH = gl.constexpr(8)
+# Where a thread's weights in a row of a tile add up to more, the row's maximum is too low: 2^15, as PTX writes fp32.
+# fp16 ends at 2^16.
+LARGEST_SUM = gl.constexpr("0f47000000")
 PARTS = gl.constexpr(16)  # columns of the smallest product: three parts of a number, and zeros
 
 
@@ -256,6 +259,32 @@ def row_max(b_s, N: gl.constexpr, BLOCKS: gl.constexpr):
 def row_sum(b_p, N: gl.constexpr):
     """(ROWS, 4): the sum of the values in each of a row's four threads. The four sums are added once, at the end."""
     return gl.sum(gl.sum(b_p.reshape([ROWS, N // 8, 4, 2]), 1), 2)
+
+
+@gluon.constexpr_function
+def are_small_asm():
+    """PTX for the sums of a thread's two rows: 1 where all sums of its warp are small, else 0. NaN is not small."""
+    return f"""{{
+        .reg .pred p;
+        setp.le.f32 p, $2, {LARGEST_SUM.value};
+        setp.le.and.f32 p, $3, {LARGEST_SUM.value}, p;
+        vote.sync.all.pred p, p, 0xffffffff;
+        selp.b32 $0, 1, 0, p;
+        mov.b32 $1, $0;
+        }}"""
+
+
+@gluon.jit
+def are_small(l_tile, votes):
+    """Whether no sum of `row_sum` is above LARGEST_SUM: for all threads of a consumer, by way of shared memory.
+
+    votes: (4, 32), one of each thread
+    """
+    ASM: gl.constexpr = are_small_asm()
+    OF_WARPS: gl.constexpr = gl.DistributedLinearLayout([[1, 0], [2, 0]], [[0, 0]] * 5, [[0, 0]] * 2, [], [4, 1])
+    vote = gl.inline_asm_elementwise(ASM, "=r,=r,f,f", [l_tile], dtype=gl.int32, is_pure=False, pack=2)
+    votes.store(gl.max(vote.reshape([4, 2, 8, 4]), 1).reshape([4, 32]))
+    return gl.min(gl.min(votes.slice(0, 1, dim=1).load(OF_WARPS), 0), 0) != 0
 
 
 @gluon.jit
