@@ -233,7 +233,7 @@ def first_ablation(rows: Rows) -> str:
     return table(["seed", "every earlier token", "the last 16", "difference"], lines)
 
 
-@block("mlp-in-fp8", "h100:mlp-in-fp8")
+@block("mlp-in-fp8", "mlp-in-fp8")
 def mlp_in_fp8(rows: Rows) -> str:
     """The final validation losses with training.mlp_in_fp8=true and without, seed by seed, and the arena's verdict."""
     losses = {(case(row, "mlp"), row["case"]["seed"]): row["val_loss"] for row in rows}
@@ -247,7 +247,7 @@ def mlp_in_fp8(rows: Rows) -> str:
     return table(["seed", "`training.mlp_in_fp8=false`", "`training.mlp_in_fp8=true`", "difference"], lines)
 
 
-@figure("mlp-in-fp8", "h100:mlp-in-fp8")
+@figure("mlp-in-fp8", "mlp-in-fp8")
 def mlp_in_fp8_figure(rows: Rows) -> Chart:
     """The training losses of the first seed, in docs/fp8.md."""
     return chart_of_fp8(rows)

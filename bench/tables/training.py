@@ -151,17 +151,17 @@ def two_gpus(rows: Rows) -> str:
 
 
 @block("several-gpus", "several-gpus", "h100:several-gpus")
-def several(two: Rows, four: Rows) -> str:
-    """Tokens/s on two H200s and on four H100s, and as multiples of one."""
+def several(h200: Rows, h100: Rows) -> str:
+    """Tokens/s on two and four GPUs, and as multiples of one."""
+    groups = {"two H200s": (h200, 2), "four H200s": (h200, 4), "four H100s": (h100, 4)}
     lines = []
     for case, label in SEVERAL.items():
         line = [label]
-        for rows, gpus in ((two, 2), (four, 4)):
+        for rows, gpus in groups.values():
             times = of_one(speeds(rows), *case, gpus)
-            assert times is not None
-            line += [rounded(speeds(rows)[*case, gpus]), f"{times:.2f}"]
+            line += ["", ""] if times is None else [rounded(speeds(rows)[*case, gpus]), f"{times:.2f}"]
         lines.append(line)
-    return table(["tokens/s", "two H200s", "times one", "four H100s", "times one"], lines)
+    return table(["tokens/s", *(head for name in groups for head in (name, "times one"))], lines)
 
 
 @block("shared-sequences", "several-gpus")
@@ -169,26 +169,30 @@ def shared(rows: Rows) -> str:
     """One sequence of GPT-2 124M on several H200s and on one."""
     lines = []
     for kind, gpus in SEQUENCES.items():
-        one, row = ({row["gpus"]: row for row in rows if row["kind"] == kind}[count] for count in (1, gpus))
-        times = of_one(speeds(rows), kind, "heads", gpus)
-        assert times is not None
-        lines.append([
-            f"{row['seq_len']:,}", str(gpus), rounded(row["tokens_per_s"]), f"{times:.2f}",
-            f"{row['peak_allocated_gib']:.1f}", f"{one['peak_allocated_gib']:.1f}",
-        ])  # fmt: skip
-    return table(["tokens", "GPUs", "tokens/s", "times one", "GiB per GPU", "GiB on one"], lines)
+        of = {row["gpus"]: row for row in rows if row["kind"] == kind}
+        row, one = of[gpus], of.get(1)
+        line = [f"{row['seq_len']:,}", str(gpus), rounded(row["tokens_per_s"]), f"{row['peak_allocated_gib']:.1f}"]
+        if one is not None:
+            line += [f"{row['tokens_per_s'] / one['tokens_per_s']:.2f}", f"{one['peak_allocated_gib']:.1f}"]
+        lines.append(line + [""] * (6 - len(line)))
+    return table(["tokens", "GPUs", "tokens/s", "GiB per GPU", "times one", "GiB on one"], lines)
 
 
 @block("longest", "several-gpus")
 def longest(rows: Rows) -> str:
-    """The longest sequences that two GPUs have trained: one step, whose time includes compiling."""
+    """The longest sequences that several H200s have trained: one step, whose time includes compiling."""
     names = {"four": "GPT-2 124M", "xl-long": "GPT-2 XL, `parallel.data=shard`, the residual stream in bf16"}
-    shown = {row["kind"]: row for row in rows if row["gpus"] == 2}
     lines = [
-        [label, f"{row['seq_len']:,}", f"{row['step_ms'] / 1e3:.0f} s", f"{row['peak_allocated_gib']:.1f} GiB"]
-        for label, row in ((label, shown[kind]) for kind, label in names.items())
+        [
+            names[row["kind"]],
+            str(row["gpus"]),
+            f"{row['seq_len']:,}",
+            f"{row['step_ms'] / 1e3:.0f} s",
+            f"{row['peak_allocated_gib']:.1f} GiB",
+        ]
+        for row in sorted((row for row in rows if row["kind"] in names), key=lambda row: (row["kind"], row["gpus"]))
     ]
-    return table(["on two H200s", "tokens of the sequence", "first step, with compiling", "per GPU"], lines)
+    return table(["", "H200s", "tokens of the sequence", "first step, with compiling", "per GPU"], lines)
 
 
 @block("same-bits", "several-gpus", "h100:several-gpus")
