@@ -149,13 +149,9 @@ def test_maxima_that_grow_from_tile_to_tile(D, length, score, dtype, dropout, mo
     (out, lse), (_, plain_lse) = (
         flash(dropout, path)(q, k, v, **options, return_lse=True) for path in (KernelPath.hopper, KernelPath.plain)
     )
-    exact = formula(
-        *(x.double() for x in (q, k, v)),
-        None if sinks is None else sinks.double(),
-        case=case,
-        keep=keep,
-        rate=round(256 * dropout) / 256,
-    )
+    sinks64 = None if sinks is None else sinks.double()
+    rate = round(256 * dropout) / 256
+    exact = formula(q.double(), k.double(), v.double(), sinks64, case=case, keep=keep, rate=rate)
     assert (out - exact).norm() < torch.finfo(dtype).eps / 2 * exact.norm()
     torch.testing.assert_close(lse, plain_lse, rtol=1e-5, atol=1e-4)
 
