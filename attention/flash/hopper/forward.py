@@ -11,9 +11,9 @@ A step of the pipeline is the pair (k of a tile, v of the tile before it): while
 scores, its product with v is in flight, and so are the products of the other consumers. Programs stay on their
 multiprocessor and take the next tile of queries from a counter, the longest rows first.
 
-A step does not look for its rows' maxima. It takes the weights with the maxima of the tiles before, and adds them up.
-Only where a sum is too large are the scores computed again, for their maximum. That is rare, and saves a quarter of a
-step's instructions.
+An optimistic step does not look for its rows' maxima. It takes the weights with the maxima of the tiles before, and
+adds them up. Only where a sum is too large are the scores computed again, for their maximum. That is rare, and
+otherwise saves almost a fifth of a step's instructions.
 
 For short sequences at head size 64 a program is one consumer alone, for one tile of queries or two: one of its threads
 gives the copy engine its next tiles. Three or four programs share a multiprocessor, and the products of one run during
