@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,11 +145,15 @@ def _seq_len(job: Job) -> tuple[int | None, list[str]]:
 
 def distinct_overrides(jobs: Sequence[Job]) -> dict[int, str]:
     """A text that distinguishes each job, by its number: its name, or the overrides that not every job has,
-    "attention=tiled seed=2"."""
+    "attention=tiled seed=2". The second of two equal jobs is a repeat, "attention=tiled seed=2, repeat 1"."""
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
-    return {
-        job.number: job.name or " ".join(o for o in job.overrides if o not in common) or "the only job" for job in jobs
-    }
+    texts, seen = dict[int, str](), Counter[str]()
+    for job in jobs:
+        different = [override for override in job.overrides if override not in common]
+        text = job.name or " ".join(different or job.overrides) or "the only job"
+        texts[job.number] = f"{text}, repeat {seen[text]}" if seen[text] else text
+        seen[text] += 1
+    return texts
 
 
 def write_manifest(folder: Path, jobs: Sequence[Job], group: str) -> None:

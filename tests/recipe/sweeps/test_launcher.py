@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from attention import Ablation
 from recipe.run_folder import StillRunning
-from recipe.sweeps.jobs import SweepError, recorded_overrides
+from recipe.sweeps.jobs import Job, SweepError, distinct_overrides, recorded_overrides
 from recipe.sweeps.launcher import ProcessLauncher, chosen_devices
 
 JOB = """
@@ -266,6 +266,21 @@ def test_gpus_are_those_of_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch)
     for wrong in ([3], [-1], "some", 2, []):
         with pytest.raises(SweepError, match="must be all, or a list"):
             chosen_devices(wrong)
+
+
+def test_jobs_are_named_by_what_distinguishes_them_and_equal_ones_are_counted():
+    def named(*jobs: str) -> list[str]:
+        return list(distinct_overrides([Job(n, tuple(x.split()), Path(), 1) for n, x in enumerate(jobs)]).values())
+
+    assert named("a=1 seed=1", "a=1 seed=2") == ["seed=1", "seed=2"]
+    assert named("a=1 seed=1", "a=1 seed=1", "a=1 seed=1") == [
+        "a=1 seed=1",
+        "a=1 seed=1, repeat 1",
+        "a=1 seed=1, repeat 2",
+    ]
+    assert named("a=1 seed=1", "a=2 seed=1", "a=1 seed=1") == ["a=1", "a=2", "a=1, repeat 1"]
+    assert named("a=1") == ["a=1"]
+    assert named("") == ["the only job"]
 
 
 def test_overrides_are_read_back_without_what_the_launcher_added(tmp_path: Path):
