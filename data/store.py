@@ -225,8 +225,10 @@ def find_damage(folder: Path, recipe: dict[str, Any]) -> str | None:
                 return f"{path} has {size} bytes instead of {file['bytes']}"
             if checksums(path) != file["crc32"]:
                 return f"{path} is corrupt"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{folder} is incomplete ({type(error).__name__})"
+    except OSError as error:
+        return f"{error.filename or folder} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{folder / MANIFEST} is corrupt"
     return None
 
 

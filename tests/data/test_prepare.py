@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -168,7 +169,9 @@ def test_damage_is_noticed_and_repaired(config, name, damage, capsys):
     repaired = prepare(config)
     assert repaired.manifest == sound.manifest
     assert path.read_bytes() != content
-    assert f"preparing {sound.folder} again: " in capsys.readouterr().err
+    flaws = f"is corrupt|has {middle} bytes instead of {len(content)}|cannot be read \\(No such file or directory\\)"
+    said = f"preparing {re.escape(f'{sound.folder} again: {path}')} ({flaws})\\.\n"
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_only_one_of_several_processes_prepares(config, capsys):
