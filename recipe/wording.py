@@ -30,9 +30,11 @@ def power_of_ten(value: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A factor in words, to two digits: 0.04, 3.2, 170, 25,000 times."""
+    """A factor in words, to two digits: 0.04, 3.2, 170, 25,000 times; "over a billion times" beyond that."""
     if not math.isfinite(ratio):
         return "infinitely many times"
+    if ratio >= 1e9:
+        return "over a billion times"
     return f"{float(f'{ratio:.2g}'):,.0f} times" if ratio >= 10 else f"{size(ratio)} times"
 
 

@@ -44,6 +44,7 @@ from recipe.errors import UserError, sentence_of
 from recipe.parity import PARITY_MARGIN
 from recipe.parity.fwd_bwd import FwdBwd, differences, fwd_bwd, memory_returned
 from recipe.parity.layers import check_layers, part
+from recipe.wording import times
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +238,7 @@ def wrong_alone(measured: Mapping[str, Any]) -> str | None:
     worst = max((float(measured[name]) for name in names if name in measured), default=0.0)
     if worst <= 1:
         return None
-    return f"{measured['parity/attention_worst']} is {worst:.3g} times as far from fp64 as rounding explains"
+    return f"{measured['parity/attention_worst']} is {times(worst)} as far from fp64 as rounding explains"
 
 
 def _rank(value: Any) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from recipe.report.runs import Run
-from recipe.wording import listed
+from recipe.wording import listed, times
 
 ERRORS = ("parity/attention_error", "parity/attention_error_higher")
 
@@ -41,8 +41,8 @@ class Alone(NamedTuple):
                 f"Each layer's attention alone is within rounding of fp64, row by row ({shares} of it; {checks})."
             ]
         else:
-            times = "not finite" if largest == float("inf") else f"{largest:.3g} times what rounding explains"
-            verdict = [f"Its attention alone is wrong: {times} at step {self.step:,} ({self.where})."]
+            error = "not finite" if largest == float("inf") else f"{times(largest)} what rounding explains"
+            verdict = [f"Its attention alone is wrong: {error} at step {self.step:,} ({self.where})."]
         unseen = list(self.unseen)
         if not {"fp32", "fp64"} & set(self.errors):
             unseen.append(f"errors below the rounding of {precision}")

@@ -99,6 +99,8 @@ def test_an_error_above_what_rounding_explains_is_wrong():
     assert wrong_alone(metrics | {"parity/attention_worst": "layer 1, training, fp32: dk"}) is not None
     assert wrong_alone({"parity/attention_error": 1.0}) is None
     assert wrong_alone({}) is None
+    found = wrong_alone({"parity/attention_error": 1.36e149, "parity/attention_worst": "layer 1, training, fp64: out"})
+    assert found == "layer 1, training, fp64: out is over a billion times as far from fp64 as rounding explains"
 
 
 def test_the_summary_and_the_report_keep_the_worst_of_every_check(tmp_path):

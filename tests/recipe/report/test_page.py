@@ -167,6 +167,7 @@ def test_numbers_are_written_with_units_and_few_digits() -> None:
     assert [size(x) for x in (0.00143, 0.17, 4.4e-6, 0)] == ["0.0014", "0.17", "4·10⁻⁶", "0"]
     assert [percent(x) for x in (0.00001, 0.1234, 1.63)] == ["under 0.1 %", "12 %", "160 %"]
     assert [times(x) for x in (0.04, 171.0, 9_660_000)] == ["0.04 times", "170 times", "9,700,000 times"]
+    assert times(1.36e149) == "over a billion times"
 
 
 # A page for each width, in frames of one origin, which a script measures and writes down.
