@@ -213,6 +213,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoi
     assert [path.name for path in Path("run/checkpoints").glob("step-*")] == ["step-00000001"]
 
 
+def test_a_first_step_that_is_not_finite_is_not_blamed_on_the_learning_rate(config: Config) -> None:
+    config.score = ScoreConfig(formula="s * log(a[h])", learned={"a": ["h"]})
+    with pytest.raises(NonFiniteError, match=r"Step 1 was not finite .*: score\.formula, the init of") as raised:
+        run(config, "run")
+    assert "optimizer.lr" not in str(raised.value)
+
+
 def test_a_fault_of_the_program_is_in_the_summary_too(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("oh")

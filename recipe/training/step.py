@@ -40,9 +40,14 @@ class NonFiniteError(UserError, RuntimeError):
     """
 
     def __init__(self, step: int, loss: float, norm: float) -> None:
+        remedy = "resume from the last checkpoint with a lower optimizer.lr, or start with more schedule.warmup_steps."
+        if step == 1:
+            remedy = (
+                "no weight had changed yet, so change what the run starts from: score.formula, the init of its learned "
+                "tensors, the weights of init_from, or an attention of your own."
+            )
         super().__init__(
-            f"Step {step} was not finite (loss {loss:.4g}, gradient norm {norm:.4g}) and was not taken; "
-            "resume from the last checkpoint with a lower optimizer.lr, or start with more schedule.warmup_steps."
+            f"Step {step} was not finite (loss {loss:.4g}, gradient norm {norm:.4g}) and was not taken; {remedy}"
         )
         self.step = step
 
