@@ -9,16 +9,23 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 
 _status: list[int] = []
 
 
 def begin() -> None:
-    """Call this before any large import: functions that are registered with atexit later then run before the exit."""
+    """Call this before any large import: functions that are registered with atexit later then run before the exit.
+
+    Until `run`, Ctrl-C ends the process with a sentence and status 130.
+    """
     gc.disable()
     atexit.register(_end)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, _interrupted)
 
 
 def run(program: Callable[[], None]) -> None:
@@ -26,6 +33,8 @@ def run(program: Callable[[], None]) -> None:
     gc.freeze()  # else every later run of the collector visits all imported objects
     gc.enable()
     atexit.register(gc.unfreeze)  # Triton 3.9 complains in the teardown about objects that were never collected
+    if signal.getsignal(signal.SIGINT) is _interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         program()
     except SystemExit as end:
@@ -33,6 +42,11 @@ def run(program: Callable[[], None]) -> None:
             _status.append(end.code or 0)
         raise
     _status.append(0)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    print("\ninterrupted: nothing was started", file=sys.stderr, flush=True)
+    os._exit(128 + number)
 
 
 def _end() -> None:

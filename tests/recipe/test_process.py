@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import atexit, sys
+import atexit, signal, sys
 from recipe.cli import process
 process.begin()
 
@@ -37,6 +38,7 @@ process.run(program)
         ("sys.exit(130)", 130, "", False),
         ("sys.exit('a sentence')", 1, "a sentence", True),
         ("raise KeyError('unforeseen')", 1, "KeyError: 'unforeseen'", True),
+        ("signal.raise_signal(signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt", True),
     ],
 )
 def test_a_program_ends_as_python_would_end_it(end: str, status: int, error: str, torn_down: bool) -> None:
@@ -46,3 +48,9 @@ def test_a_program_ends_as_python_would_end_it(end: str, status: int, error: str
     assert done.stdout.split("\n")[:2] == ["begun", "at the end"]
     assert ("torn down" in done.stdout) == torn_down
     assert done.stderr.rstrip().endswith(error)
+
+
+def test_ctrl_c_before_a_program_runs_ends_it_with_a_sentence() -> None:
+    importing = PROGRAM.split("class Kept")[0] + "signal.raise_signal(signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", importing], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted: nothing was started\n")
