@@ -114,9 +114,9 @@ def forward_blocks(problem: Problem) -> ForwardBlocks:
         return ForwardBlocks(
             consumers=2, k=64, columns=256, stages=2, q_stages=1, registers=240, ping_pong=False, out_in_q=True
         )
-    # Formulas that compute with the scores, or add values of pairs, lose 3 to 48 %. Soft caps look for no maxima.
-    adds = score.formula is None or added_by(score) in ("column", "distance")
-    optimistic = adds and not soft_cap
+    # Other formulas are slower, but for tables of distances, see docs/notes/hopper-kernels.md. Soft caps look for no
+    # maxima.
+    optimistic = (score.formula is None or biased) and not soft_cap
     if head_dim > 64:
         # The further operands of the product leave no room for a second stage of queries; for values of keys a tile of
         # out makes room for it, which is faster without dropout.
