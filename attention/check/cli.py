@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,10 @@ from .known import KNOWN
 from .page import Report, as_json, text, unseen, where, write
 from .parts import Parts
 from .recommend import recommend
-from .run import Session, interpreting, prepare
+from .run import Session, first_calls, interpreting
 from .styles import FEATURES, STYLES
 from .subject import CheckError, Subject, find
-from .workers import Here, Job, Workers
+from .workers import Ended, Here, Job, Workers
 
 TIME = {"cpu": 300.0, "cuda": 60.0}  # the most seconds that a check takes, by the device
 MOST_WORKERS = 12
@@ -62,15 +64,25 @@ def check(
         session.stream = None
     with warnings.catch_warnings(), session.with_threads(1), interpreting():
         warnings.simplefilter("ignore")  # libraries would repeat theirs hundreds of times
-        prepare(session, tuple(dtypes))
+        if workers is not None:
+            workers.begin(session)
+        runner = workers or Here(session)
+
+        def found(job: Job, result: Any) -> None:
+            if isinstance(result, Ended):
+                raise CheckError(
+                    f"{subject.name} cannot be checked on {device}: in its first calls, of 64 tokens with heads of 64, "
+                    f"{result.why}; such a call must return or raise an error."
+                )
+            for of, attributes in zip((session, subject), result, strict=True):
+                vars(of).update(attributes)
+
+        runner.run(iter([partial(first_calls, name="first calls", wanted=tuple(dtypes))]), found, math.inf)
         if not session.dtypes:
             reason = next(iter(session.refused.values()))
             raise CheckError(
                 f"{subject.name} cannot be checked on {device} with two heads of 64 and 64 tokens: {reason}"
             )
-        if workers is not None:
-            workers.begin(session)
-        runner = workers or Here(session)
         parts, accuracy = Parts(session, runner.number), Accuracy(session, runner.number)
 
         def done(job: Job, result: Any) -> None:
@@ -156,11 +168,7 @@ def main(arguments: Sequence[str]) -> int:
         if asked.target is None:
             raise CheckError("Name an attention: my_module:my_attention, or one that `--help` lists.")
         subject = find(asked.target, filter(None, asked.features.split(",")), asked.style)
-        workers = None
-        if device.type == "cuda" or not asked.quick:
-            workers = Workers(
-                processes(device), asked.target, tuple(filter(None, asked.features.split(","))), asked.style
-            )
+        workers = Workers(processes(device), asked.target, asked.style)
         try:
             report = check(
                 subject,
@@ -173,8 +181,7 @@ def main(arguments: Sequence[str]) -> int:
                 progress=True,
             )
         finally:
-            if workers is not None:
-                workers.close()
+            workers.close()
         return finished(replace(report, allowed=frozenset(filter(None, asked.allow.split(",")))), asked)
     except AttentionError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -199,6 +199,7 @@ def prepare(session: Session, wanted: tuple[str, ...]) -> None:
     The case has usual sizes; an implementation for other head sizes or lengths may refuse it. Raises CheckError for
     results of another form than the formula's.
     """
+    session.subject.try_lse()
     for dtype in wanted:
         case = Case(T=64, S=64, D=64, B=1, H=2, H_kv=2, dtype=dtype, causal="causal" in session.subject.features)
         inputs = draw(case, session.device)
@@ -219,6 +220,14 @@ def prepare(session: Session, wanted: tuple[str, ...]) -> None:
             results(session.subject, case, draw(case, session.device), gradients=False)
         except Refused:
             session.grouped = False
+
+
+def first_calls(session: Session, name: str, wanted: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`prepare` as a job. Returns what it has found: attributes of the session, and of the subject."""
+    session.progress(name, 0.0)
+    prepare(session, wanted)
+    found = {x: getattr(session, x) for x in ("dtypes", "refused", "gradients", "no_gradients", "grouped")}
+    return found, {"features": session.subject.features, "result": session.subject.result}
 
 
 def check_form(subject: Subject, q: Tensor, got: Mapping[str, Tensor | None]) -> None:

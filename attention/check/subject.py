@@ -154,6 +154,18 @@ class Subject:
         """Whether the subject declares every feature of the case."""
         return case.features() <= self.features
 
+    def try_lse(self) -> None:
+        """Call an implementation of this library, which no longer declares lse if it refuses to return it."""
+        if self.style != "ours":
+            return
+        one = torch.zeros(1, 1, 1, 8)
+        with contextlib.suppress(Exception):  # it may need a GPU, or 16 bits
+            self.function(one, one, one)
+            try:
+                self.function(one, one, one, return_lse=True)
+            except AttentionError:
+                self.features -= {"lse"}
+
 
 def find(target: str, features: Iterable[str] = (), style: str | None = None) -> Subject:
     """The implementation that a user names: one of known.KNOWN, or module:name.
@@ -228,13 +240,6 @@ def ours(target: str, imports: str, expression: str, attend: Attention, declared
     )
     features |= attend.supports & {"full", "window", "soft_cap", "alibi", "sinks"}
     features |= {"documents", "document_rows"} if "documents" in attend.supports else set()
-    one = torch.zeros(1, 1, 1, 8)
-    with contextlib.suppress(Exception):  # it may need a GPU, or 16 bits
-        attend(one, one, one)
-        try:
-            attend(one, one, one, return_lse=True)
-        except AttentionError:
-            features -= {"lse"}
     try:
         type(attend)(dataclasses.replace(attend.config, dropout=0.125))
     except AttentionError:

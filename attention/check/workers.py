@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -42,17 +42,18 @@ class Ended:
 class Start:
     """The message from which a process makes its session.
 
-    target, features, style  arguments of `find`
-    settings                 arguments of Session, by name
+    target, style  arguments of `find`
+    known          attributes of the Subject, by name
+    settings       arguments of Session, by name
     """
 
     target: str
-    features: tuple[str, ...]
     style: str | None
+    known: dict[str, Any]
     settings: dict[str, Any]
 
     def session(self) -> Session:
-        return Session(find(self.target, self.features, self.style), stream=None, **self.settings)
+        return Session(replace(find(self.target, style=self.style), **self.known), stream=None, **self.settings)
 
 
 class Here:
@@ -72,24 +73,24 @@ class Here:
 class Workers:
     """Processes that run jobs. They start at once, and wait for `begin`.
 
-    number                   the number of processes
-    target, features, style  arguments of `find`, by which each process imports the implementation
+    number         the number of processes
+    target, style  arguments of `find`, by which each process imports the implementation
     """
 
-    def __init__(self, number: int, target: str, features: tuple[str, ...] = (), style: str | None = None) -> None:
-        self.number, self.named, self.context = number, (target, features, style), get_context("spawn")
-        self.start: Start | None = None
-        self.session: Session | None = None
+    def __init__(self, number: int, target: str, style: str | None = None) -> None:
+        self.number, self.named, self.context = number, (target, style), get_context("spawn")
         self.idle = [self.another() for _ in range(number)]
         self.busy: dict[Connection, tuple[Any, Job]] = {}  # the process and its job
 
     def begin(self, session: Session) -> None:
-        """Send each process the settings of a session."""
+        """The processes make their sessions like this one, as it is when a job is sent."""
         self.session = session
+
+    def start(self) -> Start:
+        """From which a process makes its session now."""
         shared = ("device", "deadline", "seed", "dtypes", "refused", "gradients", "no_gradients", "grouped", "threads")
-        self.start = Start(*self.named, {name: getattr(session, name) for name in shared})
-        for _, connection in self.idle:
-            connection.send(self.start)
+        known = {name: getattr(self.session.subject, name) for name in ("features", "result")}
+        return Start(*self.named, known, {name: getattr(self.session, name) for name in shared})
 
     def another(self) -> tuple[Any, Connection]:
         """A new process and the connection to it."""
@@ -97,8 +98,6 @@ class Workers:
         process = self.context.Process(target=serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
-        if self.start is not None:
-            mine.send(self.start)
         return process, mine
 
     def run(self, jobs: Iterator[Job], done: Callable[[Job, Any], None], deadline: float) -> None:
@@ -111,7 +110,7 @@ class Workers:
             while len(self.busy) < self.number and (job := next(jobs, None)) is not None:
                 process, connection = self.idle.pop() if self.idle else self.another()
                 with suppress(OSError):  # reading from a process that is gone raises an error below
-                    connection.send(job)
+                    connection.send((self.start(), job))
                 self.busy[connection] = process, job
             if not self.busy:
                 return
@@ -142,8 +141,7 @@ class Workers:
     def show_progress(self) -> None:
         """Show the names of running parts."""
         names = [job.keywords.get("name", "accuracy") for _, job in self.busy.values()]
-        if self.session is not None:
-            self.session.progress(" and ".join(sorted(set(names))[:2]))
+        self.session.progress(" and ".join(sorted(set(names))[:2]))
 
     def close(self) -> None:
         """End the processes."""
@@ -170,17 +168,18 @@ def status(code: int | None) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Receive a Start, then jobs, and run them until None comes."""
+    """Receive jobs, each with a Start, and run them until None comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the check ends its processes itself
     torch.set_num_threads(1)
-    session = None
+    started = session = None
     with warnings.catch_warnings(), interpreting():
         warnings.simplefilter("ignore")
         with suppress(EOFError):
-            start = connection.recv()
-            while (job := connection.recv()) is not None:
+            while (received := connection.recv()) is not None:
+                start, job = received
                 try:
-                    session = session or start.session()
+                    if start != started:
+                        started, session = start, start.session()
                     connection.send(job(session))
                 except Exception as error:
                     if str(error).startswith("CUDA error"):  # the GPU computes nothing after it

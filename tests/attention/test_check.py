@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention import AttentionConfig, AttentionError, build_attention
+from attention import AttentionConfig, AttentionError, AttentionOutput, build_attention
 from attention.check import accuracy, parts, recommend, system, workers
 from attention.check.accuracy import smallest_failure
 from attention.check.behaviour import CHECKS, not_finite
@@ -32,12 +32,18 @@ from attention.check.plan import Plan, work
 from attention.check.run import Refused, Session, interpreting, prepare, short, verdicts
 from attention.check.subject import CheckError, Subject, find
 from tests.attention.subjects import CASES, subject_of
-from tests.right_attention import RIGHT
+from tests.right_attention import RIGHT, KeysBackwards
 from tests.wrong_attention import FAULTS
 
 CPU = torch.device("cpu")
 PAGE = Path(__file__).parents[2] / "docs" / "check.md"
 pytestmark = pytest.mark.usefixtures("registered")
+
+
+@pytest.fixture(autouse=True)
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check's processes are forks of this one: they start sooner, and know what a test has replaced."""
+    monkeypatch.setattr(workers, "get_context", lambda _: multiprocessing.get_context("fork"))
 
 
 def session_of(subject: Subject, *dtypes: str) -> Session:
@@ -221,13 +227,13 @@ def test_results_of_another_form_end_the_check_in_a_sentence(
         return of_another_form(form, q, k, v)
 
     monkeypatch.setattr(sys.modules[__name__], "attention_of_another_form", attention, raising=False)
-    assert main([f"{__name__}:attention_of_another_form", "--quick"]) == 2
+    assert main([f"{__name__}:attention_of_another_form", "--device", "cpu"]) == 2
     assert re.search(sentence, capsys.readouterr().err)
 
 
 def test_an_attention_that_returns_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(sys.modules[__name__], "nothing", lambda q, k, v: None, raising=False)
-    assert main([f"{__name__}:nothing", "--quick"]) == 2
+    assert main([f"{__name__}:nothing", "--device", "cpu"]) == 2
     assert "it returns NoneType, neither a tensor nor a tuple" in capsys.readouterr().err
 
 
@@ -238,8 +244,30 @@ def test_without_gradients_the_forward_alone_is_called_correct(monkeypatch: pyte
         return attend(q, k, v).out.detach()
 
     monkeypatch.setattr(sys.modules[__name__], "detached", detached, raising=False)
-    assert main([f"{__name__}:detached", "--quick", "--dtypes", "fp32"]) == 0
+    assert main([f"{__name__}:detached", "--quick", "--dtypes", "fp32", "--device", "cpu"]) == 0
     assert "detached, which gives no gradients, is correct in all" in " ".join(capsys.readouterr().out.split())
+
+
+def leaves(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    os._exit(3)
+
+
+class Leaving(KeysBackwards):
+    """The same as a class of this library."""
+
+    name = "leaving"
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionOutput:
+        os._exit(3)
+
+
+@pytest.mark.parametrize("name", ["leaves", "Leaving"])
+def test_an_attention_that_ends_the_process_of_its_first_calls_is_named(name: str, capsys):
+    assert main([f"{__name__}:{name}", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: {__name__}:{name} cannot be checked on cpu: in its first calls, of 64 tokens with heads of 64, the "
+        "process ended with status 3; such a call must return or raise an error."
+    )
 
 
 # What a call of a kind shows.
@@ -348,7 +376,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     commands = re.findall(r"^    gpt-attention check (.*)$", page, flags=re.MULTILINE)
     asked = [re.findall(r'"[^"]*"|\S+', command) for command in commands]
-    smaller = ["--quick", "--dtypes", "fp32", "--shape", "1x4/2x40x16", "--seconds", "60"]
+    smaller = ["--quick", "--dtypes", "fp32", "--shape", "1x4/2x40x16", "--seconds", "60", "--device", "cpu"]
     status = [main([*(word.strip('"') for word in words), *smaller]) for words in asked]
     printed = capsys.readouterr().out
     assert status == [1, 0, 0, 0]
@@ -419,13 +447,13 @@ def test_a_shape_that_does_not_fit_the_memory_is_refused(monkeypatch, capsys):
 
 
 def test_a_check_that_compared_nothing_does_not_call_an_attention_correct(capsys):
-    assert main(["naive", "--quick", "--dtypes", "fp32", "--seconds", "0"]) == 2
+    assert main(["naive", "--dtypes", "fp32", "--seconds", "0", "--device", "cpu"]) == 2
     assert "Nothing of naive was compared with fp64." in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_ends_the_check_in_a_sentence(capsys):
-    assert main(["naive", "--quick", "--dtypes", "fp32", "--seconds", "0", "--json", "/dev/full"]) == 2
+    assert main(["naive", "--dtypes", "fp32", "--seconds", "0", "--device", "cpu", "--json", "/dev/full"]) == 2
     assert capsys.readouterr().err.endswith(
         "error: /dev/full cannot be written (No space left on device); name another file.\n"
     )
@@ -465,7 +493,6 @@ def test_a_call_that_ends_its_process_is_a_failure_and_the_others_are_judged(mon
     }
     monkeypatch.setattr(accuracy, "groups", lambda seed: cases)
     monkeypatch.setattr(parts, "PARTS", {"side effects": parts.PARTS["side effects"]})
-    monkeypatch.setattr(workers, "get_context", lambda _: multiprocessing.get_context("fork"))  # starts sooner
     target = "tests.attention.test_check:ends_its_process_where_misaligned"
     running = workers.Workers(1, target)
     try:

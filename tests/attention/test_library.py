@@ -112,7 +112,8 @@ q = torch.randn(1, 2, 5, 8, requires_grad=True)
 for name in ("naive", "tiled", "sdpa"):
     gpt_attention.build_attention(gpt_attention.AttentionConfig(name))(q, q, q).out.sum().backward()
 print(gpt_attention.__version__)
-import contextlib, io, gpt_attention.__main__
+import contextlib, io, multiprocessing, gpt_attention.__main__, gpt_attention.check.workers
+gpt_attention.check.workers.get_context = lambda _: multiprocessing.get_context("fork")  # with the same Refuse
 sys.argv = ["gpt-attention", "check", "naive", "--quick", "--dtypes", "fp32", "--seconds", "0"]
 with contextlib.redirect_stdout(io.StringIO()) as page, contextlib.redirect_stderr(io.StringIO()):
     gpt_attention.__main__.main()
