@@ -116,9 +116,8 @@ class Workers:
                 return
             if (left := deadline + GRACE_S - time.monotonic()) <= 0:
                 break
+            self.show_progress()
             ready = wait(list(self.busy), timeout=min(left, 1.0))
-            if not ready:
-                self.show_progress()
             for connection in [x for x in ready if isinstance(x, Connection)]:
                 process, job = self.busy.pop(connection)
                 try:
