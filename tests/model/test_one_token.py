@@ -41,24 +41,24 @@ from model.score import ScoreConfig
 from recipe.generation import Engine, Request, Sampling, steps
 from tests.model.decoded import GPT2, LLAMA, build
 
-def texts(model, limit):
-    requests = [Request(prompt, limit) for prompt in ([5, 6, 7], [9] * 20, [1])]
+def texts(model, longest):
+    requests = [Request([5, 6, 7], 12), Request([9] * longest, 20), Request([1], 12)]
     engine = Engine(model, requests, Sampling(temperature=0.0), slots=1)
     for _ in engine.run():
         pass
     return engine, [request.tokens for request in requests]
 
-for config, score, limit in ((GPT2, None, 12), (LLAMA, None, 12), (LLAMA, ScoreConfig(window=40), 60)):
+for config, score, longest in ((GPT2, None, 20), (LLAMA, None, 20), (LLAMA, ScoreConfig(window=40), 60)):
     model = build(config, score)
-    engine, expected = texts(model, limit)
+    engine, expected = texts(model, longest)
     assert not engine.steps.one_token
     # On a CPU the modules' weights lie column by column, which the kernels do not read.
     with (
         mock.patch.object(one_token, "has_kernels", return_value=True),
         mock.patch.object(steps, "laid_out", lambda weight, by_column: weight),
     ):
-        engine, found = texts(model, limit)
+        engine, found = texts(model, longest)
     assert engine.steps.one_token
-    assert (engine.steps.cache.table is not None) == (limit == 60)
+    assert (engine.steps.cache.table is not None) == (longest == 60)
     assert found == expected
 """)
