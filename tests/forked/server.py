@@ -22,8 +22,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-IMPORTED = ("train", "compare", "sample", "matplotlib.figure", "torch._dynamo", "torch.distributed.run")
-READ_AT_IMPORT = ("KMP_", "MKL_", "OMP_", "TRITON_")
+COMMANDS = ("train", "compare", "sample", "matplotlib.figure", "scipy.stats", "torch._dynamo", "torch.distributed.run")
+# Those of the tests, which xdist's workers import.
+TESTS = ("datasets", "torch._inductor.compile_fx", "transformers.models.auto.modeling_auto")
+READ_AT_IMPORT = ("HF_", "KMP_", "MKL_", "OMP_", "TRITON_")
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def main() -> None:
     imported_with = read_at_import(os.environ)
     while listener in select.select([listener, sys.stdin], [], [])[0]:
         client, _ = listener.accept()
-        for module in IMPORTED:
+        for module in COMMANDS + TESTS:
             importlib.import_module(module)
         importlib.import_module("tests.composing").hasten()
         gc.freeze()  # else a fork that collects garbage copies all memory
