@@ -135,6 +135,7 @@ def compressed(value: Any) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
+@torch.inference_mode()
 def render(ladder: list[Measured]) -> str:
     """The page as HTML."""
     recordings = {key_of(choice): packed(record_choice(choice), choice) for choice in choices()}
