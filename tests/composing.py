@@ -3,7 +3,7 @@
 The replacements compute the same: tests/recipe/test_composing.py compares configurations with those of plain Hydra.
 The time of a configuration, each replacement added to those before it:
 
-    none 55 ms   repository 51 ms   metadata 45 ms   choices 37 ms   files 32 ms   interpolations 29 ms
+    none 55 ms   repository 51 ms   metadata 45 ms   choices 37 ms   files 32 ms   interpolations 29 ms   versions 28 ms
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import hydra.version
 import omegaconf.base
 import yaml
 from hydra._internal import defaults_list
@@ -64,6 +65,7 @@ REPLACED: list[tuple[Any, str, Any, Any]] = [
         (defaults_list, "_create_interpolation_map", _name_choices_if_read),
         (OmegaConf, "load", staticmethod(_load_once)),
         (omegaconf.base, "parse", functools.cache(omegaconf.base.parse)),
+        (hydra.version, "_get_version", functools.cache(hydra.version._get_version)),
     )
 ]
 
