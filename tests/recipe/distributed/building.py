@@ -40,8 +40,8 @@ def peak(device: torch.device) -> int:
 
 def digest(trainer: Trainer) -> str:
     """Of the whole model's values."""
-    found = hashlib.sha256()
-    for tensor in (*trainer.whole_model().parameters(), *trainer.whole_model().buffers()):
+    found, model = hashlib.sha256(), trainer.whole_model()
+    for tensor in (*model.parameters(), *model.buffers()):
         found.update(tensor.detach().cpu().numpy().tobytes())
     return found.hexdigest()
 
