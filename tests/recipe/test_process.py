@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import atexit, signal, sys
 from recipe.cli import process
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
 process.begin()
 
 class Kept:
