@@ -26,6 +26,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 ALIGNMENT = 16  # bytes: Hopper's copy engine needs it for a tensor's start and every stride
 
 
+def interpreter_refusal() -> str | None:
+    """Why Triton's interpreter cannot run kernels here, and what to install; None if it can."""
+    import numpy  # which the interpreter needs, and nothing else here
+
+    versions = [tuple(map(int, x.__version__.split(".")[:2])) for x in (triton, numpy)]
+    if versions[0] >= (3, 7) or versions[1] < (2, 4):
+        return None
+    return f"the interpreter of Triton {triton.__version__} fails with NumPy {numpy.__version__}; install 'numpy<2.4'"
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """The GPU's compute capability; Triton's interpreter stands in for a Hopper GPU."""
     if device.type != "cuda":

@@ -62,6 +62,8 @@ def check(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     if not HAS_TRITON:
         raise UnsupportedAttention("{} needs Triton, which is not installed; choose {}.", FLASH, TILED)
     if triton.knobs.runtime.interpret:
+        if refusal := gpu.interpreter_refusal():
+            raise UnsupportedAttention(f"{{}} cannot run here: {refusal}, or choose {{}}.", FLASH, TILED)
         return
     if device.type != "cuda" or torch.version.hip:
         raise UnsupportedAttention(

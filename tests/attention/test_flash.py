@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -271,6 +273,16 @@ def test_shapes_that_the_kernels_lack_are_refused_when_the_model_is_built(shape,
     asked = {"head_dim": 64, "n_heads": 4, "n_kv_heads": 4, "dtype": torch.bfloat16, "device": torch.device("cuda:0")}
     with pytest.raises(UnsupportedAttention, match=reason):
         flash().check(AttentionShape(**(asked | shape)))
+
+
+@pytest.mark.parametrize(("of_numpy", "refused"), [("2.3.5", False), ("2.4.0", True)])
+def test_an_interpreter_that_fails_with_this_numpy_is_refused(of_numpy, refused, monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(np, "__version__", of_numpy)
+    expected = pytest.raises(UnsupportedAttention, match=r"Triton 3.6.0 fails with NumPy 2.4.0; install 'numpy<2.4'")
+    with expected if refused else nullcontext():
+        flash().check(AttentionShape(64, 4, 4, torch.float32, torch.device("cpu")))
 
 
 def test_a_gpu_before_ampere_is_refused(monkeypatch):
