@@ -226,8 +226,14 @@ def first_calls(session: Session, name: str, wanted: tuple[str, ...]) -> tuple[d
     """`prepare` as a job. Returns what it has found: attributes of the session, and of the subject."""
     session.progress(name, 0.0)
     prepare(session, wanted)
-    found = {x: getattr(session, x) for x in ("dtypes", "refused", "gradients", "no_gradients", "grouped")}
-    return found, {"features": session.subject.features, "result": session.subject.result}
+    return found_by_first_calls(session)
+
+
+def found_by_first_calls(session: Session) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The attributes of a session, and of its subject, that `prepare` sets."""
+    of_session = ("dtypes", "refused", "gradients", "no_gradients", "grouped")
+    of_subject = ("features", "result")
+    return {x: getattr(session, x) for x in of_session}, {x: getattr(session.subject, x) for x in of_subject}
 
 
 def check_form(subject: Subject, q: Tensor, got: Mapping[str, Tensor | None]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .run import Session, interpreting, short
+from .run import Session, found_by_first_calls, interpreting, short
 from .subject import find
 
 GRACE_S = 5.0  # seconds that jobs have to end after the deadline
@@ -88,9 +88,9 @@ class Workers:
 
     def start(self) -> Start:
         """From which a process makes its session now."""
-        shared = ("device", "deadline", "seed", "dtypes", "refused", "gradients", "no_gradients", "grouped", "threads")
-        known = {name: getattr(self.session.subject, name) for name in ("features", "result")}
-        return Start(*self.named, known, {name: getattr(self.session, name) for name in shared})
+        found, known = found_by_first_calls(self.session)
+        given = {name: getattr(self.session, name) for name in ("device", "deadline", "seed", "threads")}
+        return Start(*self.named, known, given | found)
 
     def another(self) -> tuple[Any, Connection]:
         """A new process and the connection to it."""
@@ -125,12 +125,12 @@ class Workers:
                 except (EOFError, OSError):
                     process.join()
                     result = Ended(f"the process ended with {status(process.exitcode)}")
-                if isinstance(result, Exception):
-                    raise result
                 if isinstance(result, Ended):
                     connection.close()
                 else:
                     self.idle.append((process, connection))
+                if isinstance(result, Exception):
+                    raise result
                 done(job, result)
         for process, job in self.busy.values():
             process.kill()

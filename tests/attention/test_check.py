@@ -229,6 +229,7 @@ def test_results_of_another_form_end_the_check_in_a_sentence(
     monkeypatch.setattr(sys.modules[__name__], "attention_of_another_form", attention, raising=False)
     assert main([f"{__name__}:attention_of_another_form", "--device", "cpu"]) == 2
     assert re.search(sentence, capsys.readouterr().err)
+    assert not multiprocessing.active_children()
 
 
 def test_an_attention_that_returns_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch, capsys):
