@@ -40,11 +40,6 @@ WINDOWED = "score=window score.window=1024 'score.layers=[{},{window:null}]'"
 ONE_SHAPE = "bench.train_step --attention flash --dropout 0"
 
 
-def attention(name: str, arguments: str, minutes: float, needs: str = "") -> Part:
-    """A part of bench.attention with a separate result file."""
-    return Part(name, f"bench.attention --name {name} {arguments}", name, minutes, needs=needs)
-
-
 def step(name: str, arguments: str, minutes: float) -> Part:
     """A part of bench.train_step."""
     return Part(f"train-step-{name}", arguments, "train-step", minutes, kernels=STEP)
@@ -68,24 +63,23 @@ def runs(experiment: str, minutes: float, only: str = "", count: int = 1) -> Par
 
 
 PARTS = (
-    Part("attention-causal", "bench.attention --masks causal", "attention", 6),
-    Part("attention-full", "bench.attention --masks full", "attention", 6),
-    attention(
-        "attention-naive",
-        "--masks causal --heads 64 --dropout 0 --lengths 1024 2048 4096 8192 16384 --only naive flash flash-plain",
-        1,
+    *(
+        Part(
+            f"attention-{mask}-{head_size}",
+            f"bench.attention --masks {mask} --heads {head_size}",
+            "attention",
+            7,
+            needs="flash_attn.cute",
+        )
+        for mask in ("causal", "full")
+        for head_size in (64, 128)
     ),
-    attention(
-        "attention-fa4",
-        "--masks causal full --dropout 0 --lengths 1024 4096 16384 "
-        "--only flash sdpa-cudnn fa4 fa4-deterministic flex-flash",
-        6,
-        needs="flash_attn.cute",
-    ),
-    attention(
+    Part(
         "attention-variants",
-        f"--masks causal window {LAYOUTS} --lengths 16384 --dropout 0 0.1 --only flash flash-plain flex",
-        4,
+        f"bench.attention --name attention-variants --masks causal window {LAYOUTS} --lengths 16384 --dropout 0 0.1 "
+        "--only flash flash-plain flex",
+        "attention-variants",
+        6,
     ),
     Part(
         "kernel-paths-causal",

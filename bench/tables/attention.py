@@ -13,6 +13,7 @@ from bench.tables.labels import PEERS, VARIANTS, percent, problem
 from recipe.drawing import Chart
 
 PEAK_TFLOPS = 989  # of an H200's tensor cores in bf16
+LENGTHS = ("1k", "4k", "16k")  # the columns of tables of speeds
 
 
 def by_length(rows: Rows) -> list[Row]:
@@ -30,22 +31,27 @@ def beside_fastest(row: Row) -> str:
 def causal(rows: Rows) -> str:
     """README's table: causal flash, beside the faster of its peers."""
     shown = [row for row in rows if row["name"] == "flash" and row["variant"] == "causal"]
-    return pivot(by_length(shown), problem, length, beside_fastest, corner="`python -m bench.attention`")
+    return pivot(
+        by_length(shown), problem, length, beside_fastest, corner="`python -m bench.attention`", columns=LENGTHS
+    )
 
 
 @block("attention", "attention")
 def speeds(rows: Rows) -> str:
     """Flash, causal and full, beside the faster of its peers."""
-    return pivot(by_length([row for row in rows if row["name"] == "flash"]), problem, length, beside_fastest)
+    shown = [row for row in rows if row["name"] == "flash"]
+    return pivot(by_length(shown), problem, length, beside_fastest, columns=LENGTHS)
 
 
-@block("attention-fa4", "attention-fa4")
-def fa4(rows: Rows) -> str:
-    """Flash beside its fastest peers in one run."""
-    order = [name for name in PEERS if name != "flash-plain"]
-    shown = [row for row in rows if row["name"] in order and "backward" in row]
+@block("attention-peers", "attention")
+def peers(rows: Rows) -> str:
+    """Flash beside its fastest peers, without dropout."""
+    order = list(PEERS)
+    shown = [row for row in rows if row["name"] in order and not row["dropout"] and "backward" in row]
     shown.sort(key=lambda row: (row["head_size"], row["variant"], order.index(row["name"]), row["length"]))
-    return pivot(shown, lambda row: problem(row, PEERS[row["name"]]), length, lambda row: both(row, "tflops"))
+    return pivot(
+        shown, lambda row: problem(row, PEERS[row["name"]]), length, lambda row: both(row, "tflops"), columns=LENGTHS
+    )
 
 
 @block("kernel-paths", "kernel-paths")
@@ -116,16 +122,29 @@ def fp8(rows: Rows) -> str:
 def share_of_peak(rows: Rows) -> str:
     """Flash's share of the peak, causal."""
     shown = [row for row in rows if row["name"] == "flash" and row["variant"] == "causal" and not row["dropout"]]
-    shown = [row for row in shown if row["length"] >= 1024]
 
     def share(row: Row) -> str:
         return "/".join(f"{100 * row[way]['tflops'] / PEAK_TFLOPS:.0f}" for way in ("forward", "backward"))
 
     corner = f"causal, bf16: forward/backward, % of {PEAK_TFLOPS} TFLOP/s"
-    return pivot(by_length(shown), problem, length, share, corner=corner)
+    return pivot(by_length(shown), problem, length, share, corner=corner, columns=LENGTHS)
 
 
-@block("attention-memory", "attention-naive")
+def beside_naive(rows: Rows) -> list[Row]:
+    """Naive and flash from 1,024 to 16,384 tokens, at head size 64, causal, without dropout."""
+    return sorted(
+        (
+            row
+            for row in rows
+            if row["name"] in ("naive", "flash")
+            and (row["head_size"], row["variant"], row["dropout"]) == (64, "causal", 0.0)
+            and 1024 <= row["length"] <= 16384
+        ),
+        key=lambda row: (row["name"] == "flash", row["length"]),
+    )
+
+
+@block("attention-memory", "attention")
 def memory(rows: Rows) -> str:
     """Memory of a forward and backward pass over the length."""
 
@@ -133,8 +152,7 @@ def memory(rows: Rows) -> str:
         return f"{row['extra_bytes'] / 2**20:,.0f}" if row["status"] == "measured" else str(row["status"])
 
     corner = "MiB above the inputs, forward and backward, 16,384 tokens per batch"
-    shown = sorted(rows, key=lambda row: (list(PEERS)[::-1].index(row["name"]), row["length"]))
-    return pivot(shown, lambda row: PEERS[row["name"]], length, mib, corner=corner)
+    return pivot(beside_naive(rows), lambda row: str(row["name"]), length, mib, corner=corner)
 
 
 @block("bytes", "bytes")
@@ -177,10 +195,10 @@ def milliseconds(ms: float) -> str:
     return f"{ms:.{3 if ms < 1 else 2}f}"
 
 
-@block("attention-over-standard", "attention-naive", "train-step")
+@block("attention-over-standard", "attention", "train-step")
 def over_standard(attention: Rows, steps: Rows) -> str:
     """Flash over naive, of a training step and of attention alone, beside FlashAttention's table 2 and figure 1."""
-    alone = {row["name"]: row for row in attention if row["length"] == 1024}
+    alone = {row["name"]: row for row in beside_naive(attention) if row["length"] == 1024}
     ms = {name: sum(alone[name][way]["ms"] for way in ("forward", "backward")) for name in ("naive", "flash")}
     speeds = {
         row["attention"]: row["tokens_per_s"]
@@ -196,11 +214,13 @@ def over_standard(attention: Rows, steps: Rows) -> str:
     )
 
 
-@block("attention-crossover", "attention-naive")
+@block("attention-crossover", "attention")
 def crossover(rows: Rows) -> str:
     """The speed of flash as a multiple of naive's, forward and backward together."""
     ms = {
-        (row["name"], row["length"]): row["forward"]["ms"] + row["backward"]["ms"] for row in rows if "backward" in row
+        (row["name"], row["length"]): row["forward"]["ms"] + row["backward"]["ms"]
+        for row in beside_naive(rows)
+        if "backward" in row
     }
     lengths = sorted({n for name, n in ms if name == "naive"})
     ratios = [f"{ms['naive', n] / ms['flash', n]:.0f}" for n in lengths]
@@ -215,14 +235,15 @@ def bytes_figure(rows: Rows) -> Chart:
 
 @figure("attention-speed", "attention")
 def speed_figure(rows: Rows) -> Chart:
-    """TFLOP/s over the length at head size 128."""
-    return chart_of(rows, "speed", 128)
+    """TFLOP/s over the length at head size 128, of flash and its fastest peers."""
+    slow = ("naive", "tiled", "sdpa-math", "sdpa-efficient")
+    return chart_of([row for row in rows if row["name"] not in slow], "speed", 128)
 
 
-@figure("attention-memory", "attention-naive")
+@figure("attention-memory", "attention")
 def memory_figure(rows: Rows) -> Chart:
     """Memory over the length at head size 64."""
-    return chart_of(rows, "memory", 64)
+    return chart_of(beside_naive(rows), "memory", 64)
 
 
 def share(row: Row) -> str:

@@ -15,12 +15,10 @@ VARIANTS = {
 }
 PEERS = {
     "flash": "flash",
-    "flash-plain": "flash, plain kernels",
     "sdpa-cudnn": "cuDNN",
     "fa4": "FlashAttention-4",
     "fa4-deterministic": "FlashAttention-4, deterministic",
     "flex-flash": "FlexAttention with FlashAttention-4",
-    "naive": "naive",
 }
 
 
