@@ -262,14 +262,16 @@ def key_tiles_together(problem: Problem, sharing: int) -> int:
     """The number of a head's key tiles that the backward works on at a time; `sharing` query heads share their keys.
 
     With fewer, what they read and add again does not stay in the L2 cache. With more they wait for each other, above
-    all with a causal mask, whose last key tiles meet few queries.
+    all with a causal mask, whose last key tiles meet few queries. In short rows all of it stays in the cache.
     """
-    fits, causal = problem.visible * sharing <= 1024, problem.spec.score.causal
+    keys, visible, causal = problem.keys * sharing, problem.visible * sharing, problem.spec.score.causal
     if problem.head_dim > 64:
-        return 6 if causal or fits else 12
+        if causal:
+            return 3 if keys <= 1024 else 6
+        return 6 if visible <= 1024 else 12
     if causal:
-        return 2 if fits else 3
-    return 3 if fits else 6
+        return 1 if keys <= 512 else 2 if visible <= 1024 else 3
+    return 2 if keys <= 512 else 3 if visible <= 1024 else 6
 
 
 def is_faster(problem: Problem, backward: bool) -> bool:
