@@ -128,7 +128,15 @@ def test_kernels_for_one_length_at_head_size_64_are_right_for_all(length, T, S, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "score",
-    [{}, {"causal": False}, {"sinks": True}, {"window": 250}, {"window": 600}, {"documents": (471, 300, 30)}],
+    [
+        {},
+        {"causal": False},
+        {"sinks": True},
+        {"alibi": True},
+        {"window": 250},
+        {"window": 600},
+        {"documents": (471, 300, 30)},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(("D", "length"), [(64, 512), (64, 1024), (64, 4096), (64, 32768), (128, 1024)])
