@@ -37,12 +37,15 @@ class GraphedStep:
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         """function(*inputs), with the same shapes in every call."""
         self.calls += 1
-        if self.calls <= WARMUP_CALLS:
-            return self._warm_up(inputs)
-        if self.graph is None:
-            self._record(inputs)
+        if not self.inputs:
+            self.inputs = tuple(tensor.clone() for tensor in inputs)
+        # Already before recording: a view may start where a compiled function compiles again for a whole tensor.
         for static, given in zip(self.inputs, inputs, strict=True):
             static.copy_(given)
+        if self.calls <= WARMUP_CALLS:
+            return self._warm_up()
+        if self.graph is None:
+            self._record()
         self.graph.replay()  # type: ignore[union-attr]
         return self.outputs
 
@@ -52,17 +55,16 @@ class GraphedStep:
             self.graph.reset()
         self.graph, self.inputs, self.outputs = None, (), {}
 
-    def _warm_up(self, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    def _warm_up(self) -> dict[str, Tensor]:
         """Call on the stream that will record, because autograd remembers the first stream it sees."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            outputs = self.function(*inputs)
+            outputs = self.function(*self.inputs)
         current.wait_stream(self.stream)
         return outputs
 
-    def _record(self, inputs: tuple[Tensor, ...]) -> None:
-        self.inputs = tuple(tensor.clone() for tensor in inputs)
+    def _record(self) -> None:
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, self.stream):
             self.outputs = self.function(*self.inputs)
