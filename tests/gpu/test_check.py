@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.mark.slow
+@pytest.mark.whole_gpu  # it measures a time
 def test_a_check_tries_every_input_in_some_precision_within_a_minute_and_flash_is_correct(
     capsys: pytest.CaptureFixture[str],
 ):
