@@ -15,9 +15,9 @@ FP8_MAX_HEAD_DIM = 128
 # The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward), then
 # by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
 FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
-    (64, False, False): {"causal": 512, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
-    (64, False, True): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
-    (64, True, False): {"causal": 512, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
+    (64, False, False): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 128, "documents": 128},
+    (64, False, True): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 128, "documents": 128},
+    (64, True, False): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
     (64, True, True): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
     (128, False, False): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 512, "documents": 512},
     (128, False, True): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 1024, "documents": 1024},
