@@ -1,7 +1,7 @@
 """Attention against its peers: forward, backward, memory and error over the sequence length.
 
-    python -m bench.attention                        everything: about ten minutes on an H200
-    python -m bench.attention --quick                1k, 4k and 16k tokens, causal: about two minutes
+    python -m bench.attention                        everything: about 22 minutes on an H200
+    python -m bench.attention --quick                1k, 4k and 16k tokens, causal: about four minutes
     python -m bench.attention --quick --only flash flash-plain       the kernels of attention.path=plain beside auto's
     python -m bench.attention --masks causal window documents alibi soft_cap sinks --dropout 0
     python -m bench.attention --device cpu           small sizes, on a CPU

@@ -1,6 +1,6 @@
 """The speed of each kernel path of attention=flash: the measurements behind attention.path=auto.
 
-    python -m bench.attention.kernel_paths                           every variant: about five minutes on an H200
+    python -m bench.attention.kernel_paths                           every variant: about eight minutes on an H200
     python -m bench.attention.kernel_paths --variants window alibi --heads 64 --dropout 0 --lengths 4096 16384
 
 Measures the problems of bench.attention. After each problem its result replaces the earlier one in

@@ -200,6 +200,7 @@ PACKAGES = {
     "fa3": Package("FlashAttention-3", "flash_attn_interface", "flash-attn-3", False),
     "fa4": Package("FlashAttention-4", "flash_attn.cute", "flash-attn-4", False),
     "fa4-deterministic": Package("FlashAttention-4, deterministic", "flash_attn.cute", "flash-attn-4", False, True),
+    "flex-flash": Package("FlexAttention, FlashAttention-4", "flash_attn.cute", "flash-attn-4", False),
 }
 
 
@@ -216,9 +217,8 @@ def candidates() -> dict[str, Candidate]:
         if installed(module):
             named[name] = Candidate(label, from_package(module, has_dropout, deterministic))
     if "fa4" in named:
-        named["flex-flash"] = Candidate(
-            "FlexAttention, FlashAttention-4", flex(AttentionConfig("flex", backend=SDPABackend.flash))
-        )
+        build = flex(AttentionConfig("flex", backend=SDPABackend.flash))
+        named["flex-flash"] = Candidate(named["flex-flash"].label, build)
         named["fa4"] = Candidate(named["fa4"].label, from_registry(AttentionConfig("fa4")))
     return named
 

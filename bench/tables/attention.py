@@ -29,7 +29,7 @@ def beside_fastest(row: Row) -> str:
 
 @block("attention-causal", "attention")
 def causal(rows: Rows) -> str:
-    """README's table: causal flash, beside the faster of its peers."""
+    """README's table: causal flash, beside the fastest of its peers."""
     shown = [row for row in rows if row["name"] == "flash" and row["variant"] == "causal"]
     return pivot(
         by_length(shown), problem, length, beside_fastest, corner="`python -m bench.attention`", columns=LENGTHS
@@ -38,7 +38,7 @@ def causal(rows: Rows) -> str:
 
 @block("attention", "attention")
 def speeds(rows: Rows) -> str:
-    """Flash, causal and full, beside the faster of its peers."""
+    """Flash, causal and full, beside the fastest of its peers."""
     shown = [row for row in rows if row["name"] == "flash"]
     return pivot(by_length(shown), problem, length, beside_fastest, columns=LENGTHS)
 

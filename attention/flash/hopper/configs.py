@@ -12,8 +12,9 @@ from ..formula import added_by, is_biased, sums_of
 HEAD_DIMS = range(33, 257)  # in tiles of 64, 128 or 256 columns
 MAX_HEAD_DIM_OF_SUMS = 128  # above it, the backward has no formulas and sums no ds for learned slopes
 FP8_MAX_HEAD_DIM = 128
-# The sequence length from which a kernel was faster than the plain one on an H200: (columns, dropout, backward), then
-# by what the scores are; plain where there is no entry. Sinks, a full mask and offsets are as causal attention.
+# The sequence length from which a kernel was faster than the plain one on an H200, or as fast if both passes together
+# were faster: (columns, dropout, backward), then by what the scores are; plain where there is no entry. Sinks, a full
+# mask and offsets are as causal attention.
 FASTER_FROM: dict[tuple[int, bool, bool], dict[str, int]] = {
     (64, False, False): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 128, "documents": 128},
     (64, False, True): {"causal": 128, "alibi": 512, "soft_cap": 512, "window": 128, "documents": 128},
