@@ -1,9 +1,10 @@
-"""Hydra, which composes more than a thousand configurations in the tests, made twice as fast.
+"""Hydra, which composes more than a thousand configurations in the tests, made eight times as fast.
 
 The replacements compute the same: tests/recipe/test_composing.py compares configurations with those of plain Hydra.
 The time of a configuration, each replacement added to those before it:
 
-    none 55 ms   repository 51 ms   metadata 45 ms   choices 37 ms   files 32 ms   interpolations 29 ms   versions 28 ms
+    none 89 ms   parser 81 ms   metadata 74 ms   choices 59 ms   texts 57 ms   interpolations 51 ms   versions 48 ms
+    files 29 ms   merges 11 ms
 """
 
 from __future__ import annotations
@@ -14,23 +15,44 @@ import io
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import hydra.version
 import omegaconf.base
 import yaml
 from hydra._internal import defaults_list
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from omegaconf import OmegaConf
 
 _name_choices: Any = defaults_list._create_interpolation_map
 _load: Any = OmegaConf.load
+_merge: Any = ConfigLoaderImpl._compose_config_from_defaults_list
 _loaded: dict[str, Any] = {}
+_read: dict[tuple, dict[str, Any]] = {}
+_merged: dict[tuple, Any] = {}
 
 
 def _share_repository(self: Any, delegate: Any) -> None:
-    """Share registered sources. Hydra copies all of them for each composition."""
-    self.delegate, self.cache = copy.copy(delegate), {}
+    """Share registered sources and what was read from them. Hydra copies and reads them for each composition."""
+    self.delegate = copy.copy(delegate)
+    _share_files(self)
+
+
+def _share_other_files(self: Any, search_path: Any) -> None:
+    """As above, where a configuration names further folders."""
+    self.delegate.initialize_sources(search_path)
+    _share_files(self)
+
+
+def _share_files(repository: Any) -> None:
+    """Let Hydra find what was read from these files, as long as none of them changes."""
+    sources = repository.get_sources()
+    folders = [Path(source.path) for source in sources if source.scheme() == "file"]
+    files = ((path, path.stat().st_mtime_ns) for folder in folders for path in sorted(folder.rglob("*.yaml")))
+    repository.files = (*(source.full_path() for source in sources), *files)
+    repository.cache = _read.setdefault(repository.files, {})
 
 
 def _copy_metadata(self: Any, memo: dict[int, Any]) -> Any:
@@ -56,16 +78,38 @@ def _load_once(file: Any) -> Any:
     return copy.deepcopy(_loaded[text])
 
 
+class _Copies:
+    """A repository whose configurations may be changed."""
+
+    def __init__(self, repository: Any) -> None:
+        self.repository, self.get_schema_source = repository, repository.get_schema_source
+
+    def load_config(self, config_path: str) -> Any:
+        loaded = copy.copy(self.repository.load_config(config_path))
+        loaded.config = copy.deepcopy(loaded.config)
+        return loaded
+
+
+def _merge_once(self: Any, defaults: list[Any], repo: Any) -> Any:
+    """Merge the same files once, whatever single values replace theirs."""
+    key = (repo.files, *((default.config_path, default.package, default.primary) for default in defaults))
+    if key not in _merged:
+        _merged[key] = _merge(self, defaults, _Copies(repo))
+    return copy.deepcopy(_merged[key])
+
+
 REPLACED: list[tuple[Any, str, Any, Any]] = [
     (owner, name, owner.__dict__.get(name), replacement)
     for owner, name, replacement in (
         (yaml, "SafeLoader", yaml.CSafeLoader),
-        (CachingConfigRepository, "__init__", _share_repository),
         (omegaconf.base.Metadata, "__deepcopy__", _copy_metadata),
         (defaults_list, "_create_interpolation_map", _name_choices_if_read),
         (OmegaConf, "load", staticmethod(_load_once)),
         (omegaconf.base, "parse", functools.cache(omegaconf.base.parse)),
         (hydra.version, "_get_version", functools.cache(hydra.version._get_version)),
+        (CachingConfigRepository, "__init__", _share_repository),
+        (CachingConfigRepository, "initialize_sources", _share_other_files),
+        (ConfigLoaderImpl, "_compose_config_from_defaults_list", _merge_once),
     )
 ]
 
