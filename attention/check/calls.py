@@ -33,11 +33,13 @@ def problem_of(
     dropout  the probability of dropping a weight; it counts only with a dropout_key
     tensors  slopes (H,) and sinks (H,), where the score needs them
 
-    Raises NotImplementedError for a score that the formula does not know.
+    Raises NotImplementedError for a score or a layout that the judge's formula does not know.
     """
     unknown = (score.features().keys() | layout.features().keys()) - KNOWN_FEATURES
+    if score.formula is not None:  # no feature where it only multiplies s
+        unknown |= {"formula"}
     if unknown:
-        raise NotImplementedError(f"the formula has no {', '.join(sorted(unknown))}")
+        raise NotImplementedError(f"the judge does not know {', '.join(sorted(unknown))}")
     B, _, T, D = q.shape
     S = k.shape[2]
     given, threshold = tensors or {}, round(256 * dropout) if dropout_key is not None else 0

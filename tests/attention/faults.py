@@ -95,13 +95,14 @@ def probed(fault: Fault, dtype: str, seed: int = 0, count: int = PROBES) -> Row:
     torch.manual_seed(seed)
     n_kv_heads = 2 if fault.grouped else 4
     asked = fault.score
+    fields = {name: getattr(asked, name) for name in ("window", "soft_cap", "alibi", "sinks", "formula")}
     attend = build_attention(fault.attention)
     model = GPT(
         GPTConfig(n_layers=2, n_heads=4, n_kv_heads=n_kv_heads, n_embd=64),
         VOCABULARY,
         T,
         attend,
-        score=ScoreConfig(window=asked.window, soft_cap=asked.soft_cap, alibi=asked.alibi, sinks=asked.sinks),
+        score=ScoreConfig(**fields),
         documents=fault.documents,
     )
     shape = AttentionShape(16, 4, n_kv_heads, DTYPES[dtype], torch.device("cpu"))

@@ -65,6 +65,14 @@ def test_correct_attention_is_not_accused(name: str, dtype: str):
     assert found["warned"] is None, found
 
 
+@pytest.mark.parametrize("formula", ["2 * s", "s * log(n + 1)", "s * log(n + 1) - 0.1 * (i - j)"])
+def test_attention_is_not_accused_of_a_formula_that_the_judge_does_not_know(formula: str):
+    found = probed(Fault(AttentionConfig("naive"), Score(formula=formula)), "fp32", count=1)
+    assert found["warned"] is None, found
+    assert found["layers"] == 0.0
+    assert not found["whole_model"]
+
+
 class TakesBf16Alone(NaiveAttention):
     """Refuses other precisions, and the log-sum-exp."""
 
