@@ -30,13 +30,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from attention.flash import kernel_code
 from attention.formula.describe import describe as describe_formula
+from data.chat import end_at_answers
 from data.config import Documents
+from data.errors import brief
 from data.prepare import prepare as prepare_data
 from data.tasks import TASKS, TaskData
 from data.tasks.batches import TaskBatches
 from data.tokenizers import load_tokenizer
 from data.untrusted import UntrustedError
 from model.counting import num_parameters
+from model.gpt import GPT
 from model.linear import products_by
 from model.score import ScoreConfig, describe_score
 from recipe import CONF
@@ -160,9 +163,20 @@ def finish(run: Run, done: int, folder: Path) -> None:
     elif training.sample_tokens and not isinstance(run.batches, TaskBatches):
         model = trainer.whole_model()
         if trainer.world.rank == 0:
-            sampling = Sampling(temperature=0.8, top_k=50, seed=trainer.seed)
-            text = stream(model, load_tokenizer(folder), "\n", training.sample_tokens, sampling, dtype=trainer.dtype)
-            run.record.print(f"\n{''.join(text).strip()}\n")
+            run.record.print(sample(model, trainer, folder))
+
+
+def sample(model: GPT, trainer: Trainer, folder: Path) -> str:
+    """What the model of a complete run generates, or why it does not: an attention may refuse lengths of a text."""
+    tokenizer, sampling = load_tokenizer(folder), Sampling(temperature=0.8, top_k=50, seed=trainer.seed)
+    end_at_answers(tokenizer, folder)
+    try:
+        text = "".join(
+            stream(model, tokenizer, "\n", trainer.training.sample_tokens, sampling, dtype=trainer.dtype)
+        ).strip()
+    except Exception as error:
+        return f"the run is complete, but has no sample ({brief(error)}); training.sample_tokens=0 asks for none"
+    return f"\n{text}\n"
 
 
 def describe_stop(interruption: Interruption, done: int, training: TrainingConfig, folder: Path) -> str:

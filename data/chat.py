@@ -29,6 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from data.errors import DataError, brief
 from data.files import Row, numbered_rows
 from data.own_tokenizer import OwnTokenizer
+from data.tokenizers import Tokenizer
 from data.untrusted import RECORD, read_json, read_text
 
 Messages = Sequence[Mapping[str, str]]
@@ -100,6 +101,15 @@ def load_template(run: Path) -> ChatTemplate | None:
         return ChatTemplate(**read_json(run / FILE)) if (run / FILE).exists() else None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{run / FILE} cannot be read ({brief(error)}); restore it, or remove it.") from error
+
+
+def end_at_answers(tokenizer: Tokenizer, run: Path) -> None:
+    """Let generated text also end where an answer does, if the run trained on conversations. Raises DataError."""
+    template = load_template(run)
+    if template is not None and isinstance(tokenizer, OwnTokenizer):
+        end = tokenizer.model.token_to_id(template.tokens.get("eos_token", ""))
+        if end is not None:
+            tokenizer.ends.add(end)
 
 
 def read_template(tokenizer: str) -> ChatTemplate:

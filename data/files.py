@@ -94,8 +94,14 @@ def numbered_rows(path: Path) -> Iterator[tuple[int, Row]]:
                 line = line.removeprefix(codecs.BOM_UTF8)
             try:
                 row = json.loads(line.decode("utf-8")) if line.strip() else None
-            except (ValueError, RecursionError) as error:
-                flaw = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
+                if b"\\ud" in line.lower():
+                    json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeDecodeError:
+                flaw = "not UTF-8"
+            except UnicodeEncodeError:
+                flaw = "text with half a character, such as \\ud800"
+            except (ValueError, RecursionError):
+                flaw = "not JSON"
             else:
                 if row is None:
                     continue

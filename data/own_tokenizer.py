@@ -27,6 +27,7 @@ class OwnTokenizer:
     n_vocab    one more than the highest token
     eot_token  the token between two texts
     end        its name
+    ends       tokens that end a generated text: this one, and those that others add
     """
 
     def __init__(self, name: str, content: str) -> None:
@@ -48,6 +49,7 @@ class OwnTokenizer:
         self.model.encode_special_tokens = True
         vocabulary = self.model.get_vocab(with_added_tokens=True)
         self.eot_token, self.n_vocab = vocabulary[self.end], max(vocabulary.values()) + 1
+        self.ends = {self.eot_token}
 
     @property
     def content(self) -> str:

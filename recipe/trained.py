@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from attention import IMPLEMENTATIONS, Ablation, AttentionConfig, ProductPrecision
+from data.chat import end_at_answers
 from data.config import Documents
 from data.tasks import TASKS
 from data.tokenizers import FILE, Tokenizer, load_tokenizer
@@ -115,6 +116,8 @@ def load_any(run: Path, choice: ModelChoice, seq_len: int | None = None, documen
         vocab_size = task.vocab_size
     else:
         tokenizer = load_tokenizer(run) if start is None else start.load_tokenizer()
+        if start is None:
+            end_at_answers(tokenizer, run)
         vocab_size = tokenizer.n_vocab
     if attention is None or attention == config.attention.name:
         chosen = config.attention

@@ -18,7 +18,9 @@ import torch
 
 import eval as eval_module
 import train as train_module
-from attention import AttentionConfig, build_attention
+from attention import IMPLEMENTATIONS, AttentionConfig, AttentionOutput, build_attention
+from attention.interface import Call
+from attention.naive import NaiveAttention
 from data.config import DataConfig, Documents
 from data.errors import DataError
 from data.tokenizers import bytes_tokenizer
@@ -76,6 +78,28 @@ def losses(folder: Path) -> list[tuple[int, Any, Any]]:
     return [
         (line["step"], line.get("train/loss"), line.get("val/loss")) for line in read_metrics(folder / "metrics.jsonl")
     ]
+
+
+class EvenAttention(NaiveAttention):
+    """Refuses lengths that are odd."""
+
+    name = "even"
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> AttentionOutput:
+        if q.shape[2] % 2:
+            raise ValueError("only even lengths")
+        return super().attend(q, k, v, call)
+
+
+def test_a_complete_run_whose_model_generates_no_text_says_so(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(IMPLEMENTATIONS, "even", EvenAttention)
+    folder = run(replace(config, attention=AttentionConfig("even")), "even")
+    assert summary(folder)["status"] == "completed"
+    assert "complete, but has no sample (ValueError: only even lengths); training.sample_tokens=0 asks" in (
+        capsys.readouterr().out
+    )
 
 
 def test_one_command_trains_on_real_text_and_prints_the_paths_of_its_results(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from data.own_tokenizer import OwnTokenizer
 from data.tokenizers import Tokenizer, text_stream
 from model.gpt import GPT
 from recipe.generation.engine import Engine, Request
@@ -15,20 +16,22 @@ from recipe.generation.sampling import Sampling
 class Text:
     """The text of a sequence's tokens, in pieces.
 
-    It ends before an end-of-text token and before the text `stop`; `ended` is then true. A character may span several
-    tokens: it appears with its last byte. Text that may be the beginning of `stop` is held back until it is not.
+    It ends before a token that ends a text and before the text `stop`; `ended` is then true. A character may span
+    several tokens: it appears with its last byte. Text that may be the beginning of `stop` is held back until it is
+    not.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: str | None = None, prompt: Sequence[int] = ()) -> None:
         """prompt  tokens of the text that is continued"""
-        self.tokenizer, self.stop = tokenizer, stop or ""
+        self.ends = tokenizer.ends if isinstance(tokenizer, OwnTokenizer) else {tokenizer.eot_token}
+        self.stop = stop or ""
         self.decoder = text_stream(tokenizer, prompt)
         self.held = ""  # text that `add` has not returned yet
         self.ended = False
 
     def add(self, token: int) -> str:
         """The text that is certain after this token."""
-        if token == self.tokenizer.eot_token:
+        if token in self.ends:
             self.ended = True
             return self.rest()
         self.held += self.decoder.add(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from data.own_tokenizer import read as read_tokenizer
 from data.tokenizers import Tokenizer, gpt2_tokenizer
+from data.untrusted import SETTINGS, UntrustedError, read_json
 from model.config import GPTConfig
 from model.score import ScoreConfig
 from recipe.config import Config
@@ -42,7 +44,20 @@ class Start(NamedTuple):
         """The folder's. Raises DataError, or WeightsError where it has none."""
         if self.tokenizer is None:
             raise WeightsError(f"{self.folder} has no {TOKENIZER}; put the model's there.")
-        return gpt2_tokenizer() if self.tokenizer == "gpt2" else read_tokenizer(Path(self.tokenizer))
+        if self.tokenizer == "gpt2":
+            return gpt2_tokenizer()
+        tokenizer = read_tokenizer(Path(self.tokenizer))
+        tokenizer.ends |= self.ends()
+        return tokenizer
+
+    def ends(self) -> set[int]:
+        """The tokens at which transformers ends a generated text."""
+        found: list[Any] = []
+        for name in ("config.json", "generation_config.json"):
+            with suppress(OSError, UntrustedError, AttributeError):  # AttributeError: no mapping
+                given = read_json(self.folder / name, SETTINGS).get("eos_token_id")
+                found += given if isinstance(given, list) else [given]
+        return {token for token in found if isinstance(token, int)}
 
 
 def is_folder(folder: Path) -> bool:

@@ -318,6 +318,7 @@ def test_a_bad_byte_is_named_by_its_place_in_the_file(tmp_path):
     ("lines", "sentence"),
     [
         ('{"text": "a"}\n{"text": \n', r"could not read .*a\.jsonl \(line 2 is not JSON\)"),
+        ('{"text": "a"}\n{"text": "\\uD800"}\n', r"could not read .*a\.jsonl \(line 2 is text with half a character"),
         ('[{"text": "a"}]\n', r"\(line 1 is a list and not an object such as {\"text\": \.\.\.}\); repair it"),
         ("\n[1, 2]\n", r"\(line 2 is a list and not an object"),
         ('{"body": "a", "title": "b"}\n' * 9, r"no field 'text' but body, title; choose one with data\.text_field"),

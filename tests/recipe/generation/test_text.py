@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 
+from data.chat import ChatTemplate, end_at_answers
+from data.own_tokenizer import OwnTokenizer
 from data.tokenizers import bytes_tokenizer
 from recipe.generation.text import Text
+from recipe.huggingface.starting import Start
 
 TOKENIZER = bytes_tokenizer()
 
@@ -52,3 +59,33 @@ def test_the_text_ends_before_the_stop_text_of_which_nothing_is_shown(text, stop
 
 def test_text_that_cannot_belong_to_the_stop_text_is_shown_at_once():
     assert pieces(b"ab\nc", "\n\n") == ["a", "b", "", "\nc", ""]
+
+
+def own_tokenizer() -> tokenizers.Tokenizer:
+    """Its end of text is 2; the end of an answer is 1."""
+    words = {"a": 0, "<|im_end|>": 1, "<|end_of_text|>": 2}
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+
+
+def test_a_text_ends_where_an_answer_of_the_runs_conversations_does(tmp_path: Path):
+    tokenizer = OwnTokenizer("words", own_tokenizer().to_str())
+    end_at_answers(tokenizer, tmp_path)
+    assert tokenizer.ends == {2}  # of a run without conversations
+    ChatTemplate("", {"eos_token": "<|im_end|>"}).save(tmp_path)
+    end_at_answers(tokenizer, tmp_path)
+    for end in (1, 2):
+        text = Text(tokenizer)
+        assert text.add(0) + text.add(end) == "a"
+        assert text.ended
+
+
+@pytest.mark.parametrize(
+    ("given", "ends"), [({"eos_token_id": [1, 0]}, {0, 1, 2}), ({"eos_token_id": None}, {2}), ([], {2})]
+)
+def test_a_text_ends_where_transformers_ends_one_of_the_folders_model(given: Any, ends: set[int], tmp_path: Path):
+    own_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    settings: Any = None
+    tokenizer = Start(tmp_path, settings, str(tmp_path / "tokenizer.json")).load_tokenizer()
+    assert isinstance(tokenizer, OwnTokenizer)
+    assert tokenizer.ends == ends
