@@ -292,24 +292,32 @@ def evaluation_program(session: Session, case: Case, row: tuple[int, ...], allow
 
 
 def side_effects(session: Session) -> Line:
-    """A call changes neither its inputs nor the state of torch's generator."""
+    """A call changes neither its inputs, nor the state of torch's generator, nor the results of an earlier call."""
     subject, calls, wrong = session.subject, 0, list[Failure]()
     for dtype in session.timely(session.dtypes):
         case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
         case = replace(case, causal="causal" in subject.features)
         inputs, state = draw(case, session.device), torch.get_rng_state()
         copies = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do)]
+        others = draw(replace(case, seed=session.seed + 1), session.device)
+        overwritten = set()
         try:
-            results(subject, case, inputs, session.gradients)
+            for gradients in {session.gradients, False}:
+                got = results(subject, case, inputs, gradients)
+                kept = {name: x.clone() for name, x in got.items() if x is not None}
+                results(subject, case, others, gradients)
+                overwritten |= {name for name, x in kept.items() if not same(x, got[name])}
+                calls += 2
         except Refused:
             continue
-        calls += 1
+        for name in sorted(overwritten):
+            wrong.append(Failure(f"a call overwrites {name} of the call before ({case.words()})", case))
         for name, copy in zip(("q", "k", "v", "do"), copies, strict=True):
             if not torch.equal(getattr(inputs, name), copy):
                 wrong.append(Failure(f"a call changes its {name} in place ({case.words()})", case))
         if not torch.equal(torch.get_rng_state(), state):
             wrong.append(Failure("a call without dropout draws from torch's generator", case))
-    return line(session, "side effects", calls, wrong, "inputs and random numbers stay as they are")
+    return line(session, "side effects", calls, wrong, "inputs, earlier results and random numbers stay as they are")
 
 
 CHECKS = {

@@ -156,7 +156,7 @@ def measured(name: str, small: Sample, sample: Sample) -> Candidate:
         if not subject.supports(case):
             candidate.why = f"lacks {', '.join(sorted(case.features() - subject.features))}"
             return candidate
-        subject.try_lse()
+        subject.try_lse(*small)
         try:
             got = both_or_forward(subject, small)
             candidate.worst = max(verdict.share for verdict in judged(*small, got))

@@ -199,10 +199,13 @@ def prepare(session: Session, wanted: tuple[str, ...]) -> None:
     The case has usual sizes; an implementation for other head sizes or lengths may refuse it. Raises CheckError for
     results of another form than the formula's.
     """
-    session.subject.try_lse()
     for dtype in wanted:
         case = Case(T=64, S=64, D=64, B=1, H=2, H_kv=2, dtype=dtype, causal="causal" in session.subject.features)
         inputs = draw(case, session.device)
+        if refusal := session.subject.refusal(case, session.device):
+            session.refused[dtype] = refusal
+            continue
+        session.subject.try_lse(case, inputs)
         try:
             got = results(session.subject, case, inputs, gradients=False)
         except Refused as error:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import Attention, AttentionConfig, AttentionError, DropoutKey, Score, documents, keep_mask
-from .cases import Case, Inputs
+from .. import Attention, AttentionConfig, AttentionError, AttentionShape, DropoutKey, Score, documents, keep_mask
+from .cases import DTYPES, Case, Inputs
 from .known import KNOWN, PACKAGE, Unavailable
 from .styles import FEATURES, LAYOUTS, STYLES, Argument, Signature, arguments
 
@@ -154,15 +154,23 @@ class Subject:
         """Whether the subject declares every feature of the case."""
         return case.features() <= self.features
 
-    def try_lse(self) -> None:
-        """Call an implementation of this library, which no longer declares lse if it refuses to return it."""
-        if self.style != "ours":
-            return
-        one = torch.zeros(1, 1, 1, 8)
-        with contextlib.suppress(Exception):  # it may need a GPU, or 16 bits
-            self.function(one, one, one)
+    def refusal(self, case: Case, device: torch.device) -> str:
+        """Why an implementation of this library would not train with the case's head size, heads and dtype."""
+        if isinstance(self.function, Attention):
             try:
-                self.function(one, one, one, return_lse=True)
+                self.function.check(AttentionShape(case.D, case.H, case.H_kv, DTYPES[case.dtype], device))
+            except AttentionError as error:
+                return str(error)
+        return ""
+
+    def try_lse(self, case: Case, inputs: Inputs) -> None:
+        """Call an implementation of this library, which no longer declares lse if it refuses to return it."""
+        if self.style != "ours" or "lse" not in self.features:
+            return
+        with contextlib.suppress(Exception):  # it may refuse the case itself
+            self(case, inputs)
+            try:
+                self(case, inputs, lse=True)
             except AttentionError:
                 self.features -= {"lse"}
 

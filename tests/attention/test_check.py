@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention import AttentionConfig, AttentionError, AttentionOutput, build_attention
+from attention import (
+    AttentionConfig,
+    AttentionError,
+    AttentionOutput,
+    AttentionShape,
+    UnsupportedAttention,
+    build_attention,
+)
 from attention.check import accuracy, parts, recommend, system, workers
 from attention.check.accuracy import smallest_failure
 from attention.check.behaviour import CHECKS, not_finite
@@ -31,6 +38,8 @@ from attention.check.judge import Verdict
 from attention.check.plan import Plan, work
 from attention.check.run import Refused, Session, interpreting, prepare, short, verdicts
 from attention.check.subject import CheckError, Subject, find
+from attention.interface import Call
+from attention.naive import NaiveAttention
 from tests.attention.subjects import CASES, subject_of
 from tests.right_attention import RIGHT, KeysBackwards
 from tests.wrong_attention import FAULTS
@@ -509,6 +518,51 @@ def test_a_call_that_ends_its_process_is_a_failure_and_the_others_are_judged(mon
     assert "1 of 2 end their process: the process ended with SIGKILL (fp32 B=1 H=2 T=" in memory.detail
     assert "; 2 more with misaligned start are left out;" in memory.detail
     assert "torch.autograd.grad(attend(*x), x, do)" in memory.failures[0].code
+
+
+class EvenInFp32(NaiveAttention):
+    """Refuses odd lengths in each call, precisions but fp32 before training, and the log-sum-exp."""
+
+    name = "even_in_fp32"
+
+    def check(self, shape: AttentionShape) -> None:
+        super().check(shape)
+        if shape.dtype is not torch.float32:
+            raise UnsupportedAttention("even_in_fp32 takes fp32.")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> AttentionOutput:
+        if q.shape[2] % 2:
+            raise ValueError("only even lengths")
+        return AttentionOutput(super().attend(q, k, v, call).out)
+
+
+def test_an_attention_is_asked_what_it_refuses_before_training(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(accuracy, "groups", lambda seed: {"lengths": [Case(T=8, S=8), Case(T=9, S=9)]})
+    monkeypatch.setattr(parts, "PARTS", {})
+    report = check(find("tests.attention.test_check:EvenInFp32"), dtypes=["fp32", "bf16"])
+    (lengths,) = report.lines
+    assert (lengths.status, lengths.calls) == ("ok", 1)
+    assert report.refused == {"bf16": "even_in_fp32 takes fp32."}
+
+
+BUFFERS: dict[tuple[object, ...], Tensor] = {}
+
+
+def reuses_its_output(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """Without gradients, calls of one shape write to one tensor."""
+    out = plain(q, k, v, causal)
+    if out.requires_grad:
+        return out
+    return BUFFERS.setdefault((*out.shape, out.dtype), torch.empty_like(out)).copy_(out)
+
+
+def test_an_output_that_the_next_call_overwrites_is_a_failure(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(accuracy, "groups", lambda seed: {"lengths": [Case(T=9, S=9)]})
+    monkeypatch.setattr(parts, "PARTS", {"side effects": parts.PARTS["side effects"]})
+    report = check(find("tests.attention.test_check:reuses_its_output"), dtypes=["fp32"])
+    lengths, side_effects = report.lines
+    assert (lengths.status, side_effects.status) == ("ok", "FAIL")
+    assert side_effects.detail.startswith("a call overwrites out of the call before (fp32 B=2")
 
 
 def planned_in(seconds: float, slope: float, constant: float = 0.01) -> tuple[Plan, float]:
