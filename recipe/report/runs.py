@@ -153,6 +153,11 @@ class Run:
         return f"{commit}+" if commit and git.get("dirty") else commit
 
     @property
+    def changes(self) -> str:
+        """A digest of its tree's uncommitted changes; empty if there were none, or unknown."""
+        return str(self.recorded("git").get("changes") or "")
+
+    @property
     def out_of_memory(self) -> bool:
         return self.status == "out_of_memory"
 

@@ -186,6 +186,7 @@ def notes_on(run_set: RunSet, sweeps: Sequence[Sweep]) -> list[str]:
             notes.append(f"{len(named)} run{'s' if len(named) > 1 else ''} {outcome} ({first_few(named)}).")
     for origin, values in {
         "commits": {run.commit.rstrip("+") for run in runs},
+        "uncommitted changes": {run.changes for run in runs},
         "torch versions": {str(run.recorded("versions").get("torch") or "") for run in runs},
         "devices": {run.device for run in runs} - {UNKNOWN},
     }.items():

@@ -6,6 +6,8 @@ import math
 import platform
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ ENVIRONMENT = ("device", "versions", "git")
 
 
 def environment(device: torch.device, device_count: int = 1) -> dict[str, Any]:
-    """{"device": {type, name, count}, "versions": {python, torch, triton, cuda}, "git": {commit, dirty}}.
+    """{"device": {type, name, count}, "versions": {python, torch, triton, cuda}, "git": {commit, dirty, changes}}.
 
     None for what is missing (triton, CUDA, a git checkout).
     """
@@ -44,9 +46,21 @@ def environment(device: torch.device, device_count: int = 1) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """The commit checked out in `folder` and whether its tracked files differ from it; None if git fails."""
+    """The commit checked out in `folder`, whether its tracked files differ from it, and a digest of the differences and
+    of the .py files that git does not know; None if git fails, or where there are none."""
     commit, changes = git(folder, "rev-parse", "HEAD"), git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+    unknown = git(folder, "ls-files", "--others", "--exclude-standard", "-z", "*.py") or ""
+    content = [(git(folder, "diff", "HEAD") or "") if changes else ""]
+    content += [text_of(folder, name) for name in unknown.split("\0") if name]
+    digest = sha256("\0".join(content).encode()).hexdigest()[:8] if any(content) else None
+    return {"commit": commit, "dirty": None if changes is None else bool(changes), "changes": digest}
+
+
+def text_of(folder: Path, name: str) -> str:
+    """A file's name and content; the name alone where it cannot be read."""
+    with suppress(OSError):
+        return f"{name}\0{(folder / name).read_text(encoding='utf-8', errors='replace')}"
+    return name
 
 
 def git(folder: Path, *arguments: str) -> str | None:

@@ -148,6 +148,9 @@ def departures(arena: Arena) -> list[str]:
     if plan.commit and commits - {plan.commit}:
         others = listed(sorted(commit[:7] for commit in commits - {plan.commit}))
         lines.append(f"The plan was written at commit {plan.commit[:7]}; there are runs of {others}.")
+    if len(changes := {run.changes for run in arena.runs.values()}) > 1:
+        named = listed(sorted(digest or "none" for digest in changes))
+        lines.append(f"The code changed between the runs: their uncommitted changes have the digests {named}.")
     return lines
 
 

@@ -195,12 +195,15 @@ def test_no_runs_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_dirty_trees_mixed_commits_and_devices_are_named(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", summary={"git": {"commit": "a" * 40, "dirty": True}})
-    write_run(tmp_path / "b", summary={"git": {"commit": "b" * 40, "dirty": False}}, device="cpu")
+    write_run(tmp_path / "a", summary={"git": {"commit": "a" * 40, "dirty": True, "changes": "12345678"}})
+    write_run(
+        tmp_path / "b", summary={"git": {"commit": "b" * 40, "dirty": False, "changes": "9abcdef0"}}, device="cpu"
+    )
     assert notes(tmp_path) == [
         "The runs differ in device, so they are not all compared with each other.",
         "1 run came from a tree with uncommitted changes (a).",
         "The runs come from different commits: aaaaaaa, bbbbbbb.",
+        "The runs come from different uncommitted changes: 12345678, 9abcdef0.",
         "The runs come from different devices: NVIDIA H200, cpu.",
     ]
 

@@ -174,7 +174,7 @@ def test_the_environment_names_software_and_machine() -> None:
     assert found["device"] == {"type": "cpu", "name": "cpu", "count": 1}
     assert found["versions"]["torch"] == torch.__version__
     assert set(found["versions"]) == {"python", "torch", "triton", "cuda"}
-    assert set(found["git"]) == {"commit", "dirty"}
+    assert set(found["git"]) == {"commit", "dirty", "changes"}
 
 
 def test_git_state_is_commit_and_whether_files_differ_from_it(tmp_path: Path) -> None:
@@ -184,14 +184,21 @@ def test_git_state_is_commit_and_whether_files_differ_from_it(tmp_path: Path) ->
             ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout.strip()
 
-    assert git_state(tmp_path / "nowhere") == {"commit": None, "dirty": None}
+    assert git_state(tmp_path / "nowhere") == {"commit": None, "dirty": None, "changes": None}
     git("init", "-q")
     (tmp_path / "file").write_text("a")
     git("add", "file")
     git("commit", "-q", "-m", "first")
-    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False, "changes": None}
     (tmp_path / "file").write_text("b")
     assert git_state(tmp_path)["dirty"] is True
+    digests = {git_state(tmp_path)["changes"]}
+    (tmp_path / "rows.py").write_text("scale = 1")  # which git does not know
+    digests.add(git_state(tmp_path)["changes"])
+    (tmp_path / "rows.py").write_text("scale = 2")
+    digests.add(git_state(tmp_path)["changes"])
+    assert len(digests) == 3
+    assert None not in digests
 
 
 def test_the_loss_curve_is_drawn_whatever_the_losses(tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def test_when_the_looks_are_used_up_the_way_on_is_other_seeds(tmp_path: Path) ->
             "run 3 (arm) has no result (failed: Full).",
         ),
         ({"changes": {("arm", 2): {"git": {"commit": "fedcba98"}}}}, "there are runs of fedcba9."),
+        ({"changes": {("arm", 2): {"git": {"changes": "1a2b3c4d"}}}}, "changes have the digests 1a2b3c4d and none."),
         ({"rates": {0.001: 0.1, 0.003: 0.0}}, "The best learning rate of base and arm is the highest that was tried"),
     ],
 )
