@@ -95,6 +95,10 @@ def parse(arguments: list[str]) -> SampleConfig:
     )
     if not config.run:
         raise ConfigError("run=<folder> is missing; name the run folder that train.py printed.")
+    try:
+        config.prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("prompt= is not UTF-8; repair it, or put the text into a file for prompts=.") from None
     if config.tokens < 0:
         raise ConfigError(f"tokens={config.tokens} must be at least 0, the number of tokens to add.")
     if config.samples < 1:

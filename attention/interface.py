@@ -26,7 +26,7 @@ from torch import Tensor
 from .config import AttentionConfig
 from .decode.cache import Cache
 from .dropout import RATES, DropoutKey, drop_threshold, is_valid_rate
-from .errors import Option, UnsupportedAttention, listed
+from .errors import AttentionError, Option, UnsupportedAttention, listed
 from .formula.call import prepared
 from .formula.hoist import scaled_queries
 from .layout import Layout
@@ -182,7 +182,10 @@ class Attention(ABC):
         # q, k and v set the precision; autocast must not change what an implementation computes in fp32.
         with without_autocast(q.device.type):
             q, call = self.prepare(q, call, k.shape[2])
-            out, lse = self.attend(q, k, v, call)
+            given = self.attend(q, k, v, call)
+            if isinstance(given, Tensor):  # which would unpack, with a batch of two
+                raise AttentionError("{} returns a tensor from `attend`; return AttentionOutput(out).", self.name)
+            out, lse = given
             if not return_lse:
                 return AttentionOutput(out)
             return AttentionOutput(out, (self.lse(q, k, call) if lse is None else lse).detach())

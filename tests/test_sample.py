@@ -318,6 +318,11 @@ def test_a_run_is_exported_for_transformers_with_its_tokenizer_and_card(run, tmp
     assert 'model="mine")("The", max_new_tokens=8)' in card  # half of the model's context
 
 
+def test_a_prompt_that_is_no_text_is_refused(run):
+    with pytest.raises(ConfigError, match="prompt= is not UTF-8; repair it"):
+        main([f"run={run}", "prompt=a\udcff"])
+
+
 @pytest.mark.parametrize(
     ("folder", "reason"),
     [

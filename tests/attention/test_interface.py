@@ -18,6 +18,8 @@ from attention import (
     UnsupportedAttention,
     build_attention,
 )
+from attention.interface import Call
+from attention.naive import NaiveAttention
 from recipe.errors import sentence_of
 from tests.attention.reference import KEY, Case
 
@@ -136,3 +138,18 @@ class TestSDPA:
             build_attention(AttentionConfig("sdpa", backend=backend))(q, k, v)
         called = {event.key for event in profile.key_averages()}
         assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in called) == (backend is SDPABackend.flash)
+
+
+class ReturnsATensor(NaiveAttention):
+    name = "returns_a_tensor"
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Any:
+        return super().attend(q, k, v, call).out
+
+
+def test_a_tensor_in_place_of_an_output_is_refused_and_not_unpacked_into_two_sequences():
+    q, k, v, _ = Case(2, 2, 2, 8, 8, 8).tensors(torch.float32)
+    with pytest.raises(
+        AttentionError, match=r"returns_a_tensor returns a tensor from `attend`; return AttentionOutput"
+    ):
+        ReturnsATensor(AttentionConfig("returns_a_tensor"))(q, k, v)
