@@ -107,7 +107,7 @@ def end_at_answers(tokenizer: Tokenizer, run: Path) -> None:
     """Let generated text also end where an answer does, if the run trained on conversations. Raises DataError."""
     template = load_template(run)
     if template is not None and isinstance(tokenizer, OwnTokenizer):
-        end = tokenizer.model.token_to_id(template.tokens.get("eos_token", ""))
+        end = tokenizer.model.token_to_id(str(template.tokens.get("eos_token", "")))
         if end is not None:
             tokenizer.ends.add(end)
 
