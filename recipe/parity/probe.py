@@ -74,16 +74,16 @@ def check_parity(config: ParityConfig, attention: AttentionConfig, shape: Attent
     run's precision or in the higher one."""
     if config.every < 0:
         raise ParityError(f"parity.every={config.every} must be a number of steps, or 0 for no probe.")
+    if config.reference not in IMPLEMENTATIONS:
+        raise ParityError(
+            f"parity.reference={config.reference} is not known; choose one of {', '.join(IMPLEMENTATIONS)}."
+        )
     if config.every == 0:
         return
     if attention.dropout > 0 and attention.rng is DropoutRng.torch:
         raise ParityError(
             "parity.every with attention.rng=torch would compare different dropout masks; "
             "set attention.rng=replay, attention.dropout=0 or parity.every=0."
-        )
-    if config.reference not in IMPLEMENTATIONS:
-        raise ParityError(
-            f"parity.reference={config.reference} is not known; choose one of {', '.join(IMPLEMENTATIONS)}."
         )
     try:
         reference = build_attention(reference_config(config, attention))

@@ -177,6 +177,7 @@ MISTAKES = {
     "data=mqar seq_len=16": "data=mqar needs seq_len=32 or more, and seq_len=16 is less",
     "data=mqar data.tokenizer=gpt2": "data.tokenizer=gpt2 has no effect with data=mqar",
     "data=mqar data.documents=mask": "data.documents=.*mask has no effect with data=mqar",
+    "parity.reference=foo": "parity.reference=foo is not known; choose one of .*naive",
     "probes=[mqr]": "probes=mqr is not known; choose among mqar, .*, position_loss",
     "probes=mqar": r"probes=mqar is not a list of names, such as \[mqar,position_loss\]",
     "probes=[mqar] training.eval_every=0": "probes are measured with every evaluation, .*eval_every=0 has none",
