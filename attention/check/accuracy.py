@@ -55,7 +55,10 @@ class Accuracy:
     def __init__(self, session: Session, workers: int) -> None:
         self.session = session
         supports, one_of = session.subject.supports, QUICK if session.quick else 1
-        self.groups = {name: [case for case in cases if supports(case)] for name, cases in groups(session.seed).items()}
+        self.groups = {
+            name: [case if name == "lengths" else session.fitting(case) for case in cases if supports(case)]
+            for name, cases in groups(session.seed).items()
+        }
         self.plan = Plan(self.groups, session.dtypes, session.seed, one_of, workers)
         self.worst: dict[str, tuple[Case, Verdict]] = {}
         self.failed: dict[str, int] = Counter()

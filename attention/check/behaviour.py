@@ -41,11 +41,11 @@ def leaks(session: Session) -> Line:
         Case(T=65, S=65, B=2, H=4, H_kv=session.kv_heads(4), causal=False),
     ]
     pairs = [
-        (replace(case, dtype=dtype, seed=session.seed), keys)
+        (session.fitting(replace(case, dtype=dtype, seed=session.seed)), keys)
         for dtype in session.dtypes
         for case in cases
         if subject.supports(case)
-        for keys in key_sets(case)
+        for keys in key_sets(session.fitting(case))
     ]
     random.Random(session.seed).shuffle(pairs)  # so that a short check tries some of each case
     refused: set[Case] = set()
@@ -133,6 +133,7 @@ def not_finite(session: Session) -> Line:
     """
     subject, calls, wrong = session.subject, 0, list[Failure]()
     case = Case(T=70, S=70, B=2, H=4, H_kv=session.kv_heads(4), seed=session.seed, causal="causal" in subject.features)
+    case = session.fitting(case)
     for value, name in product((torch.nan, torch.inf, -torch.inf), ("q", "k", "v")):
         for dtype in session.timely(session.dtypes):
             here = replace(case, dtype=dtype)
@@ -184,7 +185,7 @@ def repeats(session: Session) -> Line:
     subject, calls, wrong, fewest = session.subject, 0, list[Failure](), REPEATS
     for dtype in session.timely(session.dtypes):
         case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
-        case = replace(case, causal="causal" in subject.features)
+        case = session.fitting(replace(case, causal="causal" in subject.features))
         inputs = draw(case, session.device)
         try:
             with session.all_threads():
@@ -228,7 +229,7 @@ def batch(session: Session) -> Line:
     subject, calls, wrong, bitwise, share = session.subject, 0, list[Failure](), True, 0.0
     for dtype in session.timely(session.dtypes):
         case = Case(T=97, S=97, D=32, B=4, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
-        case = replace(case, causal="causal" in subject.features)
+        case = session.fitting(replace(case, causal="causal" in subject.features))
         inputs, one = draw(case, session.device), replace(case, B=1)
         try:
             with session.all_threads():
@@ -259,7 +260,7 @@ def evaluation(session: Session) -> Line:
     for dtype in session.timely(session.dtypes):
         for T, S in ((65, 65), (1, 130), (128, 128)):
             case = Case(T=T, S=S, D=32, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
-            case = replace(case, causal="causal" in subject.features)
+            case = session.fitting(replace(case, causal="causal" in subject.features))
             inputs = draw(case, session.device)
             try:
                 training = results(subject, case, inputs, session.gradients)["out"]
@@ -296,7 +297,7 @@ def side_effects(session: Session) -> Line:
     subject, calls, wrong = session.subject, 0, list[Failure]()
     for dtype in session.timely(session.dtypes):
         case = Case(T=65, S=65, D=32, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, seed=session.seed)
-        case = replace(case, causal="causal" in subject.features)
+        case = session.fitting(replace(case, causal="causal" in subject.features))
         inputs, state = draw(case, session.device), torch.get_rng_state()
         copies = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do)]
         others = draw(replace(case, seed=session.seed + 1), session.device)

@@ -25,11 +25,12 @@ from .known import KNOWN
 from .page import Report, as_json, text, unseen, where, write
 from .parts import Parts
 from .recommend import recommend
-from .run import Session, first_calls, interpreting
+from .run import Session, first_calls, interpreting, multiple_of
 from .styles import FEATURES, STYLES
 from .subject import CheckError, Subject, find
 from .workers import Ended, Here, Job, Workers
 
+LENGTHS_S = 15.0  # the most seconds to find which lengths it takes
 TIME = {"cpu": 300.0, "cuda": 60.0}  # the most seconds that a check takes, by the device
 MOST_WORKERS = 12
 
@@ -83,6 +84,12 @@ def check(
             raise CheckError(
                 f"{subject.name} cannot be checked on {device} with two heads of 64 and 64 tokens: {reason}"
             )
+
+        def multiple_found(job: Job, result: Any) -> None:
+            if not isinstance(result, Ended):  # a call of a length that it does not take may end its process, or hang
+                session.multiple = result
+
+        runner.run(iter([partial(multiple_of, name="lengths")]), multiple_found, time.monotonic() + LENGTHS_S)
         parts, accuracy = Parts(session, runner.number), Accuracy(session, runner.number)
 
         def done(job: Job, result: Any) -> None:
@@ -94,6 +101,8 @@ def check(
     session.done()
     features = tuple(sorted(subject.features))
     left = unseen(features, session.dtypes, session.refused, lines, session.no_gradients)
+    if session.multiple > 1:
+        left.insert(0, f"Lengths that are no multiples of {session.multiple}: such calls were refused.")
     if not session.grouped:
         left.insert(0, "Fewer key/value heads than query heads: such a call was refused.")
     took = time.monotonic() - started

@@ -41,8 +41,7 @@ def dropout(session: Session) -> Iterator[Line]:
         seed=session.seed + 1,
     )
     case = replace(case, causal="full" not in session.subject.features)
-    if case.causal:
-        case = replace(case, T=160)
+    case = session.fitting(replace(case, T=160) if case.causal else case)
     try:
         keep, seen = drawn_mask(session, case)
     except Refused as error:
@@ -149,7 +148,7 @@ def replay(session: Session) -> Line:
             case = Case(
                 T=T, S=S, D=D, B=2, H=4, H_kv=session.kv_heads(4), dtype=dtype, dropout=RATE, seed=session.seed + 2
             )
-            case = replace(case, causal="causal" in subject.features)
+            case = session.fitting(replace(case, causal="causal" in subject.features))
             try:
                 inputs = draw(case, session.device)
                 keep, _ = drawn_mask(session, replace(case, dtype=session.dtypes[0]))

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TextIO, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from .cases import Case, Inputs, draw, problem
 from .judge import Verdict, judge
 from .subject import CheckError, Subject
 
+USUAL_LENGTHS = (64, 128, 256)  # of the first calls: the next where one is refused
 Item = TypeVar("Item")
 
 
@@ -111,6 +112,7 @@ class Session:
     gradients     whether the implementation has a backward pass
     no_gradients  the reason why it has none
     grouped       whether it takes fewer key/value heads than query heads
+    multiple      the number of which the lengths that it takes are multiples
     threads       the number of torch's threads where a check depends on it; elsewhere it is one, which is faster for
                   small tensors
     """
@@ -125,6 +127,7 @@ class Session:
     gradients: bool = True
     no_gradients: str = ""
     grouped: bool = True
+    multiple: int = 1
     stream: TextIO | None = field(default_factory=lambda: sys.stderr)
     started: float = field(default_factory=time.monotonic)
     threads: int = field(default_factory=torch.get_num_threads)
@@ -134,6 +137,13 @@ class Session:
     def kv_heads(self, query_heads: int) -> int:
         """The key/value heads of a case with grouped heads: half of the query heads, or all where they are refused."""
         return query_heads // 2 if self.grouped else query_heads
+
+    def fitting(self, case: Case) -> Case:
+        """The case with the next lengths that the implementation takes; documents keep theirs."""
+        if case.documents:
+            return case
+        T, S = (-(-length // self.multiple) * self.multiple for length in (case.T, case.S))
+        return replace(case, T=T, S=S)
 
     @contextmanager
     def with_threads(self, number: int) -> Iterator[None]:
@@ -194,18 +204,21 @@ def interpreting() -> Iterator[None]:
 
 
 def prepare(session: Session, wanted: tuple[str, ...]) -> None:
-    """Try which precisions the implementation takes, and whether it has gradients and takes grouped heads.
+    """Try which precisions and lengths the implementation takes, and whether it has gradients and takes grouped heads.
 
-    The case has usual sizes; an implementation for other head sizes or lengths may refuse it. Raises CheckError for
-    results of another form than the formula's.
+    The case has usual sizes; an implementation for other head sizes may refuse it. Raises CheckError for results of
+    another form than the formula's.
     """
+    usual = usual_case(session)
+    sizes = (length for length in USUAL_LENGTHS if any(takes(session, usual, length, dtype) for dtype in wanted))
+    length = next(sizes, USUAL_LENGTHS[0])
+    session.multiple = 1 if length == USUAL_LENGTHS[0] else length
     for dtype in wanted:
-        case = Case(T=64, S=64, D=64, B=1, H=2, H_kv=2, dtype=dtype, causal="causal" in session.subject.features)
+        case = session.fitting(replace(usual, dtype=dtype))
         inputs = draw(case, session.device)
         if refusal := session.subject.refusal(case, session.device):
             session.refused[dtype] = refusal
             continue
-        session.subject.try_lse(case, inputs)
         try:
             got = results(session.subject, case, inputs, gradients=False)
         except Refused as error:
@@ -218,11 +231,33 @@ def prepare(session: Session, wanted: tuple[str, ...]) -> None:
         except Refused as error:
             session.gradients, session.no_gradients = False, str(error)
     if session.dtypes:
-        case = Case(T=64, S=64, D=64, H=4, H_kv=2, dtype=session.dtypes[0], causal="causal" in session.subject.features)
-        try:
-            results(session.subject, case, draw(case, session.device), gradients=False)
-        except Refused:
-            session.grouped = False
+        case = replace(usual, H=4)
+        session.grouped = takes(session, case, session.fitting(case).T, session.dtypes[0])
+
+
+def usual_case(session: Session) -> Case:
+    """A case of usual sizes, which almost every implementation takes."""
+    return Case(T=64, S=64, D=64, B=1, H=2, H_kv=2, causal="causal" in session.subject.features)
+
+
+def takes(session: Session, case: Case, length: int, dtype: str) -> bool:
+    """Whether the implementation computes a case of a length and precision, without gradients."""
+    case = replace(case, T=length, S=length, dtype=dtype)
+    inputs = draw(case, session.device)
+    session.subject.try_lse(case, inputs)
+    try:
+        results(session.subject, case, inputs, gradients=False)
+    except Refused:
+        return False
+    return True
+
+
+def multiple_of(session: Session, name: str) -> int:
+    """The number, a power of two, of which the lengths that the implementation takes are multiples. A job."""
+    usual, dtype = usual_case(session), session.dtypes[0]
+    length = session.fitting(usual).T
+    steps = (2**n for n in range(length.bit_length() - 1))
+    return next((step for step in steps if takes(session, usual, length + step, dtype)), length)
 
 
 def first_calls(session: Session, name: str, wanted: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -234,7 +269,7 @@ def first_calls(session: Session, name: str, wanted: tuple[str, ...]) -> tuple[d
 
 def found_by_first_calls(session: Session) -> tuple[dict[str, Any], dict[str, Any]]:
     """The attributes of a session, and of its subject, that `prepare` sets."""
-    of_session = ("dtypes", "refused", "gradients", "no_gradients", "grouped")
+    of_session = ("dtypes", "refused", "gradients", "no_gradients", "grouped", "multiple")
     of_subject = ("features", "result")
     return {x: getattr(session, x) for x in of_session}, {x: getattr(session.subject, x) for x in of_subject}
 

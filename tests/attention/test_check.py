@@ -545,6 +545,54 @@ def test_an_attention_is_asked_what_it_refuses_before_training(monkeypatch: pyte
     assert report.refused == {"bf16": "even_in_fp32 takes fp32."}
 
 
+def takes_multiples(n: int) -> Callable[..., Tensor]:
+    """Attention for lengths that are multiples of n."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+        if q.shape[2] % n or k.shape[2] % n:
+            raise ValueError(f"only multiples of {n}")
+        return plain(q, k, v, causal)
+
+    return attend
+
+
+even, blocks_of_128 = takes_multiples(2), takes_multiples(128)
+
+
+def ends_its_process_at_65(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    if q.shape[2] == 65:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(q, k, v, causal)
+
+
+@pytest.mark.parametrize(("name", "n"), [("even", 2), ("blocks_of_128", 128)])
+def test_an_attention_for_some_lengths_is_judged_at_those(name: str, n: int, monkeypatch: pytest.MonkeyPatch):
+    cases = {"lengths": [Case(T=128, S=128), Case(T=9, S=9)], "batch and heads": [Case(T=9, S=33), Case(T=31, S=31)]}
+    monkeypatch.setattr(accuracy, "groups", lambda seed: cases)
+    behaviour = ("hidden keys", "NaN and infinity", "the same again", "alone and in a batch", "without gradients")
+    chosen = (*behaviour, "side effects", "gradcheck")
+    monkeypatch.setattr(parts, "PARTS", {name: parts.PARTS[name] for name in chosen})
+    report = check(find(f"tests.attention.test_check:{name}"), dtypes=["fp32"])
+    calls = {line.name: (line.status, line.calls) for line in report.lines}
+    assert calls["lengths"] == ("ok", 1)
+    assert calls["batch and heads"] == ("ok", 2)
+    assert all(calls[name][0] == "ok" for name in chosen[:-1])
+    assert calls["gradcheck"][0] == ("ok" if n == 2 else "skip")
+    assert f"Lengths that are no multiples of {n}: such calls were refused." in report.unseen
+
+
+def test_a_length_that_ends_the_process_is_judged_with_the_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(accuracy, "groups", lambda seed: {"lengths": [Case(T=64, S=64), Case(T=65, S=65)]})
+    monkeypatch.setattr(parts, "PARTS", {})
+    target = "tests.attention.test_check:ends_its_process_at_65"
+    running = workers.Workers(1, target)
+    try:
+        (lengths,) = check(find(target), dtypes=["fp32"], workers=running).lines
+    finally:
+        running.close()
+    assert (lengths.status, lengths.calls) == ("FAIL", 2)
+
+
 BUFFERS: dict[tuple[object, ...], Tensor] = {}
 
 
