@@ -41,6 +41,7 @@ if __name__ == "__main__":
 
 from attention import ProductPrecision
 from data.chat import load_template
+from data.untrusted import has_half_characters
 from recipe.cli.arguments import parse as key_values
 from recipe.cli.wording import one_sentence
 from recipe.config import ConfigError, as_plain
@@ -95,10 +96,8 @@ def parse(arguments: list[str]) -> SampleConfig:
     )
     if not config.run:
         raise ConfigError("run=<folder> is missing; name the run folder that train.py printed.")
-    try:
-        config.prompt.encode()
-    except UnicodeEncodeError:
-        raise ConfigError("prompt= is not UTF-8; repair it, or put the text into a file for prompts=.") from None
+    if has_half_characters(config.prompt):  # Python's form of bytes that are not UTF-8
+        raise ConfigError("prompt= is not UTF-8; repair it, or put the text into a file for prompts=.")
     if config.tokens < 0:
         raise ConfigError(f"tokens={config.tokens} must be at least 0, the number of tokens to add.")
     if config.samples < 1:

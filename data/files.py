@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError, brief, first_few, unreadable
-from data.untrusted import LINE
+from data.untrusted import LINE, has_half_characters
 
 Row = dict[str, Any]
 BLOCK = 1 << 22  # bytes of plain text read at a time
@@ -94,21 +94,18 @@ def numbered_rows(path: Path) -> Iterator[tuple[int, Row]]:
                 line = line.removeprefix(codecs.BOM_UTF8)
             try:
                 row = json.loads(line.decode("utf-8")) if line.strip() else None
-                if b"\\ud" in line.lower():
-                    json.dumps(row, ensure_ascii=False).encode()
-            except UnicodeDecodeError:
-                flaw = "not UTF-8"
-            except UnicodeEncodeError:
-                flaw = "text with half a character, such as \\ud800"
-            except (ValueError, RecursionError):
-                flaw = "not JSON"
+            except (ValueError, RecursionError) as error:
+                flaw = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
             else:
                 if row is None:
                     continue
-                if isinstance(row, dict):
+                if b"\\ud" in line.lower() and has_half_characters(row):
+                    flaw = "text with half a character, such as \\ud800"
+                elif isinstance(row, dict):
                     yield number, row
                     continue
-                flaw = f'a {KINDS.get(type(row), "value")} and not an object such as {{"text": ...}}'
+                else:
+                    flaw = f'a {KINDS.get(type(row), "value")} and not an object such as {{"text": ...}}'
             raise DataError(f"could not read {path} (line {number} is {flaw}); repair it or set another data.path.")
 
 

@@ -122,6 +122,11 @@ def text_stream(tokenizer: Tokenizer, before: Sequence[int] = ()) -> Utf8Stream 
     return Stream(tokenizer, before) if isinstance(tokenizer, OwnTokenizer) else Utf8Stream(tokenizer)
 
 
+def ends_of(tokenizer: Tokenizer) -> set[int]:
+    """The tokens that end a generated text."""
+    return tokenizer.ends if isinstance(tokenizer, OwnTokenizer) else {tokenizer.eot_token}
+
+
 def save_tokenizer(tokenizer: Tokenizer, folder: Path | str) -> None:
     """Write the whole tokenizer to `folder`/tokenizer.json."""
     content: dict[str, object] = {"name": tokenizer.name}

@@ -80,6 +80,15 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
+def has_half_characters(value: Any) -> bool:
+    """Whether a text in a value of JSON holds half a character, such as \\ud800, which no file in UTF-8 can hold."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def read_yaml(path: Path, limit: int = SETTINGS) -> Any:
     """The value in a file of YAML without aliases. Raises OSError, UntrustedError."""
     text = read_text(path, limit)

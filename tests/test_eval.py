@@ -279,7 +279,7 @@ def test_lm_evals_implementation_of_a_task_gives_the_same_metrics(run, tmp_path)
 def test_generation_is_greedy_up_to_a_stop_text_or_an_end_of_text(run):
     model, prompts = TrainedModel(load_trained(run, ModelChoice(device="cpu"))), ["The sun", "", "x" * 40]
     found = Scorer(model, batch=2).generate_until([(prompt, [], 6) for prompt in prompts])
-    reference = fresh("learned")
+    reference, ended = fresh("learned"), [END]
     for prompt, text in zip(prompts, found, strict=True):
         tokens = ([*prompt.encode()] or [END])[-(T - 6) :]
         with torch.no_grad():
@@ -287,6 +287,12 @@ def test_generation_is_greedy_up_to_a_stop_text_or_an_end_of_text(run):
                 tokens.append(int(reference(torch.tensor([tokens]))[0, -1].argmax()))
         made = tokens[-6:]
         assert text == TOKENIZER.decode(made[: made.index(END)] if END in made else made)
+        ended = made if prompt == prompts[0] else ended
+    model.ends = {END, ended[2]}
+    assert Scorer(model, batch=2).generate_until([(prompts[0], [], 6)]) == [
+        TOKENIZER.decode(ended[: ended.index(ended[2])])
+    ]
+    model.ends = {END}
     stop = found[0][2]
     assert Scorer(model, batch=2).generate_until([(prompts[0], ["nowhere", stop], 6)]) == [found[0].partition(stop)[0]]
 

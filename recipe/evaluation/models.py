@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data.errors import brief
-from data.tokenizers import encoder
+from data.tokenizers import encoder, ends_of
 from data.untrusted import UntrustedError, children, read_json
 from model.loss import IGNORE_INDEX
 from recipe.config import ConfigError
@@ -36,10 +36,12 @@ class LanguageModel(Protocol):
 
     max_length   the longest input, in tokens
     end_of_text  the token that ends a text and begins the next
+    ends         the tokens that end a generated text
     """
 
     max_length: int
     end_of_text: int
+    ends: set[int]
 
     def encode(self, text: str) -> np.ndarray:
         """The tokens of a text, 1-D integers, without special ones."""
@@ -72,6 +74,7 @@ class TrainedModel:
         """seq_len  the longest input, which the model has to allow; None: the run's"""
         self.trained, self.model = trained, trained.model
         self.max_length, self.end_of_text = seq_len or trained.config.seq_len, trained.tokenizer.eot_token
+        self.ends = ends_of(trained.tokenizer)
         self.encode = encoder(trained.tokenizer)
         self.decode = trained.tokenizer.decode
 
@@ -134,6 +137,8 @@ class ExportedModel:
         if seq_len is not None and seq_len > longest and not rotary:
             raise ConfigError(f"seq_len={seq_len} is more than the {longest} positions of run={folder}; lower it.")
         self.max_length, self.end_of_text = seq_len or longest, self.tokenizer.eos_token_id
+        given = self.model.generation_config.eos_token_id
+        self.ends = {self.end_of_text, *(given if isinstance(given, list) else [given])} - {None}
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)

@@ -92,7 +92,7 @@ class Scorer:
         texts = dict.fromkeys(asked, "")
         with progress("generating", len(asked)) as advance:
             for request, token in model.generate(asked, self.batch):
-                if token == model.end_of_text:
+                if token in model.ends:
                     request.finished = True
                 else:
                     texts[request] = model.decode(request.tokens)

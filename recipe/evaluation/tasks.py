@@ -8,7 +8,6 @@ All lines of a file are of one kind. Each choice follows the question after a sp
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.untrusted import LINE, UntrustedError, parse_json, read_text
+from data.untrusted import LINE, UntrustedError, has_half_characters, parse_json, read_text
 from recipe.config import ConfigError
 from recipe.evaluation.scorer import Scorer
 
@@ -75,10 +74,9 @@ def read(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             line = parse_json(text)
-            json.dumps(line, ensure_ascii=False).encode()  # fails for half a character, such as \ud800
             flaw = mistake(line, lines[0] if lines else line)
-        except UnicodeEncodeError:
-            flaw = "holds half a character"
+            if has_half_characters(line):
+                flaw = "holds half a character"
         except UntrustedError as error:
             flaw = str(error)
         if flaw:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.tokenizers import Tokenizer
-from data.untrusted import LINE, UntrustedError, parse_json, read_text
+from data.untrusted import LINE, UntrustedError, has_half_characters, parse_json, read_text
 from recipe.files import to_json
 from recipe.generation.engine import Engine, Request
 from recipe.generation.errors import GenerationError
@@ -65,9 +65,9 @@ def prompt_of_json(line: str) -> str | None:
     try:
         content = parse_json(line)
         prompt = content.get("prompt") if isinstance(content, dict) else None
-        return prompt if isinstance(prompt, str) and prompt.encode() else None
-    except ValueError:  # UntrustedError, also of half a character, such as \ud800, which no file can hold
+    except UntrustedError:
         return None
+    return prompt if isinstance(prompt, str) and prompt and not has_half_characters(prompt) else None
 
 
 def requests_of(prompts: Sequence[str], tokenizer: Tokenizer, tokens: int, samples: int = 1) -> list[Request]:

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from data.own_tokenizer import OwnTokenizer
-from data.tokenizers import Tokenizer, text_stream
+from data.tokenizers import Tokenizer, ends_of, text_stream
 from model.gpt import GPT
 from recipe.generation.engine import Engine, Request
 from recipe.generation.sampling import Sampling
@@ -23,8 +22,7 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, stop: str | None = None, prompt: Sequence[int] = ()) -> None:
         """prompt  tokens of the text that is continued"""
-        self.ends = tokenizer.ends if isinstance(tokenizer, OwnTokenizer) else {tokenizer.eot_token}
-        self.stop = stop or ""
+        self.ends, self.stop = ends_of(tokenizer), stop or ""
         self.decoder = text_stream(tokenizer, prompt)
         self.held = ""  # text that `add` has not returned yet
         self.ended = False

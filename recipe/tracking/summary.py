@@ -50,7 +50,7 @@ def git_state(folder: Path) -> dict[str, Any]:
     of the .py files that git does not know; None if git fails, or where there are none."""
     commit, changes = git(folder, "rev-parse", "HEAD"), git(folder, "status", "--porcelain", "--untracked-files=no")
     unknown = git(folder, "ls-files", "--others", "--exclude-standard", "-z", "*.py") or ""
-    content = [(git(folder, "diff", "HEAD") or "") if changes else ""]
+    content = [(git(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD") or "") if changes else ""]
     content += [text_of(folder, name) for name in unknown.split("\0") if name]
     digest = sha256("\0".join(content).encode()).hexdigest()[:8] if any(content) else None
     return {"commit": commit, "dirty": None if changes is None else bool(changes), "changes": digest}
@@ -66,10 +66,10 @@ def text_of(folder: Path, name: str) -> str:
 def git(folder: Path, *arguments: str) -> str | None:
     """The output of a git command in a folder; None where git fails."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return done.stdout.decode("utf-8", errors="replace").strip()
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import tokenizers
 
 from data.chat import ChatTemplate, end_at_answers
 from data.own_tokenizer import OwnTokenizer
-from data.tokenizers import bytes_tokenizer
+from data.tokenizers import bytes_tokenizer, ends_of
 from recipe.generation.text import Text
 from recipe.huggingface.starting import Start
 
@@ -70,7 +70,7 @@ def own_tokenizer() -> tokenizers.Tokenizer:
 def test_a_text_ends_where_an_answer_of_the_runs_conversations_does(tmp_path: Path):
     tokenizer = OwnTokenizer("words", own_tokenizer().to_str())
     end_at_answers(tokenizer, tmp_path)
-    assert tokenizer.ends == {2}  # of a run without conversations
+    assert ends_of(tokenizer) == {2}  # of a run without conversations
     ChatTemplate("", {"eos_token": "<|im_end|>"}).save(tmp_path)
     end_at_answers(tokenizer, tmp_path)
     for end in (1, 2):
@@ -88,4 +88,4 @@ def test_a_text_ends_where_transformers_ends_one_of_the_folders_model(given: Any
     settings: Any = None
     tokenizer = Start(tmp_path, settings, str(tmp_path / "tokenizer.json")).load_tokenizer()
     assert isinstance(tokenizer, OwnTokenizer)
-    assert tokenizer.ends == ends
+    assert ends_of(tokenizer) == ends

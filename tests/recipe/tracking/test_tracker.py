@@ -197,7 +197,9 @@ def test_git_state_is_commit_and_whether_files_differ_from_it(tmp_path: Path) ->
     digests.add(git_state(tmp_path)["changes"])
     (tmp_path / "rows.py").write_text("scale = 2")
     digests.add(git_state(tmp_path)["changes"])
-    assert len(digests) == 3
+    (tmp_path / "file").write_bytes(b"d\xe9j\xe0")  # not UTF-8
+    digests.add(git_state(tmp_path)["changes"])
+    assert len(digests) == 4
     assert None not in digests
 
 
